@@ -1,0 +1,63 @@
+"""attn-diag: signed rounding-error diagnostics for low-precision attention.
+
+    import attn_diag
+    diagnosis = attn_diag.inspect(q, k, v, o=o, do=do, causal="top-left")
+    print(diagnosis.report())
+
+Names are imported on first use, so that importing the package (and ``attn-diag --help``) needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from attn_diag.analysis import inspect, inspect_captures
+    from attn_diag.capture import Capture
+    from attn_diag.diagnosis import Diagnosis, json_schema
+    from attn_diag.errors import AttnDiagError, InputError
+    from attn_diag.loading import example_path, load
+    from attn_diag.kernels import Recipe, emulate, preset
+
+_HOME = {
+    "AttnDiagError": "errors",
+    "Capture": "capture",
+    "Diagnosis": "diagnosis",
+    "InputError": "errors",
+    "Recipe": "kernels",
+    "emulate": "kernels",
+    "example_path": "loading",
+    "inspect": "analysis",
+    "inspect_captures": "analysis",
+    "json_schema": "diagnosis",
+    "load": "loading",
+    "preset": "kernels",
+}
+
+__all__ = [  # noqa: RUF022 - in the order of _HOME
+    "AttnDiagError",
+    "Capture",
+    "Diagnosis",
+    "InputError",
+    "Recipe",
+    "emulate",
+    "example_path",
+    "inspect",
+    "inspect_captures",
+    "json_schema",
+    "load",
+    "preset",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,147 @@
+"""Signed rounding errors and what can be said about their mean.
+
+The estimand is the mean signed error over the query rows of a capture, conditional on K and V. Rows of one
+sequence share K and V, so sequences are the clusters where there are enough of them; else rows (delta, dQ,
+LSE), or all rows with the same argmax key (O: rows that copy the same V row share its rounding).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attn_diag.diagnosis import BiasEstimate, DriftPoint
+
+Array = npt.NDArray[np.float64]
+
+PRIMARY = ("delta", "delta_excess", "o_away_excess", "o_excess")
+# Below this many effective terms a t-test leans on a handful of rows: no verdict from it.
+MIN_EFFECTIVE = 20
+# sup of |Brownian motion| over [0, 1] exceeds this with probability 1 %: 4 (1 - Phi(2.807)) = 0.01.
+FLAT_BAND_99 = 2.807
+MIN_SEQUENCES = 8
+_POWER = 0.8
+_DRIFT_POINTS = 512
+
+
+@dataclass(frozen=True)
+class SignedErrors:
+    """Signed errors summed by query row: five arrays [n], float64.
+
+    ``total`` and ``square`` are sums over the row's ``count`` elements, ``positive`` and ``nonzero`` counts.
+    The mean in units is sum(unit_total) / sum(unit_scale).
+    """
+
+    total: Array
+    square: Array
+    positive: Array
+    nonzero: Array
+    unit_total: Array
+    unit_scale: Array
+    count: int
+
+    @classmethod
+    def of_elements(cls, errors: Tensor, ulps: Tensor) -> SignedErrors:
+        """From elementwise errors and their spacings, both [n, D]: the mean in ulp is mean(e) / mean(ulp)."""
+        total = errors.sum(1)
+        sums = (total, errors.square().sum(1), (errors > 0).sum(1), (errors != 0).sum(1), total, ulps.sum(1))
+        return cls(*torch.stack([s.double() for s in sums]).cpu().numpy(), count=errors.shape[1])
+
+    @classmethod
+    def of_rows(cls, errors: Tensor, units: Tensor) -> SignedErrors:
+        """From one error a row in units of one scale a row, both [n]: the mean in units is mean(e / unit)."""
+        usable = (units > 0) & units.isfinite()
+        scaled = torch.where(usable, errors / units, 0.0)
+        sums = (errors, errors.square(), errors > 0, errors != 0, scaled, usable)
+        return cls(*torch.stack([s.double() for s in sums]).cpu().numpy(), count=1)
+
+    @classmethod
+    def join(cls, parts: Sequence[SignedErrors]) -> SignedErrors:
+        """The rows of several heads or sequences, one after the other."""
+        names = ("total", "square", "positive", "nonzero", "unit_total", "unit_scale")
+        arrays = [np.concatenate([getattr(p, name) for p in parts]) for name in names]
+        return cls(*arrays, count=parts[0].count)
+
+
+def estimate_bias(errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, level: float) -> BiasEstimate:
+    """Mean signed error with a cluster-robust t interval and test of zero mean.
+
+    ``clusters`` [n]: cluster number of each row, None for every row its own. With cluster sums s_c over n_c
+    elements, N = sum n_c and G clusters, mean = sum s_c / N and se^2 = G/(G-1) sum (s_c - n_c mean)^2 / N^2,
+    t with G - 1 degrees of freedom (Cameron & Miller, J. Human Resources 50 (2015) 317, eq. 11; for single
+    rows it is Student's t). n_eff = (sum s^2)^2 / sum s^4 over the clusters. ``level`` enters the minimum
+    detectable mean at 80 % power, (t_{1-level/2} + t_{0.8}) se. The test's fields are None with fewer than
+    two clusters, and where every error is zero.
+    """
+    from scipy import stats
+
+    n = len(errors.total) * errors.count
+    if not n:
+        return BiasEstimate()
+    sums, sizes = errors.total, np.full(len(errors.total), float(errors.count))
+    if clusters is not None:
+        _, index = np.unique(clusters, return_inverse=True)
+        sums, sizes = np.bincount(index, sums), np.bincount(index, sizes)
+    mean = float(sums.sum() / n)
+    nonzero = float(errors.nonzero.sum())
+    result = BiasEstimate(
+        n=n,
+        n_clusters=len(sums),
+        n_eff=_effective(sums),
+        mean=mean,
+        mean_ulp=_ratio(errors.unit_total.sum(), errors.unit_scale.sum()),
+        rms=math.sqrt(errors.square.sum() / n),
+        positive_fraction=_ratio(errors.positive.sum(), nonzero),
+        cumulative_sum=float(errors.total.sum()),
+        **_drift(errors.total),
+    )
+    if len(sums) < 2 or not nonzero:
+        return result
+    g = len(sums)
+    se = math.sqrt(g / (g - 1) * float(np.square(sums - sizes * mean).sum())) / n
+    t = mean / se if se else math.copysign(math.inf, mean)
+    df = g - 1
+    half = float(stats.t.ppf(0.975, df)) * se
+    detectable = float(stats.t.ppf(1 - level / 2, df) + stats.t.ppf(_POWER, df)) * se
+    return replace(
+        result,
+        standard_error=se,
+        t=t,
+        p_value=float(2 * stats.t.sf(abs(t), df)),
+        ci95=(mean - half, mean + half),
+        minimum_detectable=detectable,
+    )
+
+
+def adjust(p_values: Sequence[float]) -> list[float]:
+    """Benjamini-Hochberg adjusted p-values (J. R. Stat. Soc. B 57 (1995) 289)."""
+    from scipy import stats
+
+    return [float(p) for p in stats.false_discovery_control(p_values)] if len(p_values) else []
+
+
+def _effective(sums: Array) -> float | None:
+    squares = np.square(sums / (np.abs(sums).max() or 1.0))
+    return _ratio(squares.sum() ** 2, np.square(squares).sum())
+
+
+def _drift(row_totals: Array) -> dict[str, object]:
+    """The running sum in row order, thinned, with the flat 99 % band that unbiased noise stays inside."""
+    path = np.cumsum(row_totals)
+    band = FLAT_BAND_99 * math.sqrt(float(np.square(row_totals).sum()))
+    picked = np.unique(np.linspace(0, len(path) - 1, min(len(path), _DRIFT_POINTS)).round().astype(int))
+    return {
+        "drift": tuple(DriftPoint(int(i), float(path[i])) for i in picked),
+        "drift_band99": band,
+        "drift_outside": bool(np.abs(path).max() > band),
+    }
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return float(numerator / denominator) if denominator else None

@@ -1,0 +1,374 @@
+"""The result of an inspection: plain frozen dataclasses, and their JSON (schema "attn-diag-diagnosis" 1).
+
+A quantity that needs a tensor the capture lacks is None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter, WithJsonSchema
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+Label = Literal["clean", "lossy", "ill_conditioned", "biased", "undecided"]
+Number = Annotated[
+    float,
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}),
+]
+
+
+@dataclass(frozen=True)
+class DriftPoint:
+    """The running sum of a signed error up to and including a row (rows counted over the pooled order)."""
+
+    row: int
+    sum: Number
+
+
+@dataclass(frozen=True)
+class BiasEstimate:
+    """Mean of a signed error (observed - reference) with its uncertainty; see ``attn_diag.bias``.
+
+    ``mean_ulp``: mean(e)/mean(ulp); for delta mean(delta error / noise floor). ``p_adjusted`` only for the
+    primary tests. ``drift_band99``: an unbiased running sum stays inside +- this with probability 99 %.
+    """
+
+    n: int = 0
+    n_clusters: int = 0
+    n_eff: Number | None = None
+    mean: Number | None = None
+    mean_ulp: Number | None = None
+    rms: Number | None = None
+    standard_error: Number | None = None
+    t: Number | None = None
+    p_value: Number | None = None
+    p_adjusted: Number | None = None
+    ci95: tuple[Number, Number] | None = None
+    positive_fraction: Number | None = None
+    cumulative_sum: Number | None = None
+    drift: tuple[DriftPoint, ...] = ()
+    drift_band99: Number | None = None
+    drift_outside: bool | None = None
+    minimum_detectable: Number | None = None
+
+
+@dataclass(frozen=True)
+class RepeatCount:
+    """Rows whose maximum is repeated, of all analysed rows; ``rows_eligible`` have at least two visible keys."""
+
+    rows: int
+    rows_eligible: int
+    fraction: Number | None
+    max_multiplicity: int
+
+
+@dataclass(frozen=True)
+class RowMaxima:
+    """Repeated row maxima by four definitions; ``as_run`` is None where the recipe is unknown."""
+
+    exact: RepeatCount
+    as_run: RepeatCount | None
+    window: RepeatCount
+    unit: RepeatCount
+
+
+@dataclass(frozen=True)
+class Swamped:
+    """Elements (and whole rows) of O that equal V of the top key exactly though the true O does not."""
+
+    rows: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Bias of every observed quantity; excess is observed - correctly rounded reference."""
+
+    o: BiasEstimate | None = None
+    o_excess: BiasEstimate | None = None
+    o_away_excess: BiasEstimate | None = None
+    lse: BiasEstimate | None = None
+    delta: BiasEstimate | None = None
+    delta_excess: BiasEstimate | None = None
+    dq: BiasEstimate | None = None
+
+
+@dataclass(frozen=True)
+class RoundingBias:
+    """Mean error that correct rounding of O itself makes on this input: no kernel's fault."""
+
+    o: BiasEstimate | None = None
+    delta: BiasEstimate | None = None
+
+
+@dataclass(frozen=True)
+class DeltaRounding:
+    """Captured delta minus rowsum(dO o O_obs): the rounding of delta itself."""
+
+    mean: Number
+    rms: Number
+    max_abs: Number
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """Error of one gradient and where it comes from; norms are Frobenius, over everything pooled.
+
+    ``relative_error`` ||observed - reference|| / ||reference||; ``predicted_relative_error`` and
+    ``unexplained_fraction`` ||error - predicted|| / ||error|| from delta alone, ``unexplained_with_casts`` from
+    delta, LSE and the casts together. ``shares``: <part, error> / ||error||^2; they and the unexplained rest
+    add up to 1. ``over_noise_floor``: error over what one correct rounding of O would cause through delta.
+    Coherence of the rank-1 atoms a_t: ||sum a||^2 / sum ||a||^2, ``coherence_null95`` its 95 % quantile under
+    random signs; cancellation ||sum a|| / sum ||a||; participation (sum ||a||^2)^2 / sum ||a||^4.
+    """
+
+    relative_error: Number | None = None
+    predicted_relative_error: Number | None = None
+    unexplained_fraction: Number | None = None
+    shares: dict[str, Number | None] | None = None
+    unexplained_with_casts: Number | None = None
+    over_noise_floor: Number | None = None
+    coherence: Number | None = None
+    coherence_null95: Number | None = None
+    cancellation: Number | None = None
+    participation: Number | None = None
+
+
+@dataclass(frozen=True)
+class Propagation:
+    """Errors of the gradients; ``notes`` says why one is None. dK and dV of a shared key head are in ``kv_heads``."""
+
+    dq: GradientError | None = None
+    dw_q: GradientError | None = None
+    dk: GradientError | None = None
+    dv: GradientError | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TopRow:
+    """A row that carries much of delta's squared error; ``share`` of the sum over all rows."""
+
+    batch: int
+    head: int
+    row: int
+    error: Number
+    share: Number
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Labels (several may apply), the reasons in words with numbers, and what to try next."""
+
+    labels: tuple[Label, ...]
+    reasons: tuple[str, ...]
+    suggestions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HeadDiagnosis:
+    """What was found for one head (over the batch), or for all heads pooled (``head`` None).
+
+    ``layer`` and ``head`` are the model's own numbers where the capture states them. ``batch`` is the one
+    batch item looked at, None if several are pooled. ``verdict`` is None where the assumption check failed.
+    """
+
+    layer: int | None
+    batch: int | None
+    head: int | None
+    rows_all: int
+    rows_fully_masked: int
+    rows_nonfinite: int
+    row_maxima: RowMaxima
+    swamped: Swamped | None
+    bias: Bias
+    rounding_bias: RoundingBias
+    delta_source: Literal["captured", "from_o"] | None
+    delta_rounding: DeltaRounding | None
+    noise_factor: Number | None
+    conditioning: Number | None
+    propagation: Propagation
+    top_rows: tuple[TopRow, ...]
+    attribution: None
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True)
+class KvBias:
+    """Signed error of dK and dV. No test: one query row's error hits every key, keys are not independent."""
+
+    dk: BiasEstimate | None = None
+    dv: BiasEstimate | None = None
+
+
+@dataclass(frozen=True)
+class KvHeadDiagnosis:
+    """dK and dV of one key head, with the query heads that share it."""
+
+    kv_head: int
+    query_heads: tuple[int, ...]
+    bias: KvBias
+    propagation: Propagation
+
+
+@dataclass(frozen=True)
+class ObservationDiagnosis:
+    """What one kernel (or an emulated recipe) returned, and what was found in it."""
+
+    name: str
+    recipe: str | None
+    backend: str
+    emulated: bool
+    outputs: tuple[str, ...]
+    heads: tuple[HeadDiagnosis, ...]
+    kv_heads: tuple[KvHeadDiagnosis, ...]
+
+    @property
+    def pooled(self) -> HeadDiagnosis:
+        """The entry over all heads."""
+        return next(h for h in self.heads if h.head is None)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """How badly an observation's O or LSE fits the reference under the stated metadata, and what would fit."""
+
+    observation: str
+    output: Literal["o", "lse"]
+    relative_error: Number
+    ok: bool
+    better: str | None = None
+    better_error: Number | None = None
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What was taken for granted, and the check of it. ``ok`` None: there was no O to check it with."""
+
+    ok: bool | None
+    defaults: tuple[str, ...]
+    checks: tuple[Misfit, ...]
+    message: str
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """NaN or Inf in a tensor: how many, and the first position in [B, H, T, D] order."""
+
+    tensor: str
+    count: int
+    first: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CaptureDiagnosis:
+    """Everything found in one capture."""
+
+    source: str
+    metadata: dict[str, str]
+    shape: dict[str, int]
+    assumptions: Assumptions
+    nonfinite: tuple[NonFinite, ...]
+    observations: tuple[ObservationDiagnosis, ...]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """What produced the numbers."""
+
+    version: str
+    python: str
+    torch: str
+    triton: str | None
+    device: str
+    backend: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """The Benjamini-Hochberg family of all primary p-values of the run, and the significance level."""
+
+    size: int
+    level: Number
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The run in one sentence, with heads counted by label, and what could not be read or judged."""
+
+    sentence: str
+    labels: dict[Label, int]
+    unreadable: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis:
+    """The result of ``attn_diag.inspect``. ``print(d.report())`` shows it; ``d.to_json()`` exports it."""
+
+    tool: Tool
+    family: Family
+    captures: tuple[CaptureDiagnosis, ...]
+    summary: Summary
+    schema: Literal["attn-diag-diagnosis"] = "attn-diag-diagnosis"
+    schema_version: Literal[1] = 1
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """As JSON text; NaN and infinities are the strings "NaN", "Infinity", "-Infinity"."""
+        return _adapter().dump_json(self, indent=indent).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Diagnosis:
+        """Read what ``to_json`` wrote. Raises pydantic.ValidationError where it is not such a document."""
+        return _adapter().validate_json(text)
+
+    def entries(self) -> Iterator[tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]]:
+        """Every judged entry: the heads of every observation (not the pooled ones)."""
+        for capture in self.captures:
+            for observation in capture.observations:
+                for head in observation.heads:
+                    if head.head is not None:
+                        yield capture, observation, head
+
+    @property
+    def labels(self) -> frozenset[Label]:
+        """Every label that any entry carries, pooled ones included."""
+        heads = [h for c in self.captures for o in c.observations for h in o.heads]
+        return frozenset(label for h in heads if h.verdict for label in h.verdict.labels)
+
+    def report(self, width: int = 100) -> str:
+        """The terminal report as plain text, ``width`` columns wide."""
+        from attn_diag.reports import terminal_text
+
+        return terminal_text(self, width=width)
+
+    def __repr__(self) -> str:
+        from attn_diag.reports import brief
+
+        return brief(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from attn_diag.reports import terminal_renderables
+
+        yield from terminal_renderables(self)
+
+    def _repr_html_(self) -> str:
+        from attn_diag.reports import html_fragment
+
+        return html_fragment(self)
+
+
+@cache
+def _adapter() -> TypeAdapter[Diagnosis]:
+    return TypeAdapter(Diagnosis)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of ``Diagnosis.to_json`` (draft 2020-12), as a dict."""
+    return _adapter().json_schema(mode="serialization")

@@ -1,0 +1,102 @@
+"""From a capture to one float64 head: exact conversion, and the rows that NaN or Inf make unusable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.capture import Capture
+from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, format_of
+
+
+@dataclass
+class NonFiniteCensus:
+    """NaN and Inf met while reading: per tensor their count and the first position in the inner layout."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _seen: set[tuple[str, int, int]] = field(default_factory=set)
+
+    def add(self, name: str, batch: int, head: int, values: Tensor) -> Tensor:
+        """Count the non-finite values of one head, once; returns where ``values`` is not finite (bool)."""
+        bad = ~values.isfinite()
+        if (name, batch, head) not in self._seen:
+            self._seen.add((name, batch, head))
+            if count := int(bad.sum()):
+                self.counts[name] = self.counts.get(name, 0) + count
+                position = (batch, head, *bad.nonzero()[0].tolist())
+                self.first[name] = min(self.first.get(name, position), position)
+        return bad
+
+
+@dataclass
+class HeadInputs:
+    """One head of a capture in float64, non-finite values replaced by 0 and their rows marked.
+
+    ``unusable`` [Tq]: rows whose own q or dO is not finite; ``bad_keys``: indices of keys with a NaN or Inf
+    in k or v. ``input_format`` is q's own.
+    """
+
+    head: AttentionHead
+    unusable: Tensor
+    bad_keys: Tensor
+    input_format: FloatFormat
+
+    def mark_rows(self, block: RowBlock) -> None:
+        """Mark the rows of ``block`` that attend to a bad key."""
+        inside = self.bad_keys[(self.bad_keys >= block.keys.start) & (self.bad_keys < block.keys.stop)]
+        if len(inside):
+            self.unusable[block.rows] |= (block.scores[:, inside - block.keys.start] > -torch.inf).any(1)
+
+
+def read_float64(capture: Capture, name: str, batch: int, head: int, device: torch.device) -> Tensor | None:
+    """One head of a tensor, exactly, as float64 on ``device``; None where the capture lacks it."""
+    stored = capture.read(name, batch, head)
+    if stored is None:
+        return None
+    # FP8 has no direct conversion to float64; both steps are exact.
+    stored = stored.float() if stored.dtype.itemsize == 1 else stored
+    # A narrow tensor travels faster than its float64 copy.
+    return stored.to(device).double().contiguous()
+
+
+def masking_of(capture: Capture, batch: int, head: int) -> Masking:
+    """The masking of one head, as the capture's metadata and tensors state it."""
+    positions = capture.tensors.get("q_positions")
+    return Masking(
+        causal=capture.metadata.causal,
+        window=capture.metadata.window,
+        mask=capture.mask(batch, head),
+        positions=None if positions is None else positions[...],
+    )
+
+
+def read_head(capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus) -> HeadInputs:
+    """Read q, k, v and dO of query head ``head`` (with its key head) of sequence ``batch``."""
+    kv_head = head // (capture.q_heads // capture.kv_heads)
+    tensors: dict[str, Tensor | None] = {}
+    bad_rows: dict[str, Tensor] = {}
+    for name, index in (("q", head), ("k", kv_head), ("v", kv_head), ("do", head)):
+        values = read_float64(capture, name, batch, index, device)
+        if values is not None:
+            factor = capture.descale(name, batch, index)
+            values = values if factor == 1.0 else values * factor
+            bad = census.add(name, batch, index, values)
+            bad_rows[name] = bad.any(1)
+            values.masked_fill_(bad, 0.0)
+        tensors[name] = values
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    masking = masking_of(capture, batch, head)
+    if masking.mask is not None:
+        masking = replace(masking, mask=masking.mask.to(device))
+    return HeadInputs(
+        AttentionHead(q, k, v, tensors["do"], capture.scale, masking, capture.metadata.softcap),
+        unusable=bad_rows["q"] | bad_rows.get("do", torch.zeros_like(bad_rows["q"])),
+        bad_keys=(bad_rows["k"] | bad_rows["v"]).nonzero()[:, 0],
+        input_format=format_of(capture.tensors["q"].dtype),
+    )

@@ -1,0 +1,187 @@
+"""Reading captures from safetensors, .pt and .npz files, lazily where the format allows it."""
+
+from __future__ import annotations
+
+import contextlib
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from attn_diag.capture import OBSERVED, Capture, TensorSource
+from attn_diag.errors import InputError
+from attn_diag.metadata import Metadata
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
+_EXAMPLE = Path(__file__).parent / "data" / "gpt2_step731_L2H4_rows.safetensors"
+_STATED_BY_DEFAULT = ("layout", "causal", "scale")
+
+
+def example_path() -> Path:
+    """The capture that ships with the package: a real attention head whose gradient is 8 % wrong."""
+    return _EXAMPLE
+
+
+def find_captures(paths: Iterable[str | Path]) -> list[Path]:
+    """The capture files among ``paths``; a directory stands for all of those below it, in order of their names.
+
+    Raises InputError for a path that does not exist and a directory without captures.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and not p.name.startswith("."))
+            if not inside:
+                raise InputError(f"{path}: no captures in this directory (looked for {', '.join(SUFFIXES)})")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise InputError(f"{path}: no such file or directory")
+    return found
+
+
+def load(path: str | Path, **options: Any) -> Capture:
+    """Open a capture file. Tensors of safetensors files are read head by head, when they are needed.
+
+    ``options``: metadata to put in place of what the file says (``layout``, ``causal``, ``scale``, …).
+    Raises InputError for a file that is missing, empty, truncated, of another kind, or whose tensors do not
+    fit each other. A pickle that would run code is refused and never executed.
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise InputError(f"{path}: not a capture; expected a file ending in {', '.join(SUFFIXES)}")
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    if path.stat().st_size == 0:
+        raise InputError(f"{path}: the file is empty")
+    with _named_errors(path):
+        reader = {".safetensors": _read_safetensors, ".npz": _read_npz}.get(path.suffix, _read_pt)
+        tensors, text, notes = reader(path)
+        given = {name: value for name, value in options.items() if value is not None}
+        metadata = Metadata.parse(text).override(**given)
+        assumed = [
+            f"{name}={'1/sqrt(D)' if name == 'scale' else getattr(metadata, name)} (default)"
+            for name in _STATED_BY_DEFAULT
+            if name not in text and name not in given
+        ]
+        return Capture(tensors, metadata, str(path), (*assumed, *notes))
+
+
+@contextlib.contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Name the file in every complaint, and turn whatever a parser raises on untrusted bytes into an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except Exception as error:
+        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{path}: truncated or damaged, or not a {path.suffix} file ({detail})") from error
+
+
+@dataclass(frozen=True)
+class _SafetensorsSource:
+    """A tensor in an open safetensors file; indexing reads just that part."""
+
+    handle: Any
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if index is Ellipsis:
+            return self.handle.get_tensor(self.name)  # type: ignore[no-any-return]
+        return self.handle.get_slice(self.name)[index]  # type: ignore[no-any-return]
+
+
+_Read = tuple[Mapping[str, TensorSource], Mapping[str, str], list[str]]
+_SAFETENSORS_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+}
+
+
+def _read_safetensors(path: Path) -> _Read:
+    handle = safe_open(path, framework="pt")
+    tensors: dict[str, TensorSource] = {}
+    for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
+        part = handle.get_slice(name)
+        if part.get_dtype() not in _SAFETENSORS_DTYPES:
+            raise InputError(f"{name} has dtype {part.get_dtype()}, which is not supported")
+        tensors[name] = _SafetensorsSource(
+            handle, name, tuple(part.get_shape()), _SAFETENSORS_DTYPES[part.get_dtype()]
+        )
+    return tensors, handle.metadata() or {}, []
+
+
+def _read_pt(path: Path) -> _Read:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if "weights_only" in str(error).lower() or "unsupported" in str(error).lower():
+            raise InputError(
+                "this pickle holds more than tensors and was not executed; save a plain dict of tensors "
+                "with torch.save, or a safetensors file"
+            ) from None
+        raise
+    if not isinstance(content, dict):
+        raise InputError(f"expected a dict of tensors, got {type(content).__name__}")
+    tensors: dict[str, TensorSource] = {}
+    text: dict[str, str] = {}
+    for name, value in content.items():
+        if isinstance(value, Tensor):
+            tensors[str(name)] = value.detach()
+        elif name == "metadata" and isinstance(value, dict):
+            text |= {str(key): str(item) for key, item in value.items()}
+        elif isinstance(value, str | int | float):
+            text[str(name)] = str(value)
+    return tensors, text, []
+
+
+def _read_npz(path: Path) -> _Read:
+    if not zipfile.is_zipfile(path):
+        raise InputError("truncated or damaged: not a complete .npz archive")
+    tensors: dict[str, TensorSource] = {}
+    text: dict[str, str] = {}
+    notes: list[str] = []
+    with np.load(path, allow_pickle=False) as archive:
+        for name in archive.files:
+            array = archive[name]
+            if array.ndim == 0 and array.dtype.kind in "USifb" and not name.endswith("_descale"):
+                text[name] = str(array)
+            elif array.dtype.kind in "US":
+                raise InputError(f"{name} holds text; expected numbers")
+            else:
+                tensors[name] = _tensor_from_numpy(name, array, notes)
+    return tensors, text, notes
+
+
+def _tensor_from_numpy(name: str, array: np.ndarray[Any, Any], notes: list[str]) -> Tensor:
+    base = name.rpartition(".")[2]
+    # ml_dtypes arrays come back from an .npz as raw bytes ("void") of their size.
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
+        array = array.view(np.uint16)
+    if array.dtype == np.uint16 and base in ("q", "k", "v", "do", "x", "w_q", *OBSERVED):
+        notes.append(f"{name}: 16-bit words taken as BF16")
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    if array.dtype.kind == "V":
+        raise InputError(f"{name} holds {array.dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors")
+    return torch.from_numpy(np.ascontiguousarray(array))

@@ -1,0 +1,132 @@
+"""What a capture says about itself: layout, scale, masking, provenance (capture format 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from attn_diag.errors import InputError
+
+FORMAT = "attn-diag-capture"
+FORMAT_VERSION = 1
+
+Layout = Literal["BHTD", "BTHD"]
+Causal = Literal["none", "top-left", "bottom-right"]
+LseBase = Literal["e", "2"]
+
+_REFUSED = {
+    "dropout": "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)",
+    "dropout_p": "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)",
+    "sinks": "attention sinks are not supported: append the sink as a key with value zero, or leave them out",
+    "alibi_slopes": "ALiBi slopes are not supported: pass the bias as the additive tensor 'mask'",
+    "cu_seqlens": "packed (varlen) sequences are not supported: save one capture per sequence",
+}
+_REFUSED |= {"s_aux": _REFUSED["sinks"], "alibi": _REFUSED["alibi_slopes"], "dropout_mask": _REFUSED["dropout"]}
+_REFUSED |= {f"cu_seqlens_{s}": _REFUSED["cu_seqlens"] for s in "qk"}
+
+
+def refuse_unsupported(name: str, *, stated: bool = True) -> None:
+    """Raise InputError if ``name`` is a tensor or metadata key of a feature that would make every figure wrong."""
+    if stated and name in _REFUSED:
+        raise InputError(f"'{name}': {_REFUSED[name]}")
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Metadata of a capture. ``scale`` None means 1/sqrt(D). ``window`` is (left, right), inclusive, -1 unlimited.
+
+    ``head_offset`` is the number of the capture's first head in its model, ``lse_base`` the base of the
+    captured LSE. ``extra`` keeps keys this version does not know. Raises InputError on impossible values.
+    """
+
+    layout: Layout = "BHTD"
+    causal: Causal = "none"
+    scale: float | None = None
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    lse_base: LseBase = "e"
+    layer: int | None = None
+    head_offset: int = 0
+    step: int | None = None
+    rank: int | None = None
+    kernel: str | None = None
+    device: str | None = None
+    torch: str | None = None
+    notes: str | None = None
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("layout", Layout), ("causal", Causal), ("lse_base", LseBase)):
+            if getattr(self, name) not in get_args(allowed):
+                raise InputError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
+        if self.scale is not None and not (math.isfinite(self.scale) and self.scale != 0):
+            raise InputError(f"scale must be a finite number other than 0, got {self.scale}; 1/sqrt(D) is usual")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise InputError(f"softcap must be a finite number above 0, got {self.softcap}; leave it out for none")
+        if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
+            raise InputError(f"window must be 'left,right', each >= 0 or -1 for unlimited, got {self.window}")
+        if self.head_offset < 0:
+            raise InputError(f"head_offset must be 0 or more, got {self.head_offset}")
+
+    @classmethod
+    def parse(cls, text: Mapping[str, str]) -> Metadata:
+        """From the str -> str metadata of a file. Raises InputError naming the key that cannot be read."""
+        if text.get("format", FORMAT) != FORMAT:
+            raise InputError(f"metadata says format={text['format']!r}; expected {FORMAT!r}")
+        version = text.get("format_version", str(FORMAT_VERSION))
+        if version != str(FORMAT_VERSION):
+            raise InputError(
+                f"capture format version {version} is not known to this version of attn-diag, "
+                f"which reads {FORMAT_VERSION}; upgrade attn-diag"
+            )
+        values: dict[str, Any] = {}
+        extra: dict[str, str] = {}
+        for key, value in text.items():
+            if key in ("format", "format_version"):
+                continue
+            refuse_unsupported(key, stated=value.strip().lower() not in ("", "0", "0.0", "none", "false"))
+            if key in _PARSERS:
+                try:
+                    values[key] = _PARSERS[key](value)
+                except ValueError:
+                    raise InputError(f"metadata {key}={value!r} cannot be read as {_MEANT[key]}") from None
+            else:
+                extra[key] = value
+        return cls(**values, extra=extra)
+
+    def to_text(self) -> dict[str, str]:
+        """The str -> str metadata that ``parse`` reads back to an equal object."""
+        text = {"format": FORMAT, "format_version": str(FORMAT_VERSION), **self.extra}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "extra" or value is None:
+                continue
+            text[item.name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return text
+
+    def override(self, **options: Any) -> Metadata:
+        """With those options that are not None put in place."""
+        return replace(self, **{name: value for name, value in options.items() if value is not None})
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """'left,right' as two integers. Raises ValueError."""
+    left, right = text.split(",")
+    return int(left), int(right)
+
+
+_PARSERS: dict[str, Any] = {
+    "scale": float,
+    "softcap": float,
+    "window": parse_window,
+    **dict.fromkeys(("layer", "head_offset", "step", "rank"), int),
+    **dict.fromkeys(("layout", "causal", "lse_base", "kernel", "device", "torch", "notes"), str),
+}
+_MEANT = {
+    "scale": "a number",
+    "softcap": "a number",
+    "window": "'left,right'",
+    **dict.fromkeys(("layer", "head_offset", "step", "rank"), "an integer"),
+}

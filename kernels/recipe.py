@@ -1,0 +1,167 @@
+"""A recipe: what an attention kernel rounds, to which format, and in which order it visits the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2"]
+Order = Literal["ascending", "descending", "diagonal-first"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Ordered key ranges for each block of ``query_block`` query rows: tiles of ``key_tile`` keys.
+
+    ``order`` "diagonal-first": the last visible tile, then the others ascending. ``split_keys``: the keys are cut into
+    independent splits of that many, each with its own maximum and sum, merged in fp32 through L (split-KV).
+    """
+
+    query_block: int = 128
+    key_tile: int = 128
+    order: Order = "ascending"
+    split_keys: int | None = None
+
+    def ranges(self, keys: slice) -> Iterator[list[slice]]:
+        """For visible keys [start, stop): one ordered list of key ranges for every split; tiles start at multiples."""
+        split = self.split_keys or max(keys.stop, 1)
+        for begin in range(keys.start - keys.start % split, keys.stop, split):
+            start, stop = max(begin, keys.start), min(begin + split, keys.stop)
+            first = start - start % self.key_tile
+            tiles = [
+                slice(max(t, start), min(t + self.key_tile, stop)) for t in range(first, stop, self.key_tile)
+            ]
+            if self.order == "descending":
+                tiles.reverse()
+            elif self.order == "diagonal-first":
+                tiles = tiles[-1:] + tiles[:-1]
+            yield tiles
+
+    def __str__(self) -> str:
+        split = f", splits of {self.split_keys} keys" if self.split_keys else ""
+        return f"{self.query_block} rows x {self.key_tile} keys, {self.order}{split}"
+
+
+@dataclass(frozen=True)
+class SoftmaxRule:
+    """How the subtracted maximum is chosen.
+
+    "safe": the running maximum. "stabilised" (Qiu & Yao, arXiv 2510.04212, section 4): where the maximum r is
+    repeated within ``epsilon``, beta * r if r > 0 and 0 if r < 0. "stale" (FlashAttention-4, arXiv 2603.05451): the
+    old maximum is kept while the new one exceeds it by no more than ``threshold``.
+    """
+
+    kind: Literal["safe", "stabilised", "stale"] = "safe"
+    beta: float | None = None
+    epsilon: float = 1e-3
+    threshold: float | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "stabilised":
+            return f"stabilised (beta {self.beta}, epsilon {self.epsilon})"
+        return self.kind if self.kind == "safe" else f"stale (threshold {self.threshold})"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every rounding site of an attention kernel, forward and backward, and its schedule.
+
+    Formats name what a quantity is rounded to (nearest-even) where it arises; "fp32" is the arithmetic's own.
+    ``alpha``: where the softmax scale enters: before the scores are rounded, after (and rounded again), or as a
+    factor in the exponent. ``row_sum_of``: whether l adds the fp32 P_bar or the cast one. ``range_pv`` is the
+    format of P_bar V over one key range, ``accumulator`` that of O_bar between ranges.
+    """
+
+    name: str
+    summary: str
+    input: Format = "bf16"
+    scores: Format = "fp32"
+    alpha: Literal["before-rounding", "after-rounding", "in-exponent"] = "in-exponent"
+    difference: Format = "fp32"
+    row_max: Format = "fp32"
+    exp: Literal["exact", "exp2-fma", "polynomial"] = "exp2-fma"
+    exp_degree: int | None = None
+    probs: Format = "bf16"
+    probs_scale: float = 1.0
+    row_sum_of: Literal["fp32-probs", "cast-probs"] = "fp32-probs"
+    row_sum: Format = "fp32"
+    row_sum_clamp: float | None = None
+    range_pv: Format = "fp32"
+    accumulator: Format = "fp32"
+    accumulation: Literal["fp32-nearest", "exact", "nvidia-tensor-core"] = "fp32-nearest"
+    division: Literal["before-last-cast", "after-last-cast"] = "before-last-cast"
+    out: Format = "bf16"
+    lse_from: Literal["unrounded-l", "rounded-l"] = "unrounded-l"
+    delta_from: Literal["rounded-o", "fp32-o", "dp"] = "rounded-o"
+    delta: Format = "fp32"
+    backward_scores: Literal["fp32", "as-forward"] = "fp32"
+    backward_probs: Format = "bf16"
+    dscores: Format = "bf16"
+    dq: Format = "bf16"
+    softmax: SoftmaxRule = field(default_factory=SoftmaxRule)
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def sites(self) -> dict[str, str]:
+        """Field by field in words, in the order of the computation."""
+        shown = [f.name for f in fields(self) if f.name not in ("name", "summary")]
+        return {name.replace("_", " "): str(getattr(self, name)) for name in shown if getattr(self, name) is not None}
+
+    def table(self) -> Table:
+        """The recipe as a rich table."""
+        from rich.table import Table
+
+        table = Table("site", "format or rule", title=f"{self.name}: {self.summary}", title_justify="left")
+        for site, value in self.sites().items():
+            table.add_row(site, value)
+        return table
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def for_input(self, input_format: Format) -> Recipe:
+        """The same recipe for another 16-bit input format: what was BF16 becomes ``input_format``."""
+        changes: dict[str, Any] = {
+            f.name: input_format for f in fields(self) if getattr(self, f.name) == self.input and f.name != "name"
+        }
+        return replace(self, **changes)
+
+
+PRESETS = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            "fa2",
+            "FlashAttention-2: fp32 scores and sums, 128-key tiles descending, O rounded once",
+            schedule=Schedule(order="descending"),
+        ),
+        Recipe("cudnn", "cuDNN fused attention (torch SDPA's default on an H200): 128-key tiles ascending, O rounded once"),
+        Recipe(
+            "qiu2025",
+            "published code of Qiu & Yao (arXiv 2510.04212): scores, maximum, row sum and O accumulator in BF16",
+            scores="bf16",
+            alpha="after-rounding",
+            difference="bf16",
+            row_max="bf16",
+            exp="exact",
+            row_sum="bf16",
+            row_sum_clamp=1e-10,
+            range_pv="bf16",
+            accumulator="bf16",
+            lse_from="rounded-l",
+            delta="bf16",
+            backward_scores="as-forward",
+            schedule=Schedule(query_block=512, key_tile=512),
+        ),
+    )
+}
+
+
+def preset(name: str, input_format: Format = "bf16") -> Recipe:
+    """A published kernel's recipe by name, for BF16 or FP16 inputs. KeyError names the known ones."""
+    if name not in PRESETS:
+        raise KeyError(f"no recipe {name!r}; known: {', '.join(PRESETS)}")
+    return PRESETS[name].for_input(input_format)

@@ -1,0 +1,26 @@
+"""What is true: attention in float64 on a kernel's own inputs, and correct rounding. Imports nothing of ours."""
+
+from attn_diag.reference.attention import (
+    AttentionHead,
+    HeadReference,
+    Masking,
+    RowBlock,
+    reference_head,
+    reference_rows,
+    row_blocks,
+)
+from attn_diag.reference.rounding import FloatFormat, format_of, round_nearest_even, ulp
+
+__all__ = [
+    "AttentionHead",
+    "FloatFormat",
+    "HeadReference",
+    "Masking",
+    "RowBlock",
+    "format_of",
+    "reference_head",
+    "reference_rows",
+    "round_nearest_even",
+    "row_blocks",
+    "ulp",
+]

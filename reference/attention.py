@@ -1,0 +1,263 @@
+"""Attention forward and backward in float64, for one head of one sequence, streamed over blocks of query rows.
+
+    S = alpha Q K^T             softcap c: S <- c tanh(S / c); then the mask
+    m = rowmax S                P_bar = exp(S - m)         l = rowsum P_bar       L = m + ln l
+    O_bar = P_bar V             O = O_bar / l              P = P_bar / l
+    delta = rowsum(dO o O)      dP = dO V^T                dS = P o (dP - delta)  (softcap: times 1 - (S/c)^2)
+    dQ = alpha dS K             dK = alpha dS^T Q          dV = P^T dO
+
+The low-precision inputs are taken as exact. A row without a single visible key has O = 0, L = -inf and no
+gradient. Source of the backward: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Causal = Literal["none", "top-left", "bottom-right"]
+
+# Scores of one block, in elements: 1 MiB of float64 stays in a core's cache; a GPU wants enough to fill it.
+_BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**25}
+_MIN_BLOCK_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Which keys a query row attends to.
+
+    ``causal``: row t sees keys j <= position(t). ``window``: (left, right), inclusive, -1 for unlimited:
+    position(t) - left <= j <= position(t) + right. ``mask`` [Tq, Tk]: bool (true = attend) or additive,
+    applied after scale and softcap. ``positions`` [Tq], integers: where only chosen query rows are kept, the
+    last key that a causal row t sees; without it position(t) = t, shifted by Tk - Tq unless ``causal`` is
+    "top-left" (the default of FlashAttention >= 2.1, also for windows).
+    """
+
+    causal: Causal = "none"
+    window: tuple[int, int] | None = None
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many keys before and after position(t) row t may see; None for all of them."""
+        left, right = (None if n < 0 else n for n in self.window or (-1, -1))
+        if self.causal != "none":
+            right = 0
+        return left, right
+
+    def row_positions(self, q_length: int, k_length: int, device: torch.device) -> Tensor:
+        """position(t) for every query row, int64 [Tq]."""
+        if self.positions is not None:
+            return self.positions.to(device=device, dtype=torch.int64)
+        shift = 0 if self.causal == "top-left" else k_length - q_length
+        return torch.arange(q_length, device=device) + shift
+
+
+@dataclass(frozen=True)
+class AttentionHead:
+    """One head of one sequence. q [Tq, D], k [Tk, D], v [Tk, Dv], do [Tq, Dv] or None: float64, one device."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor | None
+    scale: float
+    masking: Masking = field(default_factory=Masking)
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("q", "k", "v", "do"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.dtype != torch.float64:
+                raise TypeError(f"{name} must be float64, got {tensor.dtype}; convert it first (exactly)")
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """position(t) of every query row, int64 [Tq]; see Masking."""
+        return self.masking.row_positions(len(self.q), len(self.k), self.q.device)
+
+    def visible_span(self, rows: Tensor) -> slice:
+        """The keys that at least one of ``rows`` ([R] indices) may see, as far as causality and window tell."""
+        left, right = self.masking.reach
+        first, last = (int(x) for x in self.positions[rows].aminmax())
+        stop = min(len(self.k), last + right + 1) if right is not None else len(self.k)
+        start = max(0, first - left) if left is not None else 0
+        start = min(start, len(self.k))
+        return slice(start, max(start, stop))
+
+    def apply_mask(self, scores: Tensor, rows: Tensor, keys: slice) -> None:
+        """Set ``scores`` [R, K] of invisible keys to -inf and add an additive mask, in place."""
+        left, right = self.masking.reach
+        positions = self.positions[rows]
+        if scores.shape[1] and (left is not None or right is not None):
+            # Only columns that some row may not see need looking at: for causality, those past the first row's.
+            begin = keys.start
+            if left is None and right is not None:
+                begin = min(max(int(positions.min()) + right + 1, keys.start), keys.stop)
+            distance = torch.arange(begin, keys.stop, device=scores.device) - positions[:, None]
+            part = scores[:, begin - keys.start :]
+            if right is not None:
+                part.masked_fill_(distance > right, -torch.inf)
+            if left is not None:
+                part.masked_fill_(distance < -left, -torch.inf)
+        if self.masking.mask is not None:
+            mask = self.masking.mask[rows, keys]
+            if mask.dtype == torch.bool:
+                scores.masked_fill_(~mask, -torch.inf)
+            else:
+                scores.add_(mask)
+
+
+@dataclass
+class RowBlock:
+    """Every intermediate of a block of R query rows against the K keys that any of them may see. All float64.
+
+    ``rows`` [R] indices; ``keys`` the slice of keys; S, P_bar, dP and dS are [R, K]; row quantities [R];
+    O_bar, O and dQ are [R, D]. ``slope`` is 1 - (S/c)^2 under softcap, else None. ``scores`` is -inf where masked.
+    """
+
+    rows: Tensor
+    keys: slice
+    scores: Tensor
+    slope: Tensor | None
+    row_max: Tensor
+    unnormalised_probs: Tensor
+    row_sum: Tensor
+    lse: Tensor
+    unnormalised_out: Tensor
+    out: Tensor
+    fully_masked: Tensor
+    dprobs: Tensor | None = None
+    delta: Tensor | None = None
+    dscores: Tensor | None = None
+    dq: Tensor | None = None
+
+    @property
+    def probs(self) -> Tensor:
+        """P = P_bar / l, [R, K]; zero in fully masked rows."""
+        return self.unnormalised_probs * self.inverse_row_sum[:, None]
+
+    @property
+    def inverse_row_sum(self) -> Tensor:
+        """1 / l, [R]; zero in fully masked rows."""
+        return torch.where(self.fully_masked, 0.0, 1.0 / self.row_sum)
+
+
+@dataclass
+class HeadReference:
+    """What streaming leaves of a head: row quantities [Tq], O_bar, O, dQ [Tq, D], dK, dV [Tk, D]; float64."""
+
+    row_max: Tensor
+    row_sum: Tensor
+    lse: Tensor
+    unnormalised_out: Tensor
+    out: Tensor
+    fully_masked: Tensor
+    delta: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+def row_blocks(head: AttentionHead, *, rows: Tensor | None = None, block_rows: int | None = None) -> Iterator[RowBlock]:
+    """The head's intermediates, block by block of query rows.
+
+    ``rows``: indices of the query rows wanted (default: all). ``block_rows``: rows in a block (default: as
+    many as keep the block's scores within a cache-sized budget). Keys that no row of a block can see are
+    left out, so causal attention costs half.
+    """
+    wanted = torch.arange(len(head.q), device=head.q.device) if rows is None else rows.to(head.q.device)
+    if block_rows is None:
+        budget = _BLOCK_ELEMENTS["cuda" if head.q.is_cuda else "cpu"]
+        block_rows = max(_MIN_BLOCK_ROWS, budget // max(len(head.k), 1))
+    with torch.no_grad(), torch.autocast(head.q.device.type, enabled=False):
+        for start in range(0, len(wanted), block_rows):
+            yield _row_block(head, wanted[start : start + block_rows])
+
+
+def reference_rows(head: AttentionHead, rows: Tensor) -> RowBlock:
+    """Every intermediate of the chosen query rows ([R] indices), T x T ones included, as one block."""
+    return next(row_blocks(head, rows=rows, block_rows=max(len(rows), 1)))
+
+
+def reference_head(
+    head: AttentionHead,
+    observe: Callable[[RowBlock], None] | None = None,
+    *,
+    block_rows: int | None = None,
+    key_gradients: bool = True,
+) -> HeadReference:
+    """Stream the head once and keep what is linear in T.
+
+    ``observe`` is called with every block, for whoever needs the T x T intermediates in passing.
+    ``key_gradients``: also sum dK and dV (two more products a block).
+    """
+    n, (tk, d), dv = len(head.q), head.k.shape, head.v.shape[1]
+    new = head.q.new_zeros
+    result = HeadReference(
+        new(n), new(n), new(n), new(n, dv), new(n, dv), torch.zeros(n, dtype=torch.bool, device=head.q.device)
+    )
+    if head.do is not None:
+        result.delta, result.dq = new(n), new(n, d)
+        if key_gradients:
+            result.dk, result.dv = new(tk, d), new(tk, dv)
+    for block in row_blocks(head, block_rows=block_rows):
+        for name in ("row_max", "row_sum", "lse", "unnormalised_out", "out", "fully_masked", "delta", "dq"):
+            values = getattr(block, name)
+            if values is not None:
+                getattr(result, name)[block.rows] = values
+        if head.do is not None and result.dk is not None and result.dv is not None:
+            assert block.dscores is not None
+            result.dk[block.keys] += block.dscores.T @ (head.q[block.rows] * head.scale)
+            scaled_do = head.do[block.rows] * block.inverse_row_sum[:, None]
+            result.dv[block.keys] += block.unnormalised_probs.T @ scaled_do
+        if observe is not None:
+            observe(block)
+    return result
+
+
+def _row_block(head: AttentionHead, rows: Tensor) -> RowBlock:
+    keys = head.visible_span(rows)
+    k, v, q = head.k[keys], head.v[keys], head.q[rows]
+    scores = (q * head.scale) @ k.T  # [R, K]
+    slope = None
+    if head.softcap is not None:
+        scores.div_(head.softcap).tanh_()
+        slope = 1 - scores.square()
+        scores.mul_(head.softcap)
+    head.apply_mask(scores, rows, keys)
+
+    row_max = scores.amax(1) if scores.shape[1] else scores.new_full((len(rows),), -torch.inf)
+    fully_masked = row_max == -torch.inf
+    probs = torch.sub(scores, row_max.masked_fill(fully_masked, 0.0)[:, None]).exp_()
+    row_sum = probs.sum(1)
+    inverse = torch.where(fully_masked, 0.0, 1.0 / row_sum)[:, None]
+    unnormalised_out = probs @ v
+    block = RowBlock(
+        rows=rows,
+        keys=keys,
+        scores=scores,
+        slope=slope,
+        row_max=row_max,
+        unnormalised_probs=probs,
+        row_sum=row_sum,
+        lse=row_max + row_sum.log(),
+        unnormalised_out=unnormalised_out,
+        out=unnormalised_out * inverse,
+        fully_masked=fully_masked,
+    )
+    if head.do is not None:
+        do = head.do[rows]
+        block.delta = (do * block.out).sum(1)
+        block.dprobs = do @ v.T
+        block.dscores = (block.dprobs - block.delta[:, None]).mul_(probs).mul_(inverse)
+        if slope is not None:
+            block.dscores.mul_(slope)
+        block.dq = (block.dscores @ k).mul_(head.scale)
+    return block

@@ -1,0 +1,108 @@
+"""Correct rounding of float64 values to the low-precision formats, in one step.
+
+Going through float32 first (as ``x.to(torch.bfloat16)`` does for a float64 ``x``) rounds twice:
+1 + 2**-8 + 2**-40 becomes 1.0, where the nearest BF16 number is 1.0078125.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_EXPONENT_FIELD = 0x7FF << 52  # of a float64
+_BIAS = 1023
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format with subnormals.
+
+    ``precision`` counts the explicit mantissa bits, ``min_exponent`` is the exponent of the smallest normal
+    number, ``largest`` the largest finite one. ``saturates``: the format has no infinity; what is too large
+    becomes ``largest``.
+    """
+
+    name: str
+    precision: int
+    min_exponent: int
+    largest: float
+    saturates: bool = False
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive normal number, 2**min_exponent."""
+        return 2.0**self.min_exponent
+
+    @property
+    def rounds_to_one(self) -> float:
+        """The largest x with exp(x) not rounding to 1: ln(1 - 2**-(precision + 2)); -0.001955 for BF16.
+
+        Below 1 the spacing is 2**-(precision + 1), so 1 - 2**-(precision + 2) is the tie, and it goes to
+        the even neighbour, 1.
+        """
+        return float(torch.log1p(torch.tensor(-(2.0 ** -(self.precision + 2)), dtype=torch.float64)))
+
+
+BF16 = FloatFormat("bf16", 7, -126, (2 - 2.0**-7) * 2.0**127)
+FP16 = FloatFormat("fp16", 10, -14, 65504.0)
+FP32 = FloatFormat("fp32", 23, -126, (2 - 2.0**-23) * 2.0**127)
+FP64 = FloatFormat("fp64", 52, -1022, torch.finfo(torch.float64).max)
+E4M3 = FloatFormat("e4m3", 3, -6, 448.0, saturates=True)
+E5M2 = FloatFormat("e5m2", 2, -14, 57344.0)
+
+_FORMATS = {
+    torch.bfloat16: BF16,
+    torch.float16: FP16,
+    torch.float32: FP32,
+    torch.float64: FP64,
+    torch.float8_e4m3fn: E4M3,
+    torch.float8_e5m2: E5M2,
+}
+
+
+def format_of(dtype: torch.dtype) -> FloatFormat:
+    """The format of a torch dtype; KeyError for one that is not a binary floating-point format we know."""
+    return _FORMATS[dtype]
+
+
+def round_nearest_even(x: Tensor, fmt: FloatFormat) -> Tensor:
+    """``x`` (float64, any shape) rounded once to ``fmt``, to nearest, ties to even; the result is float64.
+
+    Subnormals are rounded to the format's smallest spacing, the sign of zero is kept, NaN stays NaN. Values
+    that round past ``fmt.largest`` become infinite, or ``fmt.largest`` where the format saturates.
+
+    The rounding is one float64 addition: with C = 1.5 * 2**52 * spacing(x), the sum x + C has exactly that
+    spacing, so IEEE addition itself rounds x to nearest-even, and subtracting C is exact.
+    """
+    if x.dtype != torch.float64:
+        raise TypeError(f"round_nearest_even expects float64, got {x.dtype}; convert it first (exactly)")
+    if fmt.precision >= 52:
+        return x.clone()
+    constant = x.view(torch.int64) & _EXPONENT_FIELD
+    # One binade above the largest number every value overflows, whatever its spacing is taken to be.
+    max_exponent = int(torch.tensor(fmt.largest, dtype=torch.float64).log2().floor()) + 1
+    constant.clamp_((fmt.min_exponent + _BIAS) << 52, (max_exponent + _BIAS) << 52)
+    constant += ((52 - fmt.precision) << 52) | (1 << 51)
+    magic = constant.view(torch.float64)
+    rounded = x + magic
+    rounded -= magic
+    rounded.copysign_(x)
+    if rounded.numel() == 0:
+        return rounded
+    lowest, highest = rounded.aminmax()
+    if not (lowest >= -fmt.largest and highest <= fmt.largest):  # also entered where NaN hides the extremes
+        limit = fmt.largest if fmt.saturates else torch.inf
+        rounded.masked_fill_(rounded > fmt.largest, limit).masked_fill_(rounded < -fmt.largest, -limit)
+    return rounded
+
+
+def ulp(x: Tensor, fmt: FloatFormat) -> Tensor:
+    """Spacing of ``fmt`` at max(|x|, smallest normal number), float64, the shape of ``x`` (float64).
+
+    NaN where x is NaN or infinite.
+    """
+    magnitude = x.abs().clamp_(min=fmt.smallest_normal)
+    binade = (magnitude.view(torch.int64) & _EXPONENT_FIELD).view(torch.float64)
+    return (binade * 2.0**-fmt.precision).masked_fill_(~magnitude.isfinite(), torch.nan)
