@@ -1,0 +1,421 @@
+"""The main job: captures in, a Diagnosis out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.assumptions import check_assumptions, read_lse
+from attn_diag.bias import SignedErrors
+from attn_diag.capture import Capture
+from attn_diag.diagnosis import (
+    Assumptions,
+    CaptureDiagnosis,
+    Diagnosis,
+    Family,
+    HeadDiagnosis,
+    KvBias,
+    KvHeadDiagnosis,
+    NonFinite,
+    ObservationDiagnosis,
+    Propagation,
+)
+from attn_diag.errors import InputError
+from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
+from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
+from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
+from attn_diag.pooling import Entry, adjust_family, dw_q_sums, pool, unclustered
+from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
+from attn_diag.provenance import backend_name, describe_tool, pick_device
+from attn_diag.reference import HeadReference, format_of, ulp
+from attn_diag.verdict import summarise
+
+DEFAULT_LEVEL = 0.01
+DEFAULT_RECIPE = "fa2"
+# q = x w_q^T in BF16 leaves about half a percent; RoPE, QK-norm or a bias in between leaves of the order of 1.
+_PROJECTION_TOLERANCE = 0.05
+_INPUT_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which observation and which heads (the model's numbers) and batch items to look at; None for all."""
+
+    observation: str | None = None
+    heads: frozenset[int] | None = None
+    batches: frozenset[int] | None = None
+
+
+def inspect(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    o: Tensor | None = None,
+    lse: Tensor | None = None,
+    delta: Tensor | None = None,
+    do: Tensor | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    x: Tensor | None = None,
+    w_q: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    layout: str = "BHTD",
+    recipes: Sequence[str | Recipe] = (),
+    level: float = DEFAULT_LEVEL,
+    device: str = "auto",
+) -> Diagnosis:
+    """Diagnose one attention call from its tensors, at a breakpoint or in a notebook.
+
+    q [B, H, T, D], k, v [B, Hk, Tk, D] in the dtype the kernel saw (BF16, FP16, FP32, FP64); o, do, dq like q;
+    dk, dv like k; lse [B, H, T] (natural logarithm) and delta [B, H, T] fp32; x [B, T, C] and w_q [D * H, C]:
+    the query projection's input and weight. ``layout`` "BTHD" for tensors with heads and time swapped.
+    ``causal``: True where Tq = Tk, else "top-left" or "bottom-right". Without any output the recipes (default
+    fa2) are emulated and judged instead; with one, ``recipes`` adds them beside it. ``level``: significance
+    after Benjamini-Hochberg.
+
+    Raises InputError where tensors do not fit each other or are of an unsupported kind.
+    """
+    if causal is True and q.shape[1 if layout == "BTHD" else 2] != k.shape[1 if layout == "BTHD" else 2]:
+        raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
+    named = {"q": q, "k": k, "v": v, "do": do, "x": x, "w_q": w_q, "mask": mask}
+    outputs = {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
+    alignment = causal if isinstance(causal, str) else ("top-left" if causal else "none")
+    capture = Capture.from_tensors(
+        named | outputs, causal=alignment, scale=scale, window=window, softcap=softcap, layout=layout
+    )
+    return inspect_captures([capture], recipes=recipes, level=level, device=device)
+
+
+def inspect_captures(
+    captures: Iterable[Capture],
+    *,
+    selection: Selection | None = None,
+    recipes: Sequence[str | Recipe] = (),
+    level: float = DEFAULT_LEVEL,
+    device: str = "auto",
+    progress: Progress | None = None,
+    unreadable: Sequence[str] = (),
+) -> Diagnosis:
+    """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
+
+    ``recipes``: emulate these (names or Recipe) beside the captured observations; where a capture has none,
+    "fa2" is emulated. ``progress(done, total)`` is called after every head. ``unreadable`` lists inputs that
+    could not be read, for the summary. Raises InputError for unknown observations, heads or recipes.
+    """
+    if not 0 < level < 1:
+        raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    where = pick_device(device)
+    chosen = list(captures)
+    jobs = [_CaptureJob(c, selection or Selection(), recipes, where, level) for c in chosen]
+    total, done = sum(job.head_count for job in jobs), 0
+    for job in jobs:
+        for _ in job.run():
+            done += 1
+            if progress is not None:
+                progress(done, total)
+    tested = [entry for job in jobs for entry in job.tested_entries()]
+    adjusted, size = adjust_family(tested)
+    judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
+    results = tuple(job.result(judged) for job in jobs)
+    entries = [
+        (c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None
+    ]
+    warnings = tuple(
+        f"{c.source}: {n.count} NaN or Inf in {n.tensor}, first at {list(n.first)}" for c in results for n in c.nonfinite
+    )
+    return Diagnosis(
+        tool=describe_tool(where),
+        family=Family(size, level),
+        captures=results,
+        summary=summarise(entries, tuple(unreadable), warnings),
+    )
+
+
+class _CaptureJob:
+    """One capture on its way through: check, measure head by head, pool."""
+
+    def __init__(
+        self, capture: Capture, selection: Selection, recipes: Sequence[str | Recipe], device: torch.device, level: float
+    ) -> None:
+        self.capture, self.device, self.level = capture, device, level
+        self.captured = _select_observations(capture, selection.observation)
+        self.recipes = _select_recipes(capture, recipes, emulate=not self.captured)
+        offset = capture.metadata.head_offset
+        self.heads = _select(range(capture.q_heads), selection.heads, "head", offset)
+        self.batches = _select(range(capture.batch), selection.batches, "batch item", 0)
+        self.group = capture.q_heads // capture.kv_heads
+        self.census = NonFiniteCensus()
+        self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
+        self.key_sums: dict[str, dict[int, dict[str, list[tuple[GradientSums, SignedErrors]]]]] = {}
+        self.entries: dict[str, list[Entry]] = {}
+        self.notes: list[str] = []
+        self.assumptions: Assumptions
+        self._projection_fits = False
+
+    @property
+    def head_count(self) -> int:
+        return len(self.heads) * len(self.batches)
+
+    def run(self) -> Iterable[None]:
+        """Do the work; yields after every head."""
+        self.assumptions = check_assumptions(self.capture, self.captured, self.device)
+        self._projection_fits = self._check_projection()
+        # dK and dV of a key head need all the query heads that share it.
+        by_kv: dict[int, list[int]] = {}
+        for head in self.heads:
+            by_kv.setdefault(head // self.group, []).append(head)
+        for kv_head, heads in by_kv.items():
+            for batch in self.batches:
+                whole = len(heads) == self.group
+                collected: dict[str, list[tuple[HeadReference, BackwardCollector]]] = {}
+                unusable = False
+                for head in heads:
+                    inputs = read_head(self.capture, batch, head, self.device, self.census)
+                    observed = self._observed(inputs, batch, head, want_keys=whole)
+                    reference, parts = measure_head(inputs, observed, batch, head, self._x(batch))
+                    unusable |= bool(inputs.unusable.any())
+                    for part in parts_by_name(observed, parts):
+                        self._keep(*part, reference, collected)
+                    yield
+                if whole and not unusable:
+                    self._add_key_gradients(kv_head, batch, heads, collected)
+        for name, measured in self.measured.items():
+            self.entries[name] = self._pool(name, measured)
+
+    def tested_entries(self) -> Iterable[Entry]:
+        """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
+        if self.assumptions.ok is False:
+            return
+        for entries in self.entries.values():
+            yield from entries[:-1] if len(entries) == 2 else entries
+
+    def result(self, judged: dict[int, HeadDiagnosis]) -> CaptureDiagnosis:
+        c = self.capture
+        observations = []
+        for name, entries in self.entries.items():
+            heads = [judged.get(id(e), e.diagnosis) for e in entries]
+            if len(heads) == 2:  # one head and its pooled twin
+                heads[1] = replace(heads[0], head=None)
+            recipe = self.recipes.get(name)
+            observations.append(
+                ObservationDiagnosis(
+                    name=name,
+                    recipe=recipe.name if recipe else None,
+                    backend=f"emulation on {backend_name(self.device)}" if recipe else _captured_backend(c),
+                    emulated=recipe is not None,
+                    outputs=c.observations.get(name, ()),
+                    heads=tuple(heads),
+                    kv_heads=tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {}))),
+                )
+            )
+        shape = {"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads, "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim}
+        nonfinite = tuple(NonFinite(n, count, self.census.first[n]) for n, count in self.census.counts.items())
+        text = {**c.metadata.to_text(), "dtype": str(c.tensors["q"].dtype).removeprefix("torch.")}
+        return CaptureDiagnosis(c.source, text, shape, self.assumptions, nonfinite, tuple(observations))
+
+    def _observed(self, inputs: HeadInputs, batch: int, head: int, *, want_keys: bool) -> list[ObservedHead]:
+        seen = [self._read_observation(name, batch, head, want_keys=want_keys) for name in self.captured]
+        for name, recipe in self.recipes.items():
+            result = emulate_head(recipe, inputs.head)
+            tensors = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
+            formats = {n: format_of(t.dtype) for n, t in tensors.items()}
+            seen.append(ObservedHead(name, {n: t.double() for n, t in tensors.items()}, formats, recipe))
+        return seen
+
+    def _read_observation(self, name: str, batch: int, head: int, *, want_keys: bool) -> ObservedHead:
+        c = self.capture
+        outputs: dict[str, Tensor] = {}
+        formats = {}
+        for output in c.observations[name]:
+            key = c.key(name, output)
+            if output in ("o", "delta", "dq"):
+                tensor = read_float64(c, key, batch, head, self.device)
+            elif output == "lse":
+                tensor = read_lse(c, name, batch, head, self.device)
+            else:
+                continue
+            assert tensor is not None
+            # A fully masked row's LSE is rightly -inf, and is left out with its row.
+            if output != "lse":
+                self.census.add(key, batch, head, tensor)
+            outputs[output], formats[output] = tensor, format_of(c.tensors[key].dtype)
+        keys = any(output in ("dk", "dv") for output in c.observations[name])
+        return ObservedHead(name, outputs, formats, want_keys=keys and want_keys)
+
+    def _keep(
+        self,
+        name: str,
+        part: HeadMeasurement,
+        reference: HeadReference,
+        collected: dict[str, list[tuple[HeadReference, BackwardCollector]]],
+    ) -> None:
+        if part.keys is not None and part.keys.dk_delta is not None:
+            collected.setdefault(name, []).append((reference, part.keys))
+        part.keys = None
+        self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
+
+    def _add_key_gradients(
+        self, kv_head: int, batch: int, heads: list[int], collected: dict[str, list[tuple[HeadReference, BackwardCollector]]]
+    ) -> None:
+        c = self.capture
+        for name, pairs in collected.items():
+            observed: dict[str, Tensor | None] = {}
+            formats = {}
+            for output in ("dk", "dv"):
+                key = c.key(name, output)
+                if (tensor := read_float64(c, key, batch, kv_head, self.device)) is not None:
+                    if bool(self.census.add(key, batch, kv_head, tensor).any()):
+                        continue
+                    observed[output], formats[output] = tensor, format_of(c.tensors[key].dtype)
+            parts = key_parts([r for r, _ in pairs], [k for _, k in pairs], observed, formats)
+            for output, p in parts.items():
+                if p.observed is not None:
+                    errors = SignedErrors.of_elements(p.observed - p.reference, ulp(p.reference, formats[output]))
+                    sums = self.key_sums.setdefault(name, {}).setdefault(kv_head, {}).setdefault(output, [])
+                    sums.append((GradientSums.of(p), errors))
+
+    def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
+        c = self.capture
+        sizes = {"sequences": len(self.batches), "k_length": c.k_length}
+        dw_q = {head: dw_q_sums(parts) for head, parts in measured.items()}
+        entries = [
+            pool(
+                parts, layer=c.metadata.layer, head=head + c.metadata.head_offset, dw_q=dw_q[head],
+                extra=self._extra(name, [head] if self.group == 1 else []), level=self.level, **sizes,
+            )  # fmt: skip
+            for head, parts in measured.items()
+        ]
+        known = [sums for sums in dw_q.values() if sums is not None]
+        everything = [part for parts in measured.values() for part in parts]
+        pooled = GradientSums.pool(known) if len(known) == len(measured) else None
+        extra = self._extra(name, sorted({head // self.group for head in measured}))
+        entries.append(
+            pool(everything, layer=c.metadata.layer, head=None, dw_q=pooled, extra=extra, level=self.level, **sizes)
+        )
+        return entries
+
+    def _extra(self, name: str, kv_heads: list[int]) -> Propagation:
+        """dK and dV over some key heads, and the notes."""
+        found = {
+            output: [s for kv in kv_heads for s, _ in self.key_sums.get(name, {}).get(kv, {}).get(output, [])]
+            for output in ("dk", "dv")
+        }
+        results = {output: GradientSums.pool(sums).result() for output, sums in found.items() if sums}
+        return Propagation(**results, notes=tuple(self.notes))
+
+    def _kv_head(self, name: str, kv_head: int) -> KvHeadDiagnosis:
+        sums = self.key_sums[name][kv_head]
+        biases = {o: unclustered(SignedErrors.join([e for _, e in found])) for o, found in sums.items()}
+        offset = self.capture.metadata.head_offset
+        query_heads = tuple(offset + kv_head * self.group + i for i in range(self.group))
+        return KvHeadDiagnosis(
+            kv_head + offset // self.group, query_heads, KvBias(**biases), self._extra(name, [kv_head])
+        )
+
+    def _x(self, batch: int) -> Tensor | None:
+        if not self._projection_fits:
+            return None
+        return self.capture.tensors["x"][batch].to(self.device).double()
+
+    def _check_projection(self) -> bool:
+        """Whether q = x w_q^T, so that dW_Q = sum of dQ (x) x; else the reason is noted."""
+        c = self.capture
+        if "do" not in c.tensors:
+            return False
+        if "x" not in c.tensors or "w_q" not in c.tensors:
+            self.notes.append("dW_Q: not computed, x or w_q was not captured")
+            return False
+        weight, wrong, right = c.tensors["w_q"][...].to(self.device).double(), 0.0, 0.0
+        d = c.head_dim
+        first = 0 if len(weight) == c.q_heads * d else c.metadata.head_offset * d
+        if len(weight) < first + c.q_heads * d:
+            raise InputError(
+                f"{c.source}: w_q has {len(weight)} rows; expected D * heads = {c.q_heads * d} for this capture's "
+                f"heads, or those of the whole model from head_offset on"
+            )
+        for batch in self.batches:
+            x = c.tensors["x"][batch].to(self.device).double()
+            for head in self.heads:
+                q = read_float64(c, "q", batch, head, self.device)
+                assert q is not None
+                projected = x @ weight[first + head * d : first + (head + 1) * d].T
+                finite = q.isfinite().all(1) & projected.isfinite().all(1)
+                wrong += float((q - projected)[finite].square().sum())
+                right += float(q[finite].square().sum())
+        misfit = math.sqrt(wrong / right) if right else math.inf
+        if misfit > _PROJECTION_TOLERANCE:
+            self.notes.append(
+                f"dW_Q: not computed, q is not x w_q^T (off by {misfit:.0%}): RoPE, QK-norm or a bias lies between"
+            )
+            return False
+        return True
+
+
+def parts_by_name(
+    observed: list[ObservedHead], parts: list[HeadMeasurement]
+) -> Iterable[tuple[str, HeadMeasurement]]:
+    """Each observation's name with its measurement."""
+    return zip((seen.name for seen in observed), parts, strict=True)
+
+
+def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
+    known = list(capture.observations)
+    if wanted is None:
+        return known
+    if wanted not in known:
+        raise InputError(f"{capture.source}: no observation {wanted!r}; it has {', '.join(known) or 'none'}")
+    return [wanted]
+
+
+def _select_recipes(capture: Capture, wanted: Sequence[str | Recipe], *, emulate: bool) -> dict[str, Recipe]:
+    """The recipes to emulate, by the name of the observation they become."""
+    dtype = capture.tensors["q"].dtype
+    asked = list(wanted) or ([DEFAULT_RECIPE] if emulate else [])
+    chosen: dict[str, Recipe] = {}
+    for item in asked:
+        if isinstance(item, str) and item not in PRESETS:
+            raise InputError(f"no recipe {item!r}; known: {', '.join(PRESETS)}")
+        if dtype not in _INPUT_FORMATS:
+            named = str(dtype).removeprefix("torch.")
+            raise InputError(
+                f"{capture.source}: recipes are emulated for bfloat16 and float16 inputs, q is {named}; "
+                "capture an observation (o) to inspect this input"
+            )
+        fmt: Any = _INPUT_FORMATS[dtype]
+        recipe = preset(item, fmt) if isinstance(item, str) else item.for_input(fmt)
+        try:
+            check_supported(recipe)
+        except RecipeNotSupportedError as error:
+            raise InputError(str(error)) from None
+        chosen[f"{recipe.name} (emulated)"] = recipe
+    return chosen
+
+
+def _select(available: range, wanted: frozenset[int] | None, what: str, offset: int) -> list[int]:
+    if wanted is None:
+        return list(available)
+    missing = sorted(wanted - {i + offset for i in available})
+    if missing:
+        span = f"{available.start + offset} to {available.stop - 1 + offset}"
+        raise InputError(f"no {what} {', '.join(map(str, missing))}; the capture has {span}")
+    return [i for i in available if i + offset in wanted]
+
+
+def _captured_backend(capture: Capture) -> str:
+    return f"captured on {capture.metadata.device}" if capture.metadata.device else "captured, device not stated"
+
+
+

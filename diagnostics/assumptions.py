@@ -1,0 +1,159 @@
+"""The check before any verdict: does the captured O agree with attention as the metadata describe it?
+
+A wrong causal alignment, scale, layout, window or LSE base makes "errors" of order one that no rounding can
+explain. Rows spread over the capture are recomputed; where they miss, other readings are tried and the one
+that fits is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from attn_diag.capture import Capture
+from attn_diag.diagnosis import Assumptions, Misfit
+from attn_diag.errors import InputError
+from attn_diag.heads import NonFiniteCensus, read_float64, read_head
+from attn_diag.reference import reference_rows
+
+# Rounding errors, even of a failing kernel, stay well below this; a wrong mask or scale exceeds it at once.
+TOLERANCE = 0.05
+_ROWS = 48
+_HEADS = 4
+
+
+def check_assumptions(capture: Capture, observations: list[str], device: torch.device) -> Assumptions:
+    """Compare each observation's O (5 % in norm) and LSE with a recomputation under the metadata."""
+    checks: list[Misfit] = []
+    for name in observations:
+        if capture.key(name, "o") in capture.tensors:
+            checks.append(_check_out(capture, name, device))
+        if capture.key(name, "lse") in capture.tensors and (not checks or checks[-1].ok):
+            checks.append(_check_lse(capture, name, device))
+    wrong = [c for c in checks if not c.ok]
+    if not checks:
+        return Assumptions(None, capture.assumed, (), "not checked: no O or LSE was captured to check them with")
+    if not wrong:
+        worst = max(c.relative_error for c in checks)
+        return Assumptions(True, capture.assumed, tuple(checks), f"hold: O agrees within {worst:.2g} (sampled rows)")
+    return Assumptions(False, capture.assumed, tuple(checks), " ".join(dict.fromkeys(_message(c) for c in wrong)))
+
+
+def _message(check: Misfit) -> str:
+    found = (
+        f"{check.output} of '{check.observation}' is {check.relative_error:.0%} off under the stated metadata, "
+        "which no rounding explains;"
+    )
+    if check.better is None:
+        return f"{found} no other causal alignment, scale, layout, window or base tried fits either."
+    return f"{found} {check.better} fits within {check.better_error:.2g}: correct the metadata or pass it as an option."
+
+
+def _check_out(capture: Capture, observation: str, device: torch.device) -> Misfit:
+    error = _out_error(capture, observation, device)
+    if error <= TOLERANCE:
+        return Misfit(observation, "o", error, ok=True)
+    best: tuple[float, str] | None = None
+    for reading in _readings(capture):
+        other = _out_error(reading.capture, observation, device)
+        if other <= TOLERANCE and (best is None or other < best[0]):
+            best = other, reading.words
+    return Misfit(observation, "o", error, False, best and best[1], best and best[0])
+
+
+def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misfit:
+    stated = capture.metadata.lse_base
+    error = _lse_error(capture, observation, device)
+    if error <= TOLERANCE:
+        return Misfit(observation, "lse", error, ok=True)
+    base = "2" if stated == "e" else "e"
+    flipped = replace(capture, metadata=replace(capture.metadata, lse_base=base))
+    other = _lse_error(flipped, observation, device)
+    if other <= TOLERANCE:
+        return Misfit(observation, "lse", error, False, f"lse_base={base}", other)
+    return Misfit(observation, "lse", error, ok=False)
+
+
+@dataclass
+class _Reading:
+    """The same tensors under other metadata."""
+
+    capture: Capture
+    words: str
+
+
+def _readings(capture: Capture) -> Iterator[_Reading]:
+    """Other layouts, causal alignments, windows and scales, singly and together, that the shapes allow."""
+    stated = capture.metadata
+    default = capture.head_dim**-0.5
+    factors = {"log2(e)": math.log2(math.e), "ln(2)": math.log(2)}
+    scales = {f"scale={default:.6g} (1/sqrt(D))": default, "scale=1": 1.0, f"scale={1 / capture.head_dim:.6g} (1/D)": 1 / capture.head_dim}
+    scales |= {f"scale times {name} (base-2 exponent)": capture.scale * f for name, f in factors.items()}
+    scales |= {f"scale={capture.scale**2:.6g} (applied twice)": capture.scale**2}
+    causals = [c for c in ("none", "top-left", "bottom-right") if c != stated.causal]
+    for layout in ("BHTD", "BTHD"):
+        for causal in (stated.causal, *causals):
+            for window in {stated.window, None}:
+                for words, scale in {"": stated.scale, **scales}.items():
+                    changed = {
+                        f"layout={layout}": layout != stated.layout,
+                        f"causal={causal}": causal != stated.causal,
+                        "no window": window != stated.window,
+                        words: bool(words),
+                    }
+                    said = ", ".join(name for name, is_changed in changed.items() if is_changed)
+                    metadata = replace(stated, layout=layout, causal=causal, window=window, scale=scale)
+                    try:
+                        other = replace(capture, metadata=metadata)
+                    except InputError:
+                        continue
+                    if said:
+                        yield _Reading(other, said)
+
+
+def _sample(capture: Capture) -> Iterator[tuple[int, int, torch.Tensor]]:
+    heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
+    rows = torch.linspace(0, capture.q_length - 1, min(capture.q_length, _ROWS)).long()
+    for batch in {0, capture.batch - 1}:
+        for head in heads:
+            yield batch, head, rows
+
+
+def _out_error(capture: Capture, observation: str, device: torch.device) -> float:
+    wrong = right = 0.0
+    for batch, head, rows in _sample(capture):
+        inputs = read_head(capture, batch, head, device, NonFiniteCensus())
+        observed = read_float64(capture, capture.key(observation, "o"), batch, head, device)
+        assert observed is not None
+        block = reference_rows(replace(inputs.head, do=None), rows.to(device))
+        inputs.mark_rows(block)
+        observed = observed[rows]
+        usable = ~inputs.unusable[rows] & observed.isfinite().all(1)
+        wrong += float((observed - block.out)[usable].square().sum())
+        right += float(block.out[usable].square().sum())
+    return math.sqrt(wrong / right) if right else (math.inf if wrong else 0.0)
+
+
+def _lse_error(capture: Capture, observation: str, device: torch.device) -> float:
+    """Norm of LSE's error over the norm of LSE, the latter at least 1 a row: LSE may well be near 0."""
+    wrong = right = 0.0
+    for batch, head, rows in _sample(capture):
+        inputs = read_head(capture, batch, head, device, NonFiniteCensus())
+        observed = read_lse(capture, observation, batch, head, device)
+        assert observed is not None
+        block = reference_rows(replace(inputs.head, do=None), rows.to(device))
+        inputs.mark_rows(block)
+        observed = observed[rows]
+        usable = ~inputs.unusable[rows] & observed.isfinite() & block.lse.isfinite()
+        wrong += float((observed - block.lse)[usable].square().sum())
+        right += float(block.lse[usable].square().sum())
+    return math.sqrt(wrong / max(right, 1.0))
+
+
+def read_lse(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> torch.Tensor | None:
+    """One head's LSE, natural logarithm whatever base was captured, [Tq] float64."""
+    lse = read_float64(capture, capture.key(observation, "lse"), batch, head, device)
+    return lse if lse is None or capture.metadata.lse_base == "e" else lse * math.log(2)

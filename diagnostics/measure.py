@@ -1,0 +1,349 @@
+"""One streamed pass over one head: every observation's signed errors, row by row, against the float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attn_diag.bias import SignedErrors
+from attn_diag.diagnosis import DeltaRounding
+from attn_diag.heads import HeadInputs
+from attn_diag.kernels import Recipe, score_rounding
+from attn_diag.propagation import BackwardCollector, ForwardErrors, GradientSums, Parts, dq_parts, project
+from attn_diag.reference import (
+    FloatFormat,
+    HeadReference,
+    RowBlock,
+    format_of,
+    reference_head,
+    round_nearest_even,
+    ulp,
+)
+from attn_diag.row_maxima import DEFINITIONS, RowMaximaCollector, swamped_elements
+
+
+@dataclass
+class ObservedHead:
+    """What one kernel returned for one head: float64 tensors by name (o, lse, delta, dq) and their own formats.
+
+    ``recipe`` where it is known. ``want_keys``: dK or dV were captured too, so their predictions are wanted.
+    """
+
+    name: str
+    outputs: dict[str, Tensor]
+    formats: dict[str, FloatFormat]
+    recipe: Recipe | None = None
+    want_keys: bool = False
+
+
+@dataclass(frozen=True)
+class RepeatSums:
+    """Rows with a repeated maximum by one definition, and the largest multiplicity; adds over heads."""
+
+    rows: int
+    largest: int
+
+
+@dataclass
+class HeadMeasurement:
+    """One observation of one head and sequence, reduced to what is linear in T.
+
+    ``rows`` [n]: the usable rows (finite, with at least one key); arrays in ``errors`` and ``top_key`` [n]
+    follow them. ``dq``, ``dw_q`` are None where they cannot be known.
+    """
+
+    batch: int
+    head: int
+    rows: npt.NDArray[np.int64]
+    rows_fully_masked: int
+    rows_nonfinite: int
+    rows_eligible: int
+    repeats: dict[str, RepeatSums | None]
+    top_key: npt.NDArray[np.int64]
+    swamped: tuple[int, int] | None = None
+    bit_identical: bool | None = None
+    broken_outputs: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, SignedErrors] = field(default_factory=dict)
+    delta_source: str | None = None
+    delta_rounding: DeltaRounding | None = None
+    noise: tuple[float, int] = (0.0, 0)
+    conditioning: tuple[float, float] | None = None
+    dq: GradientSums | None = None
+    dw_q: Parts | None = None
+    atoms: tuple[Tensor, Tensor] | None = None
+    keys: BackwardCollector | None = None
+
+
+@dataclass
+class _Pass:
+    """What the observers of the stream share and leave behind."""
+
+    maxima: dict[str, RowMaximaCollector]
+    backward: dict[str, BackwardCollector]
+    probs_k: Tensor | None
+    reference: HeadReference
+
+
+def measure_head(
+    inputs: HeadInputs, observed: list[ObservedHead], batch: int, head: int, x: Tensor | None
+) -> tuple[HeadReference, list[HeadMeasurement]]:
+    """Stream the reference of one head once and measure every observation against it.
+
+    ``x`` [Tq, C] float64: the projection's input where dW_Q is wanted.
+    """
+    forward = _ForwardPass(inputs, observed)
+    passed = forward.run()
+    results = [
+        _measure(inputs, passed, seen, forward.errors.get(seen.name), batch, head, x) for seen in observed
+    ]
+    return passed.reference, results
+
+
+class _ForwardPass:
+    """Streams a head. delta's error needs O_ref of a row before its dS can be cast; both happen block by block."""
+
+    def __init__(self, inputs: HeadInputs, observed: list[ObservedHead]) -> None:
+        self.inputs, self.observed = inputs, observed
+        self.errors: dict[str, ForwardErrors] = {}
+        head, length = inputs.head, len(inputs.head.q)
+        self._maxima: dict[str, RowMaximaCollector] = {}
+        for seen in observed:
+            rounding = score_rounding(seen.recipe, head.scale) if seen.recipe and _plain_scores(inputs) else None
+            fmt = format_of(_TORCH[seen.recipe.scores]) if seen.recipe and rounding else None
+            # Observations without a recipe share one collector: only "as_run" depends on it.
+            key = seen.name if rounding else ""
+            if key not in self._maxima:
+                self._maxima[key] = RowMaximaCollector(length, head.q.device, inputs.input_format, rounding, fmt)
+        self._backward: dict[str, BackwardCollector] = {}
+        self._probs_k = torch.zeros_like(head.q) if head.do is not None else None
+        if head.do is None:
+            return
+        for seen in observed:
+            delta = _observed_delta(inputs, seen)
+            if delta is None:
+                continue
+            lse = seen.outputs.get("lse")
+            errors = ForwardErrors(
+                # NaN in one row's outputs must not reach the sums over rows.
+                delta=delta.nan_to_num(0.0, 0.0, 0.0),
+                delta_error=torch.zeros_like(delta),
+                lse=None if lse is None else lse.nan_to_num(0.0, 0.0, 0.0),
+                lse_error=None if lse is None else torch.zeros_like(lse),
+                cast=inputs.input_format,
+            )
+            self.errors[seen.name] = errors
+            want_casts = "dq" in seen.outputs or seen.want_keys
+            self._backward[seen.name] = BackwardCollector(
+                head, errors, want_casts=want_casts, want_keys=seen.want_keys
+            )
+
+    def run(self) -> _Pass:
+        want_keys = any(seen.want_keys for seen in self.observed)
+        reference = reference_head(self.inputs.head, self._observe, key_gradients=want_keys)
+        maxima = {seen.name: self._maxima.get(seen.name) or self._maxima[""] for seen in self.observed}
+        return _Pass(maxima, self._backward, self._probs_k, reference)
+
+    def _observe(self, block: RowBlock) -> None:
+        self.inputs.mark_rows(block)
+        for collector in self._maxima.values():
+            collector.add(block)
+        if self._probs_k is not None:
+            probs = block.unnormalised_probs if block.slope is None else block.unnormalised_probs * block.slope
+            product = probs @ self.inputs.head.k[block.keys]
+            self._probs_k[block.rows] = product.mul_(block.inverse_row_sum[:, None])
+        for name, collector in self._backward.items():
+            errors = self.errors[name]
+            assert block.delta is not None
+            errors.delta_error[block.rows] = errors.delta[block.rows] - block.delta
+            if errors.lse is not None and errors.lse_error is not None:
+                difference = errors.lse[block.rows] - block.lse
+                errors.lse_error[block.rows] = difference.masked_fill_(block.fully_masked, 0.0)
+            collector.add(block)
+
+
+def _measure(
+    inputs: HeadInputs,
+    passed: _Pass,
+    seen: ObservedHead,
+    forward_errors: ForwardErrors | None,
+    batch: int,
+    head: int,
+    x: Tensor | None,
+) -> HeadMeasurement:
+    reference, maxima = passed.reference, passed.maxima[seen.name]
+    broken = {name: ~_row_finite(values) for name, values in seen.outputs.items()}
+    finite = ~inputs.unusable
+    usable = finite & ~reference.fully_masked
+    faulty = {name: int((bad & usable).sum()) for name, bad in broken.items()}
+    for bad in broken.values():
+        usable = usable & ~bad
+    rows = usable.nonzero()[:, 0]
+    eligible = usable & (maxima.visible_keys >= 2)
+    result = HeadMeasurement(
+        batch=batch,
+        head=head,
+        rows=rows.cpu().numpy(),
+        rows_fully_masked=int((reference.fully_masked & finite).sum()),
+        rows_nonfinite=len(usable) - int((reference.fully_masked & finite).sum()) - len(rows),
+        rows_eligible=int(eligible.sum()),
+        repeats={name: _repeat_sums(maxima, name, usable) for name in DEFINITIONS},
+        top_key=maxima.top_key[rows].cpu().numpy(),
+        broken_outputs={name: count for name, count in faulty.items() if count},
+    )
+    _measure_forward(result, inputs, reference, seen, rows, maxima)
+    if inputs.head.do is not None:
+        _measure_backward(result, inputs, passed, seen, forward_errors, rows, x)
+    return result
+
+
+def _measure_forward(
+    result: HeadMeasurement,
+    inputs: HeadInputs,
+    reference: HeadReference,
+    seen: ObservedHead,
+    rows: Tensor,
+    maxima: RowMaximaCollector,
+) -> None:
+    fmt = seen.formats.get("o", inputs.input_format)
+    truth = reference.out[rows]
+    rounded = round_nearest_even(truth, fmt)
+    spacing = ulp(truth, fmt)
+    result.errors["rounding_o"] = SignedErrors.of_elements(rounded - truth, spacing)
+    if (out := seen.outputs.get("o")) is not None:
+        out = out[rows]
+        excess = out - rounded
+        result.errors["o"] = SignedErrors.of_elements(out - truth, spacing)
+        result.errors["o_excess"] = SignedErrors.of_elements(excess, spacing)
+        result.errors["o_away_excess"] = SignedErrors.of_elements(excess * truth.sign(), spacing)
+        result.bit_identical = not bool(excess.any())
+        swamped = swamped_elements(out, truth, inputs.head.v, maxima.top_key[rows])
+        swamped &= (maxima.visible_keys[rows] >= 2)[:, None]
+        result.swamped = int(swamped.all(1).sum()), int(swamped.sum())
+    if (lse := seen.outputs.get("lse")) is not None:
+        truth = reference.lse[rows]
+        result.errors["lse"] = SignedErrors.of_elements(
+            (lse[rows] - truth)[:, None], ulp(truth, seen.formats["lse"])[:, None]
+        )
+
+
+def _measure_backward(
+    result: HeadMeasurement,
+    inputs: HeadInputs,
+    passed: _Pass,
+    seen: ObservedHead,
+    forward_errors: ForwardErrors | None,
+    rows: Tensor,
+    x: Tensor | None,
+) -> None:
+    head, reference = inputs.head, passed.reference
+    assert head.do is not None
+    assert reference.delta is not None
+    assert reference.dq is not None
+    assert passed.probs_k is not None
+    do, probs_k = head.do[rows], passed.probs_k[rows]
+    fmt = seen.formats.get("o", inputs.input_format)
+    truth = reference.out[rows]
+    rounded = round_nearest_even(truth, fmt)
+    # sigma_t: the standard deviation of delta_t if every O_ti is rounded once, uniformly within half an ulp.
+    noise_floor = ((do * ulp(truth, fmt)).square().sum(1) / 12).sqrt()
+    rounding = (do * (rounded - truth)).sum(1)
+    result.errors["rounding_delta"] = SignedErrors.of_rows(rounding, noise_floor)
+    scaled_delta = (head.scale * reference.delta[rows])[:, None] * probs_k
+    result.conditioning = _squared(scaled_delta), _squared(reference.dq[rows])
+    floor = _squared(probs_k * (head.scale * noise_floor)[:, None])
+
+    if forward_errors is not None:
+        error = forward_errors.delta_error[rows]
+        result.errors["delta"] = SignedErrors.of_rows(error, noise_floor)
+        excess = forward_errors.delta[rows] - (do * rounded).sum(1)
+        if "delta" not in seen.outputs:
+            # The same quantity without cancellation: zero where O is correctly rounded.
+            excess = (do * (seen.outputs["o"][rows] - rounded)).sum(1)
+        result.errors["delta_excess"] = SignedErrors.of_rows(excess, noise_floor)
+        judged = noise_floor > 0
+        result.noise = float((error[judged] / noise_floor[judged]).square().sum()), int(judged.sum())
+        result.delta_source = "captured" if "delta" in seen.outputs else "from_o"
+        if "delta" in seen.outputs and "o" in seen.outputs:
+            own = seen.outputs["delta"][rows] - (do * seen.outputs["o"][rows]).sum(1)
+            result.delta_rounding = DeltaRounding(
+                float(own.mean()), float(own.square().mean().sqrt()), float(own.abs().max())
+            )
+    if (dq := seen.outputs.get("dq")) is not None:
+        truth = reference.dq[rows]
+        result.errors["dq"] = SignedErrors.of_elements(dq[rows] - truth, ulp(truth, seen.formats["dq"]))
+    parts = _dq_parts(inputs, passed, seen, forward_errors)
+    kept = _rows_of(parts, rows)
+    result.dq = GradientSums.of(kept, floor=floor)
+    if x is not None:
+        result.dw_q = project(kept, x[rows])
+        if (delta := kept.parts["delta"]) is not None:
+            result.atoms = delta, x[rows]
+    result.keys = passed.backward.get(seen.name)
+
+
+def _dq_parts(
+    inputs: HeadInputs, passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None
+) -> Parts:
+    observed = seen.outputs.get("dq")
+    if forward_errors is None:
+        assert passed.reference.dq is not None
+        unknown: dict[str, Tensor | None] = dict.fromkeys(("delta", "lse", "ds_cast", "dq_cast"))
+        return Parts(passed.reference.dq, observed, unknown, None)
+    assert passed.probs_k is not None
+    collected = passed.backward[seen.name]
+    return dq_parts(
+        inputs.head, passed.reference, passed.probs_k, forward_errors, collected, observed, seen.formats.get("dq")
+    )
+
+
+def _rows_of(parts: Parts, rows: Tensor) -> Parts:
+    if len(rows) == len(parts.reference):
+        return parts
+
+    def pick(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[rows]
+
+    names: Mapping[str, Tensor | None] = parts.parts
+    return Parts(
+        parts.reference[rows], pick(parts.observed), {n: pick(t) for n, t in names.items()}, pick(parts.predicted)
+    )
+
+
+def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:
+    """delta as captured, else rowsum(dO o O_obs) in float64; [Tq]."""
+    if "delta" in seen.outputs:
+        return seen.outputs["delta"]
+    if "o" in seen.outputs and inputs.head.do is not None:
+        return (inputs.head.do * seen.outputs["o"]).sum(1)
+    return None
+
+
+def _plain_scores(inputs: HeadInputs) -> bool:
+    """Whether the stored scores are alpha q.k alone, so that a recipe's rounding of them is known."""
+    mask = inputs.head.masking.mask
+    return inputs.head.softcap is None and (mask is None or mask.dtype == torch.bool)
+
+
+def _repeat_sums(maxima: RowMaximaCollector, definition: str, usable: Tensor) -> RepeatSums | None:
+    found = maxima.repeats(definition)
+    if found is None:
+        return None
+    multiplicity = found.multiplicity[usable]
+    return RepeatSums(int((multiplicity > 1).sum()), int(multiplicity.max()) if len(multiplicity) else 0)
+
+
+def _row_finite(values: Tensor) -> Tensor:
+    finite = values.isfinite()
+    return finite.all(1) if finite.ndim == 2 else finite
+
+
+def _squared(values: Tensor) -> float:
+    return float(values.square().sum())
+
+
+_TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,0 +1,202 @@
+"""From the measurements of one or several heads and sequences to one entry of the diagnosis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attn_diag.bias import MIN_SEQUENCES, PRIMARY, SignedErrors, adjust, estimate_bias
+from attn_diag.diagnosis import (
+    Bias,
+    BiasEstimate,
+    DeltaRounding,
+    HeadDiagnosis,
+    Propagation,
+    RepeatCount,
+    RoundingBias,
+    RowMaxima,
+    Swamped,
+    TopRow,
+)
+from attn_diag.measure import HeadMeasurement
+from attn_diag.propagation import AtomSums, GradientSums, add_parts
+from attn_diag.verdict import judge
+
+_TOP_ROWS = 5
+
+
+@dataclass
+class Entry:
+    """An entry before its verdict, which needs the adjusted p-values of the whole run."""
+
+    diagnosis: HeadDiagnosis
+    bit_identical: bool | None
+    broken_outputs: dict[str, int]
+
+    def primary_p_values(self) -> dict[str, float]:
+        """The primary tests' p-values by name, those that exist."""
+        estimates = {name: getattr(self.diagnosis.bias, name) for name in PRIMARY}
+        return {n: e.p_value for n, e in estimates.items() if e is not None and e.p_value is not None}
+
+    def judged(self, adjusted: dict[str, float], level: float) -> HeadDiagnosis:
+        """The diagnosis with adjusted p-values and verdict."""
+        d = self.diagnosis
+        estimates = {n: replace(getattr(d.bias, n), p_adjusted=p) for n, p in adjusted.items()}
+        bias = replace(d.bias, **estimates)
+        verdict = judge(
+            bias=bias,
+            rounding_bias=d.rounding_bias,
+            row_maxima=d.row_maxima,
+            noise_factor=d.noise_factor,
+            conditioning=d.conditioning,
+            propagation=d.propagation,
+            top_rows=d.top_rows,
+            bit_identical=self.bit_identical,
+            broken_outputs=self.broken_outputs,
+            level=level,
+        )
+        return replace(d, bias=bias, verdict=verdict)
+
+
+def adjust_family(entries: list[Entry]) -> tuple[list[dict[str, float]], int]:
+    """Benjamini-Hochberg over all primary p-values of the run: adjusted values per entry, and the family's size.
+
+    The pooled entry of a single head repeats that head's tests; whoever calls leaves it out.
+    """
+    raw = [entry.primary_p_values() for entry in entries]
+    flat = [(i, name, p) for i, tests in enumerate(raw) for name, p in tests.items()]
+    result: list[dict[str, float]] = [{} for _ in raw]
+    for (i, name, _), p in zip(flat, adjust([p for _, _, p in flat]), strict=True):
+        result[i][name] = p
+    return result, len(flat)
+
+
+def pool(
+    parts: list[HeadMeasurement], *, layer: int | None, head: int | None, sequences: int, k_length: int,
+    dw_q: GradientSums | None, extra: Propagation, level: float,
+) -> Entry:  # fmt: skip
+    """One entry from the measurements of one head's sequences, or of all heads.
+
+    ``sequences``: batch size analysed; from 8 on they are the clusters. ``dw_q``: already summed over the
+    batch. ``extra``: dK, dV and notes.
+    """
+    errors = {
+        name: SignedErrors.join([p.errors[name] for p in parts])
+        for name in parts[0].errors
+        if all(name in p.errors for p in parts)
+    }
+    clusters = _Clusters(parts, sequences, k_length)
+    biases = {n: estimate_bias(e, clusters.of(n), level) for n, e in errors.items()}
+    analysed = sum(len(p.rows) for p in parts)
+    eligible = sum(p.rows_eligible for p in parts)
+    noise, judged = (sum(p.noise[i] for p in parts) for i in (0, 1))
+    conditioning = [p.conditioning for p in parts if p.conditioning is not None]
+    dq_sums = [p.dq for p in parts if p.dq is not None]
+    swamped = [p.swamped for p in parts if p.swamped is not None]
+    identical = [p.bit_identical for p in parts]
+    dq = GradientSums.pool(dq_sums).result() if dq_sums else None
+    diagnosis = HeadDiagnosis(
+        layer=layer,
+        batch=parts[0].batch if sequences == 1 else None,
+        head=head,
+        rows_all=analysed,
+        rows_fully_masked=sum(p.rows_fully_masked for p in parts),
+        rows_nonfinite=sum(p.rows_nonfinite for p in parts),
+        row_maxima=_row_maxima(parts, analysed, eligible),
+        swamped=Swamped(sum(r for r, _ in swamped), sum(e for _, e in swamped)) if swamped else None,
+        bias=Bias(**{f.name: biases.get(f.name) for f in fields(Bias)}),
+        rounding_bias=RoundingBias(biases.get("rounding_o"), biases.get("rounding_delta")),
+        delta_source=parts[0].delta_source,  # type: ignore[arg-type]
+        delta_rounding=_pool_delta_rounding(parts),
+        noise_factor=math.sqrt(noise / judged) if judged else None,
+        conditioning=_condition(conditioning),
+        propagation=replace(extra, dq=dq, dw_q=None if dw_q is None else dw_q.result()),
+        top_rows=_top_rows(parts, errors.get("delta")),
+        attribution=None,
+        verdict=None,
+    )
+    broken: dict[str, int] = {}
+    for part in parts:
+        for name, count in part.broken_outputs.items():
+            broken[name] = broken.get(name, 0) + count
+    same = None if any(i is None for i in identical) else all(identical)
+    return Entry(diagnosis, same, broken)
+
+
+def dw_q_sums(parts: list[HeadMeasurement]) -> GradientSums | None:
+    """dW_Q of one head: gradients of its sequences added before norms are taken, with the atoms' coherence."""
+    projected = [p.dw_q for p in parts if p.dw_q is not None]
+    if not projected or len(projected) < len(parts):
+        return None
+    atoms = [p.atoms for p in parts if p.atoms is not None]
+    sums = None
+    if len(atoms) == len(parts):
+        sums = AtomSums.of(torch.cat([left for left, _ in atoms]), torch.cat([right for _, right in atoms]))
+    return GradientSums.of(add_parts(projected), atoms=sums)
+
+
+class _Clusters:
+    """Cluster numbers of the pooled rows: by sequence, or (O only) by sequence, head and argmax key, or none."""
+
+    def __init__(self, parts: list[HeadMeasurement], sequences: int, k_length: int) -> None:
+        self._by_sequence: npt.NDArray[np.int64] | None = None
+        if sequences >= MIN_SEQUENCES:
+            self._by_sequence = np.concatenate([np.full(len(p.rows), p.batch) for p in parts])
+        self._by_key = np.concatenate([i * k_length + p.top_key for i, p in enumerate(parts)])
+        self._by_row = np.arange(len(self._by_key))
+
+    def of(self, quantity: str) -> npt.NDArray[np.int64] | None:
+        if self._by_sequence is not None:
+            return self._by_sequence
+        if quantity in ("o", "o_excess", "o_away_excess", "rounding_o"):
+            return self._by_key
+        return self._by_row if quantity == "dq" else None
+
+
+def _row_maxima(parts: list[HeadMeasurement], analysed: int, eligible: int) -> RowMaxima:
+    def count(definition: str) -> RepeatCount | None:
+        sums = [p.repeats[definition] for p in parts]
+        known = [s for s in sums if s is not None]
+        if len(known) < len(sums):
+            return None
+        rows = sum(s.rows for s in known)
+        return RepeatCount(rows, eligible, rows / analysed if analysed else None, max(s.largest for s in known))
+
+    exact, window, unit = count("exact"), count("window"), count("unit")
+    assert exact is not None
+    assert window is not None
+    assert unit is not None
+    return RowMaxima(exact, count("as_run"), window, unit)
+
+
+def _condition(parts: list[tuple[float, float]]) -> float | None:
+    delta_term, dq = sum(a for a, _ in parts), sum(b for _, b in parts)
+    return math.sqrt(delta_term / dq) if dq else None
+
+
+def _pool_delta_rounding(parts: list[HeadMeasurement]) -> DeltaRounding | None:
+    known = [(p.delta_rounding, len(p.rows)) for p in parts if p.delta_rounding is not None and len(p.rows)]
+    total = sum(n for _, n in known)
+    if not total:
+        return None
+    mean = sum(d.mean * n for d, n in known) / total
+    rms = math.sqrt(sum(d.rms**2 * n for d, n in known) / total)
+    return DeltaRounding(mean, rms, max(d.max_abs for d, _ in known))
+
+
+def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple[TopRow, ...]:
+    if delta is None or not (total := float(delta.square.sum())):
+        return ()
+    where = [(p.batch, p.head, int(row)) for p in parts for row in p.rows]
+    order = np.argsort(-delta.square, kind="stable")[:_TOP_ROWS]
+    return tuple(TopRow(*where[i], float(delta.total[i]), float(delta.square[i]) / total) for i in order)
+
+
+def unclustered(errors: SignedErrors) -> BiasEstimate:
+    """Mean, rms and running figures without any test, for quantities whose rows are not independent."""
+    estimate = estimate_bias(errors, np.zeros(len(errors.total), dtype=np.int64), 0.05)
+    return replace(estimate, drift=(), drift_band99=None, drift_outside=None, n_eff=None)

@@ -1,0 +1,203 @@
+"""From figures to words: the labels of one entry, the reasons for them with numbers, and what to try next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from attn_diag.bias import MIN_EFFECTIVE, PRIMARY
+from attn_diag.diagnosis import (
+    Bias,
+    BiasEstimate,
+    HeadDiagnosis,
+    Label,
+    Propagation,
+    RoundingBias,
+    RowMaxima,
+    Summary,
+    TopRow,
+    Verdict,
+)
+
+# A kernel that rounds O once has a noise factor of about 1 (0.98-1.4 measured on production kernels).
+LOSSY_ABOVE = 2.0
+# Relative error of dQ from which a head with a kernel at its noise floor is called ill-conditioned.
+DQ_ERROR_ABOVE = 0.02
+
+_NAMES = {
+    "delta": "delta",
+    "delta_excess": "delta beyond correct rounding of O",
+    "o_excess": "O beyond correct rounding",
+    "o_away_excess": "O's magnitude beyond correct rounding",
+}
+_SUGGESTIONS: dict[Label, str] = {
+    "ill_conditioned": (
+        "Keep O (or delta) in fp32 for the backward, or bound the logits (QK-norm, QK-clip): "
+        "the kernel itself cannot do better with a rounded O."
+    ),
+    "lossy": (
+        "Compare with a kernel that keeps scores, row sum and O accumulator in fp32 and rounds O once; "
+        "an emulated recipe beside it (--recipe fa2) shows what that would leave."
+    ),
+    "biased": "Look for the site: directed rounding of P or of the accumulator, or a row sum that adds other P than PV uses.",
+    "undecided": "Capture more rows or sequences: the error sits in too few rows for a test of its mean.",
+    "clean": "Nothing to do for this head; bias in one capture would not have proven divergence either.",
+}
+
+
+def judge(
+    *,
+    bias: Bias,
+    rounding_bias: RoundingBias,
+    row_maxima: RowMaxima,
+    noise_factor: float | None,
+    conditioning: float | None,
+    propagation: Propagation,
+    top_rows: tuple[TopRow, ...],
+    bit_identical: bool | None,
+    broken_outputs: Mapping[str, int],
+    level: float,
+) -> Verdict:
+    """The verdict of one entry. ``bias`` must carry the adjusted p-values of the primary tests."""
+    labels: list[Label] = []
+    reasons: list[str] = []
+    if broken_outputs:
+        listed = ", ".join(f"{name} ({count} rows)" for name, count in broken_outputs.items())
+        labels.append("lossy")
+        reasons.append(f"The kernel returned NaN or Inf where the reference is finite: {listed}.")
+    if noise_factor is not None and noise_factor > LOSSY_ABOVE:
+        labels.append("lossy")
+        reasons.append(
+            f"delta's error is {noise_factor:.3g} times what one correct rounding of O makes: "
+            "the kernel rounds something else coarsely."
+        )
+    dq_error, dq_words = _dq_error(propagation)
+    if dq_error is not None and dq_error > DQ_ERROR_ABOVE and noise_factor is not None and noise_factor <= LOSSY_ABOVE:
+        labels.append("ill_conditioned")
+        reasons.append(
+            f"{dq_words} although the kernel is at its noise floor (noise factor {noise_factor:.3g}): "
+            f"conditioning {conditioning or 0:.3g}, rows have little dQ of their own and the rounding of O, through delta, swamps it."
+        )
+    tests = {name: e for name in PRIMARY if (e := getattr(bias, name)) is not None and e.p_value is not None}
+    biased = _biased(tests, rounding_bias, level)
+    reasons += biased[1]
+    if biased[0]:
+        labels.append("biased")
+    weak = {n: e for n, e in tests.items() if e.n_eff is not None and e.n_eff < MIN_EFFECTIVE}
+    if weak:
+        labels.append("undecided")
+        smallest = min(weak, key=lambda n: weak[n].n_eff or 0.0)
+        listed = ", ".join(f"{r.row} ({r.share:.0%})" for r in top_rows[:3])
+        reasons.append(
+            f"The mean of {', '.join(_NAMES[n] for n in weak)} rests on about {weak[smallest].n_eff:.2g} rows or clusters "
+            f"(at least {MIN_EFFECTIVE} needed){f'; rows with most of delta’s squared error: {listed}' if listed else ''}."
+        )
+    if not tests and bit_identical is None:
+        labels.append("undecided")
+        reasons.append("Neither O nor delta was captured (or no row is usable): no bias test is possible.")
+    if not labels:
+        labels.append("clean")
+    reasons += _context(bias, tests, row_maxima, noise_factor, propagation, bit_identical, labels)
+    return Verdict(tuple(dict.fromkeys(labels)), tuple(reasons), tuple(_SUGGESTIONS[x] for x in dict.fromkeys(labels)))
+
+
+def _dq_error(propagation: Propagation) -> tuple[float | None, str]:
+    dq = propagation.dq
+    if dq is None:
+        return None, ""
+    if dq.relative_error is not None:
+        explained = "" if dq.predicted_relative_error is None else f" ({dq.predicted_relative_error:.2%} predicted from delta alone)"
+        return dq.relative_error, f"dQ is {dq.relative_error:.2%} off{explained}"
+    if dq.predicted_relative_error is not None:
+        return dq.predicted_relative_error, f"dQ is predicted {dq.predicted_relative_error:.2%} off through delta"
+    return None, ""
+
+
+def _biased(tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float) -> tuple[bool, list[str]]:
+    """Whether a primary test rejects, and the sentence for each that does.
+
+    delta's total mean error alone is no kernel's fault where correct rounding of O has the same significant
+    mean: the null for a nearest-even kernel is "no bias beyond correct rounding".
+    """
+    found, words = False, []
+    for name, estimate in tests.items():
+        decided = estimate.n_eff is not None and estimate.n_eff >= MIN_EFFECTIVE
+        if estimate.p_adjusted is None or estimate.p_adjusted > level or not decided:
+            continue
+        sentence = (
+            f"Mean error of {_NAMES[name]} is {estimate.mean:.3g} ({estimate.mean_ulp or 0:+.2g} "
+            f"{'noise floors' if name.startswith('delta') else 'ulp'}, adjusted p = {estimate.p_adjusted:.2g})"
+        )
+        rounding = rounding_bias.delta if name == "delta" else None
+        if rounding is not None and _explains(rounding, estimate, level):
+            words.append(f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel.")
+        else:
+            found = True
+            words.append(f"{sentence}.")
+    return found, words
+
+
+def _explains(rounding: BiasEstimate, total: BiasEstimate, level: float) -> bool:
+    significant = rounding.p_value is not None and rounding.p_value <= level
+    same_sign = (rounding.mean or 0.0) * (total.mean or 0.0) > 0
+    return significant and same_sign and abs(rounding.mean or 0.0) >= abs(total.mean or 0.0) / 2
+
+
+def _context(
+    bias: Bias,
+    tests: dict[str, BiasEstimate],
+    row_maxima: RowMaxima,
+    noise_factor: float | None,
+    propagation: Propagation,
+    bit_identical: bool | None,
+    labels: list[Label],
+) -> list[str]:
+    words = []
+    if bit_identical:
+        words.append("O is bit-identical to correct rounding.")
+    if tests and "biased" not in labels and "undecided" not in labels:
+        delta = bias.delta or bias.o_excess
+        if delta is not None and delta.p_value is not None and delta.minimum_detectable is not None:
+            name = "delta" if bias.delta is not None else "O"
+            words.append(
+                f"No significant mean error: {name} {delta.mean:.2g} (p = {delta.p_value:.2g}); "
+                f"{delta.minimum_detectable:.2g} would have been detected with 80 % power."
+            )
+    repeats = row_maxima.exact
+    if repeats.rows:
+        words.append(f"Repeated row maxima in {repeats.rows} of {repeats.rows_eligible} eligible rows (input format).")
+    else:
+        words.append("No row has a repeated maximum, so that is not the trigger here.")
+    if noise_factor is not None and noise_factor <= LOSSY_ABOVE:
+        words.append(f"The kernel is at its noise floor (noise factor {noise_factor:.3g}).")
+    if propagation.dw_q is not None and propagation.dw_q.relative_error is not None:
+        words.append(f"dW_Q of this sample is {propagation.dw_q.relative_error:.2%} off.")
+    elif noise_factor is None:
+        words.append("Without dO nothing can be said of delta and the gradients.")
+    return words
+
+
+def summarise(
+    entries: Iterable[tuple[str, str, HeadDiagnosis]], unreadable: tuple[str, ...], warnings: tuple[str, ...]
+) -> Summary:
+    """One sentence over all heads. ``entries``: (capture, observation, head entry), pooled ones left out."""
+    judged, without, worst = 0, 0, None
+    labels: Counter[Label] = Counter()
+    for source, observation, head in entries:
+        if head.verdict is None:
+            without += 1
+            continue
+        judged += 1
+        labels.update(head.verdict.labels)
+        error = _dq_error(head.propagation)[0]
+        if error is not None and (worst is None or error > worst[0]):
+            worst = error, source, observation, head
+    counts = ", ".join(f"{count} {label}" for label, count in labels.most_common())
+    sentence = f"{judged} head{'s' * (judged != 1)} judged: {counts}." if judged else "No verdict."
+    if without:
+        sentence += f" {without} without a verdict: the assumptions about the capture do not hold."
+    if worst is not None:
+        error, source, observation, head = worst
+        place = f"head {head.head}" if head.layer is None else f"layer {head.layer} head {head.head}"
+        sentence += f" Largest dQ error: {error:.2%} ({place}, {observation}, {source})."
+    return Summary(sentence, dict(labels), unreadable, warnings)
