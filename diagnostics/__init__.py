@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
     from attn_diag.loading import example_path, load
-    from attn_diag.kernels import Recipe, emulate, preset
+    from attn_diag.kernels import Recipe, preset
 
 _HOME = {
     "AttnDiagError": "errors",
@@ -26,7 +26,6 @@ _HOME = {
     "Diagnosis": "diagnosis",
     "InputError": "errors",
     "Recipe": "kernels",
-    "emulate": "kernels",
     "example_path": "loading",
     "inspect": "analysis",
     "inspect_captures": "analysis",
@@ -41,7 +40,6 @@ __all__ = [  # noqa: RUF022 - in the order of _HOME
     "Diagnosis",
     "InputError",
     "Recipe",
-    "emulate",
     "example_path",
     "inspect",
     "inspect_captures",

@@ -32,6 +32,7 @@ from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.pooling import Entry, adjust_family, dw_q_sums, pool, unclustered
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.provenance import backend_name, describe_tool, pick_device
+from attn_diag.recognise import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, ulp
 from attn_diag.verdict import summarise
 
@@ -162,6 +163,7 @@ class _CaptureJob:
         self.key_sums: dict[str, dict[int, dict[str, list[tuple[GradientSums, SignedErrors]]]]] = {}
         self.entries: dict[str, list[Entry]] = {}
         self.notes: list[str] = []
+        self.recognised: dict[str, Recognised] = {}
         self.assumptions: Assumptions
         self._projection_fits = False
 
@@ -173,6 +175,10 @@ class _CaptureJob:
         """Do the work; yields after every head."""
         self.assumptions = check_assumptions(self.capture, self.captured, self.device)
         self._projection_fits = self._check_projection()
+        for name in self.captured:
+            found = recognise(self.capture, name, self.batches[0], self.heads[0], self.device)
+            if found is not None and self.assumptions.ok:
+                self.recognised[name] = found
         # dK and dV of a key head need all the query heads that share it.
         by_kv: dict[int, list[int]] = {}
         for head in self.heads:
@@ -209,11 +215,12 @@ class _CaptureJob:
             heads = [judged.get(id(e), e.diagnosis) for e in entries]
             if len(heads) == 2:  # one head and its pooled twin
                 heads[1] = replace(heads[0], head=None)
-            recipe = self.recipes.get(name)
+            recipe, found = self.recipes.get(name), self.recognised.get(name)
             observations.append(
                 ObservationDiagnosis(
                     name=name,
-                    recipe=recipe.name if recipe else None,
+                    recipe=recipe.name if recipe else found.name if found else None,
+                    agreement=found.agreement if found else None,
                     backend=f"emulation on {backend_name(self.device)}" if recipe else _captured_backend(c),
                     emulated=recipe is not None,
                     outputs=c.observations.get(name, ()),
@@ -228,6 +235,11 @@ class _CaptureJob:
 
     def _observed(self, inputs: HeadInputs, batch: int, head: int, *, want_keys: bool) -> list[ObservedHead]:
         seen = [self._read_observation(name, batch, head, want_keys=want_keys) for name in self.captured]
+        for observed in seen:
+            if self._assumes_lse(observed.name):
+                assert observed.recipe is not None
+                # Coarse scores move L by far more than fp32 arithmetic does; the recipe tells by how much.
+                observed.assumed_lse = emulate_head(observed.recipe, replace(inputs.head, do=None)).lse.double()
         for name, recipe in self.recipes.items():
             result = emulate_head(recipe, inputs.head)
             tensors = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
@@ -253,7 +265,8 @@ class _CaptureJob:
                 self.census.add(key, batch, head, tensor)
             outputs[output], formats[output] = tensor, format_of(c.tensors[key].dtype)
         keys = any(output in ("dk", "dv") for output in c.observations[name])
-        return ObservedHead(name, outputs, formats, want_keys=keys and want_keys)
+        found = self.recognised.get(name)
+        return ObservedHead(name, outputs, formats, found.recipe if found else None, want_keys=keys and want_keys)
 
     def _keep(
         self,
@@ -314,7 +327,17 @@ class _CaptureJob:
             for output in ("dk", "dv")
         }
         results = {output: GradientSums.pool(sums).result() for output, sums in found.items() if sums}
-        return Propagation(**results, notes=tuple(self.notes))
+        notes = list(self.notes)
+        if self._assumes_lse(name):
+            notes.append(f"LSE was not captured: that of recipe {self.recognised[name].recipe.name} is used")
+        return Propagation(**results, notes=tuple(notes))
+
+    def _assumes_lse(self, name: str) -> bool:
+        """Whether an uncaptured LSE is known, from the recipe, to be off: coarse scores in the forward only."""
+        found = self.recognised.get(name)
+        if found is None or "lse" in self.capture.observations[name]:
+            return False
+        return found.recipe.scores != "fp32" and found.recipe.backward_scores == "fp32"
 
     def _kv_head(self, name: str, kv_head: int) -> KvHeadDiagnosis:
         sums = self.key_sums[name][kv_head]

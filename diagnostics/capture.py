@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attn_diag.errors import InputError
+from attn_diag.files import write_atomically
 from attn_diag.metadata import Metadata, refuse_unsupported
 from attn_diag.reference import format_of
 
@@ -153,25 +153,6 @@ class Capture:
     @property
     def _head_axis(self) -> int:
         return 1 if self.metadata.layout == "BHTD" else 2
-
-
-def write_atomically(target: Path, write: Any) -> None:
-    """Call ``write`` with a temporary path beside ``target``, then rename: no reader ever sees half a file."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        os.close(handle)
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}; choose a folder that exists and is writable") from None
-    try:
-        write(temporary)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(target)
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror or error}") from None
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 class _Validator:

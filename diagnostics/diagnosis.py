@@ -163,9 +163,14 @@ class TopRow:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Labels (several may apply), the reasons in words with numbers, and what to try next."""
+    """Labels (several may apply), the reasons in words with numbers, and what to try next.
+
+    ``evidence``: how far the case has come. "seen": an error stands out in this capture; "significant": its mean
+    differs from zero beyond chance. Site, cure and growth over steps need more than one capture's inspection.
+    """
 
     labels: tuple[Label, ...]
+    evidence: Literal["none", "seen", "significant"]
     reasons: tuple[str, ...]
     suggestions: tuple[str, ...]
 
@@ -218,10 +223,15 @@ class KvHeadDiagnosis:
 
 @dataclass(frozen=True)
 class ObservationDiagnosis:
-    """What one kernel (or an emulated recipe) returned, and what was found in it."""
+    """What one kernel (or an emulated recipe) returned, and what was found in it.
+
+    ``recipe``: the emulated one, or the known one(s) whose emulation reproduces the fraction ``agreement`` of
+    sampled elements of a captured O bit for bit; None where none does.
+    """
 
     name: str
     recipe: str | None
+    agreement: Number | None
     backend: str
     emulated: bool
     outputs: tuple[str, ...]

@@ -32,6 +32,7 @@ class ObservedHead:
     """What one kernel returned for one head: float64 tensors by name (o, lse, delta, dq) and their own formats.
 
     ``recipe`` where it is known. ``want_keys``: dK or dV were captured too, so their predictions are wanted.
+    ``assumed_lse`` [Tq]: what the backward was fed where LSE was not captured but follows from the recipe.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ObservedHead:
     formats: dict[str, FloatFormat]
     recipe: Recipe | None = None
     want_keys: bool = False
+    assumed_lse: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class _ForwardPass:
         self._maxima: dict[str, RowMaximaCollector] = {}
         for seen in observed:
             rounding = score_rounding(seen.recipe, head.scale) if seen.recipe and _plain_scores(inputs) else None
-            fmt = format_of(_TORCH[seen.recipe.scores]) if seen.recipe and rounding else None
+            fmt = _SCORE_FORMATS[seen.recipe.scores] if seen.recipe and rounding else None
             # Observations without a recipe share one collector: only "as_run" depends on it.
             key = seen.name if rounding else ""
             if key not in self._maxima:
@@ -127,7 +129,7 @@ class _ForwardPass:
             delta = _observed_delta(inputs, seen)
             if delta is None:
                 continue
-            lse = seen.outputs.get("lse")
+            lse = seen.outputs.get("lse", seen.assumed_lse)
             errors = ForwardErrors(
                 # NaN in one row's outputs must not reach the sums over rows.
                 delta=delta.nan_to_num(0.0, 0.0, 0.0),
@@ -346,4 +348,7 @@ def _squared(values: Tensor) -> float:
     return float(values.square().sum())
 
 
-_TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SCORE_FORMATS = {
+    name: format_of(dtype)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
+}

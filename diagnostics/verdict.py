@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from attn_diag.bias import MIN_EFFECTIVE, PRIMARY
 from attn_diag.diagnosis import (
@@ -84,6 +85,9 @@ def judge(
     if biased[0]:
         labels.append("biased")
     weak = {n: e for n, e in tests.items() if e.n_eff is not None and e.n_eff < MIN_EFFECTIVE}
+    # A weak test of an excess that is nowhere near significant does not leave the head undecided: a kernel
+    # close to correct rounding has few non-zero excesses by nature. delta itself, or a low p-value, does.
+    weak = {n: e for n, e in weak.items() if n == "delta" or (e.p_value is not None and e.p_value <= level)}
     if weak:
         labels.append("undecided")
         smallest = min(weak, key=lambda n: weak[n].n_eff or 0.0)
@@ -98,7 +102,10 @@ def judge(
     if not labels:
         labels.append("clean")
     reasons += _context(bias, tests, row_maxima, noise_factor, propagation, bit_identical, labels)
-    return Verdict(tuple(dict.fromkeys(labels)), tuple(reasons), tuple(_SUGGESTIONS[x] for x in dict.fromkeys(labels)))
+    unique = tuple(dict.fromkeys(labels))
+    seen = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
+    evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
+    return Verdict(unique, evidence, tuple(reasons), tuple(_SUGGESTIONS[label] for label in unique))
 
 
 def _dq_error(propagation: Propagation) -> tuple[float | None, str]:

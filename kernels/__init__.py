@@ -5,6 +5,7 @@ from attn_diag.kernels.emulation import (
     RecipeNotSupportedError,
     check_supported,
     emulate_head,
+    emulate_rows,
     score_rounding,
 )
 from attn_diag.kernels.recipe import PRESETS, Recipe, Schedule, SoftmaxRule, preset
@@ -18,6 +19,7 @@ __all__ = [
     "SoftmaxRule",
     "check_supported",
     "emulate_head",
+    "emulate_rows",
     "preset",
     "score_rounding",
 ]

@@ -20,6 +20,12 @@ from attn_diag.kernels.recipe import Format, Recipe
 _DTYPES: dict[Format, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+# As in attn_diag.reference.attention: a first call from several threads may be given a low-accuracy MKL function.
+for _function in (torch.exp, torch.exp2, torch.log, torch.tanh):
+    _function(torch.ones(1))
+    _function(torch.ones(1, dtype=torch.float64))
+
+
 class RecipeNotSupportedError(ValueError):
     """The recipe has a rounding site or rule that is not emulated; the message names it."""
 
@@ -75,11 +81,11 @@ def check_supported(recipe: Recipe) -> None:
 
 
 def score_rounding(recipe: Recipe, scale: float) -> Callable[[Tensor], Tensor] | None:
-    """The recipe's rounding of the scores as a monotonic function of the exact S = alpha q.k (float64).
+    """The recipe's rounding of the scores as a monotonic function of the exact S = alpha q.k (float64 -> fp32).
 
-    None if the scores stay wider than what fp32 emulation resolves (fp32 scores).
+    None if the format of the scores is not modelled.
     """
-    if recipe.scores not in ("bf16", "fp16"):
+    if recipe.scores not in _DTYPES:
         return None
 
     def rounded(scores: Tensor) -> Tensor:
@@ -96,10 +102,21 @@ def emulate_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
     check_supported(recipe)
     with torch.no_grad(), torch.autocast(head.q.device.type, enabled=False):
         fp32 = _Operands(head)
-        result, out32 = _forward(recipe, head, fp32)
+        result = _forward(recipe, head, fp32)
         if fp32.do is not None:
-            _backward(recipe, head, fp32, result, out32)
+            _backward(recipe, head, fp32, result)
         return result
+
+
+def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
+    """O of the query rows ``rows`` ([R] indices) alone, [R, Dv] in the recipe's format.
+
+    Bit-equal to ``emulate_head`` unless the order of keys depends on the query block (diagonal-first).
+    Raises RecipeNotSupportedError where the recipe asks for more than is modelled.
+    """
+    check_supported(recipe)
+    with torch.no_grad(), torch.autocast(head.q.device.type, enabled=False):
+        return _emulate_block(recipe, head, _Operands(head), rows)[0].to(_DTYPES[recipe.out])
 
 
 class _Operands:
@@ -132,14 +149,22 @@ def _exponential(recipe: Recipe, scores: Tensor, maxima: Tensor, factor: float) 
     return torch.exp(_round((scores - maxima) * factor, recipe.difference))
 
 
-def _forward(recipe: Recipe, head: HeadLike, fp32: _Operands) -> tuple[EmulatedHead, Tensor]:
+def _forward(recipe: Recipe, head: HeadLike, fp32: _Operands) -> EmulatedHead:
     n, dv = len(fp32.q), fp32.v.shape[1]
     out, lse = fp32.q.new_empty(n, dv), fp32.q.new_empty(n)
     for start in range(0, n, recipe.schedule.query_block):
         rows = torch.arange(start, min(start + recipe.schedule.query_block, n), device=fp32.q.device)
-        parts = [_one_split(recipe, head, fp32, rows, tiles) for tiles in recipe.schedule.ranges(head.visible_span(rows))]
-        out[rows], lse[rows] = _merge(parts) if parts else (fp32.q.new_zeros(len(rows), dv), lse.new_full((len(rows),), -torch.inf))
-    return EmulatedHead(o=out.to(_DTYPES[recipe.out]), lse=lse), out
+        out[rows], lse[rows] = _emulate_block(recipe, head, fp32, rows)
+    return EmulatedHead(o=out.to(_DTYPES[recipe.out]), lse=lse)
+
+
+def _emulate_block(recipe: Recipe, head: HeadLike, fp32: _Operands, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(O, L) in fp32 of rows that walk the keys together."""
+    ranges = recipe.schedule.ranges(head.visible_span(rows))
+    parts = [_one_split(recipe, head, fp32, rows, tiles) for tiles in ranges]
+    if parts:
+        return _merge(parts)
+    return fp32.q.new_zeros(len(rows), fp32.v.shape[1]), fp32.q.new_full((len(rows),), -torch.inf)
 
 
 def _one_split(
@@ -177,7 +202,7 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     lses = torch.stack([lse for _, lse in parts])
     lse = torch.logsumexp(lses, 0)
     weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))
-    return sum((w[:, None] * out for w, (out, _) in zip(weights, parts, strict=True)), torch.zeros(())), lse
+    return (weights[:, :, None] * torch.stack([out for out, _ in parts])).sum(0), lse
 
 
 def _masked_scores(
@@ -209,10 +234,9 @@ def _tile_maximum(recipe: Recipe, scores: Tensor) -> Tensor:
     return torch.where(repeated, moved, maximum)
 
 
-def _backward(recipe: Recipe, head: HeadLike, fp32: _Operands, result: EmulatedHead, out32: Tensor) -> None:
+def _backward(recipe: Recipe, head: HeadLike, fp32: _Operands, result: EmulatedHead) -> None:
     """P = exp(S - L); dS = cast(P o (dP - delta)); dQ = alpha dS K; dK = alpha dS^T Q; dV = cast(P)^T dO."""
     assert fp32.do is not None
-    del out32
     delta = _round((_round(fp32.do * result.o.float(), recipe.delta)).sum(1), recipe.delta)
     dq, dk, dv = torch.empty_like(fp32.q), torch.zeros_like(fp32.k), torch.zeros_like(fp32.v)
     in_exponent = recipe.alpha == "in-exponent" and head.softcap is None and not _has_bias(head)

@@ -130,6 +130,24 @@ class Recipe:
         return replace(self, **changes)
 
 
+_QIU2025 = Recipe(
+    "qiu2025",
+    "published code of Qiu & Yao (arXiv 2510.04212): scores, maximum, row sum and O accumulator in BF16",
+    scores="bf16",
+    alpha="after-rounding",
+    difference="bf16",
+    row_max="bf16",
+    exp="exact",
+    row_sum="bf16",
+    row_sum_clamp=1e-10,
+    range_pv="bf16",
+    accumulator="bf16",
+    lse_from="rounded-l",
+    delta="bf16",
+    backward_scores="as-forward",
+    schedule=Schedule(query_block=512, key_tile=512),
+)
+
 PRESETS = {
     recipe.name: recipe
     for recipe in (
@@ -138,23 +156,24 @@ PRESETS = {
             "FlashAttention-2: fp32 scores and sums, 128-key tiles descending, O rounded once",
             schedule=Schedule(order="descending"),
         ),
-        Recipe("cudnn", "cuDNN fused attention (torch SDPA's default on an H200): 128-key tiles ascending, O rounded once"),
+        Recipe("cudnn", "cuDNN (torch SDPA's default on an H200): fp32 scores, 128-key tiles ascending, O rounded once"),
+        _QIU2025,
+        replace(
+            _QIU2025,
+            name="qiu2025-stabilised",
+            summary="as qiu2025, with the published mitigation: where a maximum is repeated, beta times it is subtracted",
+            softmax=SoftmaxRule("stabilised", beta=2.0),
+        ),
         Recipe(
-            "qiu2025",
-            "published code of Qiu & Yao (arXiv 2510.04212): scores, maximum, row sum and O accumulator in BF16",
+            "bf16-forward",
+            "scores, S - m, numerator, row sum and O in BF16, all keys at once; backward of FlashAttention-2",
             scores="bf16",
-            alpha="after-rounding",
+            alpha="before-rounding",
             difference="bf16",
-            row_max="bf16",
             exp="exact",
             row_sum="bf16",
-            row_sum_clamp=1e-10,
-            range_pv="bf16",
             accumulator="bf16",
-            lse_from="rounded-l",
-            delta="bf16",
-            backward_scores="as-forward",
-            schedule=Schedule(query_block=512, key_tile=512),
+            schedule=Schedule(key_tile=2**20),
         ),
     )
 }

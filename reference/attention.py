@@ -26,6 +26,12 @@ Causal = Literal["none", "top-left", "bottom-right"]
 _BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**25}
 _MIN_BLOCK_ROWS = 16
 
+# MKL chooses a vector function's implementation at its first call. When several threads make that call at
+# once, some may be given a low-accuracy one (measured on torch 2.13, 2 cores: float64 exp off by 3e-9 in one
+# fresh process of fifteen, never after a call from a single thread). So one thread calls them first.
+for _function in (torch.exp, torch.log, torch.tanh):
+    _function(torch.ones(1, dtype=torch.float64))
+
 
 @dataclass(frozen=True)
 class Masking:

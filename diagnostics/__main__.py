@@ -1,0 +1,5 @@
+"""``python -m attn_diag``."""
+
+from attn_diag.cli import main
+
+main()

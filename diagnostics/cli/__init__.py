@@ -1,0 +1,63 @@
+"""The command line. One command per file; nothing here imports torch before a command runs."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated
+
+import click
+import typer
+
+from attn_diag import __version__
+from attn_diag.cli.env import env
+from attn_diag.cli.inspect import inspect
+from attn_diag.errors import InputError
+
+EXIT_FINDINGS = 1
+EXIT_UNUSABLE = 2
+EXIT_INTERNAL = 3
+
+app = typer.Typer(
+    name="attn-diag",
+    help="Signed rounding-error diagnostics for low-precision attention.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(inspect)
+app.command()(env)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and stop.")] = False,
+) -> None:
+    """Signed rounding-error diagnostics for low-precision attention."""
+
+
+def main() -> None:
+    """Run the command line; errors become one line on stderr and an exit code (tracebacks with --debug)."""
+    debug = "--debug" in sys.argv
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(EXIT_UNUSABLE)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        elif isinstance(error, InputError):
+            print(f"attn-diag: {error}", file=sys.stderr)
+        else:
+            print(f"attn-diag: internal error: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        sys.exit(EXIT_UNUSABLE if isinstance(error, InputError) else EXIT_INTERNAL)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,160 @@
+"""``attn-diag inspect``: captures in, a report out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from attn_diag.errors import InputError
+
+if TYPE_CHECKING:
+    from attn_diag.analysis import Progress
+    from attn_diag.capture import Capture
+    from attn_diag.diagnosis import Diagnosis
+
+_PROGRESS_AFTER_S = 1.0
+
+
+def inspect(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Captures (.safetensors, .pt, .npz) or directories of them.")] = None,
+    example: Annotated[bool, typer.Option("--example", help="Inspect the capture that ships with the package.")] = False,
+    observation: Annotated[str | None, typer.Option(help="Only this observation.")] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help="Also emulate this recipe on the same inputs (repeatable).")] = None,
+    head: Annotated[str | None, typer.Option(help="Heads, such as 0,3-5 (the model's numbers).")] = None,
+    layer: Annotated[str | None, typer.Option(help="Only captures of these layers.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Batch items.")] = None,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the diagnosis as JSON; - for stdout alone.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = None,
+    fail_on: Annotated[str | None, typer.Option(metavar="LABELS", help="Exit with 1 if a verdict has one of these: biased,lossy,…")] = None,
+    level: Annotated[float, typer.Option(help="Significance level after Benjamini-Hochberg.")] = 0.01,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    layout: Annotated[str | None, typer.Option(help="BHTD or BTHD, instead of what the file says.")] = None,
+    causal: Annotated[str | None, typer.Option(help="none, top-left or bottom-right, instead of what the file says.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Softmax scale, instead of what the file says.")] = None,
+    window: Annotated[str | None, typer.Option(metavar="LEFT,RIGHT", help="Sliding window, inclusive; -1 for unlimited.")] = None,
+    softcap: Annotated[float | None, typer.Option(help="Softcap, instead of what the file says.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 - read by main()
+) -> int:
+    """Say whether captured attention is biased, lossy or ill-conditioned, and what it does to the gradients."""
+    from attn_diag.analysis import Selection, inspect_captures
+    from attn_diag.diagnosis import Label
+    from attn_diag.files import require_writable, write_atomically
+    from attn_diag.metadata import parse_window
+
+    wanted = _labels(fail_on, get_args(Label))
+    json_file = None if json in (None, "-") else Path(json)
+    for target in (json_file, html):
+        if target is not None:
+            require_writable(target)
+    try:
+        parsed_window = None if window is None else parse_window(window)
+    except ValueError:
+        raise InputError(f"--window must be LEFT,RIGHT (two integers), got {window!r}") from None
+    options = {"layout": layout, "causal": causal, "scale": scale, "window": parsed_window, "softcap": softcap}
+    captures, unreadable = _open(paths or [], example=example, layers=_numbers("layer", layer), options=options)
+    selection = Selection(observation, _numbers("head", head), _numbers("batch", batch))
+    with _progress_bar() as progress:
+        diagnosis = inspect_captures(
+            captures, selection=selection, recipes=recipe or (), level=level, device=device,
+            progress=progress, unreadable=unreadable,
+        )  # fmt: skip
+    for warning in diagnosis.summary.warnings:
+        print(f"attn-diag: {warning}", file=sys.stderr)
+    if json == "-":
+        print(diagnosis.to_json())
+    else:
+        _print_report(diagnosis)
+        if json_file is not None:
+            write_atomically(json_file, lambda temporary: Path(temporary).write_text(diagnosis.to_json() + "\n"))
+    if html is not None:
+        from attn_diag.reports import html_document
+
+        page = html_document(diagnosis)
+        write_atomically(html, lambda temporary: Path(temporary).write_text(page, encoding="utf-8"))
+    return _exit_code(diagnosis, wanted)
+
+
+def _exit_code(diagnosis: Diagnosis, wanted: frozenset[str]) -> int:
+    wrong = [c for c in diagnosis.captures if c.assumptions.ok is False]
+    for capture in wrong:
+        print(f"attn-diag: {capture.source}: no verdict: {capture.assumptions.message}", file=sys.stderr)
+    if wrong or diagnosis.summary.unreadable:
+        return 2
+    return 1 if wanted & diagnosis.labels else 0
+
+
+def _open(
+    paths: list[Path], *, example: bool, layers: frozenset[int] | None, options: dict[str, object]
+) -> tuple[list[Capture], list[str]]:
+    """Open every capture; what cannot be read is named on stderr, and is an error if nothing can."""
+    from attn_diag.loading import example_path, find_captures, load
+
+    if example:
+        paths = [*paths, example_path()]
+    if not paths:
+        raise InputError("nothing to inspect: name a capture or a directory, or try --example")
+    captures, unreadable = [], []
+    files = find_captures(paths)
+    for path in files:
+        try:
+            captures.append(load(path, **options))
+        except InputError as error:
+            if len(files) == 1:
+                raise
+            print(f"attn-diag: {error}", file=sys.stderr)
+            unreadable.append(str(error))
+    if layers is not None:
+        captures = [c for c in captures if c.metadata.layer in layers]
+    if not captures:
+        raise InputError("none of the captures could be read" if unreadable else "no capture is of the layers asked for")
+    return captures, unreadable
+
+
+def _print_report(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+
+    console = Console(soft_wrap=False)
+    for renderable in diagnosis.__rich_console__(console, console.options):
+        console.print(renderable)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A bar on stderr, shown only once the work has taken a second."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    started = time.monotonic()
+    with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("heads", visible=False)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=time.monotonic() - started > _PROGRESS_AFTER_S)
+
+        yield update
+
+
+def _labels(text: str | None, known: tuple[str, ...]) -> frozenset[str]:
+    names = frozenset(name.strip() for name in (text or "").split(",") if name.strip())
+    if unknown := sorted(names - set(known)):
+        raise InputError(f"--fail-on: no label {', '.join(unknown)}; known: {', '.join(known)}")
+    return names
+
+
+def _numbers(option: str, text: str | None) -> frozenset[int] | None:
+    """'0,3-5' as a set of integers."""
+    if text is None:
+        return None
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise InputError(f"--{option} takes numbers and ranges such as 0,3-5, got {text!r}")
+        chosen.update(range(int(first), int(last if dash else first) + 1))
+    return frozenset(chosen)

@@ -1,0 +1,34 @@
+"""The HTML report: one self-contained file, or a fragment for a notebook."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from attn_diag.diagnosis import Diagnosis
+from attn_diag.reports import words
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("attn_diag.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": words.number, "percent": words.percent, "signed": words.signed}
+    environment.globals["words"] = words
+    return environment
+
+
+def html_document(diagnosis: Diagnosis) -> str:
+    """A complete page with its style inside; needs no network. All names and texts are escaped."""
+    return _environment().get_template("document.html.j2").render(diagnosis=diagnosis)
+
+
+def html_fragment(diagnosis: Diagnosis) -> str:
+    """The report's body for a notebook cell."""
+    return _environment().get_template("report.html.j2").render(diagnosis=diagnosis)

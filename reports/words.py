@@ -1,0 +1,103 @@
+"""Numbers and names as both reports show them."""
+
+from __future__ import annotations
+
+from attn_diag.diagnosis import BiasEstimate, CaptureDiagnosis, GradientError, HeadDiagnosis, ObservationDiagnosis, Tool
+
+DASH = "–"
+TESTS = {
+    "delta": "delta, total",
+    "delta_excess": "delta, excess",
+    "o_away_excess": "|O|, excess",
+    "o_excess": "O, excess",
+}
+SHARES = {
+    "delta": "delta",
+    "lse": "LSE",
+    "ds_cast": "cast of dS",
+    "p_cast": "cast of P",
+    "dq_cast": "cast of dQ",
+    "dk_cast": "cast of dK",
+    "dv_cast": "cast of dV",
+}
+GRADIENTS = {"dq": "dQ", "dw_q": "dW_Q", "dk": "dK", "dv": "dV"}
+CAVEAT = (
+    "Error = observed - float64 reference on the same inputs; excess = beyond one correct rounding. "
+    "Bias in one capture does not prove that training diverges."
+)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Shortest useful form; a dash for what is not known."""
+    return DASH if value is None else f"{value:.{digits}g}"
+
+
+def percent(value: float | None) -> str:
+    """A fraction as percent."""
+    return DASH if value is None else f"{100 * value:.3g} %"
+
+
+def signed(value: float | None) -> str:
+    """With its sign, as for a signed error."""
+    return DASH if value is None else f"{value:+.2g}"
+
+
+def head_name(head: HeadDiagnosis) -> str:
+    """L2H4, H4 or "all"."""
+    if head.head is None:
+        return "all"
+    return f"H{head.head}" if head.layer is None else f"L{head.layer}H{head.head}"
+
+
+def labels(head: HeadDiagnosis) -> str:
+    """The verdict's labels, or that there is none."""
+    return ", ".join(head.verdict.labels) if head.verdict else "no verdict"
+
+
+def shape(capture: CaptureDiagnosis) -> str:
+    """Sizes, type and masking in one line."""
+    s, m = capture.shape, capture.metadata
+    heads = f"H={s['Hq']}" if s["Hq"] == s["Hk"] else f"Hq={s['Hq']} Hk={s['Hk']}"
+    length = f"T={s['Tq']}" if s["Tq"] == s["Tk"] else f"Tq={s['Tq']} Tk={s['Tk']}"
+    stated = [f"{k} {m[k]}" for k in ("scale", "window", "softcap", "step") if k in m]
+    causal = "no causal mask" if m["causal"] == "none" else f"causal {m['causal']}"
+    return ", ".join([f"B={s['B']} {heads} {length} D={s['D']} {m['dtype']}", causal, *stated])
+
+
+def observation_line(observation: ObservationDiagnosis) -> str:
+    """Who made the numbers."""
+    if observation.emulated:
+        return f"{observation.name}: {observation.backend}"
+    recipe = "no known recipe reproduces its O"
+    if observation.recipe is not None and observation.agreement is not None:
+        recipe = f"O as recipe {observation.recipe} makes it ({observation.agreement:.1%} of sampled elements bit-equal)"
+    return f"{observation.name}: {observation.backend}; {recipe}"
+
+
+def tool_line(tool: Tool) -> str:
+    """Versions and the reference's backend."""
+    triton = f", triton {tool.triton}" if tool.triton else ""
+    return f"attn-diag {tool.version}, torch {tool.torch}{triton}; float64 reference on {tool.backend} ({tool.device})"
+
+
+def test_cells(name: str, estimate: BiasEstimate | None) -> tuple[str, ...]:
+    """mean, mean in ulp or noise floors, t, adjusted p, effective and detectable size of one primary test."""
+    if estimate is None:
+        return (TESTS[name], *[DASH] * 6)
+    unit = "floor" if name.startswith("delta") else "ulp"
+    return (
+        TESTS[name],
+        signed(estimate.mean),
+        DASH if estimate.mean_ulp is None else f"{signed(estimate.mean_ulp)} {unit}",
+        number(estimate.t),
+        number(estimate.p_adjusted, 2),
+        number(estimate.n_eff),
+        number(estimate.minimum_detectable, 2),
+    )
+
+
+def share_words(error: GradientError) -> str:
+    """The shares of an error's parts, largest first."""
+    known = [(name, share) for name, share in (error.shares or {}).items() if share is not None]
+    known.sort(key=lambda item: -abs(item[1]))
+    return ", ".join(f"{SHARES[name]} {100 * share:.1f} %" for name, share in known) or DASH
