@@ -1,9 +1,11 @@
 """How the forward's error reaches the gradients: delta, LSE, and the casts of a fused backward.
 
-First order, with D_delta and D_L the signed errors of delta and LSE of the query rows:
+With D_delta and D_L the signed errors of delta and LSE of the query rows, and w = exp(-D_L) - 1 (-D_L to first
+order; the exact factor makes the parts add up):
 
     from delta    dQ: -alpha diag(D_delta) P K       dK: -alpha (diag(D_delta) P)^T Q
-    from LSE      dQ: -diag(D_L) dQ                  dK: -alpha (diag(D_L) dS)^T Q      dV: -(diag(D_L) P)^T dO
+    from LSE      dQ: diag(w) (dQ + delta's part)    dK: alpha (diag(w) (dS - diag(D_delta) P))^T Q
+                  dV: (diag(w) P)^T dO
     casts         dS' = cast(exp(S - L_obs) o (dP - delta_obs));  dQ' = cast(alpha dS' K);  dK' = cast(alpha dS'^T Q)
                   P' = cast(exp(S - L_obs));  dV' = cast(P'^T dO)
 
@@ -85,10 +87,11 @@ class BackwardCollector:
             weight = (delta_error * block.inverse_row_sum)[:, None]
             self.dk_delta[keys] -= _sloped(block, block.unnormalised_probs).T @ (scaled_q * weight)
         if self.dk_lse is not None and self.dv_lse is not None and self._errors.lse_error is not None:
-            lse_error = self._errors.lse_error[rows][:, None]
-            self.dk_lse[keys] -= block.dscores.T @ (scaled_q * lse_error)
-            weight = lse_error * block.inverse_row_sum[:, None]
-            self.dv_lse[keys] -= block.unnormalised_probs.T @ (self._head.do[rows] * weight)
+            factor = torch.expm1(-self._errors.lse_error[rows])[:, None]
+            probs = block.probs
+            moved = block.dscores - _sloped(block, probs * delta_error[:, None])
+            self.dk_lse[keys] += moved.T @ (scaled_q * factor)
+            self.dv_lse[keys] += probs.T @ (self._head.do[rows] * factor)
         if not self._want_casts:
             return
         # exp(S - L_obs) = P_bar exp(m - L_obs): a factor per row, no second exponential.
@@ -121,14 +124,14 @@ def dq_parts(
     """The parts of dQ's error. ``probs_k`` [Tq, D] is P K; ``observed`` [Tq, D] the kernel's dQ or None."""
     assert reference.dq is not None
     delta = probs_k * (-head.scale * errors.delta_error)[:, None]
-    lse = None if errors.lse_error is None else -errors.lse_error[:, None] * reference.dq
+    lse = None
+    if errors.lse_error is not None:
+        lse = torch.expm1(-errors.lse_error)[:, None] * (reference.dq + delta)
     parts: dict[str, Tensor | None] = {"delta": delta, "lse": lse, "ds_cast": None, "dq_cast": None}
     predicted = None
     if collected.dq_cast is not None and observed_format is not None:
         predicted = round_nearest_even(collected.dq_cast, observed_format)
-        uncast = reference.dq + delta
-        if errors.lse_error is not None:
-            uncast = uncast * torch.exp(-errors.lse_error)[:, None]
+        uncast = reference.dq + delta + (0.0 if lse is None else lse)
         parts["ds_cast"] = collected.dq_cast - uncast
         parts["dq_cast"] = predicted - collected.dq_cast
     return Parts(reference.dq, observed, parts, predicted)

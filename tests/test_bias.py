@@ -1,0 +1,123 @@
+"""The bias tests: formulas, clusters, calibration on unbiased noise, and planted biases."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from attn_diag.bias import FLAT_BAND_99, SignedErrors, adjust, estimate_bias
+
+
+def rows_of(values: np.ndarray) -> SignedErrors:
+    errors = torch.from_numpy(values)
+    return SignedErrors.of_rows(errors, torch.ones_like(errors))
+
+
+def test_single_rows_are_students_t() -> None:
+    values = np.random.default_rng(0).normal(0.3, 1.0, 200)
+    found, expected = estimate_bias(rows_of(values), None, 0.01), stats.ttest_1samp(values, 0.0)
+    assert found.t == pytest.approx(expected.statistic, rel=1e-12)
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-9)
+    assert found.ci95 == pytest.approx(tuple(expected.confidence_interval(0.95)), rel=1e-12)
+    assert found.rms == pytest.approx(math.sqrt(np.mean(values**2)))
+    assert found.n_eff == pytest.approx(np.sum(values**2) ** 2 / np.sum(values**4))
+
+
+def test_clusters_of_equal_size_are_a_test_of_their_means() -> None:
+    values = np.random.default_rng(1).normal(0.1, 1.0, (30, 7)) + np.random.default_rng(2).normal(0, 1, (30, 1))
+    clusters = np.repeat(np.arange(30), 7)
+    found = estimate_bias(rows_of(values.ravel()), clusters, 0.01)
+    expected = stats.ttest_1samp(values.mean(1), 0.0)
+    assert found.n_clusters == 30
+    assert found.t == pytest.approx(expected.statistic, rel=1e-12)
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-9)
+
+
+def test_elements_are_summed_by_row() -> None:
+    errors = torch.randn(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ulps = torch.full_like(errors, 0.25)
+    found = estimate_bias(SignedErrors.of_elements(errors, ulps), np.arange(50), 0.01)
+    assert found.n == 400
+    assert found.mean == pytest.approx(float(errors.mean()))
+    assert found.mean_ulp == pytest.approx(float(errors.mean()) / 0.25)
+    assert found.p_value == pytest.approx(stats.ttest_1samp(errors.sum(1).numpy(), 0.0).pvalue, rel=1e-9)
+    assert found.positive_fraction == pytest.approx(float((errors > 0).double().mean()))
+
+
+def rejections(clustered: bool, mean: float, level: float, trials: int = 2000) -> float:
+    """Rejection rate on heavy-tailed noise of unequal scale; clusters of unequal size share half their noise."""
+    rng = np.random.default_rng(7)
+    sizes = rng.integers(1, 12, 60)
+    clusters = np.repeat(np.arange(60), sizes)
+    scale = rng.uniform(0.5, 2.0, len(clusters))
+    count = 0
+    for _ in range(trials):
+        noise = rng.standard_t(6, len(clusters)) * scale + rng.standard_t(6, 60)[clusters]
+        found = estimate_bias(rows_of(noise + mean), clusters if clustered else None, level)
+        assert found.p_value is not None
+        count += found.p_value < level
+    return count / trials
+
+
+@pytest.mark.parametrize("level", [0.01, 0.05])
+def test_false_alarms_stay_at_the_level(level: float) -> None:
+    rate = rejections(clustered=True, mean=0.0, level=level)
+    upper = stats.binom.ppf(0.999, 2000, level) / 2000
+    assert level / 3 <= rate <= upper * 1.25, f"{rate:.4f} at level {level}"  # 60 clusters of unequal size: slightly liberal
+
+
+def test_ignoring_clusters_would_alarm() -> None:
+    assert rejections(clustered=False, mean=0.0, level=0.01) > 0.05
+
+
+def test_minimum_detectable_bias_is_found_with_80_percent_power() -> None:
+    rng = np.random.default_rng(3)
+    detectable = estimate_bias(rows_of(rng.normal(0, 1, 400)), None, 0.01).minimum_detectable
+    assert detectable is not None
+    hits = sum((estimate_bias(rows_of(rng.normal(detectable, 1, 400)), None, 0.01).p_value or 1) < 0.01 for _ in range(1500))
+    assert 0.72 <= hits / 1500 <= 0.88
+
+
+def test_flat_band_is_left_by_one_percent_of_unbiased_walks() -> None:
+    assert pytest.approx(stats.norm.ppf(1 - 0.01 / 4), abs=5e-4) == FLAT_BAND_99
+    rng = np.random.default_rng(4)
+    # Scale that changes along the rows: a constant-sigma z sqrt(n) band would fail here.
+    scale = np.linspace(0.1, 3.0, 300)
+    outside = sum(bool(estimate_bias(rows_of(rng.normal(0, scale)), None, 0.01).drift_outside) for _ in range(2000))
+    assert outside <= stats.binom.ppf(0.999, 2000, 0.01)
+    biased = estimate_bias(rows_of(rng.normal(0, scale) + 0.6), None, 0.01)
+    assert biased.drift_outside
+
+
+def test_drift_is_thinned_and_ends_at_the_sum() -> None:
+    values = np.random.default_rng(5).normal(0, 1, 5000)
+    found = estimate_bias(rows_of(values), None, 0.01)
+    assert len(found.drift) <= 512
+    assert found.drift[-1].row == 4999
+    assert found.drift[-1].sum == pytest.approx(values.sum()) == found.cumulative_sum
+
+
+def test_zero_errors_are_not_tested() -> None:
+    found = estimate_bias(rows_of(np.zeros(100)), None, 0.01)
+    assert found.mean == 0
+    assert found.p_value is None
+    assert found.n_eff is None
+
+
+def test_one_cluster_is_not_tested() -> None:
+    found = estimate_bias(rows_of(np.ones(100)), np.zeros(100, dtype=np.int64), 0.01)
+    assert found.mean == 1
+    assert found.p_value is None
+
+
+def test_no_rows() -> None:
+    assert estimate_bias(rows_of(np.zeros(0)), None, 0.01).mean is None
+
+
+def test_benjamini_hochberg_by_hand() -> None:
+    assert adjust([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 4 * 0.04 / 3, 4 * 0.04 / 3, 0.5])
+    assert adjust([]) == []
