@@ -79,7 +79,7 @@ def estimate_bias(errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, 
     detectable mean at 80 % power, (t_{1-level/2} + t_{0.8}) se. The test's fields are None with fewer than
     two clusters, and where every error is zero.
     """
-    from scipy import stats
+    from scipy.special import stdtr, stdtrit
 
     n = len(errors.total) * errors.count
     if not n:
@@ -107,13 +107,13 @@ def estimate_bias(errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, 
     se = math.sqrt(g / (g - 1) * float(np.square(sums - sizes * mean).sum())) / n
     t = mean / se if se else math.copysign(math.inf, mean)
     df = g - 1
-    half = float(stats.t.ppf(0.975, df)) * se
-    detectable = float(stats.t.ppf(1 - level / 2, df) + stats.t.ppf(_POWER, df)) * se
+    half = float(stdtrit(df, 0.975)) * se
+    detectable = float(stdtrit(df, 1 - level / 2) + stdtrit(df, _POWER)) * se
     return replace(
         result,
         standard_error=se,
         t=t,
-        p_value=float(2 * stats.t.sf(abs(t), df)),
+        p_value=float(2 * stdtr(df, -abs(t))),
         ci95=(mean - half, mean + half),
         minimum_detectable=detectable,
     )
@@ -137,7 +137,7 @@ def _drift(row_totals: Array) -> dict[str, object]:
     band = FLAT_BAND_99 * math.sqrt(float(np.square(row_totals).sum()))
     picked = np.unique(np.linspace(0, len(path) - 1, min(len(path), _DRIFT_POINTS)).round().astype(int))
     return {
-        "drift": tuple(DriftPoint(int(i), float(path[i])) for i in picked),
+        "drift": tuple(DriftPoint(row=i, sum=s) for i, s in zip(picked.tolist(), path[picked].tolist(), strict=True)),
         "drift_band99": band,
         "drift_outside": bool(np.abs(path).max() > band),
     }

@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, WithJsonSchema
+from typing_extensions import TypedDict
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -22,8 +23,7 @@ Number = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class DriftPoint:
+class DriftPoint(TypedDict):
     """The running sum of a signed error up to and including a row (rows counted over the pooled order)."""
 
     row: int

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_diag.bias import SignedErrors
 from attn_diag.diagnosis import DeltaRounding
-from attn_diag.heads import HeadInputs
+from attn_diag.heads import HeadInputs, all_finite
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.propagation import BackwardCollector, ForwardErrors, GradientSums, Parts, dq_parts, project
 from attn_diag.reference import (
@@ -340,6 +340,8 @@ def _repeat_sums(maxima: RowMaximaCollector, definition: str, usable: Tensor) ->
 
 
 def _row_finite(values: Tensor) -> Tensor:
+    if all_finite(values):
+        return torch.ones(len(values), dtype=torch.bool, device=values.device)
     finite = values.isfinite()
     return finite.all(1) if finite.ndim == 2 else finite
 

@@ -97,6 +97,16 @@ class AttentionHead:
         start = min(start, len(self.k))
         return slice(start, max(start, stop))
 
+    def count_visible(self, masked_scores: Tensor, rows: Tensor) -> Tensor:
+        """How many keys each of ``rows`` sees, int64 [R]; ``masked_scores`` [R, K] are looked at only with a mask."""
+        if self.masking.mask is not None:
+            return (masked_scores > -torch.inf).sum(1)
+        left, right = self.masking.reach
+        positions = self.positions[rows]
+        last = torch.full_like(positions, len(self.k) - 1) if right is None else (positions + right).clamp(max=len(self.k) - 1)
+        first = torch.zeros_like(positions) if left is None else (positions - left).clamp(min=0)
+        return (last - first + 1).clamp(min=0)
+
     def apply_mask(self, scores: Tensor, rows: Tensor, keys: slice) -> None:
         """Set ``scores`` [R, K] of invisible keys to -inf and add an additive mask, in place."""
         left, right = self.masking.reach
@@ -124,7 +134,8 @@ class AttentionHead:
 class RowBlock:
     """Every intermediate of a block of R query rows against the K keys that any of them may see. All float64.
 
-    ``rows`` [R] indices; ``keys`` the slice of keys; S, P_bar, dP and dS are [R, K]; row quantities [R];
+    ``rows`` [R] indices; ``keys`` the slice of keys; S, P_bar, dP and dS are [R, K]; row quantities [R],
+    ``visible_keys`` among them (how many keys the row sees);
     O_bar, O and dQ are [R, D]. ``slope`` is 1 - (S/c)^2 under softcap, else None. ``scores`` is -inf where masked.
     """
 
@@ -139,6 +150,7 @@ class RowBlock:
     unnormalised_out: Tensor
     out: Tensor
     fully_masked: Tensor
+    visible_keys: Tensor
     dprobs: Tensor | None = None
     delta: Tensor | None = None
     dscores: Tensor | None = None
@@ -257,6 +269,7 @@ def _row_block(head: AttentionHead, rows: Tensor) -> RowBlock:
         unnormalised_out=unnormalised_out,
         out=unnormalised_out * inverse,
         fully_masked=fully_masked,
+        visible_keys=head.count_visible(scores, rows),
     )
     if head.do is not None:
         do = head.do[rows]

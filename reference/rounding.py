@@ -101,8 +101,8 @@ def round_nearest_even(x: Tensor, fmt: FloatFormat) -> Tensor:
 def ulp(x: Tensor, fmt: FloatFormat) -> Tensor:
     """Spacing of ``fmt`` at max(|x|, smallest normal number), float64, the shape of ``x`` (float64).
 
-    NaN where x is NaN or infinite.
+    Infinite where x is NaN or infinite.
     """
     magnitude = x.abs().clamp_(min=fmt.smallest_normal)
-    binade = (magnitude.view(torch.int64) & _EXPONENT_FIELD).view(torch.float64)
-    return (binade * 2.0**-fmt.precision).masked_fill_(~magnitude.isfinite(), torch.nan)
+    magnitude.view(torch.int64).bitwise_and_(_EXPONENT_FIELD)  # leaves the power of two
+    return magnitude.mul_(2.0**-fmt.precision)

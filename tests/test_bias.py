@@ -97,8 +97,8 @@ def test_drift_is_thinned_and_ends_at_the_sum() -> None:
     values = np.random.default_rng(5).normal(0, 1, 5000)
     found = estimate_bias(rows_of(values), None, 0.01)
     assert len(found.drift) <= 512
-    assert found.drift[-1].row == 4999
-    assert found.drift[-1].sum == pytest.approx(values.sum()) == found.cumulative_sum
+    assert found.drift[-1]["row"] == 4999
+    assert found.drift[-1]["sum"] == pytest.approx(values.sum()) == found.cumulative_sum
 
 
 def test_zero_errors_are_not_tested() -> None:

@@ -1,0 +1,144 @@
+"""Time and memory of an inspection beside a naive float64 attention, as ratios in one run.
+
+    python benchmarks/bench_inspect.py [--device cpu|cuda] [--json FILE]
+
+Naive: softmax(Q K^T) V with autograd in float64, forward and backward, T x T matrices and all. Time: median of
+alternating runs in one process. Memory: peak resident size of a process of its own, less what it had after
+its imports (on CUDA: the allocator's peak).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attn_diag.analysis import inspect_captures
+from attn_diag.capture import Capture
+from attn_diag.reference import AttentionHead, Masking, reference_head
+
+SHAPES = {"12x1024x64": (1, 12, 1024, 64), "8x4096x128": (1, 8, 4096, 128), "1x16384x128": (1, 1, 16384, 128)}
+RUNS = 5
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = (t.double().requires_grad_() for t in (q, k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    out = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v
+    out.backward(do.double())
+    assert q.grad is not None
+    return out.detach(), q.grad
+
+
+def make_capture(name: str, device: str) -> tuple[Capture, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """N(0,1) inputs; o and dq are the true ones rounded once (made by the streamed reference: no T x T matrix)."""
+    shape = SHAPES[name]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(shape, generator=generator).bfloat16() for _ in range(4))
+    o, dq = torch.empty_like(q), torch.empty_like(q)
+    for h in range(shape[1]):
+        head = [t[0, h].to(device).double() for t in (q, k, v, do)]
+        found = reference_head(AttentionHead(*head, shape[-1] ** -0.5, Masking("top-left")), key_gradients=False)
+        assert found.dq is not None
+        o[0, h], dq[0, h] = found.out.cpu(), found.dq.cpu()
+    tensors = {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}
+    return Capture.from_tensors(tensors, causal="top-left"), tuple(t.to(device) for t in (q, k, v, do))
+
+
+def timed(work: Callable[[], object], device: str) -> float:
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def compare(name: str, device: str) -> dict[str, object]:
+    """Median times of the analysis, of the streamed reference alone, and of the naive computation."""
+    capture, tensors = make_capture(name, device)
+    heads = [AttentionHead(*(t[0, h].double() for t in tensors), capture.scale, Masking("top-left")) for h in range(capture.q_heads)]
+
+    def stream() -> None:
+        for head in heads:
+            reference_head(head, key_gradients=False)
+
+    works = {
+        "analysis": lambda: inspect_captures([capture], device=device),
+        "streamed reference": stream,
+        "naive": lambda: naive(*tensors),
+    }
+    times: dict[str, list[float]] = {n: [] for n in works}
+    for run in range(RUNS + 1):
+        for label, work in works.items():
+            seconds = timed(work, device)
+            if run:
+                times[label].append(seconds)
+    medians = {label: statistics.median(values) for label, values in times.items()}
+    return {f"{label} [s]": round(m, 4) for label, m in medians.items()} | {
+        f"{label} / naive": round(medians[label] / medians["naive"], 3) for label in ("analysis", "streamed reference")
+    }
+
+
+def peak_memory(name: str, what: str, device: str) -> float:
+    """MB above the imported libraries, in a fresh process."""
+    command = [sys.executable, __file__, "--device", device, "--peak", name, what]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def measure_peak(name: str, what: str, device: str) -> None:
+    """Print the peak of one piece of work. The inputs, made beforehand by streaming, count as part of it."""
+    from scipy import stats  # noqa: F401 - imported by the analysis; a library, not its memory
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    capture, tensors = make_capture(name, device)
+    if what == "naive":
+        naive(*tensors)
+    else:
+        inspect_captures([capture], device=device)
+    if device == "cuda":
+        print(torch.cuda.max_memory_allocated() / 1e6)
+    else:
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peak", nargs=2, metavar=("SHAPE", "WHAT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        measure_peak(*options.peak, options.device)
+        return
+    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    result: dict[str, object] = {
+        "date": date.today().isoformat(), "device": device, "torch": torch.__version__, "python": platform.python_version(),
+    }  # fmt: skip
+    for name in SHAPES:
+        row: dict[str, object] = {}
+        if name != "1x16384x128":
+            row |= compare(name, options.device)
+            row["naive peak [MB]"] = round(peak_memory(name, "naive", options.device))
+        row["analysis peak [MB]"] = round(peak_memory(name, "analysis", options.device))
+        result[name] = row
+        print(name, row, flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
