@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
 from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
+from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, adjust_family, dw_q_sums, pool, unclustered
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.provenance import backend_name, describe_tool, pick_device
@@ -40,6 +41,8 @@ DEFAULT_LEVEL = 0.01
 DEFAULT_RECIPE = "fa2"
 # q = x w_q^T in BF16 leaves about half a percent; RoPE, QK-norm or a bias in between leaves of the order of 1.
 _PROJECTION_TOLERANCE = 0.05
+# Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
+_PARALLEL_ELEMENTS = 2**20
 _INPUT_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 Progress = Callable[[int, int], None]
@@ -123,8 +126,8 @@ def inspect_captures(
     jobs = [_CaptureJob(c, selection or Selection(), recipes, where, level) for c in chosen]
     total, done = sum(job.head_count for job in jobs), 0
     for job in jobs:
-        for _ in job.run():
-            done += 1
+        for count in job.run():
+            done += count
             if progress is not None:
                 progress(done, total)
     tested = [entry for job in jobs for entry in job.tested_entries()]
@@ -145,6 +148,25 @@ def inspect_captures(
     )
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Query heads (of those selected) that share a key head, in one sequence."""
+
+    kv_head: int
+    batch: int
+    heads: list[int]
+
+
+@dataclass
+class _GroupResult:
+    """What measuring a group yields, by observation."""
+
+    group: _Group
+    parts: dict[str, list[HeadMeasurement]] = field(default_factory=dict)
+    key_sums: dict[str, dict[str, tuple[GradientSums, SignedErrors]]] = field(default_factory=dict)
+    census: NonFiniteCensus = field(default_factory=NonFiniteCensus)
+
+
 class _CaptureJob:
     """One capture on its way through: check, measure head by head, pool."""
 
@@ -160,6 +182,7 @@ class _CaptureJob:
         self.group = capture.q_heads // capture.kv_heads
         self.census = NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
+        # observation -> key head -> "dk" or "dv" -> one item a sequence
         self.key_sums: dict[str, dict[int, dict[str, list[tuple[GradientSums, SignedErrors]]]]] = {}
         self.entries: dict[str, list[Entry]] = {}
         self.notes: list[str] = []
@@ -171,8 +194,8 @@ class _CaptureJob:
     def head_count(self) -> int:
         return len(self.heads) * len(self.batches)
 
-    def run(self) -> Iterable[None]:
-        """Do the work; yields after every head."""
+    def run(self) -> Iterable[int]:
+        """Do the work; yields the number of heads done since the last time."""
         self.assumptions = check_assumptions(self.capture, self.captured, self.device)
         self._projection_fits = self._check_projection()
         for name in self.captured:
@@ -183,21 +206,17 @@ class _CaptureJob:
         by_kv: dict[int, list[int]] = {}
         for head in self.heads:
             by_kv.setdefault(head // self.group, []).append(head)
-        for kv_head, heads in by_kv.items():
-            for batch in self.batches:
-                whole = len(heads) == self.group
-                collected: dict[str, list[tuple[HeadReference, BackwardCollector]]] = {}
-                unusable = False
-                for head in heads:
-                    inputs = read_head(self.capture, batch, head, self.device, self.census)
-                    observed = self._observed(inputs, batch, head, want_keys=whole)
-                    reference, parts = measure_head(inputs, observed, batch, head, self._x(batch))
-                    unusable |= bool(inputs.unusable.any())
-                    for part in parts_by_name(observed, parts):
-                        self._keep(*part, reference, collected)
-                    yield
-                if whole and not unusable:
-                    self._add_key_gradients(kv_head, batch, heads, collected)
+        groups = [_Group(kv, batch, heads) for kv, heads in by_kv.items() for batch in self.batches]
+        small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
+        for result in map_in_order(self._measure, groups, parallel=self.device.type == "cpu" and small):
+            self.census.merge(result.census)
+            for name, parts in result.parts.items():
+                for part in parts:
+                    self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
+            for name, sums in result.key_sums.items():
+                for output, found in sums.items():
+                    self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {}).setdefault(output, []).append(found)
+            yield len(result.group.heads)
         for name, measured in self.measured.items():
             self.entries[name] = self._pool(name, measured)
 
@@ -229,12 +248,35 @@ class _CaptureJob:
                 )
             )
         shape = {"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads, "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim}
-        nonfinite = tuple(NonFinite(n, count, self.census.first[n]) for n, count in self.census.counts.items())
+        nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
         text = {**c.metadata.to_text(), "dtype": str(c.tensors["q"].dtype).removeprefix("torch.")}
         return CaptureDiagnosis(c.source, text, shape, self.assumptions, nonfinite, tuple(observations))
 
-    def _observed(self, inputs: HeadInputs, batch: int, head: int, *, want_keys: bool) -> list[ObservedHead]:
-        seen = [self._read_observation(name, batch, head, want_keys=want_keys) for name in self.captured]
+    def _measure(self, group: _Group) -> _GroupResult:
+        """Every observation of the query heads that share a key head, in one sequence."""
+        result = _GroupResult(group)
+        whole = len(group.heads) == self.group
+        collected: dict[str, list[tuple[HeadReference, BackwardCollector]]] = {}
+        unusable = False
+        for head in group.heads:
+            inputs = read_head(self.capture, group.batch, head, self.device, result.census)
+            observed = self._observed(inputs, group.batch, head, result.census, want_keys=whole)
+            reference, parts = measure_head(inputs, observed, group.batch, head, self._x(group.batch))
+            unusable |= bool(inputs.unusable.any())
+            for seen, part in zip(observed, parts, strict=True):
+                if part.keys is not None and part.keys.dk_delta is not None:
+                    collected.setdefault(seen.name, []).append((reference, part.keys))
+                part.keys = None
+                result.parts.setdefault(seen.name, []).append(part)
+        if whole and not unusable:
+            for name, pairs in collected.items():
+                result.key_sums[name] = self._key_gradients(name, group, pairs, result.census)
+        return result
+
+    def _observed(
+        self, inputs: HeadInputs, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
+    ) -> list[ObservedHead]:
+        seen = [self._read_observation(name, batch, head, census, want_keys=want_keys) for name in self.captured]
         for observed in seen:
             if self._assumes_lse(observed.name):
                 assert observed.recipe is not None
@@ -247,7 +289,9 @@ class _CaptureJob:
             seen.append(ObservedHead(name, {n: t.double() for n, t in tensors.items()}, formats, recipe))
         return seen
 
-    def _read_observation(self, name: str, batch: int, head: int, *, want_keys: bool) -> ObservedHead:
+    def _read_observation(
+        self, name: str, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
+    ) -> ObservedHead:
         c = self.capture
         outputs: dict[str, Tensor] = {}
         formats = {}
@@ -262,43 +306,36 @@ class _CaptureJob:
             assert tensor is not None
             # A fully masked row's LSE is rightly -inf, and is left out with its row.
             if output != "lse":
-                self.census.add(key, batch, head, tensor)
+                census.add(key, batch, head, tensor)
             outputs[output], formats[output] = tensor, format_of(c.tensors[key].dtype)
         keys = any(output in ("dk", "dv") for output in c.observations[name])
         found = self.recognised.get(name)
         return ObservedHead(name, outputs, formats, found.recipe if found else None, want_keys=keys and want_keys)
 
-    def _keep(
+    def _key_gradients(
         self,
         name: str,
-        part: HeadMeasurement,
-        reference: HeadReference,
-        collected: dict[str, list[tuple[HeadReference, BackwardCollector]]],
-    ) -> None:
-        if part.keys is not None and part.keys.dk_delta is not None:
-            collected.setdefault(name, []).append((reference, part.keys))
-        part.keys = None
-        self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
-
-    def _add_key_gradients(
-        self, kv_head: int, batch: int, heads: list[int], collected: dict[str, list[tuple[HeadReference, BackwardCollector]]]
-    ) -> None:
-        c = self.capture
-        for name, pairs in collected.items():
-            observed: dict[str, Tensor | None] = {}
-            formats = {}
-            for output in ("dk", "dv"):
-                key = c.key(name, output)
-                if (tensor := read_float64(c, key, batch, kv_head, self.device)) is not None:
-                    if bool(self.census.add(key, batch, kv_head, tensor).any()):
-                        continue
-                    observed[output], formats[output] = tensor, format_of(c.tensors[key].dtype)
-            parts = key_parts([r for r, _ in pairs], [k for _, k in pairs], observed, formats)
-            for output, p in parts.items():
-                if p.observed is not None:
-                    errors = SignedErrors.of_elements(p.observed - p.reference, ulp(p.reference, formats[output]))
-                    sums = self.key_sums.setdefault(name, {}).setdefault(kv_head, {}).setdefault(output, [])
-                    sums.append((GradientSums.of(p), errors))
+        group: _Group,
+        pairs: list[tuple[HeadReference, BackwardCollector]],
+        census: NonFiniteCensus,
+    ) -> dict[str, tuple[GradientSums, SignedErrors]]:
+        """Errors of an observation's dK and dV in one key head and sequence, those that were captured."""
+        observed: dict[str, Tensor | None] = {}
+        formats = {}
+        for output in ("dk", "dv"):
+            key = self.capture.key(name, output)
+            tensor = read_float64(self.capture, key, group.batch, group.kv_head, self.device)
+            if tensor is not None and not bool(census.add(key, group.batch, group.kv_head, tensor).any()):
+                observed[output], formats[output] = tensor, format_of(self.capture.tensors[key].dtype)
+        parts = key_parts([r for r, _ in pairs], [k for _, k in pairs], observed, formats)
+        return {
+            output: (
+                GradientSums.of(p),
+                SignedErrors.of_elements(p.observed - p.reference, ulp(p.reference, formats[output])),
+            )
+            for output, p in parts.items()
+            if p.observed is not None
+        }
 
     def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
         c = self.capture
@@ -387,13 +424,6 @@ class _CaptureJob:
         return True
 
 
-def parts_by_name(
-    observed: list[ObservedHead], parts: list[HeadMeasurement]
-) -> Iterable[tuple[str, HeadMeasurement]]:
-    """Each observation's name with its measurement."""
-    return zip((seen.name for seen in observed), parts, strict=True)
-
-
 def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
     known = list(capture.observations)
     if wanted is None:
@@ -439,6 +469,3 @@ def _select(available: range, wanted: frozenset[int] | None, what: str, offset: 
 
 def _captured_backend(capture: Capture) -> str:
     return f"captured on {capture.metadata.device}" if capture.metadata.device else "captured, device not stated"
-
-
-

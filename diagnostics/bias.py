@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.diagnosis import BiasEstimate, DriftPoint
+from attn_diag.diagnosis import BiasEstimate
 
 Array = npt.NDArray[np.float64]
 
@@ -27,7 +27,7 @@ MIN_EFFECTIVE = 20
 FLAT_BAND_99 = 2.807
 MIN_SEQUENCES = 8
 _POWER = 0.8
-_DRIFT_POINTS = 512
+_DRIFT_POINTS = 256
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ def _drift(row_totals: Array) -> dict[str, object]:
     """The running sum in row order, thinned, with the flat 99 % band that unbiased noise stays inside."""
     path = np.cumsum(row_totals)
     band = FLAT_BAND_99 * math.sqrt(float(np.square(row_totals).sum()))
-    picked = np.unique(np.linspace(0, len(path) - 1, min(len(path), _DRIFT_POINTS)).round().astype(int))
+    picked = np.linspace(0, len(path) - 1, min(len(path), _DRIFT_POINTS)).round().astype(int)
     return {
-        "drift": tuple(DriftPoint(row=i, sum=s) for i, s in zip(picked.tolist(), path[picked].tolist(), strict=True)),
+        "drift": tuple([{"row": i, "sum": s} for i, s in zip(picked.tolist(), path[picked].tolist(), strict=True)]),
         "drift_band99": band,
         "drift_outside": bool(np.abs(path).max() > band),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,26 +11,33 @@ from attn_diag.capture import Capture
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, format_of
 
 
-@dataclass
 class NonFiniteCensus:
-    """NaN and Inf met while reading: per tensor their count and the first position in the inner layout."""
+    """NaN and Inf met while reading: how many, and the first position, of every tensor."""
 
-    counts: dict[str, int] = field(default_factory=dict)
-    first: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    _seen: set[tuple[str, int, int]] = field(default_factory=set)
+    def __init__(self) -> None:
+        # tensor -> (batch, head) -> (count, first position in the inner layout)
+        self._heads: dict[str, dict[tuple[int, int], tuple[int, tuple[int, ...]]]] = {}
 
     def add(self, name: str, batch: int, head: int, values: Tensor) -> Tensor:
-        """Count the non-finite values of one head, once; returns where ``values`` is not finite (bool)."""
+        """Record the non-finite values of one head; returns where ``values`` is not finite (bool)."""
         if all_finite(values):
             return torch.zeros_like(values, dtype=torch.bool)
         bad = ~values.isfinite()
-        if (name, batch, head) not in self._seen:
-            self._seen.add((name, batch, head))
-            if count := int(bad.sum()):
-                self.counts[name] = self.counts.get(name, 0) + count
-                position = (batch, head, *bad.nonzero()[0].tolist())
-                self.first[name] = min(self.first.get(name, position), position)
+        first = (batch, head, *bad.nonzero()[0].tolist())
+        self._heads.setdefault(name, {})[batch, head] = int(bad.sum()), first
         return bad
+
+    def merge(self, other: NonFiniteCensus) -> None:
+        """Take over another census; a head that both have seen counts once."""
+        for name, heads in other._heads.items():
+            self._heads.setdefault(name, {}).update(heads)
+
+    def totals(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Count and first position by tensor."""
+        return {
+            name: (sum(count for count, _ in heads.values()), min(first for _, first in heads.values()))
+            for name, heads in self._heads.items()
+        }
 
 
 @dataclass

@@ -19,6 +19,7 @@ from attn_diag.reference import (
     FloatFormat,
     HeadReference,
     RowBlock,
+    Rows,
     format_of,
     reference_head,
     round_nearest_even,
@@ -184,20 +185,23 @@ def _measure(
     faulty = {name: int((bad & usable).sum()) for name, bad in broken.items()}
     for bad in broken.values():
         usable = usable & ~bad
-    rows = usable.nonzero()[:, 0]
+    # All rows usable, as ever but for masked or non-finite ones: a slice spares copies of every tensor.
+    rows = slice(None) if bool(usable.all()) else usable.nonzero()[:, 0]
+    kept = torch.arange(len(usable))[rows] if isinstance(rows, slice) else rows.cpu()
     eligible = usable & (maxima.visible_keys >= 2)
+    top_key = maxima.top_key[rows]
     result = HeadMeasurement(
         batch=batch,
         head=head,
-        rows=rows.cpu().numpy(),
+        rows=kept.numpy(),
         rows_fully_masked=int((reference.fully_masked & finite).sum()),
-        rows_nonfinite=len(usable) - int((reference.fully_masked & finite).sum()) - len(rows),
+        rows_nonfinite=len(usable) - int((reference.fully_masked & finite).sum()) - len(kept),
         rows_eligible=int(eligible.sum()),
         repeats={name: _repeat_sums(maxima, name, usable) for name in DEFINITIONS},
-        top_key=maxima.top_key[rows].cpu().numpy(),
+        top_key=top_key.cpu().numpy(),
         broken_outputs={name: count for name, count in faulty.items() if count},
     )
-    _measure_forward(result, inputs, reference, seen, rows, maxima)
+    _measure_forward(result, inputs, reference, seen, rows, top_key, eligible[rows])
     if inputs.head.do is not None:
         _measure_backward(result, inputs, passed, seen, forward_errors, rows, x)
     return result
@@ -208,8 +212,9 @@ def _measure_forward(
     inputs: HeadInputs,
     reference: HeadReference,
     seen: ObservedHead,
-    rows: Tensor,
-    maxima: RowMaximaCollector,
+    rows: Rows,
+    top_key: Tensor,
+    eligible: Tensor,
 ) -> None:
     fmt = seen.formats.get("o", inputs.input_format)
     truth = reference.out[rows]
@@ -222,9 +227,8 @@ def _measure_forward(
         result.errors["o"] = SignedErrors.of_elements(out - truth, spacing)
         result.errors["o_excess"] = SignedErrors.of_elements(excess, spacing)
         result.errors["o_away_excess"] = SignedErrors.of_elements(excess * truth.sign(), spacing)
-        result.bit_identical = not bool(excess.any())
-        swamped = swamped_elements(out, truth, inputs.head.v, maxima.top_key[rows])
-        swamped &= (maxima.visible_keys[rows] >= 2)[:, None]
+        result.bit_identical = not result.errors["o_excess"].nonzero.any()
+        swamped = swamped_elements(out, truth, inputs.head.v, top_key) & eligible[:, None]
         result.swamped = int(swamped.all(1).sum()), int(swamped.sum())
     if (lse := seen.outputs.get("lse")) is not None:
         truth = reference.lse[rows]
@@ -239,7 +243,7 @@ def _measure_backward(
     passed: _Pass,
     seen: ObservedHead,
     forward_errors: ForwardErrors | None,
-    rows: Tensor,
+    rows: Rows,
     x: Tensor | None,
 ) -> None:
     head, reference = inputs.head, passed.reference
@@ -303,8 +307,8 @@ def _dq_parts(
     )
 
 
-def _rows_of(parts: Parts, rows: Tensor) -> Parts:
-    if len(rows) == len(parts.reference):
+def _rows_of(parts: Parts, rows: Rows) -> Parts:
+    if isinstance(rows, slice):
         return parts
 
     def pick(tensor: Tensor | None) -> Tensor | None:

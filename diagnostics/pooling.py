@@ -191,9 +191,14 @@ def _pool_delta_rounding(parts: list[HeadMeasurement]) -> DeltaRounding | None:
 def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple[TopRow, ...]:
     if delta is None or not (total := float(delta.square.sum())):
         return ()
-    where = [(p.batch, p.head, int(row)) for p in parts for row in p.rows]
-    order = np.argsort(-delta.square, kind="stable")[:_TOP_ROWS]
-    return tuple(TopRow(*where[i], float(delta.total[i]), float(delta.square[i]) / total) for i in order)
+    starts = np.cumsum([0] + [len(p.rows) for p in parts])
+    found = []
+    for i in np.argsort(-delta.square, kind="stable")[:_TOP_ROWS]:
+        which = int(np.searchsorted(starts, i, side="right")) - 1
+        part = parts[which]
+        row = int(part.rows[i - starts[which]])
+        found.append(TopRow(part.batch, part.head, row, float(delta.total[i]), float(delta.square[i]) / total))
+    return tuple(found)
 
 
 def unclustered(errors: SignedErrors) -> BiasEstimate:

@@ -27,6 +27,7 @@ from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBl
 
 _FLIPS = 499
 _ATOM_BLOCK = 512
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -77,7 +78,6 @@ class BackwardCollector:
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference, backward included."""
-        assert block.dprobs is not None
         assert block.dscores is not None
         assert self._head.do is not None
         rows, keys = block.rows, block.keys
@@ -94,18 +94,27 @@ class BackwardCollector:
             self.dv_lse[keys] += probs.T @ (self._head.do[rows] * factor)
         if not self._want_casts:
             return
-        # exp(S - L_obs) = P_bar exp(m - L_obs): a factor per row, no second exponential.
+        # dS_obs = exp(-D_L) (dS - D_delta P), and P = P_bar / l: two passes, no second exponential.
+        probs = _sloped(block, block.unnormalised_probs)
+        dscores = torch.addcmul(block.dscores, probs, (delta_error * block.inverse_row_sum)[:, None], value=-1)
         factor = block.inverse_row_sum
-        if self._errors.lse is not None:
-            factor = torch.where(block.fully_masked, 0.0, torch.exp(block.row_max - self._errors.lse[rows]))
-        dscores = (block.dprobs - self._errors.delta[rows][:, None]).mul_(block.unnormalised_probs)
-        dscores = round_nearest_even(_sloped(block, dscores.mul_(factor[:, None])), self._errors.cast)
+        if self._errors.lse_error is not None:
+            ratio = torch.exp(-self._errors.lse_error[rows])
+            dscores.mul_(ratio[:, None])
+            factor = factor * ratio
+        dscores = _kernel_cast(dscores, self._errors.cast)
         if self.dq_cast is not None:
             self.dq_cast[rows] = (dscores @ self._head.k[keys]).mul_(self._head.scale)
         if self.dk_cast is not None and self.dv_cast is not None:
             self.dk_cast[keys] += dscores.T @ scaled_q
-            probs = round_nearest_even(block.unnormalised_probs * factor[:, None], self._errors.cast)
+            probs = _kernel_cast(block.unnormalised_probs * factor[:, None], self._errors.cast)
             self.dv_cast[keys] += probs.T @ self._head.do[rows]
+
+
+def _kernel_cast(x: Tensor, fmt: FloatFormat) -> Tensor:
+    """Round as a fused kernel does, from its fp32 value; float64. The second rounding is the kernel's own."""
+    narrow = _NARROW.get(fmt.name)
+    return round_nearest_even(x, fmt) if narrow is None else x.float().to(narrow).double()
 
 
 def _sloped(block: RowBlock, values: Tensor) -> Tensor:

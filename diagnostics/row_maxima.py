@@ -63,6 +63,7 @@ class RowMaximaCollector:
         names = [d for d in DEFINITIONS if d != "as_run" or round_scores is not None]
         self._multiplicity = {d: torch.zeros(q_length, dtype=torch.int64, device=device) for d in names}
         self._positions: dict[str, list[tuple[Tensor, Tensor]]] = {d: [] for d in names}
+        self._index = torch.arange(q_length, device=device)
         self._row_max = torch.full((q_length,), -torch.inf, dtype=torch.float64, device=device)
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
         self._pending_count = 0
@@ -81,7 +82,7 @@ class RowMaximaCollector:
             reach = torch.maximum(reach, 2.5 * ulp(top, self._score_format))
         threshold = (top - reach).masked_fill_(block.fully_masked, torch.inf)
         rows, columns = (block.scores >= threshold[:, None]).nonzero(as_tuple=True)
-        self._pending.append((block.rows[rows], columns + block.keys.start, block.scores[rows, columns]))
+        self._pending.append((self._index[block.rows][rows], columns + block.keys.start, block.scores[rows, columns]))
         self._pending_count += len(rows)
         if self._pending_count > _MAX_PENDING:
             self._settle()

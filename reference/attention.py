@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 Causal = Literal["none", "top-left", "bottom-right"]
+# Query rows of a block: a slice (no copies) or the indices [R].
+Rows = slice | Tensor
 
 # Scores of one block, in elements: 1 MiB of float64 stays in a core's cache; a GPU wants enough to fill it.
 _BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**25}
@@ -88,8 +90,8 @@ class AttentionHead:
         """position(t) of every query row, int64 [Tq]; see Masking."""
         return self.masking.row_positions(len(self.q), len(self.k), self.q.device)
 
-    def visible_span(self, rows: Tensor) -> slice:
-        """The keys that at least one of ``rows`` ([R] indices) may see, as far as causality and window tell."""
+    def visible_span(self, rows: Rows) -> slice:
+        """The keys that at least one of ``rows`` may see, as far as causality and window tell."""
         left, right = self.masking.reach
         first, last = (int(x) for x in self.positions[rows].aminmax())
         stop = min(len(self.k), last + right + 1) if right is not None else len(self.k)
@@ -97,7 +99,7 @@ class AttentionHead:
         start = min(start, len(self.k))
         return slice(start, max(start, stop))
 
-    def count_visible(self, masked_scores: Tensor, rows: Tensor) -> Tensor:
+    def count_visible(self, masked_scores: Tensor, rows: Rows) -> Tensor:
         """How many keys each of ``rows`` sees, int64 [R]; ``masked_scores`` [R, K] are looked at only with a mask."""
         if self.masking.mask is not None:
             return (masked_scores > -torch.inf).sum(1)
@@ -107,7 +109,7 @@ class AttentionHead:
         first = torch.zeros_like(positions) if left is None else (positions - left).clamp(min=0)
         return (last - first + 1).clamp(min=0)
 
-    def apply_mask(self, scores: Tensor, rows: Tensor, keys: slice) -> None:
+    def apply_mask(self, scores: Tensor, rows: Rows, keys: slice) -> None:
         """Set ``scores`` [R, K] of invisible keys to -inf and add an additive mask, in place."""
         left, right = self.masking.reach
         positions = self.positions[rows]
@@ -134,18 +136,19 @@ class AttentionHead:
 class RowBlock:
     """Every intermediate of a block of R query rows against the K keys that any of them may see. All float64.
 
-    ``rows`` [R] indices; ``keys`` the slice of keys; S, P_bar, dP and dS are [R, K]; row quantities [R],
-    ``visible_keys`` among them (how many keys the row sees);
+    ``rows`` a slice or indices [R]; ``keys`` the slice of keys; S, P_bar, dP and dS are [R, K]; row quantities [R],
+    ``visible_keys`` among them (how many keys the row sees) and 1/l, which is 0 in fully masked rows;
     O_bar, O and dQ are [R, D]. ``slope`` is 1 - (S/c)^2 under softcap, else None. ``scores`` is -inf where masked.
     """
 
-    rows: Tensor
+    rows: Rows
     keys: slice
     scores: Tensor
     slope: Tensor | None
     row_max: Tensor
     unnormalised_probs: Tensor
     row_sum: Tensor
+    inverse_row_sum: Tensor
     lse: Tensor
     unnormalised_out: Tensor
     out: Tensor
@@ -160,11 +163,6 @@ class RowBlock:
     def probs(self) -> Tensor:
         """P = P_bar / l, [R, K]; zero in fully masked rows."""
         return self.unnormalised_probs * self.inverse_row_sum[:, None]
-
-    @property
-    def inverse_row_sum(self) -> Tensor:
-        """1 / l, [R]; zero in fully masked rows."""
-        return torch.where(self.fully_masked, 0.0, 1.0 / self.row_sum)
 
 
 @dataclass
@@ -190,13 +188,15 @@ def row_blocks(head: AttentionHead, *, rows: Tensor | None = None, block_rows: i
     many as keep the block's scores within a cache-sized budget). Keys that no row of a block can see are
     left out, so causal attention costs half.
     """
-    wanted = torch.arange(len(head.q), device=head.q.device) if rows is None else rows.to(head.q.device)
+    count = len(head.q) if rows is None else len(rows)
+    wanted = None if rows is None else rows.to(head.q.device)
     if block_rows is None:
         budget = _BLOCK_ELEMENTS["cuda" if head.q.is_cuda else "cpu"]
         block_rows = max(_MIN_BLOCK_ROWS, budget // max(len(head.k), 1))
     with torch.no_grad(), torch.autocast(head.q.device.type, enabled=False):
-        for start in range(0, len(wanted), block_rows):
-            yield _row_block(head, wanted[start : start + block_rows])
+        for start in range(0, count, block_rows):
+            part = slice(start, min(start + block_rows, count))
+            yield _row_block(head, part if wanted is None else wanted[part])
 
 
 def reference_rows(head: AttentionHead, rows: Tensor) -> RowBlock:
@@ -240,7 +240,7 @@ def reference_head(
     return result
 
 
-def _row_block(head: AttentionHead, rows: Tensor) -> RowBlock:
+def _row_block(head: AttentionHead, rows: Rows) -> RowBlock:
     keys = head.visible_span(rows)
     k, v, q = head.k[keys], head.v[keys], head.q[rows]
     scores = (q * head.scale) @ k.T  # [R, K]
@@ -251,11 +251,11 @@ def _row_block(head: AttentionHead, rows: Tensor) -> RowBlock:
         scores.mul_(head.softcap)
     head.apply_mask(scores, rows, keys)
 
-    row_max = scores.amax(1) if scores.shape[1] else scores.new_full((len(rows),), -torch.inf)
+    row_max = scores.amax(1) if scores.shape[1] else scores.new_full((len(q),), -torch.inf)
     fully_masked = row_max == -torch.inf
     probs = torch.sub(scores, row_max.masked_fill(fully_masked, 0.0)[:, None]).exp_()
     row_sum = probs.sum(1)
-    inverse = torch.where(fully_masked, 0.0, 1.0 / row_sum)[:, None]
+    inverse = torch.where(fully_masked, 0.0, 1.0 / row_sum)
     unnormalised_out = probs @ v
     block = RowBlock(
         rows=rows,
@@ -265,9 +265,10 @@ def _row_block(head: AttentionHead, rows: Tensor) -> RowBlock:
         row_max=row_max,
         unnormalised_probs=probs,
         row_sum=row_sum,
+        inverse_row_sum=inverse,
         lse=row_max + row_sum.log(),
         unnormalised_out=unnormalised_out,
-        out=unnormalised_out * inverse,
+        out=unnormalised_out * inverse[:, None],
         fully_masked=fully_masked,
         visible_keys=head.count_visible(scores, rows),
     )
@@ -275,7 +276,7 @@ def _row_block(head: AttentionHead, rows: Tensor) -> RowBlock:
         do = head.do[rows]
         block.delta = (do * block.out).sum(1)
         block.dprobs = do @ v.T
-        block.dscores = (block.dprobs - block.delta[:, None]).mul_(probs).mul_(inverse)
+        block.dscores = (block.dprobs - block.delta[:, None]).mul_(probs).mul_(inverse[:, None])
         if slope is not None:
             block.dscores.mul_(slope)
         block.dq = (block.dscores @ k).mul_(head.scale)
