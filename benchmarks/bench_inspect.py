@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -50,7 +49,9 @@ def make_capture(name: str, device: str) -> tuple[Capture, tuple[Tensor, Tensor,
     o, dq = torch.empty_like(q), torch.empty_like(q)
     for h in range(shape[1]):
         head = [t[0, h].to(device).double() for t in (q, k, v, do)]
-        found = reference_head(AttentionHead(*head, shape[-1] ** -0.5, Masking("top-left")), key_gradients=False)
+        found = reference_head(
+            AttentionHead(*head, shape[-1] ** -0.5, Masking("top-left")), key_gradients=False
+        )
         assert found.dq is not None
         o[0, h], dq[0, h] = found.out.cpu(), found.dq.cpu()
     tensors = {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}
@@ -68,7 +69,10 @@ def timed(work: Callable[[], object], device: str) -> float:
 def compare(name: str, device: str) -> dict[str, object]:
     """Median times of the analysis, of the streamed reference alone, and of the naive computation."""
     capture, tensors = make_capture(name, device)
-    heads = [AttentionHead(*(t[0, h].double() for t in tensors), capture.scale, Masking("top-left")) for h in range(capture.q_heads)]
+    heads = [
+        AttentionHead(*(t[0, h].double() for t in tensors), capture.scale, Masking("top-left"))
+        for h in range(capture.q_heads)
+    ]
 
     def stream() -> None:
         for head in heads:
@@ -87,7 +91,8 @@ def compare(name: str, device: str) -> dict[str, object]:
                 times[label].append(seconds)
     medians = {label: statistics.median(values) for label, values in times.items()}
     return {f"{label} [s]": round(m, 4) for label, m in medians.items()} | {
-        f"{label} / naive": round(medians[label] / medians["naive"], 3) for label in ("analysis", "streamed reference")
+        f"{label} / naive": round(medians[label] / medians["naive"], 3)
+        for label in ("analysis", "streamed reference")
     }
 
 
@@ -103,7 +108,7 @@ def measure_peak(name: str, what: str, device: str) -> None:
 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident("VmRSS")
     capture, tensors = make_capture(name, device)
     if what == "naive":
         naive(*tensors)
@@ -112,11 +117,19 @@ def measure_peak(name: str, what: str, device: str) -> None:
     if device == "cuda":
         print(torch.cuda.max_memory_allocated() / 1e6)
     else:
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6)
+        print((resident("VmHWM") - before) * 1024 / 1e6)
+
+
+def resident(field: str) -> int:
+    """VmRSS (now) or VmHWM (peak) of this process in KiB; ru_maxrss would inherit the parent's peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", nargs=2, metavar=("SHAPE", "WHAT"), help=argparse.SUPPRESS)
@@ -124,7 +137,11 @@ def main() -> None:
     if options.peak:
         measure_peak(*options.peak, options.device)
         return
-    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    device = (
+        torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     result: dict[str, object] = {
         "date": date.today().isoformat(), "device": device, "torch": torch.__version__, "python": platform.python_version(),
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """Cut the bundled example from a full capture: every fifth query row, all keys, w_q in BF16.
 
-    python benchmarks/make_example.py FULL.safetensors diagnostics/data/NAME.safetensors
+python benchmarks/make_example.py FULL.safetensors diagnostics/data/NAME.safetensors
 """
 
 from __future__ import annotations

@@ -93,7 +93,9 @@ def inspect(
     Raises InputError where tensors do not fit each other or are of an unsupported kind.
     """
     if causal is True and q.shape[1 if layout == "BTHD" else 2] != k.shape[1 if layout == "BTHD" else 2]:
-        raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
+        raise InputError(
+            "causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'"
+        )
     named = {"q": q, "k": k, "v": v, "do": do, "x": x, "w_q": w_q, "mask": mask}
     outputs = {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
     alignment = causal if isinstance(causal, str) else ("top-left" if causal else "none")
@@ -138,7 +140,9 @@ def inspect_captures(
         (c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None
     ]
     warnings = tuple(
-        f"{c.source}: {n.count} NaN or Inf in {n.tensor}, first at {list(n.first)}" for c in results for n in c.nonfinite
+        f"{c.source}: {n.count} NaN or Inf in {n.tensor}, first at {list(n.first)}"
+        for c in results
+        for n in c.nonfinite
     )
     return Diagnosis(
         tool=describe_tool(where),
@@ -171,7 +175,12 @@ class _CaptureJob:
     """One capture on its way through: check, measure head by head, pool."""
 
     def __init__(
-        self, capture: Capture, selection: Selection, recipes: Sequence[str | Recipe], device: torch.device, level: float
+        self,
+        capture: Capture,
+        selection: Selection,
+        recipes: Sequence[str | Recipe],
+        device: torch.device,
+        level: float,
     ) -> None:
         self.capture, self.device, self.level = capture, device, level
         self.captured = _select_observations(capture, selection.observation)
@@ -215,7 +224,9 @@ class _CaptureJob:
                     self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
             for name, sums in result.key_sums.items():
                 for output, found in sums.items():
-                    self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {}).setdefault(output, []).append(found)
+                    self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {}).setdefault(
+                        output, []
+                    ).append(found)
             yield len(result.group.heads)
         for name, measured in self.measured.items():
             self.entries[name] = self._pool(name, measured)
@@ -247,7 +258,14 @@ class _CaptureJob:
                     kv_heads=tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {}))),
                 )
             )
-        shape = {"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads, "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim}
+        shape = {
+            "B": c.batch,
+            "Hq": c.q_heads,
+            "Hk": c.kv_heads,
+            "Tq": c.q_length,
+            "Tk": c.k_length,
+            "D": c.head_dim,
+        }
         nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
         text = {**c.metadata.to_text(), "dtype": str(c.tensors["q"].dtype).removeprefix("torch.")}
         return CaptureDiagnosis(c.source, text, shape, self.assumptions, nonfinite, tuple(observations))
@@ -276,12 +294,16 @@ class _CaptureJob:
     def _observed(
         self, inputs: HeadInputs, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
     ) -> list[ObservedHead]:
-        seen = [self._read_observation(name, batch, head, census, want_keys=want_keys) for name in self.captured]
+        seen = [
+            self._read_observation(name, batch, head, census, want_keys=want_keys) for name in self.captured
+        ]
         for observed in seen:
             if self._assumes_lse(observed.name):
                 assert observed.recipe is not None
                 # Coarse scores move L by far more than fp32 arithmetic does; the recipe tells by how much.
-                observed.assumed_lse = emulate_head(observed.recipe, replace(inputs.head, do=None)).lse.double()
+                observed.assumed_lse = emulate_head(
+                    observed.recipe, replace(inputs.head, do=None)
+                ).lse.double()
         for name, recipe in self.recipes.items():
             result = emulate_head(recipe, inputs.head)
             tensors = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
@@ -310,7 +332,9 @@ class _CaptureJob:
             outputs[output], formats[output] = tensor, format_of(c.tensors[key].dtype)
         keys = any(output in ("dk", "dv") for output in c.observations[name])
         found = self.recognised.get(name)
-        return ObservedHead(name, outputs, formats, found.recipe if found else None, want_keys=keys and want_keys)
+        return ObservedHead(
+            name, outputs, formats, found.recipe if found else None, want_keys=keys and want_keys
+        )
 
     def _key_gradients(
         self,
@@ -343,8 +367,13 @@ class _CaptureJob:
         dw_q = {head: dw_q_sums(parts) for head, parts in measured.items()}
         entries = [
             pool(
-                parts, layer=c.metadata.layer, head=head + c.metadata.head_offset, dw_q=dw_q[head],
-                extra=self._extra(name, [head] if self.group == 1 else []), level=self.level, **sizes,
+                parts,
+                layer=c.metadata.layer,
+                head=head + c.metadata.head_offset,
+                dw_q=dw_q[head],
+                extra=self._extra(name, [head] if self.group == 1 else []),
+                level=self.level,
+                **sizes,
             )  # fmt: skip
             for head, parts in measured.items()
         ]
@@ -353,7 +382,15 @@ class _CaptureJob:
         pooled = GradientSums.pool(known) if len(known) == len(measured) else None
         extra = self._extra(name, sorted({head // self.group for head in measured}))
         entries.append(
-            pool(everything, layer=c.metadata.layer, head=None, dw_q=pooled, extra=extra, level=self.level, **sizes)
+            pool(
+                everything,
+                layer=c.metadata.layer,
+                head=None,
+                dw_q=pooled,
+                extra=extra,
+                level=self.level,
+                **sizes,
+            )
         )
         return entries
 
@@ -468,4 +505,6 @@ def _select(available: range, wanted: frozenset[int] | None, what: str, offset: 
 
 
 def _captured_backend(capture: Capture) -> str:
-    return f"captured on {capture.metadata.device}" if capture.metadata.device else "captured, device not stated"
+    return (
+        f"captured on {capture.metadata.device}" if capture.metadata.device else "captured, device not stated"
+    )

@@ -35,11 +35,17 @@ def check_assumptions(capture: Capture, observations: list[str], device: torch.d
             checks.append(_check_lse(capture, name, device))
     wrong = [c for c in checks if not c.ok]
     if not checks:
-        return Assumptions(None, capture.assumed, (), "not checked: no O or LSE was captured to check them with")
+        return Assumptions(
+            None, capture.assumed, (), "not checked: no O or LSE was captured to check them with"
+        )
     if not wrong:
         worst = max(c.relative_error for c in checks)
-        return Assumptions(True, capture.assumed, tuple(checks), f"hold: O agrees within {worst:.2g} (sampled rows)")
-    return Assumptions(False, capture.assumed, tuple(checks), " ".join(dict.fromkeys(_message(c) for c in wrong)))
+        return Assumptions(
+            True, capture.assumed, tuple(checks), f"hold: O agrees within {worst:.2g} (sampled rows)"
+        )
+    return Assumptions(
+        False, capture.assumed, tuple(checks), " ".join(dict.fromkeys(_message(c) for c in wrong))
+    )
 
 
 def _message(check: Misfit) -> str:
@@ -90,7 +96,11 @@ def _readings(capture: Capture) -> Iterator[_Reading]:
     stated = capture.metadata
     default = capture.head_dim**-0.5
     factors = {"log2(e)": math.log2(math.e), "ln(2)": math.log(2)}
-    scales = {f"scale={default:.6g} (1/sqrt(D))": default, "scale=1": 1.0, f"scale={1 / capture.head_dim:.6g} (1/D)": 1 / capture.head_dim}
+    scales = {
+        f"scale={default:.6g} (1/sqrt(D))": default,
+        "scale=1": 1.0,
+        f"scale={1 / capture.head_dim:.6g} (1/D)": 1 / capture.head_dim,
+    }
     scales |= {f"scale times {name} (base-2 exponent)": capture.scale * f for name, f in factors.items()}
     scales |= {f"scale={capture.scale**2:.6g} (applied twice)": capture.scale**2}
     causals = [c for c in ("none", "top-left", "bottom-right") if c != stated.causal]
@@ -153,7 +163,9 @@ def _lse_error(capture: Capture, observation: str, device: torch.device) -> floa
     return math.sqrt(wrong / max(right, 1.0))
 
 
-def read_lse(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> torch.Tensor | None:
+def read_lse(
+    capture: Capture, observation: str, batch: int, head: int, device: torch.device
+) -> torch.Tensor | None:
     """One head's LSE, natural logarithm whatever base was captured, [Tq] float64."""
     lse = read_float64(capture, capture.key(observation, "lse"), batch, head, device)
     return lse if lse is None or capture.metadata.lse_base == "e" else lse * math.log(2)

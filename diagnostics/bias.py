@@ -137,7 +137,9 @@ def _drift(row_totals: Array) -> dict[str, object]:
     band = FLAT_BAND_99 * math.sqrt(float(np.square(row_totals).sum()))
     picked = np.linspace(0, len(path) - 1, min(len(path), _DRIFT_POINTS)).round().astype(int)
     return {
-        "drift": tuple([{"row": i, "sum": s} for i, s in zip(picked.tolist(), path[picked].tolist(), strict=True)]),
+        "drift": tuple(
+            [{"row": i, "sum": s} for i, s in zip(picked.tolist(), path[picked].tolist(), strict=True)]
+        ),
         "drift_band99": band,
         "drift_outside": bool(np.abs(path).max() > band),
     }

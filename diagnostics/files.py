@@ -22,7 +22,9 @@ def write_atomically(target: Path, write: Callable[[str], object]) -> None:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         os.close(handle)
     except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}; choose a folder that exists and is writable") from None
+        raise InputError(
+            f"cannot write {target}: {error.strerror}; choose a folder that exists and is writable"
+        ) from None
     try:
         write(temporary)
         umask = os.umask(0)

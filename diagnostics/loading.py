@@ -183,5 +183,7 @@ def _tensor_from_numpy(name: str, array: np.ndarray[Any, Any], notes: list[str])
         notes.append(f"{name}: 16-bit words taken as BF16")
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     if array.dtype.kind == "V":
-        raise InputError(f"{name} holds {array.dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors")
+        raise InputError(
+            f"{name} holds {array.dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors"
+        )
     return torch.from_numpy(np.ascontiguousarray(array))

@@ -116,12 +116,16 @@ class _ForwardPass:
         head, length = inputs.head, len(inputs.head.q)
         self._maxima: dict[str, RowMaximaCollector] = {}
         for seen in observed:
-            rounding = score_rounding(seen.recipe, head.scale) if seen.recipe and _plain_scores(inputs) else None
+            rounding = (
+                score_rounding(seen.recipe, head.scale) if seen.recipe and _plain_scores(inputs) else None
+            )
             fmt = _SCORE_FORMATS[seen.recipe.scores] if seen.recipe and rounding else None
             # Observations without a recipe share one collector: only "as_run" depends on it.
             key = seen.name if rounding else ""
             if key not in self._maxima:
-                self._maxima[key] = RowMaximaCollector(length, head.q.device, inputs.input_format, rounding, fmt)
+                self._maxima[key] = RowMaximaCollector(
+                    length, head.q.device, inputs.input_format, rounding, fmt
+                )
         self._backward: dict[str, BackwardCollector] = {}
         self._probs_k = torch.zeros_like(head.q) if head.do is not None else None
         if head.do is None:
@@ -156,7 +160,9 @@ class _ForwardPass:
         for collector in self._maxima.values():
             collector.add(block)
         if self._probs_k is not None:
-            probs = block.unnormalised_probs if block.slope is None else block.unnormalised_probs * block.slope
+            probs = (
+                block.unnormalised_probs if block.slope is None else block.unnormalised_probs * block.slope
+            )
             product = probs @ self.inputs.head.k[block.keys]
             self._probs_k[block.rows] = product.mul_(block.inverse_row_sum[:, None])
         for name, collector in self._backward.items():
@@ -303,7 +309,13 @@ def _dq_parts(
     assert passed.probs_k is not None
     collected = passed.backward[seen.name]
     return dq_parts(
-        inputs.head, passed.reference, passed.probs_k, forward_errors, collected, observed, seen.formats.get("dq")
+        inputs.head,
+        passed.reference,
+        passed.probs_k,
+        forward_errors,
+        collected,
+        observed,
+        seen.formats.get("dq"),
     )
 
 
@@ -316,7 +328,10 @@ def _rows_of(parts: Parts, rows: Rows) -> Parts:
 
     names: Mapping[str, Tensor | None] = parts.parts
     return Parts(
-        parts.reference[rows], pick(parts.observed), {n: pick(t) for n, t in names.items()}, pick(parts.predicted)
+        parts.reference[rows],
+        pick(parts.observed),
+        {n: pick(t) for n, t in names.items()},
+        pick(parts.predicted),
     )
 
 

@@ -73,7 +73,12 @@ def judge(
             "the kernel rounds something else coarsely."
         )
     dq_error, dq_words = _dq_error(propagation)
-    if dq_error is not None and dq_error > DQ_ERROR_ABOVE and noise_factor is not None and noise_factor <= LOSSY_ABOVE:
+    if (
+        dq_error is not None
+        and dq_error > DQ_ERROR_ABOVE
+        and noise_factor is not None
+        and noise_factor <= LOSSY_ABOVE
+    ):
         labels.append("ill_conditioned")
         reasons.append(
             f"{dq_words} although the kernel is at its noise floor (noise factor {noise_factor:.3g}): "
@@ -113,14 +118,23 @@ def _dq_error(propagation: Propagation) -> tuple[float | None, str]:
     if dq is None:
         return None, ""
     if dq.relative_error is not None:
-        explained = "" if dq.predicted_relative_error is None else f" ({dq.predicted_relative_error:.2%} predicted from delta alone)"
+        explained = (
+            ""
+            if dq.predicted_relative_error is None
+            else f" ({dq.predicted_relative_error:.2%} predicted from delta alone)"
+        )
         return dq.relative_error, f"dQ is {dq.relative_error:.2%} off{explained}"
     if dq.predicted_relative_error is not None:
-        return dq.predicted_relative_error, f"dQ is predicted {dq.predicted_relative_error:.2%} off through delta"
+        return (
+            dq.predicted_relative_error,
+            f"dQ is predicted {dq.predicted_relative_error:.2%} off through delta",
+        )
     return None, ""
 
 
-def _biased(tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float) -> tuple[bool, list[str]]:
+def _biased(
+    tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float
+) -> tuple[bool, list[str]]:
     """Whether a primary test rejects, and the sentence for each that does.
 
     delta's total mean error alone is no kernel's fault where correct rounding of O has the same significant
@@ -137,7 +151,9 @@ def _biased(tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: 
         )
         rounding = rounding_bias.delta if name == "delta" else None
         if rounding is not None and _explains(rounding, estimate, level):
-            words.append(f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel.")
+            words.append(
+                f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel."
+            )
         else:
             found = True
             words.append(f"{sentence}.")
@@ -172,7 +188,9 @@ def _context(
             )
     repeats = row_maxima.exact
     if repeats.rows:
-        words.append(f"Repeated row maxima in {repeats.rows} of {repeats.rows_eligible} eligible rows (input format).")
+        words.append(
+            f"Repeated row maxima in {repeats.rows} of {repeats.rows_eligible} eligible rows (input format)."
+        )
     else:
         words.append("No row has a repeated maximum, so that is not the trigger here.")
     if noise_factor is not None and noise_factor <= LOSSY_ABOVE:

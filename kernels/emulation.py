@@ -70,10 +70,14 @@ def check_supported(recipe: Recipe) -> None:
     """Raise RecipeNotSupportedError, naming the site, unless ``emulate_head`` can run the recipe."""
     formats = ("scores", "difference", "row_max", "probs", "row_sum", "range_pv", "accumulator", "out", "delta",
                "backward_probs", "dscores", "dq")  # fmt: skip
-    unsupported = [f"{name}={getattr(recipe, name)}" for name in formats if getattr(recipe, name) not in _DTYPES]
+    unsupported = [
+        f"{name}={getattr(recipe, name)}" for name in formats if getattr(recipe, name) not in _DTYPES
+    ]
     rules = {"exp": ("exact", "exp2-fma"), "accumulation": ("fp32-nearest",), "division": ("before-last-cast",),
              "delta_from": ("rounded-o",), "probs_scale": (1.0,)}  # fmt: skip
-    unsupported += [f"{n}={getattr(recipe, n)}" for n, known in rules.items() if getattr(recipe, n) not in known]
+    unsupported += [
+        f"{n}={getattr(recipe, n)}" for n, known in rules.items() if getattr(recipe, n) not in known
+    ]
     if recipe.softmax.kind == "stale":
         unsupported.append(f"softmax={recipe.softmax}")
     if unsupported:
@@ -242,7 +246,9 @@ def _backward(recipe: Recipe, head: HeadLike, fp32: _Operands, result: EmulatedH
     in_exponent = recipe.alpha == "in-exponent" and head.softcap is None and not _has_bias(head)
     factor = head.scale if in_exponent else 1.0
     for start in range(0, len(fp32.q), recipe.schedule.query_block):
-        rows = torch.arange(start, min(start + recipe.schedule.query_block, len(fp32.q)), device=fp32.q.device)
+        rows = torch.arange(
+            start, min(start + recipe.schedule.query_block, len(fp32.q)), device=fp32.q.device
+        )
         keys = head.visible_span(rows)
         scores = _masked_scores(recipe, head, fp32, rows, keys, in_exponent=in_exponent)
         lse = result.lse[rows][:, None]

@@ -108,7 +108,11 @@ class Recipe:
     def sites(self) -> dict[str, str]:
         """Field by field in words, in the order of the computation."""
         shown = [f.name for f in fields(self) if f.name not in ("name", "summary")]
-        return {name.replace("_", " "): str(getattr(self, name)) for name in shown if getattr(self, name) is not None}
+        return {
+            name.replace("_", " "): str(getattr(self, name))
+            for name in shown
+            if getattr(self, name) is not None
+        }
 
     def table(self) -> Table:
         """The recipe as a rich table."""
@@ -125,7 +129,9 @@ class Recipe:
     def for_input(self, input_format: Format) -> Recipe:
         """The same recipe for another 16-bit input format: what was BF16 becomes ``input_format``."""
         changes: dict[str, Any] = {
-            f.name: input_format for f in fields(self) if getattr(self, f.name) == self.input and f.name != "name"
+            f.name: input_format
+            for f in fields(self)
+            if getattr(self, f.name) == self.input and f.name != "name"
         }
         return replace(self, **changes)
 
@@ -156,7 +162,10 @@ PRESETS = {
             "FlashAttention-2: fp32 scores and sums, 128-key tiles descending, O rounded once",
             schedule=Schedule(order="descending"),
         ),
-        Recipe("cudnn", "cuDNN (torch SDPA's default on an H200): fp32 scores, 128-key tiles ascending, O rounded once"),
+        Recipe(
+            "cudnn",
+            "cuDNN (torch SDPA's default on an H200): fp32 scores, 128-key tiles ascending, O rounded once",
+        ),
         _QIU2025,
         replace(
             _QIU2025,

@@ -105,7 +105,11 @@ class AttentionHead:
             return (masked_scores > -torch.inf).sum(1)
         left, right = self.masking.reach
         positions = self.positions[rows]
-        last = torch.full_like(positions, len(self.k) - 1) if right is None else (positions + right).clamp(max=len(self.k) - 1)
+        last = (
+            torch.full_like(positions, len(self.k) - 1)
+            if right is None
+            else (positions + right).clamp(max=len(self.k) - 1)
+        )
         first = torch.zeros_like(positions) if left is None else (positions - left).clamp(min=0)
         return (last - first + 1).clamp(min=0)
 
@@ -181,7 +185,9 @@ class HeadReference:
     dv: Tensor | None = None
 
 
-def row_blocks(head: AttentionHead, *, rows: Tensor | None = None, block_rows: int | None = None) -> Iterator[RowBlock]:
+def row_blocks(
+    head: AttentionHead, *, rows: Tensor | None = None, block_rows: int | None = None
+) -> Iterator[RowBlock]:
     """The head's intermediates, block by block of query rows.
 
     ``rows``: indices of the query rows wanted (default: all). ``block_rows``: rows in a block (default: as

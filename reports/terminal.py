@@ -87,7 +87,14 @@ def _overview(heads: list[HeadDiagnosis]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     table.add_column("head", no_wrap=True)
     table.add_column("verdict", min_width=15)
-    for name in ("noise\nfactor", "condi-\ntioning", "dQ\nerror", "from\ndelta", "dW_Q\nerror", "repeated\nmaxima"):
+    for name in (
+        "noise\nfactor",
+        "condi-\ntioning",
+        "dQ\nerror",
+        "from\ndelta",
+        "dW_Q\nerror",
+        "repeated\nmaxima",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for head in heads:
         dq, dw_q = head.propagation.dq, head.propagation.dw_q
@@ -114,7 +121,9 @@ def _labels(head: HeadDiagnosis) -> Text:
 def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
     assert head.verdict is not None
     yield Text("")
-    yield Text.assemble((f"{words.head_name(head)}: ", "bold"), _labels(head), f" (evidence: {head.verdict.evidence})")
+    yield Text.assemble(
+        (f"{words.head_name(head)}: ", "bold"), _labels(head), f" (evidence: {head.verdict.evidence})"
+    )
     for reason in head.verdict.reasons:
         yield _bullet("-", reason)
     for suggestion in head.verdict.suggestions:
@@ -123,12 +132,20 @@ def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
     for name, title in words.GRADIENTS.items():
         error = getattr(head.propagation, name)
         if error is not None and error.relative_error is not None:
-            rest = f"; unexplained {words.percent(error.unexplained_fraction)} by delta alone" if error.unexplained_fraction else ""
+            rest = (
+                f"; unexplained {words.percent(error.unexplained_fraction)} by delta alone"
+                if error.unexplained_fraction
+                else ""
+            )
             if error.unexplained_with_casts is not None:
-                rest += f", {words.percent(error.unexplained_with_casts)} with LSE and casts" if rest else (
-                    f"; unexplained {words.percent(error.unexplained_with_casts)}"
+                rest += (
+                    f", {words.percent(error.unexplained_with_casts)} with LSE and casts"
+                    if rest
+                    else (f"; unexplained {words.percent(error.unexplained_with_casts)}")
                 )
-            yield _bullet(" ", f"{title} off {words.percent(error.relative_error)}: {words.share_words(error)}{rest}")
+            yield _bullet(
+                " ", f"{title} off {words.percent(error.relative_error)}: {words.share_words(error)}{rest}"
+            )
             if error.coherence is not None:
                 yield _bullet(
                     " ",

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from attn_diag.diagnosis import BiasEstimate, CaptureDiagnosis, GradientError, HeadDiagnosis, ObservationDiagnosis, Tool
+from attn_diag.diagnosis import (
+    BiasEstimate,
+    CaptureDiagnosis,
+    GradientError,
+    HeadDiagnosis,
+    ObservationDiagnosis,
+    Tool,
+)
 
 DASH = "–"
 TESTS = {

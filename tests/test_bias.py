@@ -28,7 +28,9 @@ def test_single_rows_are_students_t() -> None:
 
 
 def test_clusters_of_equal_size_are_a_test_of_their_means() -> None:
-    values = np.random.default_rng(1).normal(0.1, 1.0, (30, 7)) + np.random.default_rng(2).normal(0, 1, (30, 1))
+    values = np.random.default_rng(1).normal(0.1, 1.0, (30, 7)) + np.random.default_rng(2).normal(
+        0, 1, (30, 1)
+    )
     clusters = np.repeat(np.arange(30), 7)
     found = estimate_bias(rows_of(values.ravel()), clusters, 0.01)
     expected = stats.ttest_1samp(values.mean(1), 0.0)
@@ -67,7 +69,9 @@ def rejections(clustered: bool, mean: float, level: float, trials: int = 2000) -
 def test_false_alarms_stay_at_the_level(level: float) -> None:
     rate = rejections(clustered=True, mean=0.0, level=level)
     upper = stats.binom.ppf(0.999, 2000, level) / 2000
-    assert level / 3 <= rate <= upper * 1.25, f"{rate:.4f} at level {level}"  # 60 clusters of unequal size: slightly liberal
+    assert level / 3 <= rate <= upper * 1.25, (
+        f"{rate:.4f} at level {level}"
+    )  # 60 clusters of unequal size: slightly liberal
 
 
 def test_ignoring_clusters_would_alarm() -> None:
@@ -78,7 +82,10 @@ def test_minimum_detectable_bias_is_found_with_80_percent_power() -> None:
     rng = np.random.default_rng(3)
     detectable = estimate_bias(rows_of(rng.normal(0, 1, 400)), None, 0.01).minimum_detectable
     assert detectable is not None
-    hits = sum((estimate_bias(rows_of(rng.normal(detectable, 1, 400)), None, 0.01).p_value or 1) < 0.01 for _ in range(1500))
+    hits = sum(
+        (estimate_bias(rows_of(rng.normal(detectable, 1, 400)), None, 0.01).p_value or 1) < 0.01
+        for _ in range(1500)
+    )
     assert 0.72 <= hits / 1500 <= 0.88
 
 
@@ -87,7 +94,9 @@ def test_flat_band_is_left_by_one_percent_of_unbiased_walks() -> None:
     rng = np.random.default_rng(4)
     # Scale that changes along the rows: a constant-sigma z sqrt(n) band would fail here.
     scale = np.linspace(0.1, 3.0, 300)
-    outside = sum(bool(estimate_bias(rows_of(rng.normal(0, scale)), None, 0.01).drift_outside) for _ in range(2000))
+    outside = sum(
+        bool(estimate_bias(rows_of(rng.normal(0, scale)), None, 0.01).drift_outside) for _ in range(2000)
+    )
     assert outside <= stats.binom.ppf(0.999, 2000, 0.01)
     biased = estimate_bias(rows_of(rng.normal(0, scale) + 0.6), None, 0.01)
     assert biased.drift_outside

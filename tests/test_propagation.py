@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_diag.propagation import AtomSums, BackwardCollector, ForwardErrors, GradientSums, dq_parts, key_parts
+from attn_diag.propagation import (
+    AtomSums,
+    BackwardCollector,
+    ForwardErrors,
+    GradientSums,
+    dq_parts,
+    key_parts,
+)
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reference.rounding import BF16, FP64, round_nearest_even
 
@@ -30,7 +37,11 @@ def backward(head: AttentionHead, delta: Tensor, lse: Tensor, cast: bool = False
     dscores = probs * (head.do @ head.v.T - delta[:, None]) * slope
     if cast:
         probs, dscores = round_nearest_even(probs, BF16), round_nearest_even(dscores, BF16)
-    return {"dq": head.scale * dscores @ head.k, "dk": head.scale * dscores.T @ head.q, "dv": probs.T @ head.do}
+    return {
+        "dq": head.scale * dscores @ head.k,
+        "dk": head.scale * dscores.T @ head.q,
+        "dv": probs.T @ head.do,
+    }
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -59,7 +70,9 @@ def test_parts_add_up_to_the_error(softcap: float | None, cast: bool, with_lse: 
 
     reference_head(head, observe, block_rows=10)
     dq = dq_parts(head, reference, probs_k, errors, collected, observed["dq"], FP64)
-    keys = key_parts([reference], [collected], {n: observed[n] for n in ("dk", "dv")}, {"dk": FP64, "dv": FP64})
+    keys = key_parts(
+        [reference], [collected], {n: observed[n] for n in ("dk", "dv")}, {"dk": FP64, "dv": FP64}
+    )
     for name, parts in {"dq": dq, **keys}.items():
         assert parts.observed is not None
         error = parts.observed - parts.reference

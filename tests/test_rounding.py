@@ -61,7 +61,9 @@ def test_near_ties(fmt: FloatFormat, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dtype"), [(BF16, ml_dtypes.bfloat16), (E5M2, ml_dtypes.float8_e5m2), (FP16, np.float16)], ids=["bf16", "e5m2", "fp16"]
+    ("fmt", "dtype"),
+    [(BF16, ml_dtypes.bfloat16), (E5M2, ml_dtypes.float8_e5m2), (FP16, np.float16)],
+    ids=["bf16", "e5m2", "fp16"],
 )
 def test_float32_values_agree_with_ml_dtypes(fmt: FloatFormat, dtype: type) -> None:
     """Single rounding of float32 values, stratified over all bit patterns."""

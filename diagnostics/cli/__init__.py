@@ -37,7 +37,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and stop.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and stop.")
+    ] = False,
 ) -> None:
     """Signed rounding-error diagnostics for low-precision attention."""
 
@@ -58,6 +60,9 @@ def main() -> None:
         elif isinstance(error, InputError):
             print(f"attn-diag: {error}", file=sys.stderr)
         else:
-            print(f"attn-diag: internal error: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+            print(
+                f"attn-diag: internal error: {type(error).__name__}: {error} (--debug shows where)",
+                file=sys.stderr,
+            )
         sys.exit(EXIT_UNUSABLE if isinstance(error, InputError) else EXIT_INTERNAL)
     sys.exit(code if isinstance(code, int) else 0)

@@ -15,9 +15,21 @@ def env() -> None:
     tool = describe_tool(pick_device("auto"))
     print(f"attn-diag {tool.version}")
     print(f"python {tool.python} on {platform.platform()}")
-    for package in ("torch", "triton", "numpy", "scipy", "safetensors", "pydantic", "typer", "rich", "jinja2"):
+    for package in (
+        "torch",
+        "triton",
+        "numpy",
+        "scipy",
+        "safetensors",
+        "pydantic",
+        "typer",
+        "rich",
+        "jinja2",
+    ):
         try:
             print(f"{package} {version(package)}")
         except PackageNotFoundError:
             print(f"{package} not installed")
-    print(f"device {tool.device} ({tool.backend}), CUDA {torch.version.cuda or 'not built in'}, {torch.get_num_threads()} threads")
+    print(
+        f"device {tool.device} ({tool.backend}), CUDA {torch.version.cuda or 'not built in'}, {torch.get_num_threads()} threads"
+    )

@@ -22,22 +22,39 @@ _PROGRESS_AFTER_S = 1.0
 
 
 def inspect(
-    paths: Annotated[list[Path] | None, typer.Argument(help="Captures (.safetensors, .pt, .npz) or directories of them.")] = None,
-    example: Annotated[bool, typer.Option("--example", help="Inspect the capture that ships with the package.")] = False,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Captures (.safetensors, .pt, .npz) or directories of them.")
+    ] = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="Inspect the capture that ships with the package.")
+    ] = False,
     observation: Annotated[str | None, typer.Option(help="Only this observation.")] = None,
-    recipe: Annotated[list[str] | None, typer.Option(help="Also emulate this recipe on the same inputs (repeatable).")] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="Also emulate this recipe on the same inputs (repeatable).")
+    ] = None,
     head: Annotated[str | None, typer.Option(help="Heads, such as 0,3-5 (the model's numbers).")] = None,
     layer: Annotated[str | None, typer.Option(help="Only captures of these layers.")] = None,
     batch: Annotated[str | None, typer.Option(help="Batch items.")] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the diagnosis as JSON; - for stdout alone.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = None,
-    fail_on: Annotated[str | None, typer.Option(metavar="LABELS", help="Exit with 1 if a verdict has one of these: biased,lossy,…")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the diagnosis as JSON; - for stdout alone.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")
+    ] = None,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(metavar="LABELS", help="Exit with 1 if a verdict has one of these: biased,lossy,…"),
+    ] = None,
     level: Annotated[float, typer.Option(help="Significance level after Benjamini-Hochberg.")] = 0.01,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     layout: Annotated[str | None, typer.Option(help="BHTD or BTHD, instead of what the file says.")] = None,
-    causal: Annotated[str | None, typer.Option(help="none, top-left or bottom-right, instead of what the file says.")] = None,
+    causal: Annotated[
+        str | None, typer.Option(help="none, top-left or bottom-right, instead of what the file says.")
+    ] = None,
     scale: Annotated[float | None, typer.Option(help="Softmax scale, instead of what the file says.")] = None,
-    window: Annotated[str | None, typer.Option(metavar="LEFT,RIGHT", help="Sliding window, inclusive; -1 for unlimited.")] = None,
+    window: Annotated[
+        str | None, typer.Option(metavar="LEFT,RIGHT", help="Sliding window, inclusive; -1 for unlimited.")
+    ] = None,
     softcap: Annotated[float | None, typer.Option(help="Softcap, instead of what the file says.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 - read by main()
 ) -> int:
@@ -56,8 +73,16 @@ def inspect(
         parsed_window = None if window is None else parse_window(window)
     except ValueError:
         raise InputError(f"--window must be LEFT,RIGHT (two integers), got {window!r}") from None
-    options = {"layout": layout, "causal": causal, "scale": scale, "window": parsed_window, "softcap": softcap}
-    captures, unreadable = _open(paths or [], example=example, layers=_numbers("layer", layer), options=options)
+    options = {
+        "layout": layout,
+        "causal": causal,
+        "scale": scale,
+        "window": parsed_window,
+        "softcap": softcap,
+    }
+    captures, unreadable = _open(
+        paths or [], example=example, layers=_numbers("layer", layer), options=options
+    )
     selection = Selection(observation, _numbers("head", head), _numbers("batch", batch))
     with _progress_bar() as progress:
         diagnosis = inspect_captures(
@@ -71,7 +96,9 @@ def inspect(
     else:
         _print_report(diagnosis)
         if json_file is not None:
-            write_atomically(json_file, lambda temporary: Path(temporary).write_text(diagnosis.to_json() + "\n"))
+            write_atomically(
+                json_file, lambda temporary: Path(temporary).write_text(diagnosis.to_json() + "\n")
+            )
     if html is not None:
         from attn_diag.reports import html_document
 
@@ -112,7 +139,9 @@ def _open(
     if layers is not None:
         captures = [c for c in captures if c.metadata.layer in layers]
     if not captures:
-        raise InputError("none of the captures could be read" if unreadable else "no capture is of the layers asked for")
+        raise InputError(
+            "none of the captures could be read" if unreadable else "no capture is of the layers asked for"
+        )
     return captures, unreadable
 
 
@@ -135,7 +164,9 @@ def _progress_bar() -> Iterator[Progress]:
         task = bar.add_task("heads", visible=False)
 
         def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=time.monotonic() - started > _PROGRESS_AFTER_S)
+            bar.update(
+                task, completed=done, total=total, visible=time.monotonic() - started > _PROGRESS_AFTER_S
+            )
 
         yield update
 

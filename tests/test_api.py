@@ -1,0 +1,255 @@
+"""The Python face: tensors in, a Diagnosis out; its repr, reports and JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import attn_diag
+from attn_diag.analysis import Selection, inspect_captures
+from attn_diag.reference import AttentionHead, Masking, reference_head
+from attn_diag.reports import html_document
+
+
+def tensors(
+    batch: int = 1, heads: int = 2, kv_heads: int = 2, length: int = 48, d: int = 16, seed: int = 0
+) -> dict[str, Tensor]:
+    """BF16 inputs and outputs that are correct to one rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    q, do = (torch.randn(batch, heads, length, d, generator=generator).bfloat16() for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, length, d, generator=generator).bfloat16() for _ in range(2))
+    o, dq = torch.empty_like(q), torch.empty_like(q)
+    for b in range(batch):
+        for h in range(heads):
+            g = h * kv_heads // heads
+            found = reference_head(
+                AttentionHead(
+                    q[b, h].double(),
+                    k[b, g].double(),
+                    v[b, g].double(),
+                    do[b, h].double(),
+                    d**-0.5,
+                    Masking("top-left"),
+                )
+            )
+            assert found.dq is not None
+            o[b, h], dq[b, h] = found.out, found.dq
+    return {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}
+
+
+def test_inspect_at_a_breakpoint() -> None:
+    diagnosis = attn_diag.inspect(**tensors(), causal=True)
+    text = repr(diagnosis)
+    assert len(text.splitlines()) <= 25
+    assert "2 heads judged" in text
+    pooled = diagnosis.captures[0].observations[0].pooled
+    assert pooled.rows_all == 96
+    assert pooled.verdict is not None
+    assert any("bit-identical to correct rounding" in reason for reason in pooled.verdict.reasons)
+    assert "biased" not in diagnosis.labels
+
+
+def test_correct_rounding_has_no_excess_and_no_test_of_it() -> None:
+    head = attn_diag.inspect(**tensors(), causal=True).captures[0].observations[0].heads[0]
+    assert head.bias.o_excess is not None
+    assert head.bias.delta_excess is not None
+    assert head.bias.o_excess.mean == 0
+    assert head.bias.o_excess.p_value is None
+    assert head.bias.delta_excess.p_value is None
+    assert head.rounding_bias.o is not None
+    assert head.bias.o is not None
+    assert head.rounding_bias.o.mean == head.bias.o.mean
+
+
+def test_quantities_without_their_tensor_are_null() -> None:
+    given = tensors()
+    head = (
+        attn_diag.inspect(given["q"], given["k"], given["v"], o=given["o"], causal=True)
+        .captures[0]
+        .observations[0]
+        .heads[0]
+    )
+    assert head.noise_factor is None
+    assert head.conditioning is None
+    assert head.bias.delta is None
+    assert head.bias.lse is None
+    assert head.propagation.dq is None
+    assert head.delta_source is None
+    assert head.bias.o is not None
+
+
+def test_without_observation_a_recipe_is_emulated_and_said_to_be() -> None:
+    given = tensors()
+    diagnosis = attn_diag.inspect(
+        given["q"], given["k"], given["v"], do=given["do"], causal=True, recipes=["fa2", "qiu2025"]
+    )
+    fa2, qiu = diagnosis.captures[0].observations
+    assert fa2.emulated
+    assert fa2.backend == "emulation on cpu"
+    assert "fa2 (emulated)" in diagnosis.report()
+    assert fa2.pooled.noise_factor is not None
+    assert qiu.pooled.noise_factor is not None
+    assert fa2.pooled.noise_factor < 2 < qiu.pooled.noise_factor
+    assert qiu.pooled.row_maxima.as_run is not None
+    default = attn_diag.inspect(given["q"], given["k"], given["v"])
+    assert [o.name for o in default.captures[0].observations] == ["fa2 (emulated)"]
+
+
+def test_planted_bias_along_do_is_found_through_excess() -> None:
+    given = tensors(length=1024, heads=1, kv_heads=1, d=64)
+    away = torch.randint(0, 200, given["o"].shape, generator=torch.Generator().manual_seed(1)) == 0
+    step = torch.where(given["do"] > 0, 1, -1) * torch.where(given["o"] > 0, 1, -1)
+    bits = given["o"].view(torch.int16)
+    # One element in 200 moved by one ulp along dO: a bias of 0.005 ulp.
+    given["o"] = torch.where(away, bits + step.short(), bits).view(torch.bfloat16)
+    pooled = attn_diag.inspect(**given, causal=True).captures[0].observations[0].pooled
+    assert pooled.verdict is not None
+    assert "biased" in pooled.verdict.labels
+    assert pooled.bias.delta_excess is not None
+    assert pooled.bias.delta_excess.p_adjusted is not None
+    assert pooled.bias.delta_excess.p_adjusted < 1e-6
+    assert pooled.verdict.evidence == "significant"
+
+
+def test_family_counts_every_primary_test_once() -> None:
+    diagnosis = attn_diag.inspect(**tensors(heads=3, kv_heads=3), causal=True)
+    heads = diagnosis.captures[0].observations[0].heads
+    counted = [
+        e
+        for h in heads
+        for e in (h.bias.delta, h.bias.delta_excess, h.bias.o_excess, h.bias.o_away_excess)
+        if e and e.p_value is not None
+    ]
+    assert diagnosis.family.size == len(counted) == 4
+    raw, adjusted = [e.p_value for e in counted], [e.p_adjusted for e in counted]
+    assert all(a is not None and p is not None and a >= p for a, p in zip(adjusted, raw, strict=True))
+
+
+def test_eight_sequences_are_the_clusters() -> None:
+    few, many = (
+        attn_diag.inspect(**tensors(batch=b, length=16), causal=True).captures[0].observations[0].heads[0]
+        for b in (7, 8)
+    )
+    assert few.bias.delta is not None
+    assert many.bias.delta is not None
+    assert few.bias.delta.n_clusters == 7 * 16
+    assert many.bias.delta.n_clusters == 8
+    assert few.batch is None
+
+
+def test_grouped_heads_and_selection() -> None:
+    capture = attn_diag.Capture.from_tensors(tensors(heads=4, kv_heads=2), causal="top-left", head_offset=8)
+    diagnosis = inspect_captures([capture], selection=Selection(heads=frozenset({9, 11})))
+    assert [h.head for h in diagnosis.captures[0].observations[0].heads] == [9, 11, None]
+    with pytest.raises(attn_diag.InputError, match="no head 3; the capture has 8 to 11"):
+        inspect_captures([capture], selection=Selection(heads=frozenset({3})))
+
+
+def test_nan_in_a_key_takes_out_the_rows_that_attend_to_it() -> None:
+    given = tensors()
+    given["k"][0, 1, 40, 3] = math.nan
+    diagnosis = attn_diag.inspect(**given, causal=True)
+    clean, hit, pooled = diagnosis.captures[0].observations[0].heads
+    assert (clean.rows_all, clean.rows_nonfinite) == (48, 0)
+    assert (hit.rows_all, hit.rows_nonfinite) == (40, 8)
+    assert pooled.rows_all == 88
+    assert [(n.tensor, n.count, n.first) for n in diagnosis.captures[0].nonfinite] == [
+        ("k", 1, (0, 1, 40, 3))
+    ]
+    assert hit.propagation.dq is not None
+    assert hit.propagation.dq.relative_error == pytest.approx(0.002, abs=0.001)
+
+
+def test_nan_made_by_the_kernel_is_lossy() -> None:
+    given = tensors()
+    given["o"][0, 0, 7] = math.inf
+    head = attn_diag.inspect(**given, causal=True).captures[0].observations[0].heads[0]
+    assert head.verdict is not None
+    assert "lossy" in head.verdict.labels
+    assert "NaN or Inf where the reference is finite: o (1 rows)" in head.verdict.reasons[0]
+
+
+def test_fully_masked_rows_are_counted_and_left_out() -> None:
+    given = {n: t for n, t in tensors().items() if n not in ("dq", "o", "do")}
+    mask = torch.ones(48, 48, dtype=torch.bool)
+    mask[5:8] = False
+    head = (
+        attn_diag.inspect(given["q"], given["k"], given["v"], mask=mask).captures[0].observations[0].heads[0]
+    )
+    assert (head.rows_all, head.rows_fully_masked) == (45, 3)
+
+
+def test_projected_weight_gradient_needs_a_fitting_projection() -> None:
+    given = tensors(heads=1, kv_heads=1)
+    generator = torch.Generator().manual_seed(3)
+    x, w_q = torch.randn(1, 48, 40, generator=generator), torch.randn(16, 40, generator=generator)
+    given["q"] = (x @ w_q.T)[:, None].bfloat16()
+    del given["o"], given["dq"]
+    fits = attn_diag.inspect(**given, x=x, w_q=w_q, causal=True).captures[0].observations[0].heads[0]
+    assert fits.propagation.dw_q is not None
+    assert fits.propagation.dw_q.coherence is not None
+    rotated = attn_diag.inspect(**given, x=x, w_q=-w_q, causal=True).captures[0].observations[0].heads[0]
+    assert rotated.propagation.dw_q is None
+    assert "q is not x w_q^T" in rotated.propagation.notes[0]
+
+
+def test_json_round_trip_and_schema() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    given = tensors()
+    given["o"][0, 0, 3] = math.nan
+    diagnosis = attn_diag.inspect(**given, causal=True)
+    document = json.loads(diagnosis.to_json())
+    jsonschema.Draft202012Validator(attn_diag.json_schema()).validate(document)
+    assert document["schema"] == "attn-diag-diagnosis"
+    assert document["schema_version"] == 1
+    assert attn_diag.Diagnosis.from_json(diagnosis.to_json()) == diagnosis
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_terminal_report_keeps_within_its_width(width: int, captures: Path) -> None:
+    diagnosis = inspect_captures([attn_diag.load(captures / "pair_T256.safetensors")])
+    text = diagnosis.report(width)
+    assert max(map(len, text.splitlines())) <= width
+    for words in (
+        "ill_conditioned",
+        "noise floor",
+        "Benjamini-Hochberg",
+        "does not prove",
+        "float64 reference on cpu",
+    ):
+        assert words in text.replace("\n", " "), words
+
+
+def test_rich_and_notebook_faces() -> None:
+    diagnosis = attn_diag.inspect(**tensors(), causal=True)
+    console = Console(file=io.StringIO(), width=100, record=True)
+    console.print(diagnosis)
+    assert "2 heads judged" in console.export_text()
+    assert "<table>" in diagnosis._repr_html_()
+
+
+def test_html_is_one_page_without_links_and_escaped() -> None:
+    capture = attn_diag.Capture.from_tensors(tensors(), causal="top-left", device="<script>alert(1)</script>")
+    page = html_document(inspect_captures([capture]))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "http" not in page
+
+
+def test_ambiguous_causal_is_refused() -> None:
+    given = tensors()
+    with pytest.raises(attn_diag.InputError, match="ambiguous"):
+        attn_diag.inspect(given["q"][:, :, :10], given["k"], given["v"], causal=True)
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    attn_diag.inspect(**tensors(heads=4, kv_heads=4), causal=True)
+    assert torch.get_num_threads() == before

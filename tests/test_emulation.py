@@ -1,0 +1,166 @@
+"""Emulated recipes against real kernels' outputs, bit for bit, and the rules that recipes and schedules keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.kernels import (
+    PRESETS,
+    Recipe,
+    RecipeNotSupportedError,
+    Schedule,
+    SoftmaxRule,
+    emulate_head,
+    emulate_rows,
+    preset,
+)
+from attn_diag.loading import load
+from attn_diag.reference import AttentionHead, Masking, reference_head
+
+SPLIT = Schedule(key_tile=256, split_keys=256)
+
+
+def agreement(path: Path, observation: str, recipe: Recipe, output: str = "o") -> float:
+    """Fraction of bit-equal elements over all heads."""
+    capture = load(path)
+    equal = []
+    for head in range(capture.q_heads):
+        inputs = read_head(capture, 0, head, torch.device("cpu"), NonFiniteCensus())
+        observed = capture.read(capture.key(observation, output), 0, head)
+        assert observed is not None
+        equal.append((getattr(emulate_head(recipe, inputs.head), output) == observed).double().mean())
+    return float(torch.stack(equal).mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "observation", "recipe", "least"),
+    [
+        ("kernels_gauss_T512", "paper", preset("qiu2025"), 0.999),
+        ("kernels_pair_T512", "paper", preset("qiu2025"), 0.999),
+        ("kernels_gauss_T512", "stable", preset("qiu2025-stabilised"), 0.999),
+        ("kernels_pair_T512", "stable", preset("qiu2025-stabilised"), 0.999),
+        ("kernels_gauss_T512", "flash", replace(preset("fa2"), schedule=SPLIT), 0.998),
+        ("kernels_pair_T512", "flash", replace(preset("fa2"), schedule=SPLIT), 0.999),
+        (
+            "kernels_gauss_T512",
+            "flex",
+            replace(preset("fa2"), schedule=Schedule(order="diagonal-first")),
+            0.998,
+        ),
+        ("pair_T256", "flash", preset("fa2"), 0.997),
+        ("pair_T256", "cudnn", preset("cudnn"), 0.997),
+        ("gqa_T200", "observed", preset("cudnn"), 0.998),
+        ("gpt2_step731_L2H4", "observed", preset("cudnn"), 0.998),
+        ("gpt2_step637_L2H6", "observed", preset("cudnn"), 0.998),
+        ("failing_step500_L2H7", "observed", preset("bf16-forward"), 0.999),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_real_outputs_are_reproduced(
+    captures: Path, name: str, observation: str, recipe: Recipe, least: float
+) -> None:
+    assert agreement(captures / f"{name}.safetensors", observation, recipe) >= least
+
+
+def test_wrong_schedule_is_told_apart(captures: Path) -> None:
+    assert agreement(captures / "gqa_T200.safetensors", "observed", preset("fa2")) < 0.95
+
+
+def test_backward_of_a_fused_kernel_is_reproduced(captures: Path) -> None:
+    assert agreement(captures / "gqa_T200.safetensors", "observed", preset("cudnn"), "dq") > 0.99
+
+
+def make_head(dtype: torch.dtype = torch.bfloat16, softcap: float | None = None) -> AttentionHead:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, do = (torch.randn(n, 80, generator=generator).to(dtype).double() for n in (77, 333, 333, 77))
+    return AttentionHead(q, k, v, do, 80**-0.5, Masking("bottom-right", window=(200, 0)), softcap)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_error_is_of_the_order_of_the_format(name: str, fmt: str, softcap: float | None) -> None:
+    """Every recipe computes attention: within a few roundings of 2^-9 (BF16) or 2^-12 (FP16) in norm."""
+    dtype, unit = (torch.bfloat16, 2.0**-9) if fmt == "bf16" else (torch.float16, 2.0**-12)
+    head = make_head(dtype, softcap)
+    recipe = preset(name, fmt)  # type: ignore[arg-type]
+    got, truth = emulate_head(recipe, head), reference_head(head)
+    coarse = 8 if recipe.scores != "fp32" else 1
+    for output in ("o", "dq", "dk", "dv"):
+        expected = getattr(truth, output if output != "o" else "out")
+        value = getattr(got, output)
+        assert value.dtype == dtype
+        assert (value.double() - expected).norm() <= 3 * coarse * unit * expected.norm(), output
+    assert (got.lse.double() - truth.lse).abs().max() <= (0.2 if coarse > 1 else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["fa2", "cudnn", "qiu2025"])
+def test_chosen_rows_are_those_of_the_whole(name: str) -> None:
+    head, rows = make_head(), torch.tensor([3, 40, 76])
+    assert torch.equal(emulate_rows(preset(name), head, rows), emulate_head(preset(name), head).o[rows])
+
+
+def test_runs_are_reproducible() -> None:
+    head = make_head()
+    first, second = (emulate_head(preset("qiu2025"), head) for _ in range(2))
+    assert torch.equal(first.o, second.o)
+
+
+def test_fully_masked_rows_give_zero() -> None:
+    head = replace(make_head(), masking=Masking(mask=torch.zeros(77, 333, dtype=torch.bool)))
+    got = emulate_head(preset("fa2"), head)
+    assert not got.o.any()
+    assert (got.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    "schedule", [Schedule(), Schedule(order="descending"), Schedule(order="diagonal-first"), SPLIT], ids=str
+)
+@pytest.mark.parametrize("keys", [slice(0, 1), slice(0, 333), slice(100, 300), slice(256, 512)], ids=str)
+def test_schedules_cover_every_key_once(schedule: Schedule, keys: slice) -> None:
+    seen = [j for tiles in schedule.ranges(keys) for tile in tiles for j in range(tile.start, tile.stop)]
+    assert sorted(seen) == list(range(keys.start, keys.stop))
+
+
+def test_orders() -> None:
+    def starts(order: str) -> list[int]:
+        return [t.start for tiles in Schedule(key_tile=10, order=order).ranges(slice(0, 35)) for t in tiles]  # type: ignore[arg-type]
+
+    assert starts("ascending") == [0, 10, 20, 30]
+    assert starts("descending") == [30, 20, 10, 0]
+    assert starts("diagonal-first") == [30, 0, 10, 20]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"scores": "tf32"}, {"exp": "polynomial"}, {"accumulation": "exact"}, {"softmax": SoftmaxRule("stale", threshold=8.0)},
+     {"delta_from": "dp"}, {"division": "after-last-cast"}],
+    ids=lambda c: next(iter(c)),
+)  # fmt: skip
+def test_what_is_not_emulated_is_named(change: dict[str, object]) -> None:
+    recipe = replace(preset("fa2"), **change)  # type: ignore[arg-type]
+    with pytest.raises(RecipeNotSupportedError, match=next(iter(change))):
+        emulate_head(recipe, make_head())
+
+
+def test_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(KeyError, match="fa2, cudnn, qiu2025"):
+        preset("fa9")
+
+
+def test_recipe_as_a_table() -> None:
+    sites = preset("qiu2025").sites()
+    assert sites["scores"] == "bf16"
+    assert sites["schedule"] == "512 rows x 512 keys, ascending"
+    assert preset("qiu2025").table().row_count == len(sites)
+
+
+def test_for_input_changes_only_the_input_format() -> None:
+    half = preset("qiu2025", "fp16")
+    assert (half.input, half.scores, half.row_sum, half.exp) == ("fp16", "fp16", "fp16", "exact")
+    assert preset("fa2", "fp16").scores == "fp32"
