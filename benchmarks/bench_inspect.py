@@ -29,6 +29,7 @@ from attn_diag.reference import AttentionHead, Masking, reference_head
 
 SHAPES = {"12x1024x64": (1, 12, 1024, 64), "8x4096x128": (1, 8, 4096, 128), "1x16384x128": (1, 1, 16384, 128)}
 RUNS = 5
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,26 +37,26 @@ def naive(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     out = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v
-    out.backward(do.double())
-    assert q.grad is not None
-    return out.detach(), q.grad
+    return out.detach(), torch.autograd.grad(out, (q, k, v), do.double())[0]
 
 
-def make_capture(name: str, device: str) -> tuple[Capture, tuple[Tensor, Tensor, Tensor, Tensor]]:
+def head_of(tensors: Inputs, index: int, device: str) -> AttentionHead:
+    q, k, v, do = (t[0, index].to(device).double() for t in tensors)
+    return AttentionHead(q, k, v, do, q.shape[1] ** -0.5, Masking("top-left"))
+
+
+def make_capture(name: str, device: str) -> tuple[Capture, Inputs]:
     """N(0,1) inputs; o and dq are the true ones rounded once (made by the streamed reference: no T x T matrix)."""
     shape = SHAPES[name]
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(shape, generator=generator).bfloat16() for _ in range(4))
     o, dq = torch.empty_like(q), torch.empty_like(q)
     for h in range(shape[1]):
-        head = [t[0, h].to(device).double() for t in (q, k, v, do)]
-        found = reference_head(
-            AttentionHead(*head, shape[-1] ** -0.5, Masking("top-left")), key_gradients=False
-        )
+        found = reference_head(head_of((q, k, v, do), h, device), key_gradients=False)
         assert found.dq is not None
         o[0, h], dq[0, h] = found.out.cpu(), found.dq.cpu()
     tensors = {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}
-    return Capture.from_tensors(tensors, causal="top-left"), tuple(t.to(device) for t in (q, k, v, do))
+    return Capture.from_tensors(tensors, causal="top-left"), (q.to(device), k.to(device), v.to(device), do.to(device))
 
 
 def timed(work: Callable[[], object], device: str) -> float:
@@ -66,13 +67,10 @@ def timed(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def compare(name: str, device: str) -> dict[str, object]:
+def compare(name: str, device: str) -> dict[str, float]:
     """Median times of the analysis, of the streamed reference alone, and of the naive computation."""
     capture, tensors = make_capture(name, device)
-    heads = [
-        AttentionHead(*(t[0, h].double() for t in tensors), capture.scale, Masking("top-left"))
-        for h in range(capture.q_heads)
-    ]
+    heads = [head_of(tensors, h, device) for h in range(capture.q_heads)]
 
     def stream() -> None:
         for head in heads:
@@ -91,8 +89,7 @@ def compare(name: str, device: str) -> dict[str, object]:
                 times[label].append(seconds)
     medians = {label: statistics.median(values) for label, values in times.items()}
     return {f"{label} [s]": round(m, 4) for label, m in medians.items()} | {
-        f"{label} / naive": round(medians[label] / medians["naive"], 3)
-        for label in ("analysis", "streamed reference")
+        f"{label} / naive": round(medians[label] / medians["naive"], 3) for label in ("analysis", "streamed reference")
     }
 
 
@@ -127,26 +124,23 @@ def resident(field: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", nargs=2, metavar=("SHAPE", "WHAT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
-        measure_peak(*options.peak, options.device)
+        measure_peak(options.peak[0], options.peak[1], options.device)
         return
-    device = (
-        torch.cuda.get_device_name()
-        if options.device == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     result: dict[str, object] = {
-        "date": date.today().isoformat(), "device": device, "torch": torch.__version__, "python": platform.python_version(),
-    }  # fmt: skip
+        "date": date.today().isoformat(),
+        "device": device,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     for name in SHAPES:
-        row: dict[str, object] = {}
+        row: dict[str, float] = {}
         if name != "1x16384x128":
             row |= compare(name, options.device)
             row["naive peak [MB]"] = round(peak_memory(name, "naive", options.device))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from attn_diag.capture import Capture
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
-    from attn_diag.loading import example_path, load
     from attn_diag.kernels import Recipe, preset
+    from attn_diag.loading import example_path, load
 
 _HOME = {
     "AttnDiagError": "errors",
@@ -34,7 +34,7 @@ _HOME = {
     "preset": "kernels",
 }
 
-__all__ = [  # noqa: RUF022 - in the order of _HOME
+__all__ = [
     "AttnDiagError",
     "Capture",
     "Diagnosis",

@@ -93,9 +93,7 @@ def inspect(
     Raises InputError where tensors do not fit each other or are of an unsupported kind.
     """
     if causal is True and q.shape[1 if layout == "BTHD" else 2] != k.shape[1 if layout == "BTHD" else 2]:
-        raise InputError(
-            "causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'"
-        )
+        raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
     named = {"q": q, "k": k, "v": v, "do": do, "x": x, "w_q": w_q, "mask": mask}
     outputs = {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
     alignment = causal if isinstance(causal, str) else ("top-left" if causal else "none")
@@ -136,9 +134,7 @@ def inspect_captures(
     adjusted, size = adjust_family(tested)
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
     results = tuple(job.result(judged) for job in jobs)
-    entries = [
-        (c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None
-    ]
+    entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
     warnings = tuple(
         f"{c.source}: {n.count} NaN or Inf in {n.tensor}, first at {list(n.first)}"
         for c in results
@@ -223,10 +219,10 @@ class _CaptureJob:
                 for part in parts:
                     self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
             for name, sums in result.key_sums.items():
-                for output, found in sums.items():
+                for output, pair in sums.items():
                     self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {}).setdefault(
                         output, []
-                    ).append(found)
+                    ).append(pair)
             yield len(result.group.heads)
         for name, measured in self.measured.items():
             self.entries[name] = self._pool(name, measured)
@@ -294,16 +290,12 @@ class _CaptureJob:
     def _observed(
         self, inputs: HeadInputs, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
     ) -> list[ObservedHead]:
-        seen = [
-            self._read_observation(name, batch, head, census, want_keys=want_keys) for name in self.captured
-        ]
+        seen = [self._read_observation(name, batch, head, census, want_keys=want_keys) for name in self.captured]
         for observed in seen:
             if self._assumes_lse(observed.name):
                 assert observed.recipe is not None
                 # Coarse scores move L by far more than fp32 arithmetic does; the recipe tells by how much.
-                observed.assumed_lse = emulate_head(
-                    observed.recipe, replace(inputs.head, do=None)
-                ).lse.double()
+                observed.assumed_lse = emulate_head(observed.recipe, replace(inputs.head, do=None)).lse.double()
         for name, recipe in self.recipes.items():
             result = emulate_head(recipe, inputs.head)
             tensors = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
@@ -332,9 +324,7 @@ class _CaptureJob:
             outputs[output], formats[output] = tensor, format_of(c.tensors[key].dtype)
         keys = any(output in ("dk", "dv") for output in c.observations[name])
         found = self.recognised.get(name)
-        return ObservedHead(
-            name, outputs, formats, found.recipe if found else None, want_keys=keys and want_keys
-        )
+        return ObservedHead(name, outputs, formats, found.recipe if found else None, want_keys=keys and want_keys)
 
     def _key_gradients(
         self,
@@ -374,7 +364,7 @@ class _CaptureJob:
                 extra=self._extra(name, [head] if self.group == 1 else []),
                 level=self.level,
                 **sizes,
-            )  # fmt: skip
+            )
             for head, parts in measured.items()
         ]
         known = [sums for sums in dw_q.values() if sums is not None]
@@ -505,6 +495,4 @@ def _select(available: range, wanted: frozenset[int] | None, what: str, offset: 
 
 
 def _captured_backend(capture: Capture) -> str:
-    return (
-        f"captured on {capture.metadata.device}" if capture.metadata.device else "captured, device not stated"
-    )
+    return f"captured on {capture.metadata.device}" if capture.metadata.device else "captured, device not stated"

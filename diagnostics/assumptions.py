@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
@@ -17,6 +18,7 @@ from attn_diag.capture import Capture
 from attn_diag.diagnosis import Assumptions, Misfit
 from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_float64, read_head
+from attn_diag.metadata import Causal, Layout, LseBase
 from attn_diag.reference import reference_rows
 
 # Rounding errors, even of a failing kernel, stay well below this; a wrong mask or scale exceeds it at once.
@@ -35,17 +37,11 @@ def check_assumptions(capture: Capture, observations: list[str], device: torch.d
             checks.append(_check_lse(capture, name, device))
     wrong = [c for c in checks if not c.ok]
     if not checks:
-        return Assumptions(
-            None, capture.assumed, (), "not checked: no O or LSE was captured to check them with"
-        )
+        return Assumptions(None, capture.assumed, (), "not checked: no O or LSE was captured to check them with")
     if not wrong:
         worst = max(c.relative_error for c in checks)
-        return Assumptions(
-            True, capture.assumed, tuple(checks), f"hold: O agrees within {worst:.2g} (sampled rows)"
-        )
-    return Assumptions(
-        False, capture.assumed, tuple(checks), " ".join(dict.fromkeys(_message(c) for c in wrong))
-    )
+        return Assumptions(True, capture.assumed, tuple(checks), f"hold: O agrees within {worst:.2g} (sampled rows)")
+    return Assumptions(False, capture.assumed, tuple(checks), " ".join(dict.fromkeys(_message(c) for c in wrong)))
 
 
 def _message(check: Misfit) -> str:
@@ -75,7 +71,7 @@ def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misf
     error = _lse_error(capture, observation, device)
     if error <= TOLERANCE:
         return Misfit(observation, "lse", error, ok=True)
-    base = "2" if stated == "e" else "e"
+    base: LseBase = "2" if stated == "e" else "e"
     flipped = replace(capture, metadata=replace(capture.metadata, lse_base=base))
     other = _lse_error(flipped, observation, device)
     if other <= TOLERANCE:
@@ -103,8 +99,9 @@ def _readings(capture: Capture) -> Iterator[_Reading]:
     }
     scales |= {f"scale times {name} (base-2 exponent)": capture.scale * f for name, f in factors.items()}
     scales |= {f"scale={capture.scale**2:.6g} (applied twice)": capture.scale**2}
-    causals = [c for c in ("none", "top-left", "bottom-right") if c != stated.causal]
-    for layout in ("BHTD", "BTHD"):
+    causals: list[Causal] = [c for c in get_args(Causal) if c != stated.causal]
+    layouts: tuple[Layout, ...] = get_args(Layout)
+    for layout in layouts:
         for causal in (stated.causal, *causals):
             for window in {stated.window, None}:
                 for words, scale in {"": stated.scale, **scales}.items():
@@ -163,9 +160,7 @@ def _lse_error(capture: Capture, observation: str, device: torch.device) -> floa
     return math.sqrt(wrong / max(right, 1.0))
 
 
-def read_lse(
-    capture: Capture, observation: str, batch: int, head: int, device: torch.device
-) -> torch.Tensor | None:
+def read_lse(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> torch.Tensor | None:
     """One head's LSE, natural logarithm whatever base was captured, [Tq] float64."""
     lse = read_float64(capture, capture.key(observation, "lse"), batch, head, device)
     return lse if lse is None or capture.metadata.lse_base == "e" else lse * math.log(2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ MIN_EFFECTIVE = 20
 FLAT_BAND_99 = 2.807
 MIN_SEQUENCES = 8
 _POWER = 0.8
+_COLUMNS = ("total", "square", "positive", "nonzero", "unit_total", "unit_scale")
 _DRIFT_POINTS = 256
 
 
@@ -51,7 +53,7 @@ class SignedErrors:
         """From elementwise errors and their spacings, both [n, D]: the mean in ulp is mean(e) / mean(ulp)."""
         total = errors.sum(1)
         sums = (total, errors.square().sum(1), (errors > 0).sum(1), (errors != 0).sum(1), total, ulps.sum(1))
-        return cls(*torch.stack([s.double() for s in sums]).cpu().numpy(), count=errors.shape[1])
+        return cls._of_sums(sums, errors.shape[1])
 
     @classmethod
     def of_rows(cls, errors: Tensor, units: Tensor) -> SignedErrors:
@@ -59,14 +61,18 @@ class SignedErrors:
         usable = (units > 0) & units.isfinite()
         scaled = torch.where(usable, errors / units, 0.0)
         sums = (errors, errors.square(), errors > 0, errors != 0, scaled, usable)
-        return cls(*torch.stack([s.double() for s in sums]).cpu().numpy(), count=1)
+        return cls._of_sums(sums, 1)
+
+    @classmethod
+    def _of_sums(cls, sums: tuple[Tensor, ...], count: int) -> SignedErrors:
+        columns: list[Array] = list(torch.stack([s.double() for s in sums]).cpu().numpy())
+        return cls(**dict(zip(_COLUMNS, columns, strict=True)), count=count)
 
     @classmethod
     def join(cls, parts: Sequence[SignedErrors]) -> SignedErrors:
         """The rows of several heads or sequences, one after the other."""
-        names = ("total", "square", "positive", "nonzero", "unit_total", "unit_scale")
-        arrays = [np.concatenate([getattr(p, name) for p in parts]) for name in names]
-        return cls(*arrays, count=parts[0].count)
+        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
+        return cls(**columns, count=parts[0].count)
 
 
 def estimate_bias(errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, level: float) -> BiasEstimate:
@@ -87,7 +93,7 @@ def estimate_bias(errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, 
     sums, sizes = errors.total, np.full(len(errors.total), float(errors.count))
     if clusters is not None:
         _, index = np.unique(clusters, return_inverse=True)
-        sums, sizes = np.bincount(index, sums), np.bincount(index, sizes)
+        sums, sizes = _by_cluster(index, sums), _by_cluster(index, sizes)
     mean = float(sums.sum() / n)
     nonzero = float(errors.nonzero.sum())
     result = BiasEstimate(
@@ -131,15 +137,17 @@ def _effective(sums: Array) -> float | None:
     return _ratio(squares.sum() ** 2, np.square(squares).sum())
 
 
-def _drift(row_totals: Array) -> dict[str, object]:
+def _by_cluster(index: npt.NDArray[np.int64], values: Array) -> Array:
+    return np.bincount(index, values).astype(np.float64)
+
+
+def _drift(row_totals: Array) -> dict[str, Any]:
     """The running sum in row order, thinned, with the flat 99 % band that unbiased noise stays inside."""
     path = np.cumsum(row_totals)
     band = FLAT_BAND_99 * math.sqrt(float(np.square(row_totals).sum()))
     picked = np.linspace(0, len(path) - 1, min(len(path), _DRIFT_POINTS)).round().astype(int)
     return {
-        "drift": tuple(
-            [{"row": i, "sum": s} for i, s in zip(picked.tolist(), path[picked].tolist(), strict=True)]
-        ),
+        "drift": tuple([{"row": i, "sum": s} for i, s in zip(picked.tolist(), path[picked].tolist(), strict=True)]),
         "drift_band99": band,
         "drift_outside": bool(np.abs(path).max() > band),
     }

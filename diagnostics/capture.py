@@ -35,10 +35,14 @@ class TensorSource(Protocol):
     """A tensor that may still lie in a file: its shape and dtype are known, its parts are read by indexing."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of all axes."""
+        ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Type of the stored values."""
+        ...
 
     def __getitem__(self, index: Any) -> Tensor: ...
 
@@ -175,9 +179,7 @@ class _Validator:
         for name in ("q", "k", "v"):
             if name not in self.tensors:
                 have = ", ".join(sorted(self.tensors)) or "no tensors"
-                raise InputError(
-                    f"tensor '{name}' is missing: a capture needs q, k and v; this one has {have}"
-                )
+                raise InputError(f"tensor '{name}' is missing: a capture needs q, k and v; this one has {have}")
         for name in self.tensors:
             self._check_dtype(name)
         self._check_input_dtypes()
@@ -189,11 +191,7 @@ class _Validator:
         if base == "q_positions":
             if dtype.is_floating_point or dtype == torch.bool:
                 raise InputError(f"q_positions must be integers, got {_short(dtype)}")
-        elif (
-            base in _INPUTS + OBSERVED
-            and dtype not in _FLOATS
-            and not (base == "mask" and dtype == torch.bool)
-        ):
+        elif base in _INPUTS + OBSERVED and dtype not in _FLOATS and not (base == "mask" and dtype == torch.bool):
             raise InputError(
                 f"{name} has dtype {_short(dtype)}; expected floating point ({', '.join(map(_short, _FLOATS))})"
             )
@@ -205,14 +203,13 @@ class _Validator:
             common = max(set(dtypes.values()), key=list(dtypes.values()).count)
             odd = [name for name, dtype in dtypes.items() if dtype != common]
             wider = len(odd) == 1 and format_of(dtypes[odd[0]]).precision > format_of(common).precision
-            hint = (
-                f": {odd[0]} was silently promoted, look at the last operation that made it" if wider else ""
-            )
+            hint = f": {odd[0]} was silently promoted, look at the last operation that made it" if wider else ""
             raise InputError(f"q, k and v must have one dtype, got {listed}{hint}")
         for name, dtype in dtypes.items():
             if dtype in _FP8 and f"{name}_descale" not in self.tensors:
                 raise InputError(
-                    f"{name} is {_short(dtype)} without descale factors: add '{name}_descale' ([B, heads] or one number)"
+                    f"{name} is {_short(dtype)} without descale factors: "
+                    f"add '{name}_descale' ([B, heads] or one number)"
                 )
 
     def _check_inputs(self) -> None:
@@ -227,9 +224,7 @@ class _Validator:
                 raise InputError(f"{name} is empty: shape {list(shape)}")
         c = self.capture
         self._expect("k", [c.batch, c.kv_heads, c.k_length, c.head_dim], "the B and D of q")
-        self._expect(
-            "v", [c.batch, c.kv_heads, c.k_length, self.tensors["v"].shape[3]], "the B, H and T of k"
-        )
+        self._expect("v", [c.batch, c.kv_heads, c.k_length, self.tensors["v"].shape[3]], "the B, H and T of k")
         if c.q_heads % c.kv_heads:
             raise InputError(
                 f"q has {c.q_heads} heads and k has {c.kv_heads}: the first must be a multiple of the second"
@@ -238,18 +233,12 @@ class _Validator:
         if (x := self.tensors.get("x")) is not None and (
             len(x.shape) != 3 or tuple(x.shape[:2]) != (c.batch, c.q_length)
         ):
-            raise InputError(
-                f"x must have shape [B, T, C] = [{c.batch}, {c.q_length}, C], got {list(x.shape)}"
-            )
+            raise InputError(f"x must have shape [B, T, C] = [{c.batch}, {c.q_length}, C], got {list(x.shape)}")
         if (w_q := self.tensors.get("w_q")) is not None:
             channels = None if x is None else x.shape[2]
             if len(w_q.shape) != 2 or w_q.shape[0] % c.head_dim or (channels and w_q.shape[1] != channels):
-                raise InputError(
-                    f"w_q must have shape [D * heads, C] with D = {c.head_dim}, got {list(w_q.shape)}"
-                )
-        if (positions := self.tensors.get("q_positions")) is not None and tuple(positions.shape) != (
-            c.q_length,
-        ):
+                raise InputError(f"w_q must have shape [D * heads, C] with D = {c.head_dim}, got {list(w_q.shape)}")
+        if (positions := self.tensors.get("q_positions")) is not None and tuple(positions.shape) != (c.q_length,):
             raise InputError(
                 f"q_positions must have shape [{c.q_length}], one per query row, got {list(positions.shape)}"
             )
@@ -259,9 +248,7 @@ class _Validator:
                 n in (1, m) for n, m in zip(reversed(mask.shape), reversed(full), strict=False)
             )
             if not fits:
-                raise InputError(
-                    f"mask must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(mask.shape)}"
-                )
+                raise InputError(f"mask must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(mask.shape)}")
         for name in ("q", "k", "v"):
             if (factor := self.tensors.get(f"{name}_descale")) is not None:
                 heads = c.q_heads if name == "q" else c.kv_heads
@@ -286,12 +273,10 @@ class _Validator:
                     raise InputError(f"{name} must have shape [B, H, T] = {rows}, got {list(tensor.shape)}")
             elif output in shapes:
                 self._expect(name, shapes[output], "that of q, or of k for dk and dv")
-        if any(
-            name.endswith((".dq", ".dk", ".dv")) or name in ("dq", "dk", "dv") for name in self.tensors
-        ) and ("do" not in self.tensors):
-            raise InputError(
-                "gradients (dq, dk or dv) are there but 'do' is missing: the reference backward needs dO"
-            )
+        if any(name.endswith((".dq", ".dk", ".dv")) or name in ("dq", "dk", "dv") for name in self.tensors) and (
+            "do" not in self.tensors
+        ):
+            raise InputError("gradients (dq, dk or dv) are there but 'do' is missing: the reference backward needs dO")
 
     def _expect(self, name: str, bhtd: list[int], why: str) -> None:
         if name not in self.tensors:
@@ -300,7 +285,8 @@ class _Validator:
         expected = bhtd if layout == "BHTD" else [bhtd[0], bhtd[2], bhtd[1], bhtd[3]]
         if list(self.tensors[name].shape) != expected:
             raise InputError(
-                f"{name} must have shape [{', '.join(layout)}] = {expected} ({why}), got {list(self.tensors[name].shape)}"
+                f"{name} must have shape [{', '.join(layout)}] = {expected} ({why}), "
+                f"got {list(self.tensors[name].shape)}"
             )
 
 

@@ -88,9 +88,7 @@ def masking_of(capture: Capture, batch: int, head: int) -> Masking:
     )
 
 
-def read_head(
-    capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus
-) -> HeadInputs:
+def read_head(capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus) -> HeadInputs:
     """Read q, k, v and dO of query head ``head`` (with its key head) of sequence ``batch``."""
     kv_head = head // (capture.q_heads // capture.kv_heads)
     tensors: dict[str, Tensor | None] = {}

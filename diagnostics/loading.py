@@ -120,15 +120,13 @@ _SAFETENSORS_DTYPES = {
 
 
 def _read_safetensors(path: Path) -> _Read:
-    handle = safe_open(path, framework="pt")
+    handle: Any = safe_open(path, framework="pt")  # ships without types
     tensors: dict[str, TensorSource] = {}
     for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
         part = handle.get_slice(name)
         if part.get_dtype() not in _SAFETENSORS_DTYPES:
             raise InputError(f"{name} has dtype {part.get_dtype()}, which is not supported")
-        tensors[name] = _SafetensorsSource(
-            handle, name, tuple(part.get_shape()), _SAFETENSORS_DTYPES[part.get_dtype()]
-        )
+        tensors[name] = _SafetensorsSource(handle, name, tuple(part.get_shape()), _SAFETENSORS_DTYPES[part.get_dtype()])
     return tensors, handle.metadata() or {}, []
 
 
@@ -183,7 +181,5 @@ def _tensor_from_numpy(name: str, array: np.ndarray[Any, Any], notes: list[str])
         notes.append(f"{name}: 16-bit words taken as BF16")
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     if array.dtype.kind == "V":
-        raise InputError(
-            f"{name} holds {array.dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors"
-        )
+        raise InputError(f"{name} holds {array.dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors")
     return torch.from_numpy(np.ascontiguousarray(array))

@@ -101,9 +101,7 @@ def measure_head(
     """
     forward = _ForwardPass(inputs, observed)
     passed = forward.run()
-    results = [
-        _measure(inputs, passed, seen, forward.errors.get(seen.name), batch, head, x) for seen in observed
-    ]
+    results = [_measure(inputs, passed, seen, forward.errors.get(seen.name), batch, head, x) for seen in observed]
     return passed.reference, results
 
 
@@ -116,16 +114,12 @@ class _ForwardPass:
         head, length = inputs.head, len(inputs.head.q)
         self._maxima: dict[str, RowMaximaCollector] = {}
         for seen in observed:
-            rounding = (
-                score_rounding(seen.recipe, head.scale) if seen.recipe and _plain_scores(inputs) else None
-            )
+            rounding = score_rounding(seen.recipe, head.scale) if seen.recipe and _plain_scores(inputs) else None
             fmt = _SCORE_FORMATS[seen.recipe.scores] if seen.recipe and rounding else None
             # Observations without a recipe share one collector: only "as_run" depends on it.
             key = seen.name if rounding else ""
             if key not in self._maxima:
-                self._maxima[key] = RowMaximaCollector(
-                    length, head.q.device, inputs.input_format, rounding, fmt
-                )
+                self._maxima[key] = RowMaximaCollector(length, head.q.device, inputs.input_format, rounding, fmt)
         self._backward: dict[str, BackwardCollector] = {}
         self._probs_k = torch.zeros_like(head.q) if head.do is not None else None
         if head.do is None:
@@ -145,9 +139,7 @@ class _ForwardPass:
             )
             self.errors[seen.name] = errors
             want_casts = "dq" in seen.outputs or seen.want_keys
-            self._backward[seen.name] = BackwardCollector(
-                head, errors, want_casts=want_casts, want_keys=seen.want_keys
-            )
+            self._backward[seen.name] = BackwardCollector(head, errors, want_casts=want_casts, want_keys=seen.want_keys)
 
     def run(self) -> _Pass:
         want_keys = any(seen.want_keys for seen in self.observed)
@@ -160,19 +152,17 @@ class _ForwardPass:
         for collector in self._maxima.values():
             collector.add(block)
         if self._probs_k is not None:
-            probs = (
-                block.unnormalised_probs if block.slope is None else block.unnormalised_probs * block.slope
-            )
+            probs = block.unnormalised_probs if block.slope is None else block.unnormalised_probs * block.slope
             product = probs @ self.inputs.head.k[block.keys]
             self._probs_k[block.rows] = product.mul_(block.inverse_row_sum[:, None])
-        for name, collector in self._backward.items():
+        for name, backward in self._backward.items():
             errors = self.errors[name]
             assert block.delta is not None
             errors.delta_error[block.rows] = errors.delta[block.rows] - block.delta
             if errors.lse is not None and errors.lse_error is not None:
                 difference = errors.lse[block.rows] - block.lse
                 errors.lse_error[block.rows] = difference.masked_fill_(block.fully_masked, 0.0)
-            collector.add(block)
+            backward.add(block)
 
 
 def _measure(
@@ -298,9 +288,7 @@ def _measure_backward(
     result.keys = passed.backward.get(seen.name)
 
 
-def _dq_parts(
-    inputs: HeadInputs, passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None
-) -> Parts:
+def _dq_parts(inputs: HeadInputs, passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None) -> Parts:
     observed = seen.outputs.get("dq")
     if forward_errors is None:
         assert passed.reference.dq is not None

@@ -64,17 +64,11 @@ class Metadata:
     def __post_init__(self) -> None:
         for name, allowed in (("layout", Layout), ("causal", Causal), ("lse_base", LseBase)):
             if getattr(self, name) not in get_args(allowed):
-                raise InputError(
-                    f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}"
-                )
+                raise InputError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
         if self.scale is not None and not (math.isfinite(self.scale) and self.scale != 0):
-            raise InputError(
-                f"scale must be a finite number other than 0, got {self.scale}; 1/sqrt(D) is usual"
-            )
+            raise InputError(f"scale must be a finite number other than 0, got {self.scale}; 1/sqrt(D) is usual")
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
-            raise InputError(
-                f"softcap must be a finite number above 0, got {self.softcap}; leave it out for none"
-            )
+            raise InputError(f"softcap must be a finite number above 0, got {self.softcap}; leave it out for none")
         if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
             raise InputError(f"window must be 'left,right', each >= 0 or -1 for unlimited, got {self.window}")
         if self.head_offset < 0:

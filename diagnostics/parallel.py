@@ -12,9 +12,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def map_in_order(
-    work: Callable[[_Item], _Result], items: Sequence[_Item], *, parallel: bool
-) -> Iterator[_Result]:
+def map_in_order(work: Callable[[_Item], _Result], items: Sequence[_Item], *, parallel: bool) -> Iterator[_Result]:
     """``work`` of every item, results in the items' order.
 
     ``parallel``: spread the items over as many threads as torch uses, each running torch single-threaded;

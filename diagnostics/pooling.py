@@ -164,9 +164,7 @@ def _row_maxima(parts: list[HeadMeasurement], analysed: int, eligible: int) -> R
         if len(known) < len(sums):
             return None
         rows = sum(s.rows for s in known)
-        return RepeatCount(
-            rows, eligible, rows / analysed if analysed else None, max(s.largest for s in known)
-        )
+        return RepeatCount(rows, eligible, rows / analysed if analysed else None, max(s.largest for s in known))
 
     exact, window, unit = count("exact"), count("window"), count("unit")
     assert exact is not None
@@ -199,9 +197,7 @@ def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple
         which = int(np.searchsorted(starts, i, side="right")) - 1
         part = parts[which]
         row = int(part.rows[i - starts[which]])
-        found.append(
-            TopRow(part.batch, part.head, row, float(delta.total[i]), float(delta.square[i]) / total)
-        )
+        found.append(TopRow(part.batch, part.head, row, float(delta.total[i]), float(delta.square[i]) / total))
     return tuple(found)
 
 

@@ -64,9 +64,7 @@ class BackwardCollector:
     ``want_casts``: follow the casts too. ``want_keys``: also dK and dV.
     """
 
-    def __init__(
-        self, head: AttentionHead, errors: ForwardErrors, *, want_casts: bool, want_keys: bool
-    ) -> None:
+    def __init__(self, head: AttentionHead, errors: ForwardErrors, *, want_casts: bool, want_keys: bool) -> None:
         assert head.do is not None
         self._head, self._errors = head, errors
         self._want_casts = want_casts
@@ -98,9 +96,7 @@ class BackwardCollector:
             return
         # dS_obs = exp(-D_L) (dS - D_delta P), and P = P_bar / l: two passes, no second exponential.
         probs = _sloped(block, block.unnormalised_probs)
-        dscores = torch.addcmul(
-            block.dscores, probs, (delta_error * block.inverse_row_sum)[:, None], value=-1
-        )
+        dscores = torch.addcmul(block.dscores, probs, (delta_error * block.inverse_row_sum)[:, None], value=-1)
         factor = block.inverse_row_sum
         if self._errors.lse_error is not None:
             ratio = torch.exp(-self._errors.lse_error[rows])
@@ -169,9 +165,7 @@ def key_parts(
     for name, operand in (("dk", "ds_cast"), ("dv", "p_cast")):
         reference = total(getattr(r, name) for r in references)
         assert reference is not None
-        parts: dict[str, Tensor | None] = (
-            {} if name == "dv" else {"delta": total(c.dk_delta for c in collected)}
-        )
+        parts: dict[str, Tensor | None] = {} if name == "dv" else {"delta": total(c.dk_delta for c in collected)}
         parts["lse"] = total(getattr(c, f"{name}_lse") for c in collected)
         uncast = sum((p for p in parts.values() if p is not None), start=reference)
         cast = total(getattr(c, f"{name}_cast") for c in collected)
@@ -244,9 +238,7 @@ class GradientSums:
             unexplained_fraction=_norm_ratio(self.left_by_delta, self.error)
             if observed and self.predicted_by_delta is not None
             else None,
-            shares={n: None if d is None else d / self.error for n, d in self.dots.items()}
-            if observed
-            else None,
+            shares={n: None if d is None else d / self.error for n, d in self.dots.items()} if observed else None,
             unexplained_with_casts=_norm_ratio(self.left_by_all, self.error) if observed else None,
             over_noise_floor=_norm_ratio(self.error, self.floor) if self.observed else None,
             **(self.atoms.result() if self.atoms is not None else {}),
@@ -290,8 +282,8 @@ class AtomSums:
         known = [p for p in parts if p is not None]
         if not known or len(known) < len(parts):
             return None
-        sums = [sum(getattr(p, name) for p in known) for name in ("total", "squares", "norms", "fourths")]
-        return cls(*sums, flipped=torch.stack([p.flipped for p in known]).sum(0))
+        sums = {name: sum(getattr(p, name) for p in known) for name in ("total", "squares", "norms", "fourths")}
+        return cls(**sums, flipped=torch.stack([p.flipped for p in known]).sum(0))
 
     def result(self) -> dict[str, float | None]:
         """coherence, its null, cancellation and participation."""
@@ -310,7 +302,7 @@ def project(parts: Parts, x: Tensor) -> Parts:
     names = list(parts.parts)
     stack = [parts.reference, parts.observed, parts.predicted, *(parts.parts[name] for name in names)]
     known = [t for t in stack if t is not None]
-    products = iter((torch.cat(known, 1).T @ x).split([t.shape[1] for t in known]))
+    products = iter(torch.split(torch.cat(known, 1).T @ x, [t.shape[1] for t in known]))
     reference, observed, predicted, *rest = (None if t is None else next(products) for t in stack)
     assert reference is not None
     return Parts(reference, observed, dict(zip(names, rest, strict=True)), predicted)

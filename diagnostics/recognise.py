@@ -32,9 +32,7 @@ class Recognised:
     name: str
 
 
-def recognise(
-    capture: Capture, observation: str, batch: int, head: int, device: torch.device
-) -> Recognised | None:
+def recognise(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> Recognised | None:
     """The recipe of an observation, from sampled rows of one head; None where no known one fits."""
     fmt = _FORMATS.get(capture.tensors["q"].dtype)
     observed = capture.read(capture.key(observation, "o"), batch, head)

@@ -82,9 +82,7 @@ class RowMaximaCollector:
             reach = torch.maximum(reach, 2.5 * ulp(top, self._score_format))
         threshold = (top - reach).masked_fill_(block.fully_masked, torch.inf)
         rows, columns = (block.scores >= threshold[:, None]).nonzero(as_tuple=True)
-        self._pending.append(
-            (self._index[block.rows][rows], columns + block.keys.start, block.scores[rows, columns])
-        )
+        self._pending.append((self._index[block.rows][rows], columns + block.keys.start, block.scores[rows, columns]))
         self._pending_count += len(rows)
         if self._pending_count > _MAX_PENDING:
             self._settle()

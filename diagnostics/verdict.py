@@ -40,7 +40,10 @@ _SUGGESTIONS: dict[Label, str] = {
         "Compare with a kernel that keeps scores, row sum and O accumulator in fp32 and rounds O once; "
         "an emulated recipe beside it (--recipe fa2) shows what that would leave."
     ),
-    "biased": "Look for the site: directed rounding of P or of the accumulator, or a row sum that adds other P than PV uses.",
+    "biased": (
+        "Look for the site: directed rounding of P or of the accumulator, "
+        "or a row sum that adds another P than PV uses."
+    ),
     "undecided": "Capture more rows or sequences: the error sits in too few rows for a test of its mean.",
     "clean": "Nothing to do for this head; bias in one capture would not have proven divergence either.",
 }
@@ -73,16 +76,12 @@ def judge(
             "the kernel rounds something else coarsely."
         )
     dq_error, dq_words = _dq_error(propagation)
-    if (
-        dq_error is not None
-        and dq_error > DQ_ERROR_ABOVE
-        and noise_factor is not None
-        and noise_factor <= LOSSY_ABOVE
-    ):
+    if dq_error is not None and dq_error > DQ_ERROR_ABOVE and noise_factor is not None and noise_factor <= LOSSY_ABOVE:
         labels.append("ill_conditioned")
         reasons.append(
             f"{dq_words} although the kernel is at its noise floor (noise factor {noise_factor:.3g}): "
-            f"conditioning {conditioning or 0:.3g}, rows have little dQ of their own and the rounding of O, through delta, swamps it."
+            f"conditioning {conditioning or 0:.3g}, rows have little dQ of their own "
+            "and the rounding of O, through delta, swamps it."
         )
     tests = {name: e for name in PRIMARY if (e := getattr(bias, name)) is not None and e.p_value is not None}
     biased = _biased(tests, rounding_bias, level)
@@ -98,8 +97,9 @@ def judge(
         smallest = min(weak, key=lambda n: weak[n].n_eff or 0.0)
         listed = ", ".join(f"{r.row} ({r.share:.0%})" for r in top_rows[:3])
         reasons.append(
-            f"The mean of {', '.join(_NAMES[n] for n in weak)} rests on about {weak[smallest].n_eff:.2g} rows or clusters "
-            f"(at least {MIN_EFFECTIVE} needed){f'; rows with most of delta’s squared error: {listed}' if listed else ''}."
+            f"The mean of {', '.join(_NAMES[n] for n in weak)} rests on about {weak[smallest].n_eff:.2g} rows "
+            f"or clusters (at least {MIN_EFFECTIVE} needed)"
+            f"{f'; rows with most of delta’s squared error: {listed}' if listed else ''}."
         )
     if not tests and bit_identical is None:
         labels.append("undecided")
@@ -108,7 +108,7 @@ def judge(
         labels.append("clean")
     reasons += _context(bias, tests, row_maxima, noise_factor, propagation, bit_identical, labels)
     unique = tuple(dict.fromkeys(labels))
-    seen = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
+    seen: Literal["none", "seen"] = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
     return Verdict(unique, evidence, tuple(reasons), tuple(_SUGGESTIONS[label] for label in unique))
 
@@ -132,9 +132,7 @@ def _dq_error(propagation: Propagation) -> tuple[float | None, str]:
     return None, ""
 
 
-def _biased(
-    tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float
-) -> tuple[bool, list[str]]:
+def _biased(tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float) -> tuple[bool, list[str]]:
     """Whether a primary test rejects, and the sentence for each that does.
 
     delta's total mean error alone is no kernel's fault where correct rounding of O has the same significant
@@ -151,9 +149,7 @@ def _biased(
         )
         rounding = rounding_bias.delta if name == "delta" else None
         if rounding is not None and _explains(rounding, estimate, level):
-            words.append(
-                f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel."
-            )
+            words.append(f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel.")
         else:
             found = True
             words.append(f"{sentence}.")
@@ -188,9 +184,7 @@ def _context(
             )
     repeats = row_maxima.exact
     if repeats.rows:
-        words.append(
-            f"Repeated row maxima in {repeats.rows} of {repeats.rows_eligible} eligible rows (input format)."
-        )
+        words.append(f"Repeated row maxima in {repeats.rows} of {repeats.rows_eligible} eligible rows (input format).")
     else:
         words.append("No row has a repeated maximum, so that is not the trigger here.")
     if noise_factor is not None and noise_factor <= LOSSY_ABOVE:

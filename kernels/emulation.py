@@ -38,19 +38,19 @@ class HeadLike(Protocol):
     """
 
     @property
-    def q(self) -> Tensor: ...
+    def q(self) -> Tensor: ...  # noqa: D102 - described above, as the rest
     @property
-    def k(self) -> Tensor: ...
+    def k(self) -> Tensor: ...  # noqa: D102
     @property
-    def v(self) -> Tensor: ...
+    def v(self) -> Tensor: ...  # noqa: D102
     @property
-    def do(self) -> Tensor | None: ...
+    def do(self) -> Tensor | None: ...  # noqa: D102
     @property
-    def scale(self) -> float: ...
+    def scale(self) -> float: ...  # noqa: D102
     @property
-    def softcap(self) -> float | None: ...
-    def visible_span(self, rows: slice | Tensor) -> slice: ...
-    def apply_mask(self, scores: Tensor, rows: slice | Tensor, keys: slice) -> None: ...
+    def softcap(self) -> float | None: ...  # noqa: D102
+    def visible_span(self, rows: slice | Tensor) -> slice: ...  # noqa: D102
+    def apply_mask(self, scores: Tensor, rows: slice | Tensor, keys: slice) -> None: ...  # noqa: D102
 
 
 @dataclass
@@ -70,14 +70,10 @@ def check_supported(recipe: Recipe) -> None:
     """Raise RecipeNotSupportedError, naming the site, unless ``emulate_head`` can run the recipe."""
     formats = ("scores", "difference", "row_max", "probs", "row_sum", "range_pv", "accumulator", "out", "delta",
                "backward_probs", "dscores", "dq")  # fmt: skip
-    unsupported = [
-        f"{name}={getattr(recipe, name)}" for name in formats if getattr(recipe, name) not in _DTYPES
-    ]
+    unsupported = [f"{name}={getattr(recipe, name)}" for name in formats if getattr(recipe, name) not in _DTYPES]
     rules = {"exp": ("exact", "exp2-fma"), "accumulation": ("fp32-nearest",), "division": ("before-last-cast",),
              "delta_from": ("rounded-o",), "probs_scale": (1.0,)}  # fmt: skip
-    unsupported += [
-        f"{n}={getattr(recipe, n)}" for n, known in rules.items() if getattr(recipe, n) not in known
-    ]
+    unsupported += [f"{n}={getattr(recipe, n)}" for n, known in rules.items() if getattr(recipe, n) not in known]
     if recipe.softmax.kind == "stale":
         unsupported.append(f"softmax={recipe.softmax}")
     if unsupported:
@@ -143,7 +139,7 @@ def _scores(recipe: Recipe, products: Tensor, scale: float) -> Tensor:
 
 
 def _exponential(recipe: Recipe, scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
-    """exp(factor (S - m)); ``factor`` is alpha where it was left to the exponent, else 1. A row without keys gives 0."""
+    """exp(factor (S - m)); ``factor`` is alpha where left to the exponent, else 1. A row without keys gives 0."""
     maxima = maxima.masked_fill(maxima == -torch.inf, 0.0)
     if recipe.exp == "exp2-fma":
         # exp2(fma(S, c, -m c)), c = fp32(alpha log2 e): the product and sum are rounded together.
@@ -246,9 +242,7 @@ def _backward(recipe: Recipe, head: HeadLike, fp32: _Operands, result: EmulatedH
     in_exponent = recipe.alpha == "in-exponent" and head.softcap is None and not _has_bias(head)
     factor = head.scale if in_exponent else 1.0
     for start in range(0, len(fp32.q), recipe.schedule.query_block):
-        rows = torch.arange(
-            start, min(start + recipe.schedule.query_block, len(fp32.q)), device=fp32.q.device
-        )
+        rows = torch.arange(start, min(start + recipe.schedule.query_block, len(fp32.q)), device=fp32.q.device)
         keys = head.visible_span(rows)
         scores = _masked_scores(recipe, head, fp32, rows, keys, in_exponent=in_exponent)
         lse = result.lse[rows][:, None]

@@ -32,9 +32,7 @@ class Schedule:
         for begin in range(keys.start - keys.start % split, keys.stop, split):
             start, stop = max(begin, keys.start), min(begin + split, keys.stop)
             first = start - start % self.key_tile
-            tiles = [
-                slice(max(t, start), min(t + self.key_tile, stop)) for t in range(first, stop, self.key_tile)
-            ]
+            tiles = [slice(max(t, start), min(t + self.key_tile, stop)) for t in range(first, stop, self.key_tile)]
             if self.order == "descending":
                 tiles.reverse()
             elif self.order == "diagonal-first":
@@ -108,11 +106,7 @@ class Recipe:
     def sites(self) -> dict[str, str]:
         """Field by field in words, in the order of the computation."""
         shown = [f.name for f in fields(self) if f.name not in ("name", "summary")]
-        return {
-            name.replace("_", " "): str(getattr(self, name))
-            for name in shown
-            if getattr(self, name) is not None
-        }
+        return {name.replace("_", " "): str(getattr(self, name)) for name in shown if getattr(self, name) is not None}
 
     def table(self) -> Table:
         """The recipe as a rich table."""
@@ -129,9 +123,7 @@ class Recipe:
     def for_input(self, input_format: Format) -> Recipe:
         """The same recipe for another 16-bit input format: what was BF16 becomes ``input_format``."""
         changes: dict[str, Any] = {
-            f.name: input_format
-            for f in fields(self)
-            if getattr(self, f.name) == self.input and f.name != "name"
+            f.name: input_format for f in fields(self) if getattr(self, f.name) == self.input and f.name != "name"
         }
         return replace(self, **changes)
 
@@ -170,7 +162,7 @@ PRESETS = {
         replace(
             _QIU2025,
             name="qiu2025-stabilised",
-            summary="as qiu2025, with the published mitigation: where a maximum is repeated, beta times it is subtracted",
+            summary="as qiu2025, with the published mitigation: a repeated maximum is multiplied by beta",
             softmax=SoftmaxRule("stabilised", beta=2.0),
         ),
         Recipe(

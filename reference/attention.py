@@ -185,9 +185,7 @@ class HeadReference:
     dv: Tensor | None = None
 
 
-def row_blocks(
-    head: AttentionHead, *, rows: Tensor | None = None, block_rows: int | None = None
-) -> Iterator[RowBlock]:
+def row_blocks(head: AttentionHead, *, rows: Tensor | None = None, block_rows: int | None = None) -> Iterator[RowBlock]:
     """The head's intermediates, block by block of query rows.
 
     ``rows``: indices of the query rows wanted (default: all). ``block_rows``: rows in a block (default: as

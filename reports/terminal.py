@@ -27,7 +27,8 @@ def brief(diagnosis: Diagnosis) -> str:
         error = words.percent(dq.relative_error if dq else None)
         lines.append(
             f"  {observation.name} {words.head_name(head)}: {words.labels(head)}; "
-            f"noise factor {words.number(head.noise_factor)}, conditioning {words.number(head.conditioning)}, dQ off {error}"
+            f"noise factor {words.number(head.noise_factor)}, "
+            f"conditioning {words.number(head.conditioning)}, dQ off {error}"
         )
     return "\n".join([*lines, "  print(d.report()) shows all; d.to_json() exports it."])
 
@@ -121,9 +122,7 @@ def _labels(head: HeadDiagnosis) -> Text:
 def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
     assert head.verdict is not None
     yield Text("")
-    yield Text.assemble(
-        (f"{words.head_name(head)}: ", "bold"), _labels(head), f" (evidence: {head.verdict.evidence})"
-    )
+    yield Text.assemble((f"{words.head_name(head)}: ", "bold"), _labels(head), f" (evidence: {head.verdict.evidence})")
     for reason in head.verdict.reasons:
         yield _bullet("-", reason)
     for suggestion in head.verdict.suggestions:
@@ -143,9 +142,7 @@ def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
                     if rest
                     else (f"; unexplained {words.percent(error.unexplained_with_casts)}")
                 )
-            yield _bullet(
-                " ", f"{title} off {words.percent(error.relative_error)}: {words.share_words(error)}{rest}"
-            )
+            yield _bullet(" ", f"{title} off {words.percent(error.relative_error)}: {words.share_words(error)}{rest}")
             if error.coherence is not None:
                 yield _bullet(
                     " ",

@@ -77,7 +77,9 @@ def observation_line(observation: ObservationDiagnosis) -> str:
         return f"{observation.name}: {observation.backend}"
     recipe = "no known recipe reproduces its O"
     if observation.recipe is not None and observation.agreement is not None:
-        recipe = f"O as recipe {observation.recipe} makes it ({observation.agreement:.1%} of sampled elements bit-equal)"
+        recipe = (
+            f"O as recipe {observation.recipe} makes it ({observation.agreement:.1%} of sampled elements bit-equal)"
+        )
     return f"{observation.name}: {observation.backend}; {recipe}"
 
 

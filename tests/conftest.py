@@ -17,9 +17,7 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    return (
-        f"torch {torch.__version__}, numpy {numpy.__version__}, {device}, {torch.get_num_threads()} threads"
-    )
+    return f"torch {torch.__version__}, numpy {numpy.__version__}, {device}, {torch.get_num_threads()} threads"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

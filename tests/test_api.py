@@ -6,11 +6,11 @@ import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
 
 import attn_diag
 from attn_diag.analysis import Selection, inspect_captures
@@ -20,7 +20,7 @@ from attn_diag.reports import html_document
 
 def tensors(
     batch: int = 1, heads: int = 2, kv_heads: int = 2, length: int = 48, d: int = 16, seed: int = 0
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """BF16 inputs and outputs that are correct to one rounding."""
     generator = torch.Generator().manual_seed(seed)
     q, do = (torch.randn(batch, heads, length, d, generator=generator).bfloat16() for _ in range(2))
@@ -160,9 +160,7 @@ def test_nan_in_a_key_takes_out_the_rows_that_attend_to_it() -> None:
     assert (clean.rows_all, clean.rows_nonfinite) == (48, 0)
     assert (hit.rows_all, hit.rows_nonfinite) == (40, 8)
     assert pooled.rows_all == 88
-    assert [(n.tensor, n.count, n.first) for n in diagnosis.captures[0].nonfinite] == [
-        ("k", 1, (0, 1, 40, 3))
-    ]
+    assert [(n.tensor, n.count, n.first) for n in diagnosis.captures[0].nonfinite] == [("k", 1, (0, 1, 40, 3))]
     assert hit.propagation.dq is not None
     assert hit.propagation.dq.relative_error == pytest.approx(0.002, abs=0.001)
 
@@ -180,9 +178,7 @@ def test_fully_masked_rows_are_counted_and_left_out() -> None:
     given = {n: t for n, t in tensors().items() if n not in ("dq", "o", "do")}
     mask = torch.ones(48, 48, dtype=torch.bool)
     mask[5:8] = False
-    head = (
-        attn_diag.inspect(given["q"], given["k"], given["v"], mask=mask).captures[0].observations[0].heads[0]
-    )
+    head = attn_diag.inspect(given["q"], given["k"], given["v"], mask=mask).captures[0].observations[0].heads[0]
     assert (head.rows_all, head.rows_fully_masked) == (45, 3)
 
 

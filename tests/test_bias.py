@@ -28,9 +28,7 @@ def test_single_rows_are_students_t() -> None:
 
 
 def test_clusters_of_equal_size_are_a_test_of_their_means() -> None:
-    values = np.random.default_rng(1).normal(0.1, 1.0, (30, 7)) + np.random.default_rng(2).normal(
-        0, 1, (30, 1)
-    )
+    values = np.random.default_rng(1).normal(0.1, 1.0, (30, 7)) + np.random.default_rng(2).normal(0, 1, (30, 1))
     clusters = np.repeat(np.arange(30), 7)
     found = estimate_bias(rows_of(values.ravel()), clusters, 0.01)
     expected = stats.ttest_1samp(values.mean(1), 0.0)
@@ -83,8 +81,7 @@ def test_minimum_detectable_bias_is_found_with_80_percent_power() -> None:
     detectable = estimate_bias(rows_of(rng.normal(0, 1, 400)), None, 0.01).minimum_detectable
     assert detectable is not None
     hits = sum(
-        (estimate_bias(rows_of(rng.normal(detectable, 1, 400)), None, 0.01).p_value or 1) < 0.01
-        for _ in range(1500)
+        (estimate_bias(rows_of(rng.normal(detectable, 1, 400)), None, 0.01).p_value or 1) < 0.01 for _ in range(1500)
     )
     assert 0.72 <= hits / 1500 <= 0.88
 
@@ -94,9 +91,7 @@ def test_flat_band_is_left_by_one_percent_of_unbiased_walks() -> None:
     rng = np.random.default_rng(4)
     # Scale that changes along the rows: a constant-sigma z sqrt(n) band would fail here.
     scale = np.linspace(0.1, 3.0, 300)
-    outside = sum(
-        bool(estimate_bias(rows_of(rng.normal(0, scale)), None, 0.01).drift_outside) for _ in range(2000)
-    )
+    outside = sum(bool(estimate_bias(rows_of(rng.normal(0, scale)), None, 0.01).drift_outside) for _ in range(2000))
     assert outside <= stats.binom.ppf(0.999, 2000, 0.01)
     biased = estimate_bias(rows_of(rng.normal(0, scale) + 0.6), None, 0.01)
     assert biased.drift_outside

@@ -61,9 +61,7 @@ def agreement(path: Path, observation: str, recipe: Recipe, output: str = "o") -
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_real_outputs_are_reproduced(
-    captures: Path, name: str, observation: str, recipe: Recipe, least: float
-) -> None:
+def test_real_outputs_are_reproduced(captures: Path, name: str, observation: str, recipe: Recipe, least: float) -> None:
     assert agreement(captures / f"{name}.safetensors", observation, recipe) >= least
 
 
@@ -129,7 +127,8 @@ def test_schedules_cover_every_key_once(schedule: Schedule, keys: slice) -> None
 
 def test_orders() -> None:
     def starts(order: str) -> list[int]:
-        return [t.start for tiles in Schedule(key_tile=10, order=order).ranges(slice(0, 35)) for t in tiles]  # type: ignore[arg-type]
+        schedule = Schedule(key_tile=10, order=order)  # type: ignore[arg-type]
+        return [t.start for tiles in schedule.ranges(slice(0, 35)) for t in tiles]
 
     assert starts("ascending") == [0, 10, 20, 30]
     assert starts("descending") == [30, 20, 10, 0]

@@ -41,9 +41,7 @@ FAILING = "failing_step500_L2H7:observed"
 @cache
 def diagnose(name: str) -> Diagnosis:
     # Through the JSON text, because that is what users read.
-    return Diagnosis.from_json(
-        inspect_captures([load(CAPTURES / f"{name}.safetensors")], device="cpu").to_json()
-    )
+    return Diagnosis.from_json(inspect_captures([load(CAPTURES / f"{name}.safetensors")], device="cpu").to_json())
 
 
 def observation(key: str) -> ObservationDiagnosis:
@@ -192,9 +190,7 @@ def test_cuda_gives_the_same_figures(name: str) -> None:
                     "unexplained_fraction",
                     "coherence",
                 ):
-                    assert getattr(x, figure) == pytest.approx(getattr(y, figure), rel=1e-6), (
-                        f"{gradient} {figure}"
-                    )
+                    assert getattr(x, figure) == pytest.approx(getattr(y, figure), rel=1e-6), f"{gradient} {figure}"
         for quantity in ("o", "delta", "dq"):
             x, y = getattr(one.bias, quantity), getattr(other.bias, quantity)
             assert x.rms == pytest.approx(y.rms, rel=1e-6)

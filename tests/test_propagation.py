@@ -70,9 +70,7 @@ def test_parts_add_up_to_the_error(softcap: float | None, cast: bool, with_lse: 
 
     reference_head(head, observe, block_rows=10)
     dq = dq_parts(head, reference, probs_k, errors, collected, observed["dq"], FP64)
-    keys = key_parts(
-        [reference], [collected], {n: observed[n] for n in ("dk", "dv")}, {"dk": FP64, "dv": FP64}
-    )
+    keys = key_parts([reference], [collected], {n: observed[n] for n in ("dk", "dv")}, {"dk": FP64, "dv": FP64})
     for name, parts in {"dq": dq, **keys}.items():
         assert parts.observed is not None
         error = parts.observed - parts.reference

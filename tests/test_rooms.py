@@ -119,9 +119,7 @@ def test_wheel_holds_only_the_package(wheel: Path) -> None:
     ):
         assert f"attn_diag/{needed}" in names
     sources = {
-        p
-        for folder in ("kernels", "reference", "reports", "diagnostics")
-        for p in (ROOT / folder).rglob("*.py")
+        p for folder in ("kernels", "reference", "reports", "diagnostics") for p in (ROOT / folder).rglob("*.py")
     }
     assert sum(n.endswith(".py") for n in names) == len(sources)
 

@@ -30,6 +30,5 @@ def env() -> None:
             print(f"{package} {version(package)}")
         except PackageNotFoundError:
             print(f"{package} not installed")
-    print(
-        f"device {tool.device} ({tool.backend}), CUDA {torch.version.cuda or 'not built in'}, {torch.get_num_threads()} threads"
-    )
+    cuda = torch.version.cuda or "not built in"
+    print(f"device {tool.device} ({tool.backend}), CUDA {cuda}, {torch.get_num_threads()} threads")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -38,9 +38,7 @@ def inspect(
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the diagnosis as JSON; - for stdout alone.")
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = None,
     fail_on: Annotated[
         str | None,
         typer.Option(metavar="LABELS", help="Exit with 1 if a verdict has one of these: biased,lossy,…"),
@@ -73,16 +71,14 @@ def inspect(
         parsed_window = None if window is None else parse_window(window)
     except ValueError:
         raise InputError(f"--window must be LEFT,RIGHT (two integers), got {window!r}") from None
-    options = {
+    options: dict[str, Any] = {
         "layout": layout,
         "causal": causal,
         "scale": scale,
         "window": parsed_window,
         "softcap": softcap,
     }
-    captures, unreadable = _open(
-        paths or [], example=example, layers=_numbers("layer", layer), options=options
-    )
+    captures, unreadable = _open(paths or [], example=example, layers=_numbers("layer", layer), options=options)
     selection = Selection(observation, _numbers("head", head), _numbers("batch", batch))
     with _progress_bar() as progress:
         diagnosis = inspect_captures(
@@ -96,9 +92,7 @@ def inspect(
     else:
         _print_report(diagnosis)
         if json_file is not None:
-            write_atomically(
-                json_file, lambda temporary: Path(temporary).write_text(diagnosis.to_json() + "\n")
-            )
+            write_atomically(json_file, lambda temporary: Path(temporary).write_text(diagnosis.to_json() + "\n"))
     if html is not None:
         from attn_diag.reports import html_document
 
@@ -117,7 +111,7 @@ def _exit_code(diagnosis: Diagnosis, wanted: frozenset[str]) -> int:
 
 
 def _open(
-    paths: list[Path], *, example: bool, layers: frozenset[int] | None, options: dict[str, object]
+    paths: list[Path], *, example: bool, layers: frozenset[int] | None, options: dict[str, Any]
 ) -> tuple[list[Capture], list[str]]:
     """Open every capture; what cannot be read is named on stderr, and is an error if nothing can."""
     from attn_diag.loading import example_path, find_captures, load
@@ -164,9 +158,7 @@ def _progress_bar() -> Iterator[Progress]:
         task = bar.add_task("heads", visible=False)
 
         def update(done: int, total: int) -> None:
-            bar.update(
-                task, completed=done, total=total, visible=time.monotonic() - started > _PROGRESS_AFTER_S
-            )
+            bar.update(task, completed=done, total=total, visible=time.monotonic() - started > _PROGRESS_AFTER_S)
 
         yield update
 
