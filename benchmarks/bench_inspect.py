@@ -4,7 +4,8 @@
 
 Naive: softmax(Q K^T) V with autograd in float64, forward and backward, T x T matrices and all. Time: median of
 alternating runs in one process. Memory: peak resident size of a process of its own, less what it had after
-its imports (on CUDA: the allocator's peak).
+its imports (on CUDA: the allocator's peak). With --device cuda every real capture is also
+analysed on both devices, and the figures are compared.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +27,8 @@ from torch import Tensor
 
 from attn_diag.analysis import inspect_captures
 from attn_diag.capture import Capture
+from attn_diag.diagnosis import Diagnosis
+from attn_diag.loading import load
 from attn_diag.reference import AttentionHead, Masking, reference_head
 
 SHAPES = {"12x1024x64": (1, 12, 1024, 64), "8x4096x128": (1, 8, 4096, 128), "1x16384x128": (1, 1, 16384, 128)}
@@ -93,6 +97,41 @@ def compare(name: str, device: str) -> dict[str, float]:
     }
 
 
+def figures(diagnosis: Diagnosis) -> list[float]:
+    """The figures of every observation's pooled entry, in a fixed order."""
+    found: list[float | None] = []
+    for observation in diagnosis.captures[0].observations:
+        head = observation.pooled
+        found += [head.noise_factor, head.conditioning, head.row_maxima.exact.fraction]
+        for estimate in (head.bias.o, head.bias.delta, head.bias.dq):
+            found += [estimate.rms, estimate.standard_error] if estimate else []
+        for gradient in (head.propagation.dq, head.propagation.dw_q):
+            if gradient:
+                found += [gradient.relative_error, gradient.predicted_relative_error, gradient.unexplained_fraction]
+                found += [gradient.unexplained_with_casts, gradient.coherence, gradient.participation]
+    return [f for f in found if f is not None]
+
+
+def compare_devices(path: Path) -> dict[str, float]:
+    """One real capture on the CPU and on CUDA: median times, and how far their figures lie apart."""
+    capture = load(path)
+    results = {device: inspect_captures([capture], device=device) for device in ("cpu", "cuda")}
+    times = {
+        device: statistics.median(
+            timed(partial(inspect_captures, [capture], device=device), device) for _ in range(RUNS)
+        )
+        for device in results
+    }
+    pairs = zip(figures(results["cpu"]), figures(results["cuda"]), strict=True)
+    apart = max(abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a or b)
+    return {
+        "cpu [s]": round(times["cpu"], 4),
+        "cuda [s]": round(times["cuda"], 4),
+        "cuda / cpu": round(times["cuda"] / times["cpu"], 3),
+        "largest relative difference of a figure": float(f"{apart:.1e}"),
+    }
+
+
 def peak_memory(name: str, what: str, device: str) -> float:
     """MB above the imported libraries, in a fresh process."""
     command = [sys.executable, __file__, "--device", device, "--peak", name, what]
@@ -147,6 +186,10 @@ def main() -> None:
         row["analysis peak [MB]"] = round(peak_memory(name, "analysis", options.device))
         result[name] = row
         print(name, row, flush=True)
+    if options.device == "cuda":
+        for path in sorted((Path(__file__).parent.parent / "tests" / "captures").glob("*.safetensors")):
+            result[path.stem] = compare_devices(path)
+            print(path.stem, result[path.stem], flush=True)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
