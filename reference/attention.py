@@ -25,7 +25,7 @@ Causal = Literal["none", "top-left", "bottom-right"]
 Rows = slice | Tensor
 
 # Scores of one block, in elements: 1 MiB of float64 stays in a core's cache; a GPU wants enough to fill it.
-_BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**25}
+_BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
 _MIN_BLOCK_ROWS = 16
 
 # MKL chooses a vector function's implementation at its first call. When several threads make that call at
