@@ -15,7 +15,7 @@ from attn_diag.capture import Capture
 from attn_diag.loading import load
 
 STRIDE = 5
-# Of the five offsets the one whose dQ error (7.1 %) and conditioning (90) lie nearest to the full capture's (8.0 %, 91).
+# Of the five offsets, the cut whose dQ error (7.1 %) and conditioning (90) lie nearest the full capture's (8.0 %, 91).
 OFFSET = 2
 
 

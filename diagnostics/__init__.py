@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
     from attn_diag.kernels import Recipe, preset
-    from attn_diag.loading import example_path, load
+    from attn_diag.loading import load, load_example
 
 _HOME = {
     "AttnDiagError": "errors",
@@ -26,11 +26,11 @@ _HOME = {
     "Diagnosis": "diagnosis",
     "InputError": "errors",
     "Recipe": "kernels",
-    "example_path": "loading",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
     "load": "loading",
+    "load_example": "loading",
     "preset": "kernels",
 }
 
@@ -40,11 +40,11 @@ __all__ = [
     "Diagnosis",
     "InputError",
     "Recipe",
-    "example_path",
     "inspect",
     "inspect_captures",
     "json_schema",
     "load",
+    "load_example",
     "preset",
 ]
 

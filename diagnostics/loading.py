@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ _EXAMPLE = Path(__file__).parent / "data" / "gpt2_step731_L2H4_rows.safetensors"
 _STATED_BY_DEFAULT = ("layout", "causal", "scale")
 
 
-def example_path() -> Path:
-    """The capture that ships with the package: a real attention head whose gradient is 8 % wrong."""
-    return _EXAMPLE
+def load_example() -> Capture:
+    """The capture that ships with the package, opened."""
+    return replace(load(_EXAMPLE), source=f"example {_EXAMPLE.name}")
 
 
 def find_captures(paths: Iterable[str | Path]) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Literal
 
 from attn_diag.bias import MIN_EFFECTIVE, PRIMARY
@@ -187,7 +188,7 @@ def _context(
         words.append(f"Repeated row maxima in {repeats.rows} of {repeats.rows_eligible} eligible rows (input format).")
     else:
         words.append("No row has a repeated maximum, so that is not the trigger here.")
-    if noise_factor is not None and noise_factor <= LOSSY_ABOVE:
+    if noise_factor is not None and noise_factor <= LOSSY_ABOVE and "ill_conditioned" not in labels:
         words.append(f"The kernel is at its noise floor (noise factor {noise_factor:.3g}).")
     if propagation.dw_q is not None and propagation.dw_q.relative_error is not None:
         words.append(f"dW_Q of this sample is {propagation.dw_q.relative_error:.2%} off.")
@@ -218,5 +219,5 @@ def summarise(
     if worst is not None:
         error, source, observation, head = worst
         place = f"head {head.head}" if head.layer is None else f"layer {head.layer} head {head.head}"
-        sentence += f" Largest dQ error: {error:.2%} ({place}, {observation}, {source})."
+        sentence += f" Largest dQ error: {error:.2%} ({place}, {observation}, {PurePath(source).name})."
     return Summary(sentence, dict(labels), unreadable, warnings)

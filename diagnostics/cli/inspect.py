@@ -114,13 +114,11 @@ def _open(
     paths: list[Path], *, example: bool, layers: frozenset[int] | None, options: dict[str, Any]
 ) -> tuple[list[Capture], list[str]]:
     """Open every capture; what cannot be read is named on stderr, and is an error if nothing can."""
-    from attn_diag.loading import example_path, find_captures, load
+    from attn_diag.loading import find_captures, load, load_example
 
-    if example:
-        paths = [*paths, example_path()]
-    if not paths:
+    if not paths and not example:
         raise InputError("nothing to inspect: name a capture or a directory, or try --example")
-    captures, unreadable = [], []
+    captures, unreadable = [load_example()] if example else [], []
     files = find_captures(paths)
     for path in files:
         try:
