@@ -6,7 +6,6 @@ import sys
 import traceback
 from typing import Annotated
 
-import click
 import typer
 
 from attn_diag import __version__
@@ -14,9 +13,8 @@ from attn_diag.cli.env import env
 from attn_diag.cli.inspect import inspect
 from attn_diag.errors import InputError
 
-EXIT_FINDINGS = 1
-EXIT_UNUSABLE = 2
-EXIT_INTERNAL = 3
+_UNUSABLE = 2
+_INTERNAL = 3
 
 app = typer.Typer(
     name="attn-diag",
@@ -46,23 +44,13 @@ def _root(
 
 def main() -> None:
     """Run the command line; errors become one line on stderr and an exit code (tracebacks with --debug)."""
-    debug = "--debug" in sys.argv
     try:
-        code = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(EXIT_UNUSABLE)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        app()
     except Exception as error:
-        if debug:
+        if "--debug" in sys.argv:
             traceback.print_exc()
         elif isinstance(error, InputError):
             print(f"attn-diag: {error}", file=sys.stderr)
         else:
-            print(
-                f"attn-diag: internal error: {type(error).__name__}: {error} (--debug shows where)",
-                file=sys.stderr,
-            )
-        sys.exit(EXIT_UNUSABLE if isinstance(error, InputError) else EXIT_INTERNAL)
-    sys.exit(code if isinstance(code, int) else 0)
+            print(f"attn-diag: internal error: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        sys.exit(_UNUSABLE if isinstance(error, InputError) else _INTERNAL)

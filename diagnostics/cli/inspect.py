@@ -55,7 +55,7 @@ def inspect(
     ] = None,
     softcap: Annotated[float | None, typer.Option(help="Softcap, instead of what the file says.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 - read by main()
-) -> int:
+) -> None:
     """Say whether captured attention is biased, lossy or ill-conditioned, and what it does to the gradients."""
     from attn_diag.analysis import Selection, inspect_captures
     from attn_diag.diagnosis import Label
@@ -92,13 +92,15 @@ def inspect(
     else:
         _print_report(diagnosis)
         if json_file is not None:
-            write_atomically(json_file, lambda temporary: Path(temporary).write_text(diagnosis.to_json() + "\n"))
+            write_atomically(
+                json_file, lambda temporary: Path(temporary).write_text(diagnosis.to_json() + "\n", encoding="utf-8")
+            )
     if html is not None:
         from attn_diag.reports import html_document
 
         page = html_document(diagnosis)
         write_atomically(html, lambda temporary: Path(temporary).write_text(page, encoding="utf-8"))
-    return _exit_code(diagnosis, wanted)
+    raise typer.Exit(_exit_code(diagnosis, wanted))
 
 
 def _exit_code(diagnosis: Diagnosis, wanted: frozenset[str]) -> int:
@@ -175,7 +177,8 @@ def _numbers(option: str, text: str | None) -> frozenset[int] | None:
     chosen: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise InputError(f"--{option} takes numbers and ranges such as 0,3-5, got {text!r}")
-        chosen.update(range(int(first), int(last if dash else first) + 1))
+        chosen.update(range(int(first), int(last) + 1))
     return frozenset(chosen)

@@ -1,0 +1,263 @@
+"""Captures in memory and in files, and the check of what they say about themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import attn_diag.loading
+from attn_diag import Capture, InputError, load
+from attn_diag.analysis import Selection, inspect_captures
+from attn_diag.diagnosis import CaptureDiagnosis
+from attn_diag.metadata import Metadata
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """O (BF16) and LSE (fp32) of [B, H, T, D] tensors by the textbook; ``hidden`` marks pairs that may not attend."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.double().repeat_interleave(repeat, 1), v.double().repeat_interleave(repeat, 1)
+    scores = scale * q.double() @ k.mT
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ v).bfloat16(), scores.logsumexp(-1).float()
+
+
+def inputs(
+    heads: int = 2, kv_heads: int = 2, tq: int = 40, tk: int = 40, d: int = 16, seed: int = 0
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"q": (heads, tq), "k": (kv_heads, tk), "v": (kv_heads, tk), "do": (heads, tq)}
+    return {n: torch.randn(2, h, t, d, generator=generator).bfloat16() for n, (h, t) in shapes.items()}
+
+
+def future(tq: int, tk: int, alignment: str) -> Tensor:
+    return torch.ones(tq, tk, dtype=torch.bool).triu(1 if alignment == "top-left" else 1 + tk - tq)
+
+
+def full(**options: Any) -> dict[str, Tensor]:
+    """Causal attention with O and LSE."""
+    tensors = inputs(**options)
+    tq, tk, d = tensors["q"].shape[2], tensors["k"].shape[2], tensors["q"].shape[3]
+    tensors["o"], tensors["lse"] = attention(
+        tensors["q"], tensors["k"], tensors["v"], d**-0.5, future(tq, tk, "bottom-right")
+    )
+    return tensors
+
+
+def diagnose(tensors: dict[str, Tensor], **metadata: Any) -> CaptureDiagnosis:
+    return inspect_captures([Capture.from_tensors(tensors, **metadata)], device="cpu").captures[0]
+
+
+def equal(a: Capture, b: Capture) -> bool:
+    return (
+        a.metadata == b.metadata
+        and set(a.tensors) == set(b.tensors)
+        and all(torch.equal(a.tensors[n][...], b.tensors[n][...]) for n in a.tensors)
+        and all(a.tensors[n].dtype == b.tensors[n].dtype for n in a.tensors)
+    )
+
+
+METADATA = Metadata(
+    causal="bottom-right", scale=0.3, window=(12, -1), softcap=7.5, lse_base="2", layer=3, head_offset=4, step=17,
+    kernel="mine", notes="two\nlines", extra={"host": "x"},
+)  # fmt: skip
+
+
+def test_saved_and_loaded_is_identical(tmp_path: Path) -> None:
+    capture = Capture(full(), METADATA)
+    again = load(capture.save(tmp_path / "capture.safetensors"))
+    assert equal(capture, again)
+    assert again.assumed == ("layout=BHTD (default)",) or not again.assumed
+    assert [p.name for p in tmp_path.iterdir()] == ["capture.safetensors"]
+
+
+def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(_tensors: object, path: str, _metadata: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("attn_diag.capture.save_file", full_disk)
+    with pytest.raises(InputError, match="No space left"):
+        Capture(full()).save(tmp_path / "capture.safetensors")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(InputError, match="choose a folder that exists"):
+        Capture(full()).save(tmp_path / "no" / "capture.safetensors")
+
+
+@pytest.mark.parametrize("how", ["pt", "pt-nested-metadata", "npz-uint16", "npz-ml_dtypes"])
+def test_other_formats_hold_the_same(how: str, tmp_path: Path) -> None:
+    tensors = full()
+    expected = Capture(tensors, Metadata(causal="bottom-right", scale=0.25))
+    if how == "pt":
+        path = tmp_path / "capture.pt"
+        torch.save({**tensors, "causal": "bottom-right", "scale": 0.25}, path)
+    elif how == "pt-nested-metadata":
+        path = tmp_path / "capture.pt"
+        torch.save({**tensors, "metadata": {"causal": "bottom-right", "scale": 0.25}}, path)
+    else:
+        path = tmp_path / "capture.npz"
+        arrays: dict[str, Any] = {"lse": tensors["lse"].numpy(), "causal": "bottom-right", "scale": 0.25}
+        for name in ("q", "k", "v", "do", "o"):
+            words = tensors[name].view(torch.int16).numpy().view(np.uint16)
+            arrays[name] = words if how == "npz-uint16" else words.view(ml_dtypes.bfloat16)
+        np.savez(path, **arrays)
+    loaded = load(path)
+    assert equal(expected, loaded)
+    if how.startswith("npz"):
+        assert "q: 16-bit words taken as BF16" in loaded.assumed
+
+
+def test_only_the_head_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Capture(full(heads=4, kv_heads=4), Metadata(causal="bottom-right")).save(tmp_path / "capture.safetensors")
+    read: list[tuple[str, Any]] = []
+    original = attn_diag.loading._SafetensorsSource.__getitem__
+
+    def spy(source: Any, index: Any) -> Tensor:
+        read.append((source.name, index))
+        return original(source, index)
+
+    monkeypatch.setattr(attn_diag.loading._SafetensorsSource, "__getitem__", spy)
+    capture = load(path)
+    assert not read
+    capture.read("q", 1, 2)
+    assert read == [("q", (1, 2))]
+    with pytest.raises(InputError, match="no batch item 5"):
+        inspect_captures([capture], selection=Selection(batches=frozenset({5})))
+    inspect_captures([capture], selection=Selection(heads=frozenset({2})))
+    assert not any(index is Ellipsis for _, index in read)
+
+
+def test_layouts_give_the_same_figures() -> None:
+    tensors = full()
+    swapped = {n: t.transpose(1, 2).contiguous() if t.ndim == 4 else t for n, t in tensors.items()}
+    one = diagnose(tensors, causal="bottom-right")
+    other = diagnose(swapped, causal="bottom-right", layout="BTHD")
+    assert one.observations == other.observations
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (4, 1)], ids=["gqa", "mqa"])
+def test_shared_key_heads(heads: int, kv_heads: int) -> None:
+    found = diagnose(full(heads=heads, kv_heads=kv_heads), causal="bottom-right")
+    assert found.assumptions.ok
+    assert [h.head for h in found.observations[0].heads] == [*range(heads), None]
+
+
+@pytest.mark.parametrize("shape", [(30, 50), (1, 1, 30, 50), (2, 1, 30, 50), (2, 2, 30, 50), (2, 1, 1, 50)], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_broadcast(shape: tuple[int, ...], kind: str) -> None:
+    tensors = inputs(tq=30, tk=50)
+    allowed = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.4
+    hidden = ~allowed.expand(2, 2, 30, 50)
+    tensors["o"], _ = attention(tensors["q"], tensors["k"], tensors["v"], 0.25, hidden)
+    tensors["mask"] = allowed if kind == "bool" else torch.where(allowed, 0.0, -torch.inf)
+    found = diagnose(tensors, scale=0.25)
+    assert found.assumptions.ok, found.assumptions.message
+    assert found.observations[0].pooled.rows_fully_masked == int(hidden.all(-1).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_other_precisions(dtype: torch.dtype) -> None:
+    tensors = {n: t.to(dtype) for n, t in full().items()}
+    head = diagnose(tensors, causal="bottom-right").observations[0].pooled
+    assert head.bias.o is not None
+    assert head.noise_factor is not None
+
+
+def test_fp8_inputs_with_their_factors() -> None:
+    tensors = {n: t.to(torch.float8_e4m3fn) for n, t in inputs().items() if n in ("q", "k", "v")}
+    factors = {"q": torch.tensor(0.5), "k": torch.rand(2, 2) + 0.5, "v": torch.tensor([2.0])}
+    true = {
+        n: t.float().double()
+        * (factors[n].double() if factors[n].numel() == 1 else factors[n].double()[:, :, None, None])
+        for n, t in tensors.items()
+    }
+    tensors["o"], _ = attention(true["q"], true["k"], true["v"], 0.25)
+    tensors |= {f"{n}_descale": f for n, f in factors.items()}
+    found = diagnose(tensors, scale=0.25)
+    assert found.assumptions.ok, found.assumptions.message
+
+
+def test_several_observations() -> None:
+    tensors = full()
+    tensors["mine.o"], tensors["mine.lse"] = tensors.pop("o"), tensors.pop("lse")
+    tensors["theirs.o"] = tensors["mine.o"] * 1.01
+    found = diagnose(tensors, causal="bottom-right")
+    assert [o.name for o in found.observations] == ["mine", "theirs"]
+    assert [o.outputs for o in found.observations] == [("lse", "o"), ("o",)]
+
+
+def wrong(case: str) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """Tensors, metadata that contradict them, and the words that name what fits."""
+    if case == "alignment":
+        return full(tq=30, tk=70), {"causal": "top-left"}, "causal=bottom-right fits"
+    if case == "no-mask":
+        return full(), {"causal": "none"}, "causal=top-left fits"
+    if case == "scale":
+        return full(), {"causal": "bottom-right", "scale": 1.0}, "scale=0.25 (1/sqrt(D)) fits"
+    if case == "layout":
+        return full(heads=32, kv_heads=32, tq=32, tk=32), {"causal": "top-left", "layout": "BTHD"}, "layout=BHTD fits"
+    if case == "base-2":
+        tensors = full()
+        tensors["lse"] = tensors["lse"] / math.log(2)
+        return tensors, {"causal": "bottom-right"}, "lse_base=2 fits"
+    assert case == "window"
+    return full(), {"causal": "bottom-right", "window": (3, 0)}, "no window fits"
+
+
+@pytest.mark.parametrize("case", ["alignment", "no-mask", "scale", "layout", "base-2", "window"])
+def test_wrong_assumption_is_named_and_no_verdict_given(case: str) -> None:
+    tensors, metadata, words = wrong(case)
+    found = diagnose(tensors, **metadata)
+    assert found.assumptions.ok is False
+    assert words in found.assumptions.message
+    assert all(h.verdict is None for o in found.observations for h in o.heads)
+
+
+def test_correct_base_2_holds() -> None:
+    tensors = full()
+    tensors["lse"] = tensors["lse"] / math.log(2)
+    found = diagnose(tensors, causal="bottom-right", lse_base="2")
+    assert found.assumptions.ok
+    head = found.observations[0].pooled
+    assert head.bias.lse is not None
+    assert head.bias.lse.rms is not None
+    assert head.bias.lse.rms < 1e-6
+
+
+def test_what_nothing_explains_is_said() -> None:
+    tensors = full()
+    tensors["o"] = torch.randn_like(tensors["o"])
+    found = diagnose(tensors, causal="bottom-right")
+    assert found.assumptions.ok is False
+    assert "no other causal alignment" in found.assumptions.message
+
+
+def test_without_o_nothing_is_checked() -> None:
+    assert diagnose(inputs(), causal="top-left").assumptions.ok is None
+
+
+def test_options_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "capture.safetensors"
+    save_file(full(), path)
+    assert load(path).assumed == ("layout=BHTD (default)", "causal=none (default)", "scale=1/sqrt(D) (default)")
+    capture = load(path, causal="bottom-right", scale=0.25)
+    assert capture.assumed == ("layout=BHTD (default)",)
+    assert replace(capture, assumed=()).metadata == Metadata(causal="bottom-right", scale=0.25)
+
+
+def test_chosen_rows_keep_their_positions() -> None:
+    tensors = full()
+    rows = torch.arange(3, 40, 7)
+    cut = {n: t[:, :, rows].contiguous() if n in ("q", "do", "o", "lse") else t for n, t in tensors.items()}
+    found = diagnose({**cut, "q_positions": rows}, causal="top-left")
+    assert found.assumptions.ok, found.assumptions.message
+    assert found.observations[0].pooled.rows_all == 2 * 2 * len(rows)

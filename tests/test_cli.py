@@ -1,0 +1,330 @@
+"""The command line: exit codes, messages for bad input, outputs that are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+import attn_diag
+from attn_diag.cli import main
+
+META = {"format": "attn-diag-capture", "format_version": "1", "layout": "BHTD", "causal": "top-left", "scale": "0.25"}
+
+
+def good() -> dict[str, Tensor]:
+    """BF16 inputs with an O that is one rounding away from the truth."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 24, 16, generator=generator).bfloat16() for _ in range(4))
+    scores = (q.double() @ k.double().mT * 0.25).masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -torch.inf)
+    return {"q": q, "k": k, "v": v, "do": do, "o": (scores.softmax(-1) @ v.double()).bfloat16()}
+
+
+def write(path: Path, tensors: dict[str, Tensor] | None = None, **metadata: str) -> Path:
+    save_file({n: t.contiguous() for n, t in (tensors or good()).items()}, path, META | metadata)
+    return path
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command line, in this process."""
+
+    def call(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["attn-diag", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return Done(int(stopped.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+class Explosive:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+def changed(**tensors: Tensor | None) -> dict[str, Tensor]:
+    return {n: t for n, t in {**good(), **tensors}.items() if t is not None}
+
+
+def truncated(path: Path) -> Path:
+    write(path)
+    path.write_bytes(path.read_bytes()[:-700])
+    return path
+
+
+def lying(path: Path) -> Path:
+    """The header claims a shape that its bytes do not hold."""
+    write(path)
+    data = path.read_bytes()
+    assert b"[1,2,24,16]" in data
+    path.write_bytes(data.replace(b"[1,2,24,16]", b"[9,2,24,16]", 1))
+    return path
+
+
+def empty(path: Path) -> Path:
+    path.touch()
+    return path
+
+
+def q16() -> Tensor:
+    return good()["q"]
+
+
+BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "missing": (lambda p: p, "no such file"),
+    "empty": (empty, "the file is empty"),
+    "truncated": (truncated, "truncated or damaged"),
+    "lying-header": (lying, "truncated or damaged"),
+    "missing-k": (lambda p: write(p, changed(k=None)), "tensor 'k' is missing"),
+    "shape": (lambda p: write(p, changed(v=good()["v"][:, :, :9])), "v must have shape [B, H, T, D] = [1, 2, 24, 16]"),
+    "head-dim": (
+        lambda p: write(p, changed(k=good()["k"][..., :8])),
+        "k must have shape [B, H, T, D] = [1, 2, 24, 16]",
+    ),
+    "three-axes": (lambda p: write(p, changed(q=q16()[0])), "q must have shape [B, H, T, D]"),
+    "head-count": (
+        lambda p: write(p, changed(q=q16()[:, :1].repeat(1, 3, 1, 1), do=None, o=None)),
+        "q has 3 heads and k has 2",
+    ),
+    "promoted-k": (
+        lambda p: write(p, changed(k=good()["k"].float())),
+        "got q bfloat16, k float32, v bfloat16: k was silently promoted",
+    ),
+    "integers": (lambda p: write(p, changed(q=torch.ones(1, 2, 24, 16, dtype=torch.int32))), "q has dtype int32"),
+    "scale-0": (lambda p: write(p, scale="0"), "scale must be a finite number other than 0"),
+    "scale-nan": (lambda p: write(p, scale="nan"), "scale must be a finite number other than 0"),
+    "scale-word": (lambda p: write(p, scale="big"), "scale='big' cannot be read as a number"),
+    "causal-word": (lambda p: write(p, causal="yes"), "causal must be one of none, top-left, bottom-right"),
+    "newer": (lambda p: write(p, format_version="2"), "upgrade attn-diag"),
+    "varlen": (lambda p: write(p, changed(cu_seqlens=torch.ones(3))), "packed (varlen) sequences are not supported"),
+    "dropout": (lambda p: write(p, dropout_p="0.1"), "dropout is not supported"),
+    "sinks": (lambda p: write(p, changed(sinks=torch.ones(2))), "attention sinks are not supported"),
+    "alibi": (lambda p: write(p, changed(alibi_slopes=torch.ones(2))), "ALiBi slopes are not supported"),
+    "fp8": (
+        lambda p: write(p, {n: t.to(torch.float8_e4m3fn) for n, t in good().items() if n in "qkv"}),
+        "q is float8_e4m3fn without descale factors",
+    ),
+    "no-dO": (lambda p: write(p, changed(do=None, dq=q16())), "'do' is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_file(case: str, tmp_path: Path, run: Callable[..., Done]) -> None:
+    make, message = BAD[case]
+    path = make(tmp_path / "capture.safetensors")
+    before = sorted(tmp_path.iterdir())
+    done = run("inspect", path, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
+    assert done.code == 2
+    assert message in done.err
+    assert str(path) in done.err
+    assert "Traceback" not in done.err
+    assert not done.out
+    assert sorted(tmp_path.iterdir()) == before
+
+
+BAD_OPTIONS = {
+    "unknown-observation": (["--observation", "flash"], "no observation 'flash'; it has observed"),
+    "unknown-recipe": (["--recipe", "fa9"], "no recipe 'fa9'; known: fa2"),
+    "unknown-label": (["--fail-on", "broken"], "no label broken; known: clean, lossy"),
+    "head-word": (["--head", "first"], "--head takes numbers and ranges"),
+    "head-missing": (["--head", "7"], "no head 7; the capture has 0 to 1"),
+    "layer-missing": (["--layer", "3"], "no capture is of the layers asked for"),
+    "level": (["--level", "2"], "level must lie between 0 and 1"),
+    "device": (["--device", "tpu"], "device must be auto, cpu or cuda"),
+    "scale-0": (["--scale", "0"], "scale must be a finite number other than 0"),
+    "scale-word": (["--scale", "big"], "not a valid float"),
+    "window": (["--window", "3"], "--window must be LEFT,RIGHT"),
+    "no-such-option": (["--nope"], "No such option"),
+    "unwritable": (["--html", "/nonexistent/out.html"], "cannot write /nonexistent/out.html"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_option(case: str, tmp_path: Path, run: Callable[..., Done]) -> None:
+    options, message = BAD_OPTIONS[case]
+    path = write(tmp_path / "capture.safetensors")
+    done = run("inspect", path, "--json", tmp_path / "out.json", *options)
+    assert done.code == 2
+    assert message in " ".join(done.err.replace("│", " ").split())
+    assert not done.out
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_pickle_is_never_executed(tmp_path: Path, run: Callable[..., Done]) -> None:
+    path, proof = tmp_path / "capture.pt", tmp_path / "executed"
+    torch.save({"q": Explosive(proof)}, path)
+    done = run("inspect", path)
+    assert done.code == 2
+    assert "holds more than tensors and was not executed" in done.err
+    assert not proof.exists()
+
+
+def test_nothing_named_and_empty_directory(tmp_path: Path, run: Callable[..., Done]) -> None:
+    assert "try --example" in run("inspect").err
+    done = run("inspect", tmp_path)
+    assert done.code == 2
+    assert "no captures in this directory" in done.err
+
+
+def test_good_capture_report_json_and_html(tmp_path: Path, run: Callable[..., Done]) -> None:
+    path = write(tmp_path / "capture.safetensors")
+    done = run("inspect", path, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
+    assert done.code == 0
+    assert "2 heads judged" in done.out
+    document = json.loads((tmp_path / "out.json").read_text())
+    jsonschema.Draft202012Validator(attn_diag.json_schema()).validate(document)
+    assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_json_alone_on_stdout(tmp_path: Path, run: Callable[..., Done]) -> None:
+    done = run("inspect", write(tmp_path / "capture.safetensors"), "--json", "-")
+    assert json.loads(done.out)["schema"] == "attn-diag-diagnosis"
+
+
+def test_fail_on(tmp_path: Path, run: Callable[..., Done]) -> None:
+    noisy = changed(
+        o=good()["o"] * (1 + torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(1)) / 50).bfloat16()
+    )
+    path = write(tmp_path / "capture.safetensors", noisy)
+    assert run("inspect", path, "--fail-on", "lossy,biased").code == 1
+    assert run("inspect", path, "--fail-on", "ill_conditioned").code == 0
+
+
+def test_nonfinite_input_is_reported_and_the_rest_analysed(tmp_path: Path, run: Callable[..., Done]) -> None:
+    tensors = good()
+    tensors["v"][0, 1, 20, 5] = torch.nan
+    tensors["q"][0, 0, 3, :2] = torch.inf
+    done = run("inspect", write(tmp_path / "capture.safetensors", tensors), "--json", "-")
+    assert "2 NaN or Inf in q, first at [0, 0, 3, 0]" in done.err
+    assert "1 NaN or Inf in v, first at [0, 1, 20, 5]" in done.err
+    first, second, _ = json.loads(done.out)["captures"][0]["observations"][0]["heads"]
+    assert (first["rows_all"], first["rows_nonfinite"]) == (23, 1)
+    assert (second["rows_all"], second["rows_nonfinite"]) == (20, 4)
+
+
+def test_one_unreadable_of_several(tmp_path: Path, run: Callable[..., Done]) -> None:
+    write(tmp_path / "a.safetensors")
+    truncated(tmp_path / "b.safetensors")
+    done = run("inspect", tmp_path, "--json", "-")
+    assert done.code == 2
+    assert "b.safetensors: truncated" in done.err
+    document = json.loads(done.out)
+    assert len(document["captures"]) == 1
+    assert "b.safetensors" in document["summary"]["unreadable"][0]
+
+
+def test_contradicted_metadata_give_no_verdict(tmp_path: Path, run: Callable[..., Done]) -> None:
+    done = run("inspect", write(tmp_path / "capture.safetensors"), "--causal", "none", "--json", "-")
+    assert done.code == 2
+    assert "causal=top-left fits" in done.err
+    assert all(h["verdict"] is None for h in json.loads(done.out)["captures"][0]["observations"][0]["heads"])
+
+
+def test_file_without_metadata_states_its_defaults(tmp_path: Path, run: Callable[..., Done]) -> None:
+    path = tmp_path / "capture.safetensors"
+    save_file(good(), path)
+    done = run("inspect", path, "--causal", "top-left", "--scale", "0.25")
+    assert done.code == 0
+    assert "assumed: layout=BHTD (default)" in done.out
+
+
+def test_example(run: Callable[..., Done]) -> None:
+    done = run("inspect", "--example")
+    assert done.code == 0
+    assert "ill_conditioned" in done.out
+
+
+def test_env(run: Callable[..., Done]) -> None:
+    assert f"torch {torch.__version__}" in run("env").out
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_imports_neither_torch_nor_scipy(argument: str) -> None:
+    code = (
+        "import sys\nfrom attn_diag.cli import main\n"
+        f"sys.argv = ['attn-diag', '{argument}']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('loaded:', *sorted({'torch', 'scipy', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.rstrip().endswith("loaded:"), done.stdout
+
+
+def test_internal_errors_exit_with_3(tmp_path: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("attn_diag.analysis.check_assumptions", broken)
+    done = run("inspect", write(tmp_path / "capture.safetensors"))
+    assert done.code == 3
+    assert "internal error: RuntimeError: planted" in done.err
+    assert "Traceback" not in done.err
+    assert "Traceback" in run("inspect", tmp_path / "capture.safetensors", "--debug").err
+
+
+def valid_bytes(suffix: str, folder: Path) -> bytes:
+    path = folder / f"valid{suffix}"
+    if suffix == ".safetensors":
+        write(path)
+    elif suffix == ".pt":
+        torch.save(good(), path)
+    else:
+        np.savez(path, **{n: t.float().numpy() for n, t in good().items()})
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npz"])
+@settings(
+    max_examples=120, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_mutated_files_load_or_are_refused(suffix: str, tmp_path: Path, data: st.DataObject) -> None:
+    original = valid_bytes(suffix, tmp_path)
+    content = bytearray(original)
+    # Damage near the headers is the most interesting.
+    near = st.one_of(st.integers(0, min(400, len(original) - 1)), st.integers(0, len(original) - 1))
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind, at = data.draw(st.sampled_from(["flip", "cut", "insert"])), data.draw(near)
+        at = min(at, max(len(content) - 1, 0))
+        if kind == "flip" and content:
+            content[at] = data.draw(st.integers(0, 255))
+        elif kind == "cut":
+            del content[at : at + data.draw(st.integers(1, 300))]
+        else:
+            content[at:at] = data.draw(st.binary(min_size=1, max_size=20))
+    path = tmp_path / f"mutated{suffix}"
+    path.write_bytes(bytes(content))
+    try:
+        capture = attn_diag.load(path)
+    except attn_diag.InputError as error:
+        assert str(path) in str(error)
+    else:
+        assert {"q", "k", "v"} <= set(capture.tensors)
