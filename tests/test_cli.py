@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -159,7 +160,7 @@ BAD_OPTIONS = {
     "level": (["--level", "2"], "level must lie between 0 and 1"),
     "device": (["--device", "tpu"], "device must be auto, cpu or cuda"),
     "scale-0": (["--scale", "0"], "scale must be a finite number other than 0"),
-    "scale-word": (["--scale", "big"], "not a valid float"),
+    "scale-word": (["--scale", "big"], "Invalid value for '--scale'"),
     "window": (["--window", "3"], "--window must be LEFT,RIGHT"),
     "no-such-option": (["--nope"], "No such option"),
     "unwritable": (["--html", "/nonexistent/out.html"], "cannot write /nonexistent/out.html"),
@@ -297,7 +298,8 @@ def valid_bytes(suffix: str, folder: Path) -> bytes:
     elif suffix == ".pt":
         torch.save(good(), path)
     else:
-        np.savez(path, **{n: t.float().numpy() for n, t in good().items()})
+        arrays: dict[str, Any] = {n: t.float().numpy() for n, t in good().items()}
+        np.savez(path, **arrays)
     return path.read_bytes()
 
 
@@ -325,6 +327,7 @@ def test_mutated_files_load_or_are_refused(suffix: str, tmp_path: Path, data: st
     try:
         capture = attn_diag.load(path)
     except attn_diag.InputError as error:
-        assert str(path) in str(error)
+        if str(path) not in str(error):
+            pytest.fail(f"the message does not name the file: {error}")
     else:
         assert {"q", "k", "v"} <= set(capture.tensors)
