@@ -345,7 +345,7 @@ class _CaptureJob:
         return {
             output: (
                 GradientSums.of(p),
-                SignedErrors.of_elements(p.observed - p.reference, ulp(p.reference, formats[output])),
+                SignedErrors.of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum())),
             )
             for output, p in parts.items()
             if p.observed is not None

@@ -28,51 +28,65 @@ MIN_EFFECTIVE = 20
 FLAT_BAND_99 = 2.807
 MIN_SEQUENCES = 8
 _POWER = 0.8
-_COLUMNS = ("total", "square", "positive", "nonzero", "unit_total", "unit_scale")
 _DRIFT_POINTS = 256
 
 
 @dataclass(frozen=True)
 class SignedErrors:
-    """Signed errors summed by query row: five arrays [n], float64.
+    """Signed errors of ``count`` elements a query row.
 
-    ``total`` and ``square`` are sums over the row's ``count`` elements, ``positive`` and ``nonzero`` counts.
-    The mean in units is sum(unit_total) / sum(unit_scale).
+    ``total`` [n] sums them by row; ``square`` sums their squares, ``positive`` and ``nonzero`` count them, over
+    all rows. The mean in units is unit_total / unit_scale.
     """
 
     total: Array
-    square: Array
-    positive: Array
-    nonzero: Array
-    unit_total: Array
-    unit_scale: Array
+    square: float
+    positive: int
+    nonzero: int
+    unit_total: float
+    unit_scale: float
     count: int
 
     @classmethod
-    def of_elements(cls, errors: Tensor, ulps: Tensor) -> SignedErrors:
-        """From elementwise errors and their spacings, both [n, D]: the mean in ulp is mean(e) / mean(ulp)."""
-        total = errors.sum(1)
-        sums = (total, errors.square().sum(1), (errors > 0).sum(1), (errors != 0).sum(1), total, ulps.sum(1))
-        return cls._of_sums(sums, errors.shape[1])
+    def of_elements(cls, errors: Tensor, ulp_sum: float) -> SignedErrors:
+        """From elementwise errors [n, D] and the sum of their spacings: the mean in ulp is mean(e) / mean(ulp)."""
+        total = errors.sum(1).cpu().numpy()
+        return cls(
+            total=total,
+            square=_sum_of_squares(errors),
+            positive=int((errors > 0).count_nonzero()),
+            nonzero=int(errors.count_nonzero()),
+            unit_total=float(total.sum()),
+            unit_scale=ulp_sum,
+            count=errors.shape[1],
+        )
 
     @classmethod
     def of_rows(cls, errors: Tensor, units: Tensor) -> SignedErrors:
         """From one error a row in units of one scale a row, both [n]: the mean in units is mean(e / unit)."""
         usable = (units > 0) & units.isfinite()
-        scaled = torch.where(usable, errors / units, 0.0)
-        sums = (errors, errors.square(), errors > 0, errors != 0, scaled, usable)
-        return cls._of_sums(sums, 1)
-
-    @classmethod
-    def _of_sums(cls, sums: tuple[Tensor, ...], count: int) -> SignedErrors:
-        columns: list[Array] = list(torch.stack([s.double() for s in sums]).cpu().numpy())
-        return cls(**dict(zip(_COLUMNS, columns, strict=True)), count=count)
+        return cls(
+            total=errors.cpu().numpy(),
+            square=_sum_of_squares(errors),
+            positive=int((errors > 0).count_nonzero()),
+            nonzero=int(errors.count_nonzero()),
+            unit_total=float((errors[usable] / units[usable]).sum()),
+            unit_scale=float(usable.count_nonzero()),
+            count=1,
+        )
 
     @classmethod
     def join(cls, parts: Sequence[SignedErrors]) -> SignedErrors:
         """The rows of several heads or sequences, one after the other."""
-        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
-        return cls(**columns, count=parts[0].count)
+        return cls(
+            total=np.concatenate([p.total for p in parts]),
+            square=sum(p.square for p in parts),
+            positive=sum(p.positive for p in parts),
+            nonzero=sum(p.nonzero for p in parts),
+            unit_total=sum(p.unit_total for p in parts),
+            unit_scale=sum(p.unit_scale for p in parts),
+            count=parts[0].count,
+        )
 
 
 def estimate_bias(errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, level: float) -> BiasEstimate:
@@ -95,19 +109,18 @@ def estimate_bias(errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, 
         _, index = np.unique(clusters, return_inverse=True)
         sums, sizes = _by_cluster(index, sums), _by_cluster(index, sizes)
     mean = float(sums.sum() / n)
-    nonzero = float(errors.nonzero.sum())
     result = BiasEstimate(
         n=n,
         n_clusters=len(sums),
         n_eff=_effective(sums),
         mean=mean,
-        mean_ulp=_ratio(errors.unit_total.sum(), errors.unit_scale.sum()),
-        rms=math.sqrt(errors.square.sum() / n),
-        positive_fraction=_ratio(errors.positive.sum(), nonzero),
+        mean_ulp=_ratio(errors.unit_total, errors.unit_scale),
+        rms=math.sqrt(errors.square / n),
+        positive_fraction=_ratio(errors.positive, errors.nonzero),
         cumulative_sum=float(errors.total.sum()),
         **_drift(errors.total),
     )
-    if len(sums) < 2 or not nonzero:
+    if len(sums) < 2 or not errors.nonzero:
         return result
     g = len(sums)
     se = math.sqrt(g / (g - 1) * float(np.square(sums - sizes * mean).sum())) / n
@@ -135,6 +148,11 @@ def adjust(p_values: Sequence[float]) -> list[float]:
 def _effective(sums: Array) -> float | None:
     squares = np.square(sums / (np.abs(sums).max() or 1.0))
     return _ratio(squares.sum() ** 2, np.square(squares).sum())
+
+
+def _sum_of_squares(values: Tensor) -> float:
+    flat = values.reshape(-1)
+    return float(torch.dot(flat, flat))
 
 
 def _by_cluster(index: npt.NDArray[np.int64], values: Array) -> Array:

@@ -197,10 +197,23 @@ def _measure(
         top_key=top_key.cpu().numpy(),
         broken_outputs={name: count for name, count in faulty.items() if count},
     )
-    _measure_forward(result, inputs, reference, seen, rows, top_key, eligible[rows])
+    rounding = _Rounding(reference.out[rows], seen.formats.get("o", inputs.input_format))
+    result.errors["rounding_o"] = SignedErrors.of_elements(rounding.error, rounding.ulp_sum)
+    _measure_forward(result, inputs, reference, seen, rounding, rows, top_key, eligible[rows])
     if inputs.head.do is not None:
-        _measure_backward(result, inputs, passed, seen, forward_errors, rows, x)
+        _measure_backward(result, inputs, passed, seen, forward_errors, rounding, rows, x)
     return result
+
+
+class _Rounding:
+    """What one correct rounding of O (``truth`` [n, Dv]) to its format gives and errs by."""
+
+    def __init__(self, truth: Tensor, fmt: FloatFormat) -> None:
+        self.truth = truth
+        self.rounded = round_nearest_even(truth, fmt)
+        self.error = self.rounded - truth
+        self.ulps = ulp(truth, fmt)
+        self.ulp_sum = float(self.ulps.sum())
 
 
 def _measure_forward(
@@ -208,29 +221,24 @@ def _measure_forward(
     inputs: HeadInputs,
     reference: HeadReference,
     seen: ObservedHead,
+    rounding: _Rounding,
     rows: Rows,
     top_key: Tensor,
     eligible: Tensor,
 ) -> None:
-    fmt = seen.formats.get("o", inputs.input_format)
-    truth = reference.out[rows]
-    rounded = round_nearest_even(truth, fmt)
-    spacing = ulp(truth, fmt)
-    result.errors["rounding_o"] = SignedErrors.of_elements(rounded - truth, spacing)
     if (out := seen.outputs.get("o")) is not None:
         out = out[rows]
-        excess = out - rounded
-        result.errors["o"] = SignedErrors.of_elements(out - truth, spacing)
-        result.errors["o_excess"] = SignedErrors.of_elements(excess, spacing)
-        result.errors["o_away_excess"] = SignedErrors.of_elements(excess * truth.sign(), spacing)
-        result.bit_identical = not result.errors["o_excess"].nonzero.any()
-        swamped = swamped_elements(out, truth, inputs.head.v, top_key) & eligible[:, None]
+        excess = out - rounding.rounded
+        result.errors["o"] = SignedErrors.of_elements(out - rounding.truth, rounding.ulp_sum)
+        result.errors["o_excess"] = SignedErrors.of_elements(excess, rounding.ulp_sum)
+        result.errors["o_away_excess"] = SignedErrors.of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
+        result.bit_identical = not result.errors["o_excess"].nonzero
+        swamped = swamped_elements(out, rounding.truth, inputs.head.v, top_key) & eligible[:, None]
         result.swamped = int(swamped.all(1).sum()), int(swamped.sum())
     if (lse := seen.outputs.get("lse")) is not None:
         truth = reference.lse[rows]
-        result.errors["lse"] = SignedErrors.of_elements(
-            (lse[rows] - truth)[:, None], ulp(truth, seen.formats["lse"])[:, None]
-        )
+        ulp_sum = float(ulp(truth, seen.formats["lse"]).sum())
+        result.errors["lse"] = SignedErrors.of_elements((lse[rows] - truth)[:, None], ulp_sum)
 
 
 def _measure_backward(
@@ -239,6 +247,7 @@ def _measure_backward(
     passed: _Pass,
     seen: ObservedHead,
     forward_errors: ForwardErrors | None,
+    rounding: _Rounding,
     rows: Rows,
     x: Tensor | None,
 ) -> None:
@@ -247,25 +256,22 @@ def _measure_backward(
     assert reference.delta is not None
     assert reference.dq is not None
     assert passed.probs_k is not None
-    do, probs_k = head.do[rows], passed.probs_k[rows]
-    fmt = seen.formats.get("o", inputs.input_format)
-    truth = reference.out[rows]
-    rounded = round_nearest_even(truth, fmt)
+    do = head.do[rows]
     # sigma_t: the standard deviation of delta_t if every O_ti is rounded once, uniformly within half an ulp.
-    noise_floor = ((do * ulp(truth, fmt)).square().sum(1) / 12).sqrt()
-    rounding = (do * (rounded - truth)).sum(1)
-    result.errors["rounding_delta"] = SignedErrors.of_rows(rounding, noise_floor)
-    scaled_delta = (head.scale * reference.delta[rows])[:, None] * probs_k
-    result.conditioning = _squared(scaled_delta), _squared(reference.dq[rows])
-    floor = _squared(probs_k * (head.scale * noise_floor)[:, None])
+    noise_floor = ((do * rounding.ulps).square_().sum(1) / 12).sqrt()
+    result.errors["rounding_delta"] = SignedErrors.of_rows((do * rounding.error).sum(1), noise_floor)
+    direction = passed.probs_k[rows].square().sum(1) * head.scale**2  # ||alpha (P K)_t||^2
+    dq_squared = float(reference.dq[rows].square().sum())
+    result.conditioning = float((reference.delta[rows].square() * direction).sum()), dq_squared
+    floor = float((noise_floor.square() * direction).sum())
 
     if forward_errors is not None:
         error = forward_errors.delta_error[rows]
         result.errors["delta"] = SignedErrors.of_rows(error, noise_floor)
-        excess = forward_errors.delta[rows] - (do * rounded).sum(1)
+        excess = forward_errors.delta[rows] - (do * rounding.rounded).sum(1)
         if "delta" not in seen.outputs:
             # The same quantity without cancellation: zero where O is correctly rounded.
-            excess = (do * (seen.outputs["o"][rows] - rounded)).sum(1)
+            excess = (do * (seen.outputs["o"][rows] - rounding.rounded)).sum(1)
         result.errors["delta_excess"] = SignedErrors.of_rows(excess, noise_floor)
         judged = noise_floor > 0
         result.noise = float((error[judged] / noise_floor[judged]).square().sum()), int(judged.sum())
@@ -277,7 +283,7 @@ def _measure_backward(
             )
     if (dq := seen.outputs.get("dq")) is not None:
         truth = reference.dq[rows]
-        result.errors["dq"] = SignedErrors.of_elements(dq[rows] - truth, ulp(truth, seen.formats["dq"]))
+        result.errors["dq"] = SignedErrors.of_elements(dq[rows] - truth, float(ulp(truth, seen.formats["dq"]).sum()))
     parts = _dq_parts(inputs, passed, seen, forward_errors)
     kept = _rows_of(parts, rows)
     result.dq = GradientSums.of(kept, floor=floor)
@@ -351,10 +357,6 @@ def _row_finite(values: Tensor) -> Tensor:
         return torch.ones(len(values), dtype=torch.bool, device=values.device)
     finite = values.isfinite()
     return finite.all(1) if finite.ndim == 2 else finite
-
-
-def _squared(values: Tensor) -> float:
-    return float(values.square().sum())
 
 
 _SCORE_FORMATS = {

@@ -189,15 +189,15 @@ def _pool_delta_rounding(parts: list[HeadMeasurement]) -> DeltaRounding | None:
 
 
 def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple[TopRow, ...]:
-    if delta is None or not (total := float(delta.square.sum())):
+    if delta is None or not (total := delta.square):
         return ()
     starts = np.cumsum([0] + [len(p.rows) for p in parts])
     found = []
-    for i in np.argsort(-delta.square, kind="stable")[:_TOP_ROWS]:
+    for i in np.argsort(-np.abs(delta.total), kind="stable")[:_TOP_ROWS]:
         which = int(np.searchsorted(starts, i, side="right")) - 1
         part = parts[which]
         row = int(part.rows[i - starts[which]])
-        found.append(TopRow(part.batch, part.head, row, float(delta.total[i]), float(delta.square[i]) / total))
+        found.append(TopRow(part.batch, part.head, row, float(delta.total[i]), float(delta.total[i]) ** 2 / total))
     return tuple(found)
 
 

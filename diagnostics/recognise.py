@@ -12,7 +12,7 @@ import torch
 
 from attn_diag.capture import Capture
 from attn_diag.heads import NonFiniteCensus, read_head
-from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_rows
+from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_rows, preset
 from attn_diag.kernels.recipe import Format
 
 # 99.8 % less a standard error of a sample of 3,000 elements.
@@ -41,20 +41,24 @@ def recognise(capture: Capture, observation: str, batch: int, head: int, device:
     inputs = read_head(capture, batch, head, device, NonFiniteCensus())
     rows = torch.linspace(0, capture.q_length - 1, min(capture.q_length, _ROWS)).long()
     expected = observed[rows].to(device)
-    scored = []
-    for recipe in _candidates(fmt, capture.head_dim):
-        out = emulate_rows(recipe, inputs.head, rows.to(device))
-        scored.append((float((out == expected).double().mean()), recipe))
-    best, recipe = max(scored, key=lambda item: item[0])
-    if best < _AGREEMENT:
-        return None
-    names = dict.fromkeys(r.name for agreement, r in scored if agreement >= best - _MARGIN)
-    return Recognised(recipe, best, " or ".join(names))
+    # Kernels with fp32 scores first: a match among them is never mistaken for one with coarse scores.
+    for candidates in _candidates(fmt, capture.head_dim):
+        scored = []
+        for recipe in candidates:
+            out = emulate_rows(recipe, inputs.head, rows.to(device))
+            scored.append((float((out == expected).double().mean()), recipe))
+        best, recipe = max(scored, key=lambda item: item[0])
+        if best >= _AGREEMENT:
+            names = dict.fromkeys(r.name for agreement, r in scored if agreement >= best - _MARGIN)
+            return Recognised(recipe, best, " or ".join(names))
+    return None
 
 
-def _candidates(fmt: Format, head_dim: int) -> list[Recipe]:
+def _candidates(fmt: Format, head_dim: int) -> tuple[list[Recipe], list[Recipe]]:
+    """Known recipes with fp32 scores, and those with coarser ones."""
     recipes = [recipe.for_input(fmt) for recipe in PRESETS.values()]
+    fine = [recipe for recipe in recipes if recipe.scores == "fp32"]
     # FlashAttention-2 with few rows a GPU splits the keys, in units of its split-KV tile for this D.
     split = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
-    splitting = replace(recipes[0], schedule=Schedule(key_tile=split, split_keys=split))
-    return [*recipes, splitting]
+    splitting = replace(preset("fa2", fmt), schedule=Schedule(key_tile=split, split_keys=split))
+    return [*fine, splitting], [recipe for recipe in recipes if recipe.scores != "fp32"]

@@ -40,7 +40,7 @@ def test_clusters_of_equal_size_are_a_test_of_their_means() -> None:
 def test_elements_are_summed_by_row() -> None:
     errors = torch.randn(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ulps = torch.full_like(errors, 0.25)
-    found = estimate_bias(SignedErrors.of_elements(errors, ulps), np.arange(50), 0.01)
+    found = estimate_bias(SignedErrors.of_elements(errors, float(ulps.sum())), np.arange(50), 0.01)
     assert found.n == 400
     assert found.mean == pytest.approx(float(errors.mean()))
     assert found.mean_ulp == pytest.approx(float(errors.mean()) / 0.25)
