@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from attn_diag.analysis import inspect, inspect_captures
+    from attn_diag.analysis import Selection, inspect, inspect_captures, repeated_maxima
     from attn_diag.capture import Capture
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
@@ -26,12 +26,14 @@ _HOME = {
     "Diagnosis": "diagnosis",
     "InputError": "errors",
     "Recipe": "kernels",
+    "Selection": "analysis",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
     "load": "loading",
     "load_example": "loading",
     "preset": "kernels",
+    "repeated_maxima": "analysis",
 }
 
 __all__ = [
@@ -40,12 +42,14 @@ __all__ = [
     "Diagnosis",
     "InputError",
     "Recipe",
+    "Selection",
     "inspect",
     "inspect_captures",
     "json_schema",
     "load",
     "load_example",
     "preset",
+    "repeated_maxima",
 ]
 
 

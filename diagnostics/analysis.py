@@ -28,13 +28,14 @@ from attn_diag.diagnosis import (
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
-from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
+from attn_diag.measure import HeadMeasurement, ObservedHead, collector_of, measure_head
 from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, adjust_family, dw_q_sums, pool, unclustered
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.provenance import backend_name, describe_tool, pick_device
 from attn_diag.recognise import Recognised, recognise
-from attn_diag.reference import HeadReference, format_of, ulp
+from attn_diag.reference import HeadReference, format_of, reference_head, ulp
+from attn_diag.row_maxima import DEFINITIONS, Repeats
 from attn_diag.verdict import summarise
 
 DEFAULT_LEVEL = 0.01
@@ -146,6 +147,20 @@ def inspect_captures(
         captures=results,
         summary=summarise(entries, tuple(unreadable), warnings),
     )
+
+
+def repeated_maxima(
+    capture: Capture, batch: int = 0, head: int = 0, *, recipe: Recipe | None = None, device: str = "auto"
+) -> dict[str, Repeats | None]:
+    """Where one head's row maxima are repeated, row by row: multiplicities [Tq] and positions by definition.
+
+    ``head`` counts within the capture. ``recipe`` is needed for "as_run", which is None without it. See
+    ``Repeats.values`` for sign and exponent of V at the positions.
+    """
+    inputs = read_head(capture, batch, head, pick_device(device), NonFiniteCensus())
+    collector = collector_of(inputs, recipe)
+    reference_head(replace(inputs.head, do=None), collector.add)
+    return {definition: collector.repeats(definition) for definition in DEFINITIONS}
 
 
 @dataclass(frozen=True)
@@ -412,6 +427,9 @@ class _CaptureJob:
             kv_head + offset // self.group, query_heads, KvBias(**biases), self._extra(name, [kv_head])
         )
 
+    def _captured(self, output: str) -> bool:
+        return any(output in self.capture.observations[name] for name in self.captured)
+
     def _x(self, batch: int) -> Tensor | None:
         if not self._projection_fits:
             return None
@@ -446,6 +464,7 @@ class _CaptureJob:
         if misfit > _PROJECTION_TOLERANCE:
             self.notes.append(
                 f"dW_Q: not computed, q is not x w_q^T (off by {misfit:.0%}): RoPE, QK-norm or a bias lies between"
+                + (" (dq_pre was captured, but is not used yet)" if self._captured("dq_pre") else "")
             )
             return False
         return True

@@ -111,15 +111,13 @@ class _ForwardPass:
     def __init__(self, inputs: HeadInputs, observed: list[ObservedHead]) -> None:
         self.inputs, self.observed = inputs, observed
         self.errors: dict[str, ForwardErrors] = {}
-        head, length = inputs.head, len(inputs.head.q)
+        head = inputs.head
         self._maxima: dict[str, RowMaximaCollector] = {}
         for seen in observed:
-            rounding = score_rounding(seen.recipe, head.scale) if seen.recipe and _plain_scores(inputs) else None
-            fmt = _SCORE_FORMATS[seen.recipe.scores] if seen.recipe and rounding else None
             # Observations without a recipe share one collector: only "as_run" depends on it.
-            key = seen.name if rounding else ""
+            key = seen.name if seen.recipe else ""
             if key not in self._maxima:
-                self._maxima[key] = RowMaximaCollector(length, head.q.device, inputs.input_format, rounding, fmt)
+                self._maxima[key] = collector_of(inputs, seen.recipe)
         self._backward: dict[str, BackwardCollector] = {}
         self._probs_k = torch.zeros_like(head.q) if head.do is not None else None
         if head.do is None:
@@ -336,6 +334,14 @@ def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:
     if "o" in seen.outputs and inputs.head.do is not None:
         return (inputs.head.do * seen.outputs["o"]).sum(1)
     return None
+
+
+def collector_of(inputs: HeadInputs, recipe: Recipe | None) -> RowMaximaCollector:
+    """A collector of repeated maxima for this head, "as_run" included where the recipe's scores are known."""
+    head = inputs.head
+    rounding = score_rounding(recipe, head.scale) if recipe and _plain_scores(inputs) else None
+    fmt = _SCORE_FORMATS[recipe.scores] if recipe and rounding else None
+    return RowMaximaCollector(len(head.q), head.q.device, inputs.input_format, rounding, fmt)
 
 
 def _plain_scores(inputs: HeadInputs) -> bool:

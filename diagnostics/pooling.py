@@ -36,6 +36,7 @@ class Entry:
     diagnosis: HeadDiagnosis
     bit_identical: bool | None
     broken_outputs: dict[str, int]
+    sequences: int
 
     def primary_p_values(self) -> dict[str, float]:
         """The primary tests' p-values by name, those that exist."""
@@ -57,6 +58,8 @@ class Entry:
             top_rows=d.top_rows,
             bit_identical=self.bit_identical,
             broken_outputs=self.broken_outputs,
+            swamped_rows=d.swamped.rows if d.swamped else 0,
+            sequences=self.sequences,
             level=level,
         )
         return replace(d, bias=bias, verdict=verdict)
@@ -124,7 +127,7 @@ def pool(
         for name, count in part.broken_outputs.items():
             broken[name] = broken.get(name, 0) + count
     same = None if any(i is None for i in identical) else all(identical)
-    return Entry(diagnosis, same, broken)
+    return Entry(diagnosis, same, broken, sequences)
 
 
 def dw_q_sums(parts: list[HeadMeasurement]) -> GradientSums | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Literal
 
-from attn_diag.bias import MIN_EFFECTIVE, PRIMARY
+from attn_diag.bias import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 from attn_diag.diagnosis import (
     Bias,
     BiasEstimate,
@@ -61,9 +61,12 @@ def judge(
     top_rows: tuple[TopRow, ...],
     bit_identical: bool | None,
     broken_outputs: Mapping[str, int],
+    swamped_rows: int,
+    sequences: int,
     level: float,
 ) -> Verdict:
     """The verdict of one entry. ``bias`` must carry the adjusted p-values of the primary tests."""
+    scope = "this sequence only" if sequences < MIN_SEQUENCES else f"{sequences} sequences"
     labels: list[Label] = []
     reasons: list[str] = []
     if broken_outputs:
@@ -85,7 +88,7 @@ def judge(
             "and the rounding of O, through delta, swamps it."
         )
     tests = {name: e for name in PRIMARY if (e := getattr(bias, name)) is not None and e.p_value is not None}
-    biased = _biased(tests, rounding_bias, level)
+    biased = _biased(tests, rounding_bias, level, scope)
     reasons += biased[1]
     if biased[0]:
         labels.append("biased")
@@ -107,7 +110,9 @@ def judge(
         reasons.append("Neither O nor delta was captured (or no row is usable): no bias test is possible.")
     if not labels:
         labels.append("clean")
-    reasons += _context(bias, tests, row_maxima, noise_factor, propagation, bit_identical, labels)
+    reasons += _context(bias, tests, row_maxima, noise_factor, propagation, bit_identical, labels, scope)
+    if swamped_rows:
+        reasons.append(f"{swamped_rows} rows of O equal V of their top key exactly (swamped: a count, not a cause).")
     unique = tuple(dict.fromkeys(labels))
     seen: Literal["none", "seen"] = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
@@ -133,7 +138,9 @@ def _dq_error(propagation: Propagation) -> tuple[float | None, str]:
     return None, ""
 
 
-def _biased(tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float) -> tuple[bool, list[str]]:
+def _biased(
+    tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float, scope: str
+) -> tuple[bool, list[str]]:
     """Whether a primary test rejects, and the sentence for each that does.
 
     delta's total mean error alone is no kernel's fault where correct rounding of O has the same significant
@@ -146,7 +153,7 @@ def _biased(tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: 
             continue
         sentence = (
             f"Mean error of {_NAMES[name]} is {estimate.mean:.3g} ({estimate.mean_ulp or 0:+.2g} "
-            f"{'noise floors' if name.startswith('delta') else 'ulp'}, adjusted p = {estimate.p_adjusted:.2g})"
+            f"{'noise floors' if name.startswith('delta') else 'ulp'}, adjusted p = {estimate.p_adjusted:.2g}; {scope})"
         )
         rounding = rounding_bias.delta if name == "delta" else None
         if rounding is not None and _explains(rounding, estimate, level):
@@ -171,6 +178,7 @@ def _context(
     propagation: Propagation,
     bit_identical: bool | None,
     labels: list[Label],
+    scope: str,
 ) -> list[str]:
     words = []
     if bit_identical:
@@ -180,7 +188,7 @@ def _context(
         if delta is not None and delta.p_value is not None and delta.minimum_detectable is not None:
             name = "delta" if bias.delta is not None else "O"
             words.append(
-                f"No significant mean error: {name} {delta.mean:.2g} (p = {delta.p_value:.2g}); "
+                f"No significant mean error ({scope}): {name} {delta.mean:.2g} (p = {delta.p_value:.2g}); "
                 f"{delta.minimum_detectable:.2g} would have been detected with 80 % power."
             )
     repeats = row_maxima.exact

@@ -239,6 +239,17 @@ def test_html_is_one_page_without_links_and_escaped() -> None:
     assert "http" not in page
 
 
+def test_captured_delta_is_preferred_and_its_own_rounding_reported() -> None:
+    given = tensors()
+    exact = (given["do"].double() * given["o"].double()).sum(-1)
+    head = attn_diag.inspect(**given, delta=exact.float(), causal=True).captures[0].observations[0].heads[0]
+    assert head.delta_source == "captured"
+    assert head.delta_rounding is not None
+    assert head.delta_rounding.rms == pytest.approx(
+        float((exact.float().double() - exact)[0, 0].square().mean().sqrt())
+    )
+
+
 def test_ambiguous_causal_is_refused() -> None:
     given = tensors()
     with pytest.raises(attn_diag.InputError, match="ambiguous"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import attn_diag
 from attn_diag.kernels import preset, score_rounding
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reference.rounding import BF16, FP16, FloatFormat, round_nearest_even
@@ -100,3 +102,16 @@ def test_swamped_elements() -> None:
     out = torch.tensor([[1.0, 2.0], [4.125, 8.0]], dtype=torch.float64)
     found = swamped_elements(out, truth, v, torch.tensor([0, 1]))
     assert found.tolist() == [[False, True], [False, False]]
+
+
+def test_row_by_row_from_a_capture(captures: Path) -> None:
+    capture = attn_diag.load(captures / "kernels_pair_T512.safetensors")
+    found = attn_diag.repeated_maxima(capture, head=1, recipe=preset("qiu2025"))
+    counted = attn_diag.inspect_captures([capture]).captures[0].observations[0].heads[1].row_maxima
+    for definition in ("exact", "window", "unit"):
+        repeats, count = found[definition], getattr(counted, definition)
+        assert repeats is not None
+        assert int((repeats.multiplicity > 1).sum()) == count.rows
+        assert int(repeats.multiplicity.max()) == count.max_multiplicity
+    assert found["as_run"] is not None
+    assert attn_diag.repeated_maxima(capture)["as_run"] is None
