@@ -89,7 +89,9 @@ class SignedErrors:
         )
 
 
-def estimate_bias(errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, level: float) -> BiasEstimate:
+def estimate_bias(
+    errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, level: float, *, with_drift: bool = True
+) -> BiasEstimate:
     """Mean signed error with a cluster-robust t interval and test of zero mean.
 
     ``clusters`` [n]: cluster number of each row, None for every row its own. With cluster sums s_c over n_c
@@ -118,7 +120,7 @@ def estimate_bias(errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, 
         rms=math.sqrt(errors.square / n),
         positive_fraction=_ratio(errors.positive, errors.nonzero),
         cumulative_sum=float(errors.total.sum()),
-        **_drift(errors.total),
+        **(_drift(errors.total) if with_drift else {}),
     )
     if len(sums) < 2 or not errors.nonzero:
         return result

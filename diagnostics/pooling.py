@@ -93,7 +93,9 @@ def pool(
         if all(name in p.errors for p in parts)
     }
     clusters = _Clusters(parts, sequences, k_length)
-    biases = {n: estimate_bias(e, clusters.of(n), level) for n, e in errors.items()}
+    biases = {
+        n: estimate_bias(e, clusters.of(n), level, with_drift=not n.startswith("rounding")) for n, e in errors.items()
+    }
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
     noise, judged = (sum(p.noise[i] for p in parts) for i in (0, 1))
@@ -206,5 +208,5 @@ def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple
 
 def unclustered(errors: SignedErrors) -> BiasEstimate:
     """Mean, rms and running figures without any test, for quantities whose rows are not independent."""
-    estimate = estimate_bias(errors, np.zeros(len(errors.total), dtype=np.int64), 0.05)
-    return replace(estimate, drift=(), drift_band99=None, drift_outside=None, n_eff=None)
+    estimate = estimate_bias(errors, np.zeros(len(errors.total), dtype=np.int64), 0.05, with_drift=False)
+    return replace(estimate, n_eff=None)

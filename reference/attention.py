@@ -143,6 +143,7 @@ class RowBlock:
     ``rows`` a slice or indices [R]; ``keys`` the slice of keys; S, P_bar, dP and dS are [R, K]; row quantities [R],
     ``visible_keys`` among them (how many keys the row sees) and 1/l, which is 0 in fully masked rows;
     O_bar, O and dQ are [R, D]. ``slope`` is 1 - (S/c)^2 under softcap, else None. ``scores`` is -inf where masked.
+    ``dprobs`` (dP) is there only where it was asked for.
     """
 
     rows: Rows
@@ -185,12 +186,14 @@ class HeadReference:
     dv: Tensor | None = None
 
 
-def row_blocks(head: AttentionHead, *, rows: Tensor | None = None, block_rows: int | None = None) -> Iterator[RowBlock]:
+def row_blocks(
+    head: AttentionHead, *, rows: Tensor | None = None, block_rows: int | None = None, keep_dprobs: bool = False
+) -> Iterator[RowBlock]:
     """The head's intermediates, block by block of query rows.
 
     ``rows``: indices of the query rows wanted (default: all). ``block_rows``: rows in a block (default: as
     many as keep the block's scores within a cache-sized budget). Keys that no row of a block can see are
-    left out, so causal attention costs half.
+    left out, so causal attention costs half. ``keep_dprobs``: keep dP, which otherwise turns into dS in place.
     """
     count = len(head.q) if rows is None else len(rows)
     wanted = None if rows is None else rows.to(head.q.device)
@@ -200,12 +203,12 @@ def row_blocks(head: AttentionHead, *, rows: Tensor | None = None, block_rows: i
     with torch.no_grad(), torch.autocast(head.q.device.type, enabled=False):
         for start in range(0, count, block_rows):
             part = slice(start, min(start + block_rows, count))
-            yield _row_block(head, part if wanted is None else wanted[part])
+            yield _row_block(head, part if wanted is None else wanted[part], keep_dprobs=keep_dprobs)
 
 
 def reference_rows(head: AttentionHead, rows: Tensor) -> RowBlock:
     """Every intermediate of the chosen query rows ([R] indices), T x T ones included, as one block."""
-    return next(row_blocks(head, rows=rows, block_rows=max(len(rows), 1)))
+    return next(row_blocks(head, rows=rows, block_rows=max(len(rows), 1), keep_dprobs=True))
 
 
 def reference_head(
@@ -244,7 +247,7 @@ def reference_head(
     return result
 
 
-def _row_block(head: AttentionHead, rows: Rows) -> RowBlock:
+def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool) -> RowBlock:
     keys = head.visible_span(rows)
     k, v, q = head.k[keys], head.v[keys], head.q[rows]
     scores = (q * head.scale) @ k.T  # [R, K]
@@ -279,8 +282,10 @@ def _row_block(head: AttentionHead, rows: Rows) -> RowBlock:
     if head.do is not None:
         do = head.do[rows]
         block.delta = (do * block.out).sum(1)
-        block.dprobs = do @ v.T
-        block.dscores = (block.dprobs - block.delta[:, None]).mul_(probs).mul_(inverse[:, None])
+        dprobs = do @ v.T
+        if keep_dprobs:
+            block.dprobs = dprobs.clone()
+        block.dscores = dprobs.sub_(block.delta[:, None]).mul_(probs).mul_(inverse[:, None])
         if slope is not None:
             block.dscores.mul_(slope)
         block.dq = (block.dscores @ k).mul_(head.scale)
