@@ -3,8 +3,8 @@
     python benchmarks/bench_inspect.py [--device cpu|cuda] [--json FILE]
 
 Naive: softmax(Q K^T) V with autograd in float64, forward and backward, T x T matrices and all. Time: median of
-alternating runs in one process, and the first run of each. Memory: peak resident size of a process of its own, less what it had after
-its imports (on CUDA: the allocator's peak). With --device cuda every real capture is also
+alternating runs in one process, and the first run of each. Memory: peak resident size of a process of its own,
+less what it had after its imports (on CUDA: the allocator's peak). With --device cuda every real capture is also
 analysed on both devices, and the figures are compared.
 """
 
