@@ -25,6 +25,8 @@ from attn_diag.diagnosis import (
 LOSSY_ABOVE = 2.0
 # Relative error of dQ from which a head with a kernel at its noise floor is called ill-conditioned.
 DQ_ERROR_ABOVE = 0.02
+# Unexplained part of dQ's error: at most 0.03 for fused backwards that cast dS and dQ, 0.14 and more for others.
+ROUNDS_ELSEWHERE_ABOVE = 0.1
 
 _NAMES = {
     "delta": "delta",
@@ -198,6 +200,12 @@ def _context(
         words.append("No row has a repeated maximum, so that is not the trigger here.")
     if noise_factor is not None and noise_factor <= LOSSY_ABOVE and "ill_conditioned" not in labels:
         words.append(f"The kernel is at its noise floor (noise factor {noise_factor:.3g}).")
+    dq = propagation.dq
+    if dq is not None and dq.unexplained_with_casts is not None and dq.unexplained_with_casts > ROUNDS_ELSEWHERE_ABOVE:
+        words.append(
+            f"{dq.unexplained_with_casts:.0%} of dQ's error is explained neither by delta nor by the casts of a fused "
+            "backward: this backward rounds elsewhere."
+        )
     if propagation.dw_q is not None and propagation.dw_q.relative_error is not None:
         words.append(f"dW_Q of this sample is {propagation.dw_q.relative_error:.2%} off.")
     elif noise_factor is None:

@@ -88,7 +88,7 @@ def test_quantities_without_their_tensor_are_null() -> None:
 def test_without_observation_a_recipe_is_emulated_and_said_to_be() -> None:
     given = tensors()
     diagnosis = attn_diag.inspect(
-        given["q"], given["k"], given["v"], do=given["do"], causal=True, recipes=["fa2", "qiu2025"]
+        given["q"], given["k"], given["v"], do=given["do"], causal=True, recipes=["fa2", "qiu2025"], device="cpu"
     )
     fa2, qiu = diagnosis.captures[0].observations
     assert fa2.emulated
@@ -210,7 +210,7 @@ def test_json_round_trip_and_schema() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_terminal_report_keeps_within_its_width(width: int, captures: Path) -> None:
-    diagnosis = inspect_captures([attn_diag.load(captures / "pair_T256.safetensors")])
+    diagnosis = inspect_captures([attn_diag.load(captures / "pair_T256.safetensors")], device="cpu")
     text = diagnosis.report(width)
     assert max(map(len, text.splitlines())) <= width
     for words in (

@@ -153,6 +153,13 @@ def test_recipe_is_recognised(key: str, recipe: str) -> None:
     assert found.agreement > 0.997
 
 
+@pytest.mark.parametrize("key", ["pair_T256:efficient", "kernels_pair_T512:paper", "kernels_pair_T512:stable"])
+def test_backward_that_rounds_elsewhere_is_said_to(key: str) -> None:
+    verdict = observation(key).pooled.verdict
+    assert verdict is not None
+    assert "this backward rounds elsewhere" in " ".join(verdict.reasons)
+
+
 def test_unknown_schedules_are_not_recognised() -> None:
     assert observation("kernels_gauss_T512:flex").recipe is None
 
