@@ -119,6 +119,19 @@ def _readings(capture: Capture) -> Iterator[_Reading]:
                         continue
                     if said:
                         yield _Reading(other, said)
+    if stated.window is None:
+        for causal in (stated.causal, *causals):
+            for left in _usual_windows(capture.k_length):
+                window = (left, left if causal == "none" else 0)
+                said = f"window={left},{window[1]}"
+                said = said if causal == stated.causal else f"causal={causal}, {said}"
+                yield _Reading(replace(capture, metadata=replace(stated, causal=causal, window=window)), said)
+
+
+def _usual_windows(k_length: int) -> list[int]:
+    """Powers of two below the number of keys, and one less: a window of W keys reaches W - 1 back."""
+    powers = [2**i for i in range(k_length.bit_length()) if 2**i < k_length]
+    return sorted({left for power in powers for left in (power - 1, power) if left})
 
 
 def _sample(capture: Capture) -> Iterator[tuple[int, int, torch.Tensor]]:

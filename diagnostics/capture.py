@@ -158,6 +158,11 @@ class Capture:
         """
         target = Path(path)
         tensors = {name: tensor[...].contiguous().cpu() for name, tensor in self.tensors.items()}
+        # safetensors refuses tensors that share memory, as views of one buffer or k passed as v do.
+        storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
+        for name, tensor in tensors.items():
+            if storages.count(tensor.untyped_storage().data_ptr()) > 1:
+                tensors[name] = tensor.clone()
         write_atomically(target, lambda temporary: save_file(tensors, temporary, self.metadata.to_text()))
         return target
 
@@ -202,7 +207,9 @@ class _Validator:
             listed = ", ".join(f"{name} {_short(dtype)}" for name, dtype in dtypes.items())
             common = max(set(dtypes.values()), key=list(dtypes.values()).count)
             odd = [name for name, dtype in dtypes.items() if dtype != common]
-            wider = len(odd) == 1 and format_of(dtypes[odd[0]]).precision > format_of(common).precision
+            # BF16 beside FP16 is neither's promotion: an operation on both gives FP32.
+            wider = len(odd) == 1 and {common, dtypes[odd[0]]} != {torch.bfloat16, torch.float16}
+            wider = wider and format_of(dtypes[odd[0]]).precision > format_of(common).precision
             hint = f": {odd[0]} was silently promoted, look at the last operation that made it" if wider else ""
             raise InputError(f"q, k and v must have one dtype, got {listed}{hint}")
         for name, dtype in dtypes.items():

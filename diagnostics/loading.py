@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from attn_diag.capture import OBSERVED, Capture, TensorSource
 from attn_diag.errors import InputError
-from attn_diag.metadata import Metadata
+from attn_diag.metadata import KEYS, Metadata, refuse_unsupported
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
 _EXAMPLE = Path(__file__).parent / "data" / "gpt2_step731_L2H4_rows.safetensors"
@@ -64,6 +66,9 @@ def load(path: str | Path, **options: Any) -> Capture:
     with _named_errors(path):
         reader = {".safetensors": _read_safetensors, ".npz": _read_npz}.get(path.suffix, _read_pt)
         tensors, text, notes = reader(path)
+        # A scale or window kept as an array is metadata all the same, and must not be overlooked.
+        for name in KEYS & tensors.keys():
+            text[name] = _numbers_as_text(name, tensors.pop(name))
         given = {name: value for name, value in options.items() if value is not None}
         metadata = Metadata.parse(text).override(**given)
         assumed = [
@@ -101,7 +106,7 @@ class _SafetensorsSource:
         return self.handle.get_slice(self.name)[index]  # type: ignore[no-any-return]
 
 
-_Read = tuple[Mapping[str, TensorSource], Mapping[str, str], list[str]]
+_Read = tuple[dict[str, TensorSource], dict[str, str], list[str]]
 _SAFETENSORS_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -132,7 +137,10 @@ def _read_safetensors(path: Path) -> _Read:
 
 def _read_pt(path: Path) -> _Read:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # About how the file was pickled: nothing that its reader can change.
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if "weights_only" in str(error).lower() or "unsupported" in str(error).lower():
             raise InputError(
@@ -146,12 +154,27 @@ def _read_pt(path: Path) -> _Read:
     text: dict[str, str] = {}
     for name, value in content.items():
         if isinstance(value, Tensor):
+            if value.layout != torch.strided or value.is_nested or value.is_meta:
+                raise InputError(f"{name} is sparse, nested or without data; expected a dense tensor: save one")
             tensors[str(name)] = value.detach()
         elif name == "metadata" and isinstance(value, dict):
-            text |= {str(key): str(item) for key, item in value.items()}
-        elif isinstance(value, str | int | float):
-            text[str(name)] = str(value)
+            text |= {str(key): _as_text(item) for key, item in value.items() if item is not None}
+        elif isinstance(value, str | int | float) or (name in KEYS and value is not None):
+            text[str(name)] = _as_text(value)
+        elif value is not None:
+            refuse_unsupported(str(name))
     return tensors, text, []
+
+
+def _as_text(value: object) -> str:
+    """A metadata value as a safetensors file would state it."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _numbers_as_text(name: str, tensor: TensorSource) -> str:
+    if math.prod(tensor.shape) > 2:
+        raise InputError(f"{name} is metadata, one number (two for window), got a tensor {list(tensor.shape)}")
+    return _as_text(tensor[...].flatten().tolist())
 
 
 def _read_npz(path: Path) -> _Read:
@@ -182,4 +205,4 @@ def _tensor_from_numpy(name: str, array: np.ndarray[Any, Any], notes: list[str])
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     if array.dtype.kind == "V":
         raise InputError(f"{name} holds {array.dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors")
-    return torch.from_numpy(np.ascontiguousarray(array))
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))

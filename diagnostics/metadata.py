@@ -128,6 +128,7 @@ _PARSERS: dict[str, Any] = {
     **dict.fromkeys(("layer", "head_offset", "step", "rank"), int),
     **dict.fromkeys(("layout", "causal", "lse_base", "kernel", "device", "torch", "notes"), str),
 }
+KEYS = frozenset(_PARSERS)
 _MEANT = {
     "scale": "a number",
     "softcap": "a number",

@@ -261,3 +261,28 @@ def test_chosen_rows_keep_their_positions() -> None:
     found = diagnose({**cut, "q_positions": rows}, causal="top-left")
     assert found.assumptions.ok, found.assumptions.message
     assert found.observations[0].pooled.rows_all == 2 * 2 * len(rows)
+
+
+def test_missing_window_is_named() -> None:
+    tensors = inputs(tq=64, tk=64)
+    distance = torch.arange(64)[:, None] - torch.arange(64)
+    hidden = (distance < 0) | (distance > 15)
+    tensors["o"], _ = attention(tensors["q"], tensors["k"], tensors["v"], 0.25, hidden)
+    found = diagnose(tensors, causal="top-left", scale=0.25)
+    assert found.assumptions.ok is False
+    assert "window=15,0 fits" in found.assumptions.message
+
+
+def test_tensors_that_share_memory_can_be_saved(tmp_path: Path) -> None:
+    tensors = inputs()
+    capture = Capture({**tensors, "v": tensors["k"]})
+    assert equal(capture, load(capture.save(tmp_path / "capture.safetensors")))
+
+
+def test_metadata_kept_as_tensors_are_not_overlooked(tmp_path: Path) -> None:
+    path = tmp_path / "capture.pt"
+    torch.save({**inputs(), "scale": torch.tensor(0.25), "window": [7, 0]}, path)
+    assert load(path).metadata == Metadata(scale=0.25, window=(7, 0))
+    torch.save({**inputs(), "scale": torch.ones(3)}, path)
+    with pytest.raises(InputError, match="scale is metadata"):
+        load(path)
