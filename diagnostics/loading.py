@@ -183,7 +183,8 @@ def _read_npz(path: Path) -> _Read:
     tensors: dict[str, TensorSource] = {}
     text: dict[str, str] = {}
     notes: list[str] = []
-    with np.load(path, allow_pickle=False) as archive:
+    # numpy leaves a file that it opened itself open where the archive is damaged.
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
         for name in archive.files:
             array = archive[name]
             if array.ndim == 0 and array.dtype.kind in "USifb" and not name.endswith("_descale"):
