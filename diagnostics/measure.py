@@ -230,7 +230,7 @@ def _measure_forward(
         result.errors["o"] = SignedErrors.of_elements(out - rounding.truth, rounding.ulp_sum)
         result.errors["o_excess"] = SignedErrors.of_elements(excess, rounding.ulp_sum)
         result.errors["o_away_excess"] = SignedErrors.of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
-        result.bit_identical = not result.errors["o_excess"].nonzero
+        result.bit_identical = not result.errors["o_excess"].nonzero if len(out) else None
         swamped = swamped_elements(out, rounding.truth, inputs.head.v, top_key) & eligible[:, None]
         result.swamped = int(swamped.all(1).sum()), int(swamped.sum())
     if (lse := seen.outputs.get("lse")) is not None:
