@@ -1,0 +1,118 @@
+"""Shapes and launch parameters of the Triton kernels: which keys a row sees, and how a recipe's ranges become tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from attn_diag.kernels.recipe import Recipe
+
+Causal = Literal["none", "top-left", "bottom-right"]
+Level = Literal["none", "rows", "tiles", "full"]
+
+HEAD_DIMS = (16, 256)
+_MANTISSA = {"bf16": 7, "fp16": 10}
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys query row t of Tq sees among Tk: position(t) - left <= j <= position(t) + right.
+
+    ``causal`` as in ``attn_diag.reference.Masking``: position(t) = t + shift, shift = 0 for "top-left", else Tk - Tq.
+    ``window``: (left, right), inclusive, -1 for unlimited.
+    """
+
+    causal: Causal = "none"
+    window: tuple[int, int] | None = None
+
+    def reach(self) -> tuple[int | None, int | None]:
+        """(left, right) in keys; None for unlimited."""
+        left, right = (None if n < 0 else n for n in self.window or (-1, -1))
+        return left, 0 if self.causal != "none" else right
+
+    def shift(self, q_length: int, k_length: int) -> int:
+        """position(t) - t."""
+        return 0 if self.causal == "top-left" else k_length - q_length
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Everything a kernel is compiled for besides its recipe.
+
+    ``block_m``, ``block_n``: query rows and keys of a tile; ``block_d``: head_dim, padded to a power of two. ``ranges``:
+    the recipe rounds once for each range of ``range_tiles`` tiles, or rounds l, so that ranges are walked twice.
+    ``left``, ``right``, ``softcap``, ``split``: whether there is one. ``rows``, ``dump``: instrumentation.
+    ``track_near``: scores within reach of the maximum are counted as they pass; ``packed``: two at a time.
+    ``mantissa``: explicit bits of q's format. ``tma``: tiles come through tensor memory descriptors.
+    """
+
+    head_dim: int
+    block_m: int
+    block_n: int
+    block_d: int
+    warps: int
+    stages: int
+    range_tiles: int
+    ranges: bool
+    left: bool
+    right: bool
+    softcap: bool
+    mantissa: int
+    split: bool = False
+    rows: bool = False
+    dump: bool = False
+    track_near: bool = False
+    packed: bool = False
+    tma: bool = False
+
+
+def forward_geometry(
+    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level, tma: bool, packed: bool
+) -> Geometry:
+    """Tile sizes for the recipe's key ranges. ``tma``, ``packed``: whether the device can.
+
+    The query block is free: it changes no rounding (unless the order is diagonal-first).
+    """
+    tile = recipe.schedule.key_tile
+    block_d = padded(head_dim)
+    block_n = min(tile, 64 if block_d > 128 else 128)
+    ranges = tile > block_n or recipe.row_sum != "fp32"
+    if ranges:
+        block_n = min(block_n, 64)
+    wide = block_d * block_n > 64 * 128  # 64 rows of it would not leave registers for a second block on the core
+    block_m, warps, stages = (128, 8, 2) if wide else (64, 4, 3 if block_n <= 64 else 2)
+    if recipe.schedule.order == "diagonal-first":
+        block_m = recipe.schedule.query_block
+        warps = 8 if block_m >= 128 else 4
+    left, right = visibility.reach()
+    watched = level != "none"
+    return Geometry(
+        head_dim=head_dim,
+        block_m=block_m,
+        block_n=block_n,
+        block_d=block_d,
+        warps=warps,
+        stages=stages,
+        range_tiles=-(-tile // block_n),
+        ranges=ranges,
+        left=left is not None,
+        right=right is not None,
+        softcap=softcap,
+        mantissa=_MANTISSA[recipe.input],
+        split=recipe.schedule.split_keys is not None,
+        rows=watched,
+        dump=level in ("tiles", "full"),
+        track_near=watched and not ranges and recipe.softmax.kind == "safe",
+        packed=packed and recipe.probs in ("bf16", "fp16"),
+        tma=tma,
+    )
+
+
+def padded(head_dim: int) -> int:
+    """The next power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def anonymous(recipe: Recipe) -> Recipe:
+    """The recipe without its name, so that equal roundings share one compiled kernel."""
+    return replace(recipe, name="", summary="")

@@ -1,0 +1,527 @@
+"""Attention forward in Triton, driven by a recipe: what is rounded, when, and in which order the keys come.
+
+    for each key range, in the schedule's order:
+        S = alpha Q K^T                                    rounded to ``scores``
+        m' = max(m, rowmax S)                              rounded to ``row_max``; softmax rule
+        P_bar = exp(S - m')                                S - m' rounded to ``difference``
+        l = exp(m - m') l + rowsum P_bar                   rounded to ``row_sum``
+        O_bar = exp(m - m') O_bar + cast(P_bar) V          rounded to ``accumulator``, P_bar V to ``range_pv``
+    O = O_bar / l, rounded once to ``out``;  L = m + ln l
+
+A range of one tile of keys is walked once, as production kernels do (``_walk_tiles``); a wider one twice, for its
+maximum first (``_walk_ranges``). Source of the algorithm: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 1.
+
+What differs between a GPU and Triton's interpreter, given the same inputs; the rounding sites are bit for bit the same:
+
+| operation | GPU (sm_90) | interpreter |
+|---|---|---|
+| sums of products | tensor core: 16 at a time, aligned, truncated | fp32, numpy's order |
+| exp2 | ex2.approx: 2 ulp, subnormals flushed | numpy: 1 ulp |
+| log, division | 1 ulp | numpy |
+| sums over a row | tree over registers and lanes | numpy's pairwise sum |
+
+In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time; ``keys`` and ``values`` are tuples
+(TMA descriptor, pointer, stride of a position, stride of a feature), ``view`` is (number of keys, left, right).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
+from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, forward_geometry
+from attn_diag.kernels.recipe import Recipe
+from attn_diag.kernels.triton_math import INTERPRETED, LOG2_E, as_operand, dot, dot_add, round_to, tanh
+
+
+@triton.jit
+def load_tile(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
+    """Positions [start, start + BLOCK) of a head: [BLOCK, block_d], zero beyond ``length`` and the head dimension."""
+    desc, ptr, stride_t, stride_d = source
+    BLOCK_D: tl.constexpr = G.block_d
+    if G.tma:
+        tile = tl.reshape(desc.load([b, h, start, 0]), [BLOCK, BLOCK_D])
+    else:
+        offs = start + tl.arange(0, BLOCK)
+        dims = tl.arange(0, G.block_d)
+        here = (offs < length)[:, None] & (dims < G.head_dim)[None, :]
+        tile = tl.load(ptr + offs.to(tl.int64)[:, None] * stride_t + dims[None, :] * stride_d, mask=here, other=0.0)
+    return tile
+
+
+@triton.jit
+def key_tiles(first, last, view, G: tl.constexpr):
+    """Tiles of keys that row positions [first, last] can see: [begin, end), of which [whole, partial) need no mask."""
+    k_length, left, right = view
+    stop = k_length
+    partial = k_length // G.block_n
+    if G.right:
+        stop = tl.minimum(stop, tl.maximum(last + right + 1, 0))
+        partial = tl.minimum(partial, tl.maximum(first + right + 1, 0) // G.block_n)
+    begin = 0
+    whole = 0
+    if G.left:
+        begin = tl.minimum(tl.maximum(first - left, 0), stop) // G.block_n
+        whole = tl.cdiv(tl.maximum(last - left, 0), G.block_n)
+    end = tl.maximum(tl.cdiv(stop, G.block_n), begin)
+    whole = tl.minimum(tl.maximum(whole, begin), end)
+    partial = tl.minimum(tl.maximum(partial, whole), end)
+    return begin, whole, partial, end
+
+
+@triton.jit
+def mask_scores(s, positions, cols, view, G: tl.constexpr):
+    """-inf where row position p [M] may not see column j [N]: outside p - left <= j <= p + right, or past the keys."""
+    k_length, left, right = view
+    visible = (cols < k_length)[None, :]
+    if G.right:
+        visible = visible & (cols[None, :] <= positions[:, None] + right)
+    if G.left:
+        visible = visible & (cols[None, :] >= positions[:, None] - left)
+    return tl.where(visible, s, float("-inf"))
+
+
+@triton.jit
+def recipe_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
+    """S as the recipe stores it, from q.k in fp32; unscaled where alpha waits for the exponent."""
+    if R.alpha == "after-rounding":
+        s = round_to(round_to(products, tl.constexpr(R.scores)) * scale, tl.constexpr(R.scores))
+    elif R.alpha == "before-rounding" or G.softcap:
+        s = round_to(products * scale, tl.constexpr(R.scores))
+    else:
+        s = round_to(products, tl.constexpr(R.scores))
+    if G.softcap:
+        s = round_to(tanh(s / softcap) * softcap, tl.constexpr(R.scores))
+    return s
+
+
+@triton.jit
+def exponential(s, m, factor, R: tl.constexpr):
+    """P_bar = exp(factor (s - m)) for s [M, N], m [M]. A row that has seen no key yet (m = -inf) gives 0."""
+    m = tl.where(m == float("-inf"), 0.0, m)
+    if R.exp == "exp2-fma":
+        c = factor * LOG2_E
+        if INTERPRETED:
+            # A fused multiply-add: the product is exact in float64.
+            x = (s.to(tl.float64) * c - (m * c)[:, None].to(tl.float64)).to(tl.float32)
+        else:
+            x = tl.fma(s, c, -(m * c)[:, None])
+        p = tl.exp2(x)
+    else:
+        p = tl.exp(round_to((s - m[:, None]) * factor, tl.constexpr(R.difference)))
+    return p
+
+
+@triton.jit
+def rescaling(m, m_new, factor, R: tl.constexpr):
+    """exp(factor (m - m_new)), [M]; 0 at the first keys of a row."""
+    m_new = tl.where(m_new == float("-inf"), 0.0, m_new)
+    if R.exp == "exp2-fma":
+        rescale = tl.exp2((m - m_new) * (factor * LOG2_E))
+    else:
+        rescale = tl.exp(round_to((m - m_new) * factor, tl.constexpr(R.difference)))
+    return rescale
+
+
+@triton.jit
+def next_maximum(m, top, repeated, R: tl.constexpr):
+    """What is subtracted next, [M]: from the old ``m``, and the new keys' maximum ``top``, ``repeated`` or not."""
+    if R.softmax.kind == "stabilised":
+        top = tl.where(repeated, tl.where(top > 0, R.softmax.beta * top, tl.where(top < 0, 0.0, top)), top)
+    m_new = tl.maximum(m, top)
+    if R.softmax.kind == "stale":
+        m_new = tl.where(m_new - m <= R.softmax.threshold, m, m_new)
+    return round_to(m_new, tl.constexpr(R.row_max))
+
+
+@triton.jit
+def range_sum(p, cast, R: tl.constexpr):
+    """What a tile adds to l, [M]."""
+    if R.row_sum_of == "cast-probs":
+        p = cast.to(tl.float32)
+    return tl.sum(p, 1)
+
+
+@triton.jit
+def add_range(acc, product, rescale, R: tl.constexpr):
+    """O_bar after one more range, with every rounding of its own."""
+    return round_to(round_to(acc * rescale[:, None], tl.constexpr(R.accumulator)) + round_to(product, tl.constexpr(R.range_pv)), tl.constexpr(R.accumulator))
+
+
+@triton.jit
+def reach_of_maximum(m, factor, G: tl.constexpr):
+    """How far below the maximum a score can lie and yet repeat it by some definition, [M]: a cautious bound.
+
+    Rounding to q's format merges scores at most an ulp apart, 2**-mantissa |S|; "unit" reaches 0.00196 down (0.00025
+    in FP16), "window" 1e-3.
+    """
+    return tl.maximum(2.1e-3, tl.abs(m * factor) * (1.02 * 2.0**-G.mantissa))
+
+
+@triton.jit
+def count_at_least(p, bound, R: tl.constexpr, G: tl.constexpr):
+    """How many elements of each row of the cast P_bar [M, N] reach ``bound`` [M]; fp32."""
+    if G.packed:
+        # Two comparisons an instruction; the indicators are 1.0 and 0.0, and their sums exact up to 256.
+        if R.probs == "bf16":
+            hits = tl.inline_asm_elementwise("set.ge.bf16x2.bf16x2 $0, $1, $2;", "=r,r,r",
+                                             [p, bound.to(tl.bfloat16)[:, None]], dtype=tl.bfloat16, is_pure=True,
+                                             pack=2)  # fmt: skip
+        else:
+            hits = tl.inline_asm_elementwise("set.ge.f16x2.f16x2 $0, $1, $2;", "=r,r,r",
+                                             [p, bound.to(tl.float16)[:, None]], dtype=tl.float16, is_pure=True,
+                                             pack=2)  # fmt: skip
+        count = tl.sum(hits, 1).to(tl.float32)
+    else:
+        count = tl.sum(tl.where(p.to(tl.float32) >= bound[:, None], 1.0, 0.0), 1)
+    return count
+
+
+@triton.jit
+def watch_rows(watched, cast, m, rescale, factor, R: tl.constexpr, G: tl.constexpr):
+    """Per row, how many scores lie within reach of the maximum (an upper bound), and the sum of the cast P_bar."""
+    near, cast_sum = watched
+    if G.track_near:
+        # A shade below exp(-reach), so that no rounding of P_bar hides a score.
+        bound = tl.exp2(reach_of_maximum(m, factor, G) * -LOG2_E) * 0.99
+        # Scores of earlier tiles lie at or below the old maximum: they count while that is within reach.
+        near = tl.where(rescale >= bound, near, 0.0) + count_at_least(cast, bound, R, G)
+    return near, cast_sum * rescale + tl.sum(cast.to(tl.float32), 1)
+
+
+@triton.jit
+def dump_tile(dump, s, cast, m, cols, tile, k_length):
+    """Store S, the cast P_bar and the maximum it was taken from, for the rows that have a slot (>= 0)."""
+    s_ptr, p_ptr, m_ptr, slots, stride, tiles = dump
+    chosen = slots >= 0
+    slots = slots.to(tl.int64)
+    where = slots[:, None] * stride + cols[None, :]
+    here = chosen[:, None] & (cols < k_length)[None, :]
+    tl.store(s_ptr + where, s, mask=here)
+    tl.store(p_ptr + where, cast, mask=here)
+    tl.store(m_ptr + slots * tiles + tile, m, mask=chosen)
+
+
+@triton.jit
+def tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, MASKED: tl.constexpr, R: tl.constexpr,
+                G: tl.constexpr):  # fmt: skip
+    """S of one tile of keys: [M, block_n]."""
+    start = tile * G.block_n
+    k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
+    s = recipe_scores(dot(q, tl.trans(k), tl.constexpr(R.input)), scale, softcap, R, G)
+    if MASKED:
+        s = mask_scores(s, positions, start + tl.arange(0, G.block_n), view, G)
+    return s
+
+
+@triton.jit
+def _walk_tiles(state, watched, q, keys, values, b, hk, positions, first_tile, n_tiles, view, scale, softcap, factor,
+                dump, any_slot, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """Online softmax over ``n_tiles`` tiles of keys from ``first_tile`` on."""
+    acc, l, m = state
+    near, cast_sum = watched
+    for i in tl.range(0, n_tiles, num_stages=G.stages):
+        tile = first_tile + i
+        if R.schedule.order == "descending":
+            tile = first_tile + n_tiles - 1 - i
+        s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, MASKED, R, G)  # [M, N]
+        top = tl.max(s, 1)
+        repeated = False
+        if R.softmax.kind == "stabilised":
+            repeated = tl.sum((s >= top[:, None] - R.softmax.epsilon).to(tl.int32), 1) > 1
+        m_new = next_maximum(m, top, repeated, R)
+        rescale = rescaling(m, m_new, factor, R)
+        p = exponential(s, m_new, factor, R)
+        cast = as_operand(p, tl.constexpr(R.probs))
+        total = range_sum(p, cast, R)
+        if R.row_sum_clamp is not None:
+            total = tl.maximum(total, R.row_sum_clamp)
+        l = round_to(l * rescale + total, tl.constexpr(R.row_sum))
+        if G.rows:
+            near, cast_sum = watch_rows((near, cast_sum), cast, m_new, rescale, factor, R, G)
+        if G.dump:
+            if any_slot:
+                cols = tile * G.block_n + tl.arange(0, G.block_n)
+                dump_tile(dump, s, cast, m_new, cols, tile, view[0])
+        v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
+        if R.range_pv == "fp32" and R.accumulator == "fp32":
+            acc = dot_add(cast, v, acc * rescale[:, None], tl.constexpr(R.probs))
+        else:
+            acc = add_range(acc, dot(cast, v, tl.constexpr(R.probs)), rescale, R)
+        m = m_new
+    return (acc, l, m), (near, cast_sum)
+
+
+@triton.jit
+def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, tiles, view, scale, softcap, factor, dump,
+                 any_slot, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """Online softmax over ranges of several tiles: one maximum, one sum and one P_bar V for each range."""
+    acc, l, m = state
+    begin, end = tiles
+    BLOCK_M: tl.constexpr = G.block_m
+    BLOCK_D: tl.constexpr = G.block_d
+    first_range = begin // G.range_tiles
+    n_ranges = tl.cdiv(end, G.range_tiles) - first_range
+    for i in range(0, n_ranges):
+        r = first_range + i
+        if R.schedule.order == "descending":
+            r = first_range + n_ranges - 1 - i
+        if R.schedule.order == "diagonal-first":
+            r = first_range + tl.where(i == 0, n_ranges - 1, i - 1)
+        first = tl.maximum(r * G.range_tiles, begin)
+        last = tl.minimum((r + 1) * G.range_tiles, end)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        for tile in range(first, last):
+            s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
+            top = tl.maximum(top, tl.max(s, 1))
+        near_top = tl.zeros([BLOCK_M], tl.int32)
+        if R.softmax.kind == "stabilised":
+            for tile in range(first, last):
+                s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
+                near_top += tl.sum((s >= top[:, None] - R.softmax.epsilon).to(tl.int32), 1)
+        m_new = next_maximum(m, top, near_top > 1, R)
+        rescale = rescaling(m, m_new, factor, R)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        product = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        cast_sum = cast_sum * rescale
+        for tile in range(first, last):
+            s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
+            p = exponential(s, m_new, factor, R)
+            cast = as_operand(p, tl.constexpr(R.probs))
+            total += range_sum(p, cast, R)
+            if G.rows:
+                cast_sum += tl.sum(cast.to(tl.float32), 1)
+            v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
+            product = dot_add(cast, v, product, tl.constexpr(R.probs))
+            if G.dump:
+                if any_slot:
+                    cols = tile * G.block_n + tl.arange(0, G.block_n)
+                    dump_tile(dump, s, cast, m_new, cols, tile, view[0])
+        if R.row_sum_clamp is not None:
+            total = tl.maximum(total, R.row_sum_clamp)
+        exact_l = exact_l * rescale + total
+        l = round_to(l * rescale + total, tl.constexpr(R.row_sum))
+        acc = add_range(acc, product, rescale, R)
+        m = m_new
+    return (acc, l, m), exact_l, cast_sum
+
+
+@triton.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, rows_ptr, s_ptr, p_ptr, m_ptr, slots_ptr,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot,
+    heads, group, q_length, k_length, shift, left, right, split_keys, stride_dump, dump_tiles, scale, softcap,
+    R: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """One block of query rows of one head (and, with split-KV, one split of the keys).
+
+    ``rows_ptr`` [5, B, Hq, Tq]: m, l, near, sum of the cast P_bar, sum over features of O's rounding error.
+    """
+    BLOCK_M: tl.constexpr = G.block_m
+    BLOCK_D: tl.constexpr = G.block_d
+    # The last query blocks see the most keys under causality: they go first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    bh = tl.program_id(1)
+    b = bh // heads
+    h = bh % heads
+    hk = h // group
+    offs = block * G.block_m + tl.arange(0, G.block_m)
+    here = offs < q_length
+    positions = offs + shift
+    dims = tl.arange(0, G.block_d)
+    view = (k_length, left, right)
+
+    queries = (q_desc, q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, stride_qt, stride_qd)
+    keys = (k_desc, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
+    values = (v_desc, v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh, stride_vt, stride_vd)
+    q = load_tile(queries, b, h, block * G.block_m, q_length, G.block_m, G)
+
+    row = bh.to(tl.int64) * q_length + offs
+    any_slot = False
+    slots = offs
+    if G.dump:
+        slots = tl.load(slots_ptr + row, mask=here, other=-1)
+        any_slot = tl.max(slots, 0) >= 0
+    dump = (s_ptr, p_ptr, m_ptr, slots, stride_dump, dump_tiles)
+
+    # alpha waits for the exponent unless the scores already hold it.
+    factor = 1.0
+    if R.alpha == "in-exponent" and not G.softcap:
+        factor = scale
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    near = tl.zeros([BLOCK_M], tl.float32)
+    cast_sum = tl.zeros([BLOCK_M], tl.float32)
+    first = block * G.block_m + shift
+    last = tl.minimum((block + 1) * G.block_m, q_length) - 1 + shift
+    begin, whole, partial, end = key_tiles(first, last, view, G)
+    if G.split:
+        split = tl.program_id(2)
+        begin = tl.maximum(begin, split * split_keys // G.block_n)
+        end = tl.maximum(tl.minimum(end, (split + 1) * split_keys // G.block_n), begin)
+        whole = tl.minimum(tl.maximum(whole, begin), end)
+        partial = tl.minimum(tl.maximum(partial, whole), end)
+
+    state = (acc, l, m)
+    watched = (near, cast_sum)
+    exact_l = l
+    if G.ranges:
+        state, exact_l, cast_sum = _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, (begin, end),
+                                                view, scale, softcap, factor, dump, any_slot, R, G)  # fmt: skip
+        watched = (near, cast_sum)
+    elif R.schedule.order == "descending":
+        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, partial, end - partial, view,
+                                     scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
+        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, whole, partial - whole, view,
+                                     scale, softcap, factor, dump, any_slot, False, R, G)  # fmt: skip
+        if G.left:
+            state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, begin, whole - begin, view,
+                                         scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
+    else:
+        if R.schedule.order == "diagonal-first":
+            head = tl.minimum(end - begin, 1)
+            state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, end - head, head, view,
+                                         scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
+            end -= head
+            whole = tl.minimum(whole, end)
+            partial = tl.minimum(partial, end)
+        if G.left:
+            state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, begin, whole - begin, view,
+                                         scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
+        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, whole, partial - whole, view,
+                                     scale, softcap, factor, dump, any_slot, False, R, G)  # fmt: skip
+        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, partial, end - partial, view,
+                                     scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
+    acc, l, m = state
+    near, cast_sum = watched
+
+    # A row that saw no key; one whose l underflowed divides by zero, as a real kernel does.
+    unseen = (m == float("-inf")) & (l == 0)
+    o = acc / tl.where(unseen, 1.0, l)[:, None]
+    cast = as_operand(o, tl.constexpr(R.out))
+    used_l = l
+    if G.ranges and R.lse_from == "unrounded-l":
+        used_l = exact_l
+    lse = tl.where(unseen, m, m * factor + tl.log(tl.where(unseen, 1.0, used_l)))
+    if G.split:
+        bh += tl.program_id(2) * tl.num_programs(1)
+        row += tl.program_id(2).to(tl.int64) * tl.num_programs(1) * q_length
+        b += tl.program_id(2) * (tl.num_programs(1) // heads)
+    o_offs = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + offs.to(tl.int64)[:, None] * stride_ot + dims[None, :]
+    tl.store(o_ptr + o_offs, cast, mask=here[:, None] & (dims < G.head_dim)[None, :])
+    tl.store(lse_ptr + row, lse, mask=here)
+    if G.rows:
+        plane = tl.num_programs(1).to(tl.int64) * q_length
+        if G.split:
+            plane *= tl.num_programs(2)
+        tl.store(rows_ptr + row, m, mask=here)
+        tl.store(rows_ptr + plane + row, l, mask=here)
+        tl.store(rows_ptr + 2 * plane + row, near, mask=here)
+        tl.store(rows_ptr + 3 * plane + row, cast_sum, mask=here)
+        tl.store(rows_ptr + 4 * plane + row, tl.sum(cast.to(tl.float32) - o, 1), mask=here)
+
+
+@dataclass
+class ForwardOutputs:
+    """What ``forward`` returns.
+
+    o [B, Hq, Tq, D] in the recipe's format, lse [B, Hq, Tq] fp32. ``rows`` [5, B, Hq, Tq] fp32: m, l, near, sum of the
+    cast P_bar, sum over features of O's rounding error. ``scores``, ``probs`` [slots, Tk], ``tile_max`` [slots, tiles].
+    """
+
+    o: Tensor
+    lse: Tensor
+    rows: Tensor
+    scores: Tensor
+    probs: Tensor
+    tile_max: Tensor
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, visibility: Visibility, *, scale: float, softcap: float | None,
+    level: Level = "none", slots: Tensor | None = None, n_slots: int = 0,
+) -> ForwardOutputs:  # fmt: skip
+    """Launch the forward kernel on q [B, Hq, Tq, D], k, v [B, Hk, Tk, D] in the recipe's input format, any strides.
+
+    ``slots`` [B, Hq, Tq] int32: where the tile dump puts a row, -1 for nowhere; ``n_slots`` of them in all.
+    """
+    (batch, heads, q_length, head_dim), (_, k_heads, k_length, _) = q.shape, k.shape
+    fast = has_tensor_memory(q.device)
+    geometry = forward_geometry(
+        recipe, head_dim, visibility, softcap=softcap is not None, level=level,
+        tma=fast and all(fits_descriptor(t) for t in (q, k, v)), packed=fast,
+    )  # fmt: skip
+    splits = -(-k_length // recipe.schedule.split_keys) if recipe.schedule.split_keys else 1
+    on_cpu = q.device.type == "cpu"
+    out_format = DTYPES[recipe.out] if splits == 1 else torch.float32
+    if on_cpu:
+        # The interpreter's own BF16 is wrong: it gets BF16 numbers in fp32.
+        q, k, v = q.float(), k.float(), v.float()
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32 if on_cpu and dtype.is_floating_point else dtype, device=q.device)
+
+    tiles = -(-k_length // geometry.block_n)
+    o = new(splits * batch, heads, q_length, head_dim, dtype=out_format)
+    lse = new(splits, batch, heads, q_length)
+    rows = new(5, splits, batch, heads, q_length) if geometry.rows else new(0)
+    n_slots = n_slots if geometry.dump else 0
+    scores = new(n_slots, k_length, dtype=DTYPES[recipe.scores])
+    probs = new(n_slots, k_length, dtype=DTYPES[recipe.probs])
+    tile_max = new(n_slots, tiles)
+    left, right = visibility.reach()
+    arguments = (
+        *(_described(t, n, geometry) for t, n in ((q, geometry.block_m), (k, geometry.block_n), (v, geometry.block_n))),
+        q, k, v, o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
+        *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
+        heads, heads // k_heads, q_length, k_length, visibility.shift(q_length, k_length), left or 0, right or 0,
+        recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
+    )  # fmt: skip
+    inner = replace(recipe, out="fp32") if splits > 1 else recipe
+    grid = (-(-q_length // geometry.block_m), batch * heads, splits)
+    forward_kernel[grid](
+        *arguments, R=anonymous(inner), G=geometry, num_warps=geometry.warps, num_stages=geometry.stages
+    )
+    if splits > 1:
+        factor = scale if recipe.alpha == "in-exponent" and softcap is None else 1.0
+        o, lse, rows = _merge_splits(o.unflatten(0, (splits, batch)), lse, rows, factor, DTYPES[recipe.out])
+    else:
+        lse, rows = lse[0], rows[:, 0] if geometry.rows else rows
+    return ForwardOutputs(
+        o.to(DTYPES[recipe.out]), lse, rows, scores.to(DTYPES[recipe.scores]), probs.to(DTYPES[recipe.probs]), tile_max
+    )
+
+
+def _merge_splits(
+    o: Tensor, lse: Tensor, rows: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Independent splits (first dimension) weighted by exp(L_i - L), in fp32; ``near`` becomes an upper bound."""
+    merged_lse = torch.logsumexp(lse, 0)
+    weights = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - merged_lse))
+    merged = (weights[..., None] * o).sum(0)
+    if rows.numel():
+        m = rows[0].amax(0)
+        rescale = torch.where(lse == -torch.inf, 0.0, torch.exp((rows[0] - m) * factor))
+        rounding_error = (merged.to(dtype).float() - merged).sum(-1)
+        l, near, cast_sum = ((rescale * rows[1]).sum(0), rows[2].sum(0), (rescale * rows[3]).sum(0))
+        rows = torch.stack([m, l, near, cast_sum, rounding_error])
+    return merged, merged_lse, rows
+
+
+def _described(tensor: Tensor, block: int, geometry: Geometry) -> Any:
+    """A tensor descriptor of tiles [block, block_d] where the kernel wants one, else the tensor itself."""
+    if not geometry.tma:
+        return tensor
+    # The stride of a dimension of size one is arbitrary in torch; TMA wants a multiple of 16 bytes.
+    strides = [s if n > 1 else tensor.shape[-1] * 16 for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block, geometry.block_d])

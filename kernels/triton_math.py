@@ -1,0 +1,74 @@
+"""Roundings and exponentials inside the kernels.
+
+The interpreter computes BF16 wrongly (it truncates casts, and multiplies bit patterns), so interpreted kernels
+never hold a BF16 value: their operands are fp32 tensors that contain BF16 numbers, and a rounding to BF16 is
+nearest-even on the fp32 bits. On a GPU the same rounding is the hardware's own cast, bit for bit the same.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def round_bits_to_bf16(x):
+    """fp32 ``x`` rounded to BF16, nearest-even, by integer operations; a NaN stays one. Returns fp32."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    # The carry of a NaN's payload would make it infinite or zero.
+    return tl.where(x != x, x, rounded.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def round_to(x, FORMAT: tl.constexpr):
+    """fp32 ``x`` rounded to FORMAT ("fp32", "bf16", "fp16"), nearest-even; returned in fp32."""
+    if FORMAT == "bf16":
+        if INTERPRETED:
+            x = round_bits_to_bf16(x)
+        else:
+            x = x.to(tl.bfloat16).to(tl.float32)
+    elif FORMAT == "fp16":
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def as_operand(x, FORMAT: tl.constexpr):
+    """fp32 ``x`` as an operand of ``dot``: in FORMAT on a GPU, rounded to it but held in fp32 when interpreted."""
+    if INTERPRETED or FORMAT == "fp32":
+        x = round_to(x, FORMAT)
+    elif FORMAT == "bf16":
+        x = x.to(tl.bfloat16)
+    else:
+        x = x.to(tl.float16)
+    return x
+
+
+@triton.jit
+def dot(a, b, FORMAT: tl.constexpr):
+    """``a @ b`` with operands in FORMAT, summed in fp32: tensor cores for 16-bit operands on a GPU."""
+    if INTERPRETED or FORMAT == "fp32":
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        product = tl.dot(a, b)
+    return product
+
+
+@triton.jit
+def dot_add(a, b, accumulator, FORMAT: tl.constexpr):
+    """``accumulator + a @ b``; on a GPU the tensor core adds into the accumulator."""
+    if INTERPRETED or FORMAT == "fp32":
+        accumulator = tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
+    else:
+        accumulator = tl.dot(a, b, accumulator)
+    return accumulator
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent in fp32 through exp; absolute error about 2**-23."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
