@@ -40,6 +40,10 @@ from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, f
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_math import INTERPRETED, LOG2_E, as_operand, dot, dot_add, round_to, tanh
 
+# Columns of ones in the products that sum over a row. Eight is a tile of mma.sync, whose operand of ones stays in
+# registers; sixteen would make it a wgmma, with the ones in shared memory, and cost a resident block (1.09x -> 1.4x).
+ONES = tl.constexpr(8)
+
 
 @triton.jit
 def load_tile(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
@@ -156,44 +160,46 @@ def add_range(acc, product, rescale, R: tl.constexpr):
 
 
 @triton.jit
-def reach_of_maximum(m, factor, G: tl.constexpr):
-    """How far below the maximum a score can lie and yet repeat it by some definition, [M]: a cautious bound.
+def near_bound(m, factor, G: tl.constexpr):
+    """A P_bar below which a score cannot repeat the maximum by any definition, [M].
 
-    Rounding to q's format merges scores at most an ulp apart, 2**-mantissa |S|; "unit" reaches 0.00196 down (0.00025
-    in FP16), "window" 1e-3.
+    Rounding S to q's format merges scores at most an ulp apart, 2**-mantissa |S|; "unit" reaches 0.00196 below the
+    maximum, "window" 1e-3; exp(-x) >= 1 - x. One BF16 step lower, as P_bar may have been rounded down.
     """
-    return tl.maximum(2.1e-3, tl.abs(m * factor) * (1.02 * 2.0**-G.mantissa))
+    return tl.minimum(1.0 - 2.1e-3, 1.0 - tl.abs(m * factor) * 2.0**-G.mantissa) - 2.0**-8
 
 
 @triton.jit
-def count_at_least(p, bound, R: tl.constexpr, G: tl.constexpr):
-    """How many elements of each row of the cast P_bar [M, N] reach ``bound`` [M]; fp32."""
-    if G.packed:
-        # Two comparisons an instruction; the indicators are 1.0 and 0.0, and their sums exact up to 256.
-        if R.probs == "bf16":
-            hits = tl.inline_asm_elementwise("set.ge.bf16x2.bf16x2 $0, $1, $2;", "=r,r,r",
-                                             [p, bound.to(tl.bfloat16)[:, None]], dtype=tl.bfloat16, is_pure=True,
-                                             pack=2)  # fmt: skip
-        else:
-            hits = tl.inline_asm_elementwise("set.ge.f16x2.f16x2 $0, $1, $2;", "=r,r,r",
-                                             [p, bound.to(tl.float16)[:, None]], dtype=tl.float16, is_pure=True,
-                                             pack=2)  # fmt: skip
-        count = tl.sum(hits, 1).to(tl.float32)
+def reaches(p, bound, R: tl.constexpr, G: tl.constexpr):
+    """1 where the cast P_bar [M, N] reaches ``bound`` [M], else 0, as an operand."""
+    if G.packed and R.probs == "bf16":
+        # Two comparisons an instruction.
+        hits = tl.inline_asm_elementwise("set.ge.bf16x2.bf16x2 $0, $1, $2;", "=r,r,r",
+                                         [p, bound.to(tl.bfloat16)[:, None]], dtype=tl.bfloat16, is_pure=True,
+                                         pack=2)  # fmt: skip
+    elif G.packed:
+        hits = tl.inline_asm_elementwise("set.ge.f16x2.f16x2 $0, $1, $2;", "=r,r,r",
+                                         [p, bound.to(tl.float16)[:, None]], dtype=tl.float16, is_pure=True,
+                                         pack=2)  # fmt: skip
     else:
-        count = tl.sum(tl.where(p.to(tl.float32) >= bound[:, None], 1.0, 0.0), 1)
-    return count
+        hits = as_operand(tl.where(p.to(tl.float32) >= bound[:, None], 1.0, 0.0), tl.constexpr(R.probs))
+    return hits
 
 
 @triton.jit
 def watch_rows(watched, cast, m, rescale, factor, R: tl.constexpr, G: tl.constexpr):
     """Per row, how many scores lie within reach of the maximum (an upper bound), and the sum of the cast P_bar."""
     near, cast_sum = watched
+    BLOCK_N: tl.constexpr = G.block_n
+    # Sums over a row as products with ones: on a GPU they cost a fraction of the additions.
+    ones = as_operand(tl.full([BLOCK_N, ONES], 1.0, tl.float32), tl.constexpr(R.probs))
     if G.track_near:
-        # A shade below exp(-reach), so that no rounding of P_bar hides a score.
-        bound = tl.exp2(reach_of_maximum(m, factor, G) * -LOG2_E) * 0.99
+        bound = near_bound(m, factor, G)
         # Scores of earlier tiles lie at or below the old maximum: they count while that is within reach.
-        near = tl.where(rescale >= bound, near, 0.0) + count_at_least(cast, bound, R, G)
-    return near, cast_sum * rescale + tl.sum(cast.to(tl.float32), 1)
+        kept = tl.where((rescale >= bound)[:, None], near, 0.0)
+        near = dot_add(reaches(cast, bound, R, G), ones, kept, tl.constexpr(R.probs))
+    # O_bar for V = 1 everywhere.
+    return near, dot_add(cast, ones, cast_sum * rescale[:, None], tl.constexpr(R.probs))
 
 
 @triton.jit
@@ -267,6 +273,8 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
     begin, end = tiles
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_D: tl.constexpr = G.block_d
+    BLOCK_N: tl.constexpr = G.block_n
+    ones = as_operand(tl.full([BLOCK_N, ONES], 1.0, tl.float32), tl.constexpr(R.probs))
     first_range = begin // G.range_tiles
     n_ranges = tl.cdiv(end, G.range_tiles) - first_range
     for i in range(0, n_ranges):
@@ -290,14 +298,14 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
         rescale = rescaling(m, m_new, factor, R)
         total = tl.zeros([BLOCK_M], tl.float32)
         product = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        cast_sum = cast_sum * rescale
+        cast_sum = cast_sum * rescale[:, None]
         for tile in range(first, last):
             s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
             p = exponential(s, m_new, factor, R)
             cast = as_operand(p, tl.constexpr(R.probs))
             total += range_sum(p, cast, R)
             if G.rows:
-                cast_sum += tl.sum(cast.to(tl.float32), 1)
+                cast_sum = dot_add(cast, ones, cast_sum, tl.constexpr(R.probs))
             v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
             product = dot_add(cast, v, product, tl.constexpr(R.probs))
             if G.dump:
@@ -360,8 +368,8 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    near = tl.zeros([BLOCK_M], tl.float32)
-    cast_sum = tl.zeros([BLOCK_M], tl.float32)
+    near = tl.zeros([BLOCK_M, ONES], tl.float32)
+    cast_sum = tl.zeros([BLOCK_M, ONES], tl.float32)
     first = block * G.block_m + shift
     last = tl.minimum((block + 1) * G.block_m, q_length) - 1 + shift
     begin, whole, partial, end = key_tiles(first, last, view, G)
@@ -426,8 +434,8 @@ def forward_kernel(
             plane *= tl.num_programs(2)
         tl.store(rows_ptr + row, m, mask=here)
         tl.store(rows_ptr + plane + row, l, mask=here)
-        tl.store(rows_ptr + 2 * plane + row, near, mask=here)
-        tl.store(rows_ptr + 3 * plane + row, cast_sum, mask=here)
+        tl.store(rows_ptr + 2 * plane + row, tl.max(near, 1), mask=here)
+        tl.store(rows_ptr + 3 * plane + row, tl.max(cast_sum, 1), mask=here)
         tl.store(rows_ptr + 4 * plane + row, tl.sum(cast.to(tl.float32) - o, 1), mask=here)
 
 
