@@ -65,6 +65,10 @@ class Geometry:
     packed: bool = False
     tma: bool = False
 
+    def without_dump(self) -> Geometry:
+        """The same without the tile dump."""
+        return replace(self, dump=False)
+
 
 def forward_geometry(
     recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level, tma: bool, packed: bool
@@ -116,3 +120,48 @@ def padded(head_dim: int) -> int:
 def anonymous(recipe: Recipe) -> Recipe:
     """The recipe without its name, so that equal roundings share one compiled kernel."""
     return replace(recipe, name="", summary="")
+
+
+def dq_geometry(
+    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level, tma: bool
+) -> Geometry:
+    """Tiles of the dQ kernel: they change no rounding, only the order of sums."""
+    block_d = padded(head_dim)
+    block_m, block_n, warps, stages = (64, 64, 4, 3) if block_d <= 64 else (128, 64, 8, 3)
+    if block_d > 128:
+        block_m, block_n, warps, stages = 64, 32, 4, 2
+    return _backward_geometry(recipe, head_dim, visibility, block_m, block_n, warps, stages,
+                              softcap=softcap, tma=tma, dump=level in ("tiles", "full"))  # fmt: skip
+
+
+def dkdv_geometry(recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, tma: bool) -> Geometry:
+    """Tiles of the dK/dV kernel."""
+    block_d = padded(head_dim)
+    block_m, block_n, warps, stages = (128, 64, 4, 2) if block_d <= 64 else (64, 64, 4, 2)
+    if block_d > 128:
+        block_m, block_n, warps, stages = 32, 64, 8, 1
+    return _backward_geometry(recipe, head_dim, visibility, block_m, block_n, warps, stages,
+                              softcap=softcap, tma=tma, dump=False)  # fmt: skip
+
+
+def _backward_geometry(
+    recipe: Recipe, head_dim: int, visibility: Visibility, block_m: int, block_n: int, warps: int, stages: int, *,
+    softcap: bool, tma: bool, dump: bool,
+) -> Geometry:  # fmt: skip
+    left, right = visibility.reach()
+    return Geometry(
+        head_dim=head_dim,
+        block_m=block_m,
+        block_n=block_n,
+        block_d=padded(head_dim),
+        warps=warps,
+        stages=stages,
+        range_tiles=1,
+        ranges=False,
+        left=left is not None,
+        right=right is not None,
+        softcap=softcap,
+        mantissa=_MANTISSA[recipe.input],
+        dump=dump,
+        tma=tma,
+    )

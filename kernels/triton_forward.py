@@ -489,7 +489,7 @@ def forward(
     tile_max = new(n_slots, tiles)
     left, right = visibility.reach()
     arguments = (
-        *(_described(t, n, geometry) for t, n in ((q, geometry.block_m), (k, geometry.block_n), (v, geometry.block_n))),
+        *(described(t, n, geometry) for t, n in ((q, geometry.block_m), (k, geometry.block_n), (v, geometry.block_n))),
         q, k, v, o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
         *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
         heads, heads // k_heads, q_length, k_length, visibility.shift(q_length, k_length), left or 0, right or 0,
@@ -526,7 +526,7 @@ def _merge_splits(
     return merged, merged_lse, rows
 
 
-def _described(tensor: Tensor, block: int, geometry: Geometry) -> Any:
+def described(tensor: Tensor, block: int, geometry: Geometry) -> Any:
     """A tensor descriptor of tiles [block, block_d] where the kernel wants one, else the tensor itself."""
     if not geometry.tma:
         return tensor

@@ -1,0 +1,339 @@
+"""Attention backward in Triton, driven by a recipe: delta, then dQ, then dK and dV, each deterministic.
+
+    delta = rowsum(dO o O), from the rounded O or the unrounded one, or rowsum(P o dP)     rounded to ``delta``
+    P = exp(S - L), S in fp32 or rounded as in the forward        dP = dO V^T
+    dS = P o (dP - delta)                                         rounded to ``dscores``   (softcap: times 1 - (S/c)^2)
+    dQ = alpha dS K,  dK = alpha dS^T Q                           rounded to ``dq`` at the end
+    dV = cast(P)^T dO                                             P rounded to ``backward_probs``
+
+S and dP are computed twice, for dQ and for dK and dV: two more products than a kernel that adds dQ atomically, and the
+same bits in every run. What differs between a GPU and the interpreter is as in ``triton_forward``. ``R``, ``G``, ``view``
+and the sources of tiles are as there. Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
+from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, dkdv_geometry, dq_geometry
+from attn_diag.kernels.recipe import Recipe
+from attn_diag.kernels.triton_forward import described, key_tiles, load_tile, mask_scores, recipe_scores
+from attn_diag.kernels.triton_math import LOG2_E, as_operand, dot, dot_add, round_to, tanh
+
+
+@triton.jit
+def backward_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
+    """(S log2 e, dS/dS before the softcap) from q.k in fp32, any shape; the slope is 1 without softcap."""
+    slope = 1.0
+    if R.backward_scores == "as-forward":
+        s = recipe_scores(products, scale, softcap, R, G)
+        if R.alpha == "in-exponent" and not G.softcap:
+            s *= scale
+        if G.softcap:
+            slope = 1.0 - (s / softcap) * (s / softcap)
+        s *= LOG2_E
+    elif G.softcap:
+        t = tanh(products * scale / softcap)
+        slope = 1.0 - t * t
+        s = t * (softcap * LOG2_E)
+    else:
+        s = products * (scale * LOG2_E)
+    return s, slope
+
+
+@triton.jit
+def row_statistics(lse_ptr, delta_ptr, row, here):
+    """(L log2 e, delta) of rows; rows past the end, and rows that see no key, get L = inf, so that P = 0."""
+    lse = tl.load(lse_ptr + row, mask=here, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    return lse * LOG2_E, tl.load(delta_ptr + row, mask=here, other=0.0)
+
+
+@triton.jit
+def delta_kernel(
+    o_ptr, do_ptr, delta_ptr, stride_ob, stride_oh, stride_ot, stride_od, stride_gb, stride_gh, stride_gt, stride_gd,
+    heads, q_length, R: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO o O) of one block of rows."""
+    bh = tl.program_id(1)
+    b = (bh // heads).to(tl.int64)
+    h = (bh % heads).to(tl.int64)
+    start = tl.program_id(0) * G.block_m
+    offs = start + tl.arange(0, G.block_m)
+    dims = tl.arange(0, G.block_d)
+    here = (offs < q_length)[:, None] & (dims < G.head_dim)[None, :]
+    offs = offs.to(tl.int64)[:, None]
+    o_at = o_ptr + b * stride_ob + h * stride_oh + offs * stride_ot + dims[None, :] * stride_od
+    do_at = do_ptr + b * stride_gb + h * stride_gh + offs * stride_gt + dims[None, :] * stride_gd
+    o = tl.load(o_at, mask=here, other=0.0).to(tl.float32)
+    do = tl.load(do_at, mask=here, other=0.0).to(tl.float32)
+    delta = round_to(tl.sum(round_to(do * o, tl.constexpr(R.delta)), 1), tl.constexpr(R.delta))
+    rows = start + tl.arange(0, G.block_m)
+    tl.store(delta_ptr + bh.to(tl.int64) * q_length + rows, delta, mask=rows < q_length)
+
+
+@triton.jit
+def dump_gradients(dump, dp, ds, cols, k_length):
+    """Store dP and the cast dS of the rows that have a slot (>= 0)."""
+    dp_ptr, ds_ptr, slots, stride = dump
+    where = slots.to(tl.int64)[:, None] * stride + cols[None, :]
+    here = (slots >= 0)[:, None] & (cols < k_length)[None, :]
+    tl.store(dp_ptr + where, dp, mask=here)
+    tl.store(ds_ptr + where, ds, mask=here)
+
+
+@triton.jit
+def _walk_keys(acc, q, do, lse, delta, keys, values, b, hk, positions, first_tile, n_tiles, view, scale, softcap, dump,
+               any_slot, MASKED: tl.constexpr, WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """Over tiles of keys, the sum of dS K ([M, block_d], WANT "dq") or of P o dP ([M], WANT "delta")."""
+    for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
+        start = tile * G.block_n
+        k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
+        v = load_tile(values, b, hk, start, view[0], G.block_n, G)
+        s, slope = backward_scores(dot(q, tl.trans(k), tl.constexpr(R.input)), scale, softcap, R, G)
+        if MASKED:
+            s = mask_scores(s, positions, start + tl.arange(0, G.block_n), view, G)
+        p = tl.exp2(s - lse[:, None])
+        dp = dot(do, tl.trans(v), tl.constexpr(R.input))
+        if WANT == "delta":
+            acc += tl.sum(p * dp, 1)
+        else:
+            ds = p * (dp - delta[:, None])
+            if G.softcap:
+                ds *= slope
+            cast = as_operand(ds, tl.constexpr(R.dscores))
+            if G.dump:
+                if any_slot:
+                    dump_gradients(dump, dp, cast, start + tl.arange(0, G.block_n), view[0])
+            acc = dot_add(cast, k, acc, tl.constexpr(R.dscores))
+    return acc
+
+
+@triton.jit
+def dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, dp_ptr, ds_ptr, slots_ptr,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
+    stride_ob, stride_oh, stride_ot,
+    heads, group, q_length, k_length, shift, left, right, stride_dump, scale, softcap,
+    WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of query rows (WANT "dq"), or their delta = rowsum(P o dP) (WANT "delta"), into ``out_ptr``."""
+    BLOCK_M: tl.constexpr = G.block_m
+    BLOCK_D: tl.constexpr = G.block_d
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    bh = tl.program_id(1)
+    b = bh // heads
+    h = bh % heads
+    hk = h // group
+    offs = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    here = offs < q_length
+    positions = offs + shift
+    view = (k_length, left, right)
+    row = bh.to(tl.int64) * q_length + offs
+
+    queries = (q_desc, q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, stride_qt, stride_qd)
+    gradients = (do_desc, do_ptr + b.to(tl.int64) * stride_gb + h.to(tl.int64) * stride_gh, stride_gt, stride_gd)
+    keys = (k_desc, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
+    values = (v_desc, v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh, stride_vt, stride_vd)
+    q = load_tile(queries, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
+    do = load_tile(gradients, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
+    slots = offs
+    any_slot = False
+    if G.dump:
+        slots = tl.load(slots_ptr + row, mask=here, other=-1)
+        any_slot = tl.max(slots, 0) >= 0
+    dump = (dp_ptr, ds_ptr, slots, stride_dump)
+
+    if WANT == "delta":
+        lse, _ = row_statistics(lse_ptr, lse_ptr, row, here)
+        delta = lse
+        acc = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        lse, delta = row_statistics(lse_ptr, delta_ptr, row, here)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    first = block * BLOCK_M + shift
+    last = tl.minimum((block + 1) * BLOCK_M, q_length) - 1 + shift
+    begin, whole, partial, end = key_tiles(first, last, view, G)
+    if G.left:
+        acc = _walk_keys(acc, q, do, lse, delta, keys, values, b, hk, positions, begin, whole - begin, view, scale,
+                         softcap, dump, any_slot, True, WANT, R, G)  # fmt: skip
+    acc = _walk_keys(acc, q, do, lse, delta, keys, values, b, hk, positions, whole, partial - whole, view, scale,
+                     softcap, dump, any_slot, False, WANT, R, G)  # fmt: skip
+    acc = _walk_keys(acc, q, do, lse, delta, keys, values, b, hk, positions, partial, end - partial, view, scale,
+                     softcap, dump, any_slot, True, WANT, R, G)  # fmt: skip
+    if WANT == "delta":
+        tl.store(out_ptr + row, round_to(acc, tl.constexpr(R.delta)), mask=here)
+    else:
+        dims = tl.arange(0, BLOCK_D)
+        at = out_ptr + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
+        at += offs.to(tl.int64)[:, None] * stride_ot + dims[None, :]
+        tl.store(at, as_operand(acc * scale, tl.constexpr(R.dq)), mask=here[:, None] & (dims < G.head_dim)[None, :])
+
+
+@triton.jit
+def query_tiles(first, last, q_length, shift, left, right, G: tl.constexpr):
+    """Tiles of query rows that see some key of [first, last]: [begin, end); those in [whole, partial) see all of them."""
+    begin = 0
+    whole = 0
+    end = tl.cdiv(q_length, G.block_m)
+    partial = end
+    if G.right:
+        # Row t sees key j if j <= t + shift + right.
+        begin = tl.maximum(first - shift - right, 0) // G.block_m
+        whole = tl.cdiv(tl.maximum(last - shift - right, 0), G.block_m)
+    if G.left:
+        # ... and if j >= t + shift - left.
+        end = tl.minimum(end, tl.cdiv(tl.maximum(last - shift + left + 1, 0), G.block_m))
+        partial = tl.minimum(partial, tl.maximum(first - shift + left + 1, 0) // G.block_m)
+    end = tl.maximum(end, begin)
+    whole = tl.minimum(tl.maximum(whole, begin), end)
+    partial = tl.minimum(tl.maximum(partial, whole), end)
+    return begin, whole, partial, end
+
+
+@triton.jit
+def _walk_queries(dk, dv, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, first_tile, n_tiles,
+                  q_length, shift, view, scale, softcap, MASKED: tl.constexpr, R: tl.constexpr,
+                  G: tl.constexpr):  # fmt: skip
+    """Adds dS^T Q to dk and cast(P)^T dO to dv, [N, block_d], over tiles of query rows; everything is transposed."""
+    for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
+        start = tile * G.block_m
+        offs = start + tl.arange(0, G.block_m)
+        q = load_tile(queries, b, h, start, q_length, G.block_m, G)
+        lse, delta = row_statistics(lse_ptr, delta_ptr, row_base + offs, offs < q_length)
+        s, slope = backward_scores(dot(k, tl.trans(q), tl.constexpr(R.input)), scale, softcap, R, G)  # [N, M]
+        if MASKED:
+            s = tl.trans(mask_scores(tl.trans(s), offs + shift, cols, view, G))
+        p = tl.exp2(s - lse[None, :])
+        do = load_tile(gradients, b, h, start, q_length, G.block_m, G)
+        dv = dot_add(as_operand(p, tl.constexpr(R.backward_probs)), do, dv, tl.constexpr(R.backward_probs))
+        dp = dot(v, tl.trans(do), tl.constexpr(R.input))
+        ds = p * (dp - delta[None, :])
+        if G.softcap:
+            ds *= slope
+        dk = dot_add(as_operand(ds, tl.constexpr(R.dscores)), q, dk, tl.constexpr(R.dscores))
+    return dk, dv
+
+
+@triton.jit
+def dkdv_kernel(
+    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
+    stride_ob, stride_oh, stride_ot,
+    k_heads, group, q_length, k_length, shift, left, right, scale, softcap, R: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys; the query heads that share it are added one after the other."""
+    BLOCK_N: tl.constexpr = G.block_n
+    BLOCK_D: tl.constexpr = G.block_d
+    start = tl.program_id(0) * BLOCK_N
+    bh = tl.program_id(1)
+    b = bh // k_heads
+    hk = bh % k_heads
+    cols = start + tl.arange(0, BLOCK_N)
+    view = (k_length, left, right)
+    keys = (k_desc, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
+    values = (v_desc, v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh, stride_vt, stride_vd)
+    k = load_tile(keys, b, hk, start, k_length, BLOCK_N, G)
+    v = load_tile(values, b, hk, start, k_length, BLOCK_N, G)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    last = tl.minimum(start + BLOCK_N, k_length) - 1
+    begin, whole, partial, end = query_tiles(start, last, q_length, shift, left, right, G)
+    for g in range(0, group):
+        h = hk * group + g
+        queries = (q_desc, q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, stride_qt, stride_qd)
+        gradients = (do_desc, do_ptr + b.to(tl.int64) * stride_gb + h.to(tl.int64) * stride_gh, stride_gt, stride_gd)
+        row_base = (b * k_heads * group + h).to(tl.int64) * q_length
+        if G.right:
+            dk, dv = _walk_queries(dk, dv, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, begin,
+                                   whole - begin, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
+        dk, dv = _walk_queries(dk, dv, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, whole,
+                               partial - whole, q_length, shift, view, scale, softcap, False, R, G)  # fmt: skip
+        if G.left:
+            dk, dv = _walk_queries(dk, dv, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, partial,
+                                   end - partial, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
+    dims = tl.arange(0, BLOCK_D)
+    here = (cols < k_length)[:, None] & (dims < G.head_dim)[None, :]
+    at = b.to(tl.int64) * stride_ob + hk.to(tl.int64) * stride_oh + cols.to(tl.int64)[:, None] * stride_ot + dims[None, :]
+    tl.store(dk_ptr + at, as_operand(dk * scale, tl.constexpr(R.dq)), mask=here)
+    tl.store(dv_ptr + at, as_operand(dv, tl.constexpr(R.dq)), mask=here)
+
+
+@dataclass
+class BackwardOutputs:
+    """dq [B, Hq, Tq, D], dk, dv [B, Hk, Tk, D] in the recipe's format; delta [B, Hq, Tq] fp32; dP, dS [slots, Tk]."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    delta: Tensor
+    dprobs: Tensor
+    dscores: Tensor
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, recipe: Recipe, visibility: Visibility, *,
+    scale: float, softcap: float | None, level: Level = "none", slots: Tensor | None = None, n_slots: int = 0,
+) -> BackwardOutputs:  # fmt: skip
+    """Launch delta, dQ and dK/dV. ``o`` is what delta is taken from, rounded or fp32; lse [B, Hq, Tq] fp32, contiguous.
+
+    Tensors, ``slots`` and ``n_slots`` as for ``attn_diag.kernels.triton_forward.forward``.
+    """
+    (batch, heads, q_length, head_dim), (_, k_heads, k_length, _) = q.shape, k.shape
+    device, on_cpu = q.device, q.device.type == "cpu"
+    if on_cpu:
+        q, k, v, do, o = (t.float() for t in (q, k, v, do, o))
+    tma = has_tensor_memory(device) and all(fits_descriptor(t) for t in (q, k, v, do))
+    shape = {"softcap": softcap is not None, "tma": tma}
+    rows = dq_geometry(recipe, head_dim, visibility, level=level, **shape)
+    columns = dkdv_geometry(recipe, head_dim, visibility, **shape)
+    left, right = (reach or 0 for reach in visibility.reach())
+    shift = visibility.shift(q_length, k_length)
+
+    def new(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=torch.float32 if on_cpu else dtype, device=device)
+
+    grad_dtype = DTYPES[recipe.dq]
+    delta = new(batch, heads, q_length)
+    dq = new(batch, heads, q_length, head_dim, dtype=grad_dtype)
+    dk, dv = (new(batch, k_heads, k_length, head_dim, dtype=grad_dtype) for _ in range(2))
+    n_slots = n_slots if rows.dump else 0
+    dprobs, dscores = new(n_slots, k_length), new(n_slots, k_length, dtype=DTYPES[recipe.dscores])
+    strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
+    bare = anonymous(recipe)
+
+    def launch_rows(want: str, out: Tensor, out_strides: tuple[int, ...], geometry: Geometry) -> None:
+        dq_kernel[(-(-q_length // geometry.block_m), batch * heads)](
+            *_descriptors(q, k, v, do, geometry), q, k, v, do, lse, delta, out, dprobs, dscores,
+            slots if slots is not None else lse, *strides, *out_strides, heads, heads // k_heads, q_length, k_length,
+            shift, left, right, k_length, scale, softcap or 0.0,
+            WANT=want, R=bare, G=geometry, num_warps=geometry.warps, num_stages=geometry.stages,
+        )  # fmt: skip
+
+    if recipe.delta_from == "dp":
+        launch_rows("delta", delta, (0, 0, 0), rows.without_dump())
+    else:
+        delta_kernel[(-(-q_length // rows.block_m), batch * heads)](
+            o, do, delta, *o.stride(), *do.stride(), heads, q_length, R=bare, G=rows
+        )
+    launch_rows("dq", dq, dq.stride()[:3], rows)
+    dkdv_kernel[(-(-k_length // columns.block_n), batch * k_heads)](
+        *_descriptors(q, k, v, do, columns), q, k, v, do, lse, delta, dk, dv, *strides, *dk.stride()[:3],
+        k_heads, heads // k_heads, q_length, k_length, shift, left, right, scale, softcap or 0.0,
+        R=bare, G=columns, num_warps=columns.warps, num_stages=columns.stages,
+    )  # fmt: skip
+    dq, dk, dv = (t.to(grad_dtype) for t in (dq, dk, dv))
+    return BackwardOutputs(dq, dk, dv, delta, dprobs, dscores.to(DTYPES[recipe.dscores]))
+
+
+def _descriptors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, geometry: Geometry) -> list[object]:
+    blocks = ((q, geometry.block_m), (k, geometry.block_n), (v, geometry.block_n), (do, geometry.block_m))
+    return [described(t, n, geometry) for t, n in blocks]
