@@ -113,18 +113,33 @@ def inspect_captures(
     device: str = "auto",
     progress: Progress | None = None,
     unreadable: Sequence[str] = (),
+    skip: Callable[[InputError], None] | None = None,
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
 
     ``recipes``: emulate these (names or Recipe) beside the captured observations; where a capture has none,
     "fa2" is emulated. ``progress(done, total)`` is called after every head. ``unreadable`` lists inputs that
-    could not be read, for the summary. Raises InputError for unknown observations, heads or recipes.
+    could not be read, for the summary. ``skip(error)`` is called for a capture among several that lacks the
+    observation, heads or batch items selected, or whose dtype no recipe covers; it is listed as unreadable too.
+
+    Raises InputError for unknown recipes and, without ``skip`` or where no capture is left, for what it would skip.
     """
     if not 0 < level < 1:
         raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    _require_known(recipes)
     where = pick_device(device)
-    chosen = list(captures)
-    jobs = [_CaptureJob(c, selection or Selection(), recipes, where, level) for c in chosen]
+    chosen, skipped = list(captures), list(unreadable)
+    jobs: list[_CaptureJob] = []
+    for capture in chosen:
+        try:
+            jobs.append(_CaptureJob(capture, selection or Selection(), recipes, where, level))
+        except InputError as error:
+            if skip is None or len(chosen) == 1:
+                raise
+            skip(error)
+            skipped.append(str(error))
+    if chosen and not jobs:
+        raise InputError("none of the captures could be used")
     total, done = sum(job.head_count for job in jobs), 0
     for job in jobs:
         for count in job.run():
@@ -145,7 +160,7 @@ def inspect_captures(
         tool=describe_tool(where),
         family=Family(size, level),
         captures=results,
-        summary=summarise(entries, tuple(unreadable), warnings),
+        summary=summarise(entries, tuple(skipped), warnings),
     )
 
 
@@ -197,8 +212,8 @@ class _CaptureJob:
         self.captured = _select_observations(capture, selection.observation)
         self.recipes = _select_recipes(capture, recipes, emulate=not self.captured)
         offset = capture.metadata.head_offset
-        self.heads = _select(range(capture.q_heads), selection.heads, "head", offset)
-        self.batches = _select(range(capture.batch), selection.batches, "batch item", 0)
+        self.heads = _select(capture, range(capture.q_heads), selection.heads, "head", offset)
+        self.batches = _select(capture, range(capture.batch), selection.batches, "batch item", 0)
         self.group = capture.q_heads // capture.kv_heads
         self.census = NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
@@ -446,11 +461,6 @@ class _CaptureJob:
         weight, wrong, right = c.tensors["w_q"][...].to(self.device).double(), 0.0, 0.0
         d = c.head_dim
         first = 0 if len(weight) == c.q_heads * d else c.metadata.head_offset * d
-        if len(weight) < first + c.q_heads * d:
-            raise InputError(
-                f"{c.source}: w_q has {len(weight)} rows; expected D * heads = {c.q_heads * d} for this capture's "
-                f"heads, or those of the whole model from head_offset on"
-            )
         for batch in self.batches:
             x = c.tensors["x"][batch].to(self.device).double()
             for head in self.heads:
@@ -479,14 +489,18 @@ def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
     return [wanted]
 
 
+def _require_known(recipes: Sequence[str | Recipe]) -> None:
+    for name in recipes:
+        if isinstance(name, str) and name not in PRESETS:
+            raise InputError(f"no recipe {name!r}; known: {', '.join(PRESETS)}")
+
+
 def _select_recipes(capture: Capture, wanted: Sequence[str | Recipe], *, emulate: bool) -> dict[str, Recipe]:
     """The recipes to emulate, by the name of the observation they become."""
     dtype = capture.tensors["q"].dtype
     asked = list(wanted) or ([DEFAULT_RECIPE] if emulate else [])
     chosen: dict[str, Recipe] = {}
     for item in asked:
-        if isinstance(item, str) and item not in PRESETS:
-            raise InputError(f"no recipe {item!r}; known: {', '.join(PRESETS)}")
         if dtype not in _INPUT_FORMATS:
             named = str(dtype).removeprefix("torch.")
             raise InputError(
@@ -503,13 +517,13 @@ def _select_recipes(capture: Capture, wanted: Sequence[str | Recipe], *, emulate
     return chosen
 
 
-def _select(available: range, wanted: frozenset[int] | None, what: str, offset: int) -> list[int]:
+def _select(capture: Capture, available: range, wanted: frozenset[int] | None, what: str, offset: int) -> list[int]:
     if wanted is None:
         return list(available)
     missing = sorted(wanted - {i + offset for i in available})
     if missing:
         span = f"{available.start + offset} to {available.stop - 1 + offset}"
-        raise InputError(f"no {what} {', '.join(map(str, missing))}; the capture has {span}")
+        raise InputError(f"{capture.source}: no {what} {', '.join(map(str, missing))}; the capture has {span}")
     return [i for i in available if i + offset in wanted]
 
 

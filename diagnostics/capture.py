@@ -241,10 +241,7 @@ class _Validator:
             len(x.shape) != 3 or tuple(x.shape[:2]) != (c.batch, c.q_length)
         ):
             raise InputError(f"x must have shape [B, T, C] = [{c.batch}, {c.q_length}, C], got {list(x.shape)}")
-        if (w_q := self.tensors.get("w_q")) is not None:
-            channels = None if x is None else x.shape[2]
-            if len(w_q.shape) != 2 or w_q.shape[0] % c.head_dim or (channels and w_q.shape[1] != channels):
-                raise InputError(f"w_q must have shape [D * heads, C] with D = {c.head_dim}, got {list(w_q.shape)}")
+        self._check_w_q(None if x is None else x.shape[2])
         if (positions := self.tensors.get("q_positions")) is not None and tuple(positions.shape) != (c.q_length,):
             raise InputError(
                 f"q_positions must have shape [{c.q_length}], one per query row, got {list(positions.shape)}"
@@ -263,6 +260,20 @@ class _Validator:
                     raise InputError(
                         f"{name}_descale must be one number or [{c.batch}, {heads}], got {list(factor.shape)}"
                     )
+
+    def _check_w_q(self, channels: int | None) -> None:
+        c, w_q = self.capture, self.tensors.get("w_q")
+        if w_q is None:
+            return
+        if len(w_q.shape) != 2 or w_q.shape[0] % c.head_dim or (channels and w_q.shape[1] != channels):
+            raise InputError(f"w_q must have shape [D * heads, C] with D = {c.head_dim}, got {list(w_q.shape)}")
+        own, whole = c.q_heads * c.head_dim, (c.metadata.head_offset + c.q_heads) * c.head_dim
+        if w_q.shape[0] != own and w_q.shape[0] < whole:
+            raise InputError(
+                f"w_q must have D * heads = {own} rows for this capture's {c.q_heads} heads, or those of the whole "
+                f"model (at least {whole} with head_offset {c.metadata.head_offset}), got {w_q.shape[0]}; "
+                "correct it or leave it out"
+            )
 
     def _check_outputs(self) -> None:
         c, dv = self.capture, self.tensors["v"].shape[3]

@@ -267,6 +267,43 @@ def test_one_unreadable_of_several(tmp_path: Path, run: Callable[..., Done]) -> 
     assert "none of the captures could be read" in done.err
 
 
+def short_weight() -> dict[str, Tensor]:
+    return changed(x=torch.ones(1, 24, 8), w_q=torch.ones(16, 8))
+
+
+UNUSABLE: dict[str, tuple[dict[str, Tensor], list[str], str]] = {
+    "w_q": (short_weight(), [], "w_q must have D * heads = 32 rows for this capture's 2 heads"),
+    "observation": (
+        {"flash.o" if n == "o" else n: t for n, t in good().items()},
+        ["--observation", "observed"],
+        "no observation 'observed'; it has flash",
+    ),
+    "head": ({n: t[:, :1] for n, t in good().items()}, ["--head", "1"], "no head 1; the capture has 0 to 0"),
+    "recipe": (
+        {n: t.float() for n, t in good().items()},
+        ["--recipe", "fa2"],
+        "recipes are emulated for bfloat16 and float16 inputs, q is float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_one_unusable_of_several(case: str, tmp_path: Path, run: Callable[..., Done]) -> None:
+    tensors, options, message = UNUSABLE[case]
+    bad, fine = write(tmp_path / "a.safetensors", tensors), write(tmp_path / "b.safetensors")
+    done = run("inspect", bad, fine, *options, "--json", "-")
+    assert done.code == 2
+    assert f"attn-diag: {bad}: {message}" in done.err
+    document = json.loads(done.out)
+    assert [c["source"] for c in document["captures"]] == [str(fine)]
+    assert [u.startswith(f"{bad}: ") for u in document["summary"]["unreadable"]] == [True]
+    for several in ([bad], [bad, bad]):
+        done = run("inspect", *several, *options, "--json", tmp_path / "out.json")
+        assert (done.code, done.out) == (2, "")
+        assert done.err.count(f"attn-diag: {bad}: {message}") == len(several)
+        assert not (tmp_path / "out.json").exists()
+
+
 def test_contradicted_metadata_give_no_verdict(tmp_path: Path, run: Callable[..., Done]) -> None:
     done = run("inspect", write(tmp_path / "capture.safetensors"), "--causal", "none", "--json", "-")
     assert done.code == 2

@@ -83,7 +83,7 @@ def inspect(
     with _progress_bar() as progress:
         diagnosis = inspect_captures(
             captures, selection=selection, recipes=recipe or (), level=level, device=device,
-            progress=progress, unreadable=unreadable,
+            progress=progress, unreadable=unreadable, skip=_complain,
         )  # fmt: skip
     for warning in diagnosis.summary.warnings:
         print(f"attn-diag: {warning}", file=sys.stderr)
@@ -128,7 +128,7 @@ def _open(
         except InputError as error:
             if len(files) == 1:
                 raise
-            print(f"attn-diag: {error}", file=sys.stderr)
+            _complain(error)
             unreadable.append(str(error))
     if layers is not None:
         captures = [c for c in captures if c.metadata.layer in layers]
@@ -137,6 +137,10 @@ def _open(
             "none of the captures could be read" if unreadable else "no capture is of the layers asked for"
         )
     return captures, unreadable
+
+
+def _complain(error: InputError) -> None:
+    print(f"attn-diag: {error}", file=sys.stderr)
 
 
 def _print_report(diagnosis: Diagnosis) -> None:
