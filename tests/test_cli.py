@@ -267,6 +267,24 @@ def test_one_unreadable_of_several(tmp_path: Path, run: Callable[..., Done]) -> 
     assert "none of the captures could be read" in done.err
 
 
+def test_mistyped_path_among_several(tmp_path: Path, run: Callable[..., Done]) -> None:
+    fine, typo, bare = write(tmp_path / "a.safetensors"), tmp_path / "b.safetensors", tmp_path / "bare"
+    bare.mkdir()
+    done = run("inspect", typo, bare, fine, "--json", "-")
+    assert done.code == 2
+    assert f"attn-diag: {typo}: no such file or directory\n" in done.err
+    assert f"attn-diag: {bare}: no captures in this directory" in done.err
+    document = json.loads(done.out)
+    assert [c["source"] for c in document["captures"]] == [str(fine)]
+    assert [u.partition(": ")[0] for u in document["summary"]["unreadable"]] == [str(typo), str(bare)]
+    done = run("inspect", typo, bare)
+    assert (done.code, done.out) == (2, "")
+    assert "none of the captures could be read" in done.err
+    done = run("inspect", "--example", typo)
+    assert done.code == 2
+    assert "1 head judged" in done.out
+
+
 def short_weight() -> dict[str, Tensor]:
     return changed(x=torch.ones(1, 24, 8), w_q=torch.ones(16, 8))
 

@@ -115,28 +115,35 @@ def _exit_code(diagnosis: Diagnosis, wanted: frozenset[str]) -> int:
 def _open(
     paths: list[Path], *, example: bool, layers: frozenset[int] | None, options: dict[str, Any]
 ) -> tuple[list[Capture], list[str]]:
-    """Open every capture; what cannot be read is named on stderr, and is an error if nothing can."""
+    """Open every capture; what is missing or cannot be read is named on stderr, and is an error if nothing can."""
     from attn_diag.loading import find_captures, load, load_example
 
     if not paths and not example:
         raise InputError("nothing to inspect: name a capture or a directory, or try --example")
-    captures, unreadable = [load_example()] if example else [], []
-    files = find_captures(paths)
+    captures = [load_example()] if example else []
+    files: list[Path] = []
+    failures: list[InputError] = []
+    for path in paths:
+        try:
+            files += find_captures([path])
+        except InputError as error:
+            failures.append(error)
     for path in files:
         try:
             captures.append(load(path, **options))
         except InputError as error:
-            if len(files) == 1:
-                raise
-            _complain(error)
-            unreadable.append(str(error))
+            failures.append(error)
+    if len(failures) == 1 and not captures:
+        raise failures[0]
+    for failure in failures:
+        _complain(failure)
+    if not captures:
+        raise InputError("none of the captures could be read")
     if layers is not None:
         captures = [c for c in captures if c.metadata.layer in layers]
-    if not captures:
-        raise InputError(
-            "none of the captures could be read" if unreadable else "no capture is of the layers asked for"
-        )
-    return captures, unreadable
+        if not captures:
+            raise InputError("no capture is of the layers asked for")
+    return captures, [str(failure) for failure in failures]
 
 
 def _complain(error: InputError) -> None:
