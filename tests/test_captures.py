@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import attn_diag.loading
 from attn_diag import Capture, InputError, load
 from attn_diag.analysis import Selection, inspect_captures
 from attn_diag.diagnosis import CaptureDiagnosis
+from attn_diag.loading import find_captures
 from attn_diag.metadata import Metadata
 
 
@@ -288,6 +291,51 @@ def test_tensors_that_share_memory_can_be_saved(tmp_path: Path) -> None:
     tensors = inputs()
     capture = Capture({**tensors, "v": tensors["k"]})
     assert equal(capture, load(capture.save(tmp_path / "capture.safetensors")))
+
+
+def irregular(kind: str, path: Path) -> Path:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        # Bound by its name alone: the whole path may be longer than a socket's may be.
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
+    elif kind == "device":
+        path.symlink_to("/dev/null")
+    else:
+        path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "directory"])
+def test_what_is_no_regular_file_is_not_opened(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = irregular(kind, tmp_path / "capture.safetensors")
+    with pytest.raises(InputError, match=f"expected a regular file, this is a {kind}; save the capture to a file"):
+        load(path)
+
+
+def test_pipe_of_a_shell_is_no_regular_file() -> None:
+    reading, writing = os.pipe()
+    with open(reading, "rb"), open(writing, "wb"), pytest.raises(InputError, match="this is a pipe"):  # noqa: PTH123
+        load(f"/dev/fd/{reading}")
+
+
+def test_path_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 300 + ".safetensors")
+    with pytest.raises(InputError, match="cannot be opened: File name too long"):
+        find_captures([long])
+    path = Capture(inputs()).save(tmp_path / "capture.safetensors")
+    # Not by chmod: root may read everything.
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(InputError, match="cannot be opened: no permission to read it"):
+        load(path)
+
+
+def test_directories_named_like_captures_are_walked(tmp_path: Path) -> None:
+    (tmp_path / "step.pt").mkdir()
+    path = Capture(inputs()).save(tmp_path / "step.pt" / "capture.safetensors")
+    assert find_captures([tmp_path]) == [path]
 
 
 def test_metadata_kept_as_tensors_are_not_overlooked(tmp_path: Path) -> None:
