@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, adjust_family, dw_q_sums, pool, unclustered
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.provenance import backend_name, describe_tool, pick_device
+from attn_diag.ranges import Ranges
 from attn_diag.recognise import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, reference_head, ulp
 from attn_diag.row_maxima import DEFINITIONS, Repeats
@@ -44,6 +46,8 @@ DEFAULT_RECIPE = "fa2"
 _PROJECTION_TOLERANCE = 0.05
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20
+# So many missing heads are named; more are only hinted at.
+_NAMED_MISSING = 4
 _INPUT_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 Progress = Callable[[int, int], None]
@@ -54,8 +58,8 @@ class Selection:
     """Which observation and which heads (the model's numbers) and batch items to look at; None for all."""
 
     observation: str | None = None
-    heads: frozenset[int] | None = None
-    batches: frozenset[int] | None = None
+    heads: frozenset[int] | Ranges | None = None
+    batches: frozenset[int] | Ranges | None = None
 
 
 def inspect(
@@ -517,13 +521,19 @@ def _select_recipes(capture: Capture, wanted: Sequence[str | Recipe], *, emulate
     return chosen
 
 
-def _select(capture: Capture, available: range, wanted: frozenset[int] | None, what: str, offset: int) -> list[int]:
+def _select(
+    capture: Capture, available: range, wanted: frozenset[int] | Ranges | None, what: str, offset: int
+) -> list[int]:
     if wanted is None:
         return list(available)
-    missing = sorted(wanted - {i + offset for i in available})
+    numbers = range(available.start + offset, available.stop + offset)
+    named = wanted if isinstance(wanted, Ranges) else sorted(wanted)
+    # Ranges may be longer than memory: a few of the missing numbers will do.
+    missing = [str(i) for i in islice((i for i in named if i not in numbers), _NAMED_MISSING + 1)]
     if missing:
-        span = f"{available.start + offset} to {available.stop - 1 + offset}"
-        raise InputError(f"{capture.source}: no {what} {', '.join(map(str, missing))}; the capture has {span}")
+        listed = ", ".join(missing if len(missing) <= _NAMED_MISSING else [*missing[:-1], "…"])
+        asked = f" (got {wanted})" if isinstance(wanted, Ranges) else ""
+        raise InputError(f"{capture.source}: no {what} {listed}; the capture has {numbers[0]} to {numbers[-1]}{asked}")
     return [i for i in available if i + offset in wanted]
 
 

@@ -161,6 +161,13 @@ BAD_OPTIONS = {
     "head-backwards": (["--head", "5-3"], "--head takes numbers and ranges"),
     "head-superscript": (["--head", "²"], "--head takes numbers and ranges"),
     "head-missing": (["--head", "7"], "no head 7; the capture has 0 to 1"),
+    "head-giant": (
+        ["--head", "0-99999999999"],
+        "no head 2, 3, 4, 5, …; the capture has 0 to 1 (got --head 0-99999999999)",
+    ),
+    "batch-giant": (["--batch", "1-9999999999999999999999"], "no batch item 1, 2, 3, 4, …; the capture has 0 to 0"),
+    "layer-giant": (["--layer", "0-99999999999"], "no capture is of the layers asked for"),
+    "head-digits": (["--head", "9" * 5000], "--head takes numbers and ranges"),
     "layer-missing": (["--layer", "3"], "no capture is of the layers asked for"),
     "level": (["--level", "2"], "level must lie between 0 and 1"),
     "device": (["--device", "tpu"], "device must be auto, cpu or cuda"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attn_diag.analysis import Progress
     from attn_diag.capture import Capture
     from attn_diag.diagnosis import Diagnosis
+    from attn_diag.ranges import Ranges
 
 _PROGRESS_AFTER_S = 1.0
 
@@ -78,8 +79,8 @@ def inspect(
         "window": parsed_window,
         "softcap": softcap,
     }
-    captures, unreadable = _open(paths or [], example=example, layers=_numbers("layer", layer), options=options)
-    selection = Selection(observation, _numbers("head", head), _numbers("batch", batch))
+    captures, unreadable = _open(paths or [], example=example, layers=_numbers("--layer", layer), options=options)
+    selection = Selection(observation, _numbers("--head", head), _numbers("--batch", batch))
     with _progress_bar() as progress:
         diagnosis = inspect_captures(
             captures, selection=selection, recipes=recipe or (), level=level, device=device,
@@ -113,7 +114,7 @@ def _exit_code(diagnosis: Diagnosis, wanted: frozenset[str]) -> int:
 
 
 def _open(
-    paths: list[Path], *, example: bool, layers: frozenset[int] | None, options: dict[str, Any]
+    paths: list[Path], *, example: bool, layers: Ranges | None, options: dict[str, Any]
 ) -> tuple[list[Capture], list[str]]:
     """Open every capture; what is missing or cannot be read is named on stderr, and is an error if nothing can."""
     from attn_diag.loading import find_captures, load, load_example
@@ -181,15 +182,7 @@ def _labels(text: str | None, known: tuple[str, ...]) -> frozenset[str]:
     return names
 
 
-def _numbers(option: str, text: str | None) -> frozenset[int] | None:
-    """'0,3-5' as a set of integers."""
-    if text is None:
-        return None
-    chosen: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise InputError(f"--{option} takes numbers and ranges such as 0,3-5, got {text!r}")
-        chosen.update(range(int(first), int(last) + 1))
-    return frozenset(chosen)
+def _numbers(option: str, value: str | None) -> Ranges | None:
+    from attn_diag.ranges import Ranges
+
+    return None if value is None else Ranges.parse(option, value)
