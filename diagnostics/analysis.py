@@ -155,11 +155,7 @@ def inspect_captures(
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
     results = tuple(job.result(judged) for job in jobs)
     entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
-    warnings = tuple(
-        f"{c.source}: {n.count} NaN or Inf in {n.tensor}, first at {list(n.first)}"
-        for c in results
-        for n in c.nonfinite
-    )
+    warnings = tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
     return Diagnosis(
         tool=describe_tool(where),
         family=Family(size, level),
@@ -491,6 +487,13 @@ def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
     if wanted not in known:
         raise InputError(f"{capture.source}: no observation {wanted!r}; it has {', '.join(known) or 'none'}")
     return [wanted]
+
+
+def _nonfinite_words(source: str, found: NonFinite) -> str:
+    where = f"in {found.tensor}, first at {list(found.first)}"
+    if found.tensor == "mask":
+        return f"{source}: {found.count} NaN or +Inf {where}: leave a key out with -Inf; rows that see it are left out"
+    return f"{source}: {found.count} NaN or Inf {where}"
 
 
 def _require_known(recipes: Sequence[str | Recipe]) -> None:

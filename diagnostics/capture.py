@@ -141,15 +141,18 @@ class Capture:
         values = factor[...].double()
         return float(values if values.numel() == 1 else values[batch, head])
 
-    def mask(self, batch: int, head: int) -> Tensor | None:
-        """The mask of one head, [Tq, Tk] (expanded without copying), or None."""
+    def mask(self, batch: int, head: int) -> tuple[Tensor, tuple[int, int]] | None:
+        """The mask of one head as stored, [Tq or 1, Tk or 1], and which (batch, head) of the tensor it is; or None.
+
+        A mask that all sequences or heads share is their number 0.
+        """
         mask = self.tensors.get("mask")
         if mask is None:
             return None
         lead = (1,) * (4 - len(mask.shape)) + tuple(mask.shape)
-        index = tuple(i if n > 1 else 0 for i, n in zip((batch, head), lead, strict=False))
+        index = (batch if lead[0] > 1 else 0, head if lead[1] > 1 else 0)
         part = mask[index[4 - len(mask.shape) :]] if len(mask.shape) > 2 else mask[...]
-        return part.expand(self.q_length, self.k_length)
+        return part, index
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the capture as safetensors, complete or not at all, and return its path.

@@ -174,6 +174,42 @@ def test_masks_broadcast(shape: tuple[int, ...], kind: str) -> None:
     assert found.observations[0].pooled.rows_fully_masked == int(hidden.all(-1).sum())
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize(
+    ("shape", "place", "count", "left_out"),
+    [
+        # One row of every sequence and head; every row that sees key 4 (causal: not the first four); one head's row.
+        ((40, 40), (0, 0, 7, 4), 1, 4),
+        ((2, 1, 1, 40), (1, 0, 0, 4), 1, 2 * 36),
+        ((2, 2, 40, 40), (1, 1, 7, 4), 1, 1),
+        # A key that causality hides anyway.
+        ((40, 40), (0, 0, 7, 8), 1, 0),
+    ],
+    ids=["shared", "by-key", "full", "hidden"],
+)
+def test_mask_that_is_no_number(
+    shape: tuple[int, ...], place: tuple[int, int, int, int], count: int, left_out: int, value: float
+) -> None:
+    tensors = full()
+    hidden = future(40, 40, "bottom-right") | (torch.arange(40) == 2)
+    tensors["o"], tensors["lse"] = attention(tensors["q"], tensors["k"], tensors["v"], 0.25, hidden)
+    mask = torch.zeros((1,) * (4 - len(shape)) + shape)
+    mask[..., 2] = -math.inf  # the way to leave a key out
+    mask[place] = value
+    diagnosis = inspect_captures(
+        [Capture.from_tensors({**tensors, "mask": mask.reshape(shape)}, causal="bottom-right")], device="cpu"
+    )
+    found = diagnosis.captures[0]
+    assert [(n.tensor, n.count, n.first) for n in found.nonfinite] == [("mask", count, place)]
+    assert found.assumptions.ok, found.assumptions.message
+    pooled = found.observations[0].pooled
+    assert (pooled.rows_nonfinite, pooled.rows_fully_masked) == (left_out, 0)
+    assert pooled.bias.o is not None
+    assert pooled.bias.o.rms is not None
+    assert pooled.bias.o.rms < 2e-3
+    assert f"{count} NaN or +Inf in mask, first at {list(place)}" in diagnosis.summary.warnings[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_other_precisions(dtype: torch.dtype) -> None:
     tensors = {n: t.to(dtype) for n, t in full().items()}
