@@ -97,6 +97,8 @@ def _read_mask(
     if found is None:
         return None, None
     mask, index = found[0].to(device), found[1]
+    if mask.dtype.itemsize == 1 and mask.dtype != torch.bool:
+        mask = mask.float()  # torch adds no FP8 numbers
     shape = capture.q_length, capture.k_length
     # NaN and +Inf are what keeps the maximum from lying below +Inf.
     if mask.dtype == torch.bool or bool(mask.amax() < torch.inf):

@@ -174,6 +174,15 @@ def test_masks_broadcast(shape: tuple[int, ...], kind: str) -> None:
     assert found.observations[0].pooled.rows_fully_masked == int(hidden.all(-1).sum())
 
 
+def test_additive_mask_in_fp8() -> None:
+    tensors = full()
+    mask = (torch.arange(40) % 3 - 1.0).expand(40, 40)
+    biased = {**tensors, "mask": mask}
+    del biased["o"], biased["lse"]
+    other = {**biased, "mask": mask.to(torch.float8_e5m2)}
+    assert diagnose(biased).observations == diagnose(other).observations
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize(
     ("shape", "place", "count", "left_out"),
