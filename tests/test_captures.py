@@ -183,6 +183,33 @@ def test_additive_mask_in_fp8() -> None:
     assert diagnose(biased).observations == diagnose(other).observations
 
 
+@pytest.mark.parametrize(
+    ("value", "ok", "words"),
+    [
+        (0.5, False, "O of 'observed' is not 0, as it must be under the stated metadata: every sampled row is fully"),
+        (0.0, True, "hold: O agrees within 0"),
+        (math.nan, None, "not checked: no sampled row could be compared"),
+    ],
+)
+def test_fully_masked_capture(value: float, ok: bool | None, words: str) -> None:
+    tensors = {**inputs(), "mask": torch.zeros(40, 40, dtype=torch.bool)}
+    found = diagnose({**tensors, "o": torch.full_like(tensors["q"], value)})
+    assert found.assumptions.ok is ok
+    assert words in found.assumptions.message
+    assert "inf" not in found.assumptions.message
+    if ok is False:
+        assert "no other causal alignment" in found.assumptions.message
+
+
+def test_nothing_to_compare_is_not_called_agreement() -> None:
+    tensors = full()
+    found = diagnose({**tensors, "q": torch.full_like(tensors["q"], math.nan)}, causal="bottom-right")
+    assert found.assumptions.ok is None
+    assert "not checked: no sampled row could be compared" in found.assumptions.message
+    del tensors["o"]
+    assert diagnose(tensors, causal="bottom-right").assumptions.message.startswith("hold: LSE agrees within")
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize(
     ("shape", "place", "count", "left_out"),
