@@ -272,6 +272,38 @@ def test_fp8_inputs_with_their_factors() -> None:
             Capture.from_tensors(rest)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("size", [1.0, 0.01], ids=["ordinary", "small"])
+def test_fp8_o_that_is_correctly_rounded_holds(dtype: torch.dtype, size: float) -> None:
+    tensors = inputs(tq=64, tk=64, seed=1)
+    tensors["v"] = tensors["v"] * size
+    truth = attention(tensors["q"], tensors["k"], tensors["v"], 0.25, future(64, 64, "top-left"))[0]
+    # Through BF16: the nearest FP8 number all the same but at ties.
+    tensors["o"] = truth.to(dtype)
+    found = diagnose(tensors, causal="top-left")
+    assert found.assumptions.ok, found.assumptions.message
+    explained = "which correct rounding to O's own format explains" in found.assumptions.message
+    assert explained == (found.assumptions.checks[0].relative_error > 0.05)
+    assert found.observations[0].pooled.verdict is not None
+    wrong = diagnose(tensors, causal="none")
+    assert "causal=top-left fits" in wrong.assumptions.message
+
+
+def test_o_past_the_range_of_its_format_was_clamped() -> None:
+    tensors = inputs()
+    tensors["v"] = tensors["v"] * 4096
+    truth = attention(tensors["q"], tensors["k"], tensors["v"], 0.25)[0]
+    tensors["o"] = truth.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert diagnose(tensors).assumptions.ok
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1.06), (torch.float8_e5m2, 1.25)], ids=["bf16", "e5m2"])
+def test_what_rounding_does_not_explain_still_fails(dtype: torch.dtype, factor: float) -> None:
+    tensors = full()
+    tensors["o"] = (tensors["o"].double() * factor).to(dtype)
+    assert diagnose(tensors, causal="bottom-right").assumptions.ok is False
+
+
 def test_several_observations() -> None:
     tensors = full()
     tensors["mine.o"], tensors["mine.lse"] = tensors.pop("o"), tensors.pop("lse")
