@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
@@ -393,6 +394,42 @@ def test_failing_write_leaves_nothing(
     done = run("inspect", path, option, tmp_path / "out")
     assert done.code == 2
     assert f"cannot write {tmp_path / 'out'}: No space left on device" in done.err
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_links_devices_and_pipes_are_written_through(tmp_path: Path, run: Callable[..., Done]) -> None:
+    path, link, pipe = write(tmp_path / "capture.safetensors"), tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to("target.json")
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 2**20)
+    try:
+        assert run("inspect", path, "--json", link, "--html", pipe).code == 0
+        assert os.read(reading, 2**20).startswith(b"<!doctype html>")
+    finally:
+        os.close(reading)
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    assert json.loads((tmp_path / "target.json").read_text())["schema"] == "attn-diag-diagnosis"
+    device = tmp_path / "null"
+    device.symlink_to("/dev/null")
+    assert run("inspect", path, "--json", device).code == 0
+    assert device.is_char_device()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_outputs_overwrite_neither_each_other_nor_a_capture(tmp_path: Path, run: Callable[..., Done]) -> None:
+    path = write(tmp_path / "capture.safetensors")
+    before = path.read_bytes()
+    done = run("inspect", path, "--json", tmp_path / ".." / tmp_path.name / path.name)
+    assert done.code == 2
+    assert "is a capture to be inspected and would be overwritten" in done.err
+    done = run("inspect", path, "--json", tmp_path / "out", "--html", tmp_path / "." / "out")
+    assert done.code == 2
+    assert "--json and --html both name" in done.err
+    assert "only --json writes to stdout" in run("inspect", path, "--html", "-").err
+    assert run("inspect", path, "--json", "x" * 300).code == 2
+    assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 

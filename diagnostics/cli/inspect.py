@@ -65,9 +65,10 @@ def inspect(
 
     wanted = _labels(fail_on, get_args(Label))
     json_file = None if json in (None, "-") else Path(json)
-    for target in (json_file, html):
-        if target is not None:
-            require_writable(target)
+    targets = [target for target in (json_file, html) if target is not None]
+    for target in targets:
+        require_writable(target)
+    _require_apart(targets, paths or [])
     try:
         parsed_window = None if window is None else parse_window(window)
     except ValueError:
@@ -145,6 +146,17 @@ def _open(
         if not captures:
             raise InputError("no capture is of the layers asked for")
     return captures, [str(failure) for failure in failures]
+
+
+def _require_apart(targets: list[Path], inputs: list[Path]) -> None:
+    """Raise InputError where one output would overwrite the other, or a capture."""
+    if len({target.resolve() for target in targets}) < len(targets):
+        raise InputError(f"--json and --html both name {targets[0]}; give each a file of its own")
+    for target in targets:
+        if target.name == "-":
+            raise InputError("--html needs the name of a file, got '-'; only --json writes to stdout")
+        if target.exists() and any(path.exists() and path.samefile(target) for path in inputs):
+            raise InputError(f"{target} is a capture to be inspected and would be overwritten; choose another name")
 
 
 def _complain(error: InputError) -> None:
