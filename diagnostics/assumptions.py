@@ -146,8 +146,8 @@ def _readings(capture: Capture) -> Iterator[_Reading]:
                         words: bool(words),
                     }
                     said = ", ".join(name for name, is_changed in changed.items() if is_changed)
-                    metadata = replace(stated, layout=layout, causal=causal, window=window, scale=scale)
                     try:
+                        metadata = replace(stated, layout=layout, causal=causal, window=window, scale=scale)
                         other = replace(capture, metadata=metadata)
                     except InputError:
                         continue

@@ -169,10 +169,17 @@ BAD_OPTIONS = {
     "batch-giant": (["--batch", "1-9999999999999999999999"], "no batch item 1, 2, 3, 4, …; the capture has 0 to 0"),
     "layer-giant": (["--layer", "0-99999999999"], "no capture is of the layers asked for"),
     "head-digits": (["--head", "9" * 5000], "--head takes numbers and ranges"),
-    "layer-missing": (["--layer", "3"], "no capture is of the layers asked for"),
+    "layer-missing": (
+        ["--layer", "3"],
+        "no capture is of the layers asked for: none of them states its layer (got --layer 3)",
+    ),
     "level": (["--level", "2"], "level must lie between 0 and 1"),
     "device": (["--device", "tpu"], "device must be auto, cpu or cuda"),
     "scale-0": (["--scale", "0"], "scale must be a finite number other than 0"),
+    "scale-huge": (["--scale", "1e200"], "scale must be a finite number other than 0, and so its square, got 1e+200"),
+    "scale-tiny": (["--scale", "1e-200"], "scale must be a finite number other than 0, and so its square"),
+    "window-huge": (["--window", "99999999999999999999,0"], "-1 is unlimited"),
+    "label-none": (["--fail-on", ","], "--fail-on needs at least one label, got ','; known: clean"),
     "scale-word": (["--scale", "big"], "Invalid value for '--scale'"),
     "window": (["--window", "3"], "--window must be LEFT,RIGHT"),
     "scale-nan": (["--scale", "nan"], "scale must be a finite number other than 0"),
@@ -293,6 +300,29 @@ def test_mistyped_path_among_several(tmp_path: Path, run: Callable[..., Done]) -
     assert "1 head judged" in done.out
 
 
+def test_option_that_fits_no_file_is_said_once(tmp_path: Path, run: Callable[..., Done]) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.safetensors", layer="3")
+    done = run("inspect", tmp_path, "--causal", "yes")
+    assert done.code == 2
+    assert done.err.count("causal must be one of") == 1
+    assert "they are of 3 (got --layer 0-2)" in run("inspect", tmp_path, "--layer", "0-2").err
+
+
+def test_file_named_twice_counts_once(tmp_path: Path, run: Callable[..., Done]) -> None:
+    path = write(tmp_path / "a.safetensors")
+    done = run("inspect", path, tmp_path, "--json", "-")
+    assert len(json.loads(done.out)["captures"]) == 1
+
+
+def test_extreme_scale_of_a_file_is_no_internal_error(tmp_path: Path, run: Callable[..., Done]) -> None:
+    # Its square is a number, the square of that (tried as another reading) is not.
+    path = write(tmp_path / "a.safetensors", scale="1e100")
+    done = run("inspect", path)
+    assert done.code == 2
+    assert "scale=0.25 (1/sqrt(D)) fits" in done.err
+
+
 def short_weight() -> dict[str, Tensor]:
     return changed(x=torch.ones(1, 24, 8), w_q=torch.ones(16, 8))
 
@@ -323,10 +353,11 @@ def test_one_unusable_of_several(case: str, tmp_path: Path, run: Callable[..., D
     document = json.loads(done.out)
     assert [c["source"] for c in document["captures"]] == [str(fine)]
     assert [u.startswith(f"{bad}: ") for u in document["summary"]["unreadable"]] == [True]
-    for several in ([bad], [bad, bad]):
+    twin = write(tmp_path / "twin.safetensors", tensors)
+    for several in ([bad], [bad, twin]):
         done = run("inspect", *several, *options, "--json", tmp_path / "out.json")
         assert (done.code, done.out) == (2, "")
-        assert done.err.count(f"attn-diag: {bad}: {message}") == len(several)
+        assert [f"attn-diag: {path}: {message}" in done.err for path in several] == [True] * len(several)
         assert not (tmp_path / "out.json").exists()
 
 

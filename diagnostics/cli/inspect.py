@@ -119,7 +119,10 @@ def _open(
 ) -> tuple[list[Capture], list[str]]:
     """Open every capture; what is missing or cannot be read is named on stderr, and is an error if nothing can."""
     from attn_diag.loading import find_captures, load, load_example
+    from attn_diag.metadata import Metadata
 
+    # Said once, not of every file.
+    Metadata().override(**options)
     if not paths and not example:
         raise InputError("nothing to inspect: name a capture or a directory, or try --example")
     captures = [load_example()] if example else []
@@ -130,7 +133,11 @@ def _open(
             files += find_captures([path])
         except InputError as error:
             failures.append(error)
-    for path in files:
+    # A file that is named twice, as itself and through its directory, counts once.
+    once: dict[Path, Path] = {}
+    for file in files:
+        once.setdefault(file.resolve(), file)
+    for path in once.values():
         try:
             captures.append(load(path, **options))
         except InputError as error:
@@ -141,11 +148,12 @@ def _open(
         _complain(failure)
     if not captures:
         raise InputError("none of the captures could be read")
-    if layers is not None:
-        captures = [c for c in captures if c.metadata.layer in layers]
-        if not captures:
-            raise InputError("no capture is of the layers asked for")
-    return captures, [str(failure) for failure in failures]
+    chosen = [c for c in captures if layers is None or c.metadata.layer in layers]
+    if not chosen:
+        stated = sorted({c.metadata.layer for c in captures if c.metadata.layer is not None})
+        known = f"they are of {', '.join(map(str, stated))}" if stated else "none of them states its layer"
+        raise InputError(f"no capture is of the layers asked for: {known} (got {layers})")
+    return chosen, [str(failure) for failure in failures]
 
 
 def _require_apart(targets: list[Path], inputs: list[Path]) -> None:
@@ -189,6 +197,8 @@ def _progress_bar() -> Iterator[Progress]:
 
 def _labels(text: str | None, known: tuple[str, ...]) -> frozenset[str]:
     names = frozenset(name.strip() for name in (text or "").split(",") if name.strip())
+    if text is not None and not names:
+        raise InputError(f"--fail-on needs at least one label, got {text!r}; known: {', '.join(known)}")
     if unknown := sorted(names - set(known)):
         raise InputError(f"--fail-on: no label {', '.join(unknown)}; known: {', '.join(known)}")
     return names
