@@ -473,6 +473,31 @@ def test_module_as_a_program(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("stdout", "report", "code", "message"),
+    [
+        ("closed-pipe", [], 0, ""),
+        ("closed-pipe", ["--json", "-"], 0, ""),
+        ("full", ["--json", "-"], 2, "cannot write to stdout: No space left on device"),
+        ("ascii", [], 0, ""),
+    ],
+    ids=["closed-pipe", "closed-pipe-json", "full", "ascii"],
+)
+def test_stdout_that_takes_no_report(stdout: str, report: list[str], code: int, message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "attn_diag", "inspect", str(write(tmp_path / "capture.safetensors")), *report]
+    environment = os.environ | ({"PYTHONIOENCODING": "ascii"} if stdout == "ascii" else {})
+    reading, writing = os.pipe()
+    os.close(reading)
+    target = {"closed-pipe": writing, "full": "/dev/full", "ascii": tmp_path / "out"}[stdout]
+    with open(target, "wb") as out:  # noqa: PTH123 - one is a file descriptor
+        done = subprocess.run(command, check=False, stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
+    if stdout != "closed-pipe":
+        os.close(writing)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == bool(message)
+
+
 def valid_bytes(suffix: str, folder: Path) -> bytes:
     path = folder / f"valid{suffix}"
     if suffix == ".safetensors":

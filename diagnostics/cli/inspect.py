@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -90,9 +92,11 @@ def inspect(
     for warning in diagnosis.summary.warnings:
         print(f"attn-diag: {warning}", file=sys.stderr)
     if json == "-":
-        print(diagnosis.to_json())
+        with _stdout():
+            print(diagnosis.to_json())
     else:
-        _print_report(diagnosis)
+        with _stdout():
+            _print_report(diagnosis)
         if json_file is not None:
             write_atomically(
                 json_file, lambda temporary: Path(temporary).write_text(diagnosis.to_json() + "\n", encoding="utf-8")
@@ -174,9 +178,30 @@ def _complain(error: InputError) -> None:
 def _print_report(diagnosis: Diagnosis) -> None:
     from rich.console import Console
 
-    console = Console(soft_wrap=False)
+    class Report(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # instead of exiting with 1, which would say that there are findings
+
+    console = Report(soft_wrap=False)
     for renderable in diagnosis.__rich_console__(console, console.options):
         console.print(renderable)
+
+
+@contextmanager
+def _stdout() -> Iterator[None]:
+    """Writing to stdout: a reader that has seen enough is no error, a full disk is an InputError."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An encoding without dashes or Greek letters shows question marks.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        yield
+        if sys.stdout is not None:  # None: closed from the start
+            sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered would raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise InputError(f"cannot write to stdout: {error.strerror}") from None
 
 
 @contextmanager
