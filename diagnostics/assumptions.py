@@ -79,6 +79,11 @@ def _message(check: Misfit) -> str:
             f"{_NAMES[check.output]} of '{check.observation}' is not 0, as it must be under the stated metadata: "
             "every sampled row is fully masked (or V is 0);"
         )
+    if math.isnan(check.relative_error):
+        found = (
+            f"{_NAMES[check.output]} of '{check.observation}' cannot be compared: with these values and the stated "
+            "scale the float64 reference itself overflows;"
+        )
     if check.better is None:
         return f"{found} no other causal alignment, scale, layout, window or base tried fits either."
     return f"{found} {check.better} fits within {check.better_error:.2g}: correct the metadata or pass it as an option."

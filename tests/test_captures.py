@@ -201,6 +201,13 @@ def test_fully_masked_capture(value: float, ok: bool | None, words: str) -> None
         assert "no other causal alignment" in found.assumptions.message
 
 
+def test_reference_that_overflows_is_said_to() -> None:
+    found = diagnose({n: t.double() * 1e200 for n, t in full().items() if n != "lse"}, causal="bottom-right")
+    assert found.assumptions.ok is False
+    assert "the float64 reference itself overflows" in found.assumptions.message
+    assert "nan" not in found.assumptions.message
+
+
 def test_nothing_to_compare_is_not_called_agreement() -> None:
     tensors = full()
     found = diagnose({**tensors, "q": torch.full_like(tensors["q"], math.nan)}, causal="bottom-right")
