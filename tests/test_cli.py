@@ -488,8 +488,8 @@ def test_stdout_that_takes_no_report(stdout: str, report: list[str], code: int, 
     environment = os.environ | ({"PYTHONIOENCODING": "ascii"} if stdout == "ascii" else {})
     reading, writing = os.pipe()
     os.close(reading)
-    target = {"closed-pipe": writing, "full": "/dev/full", "ascii": tmp_path / "out"}[stdout]
-    with open(target, "wb") as out:  # noqa: PTH123 - one is a file descriptor
+    targets: dict[str, int | str | Path] = {"closed-pipe": writing, "full": "/dev/full", "ascii": tmp_path / "out"}
+    with open(targets[stdout], "wb") as out:  # noqa: PTH123 - one is a file descriptor
         done = subprocess.run(command, check=False, stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
     if stdout != "closed-pipe":
         os.close(writing)
