@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, adjust_family, dw_q_sums, pool, unclustered
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.provenance import backend_name, describe_tool, pick_device
+from attn_diag.ranges import Ranges
 from attn_diag.recognise import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, reference_head, ulp
 from attn_diag.row_maxima import DEFINITIONS, Repeats
@@ -44,6 +46,8 @@ DEFAULT_RECIPE = "fa2"
 _PROJECTION_TOLERANCE = 0.05
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20
+# So many missing heads are named; more are only hinted at.
+_NAMED_MISSING = 4
 _INPUT_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 Progress = Callable[[int, int], None]
@@ -54,8 +58,8 @@ class Selection:
     """Which observation and which heads (the model's numbers) and batch items to look at; None for all."""
 
     observation: str | None = None
-    heads: frozenset[int] | None = None
-    batches: frozenset[int] | None = None
+    heads: frozenset[int] | Ranges | None = None
+    batches: frozenset[int] | Ranges | None = None
 
 
 def inspect(
@@ -113,18 +117,33 @@ def inspect_captures(
     device: str = "auto",
     progress: Progress | None = None,
     unreadable: Sequence[str] = (),
+    skip: Callable[[InputError], None] | None = None,
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
 
     ``recipes``: emulate these (names or Recipe) beside the captured observations; where a capture has none,
     "fa2" is emulated. ``progress(done, total)`` is called after every head. ``unreadable`` lists inputs that
-    could not be read, for the summary. Raises InputError for unknown observations, heads or recipes.
+    could not be read, for the summary. ``skip(error)`` is called for a capture among several that lacks the
+    observation, heads or batch items selected, or whose dtype no recipe covers; it is listed as unreadable too.
+
+    Raises InputError for unknown recipes and, without ``skip`` or where no capture is left, for what it would skip.
     """
     if not 0 < level < 1:
         raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    _require_known(recipes)
     where = pick_device(device)
-    chosen = list(captures)
-    jobs = [_CaptureJob(c, selection or Selection(), recipes, where, level) for c in chosen]
+    chosen, skipped = list(captures), list(unreadable)
+    jobs: list[_CaptureJob] = []
+    for capture in chosen:
+        try:
+            jobs.append(_CaptureJob(capture, selection or Selection(), recipes, where, level))
+        except InputError as error:
+            if skip is None or len(chosen) == 1:
+                raise
+            skip(error)
+            skipped.append(str(error))
+    if chosen and not jobs:
+        raise InputError("none of the captures could be used")
     total, done = sum(job.head_count for job in jobs), 0
     for job in jobs:
         for count in job.run():
@@ -136,16 +155,12 @@ def inspect_captures(
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
     results = tuple(job.result(judged) for job in jobs)
     entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
-    warnings = tuple(
-        f"{c.source}: {n.count} NaN or Inf in {n.tensor}, first at {list(n.first)}"
-        for c in results
-        for n in c.nonfinite
-    )
+    warnings = tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
     return Diagnosis(
         tool=describe_tool(where),
         family=Family(size, level),
         captures=results,
-        summary=summarise(entries, tuple(unreadable), warnings),
+        summary=summarise(entries, tuple(skipped), warnings),
     )
 
 
@@ -197,8 +212,8 @@ class _CaptureJob:
         self.captured = _select_observations(capture, selection.observation)
         self.recipes = _select_recipes(capture, recipes, emulate=not self.captured)
         offset = capture.metadata.head_offset
-        self.heads = _select(range(capture.q_heads), selection.heads, "head", offset)
-        self.batches = _select(range(capture.batch), selection.batches, "batch item", 0)
+        self.heads = _select(capture, range(capture.q_heads), selection.heads, "head", offset)
+        self.batches = _select(capture, range(capture.batch), selection.batches, "batch item", 0)
         self.group = capture.q_heads // capture.kv_heads
         self.census = NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
@@ -446,11 +461,6 @@ class _CaptureJob:
         weight, wrong, right = c.tensors["w_q"][...].to(self.device).double(), 0.0, 0.0
         d = c.head_dim
         first = 0 if len(weight) == c.q_heads * d else c.metadata.head_offset * d
-        if len(weight) < first + c.q_heads * d:
-            raise InputError(
-                f"{c.source}: w_q has {len(weight)} rows; expected D * heads = {c.q_heads * d} for this capture's "
-                f"heads, or those of the whole model from head_offset on"
-            )
         for batch in self.batches:
             x = c.tensors["x"][batch].to(self.device).double()
             for head in self.heads:
@@ -479,14 +489,25 @@ def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
     return [wanted]
 
 
+def _nonfinite_words(source: str, found: NonFinite) -> str:
+    where = f"in {found.tensor}, first at {list(found.first)}"
+    if found.tensor == "mask":
+        return f"{source}: {found.count} NaN or +Inf {where}: leave a key out with -Inf; rows that see it are left out"
+    return f"{source}: {found.count} NaN or Inf {where}"
+
+
+def _require_known(recipes: Sequence[str | Recipe]) -> None:
+    for name in recipes:
+        if isinstance(name, str) and name not in PRESETS:
+            raise InputError(f"no recipe {name!r}; known: {', '.join(PRESETS)}")
+
+
 def _select_recipes(capture: Capture, wanted: Sequence[str | Recipe], *, emulate: bool) -> dict[str, Recipe]:
     """The recipes to emulate, by the name of the observation they become."""
     dtype = capture.tensors["q"].dtype
     asked = list(wanted) or ([DEFAULT_RECIPE] if emulate else [])
     chosen: dict[str, Recipe] = {}
     for item in asked:
-        if isinstance(item, str) and item not in PRESETS:
-            raise InputError(f"no recipe {item!r}; known: {', '.join(PRESETS)}")
         if dtype not in _INPUT_FORMATS:
             named = str(dtype).removeprefix("torch.")
             raise InputError(
@@ -503,13 +524,19 @@ def _select_recipes(capture: Capture, wanted: Sequence[str | Recipe], *, emulate
     return chosen
 
 
-def _select(available: range, wanted: frozenset[int] | None, what: str, offset: int) -> list[int]:
+def _select(
+    capture: Capture, available: range, wanted: frozenset[int] | Ranges | None, what: str, offset: int
+) -> list[int]:
     if wanted is None:
         return list(available)
-    missing = sorted(wanted - {i + offset for i in available})
+    numbers = range(available.start + offset, available.stop + offset)
+    named = wanted if isinstance(wanted, Ranges) else sorted(wanted)
+    # Ranges may be longer than memory: a few of the missing numbers will do.
+    missing = [str(i) for i in islice((i for i in named if i not in numbers), _NAMED_MISSING + 1)]
     if missing:
-        span = f"{available.start + offset} to {available.stop - 1 + offset}"
-        raise InputError(f"no {what} {', '.join(map(str, missing))}; the capture has {span}")
+        listed = ", ".join(missing if len(missing) <= _NAMED_MISSING else [*missing[:-1], "…"])
+        asked = f" (got {wanted})" if isinstance(wanted, Ranges) else ""
+        raise InputError(f"{capture.source}: no {what} {listed}; the capture has {numbers[0]} to {numbers[-1]}{asked}")
     return [i for i in available if i + offset in wanted]
 
 

@@ -141,15 +141,18 @@ class Capture:
         values = factor[...].double()
         return float(values if values.numel() == 1 else values[batch, head])
 
-    def mask(self, batch: int, head: int) -> Tensor | None:
-        """The mask of one head, [Tq, Tk] (expanded without copying), or None."""
+    def mask(self, batch: int, head: int) -> tuple[Tensor, tuple[int, int]] | None:
+        """The mask of one head as stored, [Tq or 1, Tk or 1], and which (batch, head) of the tensor it is; or None.
+
+        A mask that all sequences or heads share is their number 0.
+        """
         mask = self.tensors.get("mask")
         if mask is None:
             return None
         lead = (1,) * (4 - len(mask.shape)) + tuple(mask.shape)
-        index = tuple(i if n > 1 else 0 for i, n in zip((batch, head), lead, strict=False))
+        index = (batch if lead[0] > 1 else 0, head if lead[1] > 1 else 0)
         part = mask[index[4 - len(mask.shape) :]] if len(mask.shape) > 2 else mask[...]
-        return part.expand(self.q_length, self.k_length)
+        return part, index
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the capture as safetensors, complete or not at all, and return its path.
@@ -241,10 +244,7 @@ class _Validator:
             len(x.shape) != 3 or tuple(x.shape[:2]) != (c.batch, c.q_length)
         ):
             raise InputError(f"x must have shape [B, T, C] = [{c.batch}, {c.q_length}, C], got {list(x.shape)}")
-        if (w_q := self.tensors.get("w_q")) is not None:
-            channels = None if x is None else x.shape[2]
-            if len(w_q.shape) != 2 or w_q.shape[0] % c.head_dim or (channels and w_q.shape[1] != channels):
-                raise InputError(f"w_q must have shape [D * heads, C] with D = {c.head_dim}, got {list(w_q.shape)}")
+        self._check_w_q(None if x is None else x.shape[2])
         if (positions := self.tensors.get("q_positions")) is not None and tuple(positions.shape) != (c.q_length,):
             raise InputError(
                 f"q_positions must have shape [{c.q_length}], one per query row, got {list(positions.shape)}"
@@ -263,6 +263,20 @@ class _Validator:
                     raise InputError(
                         f"{name}_descale must be one number or [{c.batch}, {heads}], got {list(factor.shape)}"
                     )
+
+    def _check_w_q(self, channels: int | None) -> None:
+        c, w_q = self.capture, self.tensors.get("w_q")
+        if w_q is None:
+            return
+        if len(w_q.shape) != 2 or w_q.shape[0] % c.head_dim or (channels and w_q.shape[1] != channels):
+            raise InputError(f"w_q must have shape [D * heads, C] with D = {c.head_dim}, got {list(w_q.shape)}")
+        own, whole = c.q_heads * c.head_dim, (c.metadata.head_offset + c.q_heads) * c.head_dim
+        if w_q.shape[0] != own and w_q.shape[0] < whole:
+            raise InputError(
+                f"w_q must have D * heads = {own} rows for this capture's {c.q_heads} heads, or those of the whole "
+                f"model (at least {whole} with head_offset {c.metadata.head_offset}), got {w_q.shape[0]}; "
+                "correct it or leave it out"
+            )
 
     def _check_outputs(self) -> None:
         c, dv = self.capture, self.tensors["v"].shape[3]

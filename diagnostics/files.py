@@ -12,12 +12,37 @@ from attn_diag.errors import InputError
 
 def require_writable(target: Path) -> None:
     """Raise InputError now, before hours of work, if ``target`` could not be written."""
-    if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+    try:
+        kept = _destination(target)
+        usable = not kept.is_dir() and kept.parent.is_dir() and os.access(kept.parent, os.W_OK)
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}; choose another name") from None
+    if not usable:
         raise InputError(f"cannot write {target}: choose a file in a folder that exists and is writable")
 
 
+def _destination(target: Path) -> Path:
+    """Where what is written to ``target`` ends up: a link is written through, never replaced."""
+    return target.resolve() if target.is_symlink() and not _is_special(target) else target
+
+
+def _is_special(target: Path) -> bool:
+    """Whether ``target`` is a device or a pipe, as /dev/null and /dev/stdout are."""
+    return target.exists() and not target.is_file() and not target.is_dir()
+
+
 def write_atomically(target: Path, write: Callable[[str], object]) -> None:
-    """Call ``write`` with a temporary path beside ``target``, then rename: no reader ever sees half a file."""
+    """Call ``write`` with a temporary path beside ``target``, then rename: no reader ever sees half a file.
+
+    A device or a pipe is written to directly: a rename would put a file in its place, for root even in /dev.
+    """
+    if _is_special(target):
+        try:
+            write(str(target))
+        except OSError as error:
+            raise InputError(f"cannot write {target}: {error.strerror or error}") from None
+        return
+    target = _destination(target)
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         os.close(handle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,9 +23,13 @@ class NonFiniteCensus:
         if all_finite(values):
             return torch.zeros_like(values, dtype=torch.bool)
         bad = ~values.isfinite()
+        self.record(name, batch, head, bad)
+        return bad
+
+    def record(self, name: str, batch: int, head: int, bad: Tensor) -> None:
+        """Record the values of one head that ``bad`` (bool, with at least one True) points out."""
         first = (batch, head, *bad.nonzero()[0].tolist())
         self._heads.setdefault(name, {})[batch, head] = int(bad.sum()), first
-        return bad
 
     def merge(self, other: NonFiniteCensus) -> None:
         """Take over another census; a head that both have seen counts once."""
@@ -45,19 +49,24 @@ class HeadInputs:
     """One head of a capture in float64, non-finite values replaced by 0 and their rows marked.
 
     ``unusable`` [Tq]: rows whose own q or dO is not finite; ``bad_keys``: indices of keys with a NaN or Inf
-    in k or v. ``input_format`` is q's own.
+    in k or v; ``bad_mask`` [Tq, Tk]: where an additive mask is NaN or +Inf, None for nowhere. ``input_format`` is
+    q's own.
     """
 
     head: AttentionHead
     unusable: Tensor
     bad_keys: Tensor
     input_format: FloatFormat
+    bad_mask: Tensor | None = None
 
     def mark_rows(self, block: RowBlock) -> None:
-        """Mark the rows of ``block`` that attend to a bad key."""
+        """Mark the rows of ``block`` that attend to a bad key, or to any key by way of a bad mask."""
         inside = self.bad_keys[(self.bad_keys >= block.keys.start) & (self.bad_keys < block.keys.stop)]
         if len(inside):
             self.unusable[block.rows] |= (block.scores[:, inside - block.keys.start] > -torch.inf).any(1)
+        if self.bad_mask is not None:
+            bad = self.bad_mask[block.rows, block.keys]
+            self.unusable[block.rows] |= (bad & (block.scores > -torch.inf)).any(1)
 
 
 def all_finite(values: Tensor) -> bool:
@@ -77,15 +86,26 @@ def read_float64(capture: Capture, name: str, batch: int, head: int, device: tor
     return stored.to(device).double().contiguous()
 
 
-def masking_of(capture: Capture, batch: int, head: int) -> Masking:
-    """The masking of one head, as the capture's metadata and tensors state it."""
-    positions = capture.tensors.get("q_positions")
-    return Masking(
-        causal=capture.metadata.causal,
-        window=capture.metadata.window,
-        mask=capture.mask(batch, head),
-        positions=None if positions is None else positions[...],
-    )
+def _read_mask(
+    capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask of one head, NaN and +Inf replaced by 0, and where those were (None: nowhere); [Tq, Tk], expanded.
+
+    -Inf is how an additive mask leaves a key out. +Inf has no meaning: it makes NaN of every probability.
+    """
+    found = capture.mask(batch, head)
+    if found is None:
+        return None, None
+    mask, index = found[0].to(device), found[1]
+    if mask.dtype.itemsize == 1 and mask.dtype != torch.bool:
+        mask = mask.float()  # torch adds no FP8 numbers
+    shape = capture.q_length, capture.k_length
+    # NaN and +Inf are what keeps the maximum from lying below +Inf.
+    if mask.dtype == torch.bool or bool(mask.amax() < torch.inf):
+        return mask.expand(shape), None
+    bad = mask.isnan() | (mask == torch.inf)
+    census.record("mask", *index, bad)
+    return mask.masked_fill(bad, 0.0).expand(shape), bad.expand(shape)
 
 
 def read_head(capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus) -> HeadInputs:
@@ -106,12 +126,18 @@ def read_head(capture: Capture, batch: int, head: int, device: torch.device, cen
     assert q is not None
     assert k is not None
     assert v is not None
-    masking = masking_of(capture, batch, head)
-    if masking.mask is not None:
-        masking = replace(masking, mask=masking.mask.to(device))
+    mask, bad_mask = _read_mask(capture, batch, head, device, census)
+    positions = capture.tensors.get("q_positions")
+    masking = Masking(
+        causal=capture.metadata.causal,
+        window=capture.metadata.window,
+        mask=mask,
+        positions=None if positions is None else positions[...],
+    )
     return HeadInputs(
         AttentionHead(q, k, v, tensors["do"], capture.scale, masking, capture.metadata.softcap),
         unusable=bad_rows["q"] | bad_rows.get("do", torch.zeros_like(bad_rows["q"])),
         bad_keys=(bad_rows["k"] | bad_rows["v"]).nonzero()[:, 0],
         input_format=format_of(capture.tensors["q"].dtype),
+        bad_mask=bad_mask,
     )

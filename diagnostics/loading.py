@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import stat
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -33,19 +35,18 @@ def load_example() -> Capture:
 def find_captures(paths: Iterable[str | Path]) -> list[Path]:
     """The capture files among ``paths``; a directory stands for all of those below it, in order of their names.
 
-    Raises InputError for a path that does not exist and a directory without captures.
+    Raises InputError for a path that does not exist or cannot be reached, and a directory without captures.
     """
     found: list[Path] = []
     for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and not p.name.startswith("."))
-            if not inside:
-                raise InputError(f"{path}: no captures in this directory (looked for {', '.join(SUFFIXES)})")
-            found += inside
-        elif path.exists():
+        if not stat.S_ISDIR(_mode(path)):
             found.append(path)
-        else:
-            raise InputError(f"{path}: no such file or directory")
+            continue
+        inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and not p.name.startswith("."))
+        inside = [p for p in inside if not p.is_dir()]
+        if not inside:
+            raise InputError(f"{path}: no captures in this directory (looked for {', '.join(SUFFIXES)})")
+        found += inside
     return found
 
 
@@ -54,13 +55,12 @@ def load(path: str | Path, **options: Any) -> Capture:
 
     ``options``: metadata to put in place of what the file says (``layout``, ``causal``, ``scale``, …).
     Raises InputError for a file that is missing, empty, truncated, of another kind, or whose tensors do not
-    fit each other. A pickle that would run code is refused and never executed.
+    fit each other. A pickle that would run code is refused and never executed. A pipe is never opened.
     """
     path = Path(path)
+    _require_regular_file(path)
     if path.suffix not in SUFFIXES:
         raise InputError(f"{path}: not a capture; expected a file ending in {', '.join(SUFFIXES)}")
-    if not path.is_file():
-        raise InputError(f"{path}: no such file")
     if path.stat().st_size == 0:
         raise InputError(f"{path}: the file is empty")
     with _named_errors(path):
@@ -77,6 +77,35 @@ def load(path: str | Path, **options: Any) -> Capture:
             if name not in text and name not in given
         ]
         return Capture(tensors, metadata, str(path), (*assumed, *notes))
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def _mode(path: Path) -> int:
+    """What ``path`` leads to, as st_mode. Raises InputError where it leads nowhere."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file or directory") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be opened: {error.strerror}") from None
+
+
+def _require_regular_file(path: Path) -> None:
+    # Opening a pipe without a writer would wait for one for ever.
+    mode = _mode(path)
+    if not stat.S_ISREG(mode):
+        kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
+        raise InputError(f"{path}: expected a regular file, this is {kind}; save the capture to a file and name that")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path}: cannot be opened: no permission to read it")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,9 @@ Layout = Literal["BHTD", "BTHD"]
 Causal = Literal["none", "top-left", "bottom-right"]
 LseBase = Literal["e", "2"]
 
+# Positions are 64-bit integers; their differences with a window must be too.
+_WIDEST = 2**62
+
 _REFUSED = {
     "dropout": "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)",
     "dropout_p": "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)",
@@ -65,12 +68,17 @@ class Metadata:
         for name, allowed in (("layout", Layout), ("causal", Causal), ("lse_base", LseBase)):
             if getattr(self, name) not in get_args(allowed):
                 raise InputError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
-        if self.scale is not None and not (math.isfinite(self.scale) and self.scale != 0):
-            raise InputError(f"scale must be a finite number other than 0, got {self.scale}; 1/sqrt(D) is usual")
+        # Errors of dQ carry the square of scale; times anything it must stay a number other than 0.
+        if self.scale is not None and not 0 < self.scale * self.scale < math.inf:
+            raise InputError(
+                f"scale must be a finite number other than 0, and so its square, got {self.scale}; 1/sqrt(D) is usual"
+            )
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
             raise InputError(f"softcap must be a finite number above 0, got {self.softcap}; leave it out for none")
         if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
             raise InputError(f"window must be 'left,right', each >= 0 or -1 for unlimited, got {self.window}")
+        if self.window is not None and max(self.window) > _WIDEST:
+            raise InputError(f"window must be 'left,right', each at most {_WIDEST}, got {self.window}; -1 is unlimited")
         if self.head_offset < 0:
             raise InputError(f"head_offset must be 0 or more, got {self.head_offset}")
 

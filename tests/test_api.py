@@ -165,6 +165,16 @@ def test_nan_in_a_key_takes_out_the_rows_that_attend_to_it() -> None:
     assert hit.propagation.dq.relative_error == pytest.approx(0.002, abs=0.001)
 
 
+def test_head_without_a_usable_row_is_undecided() -> None:
+    given = tensors()
+    given["q"] = torch.full_like(given["q"], math.nan)
+    heads = attn_diag.inspect(**given, causal=True).captures[0].observations[0].heads
+    for head in heads:
+        assert head.verdict is not None
+        assert set(head.verdict.labels) == {"undecided"}
+        assert head.rows_all == 0
+
+
 def test_nan_made_by_the_kernel_is_lossy() -> None:
     given = tensors()
     given["o"][0, 0, 7] = math.inf

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import attn_diag.loading
 from attn_diag import Capture, InputError, load
 from attn_diag.analysis import Selection, inspect_captures
 from attn_diag.diagnosis import CaptureDiagnosis
+from attn_diag.loading import find_captures
 from attn_diag.metadata import Metadata
 
 
@@ -171,6 +174,85 @@ def test_masks_broadcast(shape: tuple[int, ...], kind: str) -> None:
     assert found.observations[0].pooled.rows_fully_masked == int(hidden.all(-1).sum())
 
 
+def test_additive_mask_in_fp8() -> None:
+    tensors = full()
+    mask = (torch.arange(40) % 3 - 1.0).expand(40, 40)
+    biased = {**tensors, "mask": mask}
+    del biased["o"], biased["lse"]
+    other = {**biased, "mask": mask.to(torch.float8_e5m2)}
+    assert diagnose(biased).observations == diagnose(other).observations
+
+
+@pytest.mark.parametrize(
+    ("value", "ok", "words"),
+    [
+        (0.5, False, "O of 'observed' is not 0, as it must be under the stated metadata: every sampled row is fully"),
+        (0.0, True, "hold: O agrees within 0"),
+        (math.nan, None, "not checked: no sampled row could be compared"),
+    ],
+)
+def test_fully_masked_capture(value: float, ok: bool | None, words: str) -> None:
+    tensors = {**inputs(), "mask": torch.zeros(40, 40, dtype=torch.bool)}
+    found = diagnose({**tensors, "o": torch.full_like(tensors["q"], value)})
+    assert found.assumptions.ok is ok
+    assert words in found.assumptions.message
+    assert "inf" not in found.assumptions.message
+    if ok is False:
+        assert "no other causal alignment" in found.assumptions.message
+
+
+def test_reference_that_overflows_is_said_to() -> None:
+    found = diagnose({n: t.double() * 1e200 for n, t in full().items() if n != "lse"}, causal="bottom-right")
+    assert found.assumptions.ok is False
+    assert "the float64 reference itself overflows" in found.assumptions.message
+    assert "nan" not in found.assumptions.message
+
+
+def test_nothing_to_compare_is_not_called_agreement() -> None:
+    tensors = full()
+    found = diagnose({**tensors, "q": torch.full_like(tensors["q"], math.nan)}, causal="bottom-right")
+    assert found.assumptions.ok is None
+    assert "not checked: no sampled row could be compared" in found.assumptions.message
+    del tensors["o"]
+    assert diagnose(tensors, causal="bottom-right").assumptions.message.startswith("hold: LSE agrees within")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize(
+    ("shape", "place", "count", "left_out"),
+    [
+        # One row of every sequence and head; every row that sees key 4 (causal: not the first four); one head's row.
+        ((40, 40), (0, 0, 7, 4), 1, 4),
+        ((2, 1, 1, 40), (1, 0, 0, 4), 1, 2 * 36),
+        ((2, 2, 40, 40), (1, 1, 7, 4), 1, 1),
+        # A key that causality hides anyway.
+        ((40, 40), (0, 0, 7, 8), 1, 0),
+    ],
+    ids=["shared", "by-key", "full", "hidden"],
+)
+def test_mask_that_is_no_number(
+    shape: tuple[int, ...], place: tuple[int, int, int, int], count: int, left_out: int, value: float
+) -> None:
+    tensors = full()
+    hidden = future(40, 40, "bottom-right") | (torch.arange(40) == 2)
+    tensors["o"], tensors["lse"] = attention(tensors["q"], tensors["k"], tensors["v"], 0.25, hidden)
+    mask = torch.zeros((1,) * (4 - len(shape)) + shape)
+    mask[..., 2] = -math.inf  # the way to leave a key out
+    mask[place] = value
+    diagnosis = inspect_captures(
+        [Capture.from_tensors({**tensors, "mask": mask.reshape(shape)}, causal="bottom-right")], device="cpu"
+    )
+    found = diagnosis.captures[0]
+    assert [(n.tensor, n.count, n.first) for n in found.nonfinite] == [("mask", count, place)]
+    assert found.assumptions.ok, found.assumptions.message
+    pooled = found.observations[0].pooled
+    assert (pooled.rows_nonfinite, pooled.rows_fully_masked) == (left_out, 0)
+    assert pooled.bias.o is not None
+    assert pooled.bias.o.rms is not None
+    assert pooled.bias.o.rms < 2e-3
+    assert f"{count} NaN or +Inf in mask, first at {list(place)}" in diagnosis.summary.warnings[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_other_precisions(dtype: torch.dtype) -> None:
     tensors = {n: t.to(dtype) for n, t in full().items()}
@@ -195,6 +277,38 @@ def test_fp8_inputs_with_their_factors() -> None:
         rest = {n: t for n, t in tensors.items() if n != f"{name}_descale"}
         with pytest.raises(InputError, match=f"{name} is float8_e4m3fn without descale factors: add '{name}_descale'"):
             Capture.from_tensors(rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("size", [1.0, 0.01], ids=["ordinary", "small"])
+def test_fp8_o_that_is_correctly_rounded_holds(dtype: torch.dtype, size: float) -> None:
+    tensors = inputs(tq=64, tk=64, seed=1)
+    tensors["v"] = tensors["v"] * size
+    truth = attention(tensors["q"], tensors["k"], tensors["v"], 0.25, future(64, 64, "top-left"))[0]
+    # Through BF16: the nearest FP8 number all the same but at ties.
+    tensors["o"] = truth.to(dtype)
+    found = diagnose(tensors, causal="top-left")
+    assert found.assumptions.ok, found.assumptions.message
+    explained = "which correct rounding to O's own format explains" in found.assumptions.message
+    assert explained == (found.assumptions.checks[0].relative_error > 0.05)
+    assert found.observations[0].pooled.verdict is not None
+    wrong = diagnose(tensors, causal="none")
+    assert "causal=top-left fits" in wrong.assumptions.message
+
+
+def test_o_past_the_range_of_its_format_was_clamped() -> None:
+    tensors = inputs()
+    tensors["v"] = tensors["v"] * 4096
+    truth = attention(tensors["q"], tensors["k"], tensors["v"], 0.25)[0]
+    tensors["o"] = truth.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert diagnose(tensors).assumptions.ok
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1.06), (torch.float8_e5m2, 1.25)], ids=["bf16", "e5m2"])
+def test_what_rounding_does_not_explain_still_fails(dtype: torch.dtype, factor: float) -> None:
+    tensors = full()
+    tensors["o"] = (tensors["o"].double() * factor).to(dtype)
+    assert diagnose(tensors, causal="bottom-right").assumptions.ok is False
 
 
 def test_several_observations() -> None:
@@ -288,6 +402,51 @@ def test_tensors_that_share_memory_can_be_saved(tmp_path: Path) -> None:
     tensors = inputs()
     capture = Capture({**tensors, "v": tensors["k"]})
     assert equal(capture, load(capture.save(tmp_path / "capture.safetensors")))
+
+
+def irregular(kind: str, path: Path) -> Path:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        # Bound by its name alone: the whole path may be longer than a socket's may be.
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
+    elif kind == "device":
+        path.symlink_to("/dev/null")
+    else:
+        path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "directory"])
+def test_what_is_no_regular_file_is_not_opened(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = irregular(kind, tmp_path / "capture.safetensors")
+    with pytest.raises(InputError, match=f"expected a regular file, this is a {kind}; save the capture to a file"):
+        load(path)
+
+
+def test_pipe_of_a_shell_is_no_regular_file() -> None:
+    reading, writing = os.pipe()
+    with open(reading, "rb"), open(writing, "wb"), pytest.raises(InputError, match="this is a pipe"):  # noqa: PTH123
+        load(f"/dev/fd/{reading}")
+
+
+def test_path_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 300 + ".safetensors")
+    with pytest.raises(InputError, match="cannot be opened: File name too long"):
+        find_captures([long])
+    path = Capture(inputs()).save(tmp_path / "capture.safetensors")
+    # Not by chmod: root may read everything.
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(InputError, match="cannot be opened: no permission to read it"):
+        load(path)
+
+
+def test_directories_named_like_captures_are_walked(tmp_path: Path) -> None:
+    (tmp_path / "step.pt").mkdir()
+    path = Capture(inputs()).save(tmp_path / "step.pt" / "capture.safetensors")
+    assert find_captures([tmp_path]) == [path]
 
 
 def test_metadata_kept_as_tensors_are_not_overlooked(tmp_path: Path) -> None:

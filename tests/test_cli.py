@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
@@ -161,10 +162,24 @@ BAD_OPTIONS = {
     "head-backwards": (["--head", "5-3"], "--head takes numbers and ranges"),
     "head-superscript": (["--head", "²"], "--head takes numbers and ranges"),
     "head-missing": (["--head", "7"], "no head 7; the capture has 0 to 1"),
-    "layer-missing": (["--layer", "3"], "no capture is of the layers asked for"),
+    "head-giant": (
+        ["--head", "0-99999999999"],
+        "no head 2, 3, 4, 5, …; the capture has 0 to 1 (got --head 0-99999999999)",
+    ),
+    "batch-giant": (["--batch", "1-9999999999999999999999"], "no batch item 1, 2, 3, 4, …; the capture has 0 to 0"),
+    "layer-giant": (["--layer", "0-99999999999"], "no capture is of the layers asked for"),
+    "head-digits": (["--head", "9" * 5000], "--head takes numbers and ranges"),
+    "layer-missing": (
+        ["--layer", "3"],
+        "no capture is of the layers asked for: none of them states its layer (got --layer 3)",
+    ),
     "level": (["--level", "2"], "level must lie between 0 and 1"),
     "device": (["--device", "tpu"], "device must be auto, cpu or cuda"),
     "scale-0": (["--scale", "0"], "scale must be a finite number other than 0"),
+    "scale-huge": (["--scale", "1e200"], "scale must be a finite number other than 0, and so its square, got 1e+200"),
+    "scale-tiny": (["--scale", "1e-200"], "scale must be a finite number other than 0, and so its square"),
+    "window-huge": (["--window", "99999999999999999999,0"], "-1 is unlimited"),
+    "label-none": (["--fail-on", ","], "--fail-on needs at least one label, got ','; known: clean"),
     "scale-word": (["--scale", "big"], "Invalid value for '--scale'"),
     "window": (["--window", "3"], "--window must be LEFT,RIGHT"),
     "scale-nan": (["--scale", "nan"], "scale must be a finite number other than 0"),
@@ -267,6 +282,85 @@ def test_one_unreadable_of_several(tmp_path: Path, run: Callable[..., Done]) -> 
     assert "none of the captures could be read" in done.err
 
 
+def test_mistyped_path_among_several(tmp_path: Path, run: Callable[..., Done]) -> None:
+    fine, typo, bare = write(tmp_path / "a.safetensors"), tmp_path / "b.safetensors", tmp_path / "bare"
+    bare.mkdir()
+    done = run("inspect", typo, bare, fine, "--json", "-")
+    assert done.code == 2
+    assert f"attn-diag: {typo}: no such file or directory\n" in done.err
+    assert f"attn-diag: {bare}: no captures in this directory" in done.err
+    document = json.loads(done.out)
+    assert [c["source"] for c in document["captures"]] == [str(fine)]
+    assert [u.partition(": ")[0] for u in document["summary"]["unreadable"]] == [str(typo), str(bare)]
+    done = run("inspect", typo, bare)
+    assert (done.code, done.out) == (2, "")
+    assert "none of the captures could be read" in done.err
+    done = run("inspect", "--example", typo)
+    assert done.code == 2
+    assert "1 head judged" in done.out
+
+
+def test_option_that_fits_no_file_is_said_once(tmp_path: Path, run: Callable[..., Done]) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.safetensors", layer="3")
+    done = run("inspect", tmp_path, "--causal", "yes")
+    assert done.code == 2
+    assert done.err.count("causal must be one of") == 1
+    assert "they are of 3 (got --layer 0-2)" in run("inspect", tmp_path, "--layer", "0-2").err
+
+
+def test_file_named_twice_counts_once(tmp_path: Path, run: Callable[..., Done]) -> None:
+    path = write(tmp_path / "a.safetensors")
+    done = run("inspect", path, tmp_path, "--json", "-")
+    assert len(json.loads(done.out)["captures"]) == 1
+
+
+def test_extreme_scale_of_a_file_is_no_internal_error(tmp_path: Path, run: Callable[..., Done]) -> None:
+    # Its square is a number, the square of that (tried as another reading) is not.
+    path = write(tmp_path / "a.safetensors", scale="1e100")
+    done = run("inspect", path)
+    assert done.code == 2
+    assert "scale=0.25 (1/sqrt(D)) fits" in done.err
+
+
+def short_weight() -> dict[str, Tensor]:
+    return changed(x=torch.ones(1, 24, 8), w_q=torch.ones(16, 8))
+
+
+UNUSABLE: dict[str, tuple[dict[str, Tensor], list[str], str]] = {
+    "w_q": (short_weight(), [], "w_q must have D * heads = 32 rows for this capture's 2 heads"),
+    "observation": (
+        {"flash.o" if n == "o" else n: t for n, t in good().items()},
+        ["--observation", "observed"],
+        "no observation 'observed'; it has flash",
+    ),
+    "head": ({n: t[:, :1] for n, t in good().items()}, ["--head", "1"], "no head 1; the capture has 0 to 0"),
+    "recipe": (
+        {n: t.float() for n, t in good().items()},
+        ["--recipe", "fa2"],
+        "recipes are emulated for bfloat16 and float16 inputs, q is float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_one_unusable_of_several(case: str, tmp_path: Path, run: Callable[..., Done]) -> None:
+    tensors, options, message = UNUSABLE[case]
+    bad, fine = write(tmp_path / "a.safetensors", tensors), write(tmp_path / "b.safetensors")
+    done = run("inspect", bad, fine, *options, "--json", "-")
+    assert done.code == 2
+    assert f"attn-diag: {bad}: {message}" in done.err
+    document = json.loads(done.out)
+    assert [c["source"] for c in document["captures"]] == [str(fine)]
+    assert [u.startswith(f"{bad}: ") for u in document["summary"]["unreadable"]] == [True]
+    twin = write(tmp_path / "twin.safetensors", tensors)
+    for several in ([bad], [bad, twin]):
+        done = run("inspect", *several, *options, "--json", tmp_path / "out.json")
+        assert (done.code, done.out) == (2, "")
+        assert [f"attn-diag: {path}: {message}" in done.err for path in several] == [True] * len(several)
+        assert not (tmp_path / "out.json").exists()
+
+
 def test_contradicted_metadata_give_no_verdict(tmp_path: Path, run: Callable[..., Done]) -> None:
     done = run("inspect", write(tmp_path / "capture.safetensors"), "--causal", "none", "--json", "-")
     assert done.code == 2
@@ -334,6 +428,42 @@ def test_failing_write_leaves_nothing(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_links_devices_and_pipes_are_written_through(tmp_path: Path, run: Callable[..., Done]) -> None:
+    path, link, pipe = write(tmp_path / "capture.safetensors"), tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to("target.json")
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 2**20)
+    try:
+        assert run("inspect", path, "--json", link, "--html", pipe).code == 0
+        assert os.read(reading, 2**20).startswith(b"<!doctype html>")
+    finally:
+        os.close(reading)
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    assert json.loads((tmp_path / "target.json").read_text())["schema"] == "attn-diag-diagnosis"
+    device = tmp_path / "null"
+    device.symlink_to("/dev/null")
+    assert run("inspect", path, "--json", device).code == 0
+    assert device.is_char_device()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_outputs_overwrite_neither_each_other_nor_a_capture(tmp_path: Path, run: Callable[..., Done]) -> None:
+    path = write(tmp_path / "capture.safetensors")
+    before = path.read_bytes()
+    done = run("inspect", path, "--json", tmp_path / ".." / tmp_path.name / path.name)
+    assert done.code == 2
+    assert "is a capture to be inspected and would be overwritten" in done.err
+    done = run("inspect", path, "--json", tmp_path / "out", "--html", tmp_path / "." / "out")
+    assert done.code == 2
+    assert "--json and --html both name" in done.err
+    assert "only --json writes to stdout" in run("inspect", path, "--html", "-").err
+    assert run("inspect", path, "--json", "x" * 300).code == 2
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_module_as_a_program(tmp_path: Path) -> None:
     path = truncated(tmp_path / "capture.safetensors")
     command = [sys.executable, "-m", "attn_diag", "inspect", str(path)]
@@ -341,6 +471,31 @@ def test_module_as_a_program(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"attn-diag: {path}: truncated or damaged")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("stdout", "report", "code", "message"),
+    [
+        ("closed-pipe", [], 0, ""),
+        ("closed-pipe", ["--json", "-"], 0, ""),
+        ("full", ["--json", "-"], 2, "cannot write to stdout: No space left on device"),
+        ("ascii", [], 0, ""),
+    ],
+    ids=["closed-pipe", "closed-pipe-json", "full", "ascii"],
+)
+def test_stdout_that_takes_no_report(stdout: str, report: list[str], code: int, message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "attn_diag", "inspect", str(write(tmp_path / "capture.safetensors")), *report]
+    environment = os.environ | ({"PYTHONIOENCODING": "ascii"} if stdout == "ascii" else {})
+    reading, writing = os.pipe()
+    os.close(reading)
+    targets: dict[str, int | str | Path] = {"closed-pipe": writing, "full": "/dev/full", "ascii": tmp_path / "out"}
+    with open(targets[stdout], "wb") as out:  # noqa: PTH123 - one is a file descriptor
+        done = subprocess.run(command, check=False, stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
+    if stdout != "closed-pipe":
+        os.close(writing)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == bool(message)
 
 
 def valid_bytes(suffix: str, folder: Path) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from attn_diag.analysis import Progress
     from attn_diag.capture import Capture
     from attn_diag.diagnosis import Diagnosis
+    from attn_diag.ranges import Ranges
 
 _PROGRESS_AFTER_S = 1.0
 
@@ -64,9 +67,10 @@ def inspect(
 
     wanted = _labels(fail_on, get_args(Label))
     json_file = None if json in (None, "-") else Path(json)
-    for target in (json_file, html):
-        if target is not None:
-            require_writable(target)
+    targets = [target for target in (json_file, html) if target is not None]
+    for target in targets:
+        require_writable(target)
+    _require_apart(targets, paths or [])
     try:
         parsed_window = None if window is None else parse_window(window)
     except ValueError:
@@ -78,19 +82,21 @@ def inspect(
         "window": parsed_window,
         "softcap": softcap,
     }
-    captures, unreadable = _open(paths or [], example=example, layers=_numbers("layer", layer), options=options)
-    selection = Selection(observation, _numbers("head", head), _numbers("batch", batch))
+    captures, unreadable = _open(paths or [], example=example, layers=_numbers("--layer", layer), options=options)
+    selection = Selection(observation, _numbers("--head", head), _numbers("--batch", batch))
     with _progress_bar() as progress:
         diagnosis = inspect_captures(
             captures, selection=selection, recipes=recipe or (), level=level, device=device,
-            progress=progress, unreadable=unreadable,
+            progress=progress, unreadable=unreadable, skip=_complain,
         )  # fmt: skip
     for warning in diagnosis.summary.warnings:
         print(f"attn-diag: {warning}", file=sys.stderr)
     if json == "-":
-        print(diagnosis.to_json())
+        with _stdout():
+            print(diagnosis.to_json())
     else:
-        _print_report(diagnosis)
+        with _stdout():
+            _print_report(diagnosis)
         if json_file is not None:
             write_atomically(
                 json_file, lambda temporary: Path(temporary).write_text(diagnosis.to_json() + "\n", encoding="utf-8")
@@ -113,38 +119,89 @@ def _exit_code(diagnosis: Diagnosis, wanted: frozenset[str]) -> int:
 
 
 def _open(
-    paths: list[Path], *, example: bool, layers: frozenset[int] | None, options: dict[str, Any]
+    paths: list[Path], *, example: bool, layers: Ranges | None, options: dict[str, Any]
 ) -> tuple[list[Capture], list[str]]:
-    """Open every capture; what cannot be read is named on stderr, and is an error if nothing can."""
+    """Open every capture; what is missing or cannot be read is named on stderr, and is an error if nothing can."""
     from attn_diag.loading import find_captures, load, load_example
+    from attn_diag.metadata import Metadata
 
+    # Said once, not of every file.
+    Metadata().override(**options)
     if not paths and not example:
         raise InputError("nothing to inspect: name a capture or a directory, or try --example")
-    captures, unreadable = [load_example()] if example else [], []
-    files = find_captures(paths)
-    for path in files:
+    captures = [load_example()] if example else []
+    files: list[Path] = []
+    failures: list[InputError] = []
+    for path in paths:
+        try:
+            files += find_captures([path])
+        except InputError as error:
+            failures.append(error)
+    # A file that is named twice, as itself and through its directory, counts once.
+    once: dict[Path, Path] = {}
+    for file in files:
+        once.setdefault(file.resolve(), file)
+    for path in once.values():
         try:
             captures.append(load(path, **options))
         except InputError as error:
-            if len(files) == 1:
-                raise
-            print(f"attn-diag: {error}", file=sys.stderr)
-            unreadable.append(str(error))
-    if layers is not None:
-        captures = [c for c in captures if c.metadata.layer in layers]
+            failures.append(error)
+    if len(failures) == 1 and not captures:
+        raise failures[0]
+    for failure in failures:
+        _complain(failure)
     if not captures:
-        raise InputError(
-            "none of the captures could be read" if unreadable else "no capture is of the layers asked for"
-        )
-    return captures, unreadable
+        raise InputError("none of the captures could be read")
+    chosen = [c for c in captures if layers is None or c.metadata.layer in layers]
+    if not chosen:
+        stated = sorted({c.metadata.layer for c in captures if c.metadata.layer is not None})
+        known = f"they are of {', '.join(map(str, stated))}" if stated else "none of them states its layer"
+        raise InputError(f"no capture is of the layers asked for: {known} (got {layers})")
+    return chosen, [str(failure) for failure in failures]
+
+
+def _require_apart(targets: list[Path], inputs: list[Path]) -> None:
+    """Raise InputError where one output would overwrite the other, or a capture."""
+    if len({target.resolve() for target in targets}) < len(targets):
+        raise InputError(f"--json and --html both name {targets[0]}; give each a file of its own")
+    for target in targets:
+        if target.name == "-":
+            raise InputError("--html needs the name of a file, got '-'; only --json writes to stdout")
+        if target.exists() and any(path.exists() and path.samefile(target) for path in inputs):
+            raise InputError(f"{target} is a capture to be inspected and would be overwritten; choose another name")
+
+
+def _complain(error: InputError) -> None:
+    print(f"attn-diag: {error}", file=sys.stderr)
 
 
 def _print_report(diagnosis: Diagnosis) -> None:
     from rich.console import Console
 
-    console = Console(soft_wrap=False)
+    class Report(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # instead of exiting with 1, which would say that there are findings
+
+    console = Report(soft_wrap=False)
     for renderable in diagnosis.__rich_console__(console, console.options):
         console.print(renderable)
+
+
+@contextmanager
+def _stdout() -> Iterator[None]:
+    """Writing to stdout: a reader that has seen enough is no error, a full disk is an InputError."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An encoding without dashes or Greek letters shows question marks.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        yield
+        if sys.stdout is not None:  # None: closed from the start
+            sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered would raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise InputError(f"cannot write to stdout: {error.strerror}") from None
 
 
 @contextmanager
@@ -165,20 +222,14 @@ def _progress_bar() -> Iterator[Progress]:
 
 def _labels(text: str | None, known: tuple[str, ...]) -> frozenset[str]:
     names = frozenset(name.strip() for name in (text or "").split(",") if name.strip())
+    if text is not None and not names:
+        raise InputError(f"--fail-on needs at least one label, got {text!r}; known: {', '.join(known)}")
     if unknown := sorted(names - set(known)):
         raise InputError(f"--fail-on: no label {', '.join(unknown)}; known: {', '.join(known)}")
     return names
 
 
-def _numbers(option: str, text: str | None) -> frozenset[int] | None:
-    """'0,3-5' as a set of integers."""
-    if text is None:
-        return None
-    chosen: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise InputError(f"--{option} takes numbers and ranges such as 0,3-5, got {text!r}")
-        chosen.update(range(int(first), int(last) + 1))
-    return frozenset(chosen)
+def _numbers(option: str, value: str | None) -> Ranges | None:
+    from attn_diag.ranges import Ranges
+
+    return None if value is None else Ranges.parse(option, value)
