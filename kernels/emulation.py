@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -72,7 +72,7 @@ def check_supported(recipe: Recipe) -> None:
                "backward_probs", "dscores", "dq")  # fmt: skip
     unsupported = [f"{name}={getattr(recipe, name)}" for name in formats if getattr(recipe, name) not in _DTYPES]
     rules = {"exp": ("exact", "exp2-fma"), "accumulation": ("fp32-nearest",), "division": ("before-last-cast",),
-             "delta_from": ("rounded-o",), "probs_scale": (1.0,)}  # fmt: skip
+             "probs_scale": (1.0,)}  # fmt: skip
     unsupported += [f"{n}={getattr(recipe, n)}" for n, known in rules.items() if getattr(recipe, n) not in known]
     if recipe.softmax.kind == "stale":
         unsupported.append(f"softmax={recipe.softmax}")
@@ -102,9 +102,10 @@ def emulate_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
     check_supported(recipe)
     with torch.no_grad(), torch.autocast(head.q.device.type, enabled=False):
         fp32 = _Operands(head)
-        result = _forward(recipe, head, fp32)
+        unrounded, lse = _forward(recipe, head, fp32)
+        result = EmulatedHead(o=unrounded.to(_DTYPES[recipe.out]), lse=lse)
         if fp32.do is not None:
-            _backward(recipe, head, fp32, result)
+            _backward(recipe, head, fp32, result, unrounded)
         return result
 
 
@@ -149,13 +150,14 @@ def _exponential(recipe: Recipe, scores: Tensor, maxima: Tensor, factor: float) 
     return torch.exp(_round((scores - maxima) * factor, recipe.difference))
 
 
-def _forward(recipe: Recipe, head: HeadLike, fp32: _Operands) -> EmulatedHead:
+def _forward(recipe: Recipe, head: HeadLike, fp32: _Operands) -> tuple[Tensor, Tensor]:
+    """O before its last rounding [Tq, Dv], and L [Tq]; fp32."""
     n, dv = len(fp32.q), fp32.v.shape[1]
     out, lse = fp32.q.new_empty(n, dv), fp32.q.new_empty(n)
     for start in range(0, n, recipe.schedule.query_block):
         rows = torch.arange(start, min(start + recipe.schedule.query_block, n), device=fp32.q.device)
         out[rows], lse[rows] = _emulate_block(recipe, head, fp32, rows)
-    return EmulatedHead(o=out.to(_DTYPES[recipe.out]), lse=lse)
+    return out, lse
 
 
 def _emulate_block(recipe: Recipe, head: HeadLike, fp32: _Operands, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +192,8 @@ def _one_split(
         row_sum = _round(rescale * row_sum + tile_sum, recipe.row_sum)
         product = _round(cast @ fp32.v[keys], recipe.range_pv)
         accumulator = _round(_round(accumulator * rescale, recipe.accumulator) + product, recipe.accumulator)
-    out = torch.where(row_sum > 0, accumulator / row_sum, 0.0)
+    # A row that saw no key; one whose l underflowed divides by zero, as the real kernel does.
+    out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, accumulator / row_sum)
     used = row_sum if recipe.lse_from == "rounded-l" else exact_sum
     return out, (maxima * factor + used.log()).squeeze(1)
 
@@ -234,20 +237,28 @@ def _tile_maximum(recipe: Recipe, scores: Tensor) -> Tensor:
     return torch.where(repeated, moved, maximum)
 
 
-def _backward(recipe: Recipe, head: HeadLike, fp32: _Operands, result: EmulatedHead) -> None:
+def _backward(recipe: Recipe, head: HeadLike, fp32: _Operands, result: EmulatedHead, unrounded: Tensor) -> None:
     """P = exp(S - L); dS = cast(P o (dP - delta)); dQ = alpha dS K; dK = alpha dS^T Q; dV = cast(P)^T dO."""
     assert fp32.do is not None
-    delta = _round((_round(fp32.do * result.o.float(), recipe.delta)).sum(1), recipe.delta)
-    dq, dk, dv = torch.empty_like(fp32.q), torch.zeros_like(fp32.k), torch.zeros_like(fp32.v)
+    again = recipe if recipe.backward_scores == "as-forward" else replace(recipe, scores="fp32")
     in_exponent = recipe.alpha == "in-exponent" and head.softcap is None and not _has_bias(head)
     factor = head.scale if in_exponent else 1.0
+    dq, dk, dv = torch.empty_like(fp32.q), torch.zeros_like(fp32.k), torch.zeros_like(fp32.v)
+    result.delta = fp32.q.new_empty(len(fp32.q))
     for start in range(0, len(fp32.q), recipe.schedule.query_block):
         rows = torch.arange(start, min(start + recipe.schedule.query_block, len(fp32.q)), device=fp32.q.device)
         keys = head.visible_span(rows)
-        scores = _masked_scores(recipe, head, fp32, rows, keys, in_exponent=in_exponent)
+        scores = _masked_scores(again, head, fp32, rows, keys, in_exponent=in_exponent)
         lse = result.lse[rows][:, None]
         probs = torch.exp(scores * factor - lse.masked_fill(lse == -torch.inf, 0.0))
-        dscores = probs * (fp32.do[rows] @ fp32.v[keys].T - delta[rows][:, None])
+        dprobs = fp32.do[rows] @ fp32.v[keys].T
+        if recipe.delta_from == "dp":
+            delta = _round((probs * dprobs).sum(1), recipe.delta)
+        else:
+            out = result.o[rows].float() if recipe.delta_from == "rounded-o" else unrounded[rows]
+            delta = _round(_round(fp32.do[rows] * out, recipe.delta).sum(1), recipe.delta)
+        result.delta[rows] = delta
+        dscores = probs * (dprobs - delta[:, None])
         if head.softcap is not None:
             raw = fp32.q[rows] @ fp32.k[keys].T * head.scale
             dscores = dscores * (1 - torch.tanh(raw / head.softcap).square())
@@ -255,5 +266,4 @@ def _backward(recipe: Recipe, head: HeadLike, fp32: _Operands, result: EmulatedH
         dq[rows] = dscores @ fp32.k[keys] * head.scale
         dk[keys] += dscores.T @ fp32.q[rows] * head.scale
         dv[keys] += _round(probs, recipe.backward_probs).T @ fp32.do[rows]
-    result.delta = delta
     result.dq, result.dk, result.dv = (g.to(_DTYPES[recipe.dq]) for g in (dq, dk, dv))

@@ -41,7 +41,7 @@ class Geometry:
 
     ``block_m``, ``block_n``: query rows and keys of a tile; ``block_d``: head_dim, padded to a power of two. ``ranges``:
     the recipe rounds once for each range of ``range_tiles`` tiles, or rounds l, so that ranges are walked twice.
-    ``left``, ``right``, ``softcap``, ``split``: whether there is one. ``rows``, ``dump``: instrumentation.
+    ``left``, ``right``, ``softcap``, ``split``: whether there is one. ``unrounded``: O is kept in fp32 too. ``rows``, ``dump``: instrumentation.
     ``track_near``: scores within reach of the maximum are counted as they pass; ``packed``: two at a time.
     ``mantissa``: explicit bits of q's format. ``tma``: tiles come through tensor memory descriptors.
     """
@@ -59,6 +59,7 @@ class Geometry:
     softcap: bool
     mantissa: int
     split: bool = False
+    unrounded: bool = False
     rows: bool = False
     dump: bool = False
     track_near: bool = False

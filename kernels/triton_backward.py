@@ -334,6 +334,17 @@ def backward(
     return BackwardOutputs(dq, dk, dv, delta, dprobs, dscores.to(DTYPES[recipe.dscores]))
 
 
+def backward_like(
+    q: Tensor, k: Tensor, lse: Tensor, recipe: Recipe, *, level: Level, n_slots: int
+) -> tuple[Tensor, ...]:
+    """Empty tensors with the shapes and formats of ``backward``'s outputs, in their order."""
+    n_slots = n_slots if level in ("tiles", "full") else 0
+    dtype = DTYPES[recipe.dq]
+    dq, dk, dv = (q.new_empty(t.shape, dtype=dtype) for t in (q, k, k))
+    dprobs = lse.new_empty(n_slots, k.shape[2])
+    return dq, dk, dv, torch.empty_like(lse), dprobs, dprobs.new_empty(dprobs.shape, dtype=DTYPES[recipe.dscores])
+
+
 def _descriptors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, geometry: Geometry) -> list[object]:
     blocks = ((q, geometry.block_m), (k, geometry.block_n), (v, geometry.block_n), (do, geometry.block_m))
     return [described(t, n, geometry) for t, n in blocks]

@@ -17,7 +17,7 @@ What differs between a GPU and Triton's interpreter, given the same inputs; the 
 |---|---|---|
 | sums of products | tensor core: 16 at a time, aligned, truncated | fp32, numpy's order |
 | exp2 | ex2.approx: 2 ulp, subnormals flushed | numpy: 1 ulp |
-| log, division | 1 ulp | numpy |
+| log | 1 ulp | numpy |
 | sums over a row | tree over registers and lanes | numpy's pairwise sum |
 
 In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time; ``keys`` and ``values`` are tuples
@@ -323,7 +323,7 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
 
 @triton.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, rows_ptr, s_ptr, p_ptr, m_ptr, slots_ptr,
+    q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, o_ptr, unrounded_ptr, lse_ptr, rows_ptr, s_ptr, p_ptr, m_ptr, slots_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot,
     heads, group, q_length, k_length, shift, left, right, split_keys, stride_dump, dump_tiles, scale, softcap,
@@ -415,7 +415,7 @@ def forward_kernel(
 
     # A row that saw no key; one whose l underflowed divides by zero, as a real kernel does.
     unseen = (m == float("-inf")) & (l == 0)
-    o = acc / tl.where(unseen, 1.0, l)[:, None]
+    o = tl.div_rn(acc, tl.where(unseen, 1.0, l)[:, None])
     cast = as_operand(o, tl.constexpr(R.out))
     used_l = l
     if G.ranges and R.lse_from == "unrounded-l":
@@ -426,7 +426,10 @@ def forward_kernel(
         row += tl.program_id(2).to(tl.int64) * tl.num_programs(1) * q_length
         b += tl.program_id(2) * (tl.num_programs(1) // heads)
     o_offs = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + offs.to(tl.int64)[:, None] * stride_ot + dims[None, :]
-    tl.store(o_ptr + o_offs, cast, mask=here[:, None] & (dims < G.head_dim)[None, :])
+    inside = here[:, None] & (dims < G.head_dim)[None, :]
+    tl.store(o_ptr + o_offs, cast, mask=inside)
+    if G.unrounded:
+        tl.store(unrounded_ptr + o_offs, o, mask=inside)
     tl.store(lse_ptr + row, lse, mask=here)
     if G.rows:
         plane = tl.num_programs(1).to(tl.int64) * q_length
@@ -445,9 +448,11 @@ class ForwardOutputs:
 
     o [B, Hq, Tq, D] in the recipe's format, lse [B, Hq, Tq] fp32. ``rows`` [5, B, Hq, Tq] fp32: m, l, near, sum of the
     cast P_bar, sum over features of O's rounding error. ``scores``, ``probs`` [slots, Tk], ``tile_max`` [slots, tiles].
+    ``unrounded``: O in fp32, before its last rounding. What was not asked for is empty.
     """
 
     o: Tensor
+    unrounded: Tensor
     lse: Tensor
     rows: Tensor
     scores: Tensor
@@ -457,11 +462,12 @@ class ForwardOutputs:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, visibility: Visibility, *, scale: float, softcap: float | None,
-    level: Level = "none", slots: Tensor | None = None, n_slots: int = 0,
+    level: Level = "none", slots: Tensor | None = None, n_slots: int = 0, unrounded: bool = False,
 ) -> ForwardOutputs:  # fmt: skip
     """Launch the forward kernel on q [B, Hq, Tq, D], k, v [B, Hk, Tk, D] in the recipe's input format, any strides.
 
     ``slots`` [B, Hq, Tq] int32: where the tile dump puts a row, -1 for nowhere; ``n_slots`` of them in all.
+    ``unrounded``: keep O in fp32 too.
     """
     (batch, heads, q_length, head_dim), (_, k_heads, k_length, _) = q.shape, k.shape
     fast = has_tensor_memory(q.device)
@@ -469,6 +475,7 @@ def forward(
         recipe, head_dim, visibility, softcap=softcap is not None, level=level,
         tma=fast and all(fits_descriptor(t) for t in (q, k, v)), packed=fast,
     )  # fmt: skip
+    geometry = replace(geometry, unrounded=unrounded and not geometry.split)
     splits = -(-k_length // recipe.schedule.split_keys) if recipe.schedule.split_keys else 1
     on_cpu = q.device.type == "cpu"
     out_format = DTYPES[recipe.out] if splits == 1 else torch.float32
@@ -481,6 +488,7 @@ def forward(
 
     tiles = -(-k_length // geometry.block_n)
     o = new(splits * batch, heads, q_length, head_dim, dtype=out_format)
+    full_o = new(*o.shape) if geometry.unrounded else new(0)
     lse = new(splits, batch, heads, q_length)
     rows = new(5, splits, batch, heads, q_length) if geometry.rows else new(0)
     n_slots = n_slots if geometry.dump else 0
@@ -490,7 +498,7 @@ def forward(
     left, right = visibility.reach()
     arguments = (
         *(described(t, n, geometry) for t, n in ((q, geometry.block_m), (k, geometry.block_n), (v, geometry.block_n))),
-        q, k, v, o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
+        q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
         *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
         heads, heads // k_heads, q_length, k_length, visibility.shift(q_length, k_length), left or 0, right or 0,
         recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
@@ -500,13 +508,41 @@ def forward(
     forward_kernel[grid](
         *arguments, R=anonymous(inner), G=geometry, num_warps=geometry.warps, num_stages=geometry.stages
     )
+    if geometry.rows and not geometry.track_near:
+        rows[2] = 2.0  # nobody watched: every row may repeat its maximum
     if splits > 1:
         factor = scale if recipe.alpha == "in-exponent" and softcap is None else 1.0
         o, lse, rows = _merge_splits(o.unflatten(0, (splits, batch)), lse, rows, factor, DTYPES[recipe.out])
+        full_o = o if unrounded else full_o
     else:
         lse, rows = lse[0], rows[:, 0] if geometry.rows else rows
     return ForwardOutputs(
-        o.to(DTYPES[recipe.out]), lse, rows, scores.to(DTYPES[recipe.scores]), probs.to(DTYPES[recipe.probs]), tile_max
+        o.to(DTYPES[recipe.out]), full_o, lse, rows, scores.to(DTYPES[recipe.scores]), probs.to(DTYPES[recipe.probs]), tile_max
+    )
+
+
+def forward_like(
+    q: Tensor, k: Tensor, recipe: Recipe, visibility: Visibility, *, softcap: float | None, level: Level, n_slots: int,
+    unrounded: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Empty tensors with the shapes and formats of ``forward``'s outputs, in their order."""
+    geometry = forward_geometry(
+        recipe, q.shape[-1], visibility, softcap=softcap is not None, level=level, tma=False, packed=False
+    )
+    k_length, n_slots = k.shape[2], n_slots if geometry.dump else 0
+    rows = q.shape[:3]
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return q.new_empty(shape, dtype=dtype)
+
+    return (
+        new(*q.shape, dtype=DTYPES[recipe.out]),
+        new(*q.shape) if unrounded else new(0),
+        new(*rows),
+        new(5, *rows) if geometry.rows else new(0),
+        new(n_slots, k_length, dtype=DTYPES[recipe.scores]),
+        new(n_slots, k_length, dtype=DTYPES[recipe.probs]),
+        new(n_slots, -(-k_length // geometry.block_n)),
     )
 
 

@@ -1,0 +1,313 @@
+"""A differentiable attention whose numerics are a declared recipe, and which shows its intermediates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any, Literal, overload
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.backend import BackendError, check_backend
+from attn_diag.kernels.dump import Dump
+from attn_diag.kernels.emulation import RecipeNotSupportedError
+from attn_diag.kernels.geometry import HEAD_DIMS, Causal, Level, Visibility
+from attn_diag.kernels.recipe import Format, Recipe, preset
+from attn_diag.kernels.triton_backward import backward, backward_like
+from attn_diag.kernels.triton_forward import forward, forward_like
+
+_INPUTS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_SITES = ("scores", "difference", "row_max", "probs", "row_sum", "range_pv", "accumulator", "out", "delta",
+          "backward_probs", "dscores", "dq")  # fmt: skip
+
+
+def check_kernels_support(recipe: Recipe) -> None:
+    """Raise RecipeNotSupportedError, naming the site, unless the Triton kernels can run the recipe.
+
+    Sums of products are the hardware's own (a GPU's tensor cores do not round to nearest), whatever ``accumulation``
+    says: "exact" is refused.
+    """
+    known: dict[str, tuple[object, ...]] = {
+        **{site: ("fp32", "bf16", "fp16") for site in _SITES},
+        "probs": ("fp32", recipe.input),
+        "backward_probs": ("fp32", recipe.input),
+        "dscores": ("fp32", recipe.input),
+        "input": ("bf16", "fp16"),
+        "exp": ("exact", "exp2-fma"),
+        "accumulation": ("fp32-nearest", "nvidia-tensor-core"),
+        "division": ("before-last-cast",),
+        "probs_scale": (1.0,),
+    }
+    wrong = [f"{site}={getattr(recipe, site)}" for site, values in known.items() if getattr(recipe, site) not in values]
+    tile, split = recipe.schedule.key_tile, recipe.schedule.split_keys
+    if tile < 16 or tile & (tile - 1):
+        wrong.append(f"key_tile={tile} (a power of two from 16 on is needed)")
+    if split is not None and split % tile:
+        wrong.append(f"split_keys={split} (a multiple of key_tile={tile} is needed)")
+    if recipe.softmax.kind == "stabilised" and recipe.softmax.beta is None:
+        wrong.append("softmax=stabilised without beta")
+    if recipe.softmax.kind == "stale" and recipe.softmax.threshold is None:
+        wrong.append("softmax=stale without threshold")
+    if wrong:
+        raise RecipeNotSupportedError(f"recipe {recipe.name}: the Triton kernels cannot run {', '.join(wrong)}")
+
+
+@overload
+def attention(q: Tensor, k: Tensor, v: Tensor, *, instrument: Literal["none"] = "none", **options: Any) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, instrument: Literal["rows", "tiles", "full"], **options: Any
+) -> tuple[Tensor, Dump]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Causal = "none",
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    recipe: str | Recipe = "fa2",
+    backward_recipe: str | Recipe | None = None,
+    instrument: Level = "none",
+    dump_rows: Tensor | None = None,
+    layout: Literal["BHTD", "BTHD"] = "BHTD",
+) -> Tensor | tuple[Tensor, Dump]:
+    """softmax(scale Q K^T) V by Triton kernels that round where the recipe says, differentiable in q, k and v.
+
+    Args:
+        q: [B, Hq, Tq, D] (or [B, Tq, Hq, D], see ``layout``), BF16 or FP16, any strides, D from 16 to 256.
+        k: [B, Hk, Tk, D], Hq a multiple of Hk; same dtype and device.
+        v: [B, Hk, Tk, D].
+        causal: "none", "top-left" (as SDPA's is_causal) or "bottom-right" (as FlashAttention >= 2.1).
+        window: (left, right) keys around the diagonal, inclusive, -1 for unlimited.
+        scale: alpha; default D**-0.5.
+        softcap: c of S <- c tanh(S / c), or None.
+        recipe: a preset's name, adapted to q's dtype and D, or a Recipe as it is.
+        backward_recipe: the backward's, where it differs from the forward's.
+        instrument: "none"; "rows" (row statistics); "tiles" (also S, P_bar, dP, dS of ``dump_rows``); "full" (of all rows,
+            6 bytes an element of the T x T matrix and 6 more after the backward).
+        dump_rows: for "tiles": bool, broadcastable to [B, Hq, Tq]; on the CPU it costs no synchronisation.
+        layout: of q, k, v and the result.
+
+    Returns:
+        O in q's layout and the recipe's ``out`` format; with instrumentation (O, Dump). O has the same bits at every level.
+
+    Under ``torch.autocast`` fp32 inputs are cast to its dtype, as SDPA's are. The forward and all gradients are
+    deterministic. CPU tensors need Triton's interpreter (TRITON_INTERPRET=1).
+
+    Raises:
+        TypeError: dtypes differ, or are neither BF16 nor FP16, or not the recipe's.
+        ValueError: shapes, options or head dimension that cannot be.
+        RecipeNotSupportedError: a rounding site the kernels do not have; its name is given.
+        BackendError: devices differ, or nothing here can run the kernels.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+    if layout == "BTHD":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    elif layout != "BHTD":
+        raise ValueError(f"layout must be BHTD or BTHD, got {layout!r}")
+    _check_tensors(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    _check_options(causal, scale, softcap, instrument)
+    dtype, dim = _INPUTS[q.dtype], q.shape[-1]
+    recipes = _resolve(recipe, dtype, dim), _resolve(recipe if backward_recipe is None else backward_recipe, dtype, dim)
+    left, right = window or (-1, -1)
+    slots, n_slots = _slots(q, instrument, dump_rows)
+    key = 0 if instrument == "none" or torch.compiler.is_compiling() else next(_KEYS)
+    o, _, lse, rows, scores, probs, tile_max = torch.ops.attn_diag.attention_forward(
+        q, k, v, slots, n_slots, *recipes, causal, left, right, scale, softcap, instrument, key
+    )
+    out = o.transpose(1, 2) if layout == "BTHD" else o
+    if instrument == "none":
+        return out
+    dump = Dump(
+        level=instrument, recipe_json=recipes[0], q=q, k=k, o=o.detach(), lse=lse, causal=causal, window=(left, right),
+        scale=scale, softcap=softcap, rows=rows, slots=slots,
+        raw_scores=scores, raw_probs=probs, tile_max=tile_max,
+    )  # fmt: skip
+    if key:
+        _DUMPS[key] = dump
+    return out, dump
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The options of one call, read from the primitive arguments of the registered operators."""
+
+    recipe: Recipe
+    backward_recipe: Recipe
+    visibility: Visibility
+    scale: float
+    softcap: float | None
+    level: Level
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def read(
+        recipe: str, backward_recipe: str, causal: Causal, left: int, right: int, scale: float, softcap: float | None,
+        level: Level,
+    ) -> _Call:  # fmt: skip
+        recipes = Recipe.from_json(recipe), Recipe.from_json(backward_recipe)
+        return _Call(*recipes, Visibility(causal, (left, right)), scale, softcap, level)
+
+
+# Dumps that wait for their backward, by the key that travels with the call.
+_DUMPS: WeakValueDictionary[int, Dump] = WeakValueDictionary()
+_KEYS = count(1)
+
+_OPTIONS = (
+    "str recipe, str backward_recipe, str causal, int left, int right, float scale, float? softcap, str level, int key"
+)
+
+
+@torch.library.custom_op(
+    "attn_diag::attention_forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? slots, int n_slots, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward_op(
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *arguments: Any
+) -> tuple[Tensor, ...]:
+    call = _Call.read(*arguments[:-1])
+    found = forward(
+        q, k, v, call.recipe, call.visibility, scale=call.scale, softcap=call.softcap, level=call.level, slots=slots,
+        n_slots=n_slots, unrounded=call.backward_recipe.delta_from == "fp32-o",
+    )  # fmt: skip
+    return found.o, found.unrounded, found.lse, found.rows, found.scores, found.probs, found.tile_max
+
+
+@_forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *arguments: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
+    call = _Call.read(*arguments[:-1])
+    return forward_like(
+        q, k, call.recipe, call.visibility, softcap=call.softcap, level=call.level, n_slots=n_slots,
+        unrounded=call.backward_recipe.delta_from == "fp32-o",
+    )  # fmt: skip
+
+
+@torch.library.custom_op(
+    "attn_diag::attention_backward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, Tensor? slots, int n_slots, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_op(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, slots: Tensor | None, n_slots: int,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    call = _Call.read(*arguments[:-1])
+    found = backward(
+        q, k, v, o, lse, do.to(q.dtype), call.backward_recipe, call.visibility, scale=call.scale, softcap=call.softcap,
+        level=call.level, slots=slots, n_slots=n_slots,
+    )  # fmt: skip
+    return found.dq, found.dk, found.dv, found.delta, found.dprobs, found.dscores
+
+
+@_backward_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, slots: Tensor | None, n_slots: int,  # noqa: ARG001
+    *arguments: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    call = _Call.read(*arguments[:-1])
+    return backward_like(q, k, lse, call.backward_recipe, level=call.level, n_slots=n_slots)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, slots, n_slots, *arguments = inputs
+    o, unrounded, lse, *rest = output
+    delta_from = unrounded if _Call.read(*arguments[:-1]).backward_recipe.delta_from == "fp32-o" else o
+    ctx.save_for_backward(q, k, v, delta_from, lse, slots)
+    ctx.n_slots, ctx.arguments = n_slots, arguments
+    ctx.mark_non_differentiable(unrounded, lse, *rest)
+
+
+def _gradients(ctx: Any, do: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, o, lse, slots = ctx.saved_tensors
+    dq, dk, dv, *seen = torch.ops.attn_diag.attention_backward(
+        q, k, v, o, lse, do, slots, ctx.n_slots, *ctx.arguments
+    )
+    dump = None if torch.compiler.is_compiling() else _DUMPS.get(ctx.arguments[-1])
+    if dump is not None:
+        dump.delta, dump.dprobs, dump.dscores = seen
+    return dq, dk, dv, *([None] * (2 + len(ctx.arguments)))
+
+
+_forward_op.register_autograd(_gradients, setup_context=_save)
+
+
+@torch.compiler.assume_constant_result
+def _resolve(recipe: str | Recipe, dtype: Format, head_dim: int) -> str:
+    """A preset adapted to q's dtype and head dimension, or the recipe given; checked, as JSON."""
+    found = preset(recipe, dtype, head_dim) if isinstance(recipe, str) else recipe
+    if found.input != dtype:
+        raise TypeError(
+            f"recipe {found.name} is for {found.input} inputs, got {dtype} ones; "
+            f"use recipe.for_input({dtype!r}) or cast q, k and v"
+        )
+    check_kernels_support(found)
+    return found.to_json()
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    named = {"q": q, "k": k, "v": v}
+    if any(t.ndim != 4 for t in named.values()):
+        raise ValueError("q, k and v must have shape [B, H, T, D], got " + _shapes(named))
+    if len({t.device for t in named.values()}) > 1:
+        raise BackendError("q, k and v must be on one device, got " + ", ".join(f"{n} on {t.device}" for n, t in named.items()))
+    if len({t.dtype for t in named.values()}) > 1 or q.dtype not in _INPUTS:
+        raise TypeError(
+            "q, k and v must all be torch.bfloat16 or all torch.float16, got "
+            + ", ".join(f"{n} in {t.dtype}" for n, t in named.items())
+            + "; cast them, or run under torch.autocast"
+        )
+    (batch, heads, _, dim), (k_batch, k_heads, _, k_dim) = q.shape, k.shape
+    if k.shape != v.shape or k_batch != batch or k_dim != dim or not k_heads or heads % k_heads:
+        raise ValueError(
+            "k and v must share a shape [B, Hk, Tk, D] with q's B and D, and Hq a multiple of Hk, got " + _shapes(named)
+        )
+    if not HEAD_DIMS[0] <= dim <= HEAD_DIMS[1]:
+        raise ValueError(f"the head dimension must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {dim}; pad q, k and v with zeros")
+    if not q.numel() or not k.numel():
+        raise ValueError("q, k and v must not be empty, got " + _shapes(named))
+    check_backend(q.device)
+
+
+def _check_options(causal: Causal, scale: float, softcap: float | None, level: Level) -> None:
+    if causal not in ("none", "top-left", "bottom-right"):
+        raise ValueError(f"causal must be none, top-left or bottom-right, got {causal!r}")
+    if not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f"scale must be a finite number above 0, got {scale}")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap must be a finite number above 0, or None, got {softcap}")
+    if level not in ("none", "rows", "tiles", "full"):
+        raise ValueError(f"instrument must be none, rows, tiles or full, got {level!r}")
+
+
+def _shapes(named: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(t.shape)}" for name, t in named.items())
+
+
+def _slots(q: Tensor, level: Level, dump_rows: Tensor | None) -> tuple[Tensor | None, int]:
+    """Where the tile dump puts every row ([B, Hq, Tq] int32, -1 for nowhere), and how many it holds."""
+    if (dump_rows is not None) != (level == "tiles"):
+        raise ValueError("dump_rows belongs to instrument='tiles': give both or neither")
+    shape = q.shape[:3]
+    if level == "full":
+        return torch.arange(shape.numel(), dtype=torch.int32, device=q.device).view(shape), shape.numel()
+    if dump_rows is None:
+        return None, 0
+    try:
+        chosen = dump_rows.broadcast_to(shape)
+    except RuntimeError:
+        raise ValueError(f"dump_rows must broadcast to [B, Hq, Tq] = {list(shape)}, got {list(dump_rows.shape)}") from None
+    if dump_rows.dtype != torch.bool:
+        raise TypeError(f"dump_rows must be bool, got {dump_rows.dtype}")
+    slots = torch.where(chosen, chosen.flatten().cumsum(0).view(shape) - 1, -1)
+    return slots.to(device=q.device, dtype=torch.int32), int(chosen.sum())

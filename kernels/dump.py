@@ -1,0 +1,140 @@
+"""What instrumented kernels saw: row statistics, and tiles of chosen rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.backend import describe_backend
+from attn_diag.kernels.geometry import Causal, Level, Visibility
+from attn_diag.kernels.recipe import Recipe
+
+
+@dataclass
+class Dump:
+    """The intermediates of one call of ``attention``, as the kernels computed them. Shapes are [B, Hq, Tq] unless said.
+
+    ``rows`` [5, B, Hq, Tq] fp32 and the tile tensors are raw; use the properties. ``delta`` fp32, ``dprobs`` (dP, fp32)
+    and ``dscores`` (dS in the recipe's format) [slots, Tk] are there after the backward has run (not under
+    torch.compile, whose backward cannot fill in this object).
+    """
+
+    level: Level
+    recipe_json: str = field(repr=False)
+    q: Tensor = field(repr=False)
+    k: Tensor = field(repr=False)
+    o: Tensor = field(repr=False)
+    lse: Tensor = field(repr=False)
+    causal: Causal
+    window: tuple[int, int]
+    scale: float
+    softcap: float | None
+    rows: Tensor = field(repr=False)
+    slots: Tensor | None = field(repr=False)
+    raw_scores: Tensor = field(repr=False)
+    raw_probs: Tensor = field(repr=False)
+    tile_max: Tensor = field(repr=False)
+    delta: Tensor | None = field(default=None, repr=False)
+    dprobs: Tensor | None = field(default=None, repr=False)
+    dscores: Tensor | None = field(default=None, repr=False)
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The forward's recipe."""
+        return Recipe.from_json(self.recipe_json)
+
+    @property
+    def backend(self) -> str:
+        """Where the numbers come from, such as "triton sm90"."""
+        return describe_backend(self.q.device)
+
+    @property
+    def visibility(self) -> Visibility:
+        """Which keys a row sees."""
+        return Visibility(self.causal, self.window)
+
+    @property
+    def factor(self) -> float:
+        """What stored scores and maxima are to be multiplied by to include alpha: alpha, or 1."""
+        return self.scale if self.recipe.alpha == "in-exponent" and self.softcap is None else 1.0
+
+    @property
+    def row_max(self) -> Tensor:
+        """m: what was subtracted last, alpha included, fp32; -inf for a row without keys."""
+        return self.rows[0] * self.factor
+
+    @property
+    def row_sum(self) -> Tensor:
+        """l, fp32."""
+        return self.rows[1]
+
+    @property
+    def unity_defect(self) -> Tensor:
+        """What O would be for V = 1, minus 1: sum of the cast P_bar over l, minus 1; fp32, NaN for a row without keys.
+
+        The sum is the one that P_bar V makes (on a GPU, the tensor core's).
+        """
+        return self.rows[3] / self.rows[1] - 1
+
+    @property
+    def out_rounding(self) -> Tensor:
+        """Sum over features of O's last rounding error, rounded minus unrounded; fp32."""
+        return self.rows[4]
+
+    def multiplicity(self, definition: str) -> Tensor:
+        """How many scores are the row's maximum, int32; 0 for a row without keys.
+
+        ``definition``: "exact", "as_run", "window" or "unit", see ``attn_diag.kernels.triton_multiplicity``. The first
+        call runs the second pass over the rows that the forward flagged, on q and k as they are then.
+
+        Raises ValueError for another name.
+        """
+        from attn_diag.kernels.triton_multiplicity import DEFINITIONS
+
+        if definition not in DEFINITIONS:
+            raise ValueError(f"no definition {definition!r} of a repeated maximum; known: {', '.join(DEFINITIONS)}")
+        return self._multiplicities[DEFINITIONS.index(definition)]
+
+    @cached_property
+    def _multiplicities(self) -> Tensor:
+        from attn_diag.kernels.triton_multiplicity import multiplicities
+
+        q, k = self.q.detach(), self.k.detach()
+        return multiplicities(
+            q, k, self.rows[2], self.rows[0], self.recipe, self.visibility, scale=self.scale, softcap=self.softcap
+        )
+
+    @cached_property
+    def chosen(self) -> Tensor:
+        """Batch item, head and query row of every dumped row: int64 [slots, 3]. Synchronises with the device."""
+        if self.slots is None:
+            return torch.empty(0, 3, dtype=torch.int64)
+        where = (self.slots >= 0).nonzero()
+        order = self.slots[self.slots >= 0].argsort()
+        return where[order]
+
+    @property
+    def scores(self) -> Tensor:
+        """S of the chosen rows as the recipe stores it (times ``factor`` it includes alpha), [slots, Tk]; -inf if hidden."""
+        return torch.where(self.visible, self.raw_scores, -torch.inf)
+
+    @property
+    def probs(self) -> Tensor:
+        """The cast P_bar of the chosen rows, each taken from its own tile's ``tile_max``, [slots, Tk]; 0 where hidden."""
+        return torch.where(self.visible, self.raw_probs, 0.0)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Which keys the chosen rows see: bool [slots, Tk]. Tiles that no row of a block sees are never written."""
+        positions = self.chosen[:, 2:] + self.visibility.shift(self.q.shape[2], self.k.shape[2])
+        keys = torch.arange(self.k.shape[2], device=positions.device)
+        left, right = self.visibility.reach()
+        seen = torch.ones(len(positions), len(keys), dtype=torch.bool, device=positions.device)
+        if left is not None:
+            seen &= keys >= positions - left
+        if right is not None:
+            seen &= keys <= positions + right
+        return seen
