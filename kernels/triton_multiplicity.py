@@ -87,6 +87,8 @@ def multiplicity_kernel(
         if R.alpha == "in-exponent" and not G.softcap:
             factor = scale
         top = _maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap, R, G)
+        # A gathered row may see no key; it must not meet inf - inf.
+        top = tl.where(top == float("-inf"), 0.0, top)
         natural_top = top * factor
         rounded_top = round_to(natural_top, tl.constexpr(R.input))
         exact = tl.zeros([BLOCK_M], tl.int32)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+
+# Without a GPU the kernels run interpreted; Triton reads this when it is first imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,3 +38,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def captures() -> Path:
     """Folder of real captures (NVIDIA H200, torch 2.11)."""
     return ROOT / "tests" / "captures"
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the Triton kernels run: compiled on a GPU, else interpreted on the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Every torch.empty comes filled with NaN (or the largest integer), so that nothing unwritten goes unseen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)

@@ -1,0 +1,150 @@
+"""The backward kernels against their emulation and the float64 reference; on a GPU or interpreted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attn_diag.kernels import PRESETS, Recipe, emulate_head, preset
+from attn_diag.kernels.attention import attention
+from attn_diag.kernels.backend import DTYPES
+from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, round_nearest_even
+from torch import Tensor
+
+CUDNN = preset("cudnn")
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"T": 150, "causal": "top-left"},
+    "none-63": {"T": 63, "D": 80},
+    "cross-top-left": {"T": 77, "Tk": 333, "causal": "top-left", "D": 32},
+    "cross-bottom-right": {"T": 63, "Tk": 333, "causal": "bottom-right", "D": 32},
+    "more-queries": {"T": 333, "Tk": 63, "D": 96, "causal": "bottom-right"},
+    "window": {"T": 300, "window": (50, 20), "D": 32},
+    "softcap": {"T": 130, "causal": "top-left", "softcap": 2.0},
+    "gqa": {"T": 130, "H": 8, "Hk": 2, "D": 16, "causal": "top-left"},
+    "wide": {"T": 70, "D": 256, "causal": "top-left"},
+}
+
+
+def tensors(device: str, *, T: int, Tk: int | None = None, D: int = 64, H: int = 2, Hk: int = 1,
+            dtype: torch.dtype = torch.bfloat16, **_: Any) -> list[Tensor]:  # fmt: skip
+    """q, k, v and dO."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((1, H, T, D), (1, Hk, Tk or T, D), (1, Hk, Tk or T, D), (1, H, T, D))
+    return [torch.randn(s, generator=generator).to(device, dtype) for s in sizes]
+
+
+def gradients(case: dict[str, Any], parts: list[Tensor], **more: Any) -> list[Tensor]:
+    """dQ, dK, dV of the kernels, on the CPU."""
+    q, k, v, do = parts
+    options = {name: case[name] for name in ("causal", "window", "softcap") if name in case}
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = attention(*leaves, **options, **more)  # type: ignore[call-overload]
+    return [g.cpu() for g in torch.autograd.grad(out, leaves, do)]
+
+
+def heads_of(case: dict[str, Any], parts: list[Tensor]) -> list[AttentionHead]:
+    q, k, v, do = (t[0].cpu().double() for t in parts)
+    masking = Masking(case.get("causal", "none"), case.get("window"))
+    group = len(q) // len(k)
+    scale = q.shape[-1] ** -0.5
+    return [
+        AttentionHead(q[h], k[h // group], v[h // group], do[h], scale, masking, case.get("softcap"))
+        for h in range(len(q))
+    ]
+
+
+def summed(per_head: list[Tensor], groups: int) -> Tensor:
+    """dK or dV: the sum over the query heads that share a key head, [Hk, Tk, D]."""
+    return torch.stack(per_head).unflatten(0, (groups, -1)).sum(1)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_agree_with_float64(name: str, device: str) -> None:
+    """At most twice the error of the same roundings in plain torch, plus one rounding; the mean error likewise."""
+    case = CASES[name]
+    parts = tensors(device, **case)
+    got = gradients(case, parts, recipe=CUDNN)
+    heads = heads_of(case, parts)
+    truths, plain = [reference_head(h) for h in heads], [emulate_head(CUDNN, h) for h in heads]
+    groups = parts[1].shape[1]
+    for index, name in enumerate(("dq", "dk", "dv")):
+        true = [getattr(t, name) for t in truths]
+        low = [getattr(e, name).double() for e in plain]
+        if name == "dq":
+            exact, emulated = torch.stack(true), torch.stack(low)
+        else:
+            exact, emulated = summed(true, groups), summed(low, groups)
+        error, expected = got[index][0].double() - exact, emulated - exact
+        rounding = round_nearest_even(exact, format_of(torch.bfloat16)) - exact
+        assert error.norm() <= 2 * expected.norm() + rounding.norm(), name
+        assert abs(error.mean()) <= abs(expected.mean()) + 4 * error.std() / math.sqrt(error.numel()), name
+
+
+MIXED = {
+    **{name: preset(name) for name in PRESETS},
+    "fp16": preset("fa2", "fp16"),
+    "dscores-fp32": replace(CUDNN, dscores="fp32"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_gradients_agree_with_the_emulation_on_every_recipe(name: str, device: str) -> None:
+    recipe, case = MIXED[name], {"T": 140, "causal": "top-left", "D": 32}
+    parts = tensors(device, dtype=DTYPES[recipe.input], H=1, **case)
+    got = gradients(case, parts, recipe=recipe)
+    emulated = emulate_head(recipe, heads_of(case, parts)[0])
+    for mine, theirs in zip(got, (emulated.dq, emulated.dk, emulated.dv), strict=True):
+        assert theirs is not None
+        assert (mine[0, 0] == theirs).float().mean() > 0.98
+        assert (mine[0, 0].double() - theirs.double()).norm() <= 2e-3 * theirs.double().norm()
+
+
+def test_forward_and_backward_recipes_can_differ(device: str) -> None:
+    """The mixture of the training failures: a forward that rounds scores, a backward that recomputes them in fp32."""
+    case = {"T": 140, "causal": "top-left"}
+    parts = tensors(device, H=1, **case)
+    forward = preset("qiu2025")
+    mixed = gradients(case, parts, recipe=forward, backward_recipe="fa2")
+    same = gradients(case, parts, recipe=forward)
+    assert not torch.equal(mixed[0], same[0])
+    expected = emulate_head(replace(forward, backward_scores="fp32", delta="fp32"), heads_of(case, parts)[0]).dq
+    assert expected is not None
+    assert (mixed[0][0, 0] == expected).float().mean() > 0.98
+
+
+def test_deterministic(device: str) -> None:
+    case = {"T": 140, "causal": "top-left", "H": 4, "Hk": 1}
+    parts = tensors(device, **case)
+    first, second = (gradients(case, parts, recipe="fa2") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("recipe", [CUDNN, preset("delta-fp32"), preset("delta-from-dp")], ids=lambda r: r.name)
+def test_backward_dump_holds_what_was_used(recipe: Recipe, device: str) -> None:
+    case = {"T": 90, "causal": "top-left", "D": 32}
+    q, k, v, do = tensors(device, **case)
+    q.requires_grad_()
+    chosen = torch.zeros(2, 90, dtype=torch.bool)
+    chosen[0, ::9] = True
+    out, dump = attention(q, k, v, causal="top-left", recipe=recipe, instrument="tiles", dump_rows=chosen)
+    assert dump.delta is None
+    (dq,) = torch.autograd.grad(out, q, do)
+    assert dump.delta is not None
+    assert dump.dprobs is not None
+    assert dump.dscores is not None
+    rows = dump.chosen[:, 2].cpu()
+    assert rows.tolist() == list(range(0, 90, 9))
+    head = heads_of(case, [q.detach(), k, v, do])[0]
+    emulated = emulate_head(recipe, head)
+    assert emulated.delta is not None
+    torch.testing.assert_close(dump.delta[0, 0].cpu(), emulated.delta, rtol=1e-4, atol=1e-5)
+    seen = dump.visible.cpu()
+    dprobs = head.do[rows] @ head.v.T  # type: ignore[index]
+    torch.testing.assert_close(dump.dprobs.cpu().double()[seen], dprobs[seen], rtol=1e-5, atol=1e-4)
+    dscores = torch.where(seen, dump.dscores.cpu().double(), 0.0)
+    again = dscores @ head.k * head.scale
+    torch.testing.assert_close(dq[0, 0].cpu().double()[rows], again, rtol=2.0**-8, atol=1e-6)

@@ -1,0 +1,113 @@
+"""Rounding inside kernels: nearest-even in the interpreter and on a GPU, and no BF16 value in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import triton
+import triton.language as tl
+from attn_diag.kernels.triton_math import round_bits_to_bf16, round_to
+from torch import Tensor
+
+# numpy says so where fp32 overflows a smaller format; a GPU does not.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+
+
+@triton.jit
+def round_kernel(x_ptr, y_ptr, n, FORMAT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: D103
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
+    y = round_bits_to_bf16(x) if BITS else round_to(x, FORMAT)
+    tl.store(y_ptr + offs, y, mask=offs < n)
+
+
+def rounded(x: Tensor, fmt: str, *, bits: bool = False) -> Tensor:
+    y = torch.full_like(x, torch.nan)
+    round_kernel[(triton.cdiv(len(x), 4096),)](x, y, len(x), FORMAT=fmt, BITS=bits, BLOCK=4096)
+    return y
+
+
+def hard_values() -> npt.NDArray[np.float32]:
+    """Ties, near ties, subnormals, overflow, NaN and infinities, and random bit patterns."""
+    upper = np.random.default_rng(0).integers(0, 2**16, 20_000, dtype=np.uint32) << 16
+    near = np.concatenate([upper | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    special = np.array([0, 0x80000000, 1, 0x80000001, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF])
+    return np.concatenate([near, special.astype(np.uint32)]).astype(np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16", "fp32"])
+def test_rounding_is_nearest_even_on_hard_values(fmt: str, device: str) -> None:
+    values = hard_values()
+    with np.errstate(all="ignore"):
+        dtype = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32}[fmt]
+        expected = values.astype(dtype).astype(np.float32)
+    got = rounded(torch.from_numpy(values).to(device), fmt).cpu().numpy()
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(got[number].view(np.uint32), expected[number].view(np.uint32))
+
+
+@pytest.mark.gpu
+def test_integer_rounding_is_the_hardware_cast_on_every_bit_pattern(device: str) -> None:
+    step = 2**28
+    for start in range(-(2**31), 2**31, step):
+        x = torch.arange(start, start + step, dtype=torch.int64, device=device).to(torch.int32).view(torch.float32)
+        hardware, integer = (rounded(x, "bf16", bits=bits) for bits in (False, True))
+        same = (hardware == integer) & (hardware.signbit() == integer.signbit()) | (hardware.isnan() & integer.isnan())
+        assert bool(same.all()), x[~same][:4].view(torch.int32)
+
+
+@triton.jit
+def forbidden_cast(x_ptr):  # noqa: D103
+    x = tl.load(x_ptr + tl.arange(0, 16))
+    tl.store(x_ptr + tl.arange(0, 16), x.to(tl.bfloat16).to(tl.float32))
+
+
+@triton.jit
+def forbidden_dot(x_ptr):  # noqa: D103
+    x = tl.load(x_ptr + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :])
+    tl.store(x_ptr + tl.arange(0, 16), tl.sum(tl.dot(x, x), 1))
+
+
+@pytest.fixture
+def no_interpreted_bf16(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
+    """Any BF16 value that the interpreter makes, loads or multiplies raises."""
+    if device != "cpu":
+        pytest.skip("guards the interpreter, and kernels run compiled here")
+    from triton.runtime import interpreter
+
+    original = interpreter.TensorHandle.__init__
+
+    def guarded(self: object, data: object, dtype: object, *rest: object, **more: object) -> None:
+        # Pointers have an element type too; only values count.
+        if getattr(dtype, "name", "") == "bf16":
+            raise AssertionError("a BF16 value in Triton's interpreter")
+        original(self, data, dtype, *rest, **more)
+
+    monkeypatch.setattr(interpreter.TensorHandle, "__init__", guarded)
+    yield
+
+
+@pytest.mark.usefixtures("no_interpreted_bf16")
+@pytest.mark.parametrize("kernel", [forbidden_cast, forbidden_dot])
+def test_the_guard_sees_bf16(kernel: triton.JITFunction) -> None:
+    x = torch.ones(256, dtype=torch.bfloat16 if kernel is forbidden_dot else torch.float32)
+    with pytest.raises(Exception, match="BF16 value in Triton's interpreter"):
+        kernel[(1,)](x)
+
+
+@pytest.mark.usefixtures("no_interpreted_bf16")
+@pytest.mark.parametrize("recipe", ["fa2", "qiu2025-stabilised", "bf16-forward", "delta-from-dp"])
+def test_interpreted_kernels_hold_no_bf16(recipe: str) -> None:
+    from attn_diag.kernels.attention import attention
+
+    q, k, v = (torch.randn(1, 2, 40, 32).bfloat16().requires_grad_() for _ in range(3))
+    out, dump = attention(q, k, v, causal="top-left", recipe=recipe, instrument="full")
+    out.float().square().sum().backward()
+    assert dump.delta is not None
+    assert int(dump.multiplicity("exact").min()) >= 1
