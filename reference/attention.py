@@ -235,14 +235,16 @@ def reference_head(
     ``observe`` is called with every block, for whoever needs the T x T intermediates in passing.
     ``key_gradients``: also sum dK and dV (two more products a block).
     """
-    by_row: dict[str, list[Tensor]] = {}
+    by_row: dict[str, Tensor] = {}
     dk = dv = None
     if head.do is not None and key_gradients:
         dk, dv = torch.zeros_like(head.k), torch.zeros_like(head.v)
     for block in row_blocks(head, block_rows=block_rows):
         for name in ("row_max", "row_sum", "unnormalised_out", "delta", "dq"):
             if (values := getattr(block, name)) is not None:
-                by_row.setdefault(name, []).append(values)
+                if name not in by_row:
+                    by_row[name] = values.new_empty((len(head.q), *values.shape[1:]))
+                by_row[name][block.rows] = values
         if head.do is not None and dk is not None and dv is not None:
             assert block.dscores is not None
             dk[block.keys] += block.dscores.T @ (head.q[block.rows] * head.scale)
@@ -250,7 +252,7 @@ def reference_head(
             dv[block.keys] += block.unnormalised_probs.T @ scaled_do
         if observe is not None:
             observe(block)
-    return HeadReference(**{name: torch.cat(values) for name, values in by_row.items()}, dk=dk, dv=dv)
+    return HeadReference(**by_row, dk=dk, dv=dv)
 
 
 def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool) -> RowBlock:
