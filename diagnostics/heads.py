@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +62,8 @@ class HeadInputs:
 
     def mark_rows(self, block: RowBlock) -> None:
         """Mark the rows of ``block`` that attend to a bad key, or to any key by way of a bad mask."""
-        inside = self.bad_keys[(self.bad_keys >= block.keys.start) & (self.bad_keys < block.keys.stop)]
-        if len(inside):
+        if len(self.bad_keys):
+            inside = self.bad_keys[(self.bad_keys >= block.keys.start) & (self.bad_keys < block.keys.stop)]
             self.unusable[block.rows] |= (block.scores[:, inside - block.keys.start] > -torch.inf).any(1)
         if self.bad_mask is not None:
             bad = self.bad_mask[block.rows, block.keys]
@@ -72,7 +73,7 @@ class HeadInputs:
 def all_finite(values: Tensor) -> bool:
     """Whether every value is finite, by way of their sum: much cheaper than looking at each."""
     # An overflowing sum of finite values needs the second look.
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 
 def read_float64(capture: Capture, name: str, batch: int, head: int, device: torch.device) -> Tensor | None:
@@ -120,7 +121,8 @@ def read_head(capture: Capture, batch: int, head: int, device: torch.device, cen
             values = values if factor == 1.0 else values * factor
             bad = census.add(name, batch, index, values)
             bad_rows[name] = bad.any(1)
-            values.masked_fill_(bad, 0.0)
+            if bad_rows[name].any():
+                values.masked_fill_(bad, 0.0)
         tensors[name] = values
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     assert q is not None

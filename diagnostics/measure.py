@@ -182,7 +182,7 @@ def _measure(
     # All rows usable, as ever but for masked or non-finite ones: a slice spares copies of every tensor.
     rows = slice(None) if bool(usable.all()) else usable.nonzero()[:, 0]
     kept = torch.arange(len(usable))[rows] if isinstance(rows, slice) else rows.cpu()
-    eligible = usable & (maxima.visible_keys >= 2)
+    eligible = usable & maxima.several_keys
     top_key = maxima.top_key[rows]
     result = HeadMeasurement(
         batch=batch,
@@ -231,8 +231,8 @@ def _measure_forward(
         result.errors["o_excess"] = SignedErrors.of_elements(excess, rounding.ulp_sum)
         result.errors["o_away_excess"] = SignedErrors.of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
         result.bit_identical = not result.errors["o_excess"].nonzero if len(out) else None
-        swamped = swamped_elements(out, rounding.truth, inputs.head.v, top_key) & eligible[:, None]
-        result.swamped = int(swamped.all(1).sum()), int(swamped.sum())
+        swamped = swamped_elements(out, rounding.truth, inputs.head.v, top_key).sum(1)[eligible]
+        result.swamped = int((swamped == out.shape[1]).sum()), int(swamped.sum())
     if (lse := seen.outputs.get("lse")) is not None:
         truth = reference.lse[rows]
         ulp_sum = float(ulp(truth, seen.formats["lse"]).sum())
@@ -259,15 +259,14 @@ def _measure_backward(
     noise_floor = ((do * rounding.ulps).square_().sum(1) / 12).sqrt()
     result.errors["rounding_delta"] = SignedErrors.of_rows((do * rounding.error).sum(1), noise_floor)
     direction = passed.probs_k[rows].square().sum(1) * head.scale**2  # ||alpha (P K)_t||^2
-    dq_squared = float(reference.dq[rows].square().sum())
-    result.conditioning = float((reference.delta[rows].square() * direction).sum()), dq_squared
     floor = float((noise_floor.square() * direction).sum())
 
     if forward_errors is not None:
         error = forward_errors.delta_error[rows]
         result.errors["delta"] = SignedErrors.of_rows(error, noise_floor)
-        excess = forward_errors.delta[rows] - (do * rounding.rounded).sum(1)
-        if "delta" not in seen.outputs:
+        if "delta" in seen.outputs:
+            excess = forward_errors.delta[rows] - (do * rounding.rounded).sum(1)
+        else:
             # The same quantity without cancellation: zero where O is correctly rounded.
             excess = (do * (seen.outputs["o"][rows] - rounding.rounded)).sum(1)
         result.errors["delta_excess"] = SignedErrors.of_rows(excess, noise_floor)
@@ -285,6 +284,7 @@ def _measure_backward(
     parts = _dq_parts(inputs, passed, seen, forward_errors)
     kept = _rows_of(parts, rows)
     result.dq = GradientSums.of(kept, floor=floor)
+    result.conditioning = float((reference.delta[rows].square() * direction).sum()), result.dq.reference
     if x is not None:
         result.dw_q = project(kept, x[rows])
         if (delta := kept.parts["delta"]) is not None:

@@ -150,16 +150,20 @@ class _Clusters:
     def __init__(self, parts: list[HeadMeasurement], sequences: int, k_length: int) -> None:
         self._by_sequence: npt.NDArray[np.int64] | None = None
         if sequences >= MIN_SEQUENCES:
-            self._by_sequence = np.concatenate([np.full(len(p.rows), p.batch) for p in parts])
-        self._by_key = np.concatenate([i * k_length + p.top_key for i, p in enumerate(parts)])
-        self._by_row = np.arange(len(self._by_key))
+            self._by_sequence = _dense(np.concatenate([np.full(len(p.rows), p.batch) for p in parts]))
+        self._by_key = _dense(np.concatenate([i * k_length + p.top_key for i, p in enumerate(parts)]))
 
     def of(self, quantity: str) -> npt.NDArray[np.int64] | None:
         if self._by_sequence is not None:
             return self._by_sequence
         if quantity in ("o", "o_excess", "o_away_excess", "rounding_o"):
             return self._by_key
-        return self._by_row if quantity == "dq" else None
+        return None
+
+
+def _dense(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Labels renumbered from 0, in their order, without gaps."""
+    return np.unique(labels, return_inverse=True)[1]
 
 
 def _row_maxima(parts: list[HeadMeasurement], analysed: int, eligible: int) -> RowMaxima:

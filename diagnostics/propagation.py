@@ -102,19 +102,19 @@ class BackwardCollector:
             ratio = torch.exp(-self._errors.lse_error[rows])
             dscores.mul_(ratio[:, None])
             factor = factor * ratio
-        dscores = _kernel_cast(dscores, self._errors.cast)
+        dscores = _kernel_cast_(dscores, self._errors.cast)
         if self.dq_cast is not None:
             self.dq_cast[rows] = (dscores @ self._head.k[keys]).mul_(self._head.scale)
         if self.dk_cast is not None and self.dv_cast is not None:
             self.dk_cast[keys] += dscores.T @ scaled_q
-            probs = _kernel_cast(block.unnormalised_probs * factor[:, None], self._errors.cast)
+            probs = _kernel_cast_(block.unnormalised_probs * factor[:, None], self._errors.cast)
             self.dv_cast[keys] += probs.T @ self._head.do[rows]
 
 
-def _kernel_cast(x: Tensor, fmt: FloatFormat) -> Tensor:
-    """Round as a fused kernel does, from its fp32 value; float64. The second rounding is the kernel's own."""
+def _kernel_cast_(x: Tensor, fmt: FloatFormat) -> Tensor:
+    """Round float64 in place as a fused kernel does, from its fp32 value. The second rounding is the kernel's own."""
     narrow = _NARROW.get(fmt.name)
-    return round_nearest_even(x, fmt) if narrow is None else x.float().to(narrow).double()
+    return round_nearest_even(x, fmt) if narrow is None else x.copy_(x.float().to(narrow))
 
 
 def _sloped(block: RowBlock, values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.reference import FloatFormat, RowBlock, round_nearest_even, ulp
+from attn_diag.reference import FloatFormat, RowBlock, round_nearest_even
 
 # A score within this distance of the row maximum counts as a repeat by the definition "window" (the
 # published mitigation's own threshold).
@@ -22,7 +22,6 @@ DEFINITIONS = ("exact", "as_run", "window", "unit")
 MAX_POSITIONS = 16
 # Candidates held before they are decided about: few, unless many scores are equal.
 _MAX_PENDING = 2**20
-_NO_KEY = torch.iinfo(torch.int64).max
 
 
 @dataclass
@@ -59,7 +58,10 @@ class RowMaximaCollector:
     ) -> None:
         self._format = input_format
         self._round_scores = round_scores
-        self._score_format = score_format
+        # Whatever rounds to the same number as the maximum lies within a spacing of it (two for a recipe that
+        # rounds before and after the scale), and a spacing is at most this fraction of it.
+        self._relative_reach = 1.01 * max(_spacing(input_format), 2.5 * _spacing(score_format) if score_format else 0.0)
+        self._reach = 1.01 * max(WINDOW, -input_format.rounds_to_one)
         names = [d for d in DEFINITIONS if d != "as_run" or round_scores is not None]
         self._multiplicity = {d: torch.zeros(q_length, dtype=torch.int64, device=device) for d in names}
         self._positions: dict[str, list[tuple[Tensor, Tensor]]] = {d: [] for d in names}
@@ -67,22 +69,24 @@ class RowMaximaCollector:
         self._row_max = torch.full((q_length,), -torch.inf, dtype=torch.float64, device=device)
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
         self._pending_count = 0
-        self._top_key = torch.full((q_length,), _NO_KEY, dtype=torch.int64, device=device)
-        self.visible_keys = torch.zeros(q_length, dtype=torch.int64, device=device)
+        self._second_max = torch.full_like(self._row_max, -torch.inf)
+        self._top_key = torch.zeros(q_length, dtype=torch.int64, device=device)
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference."""
-        top = block.row_max
-        self._row_max[block.rows] = top
-        self.visible_keys[block.rows] = block.visible_keys
-        # Whatever rounds to the same number as the maximum lies within a spacing of it (two for a recipe
-        # that rounds before and after the scale); only those candidates are looked at.
-        reach = ulp(top, self._format).clamp_(min=max(WINDOW, -self._format.rounds_to_one))
-        if self._score_format is not None:
-            reach = torch.maximum(reach, 2.5 * ulp(top, self._score_format))
-        threshold = (top - reach).masked_fill_(block.fully_masked, torch.inf)
-        rows, columns = (block.scores >= threshold[:, None]).nonzero(as_tuple=True)
-        self._pending.append((self._index[block.rows][rows], columns + block.keys.start, block.scores[rows, columns]))
+        if not block.scores.shape[1]:
+            return
+        top, second = block.row_max, _second_max(block)
+        self._row_max[block.rows], self._second_max[block.rows] = top, second
+        self._top_key[block.rows] = block.top_key
+        # Only rows with another score near the maximum are looked at; what counts as a repeat is decided later.
+        threshold = top - top.abs().mul_(self._relative_reach).clamp_(min=self._reach)
+        near = (second > threshold).nonzero()[:, 0]
+        if not len(near):
+            return
+        scores = block.scores[near]
+        rows, columns = (scores > threshold[near, None]).nonzero(as_tuple=True)
+        self._pending.append((self._index[block.rows][near[rows]], columns + block.keys.start, scores[rows, columns]))
         self._pending_count += len(rows)
         if self._pending_count > _MAX_PENDING:
             self._settle()
@@ -90,8 +94,12 @@ class RowMaximaCollector:
     @property
     def top_key(self) -> Tensor:
         """The first key with the row's largest score, int64 [Tq]; 0 in rows without keys."""
-        self._settle()
-        return self._top_key.masked_fill(self._top_key == _NO_KEY, 0)
+        return self._top_key.masked_fill(self._row_max == -torch.inf, 0)
+
+    @property
+    def several_keys(self) -> Tensor:
+        """Whether a row sees two keys or more, bool [Tq]."""
+        return self._second_max > -torch.inf
 
     def repeats(self, definition: str) -> Repeats | None:
         """The result for one definition; None for "as_run" where the recipe is unknown."""
@@ -99,10 +107,12 @@ class RowMaximaCollector:
             return None
         self._settle()
         parts = self._positions[definition]
-        empty = torch.zeros(0, dtype=torch.int64, device=self._top_key.device)
+        empty = torch.zeros(0, dtype=torch.int64, device=self._index.device)
         rows = torch.cat([empty, *(r for r, _ in parts)])
         keys = torch.cat([empty, *(k for _, k in parts)])
-        return Repeats(self._multiplicity[definition], rows, keys)
+        # Rows never looked at have their maximum once.
+        seen = (self._row_max > -torch.inf).long()
+        return Repeats(torch.maximum(self._multiplicity[definition], seen), rows, keys)
 
     def _settle(self) -> None:
         """Decide about the candidates gathered so far; those of one row always come together."""
@@ -111,8 +121,6 @@ class RowMaximaCollector:
         rows, keys, scores = (torch.cat(column) for column in zip(*self._pending, strict=True))
         self._pending, self._pending_count = [], 0
         row_top = self._row_max[rows]
-        at_top = scores == row_top
-        self._top_key.scatter_reduce_(0, rows[at_top], keys[at_top], "amin")
         repeats = {
             "exact": round_nearest_even(scores, self._format) == round_nearest_even(row_top, self._format),
             "window": row_top - scores <= WINDOW,
@@ -133,10 +141,28 @@ class RowMaximaCollector:
         self._positions[name].append((rows[keep], keys[keep]))
 
 
+def _spacing(fmt: FloatFormat) -> float:
+    """The largest spacing of normal numbers relative to their size."""
+    return 2.0**-fmt.precision
+
+
+def _second_max(block: RowBlock) -> Tensor:
+    """The largest score of each row but the one at ``top_key``, [R]; -inf where there is none."""
+    at = (block.top_key - block.keys.start)[:, None]
+    block.scores.scatter_(1, at, -torch.inf)
+    second = block.scores.amax(1)
+    block.scores.scatter_(1, at, block.row_max[:, None])
+    return second
+
+
 def swamped_elements(out: Tensor, reference_out: Tensor, v: Tensor, top_key: Tensor) -> Tensor:
     """Where O_obs equals V of the row's maximal key exactly, though the true O does not. bool [Tq, Dv].
 
     ``out``, ``reference_out`` [Tq, Dv], ``v`` [Tk, Dv], ``top_key`` [Tq]. A count, not a cause by itself.
     """
-    v_top = v[top_key]
-    return (out == v_top) & (reference_out != v_top)
+    v_top = v.index_select(0, top_key)
+    found = torch.zeros_like(out, dtype=torch.bool)
+    # Few rows hold such an element; to find those by a difference is cheaper than to compare every element.
+    rows = ((out - v_top).abs_().amin(1) == 0).nonzero()[:, 0]
+    found[rows] = (out[rows] == v_top[rows]) & (reference_out[rows] != v_top[rows])
+    return found

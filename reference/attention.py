@@ -24,8 +24,9 @@ Causal = Literal["none", "top-left", "bottom-right"]
 # Query rows of a block: a slice (no copies) or the indices [R].
 Rows = slice | Tensor
 
-# Scores of one block, in elements: 1 MiB of float64 stays in a core's cache; a GPU wants enough to fill it.
-_BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
+# Scores of one block, in elements. On a CPU half as many leave more to the cache but double the number of small
+# operations, which costs more (measured: 5 % at T = 1024, 20 % at T = 4096); a GPU wants enough to fill it.
+_BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}
 _MIN_BLOCK_ROWS = 16
 
 # MKL chooses a vector function's implementation at its first call. When several threads make that call at
@@ -90,34 +91,25 @@ class AttentionHead:
         """position(t) of every query row, int64 [Tq]; see Masking."""
         return self.masking.row_positions(len(self.q), len(self.k), self.q.device)
 
+    @cached_property
+    def _position_list(self) -> list[int]:
+        return self.positions.tolist()
+
     def visible_span(self, rows: Rows) -> slice:
         """The keys that at least one of ``rows`` may see, as far as causality and window tell."""
         left, right = self.masking.reach
-        first, last = (int(x) for x in self.positions[rows].aminmax())
+        positions = self._position_list[rows] if isinstance(rows, slice) else self.positions[rows].tolist()
+        first, last = min(positions), max(positions)
         stop = min(len(self.k), last + right + 1) if right is not None else len(self.k)
         start = max(0, first - left) if left is not None else 0
         start = min(start, len(self.k))
         return slice(start, max(start, stop))
 
-    def count_visible(self, masked_scores: Tensor, rows: Rows) -> Tensor:
-        """How many keys each of ``rows`` sees, int64 [R]; ``masked_scores`` [R, K] are looked at only with a mask."""
-        if self.masking.mask is not None:
-            return (masked_scores > -torch.inf).sum(1)
-        left, right = self.masking.reach
-        positions = self.positions[rows]
-        last = (
-            torch.full_like(positions, len(self.k) - 1)
-            if right is None
-            else (positions + right).clamp(max=len(self.k) - 1)
-        )
-        first = torch.zeros_like(positions) if left is None else (positions - left).clamp(min=0)
-        return (last - first + 1).clamp(min=0)
-
     def apply_mask(self, scores: Tensor, rows: Rows, keys: slice) -> None:
         """Set ``scores`` [R, K] of invisible keys to -inf and add an additive mask, in place."""
         left, right = self.masking.reach
-        positions = self.positions[rows]
         if scores.shape[1] and (left is not None or right is not None):
+            positions = self.positions[rows]
             # Only columns that some row may not see need looking at: for causality, those past the first row's.
             begin = keys.start
             if left is None and right is not None:
@@ -141,9 +133,9 @@ class RowBlock:
     """Every intermediate of a block of R query rows against the K keys that any of them may see. All float64.
 
     ``rows`` a slice or indices [R]; ``keys`` the slice of keys; S, P_bar, dP and dS are [R, K]; row quantities [R],
-    ``visible_keys`` among them (how many keys the row sees) and 1/l, which is 0 in fully masked rows;
-    O_bar, O and dQ are [R, D]. ``slope`` is 1 - (S/c)^2 under softcap, else None. ``scores`` is -inf where masked.
-    ``dprobs`` (dP) is there only where it was asked for.
+    among them ``top_key``, the first key with the largest score (int64, counted from key 0; any in a row without
+    keys), and 1/l, which is 0 in fully masked rows; O_bar, O and dQ are [R, D]. ``slope`` is 1 - (S/c)^2 under
+    softcap, else None. ``scores`` is -inf where masked. ``dprobs`` (dP) is there only where it was asked for.
     """
 
     rows: Rows
@@ -151,18 +143,26 @@ class RowBlock:
     scores: Tensor
     slope: Tensor | None
     row_max: Tensor
+    top_key: Tensor
     unnormalised_probs: Tensor
     row_sum: Tensor
     inverse_row_sum: Tensor
-    lse: Tensor
     unnormalised_out: Tensor
-    out: Tensor
     fully_masked: Tensor
-    visible_keys: Tensor
     dprobs: Tensor | None = None
     delta: Tensor | None = None
     dscores: Tensor | None = None
     dq: Tensor | None = None
+
+    @property
+    def lse(self) -> Tensor:
+        """L = m + ln l, [R]; -inf in fully masked rows."""
+        return self.row_max + self.row_sum.log()
+
+    @property
+    def out(self) -> Tensor:
+        """O = O_bar / l, [R, Dv]; zero in fully masked rows."""
+        return self.unnormalised_out * self.inverse_row_sum[:, None]
 
     @property
     def probs(self) -> Tensor:
@@ -176,14 +176,26 @@ class HeadReference:
 
     row_max: Tensor
     row_sum: Tensor
-    lse: Tensor
     unnormalised_out: Tensor
-    out: Tensor
-    fully_masked: Tensor
     delta: Tensor | None = None
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+
+    @cached_property
+    def fully_masked(self) -> Tensor:
+        """Rows without a visible key, bool [Tq]."""
+        return self.row_max == -torch.inf
+
+    @cached_property
+    def lse(self) -> Tensor:
+        """L = m + ln l, [Tq]; -inf in fully masked rows."""
+        return self.row_max + self.row_sum.log()
+
+    @cached_property
+    def out(self) -> Tensor:
+        """O = O_bar / l, [Tq, Dv]; zero in fully masked rows."""
+        return self.unnormalised_out * _inverse(self.row_sum, self.fully_masked)[:, None]
 
 
 def row_blocks(
@@ -223,28 +235,24 @@ def reference_head(
     ``observe`` is called with every block, for whoever needs the T x T intermediates in passing.
     ``key_gradients``: also sum dK and dV (two more products a block).
     """
-    n, (tk, d), dv = len(head.q), head.k.shape, head.v.shape[1]
-    new = head.q.new_zeros
-    result = HeadReference(
-        new(n), new(n), new(n), new(n, dv), new(n, dv), torch.zeros(n, dtype=torch.bool, device=head.q.device)
-    )
-    if head.do is not None:
-        result.delta, result.dq = new(n), new(n, d)
-        if key_gradients:
-            result.dk, result.dv = new(tk, d), new(tk, dv)
+    by_row: dict[str, Tensor] = {}
+    dk = dv = None
+    if head.do is not None and key_gradients:
+        dk, dv = torch.zeros_like(head.k), torch.zeros_like(head.v)
     for block in row_blocks(head, block_rows=block_rows):
-        for name in ("row_max", "row_sum", "lse", "unnormalised_out", "out", "fully_masked", "delta", "dq"):
-            values = getattr(block, name)
-            if values is not None:
-                getattr(result, name)[block.rows] = values
-        if head.do is not None and result.dk is not None and result.dv is not None:
+        for name in ("row_max", "row_sum", "unnormalised_out", "delta", "dq"):
+            if (values := getattr(block, name)) is not None:
+                if name not in by_row:
+                    by_row[name] = values.new_empty((len(head.q), *values.shape[1:]))
+                by_row[name][block.rows] = values
+        if head.do is not None and dk is not None and dv is not None:
             assert block.dscores is not None
-            result.dk[block.keys] += block.dscores.T @ (head.q[block.rows] * head.scale)
+            dk[block.keys] += block.dscores.T @ (head.q[block.rows] * head.scale)
             scaled_do = head.do[block.rows] * block.inverse_row_sum[:, None]
-            result.dv[block.keys] += block.unnormalised_probs.T @ scaled_do
+            dv[block.keys] += block.unnormalised_probs.T @ scaled_do
         if observe is not None:
             observe(block)
-    return result
+    return HeadReference(**by_row, dk=dk, dv=dv)
 
 
 def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool) -> RowBlock:
@@ -258,35 +266,44 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool) -> RowBloc
         scores.mul_(head.softcap)
     head.apply_mask(scores, rows, keys)
 
-    row_max = scores.amax(1) if scores.shape[1] else scores.new_full((len(q),), -torch.inf)
+    row_max, top_key = _row_max(scores)
     fully_masked = row_max == -torch.inf
     probs = torch.sub(scores, row_max.masked_fill(fully_masked, 0.0)[:, None]).exp_()
     row_sum = probs.sum(1)
-    inverse = torch.where(fully_masked, 0.0, 1.0 / row_sum)
-    unnormalised_out = probs @ v
     block = RowBlock(
         rows=rows,
         keys=keys,
         scores=scores,
         slope=slope,
         row_max=row_max,
+        top_key=top_key.add_(keys.start),
         unnormalised_probs=probs,
         row_sum=row_sum,
-        inverse_row_sum=inverse,
-        lse=row_max + row_sum.log(),
-        unnormalised_out=unnormalised_out,
-        out=unnormalised_out * inverse[:, None],
+        inverse_row_sum=_inverse(row_sum, fully_masked),
+        unnormalised_out=probs @ v,
         fully_masked=fully_masked,
-        visible_keys=head.count_visible(scores, rows),
     )
     if head.do is not None:
-        do = head.do[rows]
-        block.delta = (do * block.out).sum(1)
-        dprobs = do @ v.T
+        do, inverse = head.do[rows], block.inverse_row_sum
+        block.delta = (do * block.unnormalised_out).sum(1).mul_(inverse)
         if keep_dprobs:
-            block.dprobs = dprobs.clone()
-        block.dscores = dprobs.sub_(block.delta[:, None]).mul_(probs).mul_(inverse[:, None])
+            block.dprobs = do @ v.T
+        # 1/l enters with the rows of dO and delta: one pass over [R, K] less.
+        dscores = (do * inverse[:, None]) @ v.T
+        block.dscores = dscores.sub_((block.delta * inverse)[:, None]).mul_(probs)
         if slope is not None:
             block.dscores.mul_(slope)
         block.dq = (block.dscores @ k).mul_(head.scale)
     return block
+
+
+def _row_max(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row and the first column that holds it; -inf and 0 where there are no columns."""
+    if scores.shape[1]:
+        return torch.max(scores, 1)
+    return scores.new_full(scores.shape[:1], -torch.inf), scores.new_zeros(scores.shape[:1], dtype=torch.int64)
+
+
+def _inverse(row_sum: Tensor, fully_masked: Tensor) -> Tensor:
+    """1/l, and 0 in fully masked rows; [R]."""
+    return row_sum.reciprocal().masked_fill_(fully_masked, 0.0)

@@ -6,7 +6,9 @@ Going through float32 first (as ``x.to(torch.bfloat16)`` does for a float64 ``x`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ class FloatFormat:
         """The smallest positive normal number, 2**min_exponent."""
         return 2.0**self.min_exponent
 
-    @property
+    @cached_property
     def rounds_to_one(self) -> float:
         """The largest x with exp(x) not rounding to 1: ln(1 - 2**-(precision + 2)); -0.001955 for BF16.
 
@@ -82,7 +84,7 @@ def round_nearest_even(x: Tensor, fmt: FloatFormat) -> Tensor:
         return x.clone()
     constant = x.view(torch.int64) & _EXPONENT_FIELD
     # One binade above the largest number every value overflows, whatever its spacing is taken to be.
-    max_exponent = int(torch.tensor(fmt.largest, dtype=torch.float64).log2().floor()) + 1
+    max_exponent = math.frexp(fmt.largest)[1]
     constant.clamp_((fmt.min_exponent + _BIAS) << 52, (max_exponent + _BIAS) << 52)
     constant += ((52 - fmt.precision) << 52) | (1 << 51)
     magic = constant.view(torch.float64)
