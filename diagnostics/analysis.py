@@ -515,7 +515,7 @@ def _select_recipes(capture: Capture, wanted: Sequence[str | Recipe], *, emulate
                 "capture an observation (o) to inspect this input"
             )
         fmt: Any = _INPUT_FORMATS[dtype]
-        recipe = preset(item, fmt) if isinstance(item, str) else item.for_input(fmt)
+        recipe = preset(item, fmt, capture.head_dim) if isinstance(item, str) else item.for_input(fmt)
         try:
             check_supported(recipe)
         except RecipeNotSupportedError as error:

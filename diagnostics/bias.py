@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.diagnosis import BiasEstimate
+from attn_diag.diagnosis import BiasEstimate, Drift
 
 Array = npt.NDArray[np.float64]
 
@@ -176,7 +176,7 @@ def _drift(row_totals: Array) -> dict[str, Any]:
     band = FLAT_BAND_99 * math.sqrt(float(np.square(row_totals).sum()))
     picked = _thinned(len(path))
     return {
-        "drift": tuple([{"row": i, "sum": s} for i, s in zip(picked.tolist(), path[picked].tolist(), strict=True)]),
+        "drift": Drift(picked, path[picked]),
         "drift_band99": band,
         "drift_outside": bool(np.abs(path).max() > band),
     }

@@ -5,12 +5,15 @@ A quantity that needs a tensor the capture lacks is None, never 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, overload
 
-from pydantic import ConfigDict, TypeAdapter, WithJsonSchema
+import numpy as np
+import numpy.typing as npt
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, WithJsonSchema
+from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
 
 if TYPE_CHECKING:
@@ -28,6 +31,42 @@ class DriftPoint(TypedDict):
 
     row: int
     sum: Number
+
+
+class Drift(Sequence[DriftPoint]):
+    """A thinned running sum. Points are made when asked for: a run makes twenty thousand, and a report shows few."""
+
+    def __init__(self, rows: npt.ArrayLike = (), sums: npt.ArrayLike = ()) -> None:
+        self._rows, self._sums = np.asarray(rows, dtype=np.int64), np.asarray(sums, dtype=np.float64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> DriftPoint: ...
+    @overload
+    def __getitem__(self, index: slice) -> Drift: ...
+    def __getitem__(self, index: int | slice) -> DriftPoint | Drift:
+        if isinstance(index, slice):
+            return Drift(self._rows[index], self._sums[index])
+        return {"row": int(self._rows[index]), "sum": float(self._sums[index])}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Drift) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash((self._rows.tobytes(), self._sums.tobytes()))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """In JSON: a list of points."""
+        points = handler.generate_schema(list[DriftPoint])
+        as_list = core_schema.plain_serializer_function_ser_schema(list, return_schema=points)
+        return core_schema.no_info_after_validator_function(cls._of, points, serialization=as_list)
+
+    @classmethod
+    def _of(cls, points: list[DriftPoint]) -> Drift:
+        return cls([p["row"] for p in points], [p["sum"] for p in points])
 
 
 @dataclass(frozen=True)
@@ -51,7 +90,7 @@ class BiasEstimate:
     ci95: tuple[Number, Number] | None = None
     positive_fraction: Number | None = None
     cumulative_sum: Number | None = None
-    drift: tuple[DriftPoint, ...] = ()
+    drift: Drift = field(default_factory=Drift)
     drift_band99: Number | None = None
     drift_outside: bool | None = None
     minimum_detectable: Number | None = None

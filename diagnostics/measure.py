@@ -273,7 +273,7 @@ def _measure_backward(
         judged = noise_floor > 0
         result.noise = float((error[judged] / noise_floor[judged]).square().sum()), int(judged.sum())
         result.delta_source = "captured" if "delta" in seen.outputs else "from_o"
-        if "delta" in seen.outputs and "o" in seen.outputs:
+        if "delta" in seen.outputs and "o" in seen.outputs and len(error):
             own = seen.outputs["delta"][rows] - (do * seen.outputs["o"][rows]).sum(1)
             result.delta_rounding = DeltaRounding(
                 float(own.mean()), float(own.square().mean().sqrt()), float(own.abs().max())

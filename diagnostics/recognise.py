@@ -20,6 +20,9 @@ _AGREEMENT = 0.9972
 # Recipes within this of the best are not told apart.
 _MARGIN = 0.003
 _ROWS = 48
+# What tells forwards apart; a clamp on l acts on rows that underflow only.
+_FORWARD_SITES = ("scores", "alpha", "difference", "row_max", "exp", "probs", "row_sum_of", "row_sum", "range_pv",
+                   "accumulator", "out", "softmax", "schedule")  # fmt: skip
 _FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -55,8 +58,12 @@ def recognise(capture: Capture, observation: str, batch: int, head: int, device:
 
 
 def _candidates(fmt: Format, head_dim: int) -> tuple[list[Recipe], list[Recipe]]:
-    """Known recipes with fp32 scores, and those with coarser ones."""
-    recipes = [recipe.for_input(fmt) for recipe in PRESETS.values()]
+    """Known recipes with fp32 scores, and those with coarser ones; of those with one forward only the first."""
+    forwards: dict[tuple[object, ...], Recipe] = {}
+    for name in PRESETS:
+        recipe = preset(name, fmt, head_dim)
+        forwards.setdefault(tuple(getattr(recipe, site) for site in _FORWARD_SITES), recipe)
+    recipes = list(forwards.values())
     fine = [recipe for recipe in recipes if recipe.scores == "fp32"]
     # FlashAttention-2 with few rows a GPU splits the keys, in units of its split-KV tile for this D.
     split = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64

@@ -32,7 +32,7 @@ def check_kernels_support(recipe: Recipe) -> None:
     says: "exact" is refused.
     """
     known: dict[str, tuple[object, ...]] = {
-        **{site: ("fp32", "bf16", "fp16") for site in _SITES},
+        **dict.fromkeys(_SITES, ("fp32", "bf16", "fp16")),
         "probs": ("fp32", recipe.input),
         "backward_probs": ("fp32", recipe.input),
         "dscores": ("fp32", recipe.input),
@@ -57,11 +57,19 @@ def check_kernels_support(recipe: Recipe) -> None:
 
 
 @overload
-def attention(q: Tensor, k: Tensor, v: Tensor, *, instrument: Literal["none"] = "none", **options: Any) -> Tensor: ...
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: tuple[int, int] | None = ...,
+    scale: float | None = ..., softcap: float | None = ..., recipe: str | Recipe = ...,
+    backward_recipe: str | Recipe | None = ..., instrument: Literal["none"] = ..., dump_rows: Tensor | None = ...,
+    layout: Literal["BHTD", "BTHD"] = ...,
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, instrument: Literal["rows", "tiles", "full"], **options: Any
-) -> tuple[Tensor, Dump]: ...
+    q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: tuple[int, int] | None = ...,
+    scale: float | None = ..., softcap: float | None = ..., recipe: str | Recipe = ...,
+    backward_recipe: str | Recipe | None = ..., instrument: Literal["rows", "tiles", "full"],
+    dump_rows: Tensor | None = ..., layout: Literal["BHTD", "BTHD"] = ...,
+) -> tuple[Tensor, Dump]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,
@@ -89,13 +97,14 @@ def attention(
         softcap: c of S <- c tanh(S / c), or None.
         recipe: a preset's name, adapted to q's dtype and D, or a Recipe as it is.
         backward_recipe: the backward's, where it differs from the forward's.
-        instrument: "none"; "rows" (row statistics); "tiles" (also S, P_bar, dP, dS of ``dump_rows``); "full" (of all rows,
-            6 bytes an element of the T x T matrix and 6 more after the backward).
+        instrument: "none"; "rows" (row statistics); "tiles" (also S, P_bar, dP, dS of ``dump_rows``); "full" (of all
+            rows: 6 bytes an element of the T x T matrix, and 6 more after the backward).
         dump_rows: for "tiles": bool, broadcastable to [B, Hq, Tq]; on the CPU it costs no synchronisation.
         layout: of q, k, v and the result.
 
     Returns:
-        O in q's layout and the recipe's ``out`` format; with instrumentation (O, Dump). O has the same bits at every level.
+        O in q's layout and the recipe's ``out`` format; with instrumentation (O, Dump). Its bits are the same at
+        every level.
 
     Under ``torch.autocast`` fp32 inputs are cast to its dtype, as SDPA's are. The forward and all gradients are
     deterministic. CPU tensors need Triton's interpreter (TRITON_INTERPRET=1).
@@ -123,7 +132,7 @@ def attention(
     o, _, lse, rows, scores, probs, tile_max = torch.ops.attn_diag.attention_forward(
         q, k, v, slots, n_slots, *recipes, causal, left, right, scale, softcap, instrument, key
     )
-    out = o.transpose(1, 2) if layout == "BTHD" else o
+    out: Tensor = o.transpose(1, 2) if layout == "BTHD" else o
     if instrument == "none":
         return out
     dump = Dump(
@@ -230,9 +239,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, do: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, o, lse, slots = ctx.saved_tensors
-    dq, dk, dv, *seen = torch.ops.attn_diag.attention_backward(
-        q, k, v, o, lse, do, slots, ctx.n_slots, *ctx.arguments
-    )
+    dq, dk, dv, *seen = torch.ops.attn_diag.attention_backward(q, k, v, o, lse, do, slots, ctx.n_slots, *ctx.arguments)
     dump = None if torch.compiler.is_compiling() else _DUMPS.get(ctx.arguments[-1])
     if dump is not None:
         dump.delta, dump.dprobs, dump.dscores = seen
@@ -242,7 +249,7 @@ def _gradients(ctx: Any, do: Tensor, *_: Tensor | None) -> tuple[Tensor | None, 
 _forward_op.register_autograd(_gradients, setup_context=_save)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _resolve(recipe: str | Recipe, dtype: Format, head_dim: int) -> str:
     """A preset adapted to q's dtype and head dimension, or the recipe given; checked, as JSON."""
     found = preset(recipe, dtype, head_dim) if isinstance(recipe, str) else recipe
@@ -260,7 +267,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if any(t.ndim != 4 for t in named.values()):
         raise ValueError("q, k and v must have shape [B, H, T, D], got " + _shapes(named))
     if len({t.device for t in named.values()}) > 1:
-        raise BackendError("q, k and v must be on one device, got " + ", ".join(f"{n} on {t.device}" for n, t in named.items()))
+        raise BackendError(
+            "q, k and v must be on one device, got " + ", ".join(f"{n} on {t.device}" for n, t in named.items())
+        )
     if len({t.dtype for t in named.values()}) > 1 or q.dtype not in _INPUTS:
         raise TypeError(
             "q, k and v must all be torch.bfloat16 or all torch.float16, got "
@@ -273,7 +282,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "k and v must share a shape [B, Hk, Tk, D] with q's B and D, and Hq a multiple of Hk, got " + _shapes(named)
         )
     if not HEAD_DIMS[0] <= dim <= HEAD_DIMS[1]:
-        raise ValueError(f"the head dimension must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {dim}; pad q, k and v with zeros")
+        raise ValueError(
+            f"the head dimension must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {dim}; pad q, k and v with zeros"
+        )
     if not q.numel() or not k.numel():
         raise ValueError("q, k and v must not be empty, got " + _shapes(named))
     check_backend(q.device)
@@ -306,7 +317,9 @@ def _slots(q: Tensor, level: Level, dump_rows: Tensor | None) -> tuple[Tensor | 
     try:
         chosen = dump_rows.broadcast_to(shape)
     except RuntimeError:
-        raise ValueError(f"dump_rows must broadcast to [B, Hq, Tq] = {list(shape)}, got {list(dump_rows.shape)}") from None
+        raise ValueError(
+            f"dump_rows must broadcast to [B, Hq, Tq] = {list(shape)}, got {list(dump_rows.shape)}"
+        ) from None
     if dump_rows.dtype != torch.bool:
         raise TypeError(f"dump_rows must be bool, got {dump_rows.dtype}")
     slots = torch.where(chosen, chosen.flatten().cumsum(0).view(shape) - 1, -1)

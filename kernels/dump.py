@@ -41,6 +41,11 @@ class Dump:
     dprobs: Tensor | None = field(default=None, repr=False)
     dscores: Tensor | None = field(default=None, repr=False)
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether the backward has run, so that ``delta`` is there."""
+        return self.delta is not None
+
     @cached_property
     def recipe(self) -> Recipe:
         """The forward's recipe."""
@@ -118,12 +123,12 @@ class Dump:
 
     @property
     def scores(self) -> Tensor:
-        """S of the chosen rows as the recipe stores it (times ``factor`` it includes alpha), [slots, Tk]; -inf if hidden."""
+        """S of the chosen rows as the recipe stores it, to be multiplied by ``factor``; [slots, Tk], -inf where hidden."""
         return torch.where(self.visible, self.raw_scores, -torch.inf)
 
     @property
     def probs(self) -> Tensor:
-        """The cast P_bar of the chosen rows, each taken from its own tile's ``tile_max``, [slots, Tk]; 0 where hidden."""
+        """The cast P_bar of the chosen rows, each from its own tile's ``tile_max``, [slots, Tk]; 0 where hidden."""
         return torch.where(self.visible, self.raw_probs, 0.0)
 
     @cached_property

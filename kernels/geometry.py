@@ -39,11 +39,12 @@ class Visibility:
 class Geometry:
     """Everything a kernel is compiled for besides its recipe.
 
-    ``block_m``, ``block_n``: query rows and keys of a tile; ``block_d``: head_dim, padded to a power of two. ``ranges``:
-    the recipe rounds once for each range of ``range_tiles`` tiles, or rounds l, so that ranges are walked twice.
-    ``left``, ``right``, ``softcap``, ``split``: whether there is one. ``unrounded``: O is kept in fp32 too. ``rows``, ``dump``: instrumentation.
-    ``track_near``: scores within reach of the maximum are counted as they pass; ``packed``: two at a time.
-    ``mantissa``: explicit bits of q's format. ``tma``: tiles come through tensor memory descriptors.
+    ``block_m``, ``block_n``: query rows and keys of a tile; ``block_d``: head_dim, padded to a power of two.
+    ``ranges``: the recipe rounds once for each range of ``range_tiles`` tiles, or rounds l, so that ranges are walked
+    twice. ``left``, ``right``, ``softcap``, ``split``: whether there is one. ``unrounded``: O is kept in fp32 too.
+    ``rows``, ``dump``: instrumentation. ``track_near``: scores within reach of the maximum are counted as they pass;
+    ``packed``: two at a time. ``mantissa``: explicit bits of q's format. ``tma``: tiles come through tensor
+    descriptors.
     """
 
     head_dim: int

@@ -211,7 +211,9 @@ PRESETS = {
             difference="bf16",
             exp="exact",
         ),
-        replace(_FA2, name="delta-fp32", summary="as fa2, with delta from O before its last rounding", delta_from="fp32-o"),
+        replace(
+            _FA2, name="delta-fp32", summary="as fa2, with delta from O before its last rounding", delta_from="fp32-o"
+        ),
         replace(_FA2, name="delta-from-dp", summary="as fa2, with delta = rowsum(P o dP)", delta_from="dp"),
         replace(_FA2, name="lowp-row-sum", summary="as fa2, with l summing the cast P_bar", row_sum_of="cast-probs"),
     )

@@ -6,9 +6,9 @@
     dQ = alpha dS K,  dK = alpha dS^T Q                           rounded to ``dq`` at the end
     dV = cast(P)^T dO                                             P rounded to ``backward_probs``
 
-S and dP are computed twice, for dQ and for dK and dV: two more products than a kernel that adds dQ atomically, and the
-same bits in every run. What differs between a GPU and the interpreter is as in ``triton_forward``. ``R``, ``G``, ``view``
-and the sources of tiles are as there. Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
+S and dP are computed twice, for dQ and for dK and dV: two more products than a kernel that adds dQ atomically, and
+the same bits in every run. What differs between a GPU and the interpreter is as in ``triton_forward``; so are ``R``,
+``G``, ``view`` and the sources of tiles. Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def _walk_keys(acc, q, do, lse, delta, keys, values, b, hk, positions, first_til
 
 @triton.jit
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, dp_ptr, ds_ptr, slots_ptr,
+    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, dp_ptr,
+    ds_ptr, slots_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_ob, stride_oh, stride_ot,
@@ -179,7 +180,7 @@ def dq_kernel(
 
 @triton.jit
 def query_tiles(first, last, q_length, shift, left, right, G: tl.constexpr):
-    """Tiles of query rows that see some key of [first, last]: [begin, end); those in [whole, partial) see all of them."""
+    """Tiles of query rows that see some key of [first, last]: [begin, end); those in [whole, partial) see them all."""
     begin = 0
     whole = 0
     end = tl.cdiv(q_length, G.block_m)
@@ -262,7 +263,12 @@ def dkdv_kernel(
                                    end - partial, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
     here = (cols < k_length)[:, None] & (dims < G.head_dim)[None, :]
-    at = b.to(tl.int64) * stride_ob + hk.to(tl.int64) * stride_oh + cols.to(tl.int64)[:, None] * stride_ot + dims[None, :]
+    at = (
+        b.to(tl.int64) * stride_ob
+        + hk.to(tl.int64) * stride_oh
+        + cols.to(tl.int64)[:, None] * stride_ot
+        + dims[None, :]
+    )
     tl.store(dk_ptr + at, as_operand(dk * scale, tl.constexpr(R.dq)), mask=here)
     tl.store(dv_ptr + at, as_operand(dv, tl.constexpr(R.dq)), mask=here)
 

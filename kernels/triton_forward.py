@@ -156,7 +156,10 @@ def range_sum(p, cast, R: tl.constexpr):
 @triton.jit
 def add_range(acc, product, rescale, R: tl.constexpr):
     """O_bar after one more range, with every rounding of its own."""
-    return round_to(round_to(acc * rescale[:, None], tl.constexpr(R.accumulator)) + round_to(product, tl.constexpr(R.range_pv)), tl.constexpr(R.accumulator))
+    return round_to(
+        round_to(acc * rescale[:, None], tl.constexpr(R.accumulator)) + round_to(product, tl.constexpr(R.range_pv)),
+        tl.constexpr(R.accumulator),
+    )
 
 
 @triton.jit
@@ -323,7 +326,8 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
 
 @triton.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, o_ptr, unrounded_ptr, lse_ptr, rows_ptr, s_ptr, p_ptr, m_ptr, slots_ptr,
+    q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, o_ptr, unrounded_ptr, lse_ptr, rows_ptr, s_ptr, p_ptr, m_ptr,
+    slots_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot,
     heads, group, q_length, k_length, shift, left, right, split_keys, stride_dump, dump_tiles, scale, softcap,
@@ -384,8 +388,9 @@ def forward_kernel(
     watched = (near, cast_sum)
     exact_l = l
     if G.ranges:
-        state, exact_l, cast_sum = _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, (begin, end),
-                                                view, scale, softcap, factor, dump, any_slot, R, G)  # fmt: skip
+        state, exact_l, cast_sum = _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions,
+                                                (begin, end), view, scale, softcap, factor, dump, any_slot, R,
+                                                G)  # fmt: skip
         watched = (near, cast_sum)
     elif R.schedule.order == "descending":
         state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, partial, end - partial, view,
@@ -425,7 +430,9 @@ def forward_kernel(
         bh += tl.program_id(2) * tl.num_programs(1)
         row += tl.program_id(2).to(tl.int64) * tl.num_programs(1) * q_length
         b += tl.program_id(2) * (tl.num_programs(1) // heads)
-    o_offs = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + offs.to(tl.int64)[:, None] * stride_ot + dims[None, :]
+    o_offs = (
+        b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + offs.to(tl.int64)[:, None] * stride_ot + dims[None, :]
+    )
     inside = here[:, None] & (dims < G.head_dim)[None, :]
     tl.store(o_ptr + o_offs, cast, mask=inside)
     if G.unrounded:
@@ -517,7 +524,13 @@ def forward(
     else:
         lse, rows = lse[0], rows[:, 0] if geometry.rows else rows
     return ForwardOutputs(
-        o.to(DTYPES[recipe.out]), full_o, lse, rows, scores.to(DTYPES[recipe.scores]), probs.to(DTYPES[recipe.probs]), tile_max
+        o.to(DTYPES[recipe.out]),
+        full_o,
+        lse,
+        rows,
+        scores.to(DTYPES[recipe.scores]),
+        probs.to(DTYPES[recipe.probs]),
+        tile_max,
     )
 
 
@@ -567,5 +580,7 @@ def described(tensor: Tensor, block: int, geometry: Geometry) -> Any:
     if not geometry.tma:
         return tensor
     # The stride of a dimension of size one is arbitrary in torch; TMA wants a multiple of 16 bytes.
-    strides = [s if n > 1 else tensor.shape[-1] * 16 for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)]
+    strides = [
+        s if n > 1 else tensor.shape[-1] * 16 for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    ]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block, geometry.block_d])

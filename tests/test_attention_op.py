@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.library import opcheck
+
 from attn_diag.kernels import RecipeNotSupportedError, Schedule, SoftmaxRule, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.kernels.backend import BackendError
-from torch import Tensor
-from torch.library import opcheck
 
 
 def make(device: str, *, grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -70,6 +71,7 @@ def test_layouts_and_strides_change_nothing(device: str) -> None:
     expected = attention(q, k, v, causal="top-left")
     swapped = attention(*(t.transpose(1, 2).contiguous() for t in (q, k, v)), causal="top-left", layout="BTHD")
     assert torch.equal(swapped.transpose(1, 2), expected)
+
     # Features in steps of two, rows in steps of three, heads from the middle of a fused projection.
     def strided(t: Tensor) -> Tensor:
         base = torch.full((1, 4, 120, 64), torch.nan, dtype=t.dtype, device=device)
@@ -82,9 +84,7 @@ def test_layouts_and_strides_change_nothing(device: str) -> None:
     assert torch.equal(out, expected)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     plain = torch.autograd.grad(attention(*leaves, causal="top-left").float().sum(), leaves)
-    assert all(
-        torch.equal(a, b) for a, b in zip(torch.autograd.grad(out.float().sum(), views), plain, strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out.float().sum(), views), plain, strict=True))
 
 
 def test_tiles_come_from_the_chosen_rows_alone(device: str) -> None:

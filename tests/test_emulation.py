@@ -94,7 +94,9 @@ def test_error_is_of_the_order_of_the_format(name: str, fmt: str, softcap: float
         value = getattr(got, output)
         assert value.dtype == dtype
         assert (value.double() - expected).norm() <= 3 * coarse * unit * expected.norm(), output
-    assert (got.lse.double() - truth.lse).abs().max() <= (0.2 if coarse > 1 else 1e-5)
+    # Summing the cast P_bar moves l, relatively, by at most one rounding of P_bar.
+    cast = unit if recipe.row_sum_of == "cast-probs" else 0.0
+    assert (got.lse.double() - truth.lse).abs().max() <= (0.2 if coarse > 1 else 1e-5 + cast)
 
 
 @pytest.mark.parametrize("name", ["fa2", "cudnn", "qiu2025"])
@@ -138,7 +140,7 @@ def test_orders() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"scores": "tf32"}, {"exp": "polynomial"}, {"accumulation": "exact"}, {"softmax": SoftmaxRule("stale", threshold=8.0)},
-     {"delta_from": "dp"}, {"division": "after-last-cast"}],
+     {"division": "after-last-cast"}],
     ids=lambda c: next(iter(c)),
 )  # fmt: skip
 def test_what_is_not_emulated_is_named(change: dict[str, object]) -> None:
@@ -148,7 +150,7 @@ def test_what_is_not_emulated_is_named(change: dict[str, object]) -> None:
 
 
 def test_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(KeyError, match="fa2, cudnn, qiu2025"):
+    with pytest.raises(KeyError, match="fa2, cudnn, efficient, qiu2025"):
         preset("fa9")
 
 

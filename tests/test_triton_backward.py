@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from attn_diag.kernels import PRESETS, Recipe, emulate_head, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.kernels.backend import DTYPES
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, round_nearest_even
-from torch import Tensor
 
 CUDNN = preset("cudnn")
 CASES: dict[str, dict[str, Any]] = {
@@ -58,7 +59,8 @@ def heads_of(case: dict[str, Any], parts: list[Tensor]) -> list[AttentionHead]:
 
 def summed(per_head: list[Tensor], groups: int) -> Tensor:
     """dK or dV: the sum over the query heads that share a key head, [Hk, Tk, D]."""
-    return torch.stack(per_head).unflatten(0, (groups, -1)).sum(1)
+    stacked = torch.stack(per_head)
+    return stacked.view(groups, -1, *stacked.shape[1:]).sum(1)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -93,7 +95,8 @@ MIXED = {
 
 @pytest.mark.parametrize("name", MIXED)
 def test_gradients_agree_with_the_emulation_on_every_recipe(name: str, device: str) -> None:
-    recipe, case = MIXED[name], {"T": 140, "causal": "top-left", "D": 32}
+    recipe = MIXED[name]
+    case: dict[str, Any] = {"T": 140, "causal": "top-left", "D": 32}
     parts = tensors(device, dtype=DTYPES[recipe.input], H=1, **case)
     got = gradients(case, parts, recipe=recipe)
     emulated = emulate_head(recipe, heads_of(case, parts)[0])
@@ -105,7 +108,7 @@ def test_gradients_agree_with_the_emulation_on_every_recipe(name: str, device: s
 
 def test_forward_and_backward_recipes_can_differ(device: str) -> None:
     """The mixture of the training failures: a forward that rounds scores, a backward that recomputes them in fp32."""
-    case = {"T": 140, "causal": "top-left"}
+    case: dict[str, Any] = {"T": 140, "causal": "top-left"}
     parts = tensors(device, H=1, **case)
     forward = preset("qiu2025")
     mixed = gradients(case, parts, recipe=forward, backward_recipe="fa2")
@@ -117,7 +120,7 @@ def test_forward_and_backward_recipes_can_differ(device: str) -> None:
 
 
 def test_deterministic(device: str) -> None:
-    case = {"T": 140, "causal": "top-left", "H": 4, "Hk": 1}
+    case: dict[str, Any] = {"T": 140, "causal": "top-left", "H": 4, "Hk": 1}
     parts = tensors(device, **case)
     first, second = (gradients(case, parts, recipe="fa2") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -125,14 +128,15 @@ def test_deterministic(device: str) -> None:
 
 @pytest.mark.parametrize("recipe", [CUDNN, preset("delta-fp32"), preset("delta-from-dp")], ids=lambda r: r.name)
 def test_backward_dump_holds_what_was_used(recipe: Recipe, device: str) -> None:
-    case = {"T": 90, "causal": "top-left", "D": 32}
+    case: dict[str, Any] = {"T": 90, "causal": "top-left", "D": 32}
     q, k, v, do = tensors(device, **case)
     q.requires_grad_()
     chosen = torch.zeros(2, 90, dtype=torch.bool)
     chosen[0, ::9] = True
     out, dump = attention(q, k, v, causal="top-left", recipe=recipe, instrument="tiles", dump_rows=chosen)
-    assert dump.delta is None
+    assert not dump.has_backward
     (dq,) = torch.autograd.grad(out, q, do)
+    assert dump.has_backward
     assert dump.delta is not None
     assert dump.dprobs is not None
     assert dump.dscores is not None
@@ -140,10 +144,11 @@ def test_backward_dump_holds_what_was_used(recipe: Recipe, device: str) -> None:
     assert rows.tolist() == list(range(0, 90, 9))
     head = heads_of(case, [q.detach(), k, v, do])[0]
     emulated = emulate_head(recipe, head)
+    assert head.do is not None
     assert emulated.delta is not None
     torch.testing.assert_close(dump.delta[0, 0].cpu(), emulated.delta, rtol=1e-4, atol=1e-5)
     seen = dump.visible.cpu()
-    dprobs = head.do[rows] @ head.v.T  # type: ignore[index]
+    dprobs = head.do[rows] @ head.v.T
     torch.testing.assert_close(dump.dprobs.cpu().double()[seen], dprobs[seen], rtol=1e-5, atol=1e-4)
     dscores = torch.where(seen, dump.dscores.cpu().double(), 0.0)
     again = dscores @ head.k * head.scale

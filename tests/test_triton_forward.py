@@ -11,6 +11,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from attn_diag.kernels import PRESETS, Recipe, Schedule, SoftmaxRule, emulate_head, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.kernels.backend import DTYPES
@@ -19,7 +21,6 @@ from attn_diag.kernels.geometry import forward_geometry
 from attn_diag.kernels.triton_math import as_operand, dot_add
 from attn_diag.loading import load
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, round_nearest_even
-from torch import Tensor
 
 # Interpreted, numpy says so where inputs hold infinities; a GPU does not.
 quiet = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -88,7 +89,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n != "stale"])
 def test_agrees_with_the_emulation_on_every_recipe(name: str, device: str) -> None:
     recipe = VARIANTS[name]
-    case = {"T": 150 if name != "splits" else 300, "causal": "top-left"}
+    case: dict[str, Any] = {"T": 150 if name != "splits" else 300, "causal": "top-left"}
     q, k, v = tensors(device, dtype=DTYPES[recipe.input], **case)
     out = attention(q, k, v, recipe=recipe, **options(case))
     assert out.dtype == DTYPES[recipe.out]
@@ -98,7 +99,8 @@ def test_agrees_with_the_emulation_on_every_recipe(name: str, device: str) -> No
 @pytest.mark.parametrize("name", VARIANTS)
 def test_error_against_float64_is_that_of_the_recipe(name: str, device: str) -> None:
     """At most twice the error of the same roundings in plain torch, plus one rounding; the mean error likewise."""
-    recipe, case = VARIANTS[name], {"T": 150, "causal": "top-left"}
+    recipe = VARIANTS[name]
+    case: dict[str, Any] = {"T": 150, "causal": "top-left"}
     q, k, v = tensors(device, dtype=DTYPES[recipe.input], H=1, **case)
     out = attention(q, k, v, recipe=recipe, **options(case))[0, 0].cpu().double()
     head = head_of(q, k, v, 0, case)
@@ -115,19 +117,20 @@ def test_error_against_float64_is_that_of_the_recipe(name: str, device: str) -> 
 @pytest.mark.parametrize("name", ["fa2", "qiu2025", "bf16-scores"])
 def test_instrumentation_changes_no_bit(name: str, device: str) -> None:
     q, k, v = (t.requires_grad_() for t in tensors(device, T=150, D=32))
-    results = []
     chosen = torch.zeros(2, 150, dtype=torch.bool)
     chosen[1, 40:100:7] = True
-    for level in ("none", "rows", "tiles", "full"):
-        more: dict[str, Any] = {"dump_rows": chosen} if level == "tiles" else {}
-        got = attention(q, k, v, causal="top-left", recipe=name, instrument=level, **more)  # type: ignore[call-overload]
-        out = got if level == "none" else got[0]
-        lse = None if level == "none" else got[1].lse
-        results.append((out.detach(), lse, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
-    for other in results[1:]:
-        assert torch.equal(results[0][0], other[0])
-        assert torch.equal(results[1][1], other[1])
-        assert all(torch.equal(a, b) for a, b in zip(results[0][2:], other[2:], strict=True))
+    plain = attention(q, k, v, causal="top-left", recipe=name)
+    expected = torch.autograd.grad(plain.float().square().sum(), (q, k, v))
+    lses = []
+    for level in ("rows", "tiles", "full"):
+        rows = chosen if level == "tiles" else None
+        out, dump = attention(q, k, v, causal="top-left", recipe=name, instrument=level, dump_rows=rows)
+        assert torch.equal(out, plain)
+        got = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        lses.append(dump.lse)
+    assert torch.equal(lses[0], lses[1])
+    assert torch.equal(lses[0], lses[2])
 
 
 @triton.jit
@@ -142,8 +145,12 @@ def replay_kernel(p_ptr, m_ptr, v_ptr, l_ptr, o_ptr, order_ptr, n_tiles, rows, k
     for i in range(0, n_tiles):
         tile = tl.load(order_ptr + i)
         cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        p = tl.load(p_ptr + offs[:, None] * keys + cols[None, :], mask=here[:, None] & (cols < keys)[None, :], other=0.0)
-        v = tl.load(v_ptr + cols[:, None] * D + dims[None, :], mask=(cols < keys)[:, None] & (dims < D)[None, :], other=0.0)
+        p = tl.load(
+            p_ptr + offs[:, None] * keys + cols[None, :], mask=here[:, None] & (cols < keys)[None, :], other=0.0
+        )
+        v = tl.load(
+            v_ptr + cols[:, None] * D + dims[None, :], mask=(cols < keys)[:, None] & (dims < D)[None, :], other=0.0
+        )
         m_tile = tl.load(m_ptr + offs * tl.cdiv(keys, BLOCK_N) + tile, mask=here, other=0.0)
         m_new = tl.where(m_tile == m_tile, m_tile, m)  # a tile that the block never saw was not written
         rescale = tl.exp2((m - tl.where(m_new == float("-inf"), 0.0, m_new)) * (factor * 1.4426950408889634))
@@ -165,12 +172,15 @@ def replayed(dump: Dump, v: Tensor, h: int, head_dim: int) -> Tensor:
     if dump.recipe.schedule.order == "descending":
         order = order.flip(0)
     rows = slice(h * length, (h + 1) * length)
-    out = torch.full((length, head_dim), torch.nan, dtype=torch.float32 if v.device.type == "cpu" else v.dtype).to(v.device)
+    out = torch.full((length, head_dim), torch.nan, dtype=torch.float32 if v.device.type == "cpu" else v.dtype).to(
+        v.device
+    )
     probs, values = dump.probs[rows], v[0, h * v.shape[1] // dump.q.shape[1]].contiguous()
     if v.device.type == "cpu":
         probs, values = probs.float(), values.float()
     replay_kernel[(-(-length // geometry.block_m),)](
-        probs.contiguous(), dump.tile_max[rows].contiguous(), values, dump.row_sum[0, h].contiguous(), out, order, tiles,
+        probs.contiguous(), dump.tile_max[rows].contiguous(), values, dump.row_sum[0, h].contiguous(), out, order,
+        tiles,
         length, keys, dump.factor, D=head_dim, BLOCK_M=geometry.block_m, BLOCK_N=geometry.block_n,
         BLOCK_D=geometry.block_d, num_warps=geometry.warps,
     )  # fmt: skip
@@ -180,7 +190,7 @@ def replayed(dump: Dump, v: Tensor, h: int, head_dim: int) -> Tensor:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", ["fa2", "cudnn", "efficient"])
 def test_dumped_values_are_the_ones_used(name: str, device: str) -> None:
-    case = {"T": 300, "causal": "top-left"}
+    case: dict[str, Any] = {"T": 300, "causal": "top-left"}
     q, k, v = tensors(device, **case)
     out, dump = attention(q, k, v, causal="top-left", recipe=name, instrument="full")
     for h in range(2):
@@ -239,7 +249,7 @@ def test_multiplicities_equal_a_count_over_dumped_scores(kind: str, name: str, d
 
 
 def test_row_statistics_are_what_they_say(device: str) -> None:
-    case = {"T": 150, "causal": "top-left"}
+    case: dict[str, Any] = {"T": 150, "causal": "top-left"}
     q, k, v = tensors(device, **case)
     out, dump = attention(q, k, v, causal="top-left", recipe="cudnn", instrument="full")
     reference = reference_head(head_of(q, k, v, 1, case))
@@ -279,7 +289,7 @@ def test_rows_without_keys_give_zero(device: str) -> None:
 
 
 def exact_inputs(recipe: Recipe, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Inputs whose every sum is exact in fp32, in any order, and whose exponentials are exact: powers of two, or 1 and 0."""
+    """Inputs whose every sum is exact in fp32, in any order, and so is every exponential: powers of two, or 1 and 0."""
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randint(-1, 2, (1, 2, 140, 16), generator=generator).bfloat16().to(device) for _ in range(2))
     v = torch.randint(-8, 9, (1, 2, 140, 16), generator=generator).bfloat16().to(device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +9,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attn_diag.kernels.triton_math import round_bits_to_bf16, round_to
 from torch import Tensor
+
+from attn_diag.kernels.triton_math import round_bits_to_bf16, round_to
 
 # numpy says so where fp32 overflows a smaller format; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 
 
 @triton.jit
-def round_kernel(x_ptr, y_ptr, n, FORMAT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: D103
+def round_kernel(x_ptr, y_ptr, n, FORMAT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
     y = round_bits_to_bf16(x) if BITS else round_to(x, FORMAT)
@@ -36,7 +35,9 @@ def hard_values() -> npt.NDArray[np.float32]:
     """Ties, near ties, subnormals, overflow, NaN and infinities, and random bit patterns."""
     upper = np.random.default_rng(0).integers(0, 2**16, 20_000, dtype=np.uint32) << 16
     near = np.concatenate([upper | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
-    special = np.array([0, 0x80000000, 1, 0x80000001, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF])
+    special = np.array(
+        [0, 0x80000000, 1, 0x80000001, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF]
+    )
     return np.concatenate([near, special.astype(np.uint32)]).astype(np.uint32).view(np.float32)
 
 
@@ -63,19 +64,19 @@ def test_integer_rounding_is_the_hardware_cast_on_every_bit_pattern(device: str)
 
 
 @triton.jit
-def forbidden_cast(x_ptr):  # noqa: D103
+def forbidden_cast(x_ptr):
     x = tl.load(x_ptr + tl.arange(0, 16))
     tl.store(x_ptr + tl.arange(0, 16), x.to(tl.bfloat16).to(tl.float32))
 
 
 @triton.jit
-def forbidden_dot(x_ptr):  # noqa: D103
+def forbidden_dot(x_ptr):
     x = tl.load(x_ptr + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :])
     tl.store(x_ptr + tl.arange(0, 16), tl.sum(tl.dot(x, x), 1))
 
 
 @pytest.fixture
-def no_interpreted_bf16(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
+def no_interpreted_bf16(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Any BF16 value that the interpreter makes, loads or multiplies raises."""
     if device != "cpu":
         pytest.skip("guards the interpreter, and kernels run compiled here")
@@ -90,7 +91,6 @@ def no_interpreted_bf16(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterato
         original(self, data, dtype, *rest, **more)
 
     monkeypatch.setattr(interpreter.TensorHandle, "__init__", guarded)
-    yield
 
 
 @pytest.mark.usefixtures("no_interpreted_bf16")
