@@ -123,7 +123,7 @@ class Dump:
 
     @property
     def scores(self) -> Tensor:
-        """S of the chosen rows as the recipe stores it, to be multiplied by ``factor``; [slots, Tk], -inf where hidden."""
+        """S of the chosen rows as the recipe stores it, to be multiplied by ``factor``; [slots, Tk]."""
         return torch.where(self.visible, self.raw_scores, -torch.inf)
 
     @property

@@ -51,6 +51,7 @@ def poisoned() -> Iterator[None]:
     """Every torch.empty comes filled with NaN (or the largest integer), so that nothing unwritten goes unseen."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    # On by default, with deterministic algorithms.
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(before)

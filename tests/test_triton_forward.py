@@ -54,10 +54,10 @@ def options(case: dict[str, Any]) -> dict[str, Any]:
 def head_of(q: Tensor, k: Tensor, v: Tensor, h: int, case: dict[str, Any], do: Tensor | None = None) -> AttentionHead:
     """One head in float64 on the CPU."""
     hk = h * k.shape[1] // q.shape[1]
-    parts = [t.detach().cpu().double() for t in (q[0, h], k[0, hk], v[0, hk])]
+    queries, keys, values = (t.detach().cpu().double() for t in (q[0, h], k[0, hk], v[0, hk]))
     gradient = None if do is None else do[0, h].detach().cpu().double()
     masking = Masking(case.get("causal", "none"), case.get("window"))
-    return AttentionHead(*parts, gradient, q.shape[-1] ** -0.5, masking, case.get("softcap"))
+    return AttentionHead(queries, keys, values, gradient, q.shape[-1] ** -0.5, masking, case.get("softcap"))
 
 
 def agreement(out: Tensor, q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, case: dict[str, Any]) -> float:
