@@ -14,20 +14,22 @@ import json
 import platform
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
 from attn_diag.kernels import Recipe, preset
 from attn_diag.kernels.geometry import Level, Visibility
 from attn_diag.kernels.triton_backward import backward
 from attn_diag.kernels.triton_forward import forward
 from attn_diag.kernels.triton_multiplicity import multiplicities
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 SHAPES = {"8x12x1024x64": (8, 12, 1024, 64), "4x16x4096x128": (4, 16, 4096, 128), "1x32x16384x128": (1, 32, 16384, 128)}
 BACKENDS = {
@@ -98,11 +100,10 @@ def others(tensors: list[Tensor], *, causal: bool) -> dict[str, float]:
     for name, backend in BACKENDS.items():
         with sdpa_kernel(backend):
             with torch.no_grad():
-                row[f"{name} fwd"] = replay_ms(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-            row[f"{name} bwd"] = event_ms(
-                lambda o=out: torch.autograd.grad(o, (q, k, v), tensors[3], retain_graph=True)
-            )
+                row[f"{name} fwd"] = replay_ms(lambda: scaled_dot_product_attention(q, k, v, is_causal=causal))
+            out = scaled_dot_product_attention(q, k, v, is_causal=causal)
+            row[f"{name} bwd"] = event_ms(partial(torch.autograd.grad, out, (q, k, v), tensors[3], retain_graph=True))
+    torch._functorch.config.donated_buffer = False  # so that the backward can be repeated
     flex = torch.compile(flex_attention)
     length = q.shape[2]
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length) if causal else None  # noqa: ARG005

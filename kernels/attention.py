@@ -125,7 +125,9 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     _check_options(causal, scale, softcap, instrument)
     dtype, dim = _INPUTS[q.dtype], q.shape[-1]
-    recipes = _resolve(recipe, dtype, dim), _resolve(recipe if backward_recipe is None else backward_recipe, dtype, dim)
+    backward_recipe = recipe if backward_recipe is None else backward_recipe
+    wanted = (r if isinstance(r, str) else r.json for r in (recipe, backward_recipe))
+    recipes = [_resolve(name_or_json, dtype, dim) for name_or_json in wanted]
     left, right = window or (-1, -1)
     slots, n_slots = _slots(q, instrument, dump_rows)
     key = 0 if instrument == "none" or torch.compiler.is_compiling() else next(_KEYS)
@@ -250,16 +252,17 @@ _forward_op.register_autograd(_gradients, setup_context=_save)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _resolve(recipe: str | Recipe, dtype: Format, head_dim: int) -> str:
+def _resolve(name_or_json: str, dtype: Format, head_dim: int) -> str:
     """A preset adapted to q's dtype and head dimension, or the recipe given; checked, as JSON."""
-    found = preset(recipe, dtype, head_dim) if isinstance(recipe, str) else recipe
+    given = name_or_json.startswith("{")
+    found = Recipe.from_json(name_or_json) if given else preset(name_or_json, dtype, head_dim)
     if found.input != dtype:
         raise TypeError(
             f"recipe {found.name} is for {found.input} inputs, got {dtype} ones; "
             f"use recipe.for_input({dtype!r}) or cast q, k and v"
         )
     check_kernels_support(found)
-    return found.to_json()
+    return found.json
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

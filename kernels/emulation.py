@@ -193,7 +193,7 @@ def _one_split(
         product = _round(cast @ fp32.v[keys], recipe.range_pv)
         accumulator = _round(_round(accumulator * rescale, recipe.accumulator) + product, recipe.accumulator)
     # A row that saw no key; one whose l underflowed divides by zero, as the real kernel does.
-    out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, accumulator / row_sum)
+    out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, accumulator * (1 / row_sum))
     used = row_sum if recipe.lse_from == "rounded-l" else exact_sum
     return out, (maxima * factor + used.log()).squeeze(1)
 

@@ -103,10 +103,12 @@ class Recipe:
     dq: Format = "bf16"
     softmax: SoftmaxRule = field(default_factory=SoftmaxRule)
     schedule: Schedule = field(default_factory=Schedule)
+    # One line of JSON, read back by ``from_json``.
+    json: str = field(init=False, repr=False, compare=False)
 
     def sites(self) -> dict[str, str]:
         """Field by field in words, in the order of the computation."""
-        shown = [f.name for f in fields(self) if f.name not in ("name", "summary")]
+        shown = [f.name for f in fields(self) if f.name not in ("name", "summary", "json")]
         return {name.replace("_", " "): str(getattr(self, name)) for name in shown if getattr(self, name) is not None}
 
     def table(self) -> Table:
@@ -121,13 +123,14 @@ class Recipe:
     def __rich__(self) -> Table:
         return self.table()
 
-    def to_json(self) -> str:
-        """One line of JSON, read back by ``from_json``."""
-        return json.dumps(asdict(self))
+    def __post_init__(self) -> None:
+        # Kept, not computed when asked for: torch.compile can read an attribute, but not trace asdict.
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        object.__setattr__(self, "json", json.dumps(values, default=asdict))
 
     @staticmethod
     def from_json(text: str) -> Recipe:
-        """The recipe that ``to_json`` wrote."""
+        """The recipe whose ``json`` this is."""
         values = json.loads(text)
         return Recipe(
             **values | {"softmax": SoftmaxRule(**values["softmax"]), "schedule": Schedule(**values["schedule"])}
@@ -136,7 +139,9 @@ class Recipe:
     def for_input(self, input_format: Format) -> Recipe:
         """The same recipe for another 16-bit input format: what was BF16 becomes ``input_format``."""
         changes: dict[str, Any] = {
-            f.name: input_format for f in fields(self) if getattr(self, f.name) == self.input and f.name != "name"
+            f.name: input_format
+            for f in fields(self)
+            if f.init and getattr(self, f.name) == self.input and f.name != "name"
         }
         return replace(self, **changes)
 

@@ -6,7 +6,7 @@
         P_bar = exp(S - m')                                S - m' rounded to ``difference``
         l = exp(m - m') l + rowsum P_bar                   rounded to ``row_sum``
         O_bar = exp(m - m') O_bar + cast(P_bar) V          rounded to ``accumulator``, P_bar V to ``range_pv``
-    O = O_bar / l, rounded once to ``out``;  L = m + ln l
+    O = O_bar (1 / l), rounded once to ``out``;  L = m + ln l
 
 A range of one tile of keys is walked once, as production kernels do (``_walk_tiles``); a wider one twice, for its
 maximum first (``_walk_ranges``). Source of the algorithm: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 1.
@@ -206,15 +206,37 @@ def watch_rows(watched, cast, m, rescale, factor, R: tl.constexpr, G: tl.constex
 
 
 @triton.jit
-def dump_tile(dump, s, cast, m, cols, tile, k_length):
+def store_in_place(pointers, values, here):
+    """Store pairs of neighbouring columns from the registers that hold them, [M, N]; rows must start at even offsets.
+
+    ``tl.store`` would first gather whole lines in shared memory, which costs a resident block and two barriers a tile.
+    """
+    addresses = pointers.to(tl.int64, bitcast=True)
+    wanted = here.to(tl.int32)
+    if values.dtype == tl.float32:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.u32 p, $6, 0; @p st.global.v2.b32 [$2], {$4, $5}; mov.u32 $0, 0; mov.u32 $1, 0;}",
+            "=r,=r,l,l,r,r,r,r", [addresses, values, wanted], dtype=tl.int32, is_pure=False, pack=2)  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.u32 p, $5, 0; @p st.global.b32 [$2], $4; mov.u32 $0, 0; mov.u32 $1, 0;}",
+            "=r,=r,l,l,r,r,r", [addresses, values, wanted], dtype=tl.int32, is_pure=False, pack=2)  # fmt: skip
+
+
+@triton.jit
+def dump_tile(dump, s, cast, m, cols, tile, k_length, G: tl.constexpr):
     """Store S, the cast P_bar and the maximum it was taken from, for the rows that have a slot (>= 0)."""
     s_ptr, p_ptr, m_ptr, slots, stride, tiles = dump
     chosen = slots >= 0
     slots = slots.to(tl.int64)
     where = slots[:, None] * stride + cols[None, :]
     here = chosen[:, None] & (cols < k_length)[None, :]
-    tl.store(s_ptr + where, s, mask=here)
-    tl.store(p_ptr + where, cast, mask=here)
+    if G.direct:
+        store_in_place(s_ptr + where, s, here)
+        store_in_place(p_ptr + where, cast, here)
+    else:
+        tl.store(s_ptr + where, s, mask=here)
+        tl.store(p_ptr + where, cast, mask=here)
     tl.store(m_ptr + slots * tiles + tile, m, mask=chosen)
 
 
@@ -258,7 +280,7 @@ def _walk_tiles(state, watched, q, keys, values, b, hk, positions, first_tile, n
         if G.dump:
             if any_slot:
                 cols = tile * G.block_n + tl.arange(0, G.block_n)
-                dump_tile(dump, s, cast, m_new, cols, tile, view[0])
+                dump_tile(dump, s, cast, m_new, cols, tile, view[0], G)
         v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
         if R.range_pv == "fp32" and R.accumulator == "fp32":
             acc = dot_add(cast, v, acc * rescale[:, None], tl.constexpr(R.probs))
@@ -314,7 +336,7 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
             if G.dump:
                 if any_slot:
                     cols = tile * G.block_n + tl.arange(0, G.block_n)
-                    dump_tile(dump, s, cast, m_new, cols, tile, view[0])
+                    dump_tile(dump, s, cast, m_new, cols, tile, view[0], G)
         if R.row_sum_clamp is not None:
             total = tl.maximum(total, R.row_sum_clamp)
         exact_l = exact_l * rescale + total
@@ -420,7 +442,7 @@ def forward_kernel(
 
     # A row that saw no key; one whose l underflowed divides by zero, as a real kernel does.
     unseen = (m == float("-inf")) & (l == 0)
-    o = tl.div_rn(acc, tl.where(unseen, 1.0, l)[:, None])
+    o = acc * tl.div_rn(1.0, tl.where(unseen, 1.0, l))[:, None]
     cast = as_operand(o, tl.constexpr(R.out))
     used_l = l
     if G.ranges and R.lse_from == "unrounded-l":

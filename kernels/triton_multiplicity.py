@@ -20,13 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_diag.kernels.geometry import Geometry, Visibility, anonymous, forward_geometry
+from attn_diag.kernels.geometry import Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_forward import key_tiles, tile_scores
 from attn_diag.kernels.triton_math import round_to
 
 DEFINITIONS = ("exact", "as_run", "window", "unit")
 WINDOW = tl.constexpr(1e-3)
+# More scores than this near the maximum: more than itself. Counts are whole, held in fp32.
+_ALONE = 1.5
+ALONE = tl.constexpr(_ALONE)
+# Tiles of keys that one program counts.
+_CHUNK = 8
 
 
 @triton.jit
@@ -37,7 +42,7 @@ def gather_kernel(near_ptr, rows_ptr, counts_ptr, q_length, BLOCK: tl.constexpr)
     for start in range(0, q_length, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         near = tl.load(near_ptr + bh * q_length + offs, mask=offs < q_length, other=0.0)
-        flag = (near > 1.5).to(tl.int32)
+        flag = (near > ALONE).to(tl.int32)
         at = found + tl.cumsum(flag, 0) - 1
         tl.store(rows_ptr + bh * q_length + at, offs, mask=flag > 0)
         found += tl.sum(flag, 0)
@@ -45,7 +50,7 @@ def gather_kernel(near_ptr, rows_ptr, counts_ptr, q_length, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap, R: tl.constexpr, G: tl.constexpr):
+def maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap, R: tl.constexpr, G: tl.constexpr):
     """The largest score of each row, as the recipe stores scores."""
     BLOCK_M: tl.constexpr = G.block_m
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -57,60 +62,69 @@ def _maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap
 
 @triton.jit
 def multiplicity_kernel(
-    q_ptr, k_ptr, rows_ptr, counts_ptr, out_ptr,
+    q_ptr, k_ptr, max_ptr, rows_ptr, counts_ptr, out_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
-    heads, group, q_length, k_length, shift, left, right, scale, softcap, unit, R: tl.constexpr, G: tl.constexpr,
+    heads, group, q_length, k_length, shift, left, right, scale, softcap, unit,
+    CHUNK: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Multiplicities of block_m gathered rows of one head into ``out_ptr`` [4, B, Hq, Tq]."""
+    """Adds what block_m gathered rows of one head find in CHUNK tiles of keys to ``out_ptr`` [4, B, Hq, Tq]."""
     BLOCK_M: tl.constexpr = G.block_m
     bh = tl.program_id(1)
     gathered = tl.load(counts_ptr + bh)
     start = tl.program_id(0) * BLOCK_M
     if start < gathered:
-        b = bh // heads
-        h = bh % heads
-        hk = h // group
         slot = start + tl.arange(0, BLOCK_M)
         here = slot < gathered
         rows = tl.load(rows_ptr + bh.to(tl.int64) * q_length + slot, mask=here, other=0)
-        dims = tl.arange(0, G.block_d)
-        at = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-        at += rows.to(tl.int64)[:, None] * stride_qt + dims[None, :] * stride_qd
-        q = tl.load(at, mask=here[:, None] & (dims < G.head_dim)[None, :], other=0.0)
-        keys = (k_ptr, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
         positions = rows + shift
         view = (k_length, left, right)
         first = tl.min(tl.where(here, positions, q_length + shift), 0)
         last = tl.max(tl.where(here, positions, shift), 0)
         begin, _, _, end = key_tiles(first, last, view, G)
-        factor = 1.0
-        if R.alpha == "in-exponent" and not G.softcap:
-            factor = scale
-        top = _maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap, R, G)
-        # A gathered row may see no key; it must not meet inf - inf.
-        top = tl.where(top == float("-inf"), 0.0, top)
-        natural_top = top * factor
-        rounded_top = round_to(natural_top, tl.constexpr(R.input))
-        exact = tl.zeros([BLOCK_M], tl.int32)
-        as_run = tl.zeros([BLOCK_M], tl.int32)
-        window = tl.zeros([BLOCK_M], tl.int32)
-        ones = tl.zeros([BLOCK_M], tl.int32)
-        for tile in range(begin, end):
-            s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
-            seen = s > float("-inf")
-            natural = s * factor
-            same = round_to(natural, tl.constexpr(R.input)) == rounded_top[:, None]
-            exact += tl.sum((seen & same).to(tl.int32), 1)
-            as_run += tl.sum((seen & (s == top[:, None])).to(tl.int32), 1)
-            below = natural_top[:, None] - natural
-            window += tl.sum((seen & (below <= WINDOW)).to(tl.int32), 1)
-            ones += tl.sum((seen & (below <= unit)).to(tl.int32), 1)
-        plane = tl.num_programs(1).to(tl.int64) * q_length
-        to = out_ptr + bh.to(tl.int64) * q_length + rows
-        tl.store(to, exact, mask=here)
-        tl.store(to + plane, as_run, mask=here)
-        tl.store(to + 2 * plane, window, mask=here)
-        tl.store(to + 3 * plane, ones, mask=here)
+        chunk = tl.maximum(begin, tl.program_id(2) * CHUNK)
+        chunk_end = tl.minimum(end, (tl.program_id(2) + 1) * CHUNK)
+        if chunk < chunk_end:
+            b = bh // heads
+            h = bh % heads
+            hk = h // group
+            dims = tl.arange(0, G.block_d)
+            at = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+            at += rows.to(tl.int64)[:, None] * stride_qt + dims[None, :] * stride_qd
+            q = tl.load(at, mask=here[:, None] & (dims < G.head_dim)[None, :], other=0.0)
+            keys = (k_ptr, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
+            factor = 1.0
+            if R.alpha == "in-exponent" and not G.softcap:
+                factor = scale
+            if R.softmax.kind == "safe":
+                top = tl.load(max_ptr + bh.to(tl.int64) * q_length + rows, mask=here, other=0.0)
+            else:
+                # What such a rule subtracts is not the maximum.
+                top = maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap, R, G)
+            # A gathered row may see no key; it must not meet inf - inf.
+            top = tl.where(top == float("-inf"), 0.0, top)
+            natural_top = top * factor
+            rounded_top = round_to(natural_top, tl.constexpr(R.input))
+            exact = tl.zeros([BLOCK_M], tl.int32)
+            as_run = tl.zeros([BLOCK_M], tl.int32)
+            window = tl.zeros([BLOCK_M], tl.int32)
+            ones = tl.zeros([BLOCK_M], tl.int32)
+            for tile in tl.range(chunk, chunk_end, num_stages=G.stages):
+                s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
+                seen = s > float("-inf")
+                natural = s * factor
+                same = round_to(natural, tl.constexpr(R.input)) == rounded_top[:, None]
+                exact += tl.sum((seen & same).to(tl.int32), 1)
+                as_run += tl.sum((seen & (s == top[:, None])).to(tl.int32), 1)
+                below = natural_top[:, None] - natural
+                window += tl.sum((seen & (below <= WINDOW)).to(tl.int32), 1)
+                ones += tl.sum((seen & (below <= unit)).to(tl.int32), 1)
+            plane = tl.num_programs(1).to(tl.int64) * q_length
+            to = out_ptr + bh.to(tl.int64) * q_length + rows
+            # Sums of integers: their order changes nothing.
+            tl.atomic_add(to, exact, mask=here)
+            tl.atomic_add(to + plane, as_run, mask=here)
+            tl.atomic_add(to + 2 * plane, window, mask=here)
+            tl.atomic_add(to + 3 * plane, ones, mask=here)
 
 
 def multiplicities(
@@ -122,28 +136,26 @@ def multiplicities(
     ``near``, ``row_max`` [B, Hq, Tq] fp32 from the forward. No host synchronisation.
     """
     (batch, heads, q_length, head_dim), (_, k_heads, k_length, _) = q.shape, k.shape
+    # Sixty-four gathered rows at a time; the tile's width changes no score.
     geometry = forward_geometry(
         recipe, head_dim, visibility, softcap=softcap is not None, level="none", tma=False, packed=False
     )
-    geometry = _recounting(geometry)
+    geometry = replace(geometry, block_m=64, block_n=min(geometry.block_n, 64), warps=4, stages=2)
     if q.device.type == "cpu":
         q, k = q.float(), k.float()
-    out = (row_max > -torch.inf).to(torch.int32).repeat(4, 1, 1, 1)
+    flagged = near > _ALONE
+    out = ((row_max > -torch.inf) & ~flagged).to(torch.int32).repeat(4, 1, 1, 1)
     rows = torch.empty(batch * heads, q_length, dtype=torch.int32, device=q.device)
     counts = torch.empty(batch * heads, dtype=torch.int32, device=q.device)
     gather_kernel[(batch * heads,)](near.contiguous(), rows, counts, q_length, BLOCK=1024)
     left, right = (reach or 0 for reach in visibility.reach())
     # A score no further below the maximum has a P_bar that rounds to 1, ties included.
     unit = -math.log1p(-(2.0 ** -(geometry.mantissa + 2)))
-    grid = (-(-q_length // geometry.block_m), batch * heads)
-    multiplicity_kernel[grid](
-        q, k, rows, counts, out, *q.stride(), *k.stride(), heads, heads // k_heads, q_length, k_length,
-        visibility.shift(q_length, k_length), left, right, scale, softcap or 0.0, unit,
+    chunks = -(-k_length // (geometry.block_n * _CHUNK))
+    multiplicity_kernel[(-(-q_length // geometry.block_m), batch * heads, chunks)](
+        q, k, row_max.contiguous(), rows, counts, out, *q.stride(), *k.stride(), heads, heads // k_heads,
+        q_length, k_length,
+        visibility.shift(q_length, k_length), left, right, scale, softcap or 0.0, unit, CHUNK=_CHUNK,
         R=anonymous(recipe), G=geometry, num_warps=geometry.warps, num_stages=geometry.stages,
     )  # fmt: skip
     return out
-
-
-def _recounting(geometry: Geometry) -> Geometry:
-    """Sixty-four gathered rows at a time, all tiles masked."""
-    return replace(geometry, block_m=64, block_n=min(geometry.block_n, 64), warps=4, stages=2)

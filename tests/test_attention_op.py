@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,7 +28,7 @@ def make(device: str, *, grad: bool = False, dtype: torch.dtype = torch.bfloat16
 def test_opcheck(level: str, backward: str, device: str) -> None:
     q, k, v = make(device, grad=True)
     slots = torch.arange(80, dtype=torch.int32, device=device).view(1, 2, 40) if level == "full" else None
-    recipes = preset("fa2").to_json(), preset(backward).to_json()
+    recipes = preset("fa2").json, preset(backward).json
     arguments = (q, k, v, slots, 80 if level == "full" else 0, *recipes, "top-left", -1, -1, 0.125, None, level, 0)
     opcheck(torch.ops.attn_diag.attention_forward.default, arguments)
 
@@ -35,7 +36,7 @@ def test_opcheck(level: str, backward: str, device: str) -> None:
 def test_opcheck_of_the_backward(device: str) -> None:
     q, k, v = make(device)
     lse = torch.ones(1, 2, 40, device=device)
-    recipes = preset("fa2").to_json(), preset("fa2").to_json()
+    recipes = preset("fa2").json, preset("fa2").json
     arguments = (q, k, v, q, lse, q, None, 0, *recipes, "none", -1, -1, 0.125, None, "none", 0)
     opcheck(torch.ops.attn_diag.attention_backward.default, arguments)
 
@@ -171,6 +172,6 @@ from attn_diag.kernels.attention import attention
 q = torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16)
 attention(q, q, q)
 """
-    environment = {"PATH": "/usr/bin:/bin", "TRITON_INTERPRET": "0", "HOME": "/tmp"}
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert "set TRITON_INTERPRET=1 before triton is first imported" in done.stderr
