@@ -66,7 +66,6 @@ class Geometry:
     track_near: bool = False
     packed: bool = False
     tma: bool = False
-    direct: bool = False
 
     def without_dump(self) -> Geometry:
         """The same without the tile dump."""

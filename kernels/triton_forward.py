@@ -206,37 +206,15 @@ def watch_rows(watched, cast, m, rescale, factor, R: tl.constexpr, G: tl.constex
 
 
 @triton.jit
-def store_in_place(pointers, values, here):
-    """Store pairs of neighbouring columns from the registers that hold them, [M, N]; rows must start at even offsets.
-
-    ``tl.store`` would first gather whole lines in shared memory, which costs a resident block and two barriers a tile.
-    """
-    addresses = pointers.to(tl.int64, bitcast=True)
-    wanted = here.to(tl.int32)
-    if values.dtype == tl.float32:
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.u32 p, $6, 0; @p st.global.v2.b32 [$2], {$4, $5}; mov.u32 $0, 0; mov.u32 $1, 0;}",
-            "=r,=r,l,l,r,r,r,r", [addresses, values, wanted], dtype=tl.int32, is_pure=False, pack=2)  # fmt: skip
-    else:
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.u32 p, $5, 0; @p st.global.b32 [$2], $4; mov.u32 $0, 0; mov.u32 $1, 0;}",
-            "=r,=r,l,l,r,r,r", [addresses, values, wanted], dtype=tl.int32, is_pure=False, pack=2)  # fmt: skip
-
-
-@triton.jit
-def dump_tile(dump, s, cast, m, cols, tile, k_length, G: tl.constexpr):
+def dump_tile(dump, s, cast, m, cols, tile, k_length):
     """Store S, the cast P_bar and the maximum it was taken from, for the rows that have a slot (>= 0)."""
     s_ptr, p_ptr, m_ptr, slots, stride, tiles = dump
     chosen = slots >= 0
     slots = slots.to(tl.int64)
     where = slots[:, None] * stride + cols[None, :]
     here = chosen[:, None] & (cols < k_length)[None, :]
-    if G.direct:
-        store_in_place(s_ptr + where, s, here)
-        store_in_place(p_ptr + where, cast, here)
-    else:
-        tl.store(s_ptr + where, s, mask=here)
-        tl.store(p_ptr + where, cast, mask=here)
+    tl.store(s_ptr + where, s, mask=here)
+    tl.store(p_ptr + where, cast, mask=here)
     tl.store(m_ptr + slots * tiles + tile, m, mask=chosen)
 
 
@@ -280,7 +258,7 @@ def _walk_tiles(state, watched, q, keys, values, b, hk, positions, first_tile, n
         if G.dump:
             if any_slot:
                 cols = tile * G.block_n + tl.arange(0, G.block_n)
-                dump_tile(dump, s, cast, m_new, cols, tile, view[0], G)
+                dump_tile(dump, s, cast, m_new, cols, tile, view[0])
         v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
         if R.range_pv == "fp32" and R.accumulator == "fp32":
             acc = dot_add(cast, v, acc * rescale[:, None], tl.constexpr(R.probs))
@@ -336,7 +314,7 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
             if G.dump:
                 if any_slot:
                     cols = tile * G.block_n + tl.arange(0, G.block_n)
-                    dump_tile(dump, s, cast, m_new, cols, tile, view[0], G)
+                    dump_tile(dump, s, cast, m_new, cols, tile, view[0])
         if R.row_sum_clamp is not None:
             total = tl.maximum(total, R.row_sum_clamp)
         exact_l = exact_l * rescale + total
