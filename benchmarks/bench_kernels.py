@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -103,7 +104,7 @@ def others(tensors: list[Tensor], *, causal: bool) -> dict[str, float]:
                 row[f"{name} fwd"] = replay_ms(lambda: scaled_dot_product_attention(q, k, v, is_causal=causal))
             out = scaled_dot_product_attention(q, k, v, is_causal=causal)
             row[f"{name} bwd"] = event_ms(partial(torch.autograd.grad, out, (q, k, v), tensors[3], retain_graph=True))
-    torch._functorch.config.donated_buffer = False  # so that the backward can be repeated
+    functorch_config.donated_buffer = False  # so that the backward can be repeated
     flex = torch.compile(flex_attention)
     length = q.shape[2]
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length) if causal else None  # noqa: ARG005

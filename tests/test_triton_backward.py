@@ -146,7 +146,12 @@ def test_backward_dump_holds_what_was_used(recipe: Recipe, device: str) -> None:
     emulated = emulate_head(recipe, head)
     assert head.do is not None
     assert emulated.delta is not None
-    torch.testing.assert_close(dump.delta[0, 0].cpu(), emulated.delta, rtol=1e-4, atol=1e-5)
+    if recipe.delta_from == "rounded-o":
+        # From the kernel's own O: another rounding of a single element would move delta by far more than fp32 does.
+        expected = (do[0, 0].cpu().double() * out[0, 0].detach().cpu().double()).sum(1)
+    else:
+        expected = emulated.delta.double()
+    torch.testing.assert_close(dump.delta[0, 0].cpu().double(), expected, rtol=1e-5, atol=2e-5)
     seen = dump.visible.cpu()
     dprobs = head.do[rows] @ head.v.T
     torch.testing.assert_close(dump.dprobs.cpu().double()[seen], dprobs[seen], rtol=1e-5, atol=1e-4)
