@@ -97,6 +97,7 @@ def measure(shape: tuple[int, ...], *, causal: bool, copy_tb_s: float) -> dict[s
 def others(tensors: list[Tensor], *, causal: bool) -> dict[str, float]:
     """Forward and backward of SDPA's backends and of compiled FlexAttention."""
     q, k, v = (t.clone().requires_grad_() for t in tensors[:3])
+    torch.compiler.reset()  # each shape compiles anew; their number is limited
     row = {}
     for name, backend in BACKENDS.items():
         with sdpa_kernel(backend):

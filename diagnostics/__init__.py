@@ -18,15 +18,19 @@ if TYPE_CHECKING:
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
     from attn_diag.kernels import Recipe, preset
+    from attn_diag.kernels.attention import attention
+    from attn_diag.kernels.dump import Dump
     from attn_diag.loading import load, load_example
 
 _HOME = {
     "AttnDiagError": "errors",
     "Capture": "capture",
     "Diagnosis": "diagnosis",
+    "Dump": "kernels.dump",
     "InputError": "errors",
     "Recipe": "kernels",
     "Selection": "analysis",
+    "attention": "kernels.attention",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
@@ -40,9 +44,11 @@ __all__ = [
     "AttnDiagError",
     "Capture",
     "Diagnosis",
+    "Dump",
     "InputError",
     "Recipe",
     "Selection",
+    "attention",
     "inspect",
     "inspect_captures",
     "json_schema",

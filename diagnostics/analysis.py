@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions, read_lse
 from attn_diag.bias import SignedErrors
-from attn_diag.capture import Capture
+from attn_diag.capture import DEFAULT_OBSERVATION, Capture
 from attn_diag.diagnosis import (
     Assumptions,
     CaptureDiagnosis,
@@ -26,29 +26,31 @@ from attn_diag.diagnosis import (
     ObservationDiagnosis,
     Propagation,
 )
+from attn_diag.engines import Engine, engine_backend, require_known, run_recipe, select_recipes
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
-from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
+from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import HeadMeasurement, ObservedHead, collector_of, measure_head
 from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, adjust_family, dw_q_sums, pool, unclustered
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
-from attn_diag.provenance import backend_name, describe_tool, pick_device
+from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.ranges import Ranges
 from attn_diag.recognise import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, reference_head, ulp
 from attn_diag.row_maxima import DEFINITIONS, Repeats
 from attn_diag.verdict import summarise
 
+if TYPE_CHECKING:
+    from attn_diag.kernels.dump import Dump
+
 DEFAULT_LEVEL = 0.01
-DEFAULT_RECIPE = "fa2"
 # q = x w_q^T in BF16 leaves about half a percent; RoPE, QK-norm or a bias in between leaves of the order of 1.
 _PROJECTION_TOLERANCE = 0.05
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20
 # So many missing heads are named; more are only hinted at.
 _NAMED_MISSING = 4
-_INPUT_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 Progress = Callable[[int, int], None]
 
@@ -82,7 +84,9 @@ def inspect(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     layout: str = "BHTD",
+    dump: Dump | None = None,
     recipes: Sequence[str | Recipe] = (),
+    engine: str = "emulation",
     level: float = DEFAULT_LEVEL,
     device: str = "auto",
 ) -> Diagnosis:
@@ -92,20 +96,29 @@ def inspect(
     dk, dv like k; lse [B, H, T] (natural logarithm) and delta [B, H, T] fp32; x [B, T, C] and w_q [D * H, C]:
     the query projection's input and weight. ``layout`` "BTHD" for tensors with heads and time swapped.
     ``causal``: True where Tq = Tk, else "top-left" or "bottom-right". Without any output the recipes (default
-    fa2) are emulated and judged instead; with one, ``recipes`` adds them beside it. ``level``: significance
-    after Benjamini-Hochberg.
+    fa2) are run by ``engine`` ("emulation" or "triton") and judged instead; with one, ``recipes`` adds them beside
+    it. ``level``: significance after Benjamini-Hochberg.
+
+    ``dump``: what ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
+    options are taken from there.
 
     Raises InputError where tensors do not fit each other or are of an unsupported kind.
     """
     if causal is True and q.shape[1 if layout == "BTHD" else 2] != k.shape[1 if layout == "BTHD" else 2]:
         raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
-    named = {"q": q, "k": k, "v": v, "do": do, "x": x, "w_q": w_q, "mask": mask}
-    outputs = {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
+    tensors = {"q": q, "k": k, "v": v, "do": do, "x": x, "w_q": w_q, "mask": mask}
+    tensors |= {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
     alignment = causal if isinstance(causal, str) else ("top-left" if causal else "none")
-    capture = Capture.from_tensors(
-        named | outputs, causal=alignment, scale=scale, window=window, softcap=softcap, layout=layout
-    )
-    return inspect_captures([capture], recipes=recipes, level=level, device=device)
+    options = {"causal": alignment, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
+    made_by = {}
+    if dump is not None:
+        tensors |= {"o": dump.o.transpose(1, 2) if layout == "BTHD" else dump.o, "lse": dump.lse, "delta": dump.delta}
+        window = None if dump.window == (-1, -1) else dump.window
+        options |= {"causal": dump.causal, "scale": dump.scale, "window": window, "softcap": dump.softcap}
+        options |= {"kernel": "attn_diag.attention", "device": dump.backend}
+        made_by = {DEFAULT_OBSERVATION: dump.recipe}
+    capture = Capture.from_tensors(tensors, **options)
+    return inspect_captures([capture], recipes=recipes, engine=engine, made_by=made_by, level=level, device=device)
 
 
 def inspect_captures(
@@ -113,6 +126,8 @@ def inspect_captures(
     *,
     selection: Selection | None = None,
     recipes: Sequence[str | Recipe] = (),
+    engine: str = "emulation",
+    made_by: Mapping[str, Recipe] | None = None,
     level: float = DEFAULT_LEVEL,
     device: str = "auto",
     progress: Progress | None = None,
@@ -121,22 +136,25 @@ def inspect_captures(
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
 
-    ``recipes``: emulate these (names or Recipe) beside the captured observations; where a capture has none,
-    "fa2" is emulated. ``progress(done, total)`` is called after every head. ``unreadable`` lists inputs that
-    could not be read, for the summary. ``skip(error)`` is called for a capture among several that lacks the
-    observation, heads or batch items selected, or whose dtype no recipe covers; it is listed as unreadable too.
+    ``recipes``: run these (names or Recipe) beside the captured observations; where a capture has none, "fa2" is run.
+    ``engine``: by the "emulation", or by the "triton" kernels (CUDA, or interpreted). ``made_by``: the recipes of
+    captured observations, where they are known and need not be recognised. ``progress(done, total)`` is called after
+    every head. ``unreadable`` lists inputs that could not be read, for the summary. ``skip(error)`` is called for a
+    capture among several that lacks the observation, heads or batch items selected, or whose dtype no recipe covers;
+    it is listed as unreadable too.
 
     Raises InputError for unknown recipes and, without ``skip`` or where no capture is left, for what it would skip.
     """
     if not 0 < level < 1:
         raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
-    _require_known(recipes)
+    runner = require_known(engine, recipes)
     where = pick_device(device)
     chosen, skipped = list(captures), list(unreadable)
     jobs: list[_CaptureJob] = []
     for capture in chosen:
         try:
-            jobs.append(_CaptureJob(capture, selection or Selection(), recipes, where, level))
+            runs = _Runs(tuple(recipes), runner, dict(made_by or {}))
+            jobs.append(_CaptureJob(capture, selection or Selection(), runs, where, level))
         except InputError as error:
             if skip is None or len(chosen) == 1:
                 raise
@@ -197,6 +215,15 @@ class _GroupResult:
     census: NonFiniteCensus = field(default_factory=NonFiniteCensus)
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """Recipes to run, by which engine, and the recipes that captured observations are known to have."""
+
+    recipes: tuple[str | Recipe, ...]
+    engine: Engine
+    made_by: dict[str, Recipe]
+
+
 class _CaptureJob:
     """One capture on its way through: check, measure head by head, pool."""
 
@@ -204,13 +231,14 @@ class _CaptureJob:
         self,
         capture: Capture,
         selection: Selection,
-        recipes: Sequence[str | Recipe],
+        runs: _Runs,
         device: torch.device,
         level: float,
     ) -> None:
         self.capture, self.device, self.level = capture, device, level
+        self.engine = runs.engine
         self.captured = _select_observations(capture, selection.observation)
-        self.recipes = _select_recipes(capture, recipes, emulate=not self.captured)
+        self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
         offset = capture.metadata.head_offset
         self.heads = _select(capture, range(capture.q_heads), selection.heads, "head", offset)
         self.batches = _select(capture, range(capture.batch), selection.batches, "batch item", 0)
@@ -221,7 +249,7 @@ class _CaptureJob:
         self.key_sums: dict[str, dict[int, dict[str, list[tuple[GradientSums, SignedErrors]]]]] = {}
         self.entries: dict[str, list[Entry]] = {}
         self.notes: list[str] = []
-        self.recognised: dict[str, Recognised] = {}
+        self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
         self.assumptions: Assumptions
         self._projection_fits = False
 
@@ -234,6 +262,8 @@ class _CaptureJob:
         self.assumptions = check_assumptions(self.capture, self.captured, self.device)
         self._projection_fits = self._check_projection()
         for name in self.captured:
+            if name in self.recognised:
+                continue
             found = recognise(self.capture, name, self.batches[0], self.heads[0], self.device)
             if found is not None and self.assumptions.ok:
                 self.recognised[name] = found
@@ -243,7 +273,9 @@ class _CaptureJob:
             by_kv.setdefault(head // self.group, []).append(head)
         groups = [_Group(kv, batch, heads) for kv, heads in by_kv.items() for batch in self.batches]
         small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
-        for result in map_in_order(self._measure, groups, parallel=self.device.type == "cpu" and small):
+        # Triton's interpreter runs one kernel at a time.
+        parallel = self.device.type == "cpu" and small and self.engine == "emulation"
+        for result in map_in_order(self._measure, groups, parallel=parallel):
             self.census.merge(result.census)
             for name, parts in result.parts.items():
                 for part in parts:
@@ -277,8 +309,8 @@ class _CaptureJob:
                     name=name,
                     recipe=recipe.name if recipe else found.name if found else None,
                     agreement=found.agreement if found else None,
-                    backend=f"emulation on {backend_name(self.device)}" if recipe else _captured_backend(c),
-                    emulated=recipe is not None,
+                    backend=engine_backend(self.engine, self.device) if recipe else _captured_backend(c),
+                    emulated=recipe is not None and self.engine == "emulation",
                     outputs=c.observations.get(name, ()),
                     heads=tuple(heads),
                     kv_heads=tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {}))),
@@ -327,7 +359,7 @@ class _CaptureJob:
                 # Coarse scores move L by far more than fp32 arithmetic does; the recipe tells by how much.
                 observed.assumed_lse = emulate_head(observed.recipe, replace(inputs.head, do=None)).lse.double()
         for name, recipe in self.recipes.items():
-            result = emulate_head(recipe, inputs.head)
+            result = run_recipe(self.engine, recipe, inputs.head)
             tensors = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
             formats = {n: format_of(t.dtype) for n, t in tensors.items()}
             seen.append(ObservedHead(name, {n: t.double() for n, t in tensors.items()}, formats, recipe))
@@ -494,34 +526,6 @@ def _nonfinite_words(source: str, found: NonFinite) -> str:
     if found.tensor == "mask":
         return f"{source}: {found.count} NaN or +Inf {where}: leave a key out with -Inf; rows that see it are left out"
     return f"{source}: {found.count} NaN or Inf {where}"
-
-
-def _require_known(recipes: Sequence[str | Recipe]) -> None:
-    for name in recipes:
-        if isinstance(name, str) and name not in PRESETS:
-            raise InputError(f"no recipe {name!r}; known: {', '.join(PRESETS)}")
-
-
-def _select_recipes(capture: Capture, wanted: Sequence[str | Recipe], *, emulate: bool) -> dict[str, Recipe]:
-    """The recipes to emulate, by the name of the observation they become."""
-    dtype = capture.tensors["q"].dtype
-    asked = list(wanted) or ([DEFAULT_RECIPE] if emulate else [])
-    chosen: dict[str, Recipe] = {}
-    for item in asked:
-        if dtype not in _INPUT_FORMATS:
-            named = str(dtype).removeprefix("torch.")
-            raise InputError(
-                f"{capture.source}: recipes are emulated for bfloat16 and float16 inputs, q is {named}; "
-                "capture an observation (o) to inspect this input"
-            )
-        fmt: Any = _INPUT_FORMATS[dtype]
-        recipe = preset(item, fmt, capture.head_dim) if isinstance(item, str) else item.for_input(fmt)
-        try:
-            check_supported(recipe)
-        except RecipeNotSupportedError as error:
-            raise InputError(str(error)) from None
-        chosen[f"{recipe.name} (emulated)"] = recipe
-    return chosen
 
 
 def _select(

@@ -31,7 +31,7 @@ class Recognised:
     """The recipe that fits best, the fraction of equal elements, and the names of all that fit as well."""
 
     recipe: Recipe
-    agreement: float
+    agreement: float | None
     name: str
 
 

@@ -76,7 +76,9 @@ def observation_line(observation: ObservationDiagnosis) -> str:
     if observation.emulated:
         return f"{observation.name}: {observation.backend}"
     recipe = "no known recipe reproduces its O"
-    if observation.recipe is not None and observation.agreement is not None:
+    if observation.recipe is not None:
+        recipe = f"recipe {observation.recipe}"
+    if observation.agreement is not None:
         recipe = (
             f"O as recipe {observation.recipe} makes it ({observation.agreement:.1%} of sampled elements bit-equal)"
         )

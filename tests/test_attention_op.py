@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+import attn_diag
 from attn_diag.kernels import RecipeNotSupportedError, Schedule, SoftmaxRule, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.kernels.backend import BackendError
@@ -167,6 +168,7 @@ def test_shapes_and_devices_are_checked(device: str) -> None:
 
 def test_without_gpu_and_interpreter_it_says_what_to_do() -> None:
     script = """
+import attn_diag
 import torch
 from attn_diag.kernels.attention import attention
 q = torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16)
@@ -175,3 +177,37 @@ attention(q, q, q)
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert "set TRITON_INTERPRET=1 before triton is first imported" in done.stderr
+
+
+def test_inspect_takes_a_dump(device: str) -> None:
+    q, k, v = (t.requires_grad_() for t in make(device))
+    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).to(device, q.dtype)
+    out, dump = attn_diag.attention(q, k, v, causal="top-left", recipe="qiu2025", instrument="rows")
+    (dq,) = torch.autograd.grad(out, q, do)
+    found = attn_diag.inspect(q, k, v, do=do, dq=dq, dump=dump, device="cpu")
+    (observation,) = found.captures[0].observations
+    assert observation.recipe == "qiu2025"
+    assert dump.backend in observation.backend
+    head = observation.heads[0]
+    assert head.delta_source == "captured"
+    counted = int((dump.multiplicity("as_run")[0, 0] > 1).sum())
+    assert head.row_maxima.as_run is not None
+    # The kernel's scores are sums in fp32, the report's in float64: a rounding may fall the other way now and then.
+    assert abs(head.row_maxima.as_run.rows - counted) <= 1
+
+
+def test_inspect_runs_recipes_on_the_kernels(device: str) -> None:
+    q, k, v = make(device)
+    emulated, ran = (
+        attn_diag.inspect(q, k, v, do=q, causal=True, engine=engine, device=device)
+        for engine in ("emulation", "triton")
+    )
+    (observation,) = ran.captures[0].observations
+    assert observation.name == "fa2 (triton)"
+    assert observation.backend.startswith("triton ")
+    for a, b in zip(emulated.captures[0].observations[0].heads, observation.heads, strict=True):
+        assert a.noise_factor == pytest.approx(b.noise_factor, rel=0.05)
+    with pytest.raises(attn_diag.InputError, match="no explicit mask"):
+        attn_diag.inspect(q, k, v, mask=torch.ones(40, 40, dtype=torch.bool), engine="triton", device=device)
+    with pytest.raises(attn_diag.InputError, match="engine must be emulation or triton"):
+        attn_diag.inspect(q, k, v, engine="cuda", device=device)

@@ -338,7 +338,7 @@ UNUSABLE: dict[str, tuple[dict[str, Tensor], list[str], str]] = {
     "recipe": (
         {n: t.float() for n, t in good().items()},
         ["--recipe", "fa2"],
-        "recipes are emulated for bfloat16 and float16 inputs, q is float32",
+        "recipes are run for bfloat16 and float16 inputs, q is float32",
     ),
 }
 

@@ -33,8 +33,11 @@ def inspect(
     ] = False,
     observation: Annotated[str | None, typer.Option(help="Only this observation.")] = None,
     recipe: Annotated[
-        list[str] | None, typer.Option(help="Also emulate this recipe on the same inputs (repeatable).")
+        list[str] | None, typer.Option(help="Also run this recipe on the same inputs (repeatable).")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="What runs recipes: emulation, or triton (kernels, on CUDA).")
+    ] = "emulation",
     head: Annotated[str | None, typer.Option(help="Heads, such as 0,3-5 (the model's numbers).")] = None,
     layer: Annotated[str | None, typer.Option(help="Only captures of these layers.")] = None,
     batch: Annotated[str | None, typer.Option(help="Batch items.")] = None,
@@ -86,7 +89,7 @@ def inspect(
     selection = Selection(observation, _numbers("--head", head), _numbers("--batch", batch))
     with _progress_bar() as progress:
         diagnosis = inspect_captures(
-            captures, selection=selection, recipes=recipe or (), level=level, device=device,
+            captures, selection=selection, recipes=recipe or (), engine=engine, level=level, device=device,
             progress=progress, unreadable=unreadable, skip=_complain,
         )  # fmt: skip
     for warning in diagnosis.summary.warnings:

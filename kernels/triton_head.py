@@ -1,0 +1,41 @@
+"""One head through the Triton kernels, with the same face as the emulation of ``attn_diag.kernels.emulation``."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_diag.kernels.attention import check_kernels_support
+from attn_diag.kernels.backend import DTYPES, check_backend
+from attn_diag.kernels.emulation import EmulatedHead, HeadLike, RecipeNotSupportedError
+from attn_diag.kernels.geometry import Visibility
+from attn_diag.kernels.recipe import Recipe
+from attn_diag.kernels.triton_backward import backward
+from attn_diag.kernels.triton_forward import forward
+
+
+def run_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
+    """Run the recipe's kernels on one head, forward and (where dO is given) backward, on the head's device.
+
+    The head's tensors may be of any float dtype; their values must be numbers of the recipe's input format.
+
+    Raises RecipeNotSupportedError for a site the kernels lack, an explicit mask or chosen query positions;
+    BackendError where nothing here can run them.
+    """
+    check_kernels_support(recipe)
+    check_backend(head.q.device)
+    masking = getattr(head, "masking", None)
+    if masking is not None and (masking.mask is not None or masking.positions is not None):
+        raise RecipeNotSupportedError("the Triton kernels take no explicit mask and no q_positions; use the emulation")
+    visibility = Visibility() if masking is None else Visibility(masking.causal, masking.window)
+    with torch.no_grad():
+        q, k, v = (t.to(DTYPES[recipe.input])[None, None] for t in (head.q, head.k, head.v))
+        found = forward(q, k, v, recipe, visibility, scale=head.scale, softcap=head.softcap,
+                        unrounded=recipe.delta_from == "fp32-o")  # fmt: skip
+        result = EmulatedHead(o=found.o[0, 0], lse=found.lse[0, 0])
+        if head.do is not None:
+            do = head.do.to(DTYPES[recipe.input])[None, None]
+            o = found.unrounded if recipe.delta_from == "fp32-o" else found.o
+            back = backward(q, k, v, o, found.lse, do, recipe, visibility, scale=head.scale, softcap=head.softcap)
+            result.delta = back.delta[0, 0]
+            result.dq, result.dk, result.dv = back.dq[0, 0], back.dk[0, 0], back.dv[0, 0]
+    return result
