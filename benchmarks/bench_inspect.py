@@ -2,8 +2,9 @@
 
     python benchmarks/bench_inspect.py [--device cpu|cuda] [--json FILE]
 
-Naive: softmax(Q K^T) V with autograd in float64, forward and backward, T x T matrices and all. Time: median of
-alternating runs in one process, and the first run of each. Memory: peak resident size of a process of its own,
+Naive: softmax(Q K^T) V with autograd in float64, forward and backward, T x T matrices and all. Time: once in a fresh
+process, imports and inputs aside, as a command or a breakpoint does it (median over processes); and the median of
+alternating runs in one process, where the allocator has kept the T x T matrices' pages. Memory: peak resident size of a process of its own,
 less what it had after its imports (on CUDA: the allocator's peak). With --device cuda every real capture is also
 analysed on both devices, and the figures are compared.
 """
@@ -71,8 +72,8 @@ def timed(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def compare(name: str, device: str) -> dict[str, float]:
-    """Median times of the analysis, of the streamed reference alone, and of the naive computation."""
+def works_of(name: str, device: str) -> dict[str, Callable[[], object]]:
+    """The analysis, the streamed reference alone, and the naive computation, on the same tensors."""
     capture, tensors = make_capture(name, device)
     heads = [head_of(tensors, h, device) for h in range(capture.q_heads)]
 
@@ -80,25 +81,38 @@ def compare(name: str, device: str) -> dict[str, float]:
         for head in heads:
             reference_head(head, key_gradients=False)
 
-    works = {
+    return {
         "analysis": lambda: inspect_captures([capture], device=device),
         "streamed reference": stream,
         "naive": lambda: naive(*tensors),
     }
+
+
+def compare(name: str, device: str) -> dict[str, float]:
+    """Median times of the analysis, of the streamed reference alone, and of the naive computation."""
+    works = works_of(name, device)
     times: dict[str, list[float]] = {n: [] for n in works}
     for _ in range(RUNS + 1):
         for label, work in works.items():
             seconds = timed(work, device)
             times[label].append(seconds)
     medians = {label: statistics.median(values[1:]) for label, values in times.items()}
-    return (
-        {f"{label} [s]": round(m, 4) for label, m in medians.items()}
-        | {
-            f"{label} / naive": round(medians[label] / medians["naive"], 3)
-            for label in ("analysis", "streamed reference")
-        }
-        | {"analysis / naive, first runs": round(times["analysis"][0] / times["naive"][0], 3)}
-    )
+    return {f"{label} [s]": round(m, 4) for label, m in medians.items()} | {
+        f"{label} / naive": round(medians[label] / medians["naive"], 3) for label in ("analysis", "streamed reference")
+    }
+
+
+def compare_once(name: str, device: str) -> dict[str, float]:
+    """The same, each once in a process of its own: medians over processes."""
+    works = ("analysis", "streamed reference", "naive")
+    times: dict[str, list[float]] = {work: [] for work in works}
+    for _ in range(RUNS):
+        for work in works:
+            times[work].append(in_fresh_process(name, work, "--once", device))
+    medians = {work: statistics.median(values) for work, values in times.items()}
+    return {f"{work}, once [s]": round(m, 4) for work, m in medians.items()} | {
+        f"{work} / naive, once": round(medians[work] / medians["naive"], 3) for work in works[:2]
+    }
 
 
 def figures(diagnosis: Diagnosis) -> list[float]:
@@ -136,10 +150,17 @@ def compare_devices(path: Path) -> dict[str, float]:
     }
 
 
-def peak_memory(name: str, what: str, device: str) -> float:
-    """MB above the imported libraries, in a fresh process."""
-    command = [sys.executable, __file__, "--device", device, "--peak", name, what]
+def in_fresh_process(name: str, work: str, what: str, device: str) -> float:
+    """Seconds ("--once"), or MB above the imported libraries ("--peak"), of one piece of work."""
+    command = [sys.executable, __file__, "--device", device, what, name, work]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def measure_once(name: str, work: str, device: str) -> None:
+    """Print the seconds that one piece of work takes in this process, which has imported all it needs."""
+    from scipy import special, stats  # noqa: F401 - imported by the analysis
+
+    print(timed(works_of(name, device)[work], device))
 
 
 def measure_peak(name: str, what: str, device: str) -> None:
@@ -170,10 +191,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--peak", nargs=2, metavar=("SHAPE", "WHAT"), help=argparse.SUPPRESS)
+    for what in ("--peak", "--once"):
+        parser.add_argument(what, nargs=2, metavar=("SHAPE", "WORK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
-        measure_peak(options.peak[0], options.peak[1], options.device)
+        measure_peak(*options.peak, options.device)
+        return
+    if options.once:
+        measure_once(*options.once, options.device)
         return
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     result: dict[str, object] = {
@@ -185,9 +210,9 @@ def main() -> None:
     for name in SHAPES:
         row: dict[str, float] = {}
         if name != "1x16384x128":
-            row |= compare(name, options.device)
-            row["naive peak [MB]"] = round(peak_memory(name, "naive", options.device))
-        row["analysis peak [MB]"] = round(peak_memory(name, "analysis", options.device))
+            row |= compare_once(name, options.device) | compare(name, options.device)
+            row["naive peak [MB]"] = round(in_fresh_process(name, "naive", "--peak", options.device))
+        row["analysis peak [MB]"] = round(in_fresh_process(name, "analysis", "--peak", options.device))
         result[name] = row
         print(name, row, flush=True)
     if options.device == "cuda":
