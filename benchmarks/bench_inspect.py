@@ -4,9 +4,9 @@
 
 Naive: softmax(Q K^T) V with autograd in float64, forward and backward, T x T matrices and all. Time: once in a fresh
 process, imports and inputs aside, as a command or a breakpoint does it (median over processes); and the median of
-alternating runs in one process, where the allocator has kept the T x T matrices' pages. Memory: peak resident size of a process of its own,
-less what it had after its imports (on CUDA: the allocator's peak). With --device cuda every real capture is also
-analysed on both devices, and the figures are compared.
+alternating runs in one process, where the allocator has kept the pages of the T x T matrices. Memory: peak resident
+size of a process of its own, less what it had after its imports (on CUDA: the allocator's peak). With --device cuda
+every real capture is also analysed on both devices, and the figures are compared.
 """
 
 from __future__ import annotations
@@ -195,10 +195,10 @@ def main() -> None:
         parser.add_argument(what, nargs=2, metavar=("SHAPE", "WORK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
-        measure_peak(*options.peak, options.device)
+        measure_peak(options.peak[0], options.peak[1], options.device)
         return
     if options.once:
-        measure_once(*options.once, options.device)
+        measure_once(options.once[0], options.once[1], options.device)
         return
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     result: dict[str, object] = {
