@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,15 +43,16 @@ def test_opcheck_of_the_backward(device: str) -> None:
     opcheck(torch.ops.attn_diag.attention_backward.default, arguments)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("instrument", ["none", "rows"])
-def test_compiles_as_one_graph(instrument: str, device: str) -> None:
+def test_compiles_as_one_graph(instrument: str, backend: str, device: str) -> None:
     q, k, v = make(device, grad=True)
     recipe = preset("cudnn")
 
     def work(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attention(q * 2, k, v, causal="top-left", recipe=recipe, instrument=instrument)  # type: ignore[call-overload]
 
-    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(work, fullgraph=True, backend=backend)
     got, expected = compiled(q, k, v), work(q, k, v)
     if instrument == "rows":
         assert torch.equal(got[1].multiplicity("exact"), expected[1].multiplicity("exact"))
@@ -58,6 +60,23 @@ def test_compiles_as_one_graph(instrument: str, device: str) -> None:
     assert torch.equal(got, expected)
     (a,), (b,) = (torch.autograd.grad(o.float().square().sum(), q) for o in (got, expected))
     assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("instrument", ["none", "rows", "full"])
+def test_no_host_synchronisation(instrument: str, device: str) -> None:
+    q, k, v = make(device, grad=True)
+    work = partial(attn_diag.attention, q, k, v, causal="top-left", instrument=instrument)  # type: ignore[call-overload]
+    work()  # compilation and autotuning of the driver may synchronise
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = work()
+        out = got if instrument == "none" else got[0]
+        if instrument != "none":
+            got[1].multiplicity("exact")
+        torch.autograd.grad(out, q, torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_autocast_casts_like_sdpa(device: str) -> None:
