@@ -42,6 +42,7 @@ def test_opcheck_of_the_backward(device: str) -> None:
     opcheck(torch.ops.attn_diag.attention_backward.default, arguments)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch 2.11's own, when it imports Inductor
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("instrument", ["none", "rows"])
 def test_compiles_as_one_graph(instrument: str, backend: str, device: str) -> None:

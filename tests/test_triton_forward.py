@@ -123,8 +123,8 @@ def test_instrumentation_changes_no_bit(name: str, device: str) -> None:
     chosen[1, 40:100:7] = True
     plain = attention(q, k, v, causal="top-left", recipe=name)
     expected = torch.autograd.grad(plain.float().square().sum(), (q, k, v))
-    inputs = (t.detach() for t in (q, k, v))
-    found = forward(*inputs, preset(name), Visibility("top-left"), scale=32**-0.5, softcap=None)
+    with torch.no_grad():
+        found = forward(q, k, v, preset(name), Visibility("top-left"), scale=32**-0.5, softcap=None)
     for level in ("rows", "tiles", "full"):
         rows = chosen if level == "tiles" else None
         out, dump = attention(q, k, v, causal="top-left", recipe=name, instrument=level, dump_rows=rows)
