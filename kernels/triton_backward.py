@@ -7,8 +7,10 @@
     dV = cast(P)^T dO                                             P rounded to ``backward_probs``
 
 S and dP are computed twice, for dQ and for dK and dV: two more products than a kernel that adds dQ atomically, and
-the same bits in every run. What differs between a GPU and the interpreter is as in ``triton_forward``; so are ``R``,
-``G``, ``view`` and the sources of tiles. Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
+the same bits in every run. What differs between a GPU and the interpreter is as in ``triton_forward``; ``R``, ``G``,
+``view`` and the sources of tiles are as in ``triton_tiles``.
+
+Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from torch import Tensor
 from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, dkdv_geometry, dq_geometry
 from attn_diag.kernels.recipe import Recipe
-from attn_diag.kernels.triton_forward import described, key_tiles, load_tile, mask_scores, recipe_scores
 from attn_diag.kernels.triton_math import LOG2_E, as_operand, dot, dot_add, round_to, tanh
+from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, mask_scores, recipe_scores
 
 
 @triton.jit

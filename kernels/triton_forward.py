@@ -20,90 +20,24 @@ What differs between a GPU and Triton's interpreter, given the same inputs; the 
 | log | 1 ulp | numpy |
 | sums over a row | tree over registers and lanes | numpy's pairwise sum |
 
-In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time; ``keys`` and ``values`` are tuples
-(TMA descriptor, pointer, stride of a position, stride of a feature), ``view`` is (number of keys, left, right).
+``R``, ``G``, ``view`` and the sources of tiles are as in ``triton_tiles``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
-from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, forward_geometry
+from attn_diag.kernels.geometry import Level, Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
-from attn_diag.kernels.triton_math import INTERPRETED, LOG2_E, as_operand, dot, dot_add, round_to, tanh
-
-# Columns of ones in the products that sum over a row. Eight is a tile of mma.sync, whose operand of ones stays in
-# registers; sixteen would make it a wgmma, with the ones in shared memory, and cost a resident block (1.09x -> 1.4x).
-ONES = tl.constexpr(8)
-
-
-@triton.jit
-def load_tile(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
-    """Positions [start, start + BLOCK) of a head: [BLOCK, block_d], zero beyond ``length`` and the head dimension."""
-    desc, ptr, stride_t, stride_d = source
-    BLOCK_D: tl.constexpr = G.block_d
-    if G.tma:
-        tile = tl.reshape(desc.load([b, h, start, 0]), [BLOCK, BLOCK_D])
-    else:
-        offs = start + tl.arange(0, BLOCK)
-        dims = tl.arange(0, G.block_d)
-        here = (offs < length)[:, None] & (dims < G.head_dim)[None, :]
-        tile = tl.load(ptr + offs.to(tl.int64)[:, None] * stride_t + dims[None, :] * stride_d, mask=here, other=0.0)
-    return tile
-
-
-@triton.jit
-def key_tiles(first, last, view, G: tl.constexpr):
-    """Tiles of keys that row positions [first, last] can see: [begin, end), of which [whole, partial) need no mask."""
-    k_length, left, right = view
-    stop = k_length
-    partial = k_length // G.block_n
-    if G.right:
-        stop = tl.minimum(stop, tl.maximum(last + right + 1, 0))
-        partial = tl.minimum(partial, tl.maximum(first + right + 1, 0) // G.block_n)
-    begin = 0
-    whole = 0
-    if G.left:
-        begin = tl.minimum(tl.maximum(first - left, 0), stop) // G.block_n
-        whole = tl.cdiv(tl.maximum(last - left, 0), G.block_n)
-    end = tl.maximum(tl.cdiv(stop, G.block_n), begin)
-    whole = tl.minimum(tl.maximum(whole, begin), end)
-    partial = tl.minimum(tl.maximum(partial, whole), end)
-    return begin, whole, partial, end
-
-
-@triton.jit
-def mask_scores(s, positions, cols, view, G: tl.constexpr):
-    """-inf where row position p [M] may not see column j [N]: outside p - left <= j <= p + right, or past the keys."""
-    k_length, left, right = view
-    visible = (cols < k_length)[None, :]
-    if G.right:
-        visible = visible & (cols[None, :] <= positions[:, None] + right)
-    if G.left:
-        visible = visible & (cols[None, :] >= positions[:, None] - left)
-    return tl.where(visible, s, float("-inf"))
-
-
-@triton.jit
-def recipe_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
-    """S as the recipe stores it, from q.k in fp32; unscaled where alpha waits for the exponent."""
-    if R.alpha == "after-rounding":
-        s = round_to(round_to(products, tl.constexpr(R.scores)) * scale, tl.constexpr(R.scores))
-    elif R.alpha == "before-rounding" or G.softcap:
-        s = round_to(products * scale, tl.constexpr(R.scores))
-    else:
-        s = round_to(products, tl.constexpr(R.scores))
-    if G.softcap:
-        s = round_to(tanh(s / softcap) * softcap, tl.constexpr(R.scores))
-    return s
+from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
+from attn_diag.kernels.triton_math import INTERPRETED, LOG2_E, as_operand, dot, dot_add, round_to
+from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, tile_scores
 
 
 @triton.jit
@@ -160,74 +94,6 @@ def add_range(acc, product, rescale, R: tl.constexpr):
         round_to(acc * rescale[:, None], tl.constexpr(R.accumulator)) + round_to(product, tl.constexpr(R.range_pv)),
         tl.constexpr(R.accumulator),
     )
-
-
-@triton.jit
-def near_bound(m, factor, G: tl.constexpr):
-    """A P_bar below which a score cannot repeat the maximum by any definition, [M].
-
-    Rounding S to q's format merges scores at most an ulp apart, 2**-mantissa |S|; "unit" reaches 0.00196 below the
-    maximum, "window" 1e-3; exp(-x) >= 1 - x. One BF16 step lower, as P_bar may have been rounded down.
-    """
-    return tl.minimum(1.0 - 2.1e-3, 1.0 - tl.abs(m * factor) * 2.0**-G.mantissa) - 2.0**-8
-
-
-@triton.jit
-def reaches(p, bound, R: tl.constexpr, G: tl.constexpr):
-    """1 where the cast P_bar [M, N] reaches ``bound`` [M], else 0, as an operand."""
-    if G.packed and R.probs == "bf16":
-        # Two comparisons an instruction.
-        hits = tl.inline_asm_elementwise("set.ge.bf16x2.bf16x2 $0, $1, $2;", "=r,r,r",
-                                         [p, bound.to(tl.bfloat16)[:, None]], dtype=tl.bfloat16, is_pure=True,
-                                         pack=2)  # fmt: skip
-    elif G.packed:
-        hits = tl.inline_asm_elementwise("set.ge.f16x2.f16x2 $0, $1, $2;", "=r,r,r",
-                                         [p, bound.to(tl.float16)[:, None]], dtype=tl.float16, is_pure=True,
-                                         pack=2)  # fmt: skip
-    else:
-        hits = as_operand(tl.where(p.to(tl.float32) >= bound[:, None], 1.0, 0.0), tl.constexpr(R.probs))
-    return hits
-
-
-@triton.jit
-def watch_rows(watched, cast, m, rescale, factor, R: tl.constexpr, G: tl.constexpr):
-    """Per row, how many scores lie within reach of the maximum (an upper bound), and the sum of the cast P_bar."""
-    near, cast_sum = watched
-    BLOCK_N: tl.constexpr = G.block_n
-    # Sums over a row as products with ones: on a GPU they cost a fraction of the additions.
-    ones = as_operand(tl.full([BLOCK_N, ONES], 1.0, tl.float32), tl.constexpr(R.probs))
-    if G.track_near:
-        bound = near_bound(m, factor, G)
-        # Scores of earlier tiles lie at or below the old maximum: they count while that is within reach.
-        kept = tl.where((rescale >= bound)[:, None], near, 0.0)
-        near = dot_add(reaches(cast, bound, R, G), ones, kept, tl.constexpr(R.probs))
-    # O_bar for V = 1 everywhere.
-    return near, dot_add(cast, ones, cast_sum * rescale[:, None], tl.constexpr(R.probs))
-
-
-@triton.jit
-def dump_tile(dump, s, cast, m, cols, tile, k_length):
-    """Store S, the cast P_bar and the maximum it was taken from, for the rows that have a slot (>= 0)."""
-    s_ptr, p_ptr, m_ptr, slots, stride, tiles = dump
-    chosen = slots >= 0
-    slots = slots.to(tl.int64)
-    where = slots[:, None] * stride + cols[None, :]
-    here = chosen[:, None] & (cols < k_length)[None, :]
-    tl.store(s_ptr + where, s, mask=here)
-    tl.store(p_ptr + where, cast, mask=here)
-    tl.store(m_ptr + slots * tiles + tile, m, mask=chosen)
-
-
-@triton.jit
-def tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, MASKED: tl.constexpr, R: tl.constexpr,
-                G: tl.constexpr):  # fmt: skip
-    """S of one tile of keys: [M, block_n]."""
-    start = tile * G.block_n
-    k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
-    s = recipe_scores(dot(q, tl.trans(k), tl.constexpr(R.input)), scale, softcap, R, G)
-    if MASKED:
-        s = mask_scores(s, positions, start + tl.arange(0, G.block_n), view, G)
-    return s
 
 
 @triton.jit
@@ -573,14 +439,3 @@ def _merge_splits(
         l, near, cast_sum = ((rescale * rows[1]).sum(0), rows[2].sum(0), (rescale * rows[3]).sum(0))
         rows = torch.stack([m, l, near, cast_sum, rounding_error])
     return merged, merged_lse, rows
-
-
-def described(tensor: Tensor, block: int, geometry: Geometry) -> Any:
-    """A tensor descriptor of tiles [block, block_d] where the kernel wants one, else the tensor itself."""
-    if not geometry.tma:
-        return tensor
-    # The stride of a dimension of size one is arbitrary in torch; TMA wants a multiple of 16 bytes.
-    strides = [
-        s if n > 1 else tensor.shape[-1] * 16 for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    ]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block, geometry.block_d])

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from attn_diag.kernels.geometry import Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
-from attn_diag.kernels.triton_forward import key_tiles, tile_scores
 from attn_diag.kernels.triton_math import round_to
+from attn_diag.kernels.triton_tiles import key_tiles, tile_scores
 
 DEFINITIONS = ("exact", "as_run", "window", "unit")
 WINDOW = tl.constexpr(1e-3)

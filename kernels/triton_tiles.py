@@ -1,0 +1,101 @@
+"""Tiles of q, k and v, and the scores of a tile: what the forward, the backward and the second pass share.
+
+In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time; a source of tiles is a tuple (TMA
+descriptor, pointer, stride of a position, stride of a feature), ``view`` is (number of keys, left, right).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attn_diag.kernels.geometry import Geometry
+from attn_diag.kernels.triton_math import dot, round_to, tanh
+
+
+@triton.jit
+def load_tile(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
+    """Positions [start, start + BLOCK) of a head: [BLOCK, block_d], zero beyond ``length`` and the head dimension."""
+    desc, ptr, stride_t, stride_d = source
+    BLOCK_D: tl.constexpr = G.block_d
+    if G.tma:
+        tile = tl.reshape(desc.load([b, h, start, 0]), [BLOCK, BLOCK_D])
+    else:
+        offs = start + tl.arange(0, BLOCK)
+        dims = tl.arange(0, G.block_d)
+        here = (offs < length)[:, None] & (dims < G.head_dim)[None, :]
+        tile = tl.load(ptr + offs.to(tl.int64)[:, None] * stride_t + dims[None, :] * stride_d, mask=here, other=0.0)
+    return tile
+
+
+@triton.jit
+def key_tiles(first, last, view, G: tl.constexpr):
+    """Tiles of keys that row positions [first, last] can see: [begin, end), of which [whole, partial) need no mask."""
+    k_length, left, right = view
+    stop = k_length
+    partial = k_length // G.block_n
+    if G.right:
+        stop = tl.minimum(stop, tl.maximum(last + right + 1, 0))
+        partial = tl.minimum(partial, tl.maximum(first + right + 1, 0) // G.block_n)
+    begin = 0
+    whole = 0
+    if G.left:
+        begin = tl.minimum(tl.maximum(first - left, 0), stop) // G.block_n
+        whole = tl.cdiv(tl.maximum(last - left, 0), G.block_n)
+    end = tl.maximum(tl.cdiv(stop, G.block_n), begin)
+    whole = tl.minimum(tl.maximum(whole, begin), end)
+    partial = tl.minimum(tl.maximum(partial, whole), end)
+    return begin, whole, partial, end
+
+
+@triton.jit
+def mask_scores(s, positions, cols, view, G: tl.constexpr):
+    """-inf where row position p [M] may not see column j [N]: outside p - left <= j <= p + right, or past the keys."""
+    k_length, left, right = view
+    visible = (cols < k_length)[None, :]
+    if G.right:
+        visible = visible & (cols[None, :] <= positions[:, None] + right)
+    if G.left:
+        visible = visible & (cols[None, :] >= positions[:, None] - left)
+    return tl.where(visible, s, float("-inf"))
+
+
+@triton.jit
+def recipe_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
+    """S as the recipe stores it, from q.k in fp32; unscaled where alpha waits for the exponent."""
+    if R.alpha == "after-rounding":
+        s = round_to(round_to(products, tl.constexpr(R.scores)) * scale, tl.constexpr(R.scores))
+    elif R.alpha == "before-rounding" or G.softcap:
+        s = round_to(products * scale, tl.constexpr(R.scores))
+    else:
+        s = round_to(products, tl.constexpr(R.scores))
+    if G.softcap:
+        s = round_to(tanh(s / softcap) * softcap, tl.constexpr(R.scores))
+    return s
+
+
+@triton.jit
+def tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, MASKED: tl.constexpr, R: tl.constexpr,
+                G: tl.constexpr):  # fmt: skip
+    """S of one tile of keys: [M, block_n]."""
+    start = tile * G.block_n
+    k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
+    s = recipe_scores(dot(q, tl.trans(k), tl.constexpr(R.input)), scale, softcap, R, G)
+    if MASKED:
+        s = mask_scores(s, positions, start + tl.arange(0, G.block_n), view, G)
+    return s
+
+
+def described(tensor: Tensor, block: int, geometry: Geometry) -> Any:
+    """A tensor descriptor of tiles [block, block_d] where the kernel wants one, else the tensor itself."""
+    if not geometry.tma:
+        return tensor
+    # The stride of a dimension of size one is arbitrary in torch; TMA wants a multiple of 16 bytes.
+    strides = [
+        s if n > 1 else tensor.shape[-1] * 16 for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    ]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block, geometry.block_d])
