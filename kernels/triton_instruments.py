@@ -7,8 +7,8 @@ import triton.language as tl
 
 from attn_diag.kernels.triton_math import as_operand, dot_add
 
-# Columns of ones in the products that sum over a row. Fewer than eight make Triton (3.6 to 3.9) use mma.sync, whose ones
-# stay in registers; a wgmma would keep them in shared memory, which costs a resident block (1.1x of the time -> 1.4x).
+# Columns of ones in the products that sum over a row. Fewer than eight make Triton (3.6 to 3.9) use mma.sync, whose
+# ones stay in registers; a wgmma keeps them in shared memory, which costs a resident block (1.1x of the time -> 1.4x).
 ONES = tl.constexpr(4)
 
 
