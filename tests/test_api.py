@@ -270,3 +270,10 @@ def test_threads_are_put_back() -> None:
     before = torch.get_num_threads()
     attn_diag.inspect(**tensors(heads=4, kv_heads=4), causal=True)
     assert torch.get_num_threads() == before
+
+
+def test_a_recipe_run_on_all_nan_queries_is_undecided_too() -> None:
+    """delta comes with an emulated recipe, and there is no row to compare it on."""
+    q, k, v, do = (torch.randn(1, 1, 16, 16).bfloat16() for _ in range(4))
+    found = attn_diag.inspect(torch.full_like(q, torch.nan), k, v, do=do, device="cpu")
+    assert found.labels == {"undecided"}
