@@ -72,7 +72,7 @@ def run_recipe(engine: Engine, recipe: Recipe, head: AttentionHead) -> EmulatedH
 
     try:
         return run_head(recipe, head)
-    except (BackendError, RecipeNotSupportedError) as error:
+    except (BackendError, ValueError) as error:
         raise InputError(f"--engine triton: {error}") from None
 
 

@@ -121,7 +121,7 @@ def attention(
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     elif layout != "BHTD":
         raise ValueError(f"layout must be BHTD or BTHD, got {layout!r}")
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     _check_options(causal, scale, softcap, instrument)
     dtype, dim = _INPUTS[q.dtype], q.shape[-1]
@@ -265,7 +265,8 @@ def _resolve(name_or_json: str, dtype: Format, head_dim: int) -> str:
     return found.json
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise TypeError, ValueError or BackendError unless the kernels can take q, k and v; see ``attention``."""
     named = {"q": q, "k": k, "v": v}
     if any(t.ndim != 4 for t in named.values()):
         raise ValueError("q, k and v must have shape [B, H, T, D], got " + _shapes(named))

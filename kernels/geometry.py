@@ -108,7 +108,7 @@ def forward_geometry(
         split=recipe.schedule.split_keys is not None,
         rows=watched,
         dump=level in ("tiles", "full"),
-        track_near=watched and not ranges and recipe.softmax.kind == "safe",
+        track_near=watched and not ranges and recipe.subtracts_maximum,
         packed=packed and recipe.probs in ("bf16", "fp16"),
         tma=tma,
     )

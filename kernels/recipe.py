@@ -136,6 +136,11 @@ class Recipe:
             **values | {"softmax": SoftmaxRule(**values["softmax"]), "schedule": Schedule(**values["schedule"])}
         )
 
+    @property
+    def subtracts_maximum(self) -> bool:
+        """Whether m is the maximum of the stored scores itself, neither moved by a rule nor rounded."""
+        return self.softmax.kind == "safe" and self.row_max in ("fp32", self.scores)
+
     def for_input(self, input_format: Format) -> Recipe:
         """The same recipe for another 16-bit input format: what was BF16 becomes ``input_format``."""
         changes: dict[str, Any] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attn_diag.kernels.attention import check_kernels_support
-from attn_diag.kernels.backend import DTYPES, check_backend
+from attn_diag.kernels.attention import check_kernels_support, check_tensors
+from attn_diag.kernels.backend import DTYPES
 from attn_diag.kernels.emulation import EmulatedHead, HeadLike, RecipeNotSupportedError
 from attn_diag.kernels.geometry import Visibility
 from attn_diag.kernels.recipe import Recipe
@@ -19,16 +19,16 @@ def run_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
     The head's tensors may be of any float dtype; their values must be numbers of the recipe's input format.
 
     Raises RecipeNotSupportedError for a site the kernels lack, an explicit mask or chosen query positions;
-    BackendError where nothing here can run them.
+    BackendError where nothing here can run them; ValueError for shapes that they do not take.
     """
     check_kernels_support(recipe)
-    check_backend(head.q.device)
     masking = getattr(head, "masking", None)
     if masking is not None and (masking.mask is not None or masking.positions is not None):
         raise RecipeNotSupportedError("the Triton kernels take no explicit mask and no q_positions; use the emulation")
     visibility = Visibility() if masking is None else Visibility(masking.causal, masking.window)
     with torch.no_grad():
         q, k, v = (t.to(DTYPES[recipe.input])[None, None] for t in (head.q, head.k, head.v))
+        check_tensors(q, k, v)
         found = forward(q, k, v, recipe, visibility, scale=head.scale, softcap=head.softcap,
                         unrounded=recipe.delta_from == "fp32-o")  # fmt: skip
         result = EmulatedHead(o=found.o[0, 0], lse=found.lse[0, 0])

@@ -95,10 +95,10 @@ def multiplicity_kernel(
             factor = 1.0
             if R.alpha == "in-exponent" and not G.softcap:
                 factor = scale
-            if R.softmax.kind == "safe":
+            if R.subtracts_maximum:
                 top = tl.load(max_ptr + bh.to(tl.int64) * q_length + rows, mask=here, other=0.0)
             else:
-                # What such a rule subtracts is not the maximum.
+                # What such a recipe subtracts is not the maximum.
                 top = maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap, R, G)
             # A gathered row may see no key; it must not meet inf - inf.
             top = tl.where(top == float("-inf"), 0.0, top)

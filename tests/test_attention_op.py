@@ -230,5 +230,7 @@ def test_inspect_runs_recipes_on_the_kernels(device: str) -> None:
         assert a.noise_factor == pytest.approx(b.noise_factor, rel=0.05)
     with pytest.raises(attn_diag.InputError, match="no explicit mask"):
         attn_diag.inspect(q, k, v, mask=torch.ones(40, 40, dtype=torch.bool), engine="triton", device=device)
+    with pytest.raises(attn_diag.InputError, match="k and v must share a shape"):
+        attn_diag.inspect(q, k, v[..., :16], causal=True, engine="triton", device=device)
     with pytest.raises(attn_diag.InputError, match="engine must be emulation or triton"):
         attn_diag.inspect(q, k, v, engine="cuda", device=device)

@@ -83,6 +83,7 @@ VARIANTS = {
     "splits": replace(CUDNN, schedule=Schedule(key_tile=64, split_keys=128)),
     "stale": replace(CUDNN, softmax=SoftmaxRule("stale", threshold=2.0)),
     "probs-fp32": replace(CUDNN, probs="fp32"),
+    "row-max-bf16": replace(CUDNN, row_max="bf16"),
     "fp16": preset("cudnn", "fp16"),
     "qiu2025-fp16": preset("qiu2025", "fp16"),
 }
@@ -226,7 +227,7 @@ def tied_inputs(kind: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["gauss", "pairs", "all-equal", "staircase"])
-@pytest.mark.parametrize("name", ["fa2", "qiu2025", "qiu2025-stabilised", "splits"])
+@pytest.mark.parametrize("name", ["fa2", "qiu2025", "qiu2025-stabilised", "splits", "row-max-bf16"])
 def test_multiplicities_equal_a_count_over_dumped_scores(kind: str, name: str, device: str) -> None:
     recipe = VARIANTS[name]
     q, k, v = tied_inputs(kind, device)
