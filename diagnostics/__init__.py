@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from attn_diag.analysis import Selection, inspect, inspect_captures, repeated_maxima
+    from attn_diag.analysis import inspect, inspect_captures, repeated_maxima
     from attn_diag.capture import Capture
+    from attn_diag.capture_job import Selection
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
     from attn_diag.kernels import Recipe, preset
@@ -29,7 +30,7 @@ _HOME = {
     "Dump": "kernels.dump",
     "InputError": "errors",
     "Recipe": "kernels",
-    "Selection": "analysis",
+    "Selection": "capture_job",
     "attention": "kernels.attention",
     "inspect": "analysis",
     "inspect_captures": "analysis",

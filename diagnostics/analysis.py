@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from attn_diag.assumptions import check_assumptions, read_lse
-from attn_diag.bias import SignedErrors
 from attn_diag.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.capture_job import CaptureJob, Runs, Selection
 from attn_diag.diagnosis import (
-    Assumptions,
-    CaptureDiagnosis,
     Diagnosis,
     Family,
-    HeadDiagnosis,
-    KvBias,
-    KvHeadDiagnosis,
     NonFinite,
-    ObservationDiagnosis,
-    Propagation,
 )
-from attn_diag.engines import Engine, engine_backend, require_known, run_recipe, select_recipes
+from attn_diag.engines import require_known
 from attn_diag.errors import InputError
-from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
-from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.measure import HeadMeasurement, ObservedHead, collector_of, measure_head
-from attn_diag.parallel import map_in_order
-from attn_diag.pooling import Entry, adjust_family, dw_q_sums, pool, unclustered
-from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
+from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.kernels import Recipe
+from attn_diag.measure import collector_of
+from attn_diag.pooling import adjust_family
 from attn_diag.provenance import describe_tool, pick_device
-from attn_diag.ranges import Ranges
-from attn_diag.recognise import Recognised, recognise
-from attn_diag.reference import HeadReference, format_of, reference_head, ulp
+from attn_diag.reference import reference_head
 from attn_diag.row_maxima import DEFINITIONS, Repeats
 from attn_diag.verdict import summarise
 
@@ -45,23 +30,8 @@ if TYPE_CHECKING:
     from attn_diag.kernels.dump import Dump
 
 DEFAULT_LEVEL = 0.01
-# q = x w_q^T in BF16 leaves about half a percent; RoPE, QK-norm or a bias in between leaves of the order of 1.
-_PROJECTION_TOLERANCE = 0.05
-# Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
-_PARALLEL_ELEMENTS = 2**20
-# So many missing heads are named; more are only hinted at.
-_NAMED_MISSING = 4
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which observation and which heads (the model's numbers) and batch items to look at; None for all."""
-
-    observation: str | None = None
-    heads: frozenset[int] | Ranges | None = None
-    batches: frozenset[int] | Ranges | None = None
 
 
 def inspect(
@@ -150,11 +120,11 @@ def inspect_captures(
     runner = require_known(engine, recipes)
     where = pick_device(device)
     chosen, skipped = list(captures), list(unreadable)
-    jobs: list[_CaptureJob] = []
+    jobs: list[CaptureJob] = []
     for capture in chosen:
         try:
-            runs = _Runs(tuple(recipes), runner, dict(made_by or {}))
-            jobs.append(_CaptureJob(capture, selection or Selection(), runs, where, level))
+            runs = Runs(tuple(recipes), runner, dict(made_by or {}))
+            jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level))
         except InputError as error:
             if skip is None or len(chosen) == 1:
                 raise
@@ -196,353 +166,8 @@ def repeated_maxima(
     return {definition: collector.repeats(definition) for definition in DEFINITIONS}
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Query heads (of those selected) that share a key head, in one sequence."""
-
-    kv_head: int
-    batch: int
-    heads: list[int]
-
-
-@dataclass
-class _GroupResult:
-    """What measuring a group yields, by observation."""
-
-    group: _Group
-    parts: dict[str, list[HeadMeasurement]] = field(default_factory=dict)
-    key_sums: dict[str, dict[str, tuple[GradientSums, SignedErrors]]] = field(default_factory=dict)
-    census: NonFiniteCensus = field(default_factory=NonFiniteCensus)
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """Recipes to run, by which engine, and the recipes that captured observations are known to have."""
-
-    recipes: tuple[str | Recipe, ...]
-    engine: Engine
-    made_by: dict[str, Recipe]
-
-
-class _CaptureJob:
-    """One capture on its way through: check, measure head by head, pool."""
-
-    def __init__(
-        self,
-        capture: Capture,
-        selection: Selection,
-        runs: _Runs,
-        device: torch.device,
-        level: float,
-    ) -> None:
-        self.capture, self.device, self.level = capture, device, level
-        self.engine = runs.engine
-        self.captured = _select_observations(capture, selection.observation)
-        self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
-        offset = capture.metadata.head_offset
-        self.heads = _select(capture, range(capture.q_heads), selection.heads, "head", offset)
-        self.batches = _select(capture, range(capture.batch), selection.batches, "batch item", 0)
-        self.group = capture.q_heads // capture.kv_heads
-        self.census = NonFiniteCensus()
-        self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
-        # observation -> key head -> "dk" or "dv" -> one item a sequence
-        self.key_sums: dict[str, dict[int, dict[str, list[tuple[GradientSums, SignedErrors]]]]] = {}
-        self.entries: dict[str, list[Entry]] = {}
-        self.notes: list[str] = []
-        self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
-        self.assumptions: Assumptions
-        self._projection_fits = False
-
-    @property
-    def head_count(self) -> int:
-        return len(self.heads) * len(self.batches)
-
-    def run(self) -> Iterable[int]:
-        """Do the work; yields the number of heads done since the last time."""
-        self.assumptions = check_assumptions(self.capture, self.captured, self.device)
-        self._projection_fits = self._check_projection()
-        for name in self.captured:
-            if name in self.recognised:
-                continue
-            found = recognise(self.capture, name, self.batches[0], self.heads[0], self.device)
-            if found is not None and self.assumptions.ok:
-                self.recognised[name] = found
-        # dK and dV of a key head need all the query heads that share it.
-        by_kv: dict[int, list[int]] = {}
-        for head in self.heads:
-            by_kv.setdefault(head // self.group, []).append(head)
-        groups = [_Group(kv, batch, heads) for kv, heads in by_kv.items() for batch in self.batches]
-        small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
-        # Triton's interpreter runs one kernel at a time.
-        parallel = self.device.type == "cpu" and small and self.engine == "emulation"
-        for result in map_in_order(self._measure, groups, parallel=parallel):
-            self.census.merge(result.census)
-            for name, parts in result.parts.items():
-                for part in parts:
-                    self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
-            for name, sums in result.key_sums.items():
-                for output, pair in sums.items():
-                    self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {}).setdefault(
-                        output, []
-                    ).append(pair)
-            yield len(result.group.heads)
-        for name, measured in self.measured.items():
-            self.entries[name] = self._pool(name, measured)
-
-    def tested_entries(self) -> Iterable[Entry]:
-        """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
-        if self.assumptions.ok is False:
-            return
-        for entries in self.entries.values():
-            yield from entries[:-1] if len(entries) == 2 else entries
-
-    def result(self, judged: dict[int, HeadDiagnosis]) -> CaptureDiagnosis:
-        c = self.capture
-        observations = []
-        for name, entries in self.entries.items():
-            heads = [judged.get(id(e), e.diagnosis) for e in entries]
-            if len(heads) == 2:  # one head and its pooled twin
-                heads[1] = replace(heads[0], head=None)
-            recipe, found = self.recipes.get(name), self.recognised.get(name)
-            observations.append(
-                ObservationDiagnosis(
-                    name=name,
-                    recipe=recipe.name if recipe else found.name if found else None,
-                    agreement=found.agreement if found else None,
-                    backend=engine_backend(self.engine, self.device) if recipe else _captured_backend(c),
-                    emulated=recipe is not None and self.engine == "emulation",
-                    outputs=c.observations.get(name, ()),
-                    heads=tuple(heads),
-                    kv_heads=tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {}))),
-                )
-            )
-        shape = {
-            "B": c.batch,
-            "Hq": c.q_heads,
-            "Hk": c.kv_heads,
-            "Tq": c.q_length,
-            "Tk": c.k_length,
-            "D": c.head_dim,
-        }
-        nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
-        text = {**c.metadata.to_text(), "dtype": str(c.tensors["q"].dtype).removeprefix("torch.")}
-        return CaptureDiagnosis(c.source, text, shape, self.assumptions, nonfinite, tuple(observations))
-
-    def _measure(self, group: _Group) -> _GroupResult:
-        """Every observation of the query heads that share a key head, in one sequence."""
-        result = _GroupResult(group)
-        whole = len(group.heads) == self.group
-        collected: dict[str, list[tuple[HeadReference, BackwardCollector]]] = {}
-        unusable = False
-        for head in group.heads:
-            inputs = read_head(self.capture, group.batch, head, self.device, result.census)
-            observed = self._observed(inputs, group.batch, head, result.census, want_keys=whole)
-            reference, parts = measure_head(inputs, observed, group.batch, head, self._x(group.batch))
-            unusable |= bool(inputs.unusable.any())
-            for seen, part in zip(observed, parts, strict=True):
-                if part.keys is not None and part.keys.dk_delta is not None:
-                    collected.setdefault(seen.name, []).append((reference, part.keys))
-                part.keys = None
-                result.parts.setdefault(seen.name, []).append(part)
-        if whole and not unusable:
-            for name, pairs in collected.items():
-                result.key_sums[name] = self._key_gradients(name, group, pairs, result.census)
-        return result
-
-    def _observed(
-        self, inputs: HeadInputs, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
-    ) -> list[ObservedHead]:
-        seen = [self._read_observation(name, batch, head, census, want_keys=want_keys) for name in self.captured]
-        for observed in seen:
-            if self._assumes_lse(observed.name):
-                assert observed.recipe is not None
-                # Coarse scores move L by far more than fp32 arithmetic does; the recipe tells by how much.
-                observed.assumed_lse = emulate_head(observed.recipe, replace(inputs.head, do=None)).lse.double()
-        for name, recipe in self.recipes.items():
-            result = run_recipe(self.engine, recipe, inputs.head)
-            tensors = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
-            formats = {n: format_of(t.dtype) for n, t in tensors.items()}
-            seen.append(ObservedHead(name, {n: t.double() for n, t in tensors.items()}, formats, recipe))
-        return seen
-
-    def _read_observation(
-        self, name: str, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
-    ) -> ObservedHead:
-        c = self.capture
-        outputs: dict[str, Tensor] = {}
-        formats = {}
-        for output in c.observations[name]:
-            key = c.key(name, output)
-            if output in ("o", "delta", "dq"):
-                tensor = read_float64(c, key, batch, head, self.device)
-            elif output == "lse":
-                tensor = read_lse(c, name, batch, head, self.device)
-            else:
-                continue
-            assert tensor is not None
-            # A fully masked row's LSE is rightly -inf, and is left out with its row.
-            if output != "lse":
-                census.add(key, batch, head, tensor)
-            outputs[output], formats[output] = tensor, format_of(c.tensors[key].dtype)
-        keys = any(output in ("dk", "dv") for output in c.observations[name])
-        found = self.recognised.get(name)
-        return ObservedHead(name, outputs, formats, found.recipe if found else None, want_keys=keys and want_keys)
-
-    def _key_gradients(
-        self,
-        name: str,
-        group: _Group,
-        pairs: list[tuple[HeadReference, BackwardCollector]],
-        census: NonFiniteCensus,
-    ) -> dict[str, tuple[GradientSums, SignedErrors]]:
-        """Errors of an observation's dK and dV in one key head and sequence, those that were captured."""
-        observed: dict[str, Tensor | None] = {}
-        formats = {}
-        for output in ("dk", "dv"):
-            key = self.capture.key(name, output)
-            tensor = read_float64(self.capture, key, group.batch, group.kv_head, self.device)
-            if tensor is not None and not bool(census.add(key, group.batch, group.kv_head, tensor).any()):
-                observed[output], formats[output] = tensor, format_of(self.capture.tensors[key].dtype)
-        parts = key_parts([r for r, _ in pairs], [k for _, k in pairs], observed, formats)
-        return {
-            output: (
-                GradientSums.of(p),
-                SignedErrors.of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum())),
-            )
-            for output, p in parts.items()
-            if p.observed is not None
-        }
-
-    def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
-        c = self.capture
-        sizes = {"sequences": len(self.batches), "k_length": c.k_length}
-        dw_q = {head: dw_q_sums(parts) for head, parts in measured.items()}
-        entries = [
-            pool(
-                parts,
-                layer=c.metadata.layer,
-                head=head + c.metadata.head_offset,
-                dw_q=dw_q[head],
-                extra=self._extra(name, [head] if self.group == 1 else []),
-                level=self.level,
-                **sizes,
-            )
-            for head, parts in measured.items()
-        ]
-        known = [sums for sums in dw_q.values() if sums is not None]
-        everything = [part for parts in measured.values() for part in parts]
-        pooled = GradientSums.pool(known) if len(known) == len(measured) else None
-        extra = self._extra(name, sorted({head // self.group for head in measured}))
-        entries.append(
-            pool(
-                everything,
-                layer=c.metadata.layer,
-                head=None,
-                dw_q=pooled,
-                extra=extra,
-                level=self.level,
-                **sizes,
-            )
-        )
-        return entries
-
-    def _extra(self, name: str, kv_heads: list[int]) -> Propagation:
-        """dK and dV over some key heads, and the notes."""
-        found = {
-            output: [s for kv in kv_heads for s, _ in self.key_sums.get(name, {}).get(kv, {}).get(output, [])]
-            for output in ("dk", "dv")
-        }
-        results = {output: GradientSums.pool(sums).result() for output, sums in found.items() if sums}
-        notes = list(self.notes)
-        if self._assumes_lse(name):
-            notes.append(f"LSE was not captured: that of recipe {self.recognised[name].recipe.name} is used")
-        return Propagation(**results, notes=tuple(notes))
-
-    def _assumes_lse(self, name: str) -> bool:
-        """Whether an uncaptured LSE is known, from the recipe, to be off: coarse scores in the forward only."""
-        found = self.recognised.get(name)
-        if found is None or "lse" in self.capture.observations[name]:
-            return False
-        return found.recipe.scores != "fp32" and found.recipe.backward_scores == "fp32"
-
-    def _kv_head(self, name: str, kv_head: int) -> KvHeadDiagnosis:
-        sums = self.key_sums[name][kv_head]
-        biases = {o: unclustered(SignedErrors.join([e for _, e in found])) for o, found in sums.items()}
-        offset = self.capture.metadata.head_offset
-        query_heads = tuple(offset + kv_head * self.group + i for i in range(self.group))
-        return KvHeadDiagnosis(
-            kv_head + offset // self.group, query_heads, KvBias(**biases), self._extra(name, [kv_head])
-        )
-
-    def _captured(self, output: str) -> bool:
-        return any(output in self.capture.observations[name] for name in self.captured)
-
-    def _x(self, batch: int) -> Tensor | None:
-        if not self._projection_fits:
-            return None
-        return self.capture.tensors["x"][batch].to(self.device).double()
-
-    def _check_projection(self) -> bool:
-        """Whether q = x w_q^T, so that dW_Q = sum of dQ (x) x; else the reason is noted."""
-        c = self.capture
-        if "do" not in c.tensors:
-            return False
-        if "x" not in c.tensors or "w_q" not in c.tensors:
-            self.notes.append("dW_Q: not computed, x or w_q was not captured")
-            return False
-        weight, wrong, right = c.tensors["w_q"][...].to(self.device).double(), 0.0, 0.0
-        d = c.head_dim
-        first = 0 if len(weight) == c.q_heads * d else c.metadata.head_offset * d
-        for batch in self.batches:
-            x = c.tensors["x"][batch].to(self.device).double()
-            for head in self.heads:
-                q = read_float64(c, "q", batch, head, self.device)
-                assert q is not None
-                projected = x @ weight[first + head * d : first + (head + 1) * d].T
-                finite = q.isfinite().all(1) & projected.isfinite().all(1)
-                wrong += float((q - projected)[finite].square().sum())
-                right += float(q[finite].square().sum())
-        misfit = math.sqrt(wrong / right) if right else math.inf
-        if misfit > _PROJECTION_TOLERANCE:
-            self.notes.append(
-                f"dW_Q: not computed, q is not x w_q^T (off by {misfit:.0%}): RoPE, QK-norm or a bias lies between"
-                + (" (dq_pre was captured, but is not used yet)" if self._captured("dq_pre") else "")
-            )
-            return False
-        return True
-
-
-def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
-    known = list(capture.observations)
-    if wanted is None:
-        return known
-    if wanted not in known:
-        raise InputError(f"{capture.source}: no observation {wanted!r}; it has {', '.join(known) or 'none'}")
-    return [wanted]
-
-
 def _nonfinite_words(source: str, found: NonFinite) -> str:
     where = f"in {found.tensor}, first at {list(found.first)}"
     if found.tensor == "mask":
         return f"{source}: {found.count} NaN or +Inf {where}: leave a key out with -Inf; rows that see it are left out"
     return f"{source}: {found.count} NaN or Inf {where}"
-
-
-def _select(
-    capture: Capture, available: range, wanted: frozenset[int] | Ranges | None, what: str, offset: int
-) -> list[int]:
-    if wanted is None:
-        return list(available)
-    numbers = range(available.start + offset, available.stop + offset)
-    named = wanted if isinstance(wanted, Ranges) else sorted(wanted)
-    # Ranges may be longer than memory: a few of the missing numbers will do.
-    missing = [str(i) for i in islice((i for i in named if i not in numbers), _NAMED_MISSING + 1)]
-    if missing:
-        listed = ", ".join(missing if len(missing) <= _NAMED_MISSING else [*missing[:-1], "…"])
-        asked = f" (got {wanted})" if isinstance(wanted, Ranges) else ""
-        raise InputError(f"{capture.source}: no {what} {listed}; the capture has {numbers[0]} to {numbers[-1]}{asked}")
-    return [i for i in available if i + offset in wanted]
-
-
-def _captured_backend(capture: Capture) -> str:
-    return f"captured on {capture.metadata.device}" if capture.metadata.device else "captured, device not stated"

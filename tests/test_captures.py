@@ -18,7 +18,8 @@ from torch import Tensor
 
 import attn_diag.loading
 from attn_diag import Capture, InputError, load
-from attn_diag.analysis import Selection, inspect_captures
+from attn_diag.analysis import inspect_captures
+from attn_diag.capture_job import Selection
 from attn_diag.diagnosis import CaptureDiagnosis
 from attn_diag.loading import find_captures
 from attn_diag.metadata import Metadata

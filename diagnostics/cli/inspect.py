@@ -63,7 +63,8 @@ def inspect(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 - read by main()
 ) -> None:
     """Say whether captured attention is biased, lossy or ill-conditioned, and what it does to the gradients."""
-    from attn_diag.analysis import Selection, inspect_captures
+    from attn_diag.analysis import inspect_captures
+    from attn_diag.capture_job import Selection
     from attn_diag.diagnosis import Label
     from attn_diag.files import require_writable, write_atomically
     from attn_diag.metadata import parse_window
