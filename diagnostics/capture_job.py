@@ -151,7 +151,6 @@ class CaptureJob:
             self.entries[name] = self._pool(name, measured)
 
     def tested_entries(self) -> Iterable[Entry]:
-        """The entries whose primary tests join the family; a single head counts once."""
         """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
         if self.assumptions.ok is False:
             return
