@@ -93,9 +93,7 @@ class CaptureJob:
         self.engine = runs.engine
         self.captured = _select_observations(capture, selection.observation)
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
-        offset = capture.metadata.head_offset
-        self.heads = _select(capture, range(capture.q_heads), selection.heads, "head", offset)
-        self.batches = _select(capture, range(capture.batch), selection.batches, "batch item", 0)
+        self.heads, self.batches = select_heads(capture, selection)
         self.group = capture.q_heads // capture.kv_heads
         self.census = NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
@@ -355,6 +353,12 @@ def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
     if wanted not in known:
         raise InputError(f"{capture.source}: no observation {wanted!r}; it has {', '.join(known) or 'none'}")
     return [wanted]
+
+
+def select_heads(capture: Capture, selection: Selection) -> tuple[list[int], list[int]]:
+    """The heads (counted within the capture) and batch items selected. Raises InputError for what is not there."""
+    heads = _select(capture, range(capture.q_heads), selection.heads, "head", capture.metadata.head_offset)
+    return heads, _select(capture, range(capture.batch), selection.batches, "batch item", 0)
 
 
 def _select(
