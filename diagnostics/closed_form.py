@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from attn_diag.reference import AttentionHead, RowBlock, row_blocks
 from attn_diag.result import Result
 from attn_diag.subject import Subject, subject_of
 from attn_diag.walk import rounds_numerator
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 Class = Literal["tie", "swamped", "ordinary"]
 CLASSES: tuple[Class, ...] = ("tie", "swamped", "ordinary")
@@ -108,7 +111,7 @@ class ClosedForm(Result):
     totals: ClosedFormTotals
     by_row: ClosedFormRows
 
-    def renderables(self) -> Iterator[object]:  # type: ignore[override]
+    def renderables(self) -> Iterator[RenderableType]:
         """A paragraph."""
         from attn_diag.reports.microscope import closed_form_renderables
 

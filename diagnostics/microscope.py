@@ -292,9 +292,10 @@ def _curve(walk: Walk, prefix: _Prefix) -> Curve:
     count = len(walk.keys)
     units = np.flatnonzero(walk.unit)
     if len(units) > _MAX_POINTS:
-        units = units[np.linspace(0, len(units) - 1, _MAX_POINTS).astype(int)]
+        units = units[np.linspace(0, len(units) - 1, _MAX_POINTS - 1).astype(int)]
+    units = np.union1d(units, [count - 1])
     others = np.setdiff1d(np.arange(count), units)
-    room = min(_MAX_POINTS - len(units), len(others))
+    room = min(max(_MAX_POINTS - len(units), 0), len(others))
     picked = others[np.unique(np.linspace(0, len(others) - 1, room).astype(int))] if room else others[:0]
     points = tuple(
         Point(i + 1, int(walk.keys[i]), float(prefix.error[i]), float(prefix.rounding_error[i]), bool(walk.unit[i]))
@@ -355,5 +356,5 @@ def _examined(site: Site, parts: Parts) -> Addition:
             value = sum((Fraction(float(parts.products[i])) for i in rest), Fraction(0))
             add(f"{len(rest)} {name} term{'s' if len(rest) > 1 else ''}", value, small=small)
     if lost := Fraction(site.before) - sum(terms, Fraction(0)):
-        add("arithmetic before it", lost, small=bool(terms))
+        add("arithmetic", lost, small=bool(terms))
     return examine_addition(terms, fmt, residual=residual, labels=labels)

@@ -151,9 +151,7 @@ class _Walker:
             to_final = math.exp((ranges[-1].row_max - final) * self.factor)
             held, numerator, exact_sum = self._split(ranges)
             reach = [factor * to_final for factor in _later(ranges)]
-            columns += [
-                self._columns(part, done + h * r, r) for part, h, r in zip(ranges, held, reach, strict=True)
-            ]
+            columns += [self._columns(part, done + h * r, r) for part, h, r in zip(ranges, held, reach, strict=True)]
             done += float(numerator) * to_final
             total += ranges[-1].row_sum * to_final
             out, lse = self._divide(ranges[-1], numerator, exact_sum)
@@ -214,7 +212,9 @@ class _Walker:
         rounded_product = self._site("range_pv", "product", product, terms, part, place)
         kept = scaled
         if numerator:
-            kept = self._site("accumulator", "rescale", scaled, Parts((("O_bar rescaled", float(scaled)),)), part, place)
+            kept = self._site(
+                "accumulator", "rescale", scaled, Parts((("O_bar rescaled", float(scaled)),)), part, place
+            )
         earlier = (("O_bar so far", float(kept)),) if kept else ()
         if parse(recipe.range_pv) is None:
             parts = Parts(earlier, terms.keys, terms.products, terms.unit)
