@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from attn_diag.analysis import inspect, inspect_captures, repeated_maxima
     from attn_diag.capture import Capture
     from attn_diag.capture_job import Selection
-    from attn_diag.closed_form import closed_form
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
     from attn_diag.kernels import Recipe, preset
     from attn_diag.kernels.attention import attention
     from attn_diag.kernels.dump import Dump
     from attn_diag.loading import load, load_example
-    from attn_diag.microscope import microscope
+    from attn_diag.microscopy import microscope
+    from attn_diag.prediction import closed_form
 
 _HOME = {
     "AttnDiagError": "errors",
@@ -35,14 +35,14 @@ _HOME = {
     "Recipe": "kernels",
     "Selection": "capture_job",
     "attention": "kernels.attention",
-    "closed_form": "closed_form",
+    "closed_form": "prediction",
     "examine_addition": "addition",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
     "load": "loading",
     "load_example": "loading",
-    "microscope": "microscope",
+    "microscope": "microscopy",
     "preset": "kernels",
     "repeated_maxima": "analysis",
 }

@@ -126,7 +126,8 @@ def walk_element(recipe: Recipe, trace: RowTrace, values: Tensor, factor: float)
 
 @dataclass
 class _Pending:
-    """A rounding whose reach is known only at the end: ``place`` in its split (range index, or None past the ranges)."""
+    """A rounding whose reach is known only at the end. ``place``: index of its range; -1 past the ranges of a split,
+    None for the last cast."""
 
     site: Site
     parts: Parts

@@ -15,8 +15,8 @@ from attn_diag.reports import words
 
 if TYPE_CHECKING:
     from attn_diag.addition import Addition
-    from attn_diag.closed_form import ClosedFormTotals, Explained
-    from attn_diag.microscope import Curve, Microscope, Point
+    from attn_diag.microscopy import Curve, Microscope, Point
+    from attn_diag.prediction import ClosedFormTotals, Explained
     from attn_diag.walk import Site
 
 _MAX_SITES = 6
@@ -54,7 +54,7 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
         yield from closed_form_renderables(m.closed_form)
     yield Rule(style="dim")
     yield Text(
-        "Error = observed - float64 reference on the same inputs. What happened inside the captured kernel is inferred: "
+        "Error = observed - float64 reference on the same inputs. What happened inside a captured kernel is inferred: "
         f"the walk is recipe {m.recipe}'s. One element is an example, not a measure of bias.",
         style="dim",
     )
@@ -135,8 +135,8 @@ def _addition(a: Addition, site: Site) -> Iterator[RenderableType]:
         same = "the same" if alone.rounded == a.rounded else "another"
         tie = ", a tie, to even" if alone.tie else ""
         yield Text(
-            f"Without the residual of {a.residual:+.6g}: {alone.exact:.12g} rounds to {alone.rounded:.9g}{tie} ({same} value), "
-            f"error {alone.error:+.6g}."
+            f"Without the residual of {a.residual:+.6g}: {alone.exact:.12g} rounds to {alone.rounded:.9g}{tie} "
+            f"({same} value), error {alone.error:+.6g}."
         )
 
 
@@ -197,10 +197,7 @@ def _plot(curve: Curve) -> list[str]:
 
 def _element(m: Microscope) -> str:
     e = m.element
-    if e.kind == "ordinary":
-        how = "nothing is predicted (0)"
-    else:
-        how = f"predicted error {_signed(e.predicted_error)}"
+    how = "nothing is predicted (0)" if e.kind == "ordinary" else f"predicted error {_signed(e.predicted_error)}"
     keys = f"{_count(e.unit_keys, 'key')} with P̄ = 1"
     detail = f", base {e.base:.6g}, residual {_signed(e.residual)}" if e.unit_keys else ""
     return f"This element: {_CLASSES[e.kind]} ({keys}{detail}): {how}, measured {_signed(m.error)}."

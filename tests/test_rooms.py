@@ -28,13 +28,13 @@ ALLOWED = {
         "attn_diag.reports",
         "attn_diag.diagnosis",
         "attn_diag.addition",
-        "attn_diag.closed_form",
-        "attn_diag.microscope",
+        "attn_diag.microscopy",
+        "attn_diag.prediction",
         "attn_diag.walk",
     ),
 }
 # Of diagnostics, only the faces know the reports.
-FACES = {"diagnosis.py", "cli/inspect.py", "closed_form.py", "microscope.py"}
+FACES = {"diagnosis.py", "cli/inspect.py", "microscopy.py", "prediction.py"}
 
 
 def imports(source: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The microscope: how one element O[row, feature] came about, rounding by rounding, and what a tie and a residual did."""
+"""The microscope: how one element O[row, feature] came about, rounding by rounding, and what its residual decided."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from attn_diag.addition import Addition, examine_addition
 from attn_diag.capture import Capture
-from attn_diag.closed_form import Class, ClosedFormTotals, explain, predict_block
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe, emulate_rows, trace_row
 from attn_diag.kernels.formats import parse, round_to
+from attn_diag.prediction import Class, ClosedFormTotals, explain, predict_block
 from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.result import Result
 from attn_diag.subject import Subject, subject_of
@@ -67,7 +67,7 @@ class Curve:
     """O_bar_err(t), the prefix error of Figure 6 of Qiu & Yao (arXiv 2510.04212), over the visible keys in order.
 
     ``error`` at t = held(t) - sum_{j <= t} exp(S_j - m) V_j, S in float64 and m the recipe's final maximum; held(t) is
-    O_bar as the recipe would hold it were key t the last: with range_pv's and accumulator's roundings where it has them,
+    O_bar as the recipe would hold it were key t the last: with the roundings of range_pv and accumulator if it has any,
     else the running sum rounded to ``format``, that of O ("what rounding O_bar would do"). ``rounding_error``: the same
     against sum cast(P_bar_j) V_j, the recipe's own terms: without what the scores and the cast of P_bar make.
     ``points``: at most 512, always with those of P_bar = 1 (thinned evenly if they alone are more). ``keys``: all.
@@ -81,7 +81,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Element:
-    """The closed form for this element (``attn_diag.closed_form``): its class, base and residual, and the error of O."""
+    """The closed form for this element (``attn_diag.closed_form``): its class, base, residual, and the error of O."""
 
     kind: Class
     unit_keys: int
@@ -156,11 +156,11 @@ def microscope(
 ) -> Microscope:
     """Walk O[row, feature] through a recipe's own arithmetic and schedule, and examine its decisive rounding.
 
-    ``source``: a capture, or one head (q, k, v float64) with ``observed`` O [Tq, Dv] where there is one. ``row`` (a query
-    row of the capture) and ``feature``: default, those of the largest |excess error| of the captured O, or of the
-    recipe's where none was captured. ``recipe``: a name or a Recipe; default: what the captured O is recognised as, else
-    fa2. ``observation``: default the first with an O. ``batch``, ``head`` count within the capture. ``whole_head``:
-    also give the closed form's totals over the head (another pass over it).
+    ``source``: a capture, or one head (q, k, v float64) with ``observed`` O [Tq, Dv] where there is one. ``row`` (a
+    query row of the capture) and ``feature``: default, those of the largest |excess error| of the captured O, or of the
+    recipe's where none was captured. ``recipe``: a name or a Recipe; default: what the captured O is recognised as,
+    else fa2. ``observation``: default the first with an O. ``batch``, ``head`` count within the capture.
+    ``whole_head``: also give the closed form's totals over the head (another pass over it).
 
     Raises InputError for a row, feature, head or name that does not exist, a row that NaN or Inf makes unusable or that
     sees no key, and a recipe that rounds at random.
@@ -245,7 +245,7 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
 
 
 def _worst(subject: Subject, row: int | None, feature: int | None) -> tuple[int, int, str]:
-    """The (row, feature) of the largest |excess|, within what is asked for; of the largest |error| where there is none."""
+    """The (row, feature) of the largest |excess| within what is asked for, of the largest |error| where all are 0."""
     inputs = subject.inputs
     head = replace(inputs.head, do=None)
     reference = reference_head(head, inputs.mark_rows)

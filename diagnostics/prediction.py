@@ -65,8 +65,8 @@ class ClosedFormTotals:
 
     ``site``: "O_bar" or "O", what the recipe rounds, to ``format`` (None: to no nearest-even format, nothing is
     predicted). ``rows`` and ``elements`` by class (a row is a tie where one of its features is, else swamped where one
-    is), ``error_share``: of O's squared error, by the elements' class. ``o``, ``delta``: see Explained; delta's needs dO. ``before``:
-    likewise, with what the recipe lost before that rounding (scores, P_bar, l) in place of the prediction.
+    is), ``error_share``: of O's squared error, by the elements' class. ``o``, ``delta``: see Explained; delta's needs
+    dO. ``before``: likewise, with what the recipe lost before that rounding (scores, P_bar, l) as the prediction.
     ``dq_predicted``, ``dq_measured``: ||alpha Delta_delta (PK)|| / ||dQ_ref|| from either. ``statement``: in words.
     """
 
