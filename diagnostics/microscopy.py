@@ -29,6 +29,8 @@ _MAX_POINTS = 512
 # Operands of the decisive addition, and further terms, that are listed one by one.
 _SHOWN_OPERANDS = 6
 _SHOWN_TERMS = 12
+# Rows that are emulated together with the one that is walked.
+_EMULATED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
         raise InputError(f"{subject.source}: row {row} sees no key; choose another row")
     trace = trace_row(recipe, forward, row)
     walk = walk_element(recipe, trace, head.v[:, feature], exponent_factor(recipe, head))
-    emulated = float(emulate_rows(recipe, forward, rows)[0, feature])
+    emulated = _emulated(recipe, forward, row, feature)
     reference = float(block.out[0, feature])
     truth = torch.tensor(reference, dtype=torch.float64)
     rounded = float(round_nearest_even(truth, subject.out_format))
@@ -242,6 +244,14 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
         ),
         closed_form=explain(subject).totals if whole_head else None,
     )
+
+
+def _emulated(recipe: Recipe, head: AttentionHead, row: int, feature: int) -> float:
+    """The element as the emulation has it among its neighbours: products of many rows add up in another order."""
+    start = row - row % min(recipe.schedule.query_block, _EMULATED_ROWS)
+    stop = min(start + _EMULATED_ROWS, len(head.q))
+    rows = torch.arange(start, stop, device=head.q.device)
+    return float(emulate_rows(recipe, head, rows)[row - start, feature])
 
 
 def _worst(subject: Subject, row: int | None, feature: int | None) -> tuple[int, int, str]:
