@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -198,7 +199,7 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
     rounded = float(round_nearest_even(truth, subject.out_format))
     observed = None if subject.observation is None else float(subject.out[row, feature])
     told = walk.out if observed is None else observed
-    decisive = max(range(len(walk.sites)), key=lambda i: abs(walk.sites[i].contribution), default=None)
+    decisive = _decisive(walk.sites)
     prefix = _prefix_errors(walk, recipe, block.scores[0].cpu().numpy(), block.keys, head.v[:, feature].cpu().numpy())
     prediction = predict_block(recipe, forward, block)
     kind: Class = "ordinary"
@@ -246,6 +247,12 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
     )
 
 
+def _decisive(sites: tuple[Site, ...]) -> int | None:
+    """The site with the largest contribution; one that overflows comes first, one that rounds no number never."""
+    ranked = {i: abs(site.contribution) for i, site in enumerate(sites) if math.isfinite(site.before)}
+    return max(ranked, key=lambda i: ranked[i], default=None)
+
+
 def _emulated(recipe: Recipe, head: AttentionHead, row: int, feature: int) -> float:
     """The element as the emulation has it among its neighbours: products of many rows add up in another order."""
     start = row - row % min(recipe.schedule.query_block, _EMULATED_ROWS)
@@ -268,8 +275,8 @@ def _worst(subject: Subject, row: int | None, feature: int | None) -> tuple[int,
         wanted[:, torch.arange(wanted.shape[1], device=wanted.device) != feature] = False
     wanted &= errors.isfinite()
     if not bool(wanted.any()):
-        where = "row sees a key and" if row is None else f"row {row} does not see a key, or no element of it"
-        raise InputError(f"{subject.source}: no {where} is finite; nothing can be looked at")
+        where = "no row" if row is None else f"row {row} is not one that"
+        raise InputError(f"{subject.source}: {where} sees a key and holds finite numbers; nothing can be looked at")
     name = "largest |excess error|"
     if not bool((errors[wanted] != 0).any()):
         errors, name = subject.out - reference.out, "largest |error| (O is correctly rounded everywhere)"
@@ -294,8 +301,9 @@ def _prefix_errors(walk: Walk, recipe: Recipe, scores: Array, keys: slice, value
         held = round_to(torch.from_numpy(held), parse(fmt)).numpy()
     elif parse(fmt) is None:
         fmt = recipe.range_pv
-    exact = np.exp(scores[walk.keys - keys.start] - walk.maximum) * values[walk.keys]
-    return _Prefix(fmt, held - np.cumsum(exact), held - np.cumsum(walk.products))
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = np.exp(scores[walk.keys - keys.start] - walk.maximum) * values[walk.keys]
+        return _Prefix(fmt, held - np.cumsum(exact), held - np.cumsum(walk.products))
 
 
 def _curve(walk: Walk, prefix: _Prefix) -> Curve:

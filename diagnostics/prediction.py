@@ -13,7 +13,7 @@ With the n keys whose cast P_bar is 1 (*unit* keys), A = their sum of V, R = sum
 The mechanism is that of Qiu & Yao (arXiv 2510.04212, section 3.3); the form for recipes that round O only is ours: it
 needs the rest's contrast with the unit keys' mean of V, not the rest itself. l is the recipe's own. Recipes of several
 key ranges round O_bar once per range; here it is rounded once, at the end. Softcapped and biased scores are rounded
-once, after both.
+once, after both; P_bar is relative to the row's final maximum, whatever the softmax rule's stale ones were.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Class = Literal["tie", "swamped", "ordinary"]
-CLASSES: tuple[Class, ...] = ("tie", "swamped", "ordinary")
+CLASSES: tuple[str, ...] = ("tie", "swamped", "ordinary")
 
 
 @dataclass(frozen=True)
@@ -364,5 +364,5 @@ def _statement(t: ClosedFormTotals) -> str:
     else:
         text += ": most of it is ordinary rounding."
     if t.site == "O":
-        text += " All of these are single correct roundings of O: the data decide their sign, not the kernel."
+        text += " Under this recipe all of these are single correct roundings of O: the data decide their sign."
     return text

@@ -56,9 +56,9 @@ def subject_of(
     if isinstance(source, AttentionHead):
         return _of_head(source, recipe, observed)
     where = pick_device(device)
-    for name, number, count in (("batch item", batch, source.batch), ("head", head, source.q_heads)):
+    for what, number, count in (("batch item", batch, source.batch), ("head", head, source.q_heads)):
         if not 0 <= number < count:
-            raise InputError(f"{source.source}: {name} must lie between 0 and {count - 1}, got {number}")
+            raise InputError(f"{source.source}: {what} must lie between 0 and {count - 1}, got {number}")
     name = _observation(source, observation)
     followed, reason = _recipe(source, recipe, name, batch, head, where)
     inputs = read_head(source, batch, head, where, NonFiniteCensus())
@@ -87,9 +87,10 @@ def _of_head(head: AttentionHead, recipe: str | Recipe | None, observed: Tensor 
     none = torch.zeros(len(head.q), dtype=torch.bool, device=head.q.device)
     fmt = site_format(known.input) or format_of(torch.float32)
     inputs = HeadInputs(head, none, none.new_empty(0, dtype=torch.int64), fmt)
-    name = None if observed is None else "observed"
     reason = "given" if recipe is not None else "default"
-    found = Subject("memory", name, known, reason, None, 0, 0, inputs, torch.empty(0), fmt)
+    found = Subject(
+        "memory", None if observed is None else "observed", known, reason, None, 0, 0, inputs, torch.empty(0), fmt
+    )
     if observed is None:
         return _complete(found, None, None)
     return _complete(found, observed.double().to(head.q.device), format_of(observed.dtype))

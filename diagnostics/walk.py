@@ -13,7 +13,7 @@ weight: its *contribution*.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,9 @@ def walk_element(recipe: Recipe, trace: RowTrace, values: Tensor, factor: float)
 
     A row that sees no key gives O = 0 and no terms.
     """
-    return _Walker(recipe, values.cpu().numpy(), factor).run(trace)
+    # What overflows is shown as such.
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        return _Walker(recipe, values.cpu().numpy(), factor).run(trace)
 
 
 @dataclass
@@ -236,8 +238,7 @@ class _Walker:
         real = self.real
         row_sum = real(last.row_sum)
         used = row_sum if self.recipe.lse_from == "rounded-l" else exact_sum
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return numerator * (real(1) / row_sum), real(last.row_max) * real(self.factor) + np.log(used)
+        return numerator * (real(1) / row_sum), real(last.row_max) * real(self.factor) + np.log(used)
 
     def _weights(self, lses: list[Any]) -> list[Any]:
         if len(lses) < 2:
@@ -283,8 +284,7 @@ def _reaching_o(pending: _Pending, scales: dict[int, tuple[list[float], float]])
     if pending.place is None:
         return site
     later, weight = scales[site.split]
-    values = {**vars(site), "contribution": site.error * later[pending.place] * weight}
-    return Site(**values)
+    return replace(site, contribution=site.error * later[pending.place] * weight)
 
 
 def _later(ranges: list[RangeTrace]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
     yield Text(f"{m.source}; {_count(m.keys, 'visible key')}, {_count(m.ranges, 'key range')}{_splits(m)}")
     yield Text(f"recipe {m.recipe}: {m.recipe_reason}")
     yield _values(m)
+    if m.observed is not None and m.observed != m.walked:
+        yield Text(f"The captured kernel did not do here what {m.recipe} does: what follows is the recipe's.", "yellow")
     yield from _sites(m)
     if m.addition is not None and m.decisive is not None:
         yield from _addition(m.addition, m.sites[m.decisive])
@@ -181,8 +184,9 @@ def _plot(curve: Curve) -> list[str]:
             columns[column] = point
         if point.unit:
             marks[column] = "^"
-    low = min(0.0, *(p.error for p in columns.values()))
-    high = max(0.0, *(p.error for p in columns.values()))
+    columns = {column: point for column, point in columns.items() if math.isfinite(point.error)}
+    low = min(0.0, 0.0, *(p.error for p in columns.values()))
+    high = max(0.0, 0.0, *(p.error for p in columns.values()))
     step = (high - low) / (_PLOT_ROWS - 1) or 1.0
     rows = [[" "] * _PLOT_COLUMNS for _ in range(_PLOT_ROWS)]
     zero = round((high - 0.0) / step) if high > low else _PLOT_ROWS // 2

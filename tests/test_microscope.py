@@ -356,6 +356,21 @@ def test_what_is_not_there_is_named(
     assert message in err
 
 
+def test_overflow_is_shown_not_raised() -> None:
+    values = torch.tensor([[60000.0], [60000.0]], dtype=torch.float64)
+    ones = torch.ones(2, 1, dtype=torch.float64)
+    head = AttentionHead(ones[:1], ones, values, None, 1.0)
+    recipe = replace(preset("cudnn", "fp16"), accumulator="fp16")
+    found = attn_diag.microscope(head, 0, 0, recipe)
+    assert found.walked == found.emulated == math.inf
+    (site,) = [s for s in found.sites if s.name == "accumulator"]
+    assert (site.before, site.after) == (120000.0, math.inf)
+    assert found.addition is not None
+    assert found.addition.rounded == math.inf
+    assert "inf" in found.report(80)
+    assert json.loads(found.to_json())["walked"] == "Infinity"
+
+
 def test_rows_that_cannot_be_walked() -> None:
     head = golden_head(residual=True)
     masked = replace(head, masking=replace(head.masking, mask=torch.zeros(1, 3, dtype=torch.bool)))
