@@ -183,7 +183,7 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
     chosen = "as asked"
     if row is None or feature is None:
         row, feature, chosen = _worst(subject, row, feature)
-    forward = replace(head, do=None)
+    forward, values = replace(head, do=None), head.v[:, feature].cpu().numpy()
     rows = torch.tensor([row], device=head.q.device)
     block = reference_rows(forward, rows)
     subject.inputs.mark_rows(block)
@@ -200,13 +200,18 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
     observed = None if subject.observation is None else float(subject.out[row, feature])
     told = walk.out if observed is None else observed
     decisive = _decisive(walk.sites)
-    prefix = _prefix_errors(walk, recipe, block.scores[0].cpu().numpy(), block.keys, head.v[:, feature].cpu().numpy())
+    prefix = _prefix_errors(walk, recipe, block.scores[0].cpu().numpy(), block.keys, values)
     prediction = predict_block(recipe, forward, block)
     kind: Class = "ordinary"
     if bool(prediction.tie[0, feature]):
         kind = "tie"
     elif bool(prediction.swamped[0, feature]):
         kind = "swamped"
+    addition = None
+    if decisive is not None:
+        site, parts = walk.sites[decisive], walk.parts[decisive]
+        of_o = site.step == "cast" and kind != "ordinary" and not parts.earlier
+        addition = _examined_mean(site, walk, values) if of_o else _examined(site, parts)
     return Microscope(
         source=subject.source,
         observation=subject.observation,
@@ -233,8 +238,8 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
         sites=walk.sites,
         before_sum=walk.out - reference - sum(site.contribution for site in walk.sites),
         decisive=decisive,
-        addition=None if decisive is None else _examined(walk.sites[decisive], walk.parts[decisive]),
-        terms=_terms(walk, prefix.error, head.v[:, feature].cpu().numpy()),
+        addition=addition,
+        terms=_terms(walk, prefix.error, values),
         curve=_curve(walk, prefix),
         element=Element(
             kind,
@@ -368,11 +373,33 @@ def _examined(site: Site, parts: Parts) -> Addition:
     for i in sorted(shown):
         mark = " (P_bar = 1)" if parts.unit[i] else ""
         add(f"key {int(parts.keys[i])}{mark}", Fraction(float(parts.products[i])), small=False)
-    for name, chosen, small in (("further such", main, False), ("smaller", ~main, True)):
+    for name, chosen, small in (("large ", main, False), ("", ~main, True)):
         rest = [i for i in np.flatnonzero(chosen).tolist() if i not in shown]
         if rest:
             value = sum((Fraction(float(parts.products[i])) for i in rest), Fraction(0))
-            add(f"{len(rest)} {name} term{'s' if len(rest) > 1 else ''}", value, small=small)
+            add(f"{len(rest)} {name}term{'s' if len(rest) > 1 else ''}", value, small=small)
     if lost := Fraction(site.before) - sum(terms, Fraction(0)):
         add("arithmetic", lost, small=bool(terms))
+    return examine_addition(terms, fmt, residual=residual, labels=labels)
+
+
+def _examined_mean(site: Site, walk: Walk, values: Array) -> Addition:
+    """The cast of O of a tied or swamped element: the n keys of P_bar = 1 by V / n, and the rest as the residual.
+
+    O = A / n + r, as in the closed form: r is what the other keys pull O away from the unit keys' mean of V.
+    """
+    fmt = site_format(site.format)
+    assert fmt is not None
+    keys = walk.keys[walk.unit].tolist()
+    shares = [Fraction(float(values[key])) / len(keys) for key in keys]
+    over = f" / {len(keys)}" if len(keys) > 1 else ""
+    terms, labels = shares[:_SHOWN_OPERANDS], [f"V[{key}]{over}, P_bar = 1" for key in keys[:_SHOWN_OPERANDS]]
+    if more := shares[_SHOWN_OPERANDS:]:
+        terms.append(sum(more, Fraction(0)))
+        labels.append(f"{len(more)} further such keys")
+    residual = [False] * len(terms)
+    if rest := Fraction(site.before) - sum(terms, Fraction(0)):
+        terms.append(rest)
+        labels.append("other keys")
+        residual.append(True)
     return examine_addition(terms, fmt, residual=residual, labels=labels)

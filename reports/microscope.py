@@ -121,7 +121,7 @@ def _addition(a: Addition, site: Site) -> Iterator[RenderableType]:
         exponent = words.DASH if o.exponent is None else str(o.exponent)
         table.add_row(label, f"{o.value:.9g}", exponent, sign + o.aligned)
     sign = "-" if a.exact < 0 else " "
-    table.add_row("exact sum", f"{a.exact:.12g}", str(a.exponent), sign + a.exact_aligned, style="bold")
+    table.add_row("exact sum", repr(a.exact), str(a.exponent), sign + a.exact_aligned, style="bold")
     table.columns[3].justify = "left"
     yield table
     carry = f"carry of {a.carry}" if a.carry > 0 else "no carry" if not a.carry else f"cancellation of {-a.carry} bits"

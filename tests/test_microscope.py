@@ -215,6 +215,25 @@ def test_operands_of_the_decisive_rounding_sum_to_what_is_rounded(captures: Path
         )
 
 
+def test_a_tied_element_of_a_production_kernel(captures: Path) -> None:
+    # FlashAttention rounds O only: two keys at P_bar = 1 whose V have a mean half-way between neighbours.
+    capture = attn_diag.load(captures / "kernels_pair_T512.safetensors")
+    head = read_head(capture, 0, 0, torch.device("cpu"), NonFiniteCensus()).head
+    predicted = predict_block(preset("fa2"), head, reference_rows(head, torch.arange(512)))
+    down = (predicted.tie & (predicted.residual < 0)).nonzero()[:2].tolist()
+    up = (predicted.tie & (predicted.residual > 0)).nonzero()[:2].tolist()
+    for (row, feature), above in [*((at, False) for at in down), *((at, True) for at in up)]:
+        found = attn_diag.microscope(capture, row, feature, observation="flash", whole_head=False)
+        assert found.addition is not None
+        assert (found.element.kind, found.addition.tie) == ("tie", "broken")
+        assert (found.addition.rounded > found.addition.exact) == above
+        assert found.addition.rounded == found.observed
+        assert found.addition.without_residual is not None
+        assert found.addition.without_residual.tie
+        # The prediction starts from float64 P_bar V, the walk from fp32's: a few dozen roundings to fp32.
+        assert found.element.predicted_error == pytest.approx(found.addition.error, abs=64 * 2.0**-24)
+
+
 def test_by_default_the_largest_excess_is_looked_at(captures: Path) -> None:
     capture = attn_diag.load(captures / "gpt2_step731_L2H4.safetensors")
     found = attn_diag.microscope(capture, whole_head=False)
