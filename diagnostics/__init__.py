@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from attn_diag.addition import examine_addition
     from attn_diag.analysis import inspect, inspect_captures, repeated_maxima
     from attn_diag.capture import Capture
     from attn_diag.capture_job import Selection
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from attn_diag.kernels.attention import attention
     from attn_diag.kernels.dump import Dump
     from attn_diag.loading import load, load_example
+    from attn_diag.microscopy import microscope
+    from attn_diag.prediction import closed_form
 
 _HOME = {
     "AttnDiagError": "errors",
@@ -32,11 +35,14 @@ _HOME = {
     "Recipe": "kernels",
     "Selection": "capture_job",
     "attention": "kernels.attention",
+    "closed_form": "prediction",
+    "examine_addition": "addition",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
     "load": "loading",
     "load_example": "loading",
+    "microscope": "microscopy",
     "preset": "kernels",
     "repeated_maxima": "analysis",
 }
@@ -50,11 +56,14 @@ __all__ = [
     "Recipe",
     "Selection",
     "attention",
+    "closed_form",
+    "examine_addition",
     "inspect",
     "inspect_captures",
     "json_schema",
     "load",
     "load_example",
+    "microscope",
     "preset",
     "repeated_maxima",
 ]

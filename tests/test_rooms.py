@@ -24,10 +24,17 @@ PACKAGES = {
 ALLOWED = {
     "reference": ("attn_diag.reference",),
     "kernels": ("attn_diag.kernels",),
-    "reports": ("attn_diag.reports", "attn_diag.diagnosis"),
+    "reports": (
+        "attn_diag.reports",
+        "attn_diag.diagnosis",
+        "attn_diag.addition",
+        "attn_diag.microscopy",
+        "attn_diag.prediction",
+        "attn_diag.walk",
+    ),
 }
 # Of diagnostics, only the faces know the reports.
-FACES = {"diagnosis.py", "cli/inspect.py"}
+FACES = {"diagnosis.py", "cli/inspect.py", "microscopy.py", "prediction.py"}
 
 
 def imports(source: str) -> set[str]:
