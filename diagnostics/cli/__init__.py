@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from attn_diag import __version__
+from attn_diag.cli.attribute import attribute
 from attn_diag.cli.env import env
 from attn_diag.cli.inspect import inspect
 from attn_diag.cli.microscope import microscope
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(inspect)
+app.command()(attribute)
 app.command()(microscope)
 app.command()(env)
 
