@@ -106,7 +106,7 @@ class HeadAttribution:
     """
 
     layer: int | None
-    batch: int
+    batch: int | None
     head: int
     rows: int
     recipe: str

@@ -60,10 +60,10 @@ def _head(head: HeadAttribution) -> Iterator[RenderableType]:
 def _sizes(head: HeadAttribution, main: str) -> Table:
     table = _table(f"error of {_NAMES[main]} from")
     others = [q for q in ("dw_q", "delta", "o") if q in head.totals and q != main]
-    for column in (f"share of\n{_NAMES[main]}, %", "alone", "repaired", "sham"):
+    for column in (f"share, %\nof {_NAMES[main]}", "alone", "repaired", "sham"):
         table.add_column(column, justify="right", no_wrap=True)
     for quantity in others:
-        table.add_column(f"of\n{_NAMES[quantity]}, %", justify="right", no_wrap=True)
+        table.add_column(f"of\n{_NAMES[quantity]}", justify="right", no_wrap=True)
     for site in sorted(head.sites, key=lambda s: -s.effects[main].share):
         effect = site.effects[main]
         error = effect.share_error
