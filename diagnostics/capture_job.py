@@ -33,7 +33,7 @@ from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, dw_q_sums, pool, unclustered
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.ranges import Ranges
-from attn_diag.recognise import Recognised, recognise
+from attn_diag.identify import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, ulp
 
 if TYPE_CHECKING:
