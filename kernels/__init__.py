@@ -2,24 +2,34 @@
 
 from attn_diag.kernels.emulation import (
     EmulatedHead,
+    EmulatedRows,
     RecipeNotSupportedError,
+    RowTrace,
     check_supported,
+    emulate_blocks,
     emulate_head,
     emulate_rows,
     score_rounding,
+    trace_row,
 )
+from attn_diag.kernels.emulation_forward import RangeTrace
 from attn_diag.kernels.recipe import PRESETS, Recipe, Schedule, SoftmaxRule, preset
 
 __all__ = [
     "PRESETS",
     "EmulatedHead",
+    "EmulatedRows",
+    "RangeTrace",
     "Recipe",
     "RecipeNotSupportedError",
+    "RowTrace",
     "Schedule",
     "SoftmaxRule",
     "check_supported",
+    "emulate_blocks",
     "emulate_head",
     "emulate_rows",
     "preset",
     "score_rounding",
+    "trace_row",
 ]

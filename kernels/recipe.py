@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from attn_diag.kernels.formats import Format, base, parse
+
 if TYPE_CHECKING:
     from rich.table import Table
 
-Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2"]
 Order = Literal["ascending", "descending", "diagonal-first"]
 
 
@@ -65,14 +66,37 @@ class SoftmaxRule:
         return self.kind if self.kind == "safe" else f"stale (threshold {self.threshold})"
 
 
+# The fields of a recipe that hold a format, in the order of the computation.
+FORMATS = (
+    "input", "scores", "difference", "row_max", "probs", "row_sum", "range_pv", "accumulator", "out", "delta_products",
+    "delta", "backward_probs", "dprobs", "dscores", "gradient_accumulator", "dq",
+)  # fmt: skip
+# The fields that the forward does not depend on.
+BACKWARD = (
+    "delta_from", "delta_products", "delta", "backward_scores", "backward_probs", "dprobs", "dscores",
+    "alpha_in_backward", "gradient_accumulator", "dq",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Every rounding site of an attention kernel, forward and backward, and its schedule.
 
-    Formats name what a quantity is rounded to (nearest-even) where it arises; "fp32" is the arithmetic's own.
+    Formats name what a quantity is rounded to where it arises, nearest-even unless they say otherwise ("bf16",
+    "e8m11:toward-zero", see ``attn_diag.kernels.formats``); "fp32" is the arithmetic's own. ``arithmetic``: the
+    precision between the sites; "fp64" with "fp32" at every site is the exact recipe. ``accumulation``: how sums of
+    products are made. ``seed`` starts random roundings.
+
     ``alpha``: where the softmax scale enters: before the scores are rounded, after (and rounded again), or as a
     factor in the exponent. ``row_sum_of``: whether l adds the fp32 P_bar or the cast one. ``range_pv`` is the
-    format of P_bar V over one key range, ``accumulator`` that of O_bar between ranges.
+    format of P_bar V over one key range, ``accumulator`` that of O_bar between ranges. ``division``
+    "after-last-cast": O_bar is rounded to ``out`` before it is divided by l. ``exp`` "polynomial": exp2 by a
+    polynomial of degree ``exp_degree`` in the fraction (FlashAttention-4). ``probs_scale``: P_bar is cast after
+    multiplication by it, and divided again.
+
+    Backward: ``delta_products`` is the format of dO o O before it is summed, ``dprobs`` that of dP, ``dscores`` that
+    of dS, ``gradient_accumulator`` that of every range's contribution to dQ, dK, dV and of their sums;
+    ``alpha_in_backward``: alpha times dS K, or dS holds alpha when it is cast.
     """
 
     name: str
@@ -96,19 +120,26 @@ class Recipe:
     out: Format = "bf16"
     lse_from: Literal["unrounded-l", "rounded-l"] = "unrounded-l"
     delta_from: Literal["rounded-o", "fp32-o", "dp"] = "rounded-o"
+    delta_products: Format = "fp32"
     delta: Format = "fp32"
     backward_scores: Literal["fp32", "as-forward"] = "fp32"
     backward_probs: Format = "bf16"
+    dprobs: Format = "fp32"
     dscores: Format = "bf16"
+    alpha_in_backward: Literal["after-product", "before-cast"] = "after-product"
+    gradient_accumulator: Format = "fp32"
     dq: Format = "bf16"
+    arithmetic: Literal["fp32", "fp64"] = "fp32"
+    seed: int = 0
     softmax: SoftmaxRule = field(default_factory=SoftmaxRule)
     schedule: Schedule = field(default_factory=Schedule)
-    # One line of JSON, read back by ``from_json``.
+    # One line of JSON, read back by ``from_json``; and what of it the forward depends on.
     json: str = field(init=False, repr=False, compare=False)
+    forward_json: str = field(init=False, repr=False, compare=False)
 
     def sites(self) -> dict[str, str]:
         """Field by field in words, in the order of the computation."""
-        shown = [f.name for f in fields(self) if f.name not in ("name", "summary", "json")]
+        shown = [f.name for f in fields(self) if f.init and f.name not in ("name", "summary")]
         return {name.replace("_", " "): str(getattr(self, name)) for name in shown if getattr(self, name) is not None}
 
     def table(self) -> Table:
@@ -124,9 +155,16 @@ class Recipe:
         return self.table()
 
     def __post_init__(self) -> None:
+        for name in FORMATS:
+            try:
+                parse(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
         # Kept, not computed when asked for: torch.compile can read an attribute, but not trace asdict.
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         object.__setattr__(self, "json", json.dumps(values, default=asdict))
+        forward = {n: value for n, value in values.items() if n not in ("name", "summary", *BACKWARD)}
+        object.__setattr__(self, "forward_json", json.dumps(forward, default=asdict))
 
     @staticmethod
     def from_json(text: str) -> Recipe:
@@ -143,11 +181,11 @@ class Recipe:
 
     def for_input(self, input_format: Format) -> Recipe:
         """The same recipe for another 16-bit input format: what was BF16 becomes ``input_format``."""
-        changes: dict[str, Any] = {
-            f.name: input_format
-            for f in fields(self)
-            if f.init and getattr(self, f.name) == self.input and f.name != "name"
-        }
+        changes: dict[str, Any] = {"input": input_format}
+        for name in FORMATS:
+            text = getattr(self, name)
+            if base(text) == self.input:
+                changes[name] = input_format + text.removeprefix(self.input)
         return replace(self, **changes)
 
 
@@ -164,8 +202,11 @@ _QIU2025 = Recipe(
     range_pv="bf16",
     accumulator="bf16",
     lse_from="rounded-l",
-    delta="bf16",
+    delta_products="bf16",
     backward_scores="as-forward",
+    dprobs="bf16",
+    alpha_in_backward="before-cast",
+    gradient_accumulator="bf16",
     schedule=Schedule(query_block=512, key_tile=512),
 )
 

@@ -1,0 +1,180 @@
+"""Errors of many recipes on one head: what attribution and what-if compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attn_diag.heads import HeadInputs
+from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
+from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_head, ulp
+
+
+@dataclass
+class HeadTruth:
+    """The float64 reference of one head, and what errors are measured in.
+
+    ``usable`` [Tq]: rows with finite inputs and at least one key. ``top_key`` [Tq]: the key of the largest score;
+    ``top_prob`` [Tq] its probability. ``noise_floor`` [Tq]: sigma_t, the standard deviation that one correct rounding
+    of O gives delta (None without dO). ``x`` [Tq, C]: the projection's input where dW_Q is wanted.
+    """
+
+    inputs: HeadInputs
+    reference: HeadReference
+    usable: Tensor
+    top_key: Tensor
+    top_prob: Tensor
+    noise_floor: Tensor | None
+    x: Tensor | None
+
+    @property
+    def head(self) -> AttentionHead:
+        """The head's inputs in float64."""
+        return self.inputs.head
+
+    @property
+    def out_format(self) -> FloatFormat:
+        """The format of the inputs: O's and the gradients' own."""
+        return self.inputs.input_format
+
+    @cached_property
+    def mean_ulp(self) -> float:
+        """The mean spacing of O's format at O_ref."""
+        return float(ulp(self.reference.out[self.usable], self.out_format).mean())
+
+    @cached_property
+    def dw_q(self) -> Tensor | None:
+        """dW_Q = dQ^T x of this head and sequence, [D, C]."""
+        if self.x is None or self.reference.dq is None:
+            return None
+        return self.reference.dq[self.usable].T @ self.x[self.usable]
+
+
+def head_truth(inputs: HeadInputs, x: Tensor | None = None) -> HeadTruth:
+    """Stream the reference of one head once. ``x`` [Tq, C] float64."""
+    head = inputs.head
+    top_key = torch.zeros(len(head.q), dtype=torch.int64, device=head.q.device)
+    top_prob = head.q.new_zeros(len(head.q))
+
+    def observe(block: RowBlock) -> None:
+        inputs.mark_rows(block)
+        top_key[block.rows] = block.top_key
+        top_prob[block.rows] = block.inverse_row_sum  # P_bar is 1 at the maximum
+
+    reference = reference_head(head, observe, key_gradients=False)
+    floor = None
+    if head.do is not None:
+        floor = (head.do * ulp(reference.out, inputs.input_format)).square().sum(1).div(12).sqrt()
+    usable = ~inputs.unusable & ~reference.fully_masked
+    return HeadTruth(inputs, reference, usable, top_key, top_prob, floor, None if head.do is None else x)
+
+
+@dataclass
+class VariantErrors:
+    """Signed errors (observed - reference) of one recipe on one head, over its usable rows.
+
+    By row, [n] float64: ``o`` sums O's errors, ``o_away`` those times the sign of O_ref, ``delta`` is delta's error,
+    ``dq`` sums dQ's errors and ``dq_square`` their squares. ``o_square`` sums O's squared errors. ``dw_q`` [D, C].
+    Backward ones are None without dO. ``finite``: every output is.
+    """
+
+    o: Tensor
+    o_away: Tensor
+    o_square: float
+    finite: bool
+    delta: Tensor | None = None
+    dq: Tensor | None = None
+    dq_square: Tensor | None = None
+    dw_q: Tensor | None = None
+
+    def relative(self, truth: HeadTruth) -> dict[str, float]:
+        """||error|| / ||reference|| of o, dq and dw_q, and "delta": rms(delta error / noise floor), the noise factor.
+
+        Only what is known is there.
+        """
+        rows = truth.usable
+        found = {"o": _ratio(self.o_square, truth.reference.out[rows])}
+        if self.delta is not None and truth.noise_floor is not None:
+            floor = truth.noise_floor[rows]
+            kept = floor > 0
+            found["delta"] = float((self.delta[kept] / floor[kept]).square().mean().sqrt())
+        if self.dq_square is not None and truth.reference.dq is not None:
+            found["dq"] = _ratio(float(self.dq_square.sum()), truth.reference.dq[rows])
+        if self.dw_q is not None and truth.dw_q is not None:
+            found["dw_q"] = _ratio(float(self.dw_q.square().sum()), truth.dw_q)
+        return found
+
+
+def measure_variants(
+    truth: HeadTruth, recipes: Sequence[Recipe], advance: Callable[[int], None] | None = None
+) -> list[VariantErrors]:
+    """Run the recipes (of one query block size) side by side over the head; ``advance(rows)`` after every block."""
+    sums = [_Sums(truth) for _ in recipes]
+    head = truth.head
+    for rows, results in emulate_blocks(recipes, head):
+        for total, result in zip(sums, results, strict=True):
+            total.add(rows, result)
+        if advance is not None:
+            advance(len(rows))
+    return [total.errors() for total in sums]
+
+
+def exact_recipe(recipe: Recipe) -> Recipe:
+    """The same algorithm and schedule in float64, nothing rounded."""
+    from attn_diag.kernels.recipe import FORMATS
+
+    return replace(
+        recipe,
+        **dict.fromkeys([name for name in FORMATS if name != "input"], "fp32"),
+        arithmetic="fp64",
+        accumulation="exact",
+        exp="exact",
+    )
+
+
+class _Sums:
+    def __init__(self, truth: HeadTruth) -> None:
+        self._truth = truth
+        self._parts: dict[str, list[Tensor]] = {}
+        self._o_square = 0.0
+        self._finite = True
+        self._dw_q: Tensor | None = None
+
+    def add(self, rows: Tensor, result: EmulatedRows) -> None:
+        kept = self._truth.usable[rows]
+        rows = rows[kept]
+        reference = self._truth.reference
+        truth = reference.out[rows]
+        error = result.out[kept].double() - truth
+        self._finite &= bool(error.sum().isfinite())
+        self._append("o", error.sum(1))
+        self._append("o_away", (error * truth.sign()).sum(1))
+        self._o_square += float(error.square().sum())
+        if result.delta is None or result.dq is None:
+            return
+        assert reference.delta is not None
+        assert reference.dq is not None
+        self._append("delta", result.delta[kept].double() - reference.delta[rows])
+        error = result.dq[kept].double() - reference.dq[rows]
+        self._finite &= bool(error.sum().isfinite())
+        self._append("dq", error.sum(1))
+        self._append("dq_square", error.square().sum(1))
+        if self._truth.x is not None:
+            part = error.T @ self._truth.x[rows]
+            self._dw_q = part if self._dw_q is None else self._dw_q + part
+
+    def errors(self) -> VariantErrors:
+        rows = {name: torch.cat(parts) for name, parts in self._parts.items()}
+        return VariantErrors(**rows, o_square=self._o_square, finite=self._finite, dw_q=self._dw_q)
+
+    def _append(self, name: str, values: Tensor) -> None:
+        self._parts.setdefault(name, []).append(values)
+
+
+def _ratio(square: float, reference: Tensor) -> float:
+    norm = float(reference.norm())
+    return square**0.5 / norm if norm else 0.0

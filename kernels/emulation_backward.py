@@ -1,0 +1,102 @@
+"""The emulated backward of a block of query rows.
+
+P = exp(S - L);  delta = rowsum(dO o O) or rowsum(P o dP);  dS = P o (dP - delta)  (softcap: times 1 - (S/c)^2)
+dQ = alpha dS K;  dK = alpha dS^T Q;  dV = P^T dO
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.accumulation import matmul
+from attn_diag.kernels.emulation_forward import Block, ForwardRows, Rounder, masked_scores, working_dtype
+from attn_diag.kernels.recipe import Recipe
+
+
+@dataclass
+class BackwardRows:
+    """delta [R] and dQ [R, D] (rounded to the recipe's ``dq``), in the recipe's arithmetic."""
+
+    delta: Tensor
+    dq: Tensor
+
+
+class KeyGradients:
+    """dK [Tk, D] and dV [Tk, Dv] of a recipe, summed over blocks of query rows."""
+
+    def __init__(self, recipe: Recipe, block: Block) -> None:
+        k, v = (block.operands.get(name, working_dtype(recipe)) for name in ("k", "v"))
+        self.dk, self.dv = torch.zeros_like(k), torch.zeros_like(v)
+        self._dk, self._dv = torch.zeros_like(k), torch.zeros_like(v)
+        self._recipe = recipe
+
+    def add(self, keys: slice, dk: Tensor, dv: Tensor) -> None:
+        """Add what some rows of the present query block contribute."""
+        self._dk[keys] += dk
+        self._dv[keys] += dv
+
+    def end_query_block(self, rounder: Rounder) -> None:
+        """Round the query block's contributions, and their sums, to the recipe's ``gradient_accumulator``."""
+        for name, total, part in (("dk", self.dk, self._dk), ("dv", self.dv, self._dv)):
+            part.copy_(rounder("gradient_accumulator", part, step=name))
+            total.copy_(rounder("gradient_accumulator", total + part, step=f"{name} sum"))
+            part.zero_()
+
+
+def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients: KeyGradients | None) -> BackwardRows:
+    """Run the recipe's backward on a block, adding to ``gradients`` where dK and dV are wanted."""
+    dtype = working_dtype(recipe)
+    rounder = Rounder(recipe, int(block.rows[0]))
+    do, k, q = (block.operands.get(name, dtype) for name in ("do", "k", "q"))
+    do, q = do[block.rows], q[block.rows]
+    delta = None
+    if recipe.delta_from != "dp":
+        out = forward.out if recipe.delta_from == "rounded-o" else forward.unrounded
+        delta = rounder("delta", rounder("delta_products", do * out).sum(1))
+    whole = recipe.gradient_accumulator == "fp32"
+    # Without roundings between them the ranges need not be told apart.
+    ranges = [block.keys] if whole else [keys for split in recipe.schedule.ranges(block.keys) for keys in split]
+    if delta is None:
+        delta = torch.zeros_like(forward.lse)
+        for keys in ranges:
+            delta += (_probs(recipe, block, forward, keys, rounder) * _dprobs(recipe, block, keys, rounder)).sum(1)
+        delta = rounder("delta", delta)
+    dq = torch.zeros_like(q)
+    before_cast = recipe.alpha_in_backward == "before-cast"
+    scale = block.head.scale
+    for keys in ranges:
+        probs = _probs(recipe, block, forward, keys, rounder)
+        dscores = _dprobs(recipe, block, keys, rounder) - delta[:, None]
+        dscores = (probs * scale if before_cast else probs) * dscores
+        if block.head.softcap is not None:
+            raw = block.product(recipe, "q", "k", keys) * scale
+            dscores = dscores * (1 - torch.tanh(raw / block.head.softcap).square())
+        dscores = rounder("dscores", dscores, keys.start)
+        part = matmul(dscores, k[keys], recipe.accumulation)
+        part = part if before_cast else part * scale
+        if whole:
+            dq = part
+        else:
+            dq = rounder(
+                "gradient_accumulator", dq + rounder("gradient_accumulator", part, keys.start, "dq"), keys.start
+            )
+        if gradients is not None:
+            dk = matmul(dscores.T, q, recipe.accumulation)
+            probs = rounder("backward_probs", probs, keys.start)
+            gradients.add(keys, dk if before_cast else dk * scale, matmul(probs.T, do, recipe.accumulation))
+    return BackwardRows(delta, rounder("dq", dq, step="dq"))
+
+
+def _probs(recipe: Recipe, block: Block, forward: ForwardRows, keys: slice, rounder: Rounder) -> Tensor:
+    """P = exp(S - L), from scores rounded as in the forward or not."""
+    again = recipe if recipe.backward_scores == "as-forward" else replace(recipe, scores="fp32")
+    scores = masked_scores(again, block, keys, Rounder(again, int(block.rows[0])) if again is not recipe else rounder)
+    lse = forward.lse[:, None]
+    return torch.exp(scores * block.operands.factor(recipe) - lse.masked_fill(lse == -torch.inf, 0.0))
+
+
+def _dprobs(recipe: Recipe, block: Block, keys: slice, rounder: Rounder) -> Tensor:
+    return rounder("dprobs", block.product(recipe, "do", "v", keys), keys.start)

@@ -1,0 +1,270 @@
+"""The emulated forward: a block of query rows that walks the keys in the recipe's order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.accumulation import matmul
+from attn_diag.kernels.exponential import exp2_polynomial, scaled_exponent
+from attn_diag.kernels.formats import parse, round_to, site_seed
+from attn_diag.kernels.recipe import Recipe
+
+
+class HeadLike(Protocol):
+    """What is emulated: one head, tensors of any float dtype whose values fp32 can hold exactly.
+
+    q [Tq, D], k [Tk, D], v [Tk, Dv], do [Tq, Dv] or None. ``visible_span`` and ``apply_mask`` as in
+    ``attn_diag.reference.AttentionHead``.
+    """
+
+    @property
+    def q(self) -> Tensor: ...  # noqa: D102 - described above, as the rest
+    @property
+    def k(self) -> Tensor: ...  # noqa: D102
+    @property
+    def v(self) -> Tensor: ...  # noqa: D102
+    @property
+    def do(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def scale(self) -> float: ...  # noqa: D102
+    @property
+    def softcap(self) -> float | None: ...  # noqa: D102
+    def visible_span(self, rows: slice | Tensor) -> slice: ...  # noqa: D102
+    def apply_mask(self, scores: Tensor, rows: slice | Tensor, keys: slice) -> None: ...  # noqa: D102
+
+
+class Operands:
+    """A head's tensors in the two precisions that recipes compute in."""
+
+    def __init__(self, head: HeadLike) -> None:
+        self.head = head
+        self._tensors: dict[tuple[str, torch.dtype], Tensor] = {}
+        mask = getattr(getattr(head, "masking", None), "mask", None)
+        self.has_bias = mask is not None and mask.dtype != torch.bool
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        """q, k, v or do in fp32 or float64."""
+        key = name, dtype
+        if key not in self._tensors:
+            self._tensors[key] = getattr(self.head, name).to(dtype)
+        return self._tensors[key]
+
+    def factor(self, recipe: Recipe) -> float:
+        """What S - m is multiplied by in the exponent: alpha where the recipe leaves it there, else 1."""
+        return self.head.scale if self.in_exponent(recipe) else 1.0
+
+    def in_exponent(self, recipe: Recipe) -> bool:
+        """Whether alpha waits for the exponent. Softcap and additive masks apply to scaled scores."""
+        return recipe.alpha == "in-exponent" and self.head.softcap is None and not self.has_bias
+
+
+@dataclass
+class RangeTrace:
+    """One row's passage through one key range; float64.
+
+    ``scores`` as stored (unscaled where alpha is left to the exponent), ``probs`` before and ``cast_probs`` after
+    the cast, [K] each; ``row_max``, ``row_sum`` after the range; ``rescale`` is what the old sums were multiplied by.
+    """
+
+    split: int
+    keys: slice
+    scores: Tensor
+    row_max: float
+    rescale: float
+    probs: Tensor
+    cast_probs: Tensor
+    row_sum: float
+
+
+@dataclass
+class ForwardRows:
+    """O before its last rounding and after it [R, Dv], L [R]; in the recipe's arithmetic."""
+
+    unrounded: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def working_dtype(recipe: Recipe) -> torch.dtype:
+    """The dtype in which the recipe computes between its rounding sites."""
+    return torch.float64 if recipe.arithmetic == "fp64" else torch.float32
+
+
+class Rounder:
+    """A recipe's rounding sites as one function, for rows from ``row`` on."""
+
+    def __init__(self, recipe: Recipe, row: int) -> None:
+        self._recipe, self._row = recipe, row
+
+    def __call__(self, site: str, x: Tensor, key: int = 0, step: str = "") -> Tensor:
+        """``x`` as the recipe rounds it at ``site``; ``key`` and ``step`` tell random draws apart."""
+        rounding = parse(getattr(self._recipe, site))
+        if rounding is None:
+            return x
+        return round_to(x, rounding, site_seed(self._recipe.seed, site + step, self._row, key))
+
+
+@dataclass
+class Block:
+    """Query rows that walk the keys together, and the products that recipes share.
+
+    ``rows`` [R] indices; ``keys``: what any row of their query block may see.
+    """
+
+    operands: Operands
+    rows: Tensor
+    keys: slice
+    _products: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+
+    @property
+    def head(self) -> HeadLike:
+        """The head they belong to."""
+        return self.operands.head
+
+    def product(self, recipe: Recipe, left: str, right: str, keys: slice) -> Tensor:
+        """``left`` [R, D] (q or do) times the transposed ``right`` (k or v) of ``keys``: [R, K]."""
+        dtype = working_dtype(recipe)
+        key = left, right, keys.start, keys.stop, dtype, recipe.accumulation
+        if key not in self._products:
+            a, b = self.operands.get(left, dtype)[self.rows], self.operands.get(right, dtype)[keys]
+            self._products[key] = matmul(a, b.T, recipe.accumulation)
+        return self._products[key]
+
+
+def round_scores(recipe: Recipe, products: Tensor, scale: float, rounder: Rounder, key: int = 0) -> Tensor:
+    """Scores from q.k: scaled and rounded as the recipe says; left unscaled for "in-exponent"."""
+    if recipe.alpha == "after-rounding":
+        return rounder("scores", rounder("scores", products, key) * scale, key, "scaled")
+    return rounder("scores", products if recipe.alpha == "in-exponent" else products * scale, key)
+
+
+def masked_scores(recipe: Recipe, block: Block, keys: slice, rounder: Rounder) -> Tensor:
+    """S as the recipe stores it, [R, K]; -inf where masked."""
+    head = block.head
+    products = block.product(recipe, "q", "k", keys)
+    if recipe.alpha == "in-exponent" and not block.operands.in_exponent(recipe):
+        products = products * head.scale
+    scores = round_scores(recipe, products, head.scale, rounder, keys.start)
+    if head.softcap is not None:
+        scores = rounder("scores", torch.tanh(scores / head.softcap) * head.softcap, keys.start, "softcap")
+    if scores is products:
+        scores = scores.clone()  # the product is shared
+    head.apply_mask(scores, block.rows, keys)
+    return scores
+
+
+def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = None) -> ForwardRows:
+    """Run the recipe's forward on a block; ``trace`` (of a block of one row) is filled range by range."""
+    rounder = Rounder(recipe, int(block.rows[0]))
+    parts = []
+    for split, tiles in enumerate(recipe.schedule.ranges(block.keys)):
+        parts.append(_one_split(recipe, block, tiles, rounder, split, trace))
+    if parts:
+        out, lse = _merge(parts)
+    else:
+        like = block.operands.get("q", working_dtype(recipe))
+        out = like.new_zeros(len(block.rows), block.head.v.shape[1])
+        lse = like.new_full((len(block.rows),), -torch.inf)
+    return ForwardRows(out, rounder("out", out), lse)
+
+
+def _one_split(
+    recipe: Recipe, block: Block, tiles: Sequence[slice], rounder: Rounder, split: int, trace: list[RangeTrace] | None
+) -> tuple[Tensor, Tensor]:
+    """Online softmax over one split's key ranges: (O before its last rounding, L)."""
+    dtype = working_dtype(recipe)
+    factor = block.operands.factor(recipe)
+    values = block.operands.get("v", dtype)
+    maxima = values.new_full((len(block.rows), 1), -torch.inf)
+    row_sum, exact_sum = torch.zeros_like(maxima), torch.zeros_like(maxima)
+    accumulator = values.new_zeros(len(block.rows), values.shape[1])
+    for keys in tiles:
+        scores = masked_scores(recipe, block, keys, rounder)
+        new_maxima = rounder("row_max", _next_maximum(recipe, maxima, scores), keys.start)
+        probs = _exponential(recipe, scores, new_maxima, factor, rounder, keys.start)
+        rescale = _exponential(recipe, maxima, new_maxima, factor, rounder, keys.start, "rescale")
+        maxima = new_maxima
+        cast = _cast_probs(recipe, probs, rounder, keys.start)
+        tile_sum = (probs if recipe.row_sum_of == "fp32-probs" else cast).sum(1, keepdim=True)
+        if recipe.row_sum_clamp is not None:
+            tile_sum = tile_sum.clamp(min=recipe.row_sum_clamp)
+        exact_sum = rescale * exact_sum + tile_sum
+        row_sum = rounder("row_sum", rescale * row_sum + tile_sum, keys.start)
+        accumulator = _add_range(recipe, accumulator, rescale, cast, values[keys], rounder, keys.start)
+        if trace is not None:
+            tensors = (t[0].double() for t in (scores, probs, cast))
+            trace.append(_traced(split, keys, *tensors, row_max=maxima, rescale=rescale, row_sum=row_sum))
+    # A row that saw no key; one whose l underflowed divides by zero, as the real kernel does.
+    numerator = rounder("out", accumulator, step="numerator") if recipe.division == "after-last-cast" else accumulator
+    out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, numerator * (1 / row_sum))
+    used = row_sum if recipe.lse_from == "rounded-l" else exact_sum
+    return out, (maxima * factor + used.log()).squeeze(1)
+
+
+def _traced(
+    split: int, keys: slice, scores: Tensor, probs: Tensor, cast: Tensor, *, row_max: Tensor, rescale: Tensor,
+    row_sum: Tensor,
+) -> RangeTrace:  # fmt: skip
+    return RangeTrace(split, keys, scores, float(row_max), float(rescale), probs, cast, float(row_sum))
+
+
+def _next_maximum(recipe: Recipe, maxima: Tensor, scores: Tensor) -> Tensor:
+    """What is subtracted from now on, before it is rounded; [R, 1]."""
+    top = scores.amax(1, keepdim=True)
+    rule = recipe.softmax
+    if rule.kind == "stabilised":
+        assert rule.beta is not None
+        repeated = (scores >= top - rule.epsilon).sum(1, keepdim=True) > 1
+        top = torch.where(repeated, torch.where(top > 0, rule.beta * top, top.clamp(min=0.0)), top)
+    new = torch.maximum(maxima, top)
+    if rule.kind == "stale":
+        assert rule.threshold is not None
+        # NaN where both are -inf, and then not below the threshold: the new one, -inf too.
+        new = torch.where(new - maxima <= rule.threshold, maxima, new)
+    return new
+
+
+def _exponential(
+    recipe: Recipe, scores: Tensor, maxima: Tensor, factor: float, rounder: Rounder, key: int, step: str = ""
+) -> Tensor:
+    """exp(factor (S - m)); a row without keys gives 0."""
+    maxima = maxima.masked_fill(maxima == -torch.inf, 0.0)
+    if recipe.exp == "exact":
+        return torch.exp(rounder("difference", (scores - maxima) * factor, key, step))
+    exponent = scaled_exponent(scores, maxima, factor)
+    if recipe.exp == "exp2-fma":
+        return torch.exp2(exponent)
+    assert recipe.exp_degree is not None
+    return exp2_polynomial(exponent, recipe.exp_degree)
+
+
+def _cast_probs(recipe: Recipe, probs: Tensor, rounder: Rounder, key: int) -> Tensor:
+    if recipe.probs_scale == 1.0:
+        return rounder("probs", probs, key)
+    return rounder("probs", probs * recipe.probs_scale, key) / recipe.probs_scale
+
+
+def _add_range(
+    recipe: Recipe, accumulator: Tensor, rescale: Tensor, cast: Tensor, values: Tensor, rounder: Rounder, key: int
+) -> Tensor:
+    """O_bar after one more key range."""
+    scaled = accumulator * rescale
+    if recipe.range_pv == "fp32" and recipe.accumulator == "fp32" and recipe.accumulation == "nvidia-tensor-core":
+        return matmul(cast, values, recipe.accumulation, scaled)  # the hardware adds into the accumulator
+    product = rounder("range_pv", matmul(cast, values, recipe.accumulation), key)
+    return rounder("accumulator", rounder("accumulator", scaled, key, "rescale") + product, key)
+
+
+def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Independent splits weighted by exp(L_i - L)."""
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([lse for _, lse in parts])
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))
+    return (weights[:, :, None] * torch.stack([out for out, _ in parts])).sum(0), lse

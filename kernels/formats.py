@@ -1,0 +1,174 @@
+"""Number formats of rounding sites, and rounding to them.
+
+A site is written as ``format`` or ``format:rounding``: "bf16", "e4m3", "e8m11:toward-zero", "fp16:stochastic".
+``e<x>m<y>`` names any format with x exponent and y mantissa bits. "fp32" and "fp64" at a site mean the
+arithmetic's own precision: nothing is rounded there. (A rounding to fp32 inside float64 arithmetic is "e8m23".)
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# "bf16" and so on, or e<exponent bits>m<mantissa bits>, each with an optional ":rounding".
+Format = str
+
+_EXPONENT_FIELD = 0x7FF << 52  # of a float64
+_BIAS = 1023
+
+
+class Mode(StrEnum):
+    """How a value between two numbers of the format is rounded.
+
+    STOCHASTIC goes up or down with probabilities that make the mean right. RANDOM_SIGN is the sham of a repair: the
+    nearest-even error keeps its size and gets a random sign, so that its mean vanishes and its variance stays.
+    """
+
+    NEAREST_EVEN = "nearest-even"
+    TOWARD_ZERO = "toward-zero"
+    UP = "up"
+    DOWN = "down"
+    STOCHASTIC = "stochastic"
+    RANDOM_SIGN = "random-sign"
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A binary format with subnormals. ``finite``: it has no infinity, its top exponent holds numbers (E4M3)."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    finite: bool = False
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number."""
+        return 2 - 2 ** (self.exponent_bits - 1)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number. Of E4M3 (OCP OFP8) the all-ones pattern is NaN, so 448."""
+        top = 2 ** (self.exponent_bits - 1) - 1 + self.finite
+        return float((2 - (2 if self.finite else 1) * 2.0**-self.mantissa_bits) * 2.0**top)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A parsed site: the format and how to round to it."""
+
+    format: NumberFormat
+    mode: Mode = Mode.NEAREST_EVEN
+
+
+_NAMED = {
+    "bf16": NumberFormat(8, 7),
+    "fp16": NumberFormat(5, 10),
+    "tf32": NumberFormat(8, 10),
+    "e4m3": NumberFormat(4, 3, finite=True),
+    "e5m2": NumberFormat(5, 2),
+}
+# Formats that torch can store and round to itself.
+STORED = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+_NATIVE = {_NAMED["bf16"]: torch.bfloat16, _NAMED["fp16"]: torch.float16}
+_GENERIC = re.compile(r"e(\d{1,2})m(\d{1,2})")
+
+
+@cache
+def parse(text: Format) -> Rounding | None:
+    """What a site's text asks for; None for "fp32" and "fp64". Raises ValueError for anything else unknown."""
+    name, colon, mode = text.partition(":")
+    if name in ("fp32", "fp64") and not colon:
+        return None
+    fmt = _NAMED.get(name)
+    if fmt is None and (found := _GENERIC.fullmatch(name)):
+        exponent, mantissa = int(found[1]), int(found[2])
+        if 2 <= exponent <= 8 and 1 <= mantissa <= 23:
+            fmt = NumberFormat(exponent, mantissa)
+    if fmt is None or (colon and mode not in set(Mode)):
+        raise ValueError(
+            f"a format is one of {', '.join([*_NAMED, 'fp32', 'fp64'])} or e<2..8>m<1..23>, with an optional "
+            f":rounding out of {', '.join(Mode)}, got {text!r}"
+        )
+    return Rounding(fmt, Mode(mode) if colon else Mode.NEAREST_EVEN)
+
+
+def base(text: Format) -> str:
+    """The format's name without its rounding."""
+    return text.partition(":")[0]
+
+
+def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
+    """``x`` (fp32 or float64) rounded once, in ``x``'s own dtype; None changes nothing.
+
+    Nearest-even and directed roundings are correct for every input (float64 ones too: no step through fp32), with
+    subnormals and signed zeros; what rounds past the largest number becomes infinite (toward zero, and down or up
+    away from the infinity: the largest), or the largest where the format is finite. NaN stays NaN. ``seed`` starts
+    the random modes.
+    """
+    if rounding is None:
+        return x
+    native = _NATIVE.get(rounding.format)
+    if native is not None and rounding.mode is Mode.NEAREST_EVEN and x.dtype == torch.float32:
+        return x.to(native).float()
+    fmt, mode = rounding.format, rounding.mode
+    wide = x.double()
+    quantum = _spacing(wide, fmt)
+    steps = wide / quantum  # exact: a power of two
+    if mode in (Mode.STOCHASTIC, Mode.RANDOM_SIGN):
+        generator = torch.Generator(x.device).manual_seed(seed)
+        draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
+    if mode is Mode.RANDOM_SIGN:
+        error = _limited(steps.round() * quantum, wide, fmt, mode) - wide
+        return (wide + torch.where(draw < 0.5, error, -error)).to(x.dtype)
+    if mode is Mode.NEAREST_EVEN:
+        steps = steps.round()
+    elif mode is Mode.TOWARD_ZERO:
+        steps = steps.trunc()
+    elif mode is Mode.UP:
+        steps = steps.ceil()
+    elif mode is Mode.DOWN:
+        steps = steps.floor()
+    else:
+        # The draw is added to the fraction alone: a sum with many steps would be rounded itself.
+        whole = steps.floor()
+        steps = whole + (draw < steps - whole)
+    return _limited(steps.mul_(quantum), wide, fmt, mode).copysign_(wide).to(x.dtype)
+
+
+def site_seed(seed: int, site: str, row: int, key: int) -> int:
+    """A seed that depends on nothing but the recipe's, the site and the place, so that variants share their draws."""
+    return zlib.crc32(f"{seed} {site} {row} {key}".encode())
+
+
+def _spacing(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """Distance of neighbouring numbers of ``fmt`` at |x| (that of its smallest normal below it); ``x`` float64."""
+    exponent = (x.view(torch.int64) & _EXPONENT_FIELD).clamp_(
+        (fmt.min_exponent + _BIAS) << 52, (_BIAS + 2**fmt.exponent_bits) << 52
+    )
+    exponent -= fmt.mantissa_bits << 52
+    return exponent.view(torch.float64)
+
+
+def _limited(rounded: Tensor, x: Tensor, fmt: NumberFormat, mode: Mode) -> Tensor:
+    """Overflow of what was rounded from ``x``."""
+    over = rounded.abs() > fmt.largest
+    if not bool(over.any()):
+        return rounded
+    stays = torch.full_like(over, fmt.finite or mode is Mode.TOWARD_ZERO)
+    if mode is Mode.UP:
+        stays = stays | (x < 0)
+    elif mode is Mode.DOWN:
+        stays = stays | (x > 0)
+    limit = torch.where(stays & x.isfinite(), fmt.largest, torch.inf)
+    return torch.where(over, limit.copysign(rounded), rounded)
