@@ -16,6 +16,8 @@ from attn_diag.reference import reference_rows
 
 # Rows among which those that attend to many keys are looked for, and how many are looked at together.
 _POOL, _BLOCK = 512, 64
+# Up to so many rows in dispute all signs are gone through, beyond it a sum of signs is normal enough.
+_EXACT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,44 @@ class Match:
         rows = self.equal.double().mean(1)
         return float(rows.std() / math.sqrt(len(rows))) if len(rows) > 1 else None
 
-    def p_value(self, other: Match) -> float:
-        """Two-sided p-value of "neither is right more often than the other", from the rows where they differ.
+    def compare(self, other: Match) -> Comparison:
+        """Where the two differ, and how likely that is if ``other`` is in truth right as often."""
+        difference = (self.equal.sum(1) - other.equal.sum(1))[(self.equal != other.equal).any(1)]
+        return Comparison(
+            won=int((self.equal & ~other.equal).sum()),
+            lost=int((other.equal & ~self.equal).sum()),
+            rows=len(difference),
+            p_value=_sign_flip(difference[difference != 0].tolist()),
+        )
 
-        McNemar's comparison, clustered: under the null the difference d_r of the two numbers of equal elements in row r
-        has either sign with the same probability, so that z = sum d_r / sqrt(sum d_r^2) is about normal. Two that
-        differ in n rows have |z| <= sqrt(n): a few rows never decide.
-        """
-        difference = (self.equal.sum(1) - other.equal.sum(1)).double()
-        spread = float(difference.square().sum())
-        if not spread:
-            return 1.0
-        return math.erfc(abs(float(difference.sum())) / math.sqrt(2 * spread))
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two recipes on the same elements: those that only one reproduces (``won``) or only the other (``lost``).
+
+    ``rows``: rows in which there are such elements. ``p_value``: McNemar's test clustered by row, one-sided, of "the
+    other is right at least as often": were it the true recipe, almost all elements in dispute would be its own, so that
+    this null, under which each row's balance has either sign with the same probability, is its least favourable case.
+    """
+
+    won: int
+    lost: int
+    rows: int
+    p_value: float
+
+
+def _sign_flip(balances: list[int]) -> float:
+    """P(sum of s_r |d_r| >= sum of d_r) for independent random signs s_r; exact for few rows, else normal."""
+    total = sum(balances)
+    if len(balances) > _EXACT_ROWS:
+        return 0.5 * math.erfc(total / math.sqrt(2 * sum(d * d for d in balances)))
+    # The distribution of the sum over half of its numbers: sum of |d_r| over the rows with a positive sign.
+    reach = sum(map(abs, balances))
+    chance = torch.zeros(reach + 1, dtype=torch.float64)
+    chance[0] = 1
+    for d in map(abs, balances):
+        chance = (chance + chance.roll(d)) / 2
+    return float(chance[(reach + total) // 2 :].sum())
 
 
 def usable_rows(inputs: HeadInputs, observed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

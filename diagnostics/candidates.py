@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 
 from attn_diag.kernels import PRESETS, Recipe, Schedule, preset
-from attn_diag.kernels.recipe import Format
+from attn_diag.kernels.formats import Format
+from attn_diag.kernels.recipe import BACKWARD
 
-# What tells forwards apart; a clamp on l acts on rows that underflow only.
-_SITES = ("scores", "alpha", "difference", "row_max", "probs", "row_sum_of", "row_sum", "range_pv", "accumulator",
-          "out", "softmax")  # fmt: skip
-# What of a recipe shows in dQ beside O.
-BACKWARD_SITES = ("delta_from", "delta", "backward_scores", "backward_probs", "dscores", "dq")
+# What does not tell forwards apart here: the exponential changes less than 0.1 % of O's elements, a clamp on l acts on
+# rows that underflow only.
+_LEFT_OUT = {"name", "summary", "exp", "exp_degree", "row_sum_clamp", "lse_from", "seed", "schedule", *BACKWARD}
+_SITES = tuple(f.name for f in fields(Recipe) if f.init and f.name not in _LEFT_OUT)
 _ALL_KEYS = 2**20
 _TILES = (16, 32, 64, 128, 256, 512)
 # Tiles and query blocks that kernels with a diagonal have.

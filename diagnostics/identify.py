@@ -15,21 +15,22 @@ from torch import Tensor
 from attn_diag import search
 from attn_diag.agreement import Match, choose_rows, spread_rows
 from attn_diag.assumptions import check_assumptions
-from attn_diag.candidates import BACKWARD_SITES, describe_schedule, family_name, known_name, same_forward
+from attn_diag.candidates import describe_schedule, family_name, known_name, same_forward
 from attn_diag.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.identification import BackwardMatch, Identification, RankedRecipe
 from attn_diag.kernels import Recipe, emulate_head
+from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.provenance import backend_name, pick_device
 from attn_diag.search import LEVEL, Subject, Trial
 
 if TYPE_CHECKING:
     from attn_diag.analysis import Progress
 
-_RECOGNISE_ROWS = 48
-_COARSE_ROWS = 64
-# The final comparison takes rows with so many scores together, and at least so many rows.
+# Rows that are compared: as many as have so many scores together, and at least so many.
+_RECOGNISE_SCORES, _RECOGNISE_ROWS = 2**18, 48
 _FINAL_SCORES, _FINAL_ROWS = 2**20, 128
+_COARSE_ROWS = 64
 # dQ needs whole heads; above so many scores it is not looked at.
 _BACKWARD_SCORES = 2**22
 # The number of recipes is known only as the search goes on; a usual one for the progress bar.
@@ -50,14 +51,15 @@ def recognise(capture: Capture, observation: str, batch: int, head: int, device:
     subject = search.read_subject(capture, observation, batch, head, device)
     if subject is None:
         return None
-    rows = spread_rows(capture.q_length, _RECOGNISE_ROWS, device)
+    rows = spread_rows(capture.q_length, max(_RECOGNISE_ROWS, _RECOGNISE_SCORES // capture.k_length), device)
     recipes = search.known(subject)
     # Kernels with fp32 scores first: a match among them is never mistaken for one with coarse scores.
     for fine in (True, False):
         trials = subject.run([r for r in recipes if (r.scores == "fp32") == fine], rows)
-        best = max(trials, key=lambda t: t.match.agreement)
+        trials = search.ranked(trials, capture.head_dim)
+        best = trials[0]
         if best.match.agreement >= search.threshold(subject.fmt, best.match.equal.numel()):
-            names = [t.recipe.name for t in trials if best.match.p_value(t.match) * len(recipes) > LEVEL]
+            names = [t.recipe.name for t in trials if best.match.compare(t.match).p_value > LEVEL]
             return Recognised(best.recipe, best.match.agreement, " or ".join(dict.fromkeys(names)))
     return None
 
@@ -128,7 +130,6 @@ class _Judgement:
     ) -> None:  # fmt: skip
         self.capture, self.observation, self.batch, self.head = capture, observation, batch, head
         self.subject, self.trials, self.tried, self.device = subject, trials, tried, device
-        self.p_values = [self._p_value(t.match) for t in trials]
         self.elements = trials[0].match.equal.numel()
         self.threshold = search.threshold(subject.fmt, self.elements)
 
@@ -142,7 +143,8 @@ class _Judgement:
         outcome: Literal["identified", "ambiguous", "unnamed", "unknown"] = (
             "unknown" if not as_good else "unnamed" if not names else "identified" if len(names) == 1 else "ambiguous"
         )
-        contested = torch.stack([(t.out != self.trials[0].out) for t in self.trials]).any(0)
+        fitting = [t.out for t, r in zip(self.trials, ranking, strict=True) if r in as_good]
+        contested = int(torch.stack([(out != fitting[0]) for out in fitting]).any(0).sum()) if fitting else 0
         return Identification(
             source=c.source,
             observation=self.observation,
@@ -155,13 +157,13 @@ class _Judgement:
             rows=rows,
             rows_all=c.q_length,
             elements=self.elements,
-            contested=int(contested.sum()),
+            contested=contested,
             tried=self.tried,
             threshold=self.threshold,
             level=LEVEL,
             outcome=outcome,
             recipes=tuple(names),
-            verdict=self._verdict(outcome, names, best, as_good, int(contested.sum())),
+            verdict=self._verdict(outcome, names, as_good, best, contested),
             margin=None if runner_up is None else best.agreement - runner_up.agreement,
             margin_p_value=None if runner_up is None else runner_up.p_value,
             notes=self._notes(note),
@@ -169,13 +171,11 @@ class _Judgement:
             backward=backward,
         )  # fmt: skip
 
-    def _p_value(self, match: Match) -> float:
-        return min(1.0, self.trials[0].match.p_value(match) * max(1, self.tried - 1))
-
     def _ranking(self) -> list[RankedRecipe]:
         ranking, d = [], self.capture.head_dim
         outs: list[Tensor] = []
-        for rank, (trial, p) in enumerate(zip(self.trials, self.p_values, strict=True), 1):
+        for rank, trial in enumerate(self.trials, 1):
+            against = self.trials[0].match.compare(trial.match)
             group = next((i for i, out in enumerate(outs) if torch.equal(out, trial.out)), len(outs))
             if group == len(outs):
                 outs.append(trial.out)
@@ -195,8 +195,11 @@ class _Judgement:
                     agreement=trial.match.agreement,
                     standard_error=trial.match.standard_error,
                     group=group + 1,
-                    p_value=None if group == 0 else p,
-                    told_apart=group > 0 and p <= LEVEL,
+                    won=against.lost,
+                    lost=against.won,
+                    disputed_rows=against.rows,
+                    p_value=None if group == 0 else against.p_value,
+                    told_apart=group > 0 and against.p_value <= LEVEL,
                 )
             )
         return ranking
@@ -220,12 +223,12 @@ class _Judgement:
         good = ~self.subject.inputs.unusable & observed.isfinite().all(1)
         matches = {}
         for way, recipes in ways.items():
-            emulated = emulate_head(recipes[0], self.subject.inputs.head).dq
+            emulated = emulate_head(recipes[0], self.subject.inputs.head, key_gradients=False).dq
             assert emulated is not None
             matches[way] = Match((emulated == observed)[good])
         order = sorted(ways, key=lambda way: -matches[way].agreement)
         best = matches[order[0]]
-        p_values = {way: min(1.0, best.p_value(matches[way]) * (len(ways) - 1)) for way in order}
+        p_values = {way: best.compare(matches[way]).p_value for way in order}
         backward = tuple(
             BackwardMatch(
                 " or ".join(dict.fromkeys(r.name for r in ways[way])),
@@ -242,7 +245,7 @@ class _Judgement:
         return chosen, backward, "presets that the forward leaves together are told apart by dQ, where they can be"
 
     def _verdict(
-        self, outcome: str, names: list[str], best: RankedRecipe, as_good: list[RankedRecipe], contested: int
+        self, outcome: str, names: list[str], as_good: list[RankedRecipe], best: RankedRecipe, contested: int
     ) -> str:
         percent = f"{100 * best.agreement:.2f} %"
         looks = f"the roundings of {best.roundings}, {best.schedule}"
@@ -251,14 +254,14 @@ class _Judgement:
                 f"Unknown: nothing tried has the observed bits in {100 * self.threshold:.2f} % of O's elements. Nearest, "
                 f"with {percent}: {looks}. A rounding site or an order of keys that is not modelled may be missing."
             )
-        differ = f"recipes tried here differ in {contested} of {self.elements} elements only"
         if outcome == "unnamed":
-            return f"No published kernel's schedule, but modelled ones: {looks} ({percent} of O's elements)."
+            return f"No published kernel that is known here, but its parts are: {looks} ({percent} of O's elements)."
+        differ = f"they differ in {contested} of {self.elements} elements" if contested else "their bits are the same"
         if outcome == "ambiguous":
-            return f"{' or '.join(names)}: not told apart on this input ({percent} of O's elements; {differ})."
-        others = [r for r in as_good if r.recipe is None]
-        unnamed = f"; {len(others)} schedules that no preset has fit as well ({differ})" if others else ""
-        return f"{names[0]}: {percent} of O's elements have its bits{unnamed}."
+            return f"{' or '.join(names)}: not told apart on this input, {differ} ({percent} are as observed)."
+        others = {r.schedule for r in as_good if r.recipe is None}
+        unnamed = f"; so do {len(others)} unpublished schedules, which this input does not tell apart" if others else ""
+        return f"{names[0]} reproduces {percent} of O's elements bit for bit{unnamed}."
 
     def _notes(self, backward: str) -> tuple[str, ...]:
         notes = [backward] if backward else []
@@ -275,7 +278,7 @@ class _Judgement:
 
 def _backward_of(recipe: Recipe) -> tuple[object, ...]:
     again = recipe.scores if recipe.backward_scores == "as-forward" else "fp32"
-    return again, *(getattr(recipe, site) for site in BACKWARD_SITES)
+    return again, *(getattr(recipe, site) for site in BACKWARD)
 
 
 def _observation(capture: Capture, wanted: str | None) -> str:

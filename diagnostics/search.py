@@ -14,10 +14,10 @@ from attn_diag.candidates import families, known_name, known_recipes, schedules,
 from attn_diag.capture import Capture
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, emulate_rows
-from attn_diag.kernels.recipe import Format
+from attn_diag.kernels.formats import Format
 
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Significance of "told apart", after Bonferroni over all recipes tried.
+# Significance of "told apart".
 LEVEL = 0.01
 # The right schedule misses at most 0.2 % of BF16 outputs on N(0,1) (H200): the order of additions and the tensor cores'
 # truncation, which are not modelled, now and then move O across a rounding boundary.
@@ -27,7 +27,7 @@ _MANTISSA: dict[Format, int] = {"bf16": 7, "fp16": 10}
 # Families of rounding sites that are tried in every schedule: the best in two schedules, and always fp32 scores.
 _FAMILIES = 2
 # The final comparison takes at least so many recipes of the coarse search, and all that are as good as the best at
-# this (unadjusted) level; around so many of the leaders the other exponentials and row sums are tried.
+# this level; around so many of the leaders the other exponentials and row sums are tried.
 _FINALISTS, _COARSE_LEVEL, _LEADERS = 8, 1e-3, 4
 
 
@@ -59,7 +59,7 @@ class Subject:
         """Every recipe on ``rows`` (int64 [R], ascending), in the order given."""
         expected, head, trials = self.observed[rows], replace(self.inputs.head, do=None), []
         for recipe in recipes:
-            out = _emulate(recipe, head, rows)
+            out = emulate_rows(_in_one_block(recipe), head, rows)
             trials.append(Trial(recipe, out, Match(out == expected)))
             self.step()
         return trials
@@ -107,7 +107,7 @@ def search(subject: Subject, coarse_rows: Tensor, final_rows: Tensor) -> tuple[l
     tried = dict.fromkeys(_coarse(subject, coarse_rows))
     trials = ranked(subject.run(tried, coarse_rows), d)
     best = trials[0].match
-    leaders = [t.recipe for i, t in enumerate(trials) if i < _FINALISTS or best.p_value(t.match) > _COARSE_LEVEL]
+    leaders = [t.recipe for i, t in enumerate(trials) if i < _FINALISTS or best.compare(t.match).p_value > _COARSE_LEVEL]
     final = ranked(subject.run(dict.fromkeys([*known(subject), *leaders]), final_rows), d)
     tried |= dict.fromkeys(t.recipe for t in final)
     others = [v for t in final[:_LEADERS] for v in variants(t.recipe)]
@@ -126,10 +126,8 @@ def _coarse(subject: Subject, rows: Tensor) -> list[Recipe]:
     return [replace(recipe, schedule=s) for recipe in chosen for s in every]
 
 
-def _emulate(recipe: Recipe, head: object, rows: Tensor) -> Tensor:
-    """O of ``rows``, block by block where the order of keys depends on the query block."""
-    if recipe.schedule.order != "diagonal-first":
-        return emulate_rows(recipe, head, rows)  # type: ignore[arg-type]
-    blocks = rows // recipe.schedule.query_block
-    parts = [emulate_rows(recipe, head, rows[blocks == b]) for b in blocks.unique()]  # type: ignore[arg-type]
-    return torch.cat(parts)
+def _in_one_block(recipe: Recipe) -> Recipe:
+    """The recipe for any rows at once, which is faster, where the order of keys does not depend on their block."""
+    if recipe.schedule.order == "diagonal-first":
+        return recipe
+    return replace(recipe, schedule=replace(recipe.schedule, query_block=2**20))
