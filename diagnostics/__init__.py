@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from attn_diag.capture_job import Selection
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
+    from attn_diag.identification import Identification
+    from attn_diag.identify_job import identify_captures
+    from attn_diag.identifying import identify
     from attn_diag.kernels import Recipe, preset
     from attn_diag.kernels.attention import attention
     from attn_diag.kernels.dump import Dump
@@ -28,10 +31,13 @@ _HOME = {
     "Capture": "capture",
     "Diagnosis": "diagnosis",
     "Dump": "kernels.dump",
+    "Identification": "identification",
     "InputError": "errors",
     "Recipe": "kernels",
     "Selection": "capture_job",
     "attention": "kernels.attention",
+    "identify": "identifying",
+    "identify_captures": "identify_job",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
@@ -46,10 +52,13 @@ __all__ = [
     "Capture",
     "Diagnosis",
     "Dump",
+    "Identification",
     "InputError",
     "Recipe",
     "Selection",
     "attention",
+    "identify",
+    "identify_captures",
     "inspect",
     "inspect_captures",
     "json_schema",

@@ -15,8 +15,8 @@ _LEFT_OUT = {"name", "summary", "exp", "exp_degree", "row_sum_clamp", "lse_from"
 _SITES = tuple(f.name for f in fields(Recipe) if f.init and f.name not in _LEFT_OUT)
 _ALL_KEYS = 2**20
 _TILES = (16, 32, 64, 128, 256, 512)
-# Tiles and query blocks that kernels with a diagonal have.
-_DIAGONAL_TILES, _DIAGONAL_BLOCKS = (64, 128), (64, 128)
+# (query block, key tile) of kernels that take the diagonal first; a smaller block than the tile changes nothing.
+_DIAGONAL = ((64, 64), (128, 64), (128, 128))
 _FIRST_SPLIT = 64
 
 
@@ -52,7 +52,7 @@ def schedules(k_length: int, *, diagonal: bool) -> list[Schedule]:
     found = [Schedule(key_tile=_ALL_KEYS)]
     found += [Schedule(key_tile=t, order=order) for t in tiles for order in ("ascending", "descending")]
     if diagonal:
-        found += [Schedule(b, t, "diagonal-first") for b in _DIAGONAL_BLOCKS for t in _DIAGONAL_TILES if t < k_length]
+        found += [Schedule(block, t, "diagonal-first") for block, t in _DIAGONAL if t < k_length]
     split = _FIRST_SPLIT
     while split < k_length:
         found.append(Schedule(key_tile=split, split_keys=split))

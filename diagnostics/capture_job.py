@@ -27,13 +27,13 @@ from attn_diag.diagnosis import (
 from attn_diag.engines import Engine, engine_backend, run_recipe, select_recipes
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
+from attn_diag.identifying import Recognised, recognise
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, dw_q_sums, pool, unclustered
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.ranges import Ranges
-from attn_diag.identify import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, ulp
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ class CaptureJob:
     ) -> None:
         self.capture, self.device, self.level = capture, device, level
         self.engine = runs.engine
-        self.captured = _select_observations(capture, selection.observation)
+        self.captured = select_observations(capture, selection.observation)
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
         offset = capture.metadata.head_offset
-        self.heads = _select(capture, range(capture.q_heads), selection.heads, "head", offset)
-        self.batches = _select(capture, range(capture.batch), selection.batches, "batch item", 0)
+        self.heads = select_numbers(capture, range(capture.q_heads), selection.heads, "head", offset)
+        self.batches = select_numbers(capture, range(capture.batch), selection.batches, "batch item", 0)
         self.group = capture.q_heads // capture.kv_heads
         self.census = NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
@@ -374,7 +374,8 @@ class CaptureJob:
         return True
 
 
-def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
+def select_observations(capture: Capture, wanted: str | None) -> list[str]:
+    """The observation of that name, or all. Raises InputError where there is none of that name."""
     known = list(capture.observations)
     if wanted is None:
         return known
@@ -383,9 +384,13 @@ def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
     return [wanted]
 
 
-def _select(
+def select_numbers(
     capture: Capture, available: range, wanted: frozenset[int] | Ranges | None, what: str, offset: int
 ) -> list[int]:
+    """Which of ``available`` were wanted (None: all), by the model's numbers: ``offset`` higher than the capture's.
+
+    Raises InputError naming those that the capture does not have.
+    """
     if wanted is None:
         return list(available)
     numbers = range(available.start + offset, available.stop + offset)

@@ -19,9 +19,11 @@ class RankedRecipe:
     ``recipe``: the preset with these roundings in this schedule, None if none has them; ``roundings``: the first preset
     with these roundings in any schedule. ``schedule`` in words, and as numbers behind it. ``agreement``: fraction of
     O's elements with the observed bits, ``standard_error`` over rows. ``group``: recipes with the same number returned
-    the same bits in every compared row. Against the best: ``lost``, elements that only the best reproduces, ``won``, that
-    only this one does, ``disputed_rows``, rows that hold such; ``p_value`` of "this one is right at least as often" (see
-    ``attn_diag.agreement.Comparison``), and ``told_apart``: whether it is at most the level.
+    the same bits in every compared row.
+
+    Against the best: ``lost``, elements that only the best reproduces; ``won``, that only this one does;
+    ``disputed_rows``, rows that hold such; ``p_value`` of "this one is right at least as often" (see
+    ``attn_diag.agreement.Comparison``), None for the best and its group; ``told_apart``: whether it is at most the level.
     """
 
     rank: int
@@ -60,10 +62,10 @@ class Identification(Result):
 
     ``outcome``: "identified" (one preset fits and no other does as well), "ambiguous" (several presets fit equally
     well on this input), "unnamed" (modelled roundings fit in a schedule that no preset has), "unknown" (nothing
-    reaches ``threshold``). ``recipes``: the presets that fit, best first. ``margin``: agreement of the best less that of
-    the next recipe that is told apart from it, and ``margin_p_value``; None if none is. ``contested``: compared elements
-    on which the recipes differ that fit and are not told apart; where there are few, this input cannot tell them apart.
-    ``head`` is the model's number.
+    reaches ``threshold``). ``recipes``: the presets that fit, best first. ``margin``: agreement of the best less that
+    of the next recipe that is told apart from it, and ``margin_p_value``; None if none is. ``contested``: compared
+    elements on which the recipes differ that fit and are not told apart; where there are few, this input cannot tell
+    them apart. ``rows`` and ``elements`` were compared, ``tried`` recipes run. ``head`` is the model's number.
     """
 
     source: str

@@ -107,7 +107,9 @@ def search(subject: Subject, coarse_rows: Tensor, final_rows: Tensor) -> tuple[l
     tried = dict.fromkeys(_coarse(subject, coarse_rows))
     trials = ranked(subject.run(tried, coarse_rows), d)
     best = trials[0].match
-    leaders = [t.recipe for i, t in enumerate(trials) if i < _FINALISTS or best.compare(t.match).p_value > _COARSE_LEVEL]
+    leaders = [
+        t.recipe for i, t in enumerate(trials) if i < _FINALISTS or best.compare(t.match).p_value > _COARSE_LEVEL
+    ]
     final = ranked(subject.run(dict.fromkeys([*known(subject), *leaders]), final_rows), d)
     tried |= dict.fromkeys(t.recipe for t in final)
     others = [v for t in final[:_LEADERS] for v in variants(t.recipe)]

@@ -10,6 +10,7 @@ import typer
 
 from attn_diag import __version__
 from attn_diag.cli.env import env
+from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
 from attn_diag.errors import InputError
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(inspect)
+app.command()(identify)
 app.command()(env)
 
 

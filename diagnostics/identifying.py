@@ -151,7 +151,7 @@ class _Judgement:
             layer=c.metadata.layer,
             batch=self.batch,
             head=self.head + c.metadata.head_offset,
-            shape={"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads, "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim},
+            shape=dict(zip(("B", "Hq", "Hk", "Tq", "Tk", "D"), _sizes(c), strict=True)),
             dtype=str(c.tensors["q"].dtype).removeprefix("torch."),
             backend=f"emulation on {backend_name(self.device)}",
             rows=rows,
@@ -216,7 +216,7 @@ class _Judgement:
         if len(ways) < 2:
             return names, (), ""
         if dq is None or dq.dtype != c.tensors["q"].dtype:
-            return names, (), "dQ was not captured: presets that differ in their backward only go by the first's name"
+            return names, (), "dQ was not captured: presets that differ in the backward only go by the first's name"
         if c.q_length * c.k_length > _BACKWARD_SCORES:
             return names, (), "the head is too long to compare dQ: presets that differ there go by the first's name"
         observed = dq.to(self.device)
@@ -242,7 +242,7 @@ class _Judgement:
         left = [r.name for way in kept for r in ways[way]]
         # What fits through the forward alone keeps its name, where its backward is as good as any.
         chosen = [n for n in names if n in left] or list(dict.fromkeys(left))
-        return chosen, backward, "presets that the forward leaves together are told apart by dQ, where they can be"
+        return chosen, backward, ""
 
     def _verdict(
         self, outcome: str, names: list[str], as_good: list[RankedRecipe], best: RankedRecipe, contested: int
@@ -251,16 +251,20 @@ class _Judgement:
         looks = f"the roundings of {best.roundings}, {best.schedule}"
         if outcome == "unknown":
             return (
-                f"Unknown: nothing tried has the observed bits in {100 * self.threshold:.2f} % of O's elements. Nearest, "
-                f"with {percent}: {looks}. A rounding site or an order of keys that is not modelled may be missing."
+                f"Unknown: nothing tried has the observed bits in {100 * self.threshold:.2f} % of O's elements. "
+                f"Nearest, with {percent}: {looks}. A rounding site or an order of keys that is not modelled may be missing."
             )
         if outcome == "unnamed":
             return f"No published kernel that is known here, but its parts are: {looks} ({percent} of O's elements)."
         differ = f"they differ in {contested} of {self.elements} elements" if contested else "their bits are the same"
         if outcome == "ambiguous":
-            return f"{' or '.join(names)}: not told apart on this input, {differ} ({percent} are as observed)."
-        others = {r.schedule for r in as_good if r.recipe is None}
-        unnamed = f"; so do {len(others)} unpublished schedules, which this input does not tell apart" if others else ""
+            return (
+                f"{' or '.join(names)}: {names[0]} comes nearest with {percent} of O's elements, but this input does "
+                f"not tell them apart: {differ}."
+            )
+        named = {r.group for r in as_good if r.recipe is not None}
+        others = {r.schedule for r in as_good if r.group not in named}
+        unnamed = f"; this input does not exclude {len(others)} schedules that no preset has" if others else ""
         return f"{names[0]} reproduces {percent} of O's elements bit for bit{unnamed}."
 
     def _notes(self, backward: str) -> tuple[str, ...]:
@@ -274,6 +278,10 @@ class _Judgement:
             if assumptions.ok is False:
                 notes.append(assumptions.message)
         return tuple(notes)
+
+
+def _sizes(c: Capture) -> tuple[int, ...]:
+    return c.batch, c.q_heads, c.kv_heads, c.q_length, c.k_length, c.head_dim
 
 
 def _backward_of(recipe: Recipe) -> tuple[object, ...]:
