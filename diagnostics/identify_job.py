@@ -43,18 +43,10 @@ def identify_captures(
             errors.append(error)
     results: list[Identification] = []
     for number, (capture, observation, batch, head) in enumerate(jobs):
+        part = _part(progress, number, len(jobs))
         try:
-            results.append(
-                identify(
-                    capture,
-                    observation,
-                    batch=batch,
-                    head=head,
-                    device=device,
-                    rows=rows,
-                    progress=_part(progress, number, len(jobs)),
-                )  # fmt: skip
-            )
+            found = identify(capture, observation, batch=batch, head=head, device=device, rows=rows, progress=part)
+            results.append(found)
         except InputError as error:
             errors.append(error)
     if errors and (skip is None or not results):

@@ -247,12 +247,13 @@ class _Judgement:
     def _verdict(
         self, outcome: str, names: list[str], as_good: list[RankedRecipe], best: RankedRecipe, contested: int
     ) -> str:
-        percent = f"{100 * best.agreement:.2f} %"
+        percent = f"{100 * best.agreement:.3f} %"
         looks = f"the roundings of {best.roundings}, {best.schedule}"
         if outcome == "unknown":
             return (
                 f"Unknown: nothing tried has the observed bits in {100 * self.threshold:.2f} % of O's elements. "
-                f"Nearest, with {percent}: {looks}. A rounding site or an order of keys that is not modelled may be missing."
+                f"Nearest, with {percent}: {looks}. A rounding site or an order of keys that is not modelled may be "
+                "missing."
             )
         if outcome == "unnamed":
             return f"No published kernel that is known here, but its parts are: {looks} ({percent} of O's elements)."

@@ -15,6 +15,7 @@ from attn_diag.capture import Capture
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, emulate_rows
 from attn_diag.kernels.formats import Format
+from attn_diag.parallel import map_in_order
 
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Significance of "told apart".
@@ -57,10 +58,15 @@ class Subject:
 
     def run(self, recipes: Iterable[Recipe], rows: Tensor) -> list[Trial]:
         """Every recipe on ``rows`` (int64 [R], ascending), in the order given."""
-        expected, head, trials = self.observed[rows], replace(self.inputs.head, do=None), []
-        for recipe in recipes:
+        expected, head = self.observed[rows], replace(self.inputs.head, do=None)
+
+        def trial(recipe: Recipe) -> Trial:
             out = emulate_rows(_in_one_block(recipe), head, rows)
-            trials.append(Trial(recipe, out, Match(out == expected)))
+            return Trial(recipe, out, Match(out == expected))
+
+        trials = []
+        for done in map_in_order(trial, list(recipes), parallel=rows.device.type == "cpu"):
+            trials.append(done)
             self.step()
         return trials
 
@@ -79,7 +85,9 @@ def read_subject(capture: Capture, observation: str, batch: int, head: int, devi
 
 def known(subject: Subject) -> list[Recipe]:
     """The presets that can be told for this subject."""
-    recipes = known_recipes(subject.fmt, subject.head_dim)
+    recipes, keys = known_recipes(subject.fmt, subject.head_dim), len(subject.inputs.head.k)
+    # A split that holds all keys is none.
+    recipes = tuple(r for r in recipes if r.schedule.split_keys is None or r.schedule.split_keys < keys)
     return [r for r in recipes if subject.diagonal or r.schedule.order != "diagonal-first"]
 
 
@@ -107,9 +115,8 @@ def search(subject: Subject, coarse_rows: Tensor, final_rows: Tensor) -> tuple[l
     tried = dict.fromkeys(_coarse(subject, coarse_rows))
     trials = ranked(subject.run(tried, coarse_rows), d)
     best = trials[0].match
-    leaders = [
-        t.recipe for i, t in enumerate(trials) if i < _FINALISTS or best.compare(t.match).p_value > _COARSE_LEVEL
-    ]
+    leaders = [t.recipe for t in trials[:_FINALISTS]]
+    leaders += [t.recipe for t in trials[_FINALISTS:] if best.compare(t.match).p_value > _COARSE_LEVEL]
     final = ranked(subject.run(dict.fromkeys([*known(subject), *leaders]), final_rows), d)
     tried |= dict.fromkeys(t.recipe for t in final)
     others = [v for t in final[:_LEADERS] for v in variants(t.recipe)]

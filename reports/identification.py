@@ -73,8 +73,8 @@ def _ranking(found: Identification) -> Table:
         first, names = members[0], dict.fromkeys(r.recipe for r in members if r.recipe is not None)
         style = "" if first.told_apart else "bold"
         table.add_row(
-            f"{100 * first.agreement:.2f} %",
-            "–" if first.standard_error is None else f"{100 * first.standard_error:.2f}",
+            f"{100 * first.agreement:.3f} %",
+            "–" if first.standard_error is None else f"{100 * first.standard_error:.3f}",
             Text("\n".join(names) or "–", style=style),
             _words(members),
             "" if first.p_value is None else f"{first.lost} : {first.won}",
@@ -87,7 +87,7 @@ def _words(members: list[RankedRecipe]) -> str:
     first = members[0]
     schedules = list(dict.fromkeys(r.schedule for r in members))
     more = f" (and {len(schedules) - _MAX_SAME} more)" if len(schedules) > _MAX_SAME else ""
-    roundings = "" if first.recipe == first.roundings else f"as {first.roundings}: "
+    roundings = f"roundings of {first.roundings}: " if first.recipe is None else ""
     cast = ", l sums the cast P̄" if first.row_sum_of == "cast-probs" else ""
     return f"{roundings}{' = '.join(schedules[:_MAX_SAME])}{more}; {_EXP[first.exp]}{cast}"
 
@@ -100,7 +100,7 @@ def _backward(found: Identification) -> Table:
     for match in found.backward:
         p_value = "best" if match.p_value is None else f"{match.p_value:.1g}"
         table.add_row(
-            f"{100 * match.agreement:.2f} %", Text(match.recipe, style="" if match.told_apart else "bold"), p_value
+            f"{100 * match.agreement:.3f} %", Text(match.recipe, style="" if match.told_apart else "bold"), p_value
         )
     return table
 
@@ -108,11 +108,12 @@ def _backward(found: Identification) -> Table:
 def _legend(found: Identification) -> Iterator[RenderableType]:
     yield Rule(style="dim")
     yield Text(
-        "Equal bits: the share of O's elements that an emulated recipe reproduces exactly. On N(0,1) inputs the right one "
-        "reaches 99.8 to 99.98 % (the order of additions and the tensor cores' truncation are not modelled), wrong "
+        "Equal bits: the share of O's elements that an emulated recipe reproduces exactly. On N(0,1) inputs the right "
+        "one reaches 99.8 to 99.98 % (the order of additions and the tensor cores' truncation are not modelled), wrong "
         f"schedules 65 to 94 %; on near one-hot rows many agree. From {100 * found.threshold:.2f} % on a recipe fits. "
         "lost : won counts the elements that only the best, or only this recipe, reproduces; p is the chance of such a "
         f"balance if this one is right at least as often (McNemar's test by rows, one-sided); above {found.level} "
-        "(bold) they are not told apart. A fitting recipe rounds as this kernel does on this input; it need not be its code.",
+        "(bold) they are not told apart. A recipe that fits rounds as this kernel does on this input; it need not be "
+        "its code.",
         style="dim",
     )
