@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,15 +30,11 @@ from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, dw_q_sums, pool, unclustered
+from attn_diag.projection import projection_input, projection_note
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.ranges import Ranges
 from attn_diag.reference import HeadReference, format_of, ulp
 
-if TYPE_CHECKING:
-    pass
-
-# q = x w_q^T in BF16 leaves about half a percent; RoPE, QK-norm or a bias in between leaves of the order of 1.
-_PROJECTION_TOLERANCE = 0.05
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20
 # So many missing heads are named; more are only hinted at.
@@ -342,36 +336,16 @@ class CaptureJob:
     def _x(self, batch: int) -> Tensor | None:
         if not self._projection_fits:
             return None
-        return self.capture.tensors["x"][batch].to(self.device).double()
+        return projection_input(self.capture, batch, self.device)
 
     def _check_projection(self) -> bool:
         """Whether q = x w_q^T, so that dW_Q = sum of dQ (x) x; else the reason is noted."""
-        c = self.capture
-        if "do" not in c.tensors:
+        if "do" not in self.capture.tensors:
             return False
-        if "x" not in c.tensors or "w_q" not in c.tensors:
-            self.notes.append("dW_Q: not computed, x or w_q was not captured")
-            return False
-        weight, wrong, right = c.tensors["w_q"][...].to(self.device).double(), 0.0, 0.0
-        d = c.head_dim
-        first = 0 if len(weight) == c.q_heads * d else c.metadata.head_offset * d
-        for batch in self.batches:
-            x = c.tensors["x"][batch].to(self.device).double()
-            for head in self.heads:
-                q = read_float64(c, "q", batch, head, self.device)
-                assert q is not None
-                projected = x @ weight[first + head * d : first + (head + 1) * d].T
-                finite = q.isfinite().all(1) & projected.isfinite().all(1)
-                wrong += float((q - projected)[finite].square().sum())
-                right += float(q[finite].square().sum())
-        misfit = math.sqrt(wrong / right) if right else math.inf
-        if misfit > _PROJECTION_TOLERANCE:
-            self.notes.append(
-                f"dW_Q: not computed, q is not x w_q^T (off by {misfit:.0%}): RoPE, QK-norm or a bias lies between"
-                + (" (dq_pre was captured, but is not used yet)" if self._captured("dq_pre") else "")
-            )
-            return False
-        return True
+        note = projection_note(self.capture, self.batches, self.heads, self.device, dq_pre=self._captured("dq_pre"))
+        if note is not None:
+            self.notes.append(note)
+        return note is None
 
 
 def select_observations(capture: Capture, wanted: str | None) -> list[str]:

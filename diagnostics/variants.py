@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_diag.heads import HeadInputs
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
+from attn_diag.kernels.recipe import FORMATS
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_head, ulp
 
 
@@ -54,18 +55,22 @@ class HeadTruth:
         return self.reference.dq[self.usable].T @ self.x[self.usable]
 
 
-def head_truth(inputs: HeadInputs, x: Tensor | None = None) -> HeadTruth:
-    """Stream the reference of one head once. ``x`` [Tq, C] float64."""
+def head_truth(
+    inputs: HeadInputs, x: Tensor | None = None, observe: Callable[[RowBlock], None] | None = None
+) -> HeadTruth:
+    """Stream the reference of one head once. ``x`` [Tq, C] float64; ``observe`` is called with every block."""
     head = inputs.head
     top_key = torch.zeros(len(head.q), dtype=torch.int64, device=head.q.device)
     top_prob = head.q.new_zeros(len(head.q))
 
-    def observe(block: RowBlock) -> None:
+    def see(block: RowBlock) -> None:
         inputs.mark_rows(block)
         top_key[block.rows] = block.top_key
         top_prob[block.rows] = block.inverse_row_sum  # P_bar is 1 at the maximum
+        if observe is not None:
+            observe(block)
 
-    reference = reference_head(head, observe, key_gradients=False)
+    reference = reference_head(head, see, key_gradients=False)
     floor = None
     if head.do is not None:
         floor = (head.do * ulp(reference.out, inputs.input_format)).square().sum(1).div(12).sqrt()
@@ -125,8 +130,6 @@ def measure_variants(
 
 def exact_recipe(recipe: Recipe) -> Recipe:
     """The same algorithm and schedule in float64, nothing rounded."""
-    from attn_diag.kernels.recipe import FORMATS
-
     return replace(
         recipe,
         **dict.fromkeys([name for name in FORMATS if name != "input"], "fp32"),
