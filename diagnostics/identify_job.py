@@ -51,10 +51,10 @@ def identify_captures(
             errors.append(error)
     if errors and (skip is None or not results):
         raise errors[0]
-    for error in errors:
+    for problem in errors:
         if skip is not None:
-            skip(error)
-        skipped.append(str(error))
+            skip(problem)
+        skipped.append(str(problem))
     return Identifications(tuple(results), tuple(skipped))
 
 
