@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.heads import HeadInputs
+from attn_diag.parallel import map_in_order
 from attn_diag.reference import reference_rows
 
 # Rows among which those that attend to many keys are looked for, and how many are looked at together.
@@ -82,14 +83,16 @@ def usable_rows(inputs: HeadInputs, observed: Tensor, rows: Tensor) -> tuple[Ten
 
     The latter is the number of keys that a row effectively attends to: on a row with one key all recipes agree.
     """
-    kept, attended = [], []
-    for block_rows in rows.split(_BLOCK):
+
+    def look(block_rows: Tensor) -> tuple[Tensor, Tensor]:
         block = reference_rows(replace(inputs.head, do=None), block_rows)
         inputs.mark_rows(block)
         good = ~inputs.unusable[block_rows] & observed[block_rows].isfinite().all(1) & ~block.fully_masked
-        kept.append(block_rows[good])
-        attended.append(1 / block.probs.square().sum(1)[good])
-    return torch.cat(kept), torch.cat(attended)
+        return block_rows[good], 1 / block.probs.square().sum(1)[good]
+
+    blocks = [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
+    found = list(map_in_order(look, blocks, parallel=rows.device.type == "cpu"))
+    return torch.cat([kept for kept, _ in found]), torch.cat([attended for _, attended in found])
 
 
 def spread_rows(length: int, count: int, device: torch.device) -> Tensor:

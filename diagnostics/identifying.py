@@ -21,6 +21,7 @@ from attn_diag.errors import InputError
 from attn_diag.identification import BackwardMatch, Identification, RankedRecipe
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.kernels.recipe import BACKWARD
+from attn_diag.parallel import map_in_order
 from attn_diag.provenance import backend_name, pick_device
 from attn_diag.search import LEVEL, Subject, Trial
 
@@ -221,11 +222,15 @@ class _Judgement:
             return names, (), "the head is too long to compare dQ: presets that differ there go by the first's name"
         observed = dq.to(self.device)
         good = ~self.subject.inputs.unusable & observed.isfinite().all(1)
-        matches = {}
-        for way, recipes in ways.items():
-            emulated = emulate_head(recipes[0], self.subject.inputs.head, key_gradients=False).dq
+        head = self.subject.inputs.head
+
+        def match(recipes: list[Recipe]) -> Match:
+            emulated = emulate_head(recipes[0], head, key_gradients=False).dq
             assert emulated is not None
-            matches[way] = Match((emulated == observed)[good])
+            return Match((emulated == observed)[good])
+
+        parallel = self.device.type == "cpu"
+        matches = dict(zip(ways, map_in_order(match, list(ways.values()), parallel=parallel), strict=True))
         order = sorted(ways, key=lambda way: -matches[way].agreement)
         best = matches[order[0]]
         p_values = {way: best.compare(matches[way]).p_value for way in order}

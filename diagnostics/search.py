@@ -93,7 +93,7 @@ def known(subject: Subject) -> list[Recipe]:
 
 def threshold(fmt: Format, elements: int) -> float:
     """The agreement from which a recipe fits: what the right one has, less a standard error of so many elements."""
-    missed = _MISSED_BF16 * 2 ** (_MANTISSA[fmt] - _MANTISSA["bf16"])
+    missed = _MISSED_BF16 * 2.0 ** (_MANTISSA[fmt] - _MANTISSA["bf16"])
     return 1 - missed - math.sqrt(missed * (1 - missed) / elements)
 
 
