@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from attn_diag.addition import examine_addition
     from attn_diag.analysis import inspect, inspect_captures, repeated_maxima
     from attn_diag.capture import Capture
     from attn_diag.capture_job import Selection
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from attn_diag.kernels.attention import attention
     from attn_diag.kernels.dump import Dump
     from attn_diag.loading import load, load_example
+    from attn_diag.microscopy import microscope
+    from attn_diag.prediction import closed_form
 
 _HOME = {
     "AttnDiagError": "errors",
@@ -36,6 +39,8 @@ _HOME = {
     "Recipe": "kernels",
     "Selection": "capture_job",
     "attention": "kernels.attention",
+    "closed_form": "prediction",
+    "examine_addition": "addition",
     "identify": "identifying",
     "identify_captures": "identify_job",
     "inspect": "analysis",
@@ -43,6 +48,7 @@ _HOME = {
     "json_schema": "diagnosis",
     "load": "loading",
     "load_example": "loading",
+    "microscope": "microscopy",
     "preset": "kernels",
     "repeated_maxima": "analysis",
 }
@@ -57,6 +63,8 @@ __all__ = [
     "Recipe",
     "Selection",
     "attention",
+    "closed_form",
+    "examine_addition",
     "identify",
     "identify_captures",
     "inspect",
@@ -64,6 +72,7 @@ __all__ = [
     "json_schema",
     "load",
     "load_example",
+    "microscope",
     "preset",
     "repeated_maxima",
 ]

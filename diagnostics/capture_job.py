@@ -25,7 +25,6 @@ from attn_diag.diagnosis import (
 from attn_diag.engines import Engine, engine_backend, run_recipe, select_recipes
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
-from attn_diag.identifying import Recognised, recognise
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.parallel import map_in_order
@@ -33,6 +32,7 @@ from attn_diag.pooling import Entry, dw_q_sums, pool, unclustered
 from attn_diag.projection import projection_input, projection_note
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.ranges import Ranges
+from attn_diag.recognise import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, ulp
 
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
@@ -93,9 +93,7 @@ class CaptureJob:
         self.engine = runs.engine
         self.captured = select_observations(capture, selection.observation)
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
-        offset = capture.metadata.head_offset
-        self.heads = select_numbers(capture, range(capture.q_heads), selection.heads, "head", offset)
-        self.batches = select_numbers(capture, range(capture.batch), selection.batches, "batch item", 0)
+        self.heads, self.batches = select_heads(capture, selection)
         self.group = capture.q_heads // capture.kv_heads
         self.census = NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
@@ -358,13 +356,15 @@ def select_observations(capture: Capture, wanted: str | None) -> list[str]:
     return [wanted]
 
 
-def select_numbers(
+def select_heads(capture: Capture, selection: Selection) -> tuple[list[int], list[int]]:
+    """The heads (counted within the capture) and batch items selected. Raises InputError for what is not there."""
+    heads = _select(capture, range(capture.q_heads), selection.heads, "head", capture.metadata.head_offset)
+    return heads, _select(capture, range(capture.batch), selection.batches, "batch item", 0)
+
+
+def _select(
     capture: Capture, available: range, wanted: frozenset[int] | Ranges | None, what: str, offset: int
 ) -> list[int]:
-    """Which of ``available`` were wanted (None: all), by the model's numbers: ``offset`` higher than the capture's.
-
-    Raises InputError naming those that the capture does not have.
-    """
     if wanted is None:
         return list(available)
     numbers = range(available.start + offset, available.stop + offset)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from attn_diag.capture import Capture
-from attn_diag.capture_job import Selection, select_numbers, select_observations
+from attn_diag.capture_job import Selection, select_heads, select_observations
 from attn_diag.errors import InputError
 from attn_diag.identification import Identification, Identifications
 from attn_diag.identifying import identify
@@ -62,9 +62,7 @@ def _jobs(capture: Capture, selection: Selection) -> list[tuple[Capture, str, in
     observations = select_observations(capture, selection.observation)
     if not observations:
         raise InputError(f"{capture.source}: no observation; capture at least o, the kernel's output")
-    offset = capture.metadata.head_offset
-    heads = select_numbers(capture, range(capture.q_heads), selection.heads, "head", offset)
-    batches = select_numbers(capture, range(capture.batch), selection.batches, "batch item", 0)
+    heads, batches = select_heads(capture, selection)
     heads = heads if selection.heads is not None else heads[:1]
     batches = batches if selection.batches is not None else batches[:1]
     return [(capture, o, b, h) for o in observations for b in batches for h in heads]

@@ -6,14 +6,14 @@ one-hot rows many agree, and are then named together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from attn_diag import search
-from attn_diag.agreement import Match, choose_rows, spread_rows
+from attn_diag.agreement import Match, choose_rows
 from attn_diag.assumptions import check_assumptions
 from attn_diag.candidates import describe_schedule, family_name, known_name, same_forward
 from attn_diag.capture import Capture
@@ -29,40 +29,12 @@ if TYPE_CHECKING:
     from attn_diag.analysis import Progress
 
 # Rows that are compared: as many as have so many scores together, and at least so many.
-_RECOGNISE_SCORES, _RECOGNISE_ROWS = 2**18, 48
 _FINAL_SCORES, _FINAL_ROWS = 2**20, 128
 _COARSE_ROWS = 64
 # dQ needs whole heads; above so many scores it is not looked at.
 _BACKWARD_SCORES = 2**22
 # The number of recipes is known only as the search goes on; a usual one for the progress bar.
 _USUAL_STEPS = 160
-
-
-@dataclass(frozen=True)
-class Recognised:
-    """The recipe that fits best, the fraction of equal elements, and the names of all that fit as well."""
-
-    recipe: Recipe
-    agreement: float | None
-    name: str
-
-
-def recognise(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> Recognised | None:
-    """The published kernel of an observation, from a few rows of one head; None where no known one fits."""
-    subject = search.read_subject(capture, observation, batch, head, device)
-    if subject is None:
-        return None
-    rows = spread_rows(capture.q_length, max(_RECOGNISE_ROWS, _RECOGNISE_SCORES // capture.k_length), device)
-    recipes = search.known(subject)
-    # Kernels with fp32 scores first: a match among them is never mistaken for one with coarse scores.
-    for fine in (True, False):
-        trials = subject.run([r for r in recipes if (r.scores == "fp32") == fine], rows)
-        trials = search.ranked(trials, capture.head_dim)
-        best = trials[0]
-        if best.match.agreement >= search.threshold(subject.fmt, best.match.equal.numel()):
-            names = [t.recipe.name for t in trials if best.match.compare(t.match).p_value > LEVEL]
-            return Recognised(best.recipe, best.match.agreement, " or ".join(dict.fromkeys(names)))
-    return None
 
 
 def identify(

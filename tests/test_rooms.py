@@ -24,10 +24,18 @@ PACKAGES = {
 ALLOWED = {
     "reference": ("attn_diag.reference",),
     "kernels": ("attn_diag.kernels",),
-    "reports": ("attn_diag.reports", "attn_diag.diagnosis", "attn_diag.identification"),
+    "reports": (
+        "attn_diag.reports",
+        "attn_diag.diagnosis",
+        "attn_diag.addition",
+        "attn_diag.identification",
+        "attn_diag.microscopy",
+        "attn_diag.prediction",
+        "attn_diag.walk",
+    ),
 }
 # Of diagnostics, only the faces know the reports.
-FACES = {"diagnosis.py", "identification.py", "cli/inspect.py"}
+FACES = {"diagnosis.py", "cli/inspect.py", "identification.py", "microscopy.py", "prediction.py"}
 
 
 def imports(source: str) -> set[str]:

@@ -12,6 +12,7 @@ from attn_diag import __version__
 from attn_diag.cli.env import env
 from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
+from attn_diag.cli.microscope import microscope
 from attn_diag.errors import InputError
 
 _UNUSABLE = 2
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(inspect)
+app.command()(microscope)
 app.command()(identify)
 app.command()(env)
 
