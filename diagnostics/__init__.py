@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from attn_diag.addition import examine_addition
     from attn_diag.analysis import inspect, inspect_captures, repeated_maxima
+    from attn_diag.attributing import attribute
     from attn_diag.capture import Capture
     from attn_diag.capture_job import Selection
     from attn_diag.diagnosis import Diagnosis, json_schema
@@ -39,6 +40,7 @@ _HOME = {
     "Recipe": "kernels",
     "Selection": "capture_job",
     "attention": "kernels.attention",
+    "attribute": "attributing",
     "closed_form": "prediction",
     "examine_addition": "addition",
     "identify": "identifying",
@@ -63,6 +65,7 @@ __all__ = [
     "Recipe",
     "Selection",
     "attention",
+    "attribute",
     "closed_form",
     "examine_addition",
     "identify",

@@ -28,9 +28,9 @@ class Baseline:
     def words(self) -> str:
         """For a report."""
         if self.origin == "recognised" and self.agreement is not None:
-            return f"recipe {self.name}, recognised ({self.agreement:.1%} of sampled elements of O bit-equal)"
+            return f"{self.name}, recognised ({self.agreement:.1%} of sampled elements of O bit-equal)"
         reason = "as asked for" if self.origin == "given" else "assumed: no captured O was recognised"
-        return f"recipe {self.name}, {reason}"
+        return f"{self.name}, {reason}"
 
 
 def find_baseline(

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_diag.baseline import Baseline, find_baseline, observation_with_o
 from attn_diag.capture import Capture
-from attn_diag.engines import DEFAULT_RECIPE, require_known, select_recipes
+from attn_diag.engines import DEFAULT_RECIPE, require_known
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.provenance import pick_device
-from attn_diag.recognise import recognise
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
 from attn_diag.walk import require_walkable, site_format
 
@@ -59,8 +59,9 @@ def subject_of(
     for what, number, count in (("batch item", batch, source.batch), ("head", head, source.q_heads)):
         if not 0 <= number < count:
             raise InputError(f"{source.source}: {what} must lie between 0 and {count - 1}, got {number}")
-    name = _observation(source, observation)
-    followed, reason = _recipe(source, recipe, name, batch, head, where)
+    name = observation_with_o(source, observation)
+    baseline = find_baseline(source, recipe, name, batch, head, where)
+    require_walkable(baseline.recipe)
     inputs = read_head(source, batch, head, where, NonFiniteCensus())
     out, out_format = None, None
     if name is not None:
@@ -68,7 +69,7 @@ def subject_of(
         out, out_format = read_float64(source, key, batch, head, where), format_of(source.tensors[key].dtype)
     model_head = head + source.metadata.head_offset
     return _complete(
-        Subject(source.source, name, followed, reason, source.metadata.layer, batch, model_head, inputs,
+        Subject(source.source, name, baseline.recipe, baseline.words, source.metadata.layer, batch, model_head, inputs,
                 torch.empty(0), inputs.input_format),
         out, out_format,
     )  # fmt: skip
@@ -87,7 +88,7 @@ def _of_head(head: AttentionHead, recipe: str | Recipe | None, observed: Tensor 
     none = torch.zeros(len(head.q), dtype=torch.bool, device=head.q.device)
     fmt = site_format(known.input) or format_of(torch.float32)
     inputs = HeadInputs(head, none, none.new_empty(0, dtype=torch.int64), fmt)
-    reason = "given" if recipe is not None else "default"
+    reason = Baseline(known, known.name, "assumed" if recipe is None else "given").words
     found = Subject(
         "memory", None if observed is None else "observed", known, reason, None, 0, 0, inputs, torch.empty(0), fmt
     )
@@ -102,32 +103,3 @@ def _complete(subject: Subject, out: Tensor | None, out_format: FloatFormat | No
         out = emulate_head(subject.recipe, replace(subject.inputs.head, do=None)).o.double()
         out_format = site_format(subject.recipe.out) or format_of(torch.float32)
     return replace(subject, out=out, out_format=out_format)
-
-
-def _observation(capture: Capture, wanted: str | None) -> str | None:
-    with_o = [name for name, outputs in capture.observations.items() if "o" in outputs]
-    if wanted is None:
-        return with_o[0] if with_o else None
-    if wanted not in with_o:
-        known = ", ".join(with_o) or "none"
-        raise InputError(f"{capture.source}: no observation {wanted!r} with an O; there are: {known}")
-    return wanted
-
-
-def _recipe(
-    capture: Capture, wanted: str | Recipe | None, observation: str | None, batch: int, head: int, device: torch.device
-) -> tuple[Recipe, str]:
-    """The recipe to follow, and why that one."""
-    reason = "given"
-    if wanted is None:
-        found = None if observation is None else recognise(capture, observation, batch, head, device)
-        if found is not None:
-            require_walkable(found.recipe)
-            share = "" if found.agreement is None else f" ({found.agreement:.1%} of sampled elements bit-equal)"
-            return found.recipe, f"recognised as {found.name}{share}"
-        reason = "default, no known recipe makes this O" if observation is not None else "default"
-    if isinstance(wanted, str):
-        require_known("emulation", [wanted])
-    (recipe,) = select_recipes(capture, [wanted or DEFAULT_RECIPE], "emulation", needed=True).values()
-    require_walkable(recipe)
-    return recipe, reason

@@ -42,7 +42,7 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
         style="bold",
     )
     yield Text(f"{m.source}; {_count(m.keys, 'visible key')}, {_count(m.ranges, 'key range')}{_splits(m)}")
-    yield Text(f"recipe {m.recipe}: {m.recipe_reason}")
+    yield Text(f"recipe {m.recipe_reason}")
     yield _values(m)
     if m.observed is not None and m.observed != m.walked:
         yield Text(f"The captured kernel did not do here what {m.recipe} does: what follows is the recipe's.", "yellow")

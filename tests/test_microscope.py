@@ -353,7 +353,7 @@ def test_command_on_the_example(run: Callable[..., tuple[int, str, str]]) -> Non
     code, out, _ = run("--example", "--recipe", "qiu2025", "--json", "-")
     assert code == 0
     found = Microscope.from_json(out)
-    assert (found.recipe, found.recipe_reason) == ("qiu2025", "given")
+    assert (found.recipe, found.recipe_reason) == ("qiu2025", "qiu2025, as asked for")
 
 
 @pytest.mark.parametrize(

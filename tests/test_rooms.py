@@ -28,6 +28,7 @@ ALLOWED = {
         "attn_diag.reports",
         "attn_diag.diagnosis",
         "attn_diag.addition",
+        "attn_diag.attribution",
         "attn_diag.identification",
         "attn_diag.microscopy",
         "attn_diag.prediction",
@@ -35,7 +36,7 @@ ALLOWED = {
     ),
 }
 # Of diagnostics, only the faces know the reports.
-FACES = {"diagnosis.py", "cli/inspect.py", "identification.py", "microscopy.py", "prediction.py"}
+FACES = {"attribution.py", "diagnosis.py", "cli/inspect.py", "identification.py", "microscopy.py", "prediction.py"}
 
 
 def imports(source: str) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from attn_diag import __version__
+from attn_diag.cli.attribute import attribute
 from attn_diag.cli.env import env
 from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(inspect)
+app.command()(attribute)
 app.command()(microscope)
 app.command()(identify)
 app.command()(env)

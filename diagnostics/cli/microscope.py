@@ -42,13 +42,8 @@ def microscope(
 
     common.require_apart([t for t in (common.json_target(json),) if t is not None], paths or [])
     options = common.metadata_options(layout, causal, scale, window, softcap)
-    captures, unreadable = common.open_captures(
-        paths or [], example=example, layers=common.numbers("--layer", layer), options=options
-    )
-    if len(captures) > 1:
-        named = ", ".join(capture.source for capture in captures[:3])
-        raise InputError(f"the microscope looks at one capture, got {len(captures)} ({named}, …); name one")
-    capture = captures[0]
+    layers = common.numbers("--layer", layer)
+    capture, unreadable = common.open_one(paths or [], example=example, layers=layers, options=options)
     number = _one(capture, "head", common.numbers("--head", head), capture.q_heads, capture.metadata.head_offset)
     result = look(
         capture, row, feature, recipe, observation=observation, device=device, head=number,
