@@ -110,6 +110,10 @@ def choose_rows(inputs: HeadInputs, observed: Tensor, few: int, many: int) -> tu
     pool, attended = usable_rows(inputs, observed, spread_rows(length, _POOL, device))
     even = pool[spread_rows(len(pool), few // 2, device)] if len(pool) else pool
     wide = pool[attended.argsort(descending=True, stable=True)[: few - few // 2]]
-    coarse = torch.cat([even, wide]).unique()
+    coarse = _union(even, wide)
     rest, _ = usable_rows(inputs, observed, spread_rows(length, many, device))
-    return coarse, torch.cat([coarse, rest]).unique()
+    return coarse, _union(coarse, rest)
+
+
+def _union(one: Tensor, other: Tensor) -> Tensor:
+    return torch.tensor(sorted({*one.tolist(), *other.tolist()}), dtype=torch.int64, device=one.device)
