@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from attn_diag.capture_job import Selection
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
+    from attn_diag.identification import Identification
+    from attn_diag.identify_job import identify_captures
+    from attn_diag.identifying import identify
     from attn_diag.kernels import Recipe, preset
     from attn_diag.kernels.attention import attention
     from attn_diag.kernels.dump import Dump
@@ -32,6 +35,7 @@ _HOME = {
     "Capture": "capture",
     "Diagnosis": "diagnosis",
     "Dump": "kernels.dump",
+    "Identification": "identification",
     "InputError": "errors",
     "Recipe": "kernels",
     "Selection": "capture_job",
@@ -39,6 +43,8 @@ _HOME = {
     "attribute": "attributing",
     "closed_form": "prediction",
     "examine_addition": "addition",
+    "identify": "identifying",
+    "identify_captures": "identify_job",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
@@ -54,6 +60,7 @@ __all__ = [
     "Capture",
     "Diagnosis",
     "Dump",
+    "Identification",
     "InputError",
     "Recipe",
     "Selection",
@@ -61,6 +68,8 @@ __all__ = [
     "attribute",
     "closed_form",
     "examine_addition",
+    "identify",
+    "identify_captures",
     "inspect",
     "inspect_captures",
     "json_schema",

@@ -91,7 +91,7 @@ class CaptureJob:
     ) -> None:
         self.capture, self.device, self.level = capture, device, level
         self.engine = runs.engine
-        self.captured = _select_observations(capture, selection.observation)
+        self.captured = select_observations(capture, selection.observation)
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
         self.heads, self.batches = select_heads(capture, selection)
         self.group = capture.q_heads // capture.kv_heads
@@ -346,7 +346,8 @@ class CaptureJob:
         return note is None
 
 
-def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
+def select_observations(capture: Capture, wanted: str | None) -> list[str]:
+    """The observation of that name, or all. Raises InputError where there is none of that name."""
     known = list(capture.observations)
     if wanted is None:
         return known

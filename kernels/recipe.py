@@ -235,6 +235,11 @@ PRESETS = {
             "torch SDPA's memory-efficient kernel: as cuDNN, in 64-key tiles",
             schedule=Schedule(query_block=64, key_tile=64),
         ),
+        Recipe(
+            "flex",
+            "FlexAttention compiled: as cuDNN, but a causal query block's diagonal tile first, then ascending",
+            schedule=Schedule(order="diagonal-first"),
+        ),
         _QIU2025,
         _STABILISED,
         replace(

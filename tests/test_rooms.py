@@ -29,13 +29,14 @@ ALLOWED = {
         "attn_diag.diagnosis",
         "attn_diag.addition",
         "attn_diag.attribution",
+        "attn_diag.identification",
         "attn_diag.microscopy",
         "attn_diag.prediction",
         "attn_diag.walk",
     ),
 }
 # Of diagnostics, only the faces know the reports.
-FACES = {"attribution.py", "diagnosis.py", "cli/inspect.py", "microscopy.py", "prediction.py"}
+FACES = {"attribution.py", "diagnosis.py", "cli/inspect.py", "identification.py", "microscopy.py", "prediction.py"}
 
 
 def imports(source: str) -> set[str]:

@@ -11,6 +11,7 @@ import typer
 from attn_diag import __version__
 from attn_diag.cli.attribute import attribute
 from attn_diag.cli.env import env
+from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
 from attn_diag.cli.microscope import microscope
 from attn_diag.errors import InputError
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(inspect)
 app.command()(attribute)
 app.command()(microscope)
+app.command()(identify)
 app.command()(env)
 
 

@@ -1,0 +1,120 @@
+"""Recipes that an unknown kernel might have: the roundings of the presets in many schedules, and how to name them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+
+from attn_diag.kernels import PRESETS, Recipe, Schedule, preset
+from attn_diag.kernels.formats import Format
+from attn_diag.kernels.recipe import BACKWARD
+
+# What does not tell forwards apart here: the exponential changes less than 0.1 % of O's elements, a clamp on l acts on
+# rows that underflow only.
+_LEFT_OUT = {"name", "summary", "exp", "exp_degree", "row_sum_clamp", "lse_from", "seed", "schedule", *BACKWARD}
+_SITES = tuple(f.name for f in fields(Recipe) if f.init and f.name not in _LEFT_OUT)
+_ALL_KEYS = 2**20
+_TILES = (16, 32, 64, 128, 256, 512)
+# (query block, key tile) of kernels that take the diagonal first; a smaller block than the tile changes nothing.
+_DIAGONAL = ((64, 64), (128, 64), (128, 128))
+_FIRST_SPLIT = 64
+
+
+def split_tile(head_dim: int) -> int:
+    """Keys of a tile where FlashAttention-2 splits the keys; a split is a multiple of it."""
+    return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
+
+
+@cache
+def known_recipes(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
+    """The presets with distinct forwards, the first of each, and FlashAttention-2 with split keys."""
+    forwards: dict[tuple[object, ...], Recipe] = {}
+    for name in PRESETS:
+        recipe = preset(name, fmt, head_dim)
+        forwards.setdefault((_forward(recipe), recipe.schedule), recipe)
+    tile = split_tile(head_dim)
+    splitting = replace(preset("fa2", fmt, head_dim), schedule=Schedule(key_tile=tile, split_keys=tile))
+    return *forwards.values(), splitting
+
+
+@cache
+def families(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
+    """The first preset of each set of rounding sites, whatever its schedule and what its row sum adds."""
+    found: dict[tuple[object, ...], Recipe] = {}
+    for recipe in known_recipes(fmt, head_dim):
+        found.setdefault(_forward(replace(recipe, row_sum_of="fp32-probs")), recipe)
+    return tuple(found.values())
+
+
+def schedules(k_length: int, *, diagonal: bool) -> list[Schedule]:
+    """Every schedule tried: tiles of 16 to 512 keys and all of them, either way; split keys; ``diagonal`` first."""
+    tiles = [t for t in _TILES if t < k_length]
+    found = [Schedule(key_tile=_ALL_KEYS)]
+    found += [Schedule(key_tile=t, order=order) for t in tiles for order in ("ascending", "descending")]
+    if diagonal:
+        found += [Schedule(block, t, "diagonal-first") for block, t in _DIAGONAL if t < k_length]
+    split = _FIRST_SPLIT
+    while split < k_length:
+        found.append(Schedule(key_tile=split, split_keys=split))
+        for tile in (t for t in _TILES if 64 <= t < split):
+            found += [Schedule(128, tile, order, split) for order in ("ascending", "descending")]
+        split *= 2
+    return found
+
+
+def variants(recipe: Recipe) -> list[Recipe]:
+    """The recipe with the other ways to take the exponential and to sum the row."""
+    return [
+        changed
+        for exp in ("exp2-fma", "exact")
+        for row_sum_of in ("fp32-probs", "cast-probs")
+        if (changed := replace(recipe, exp=exp, row_sum_of=row_sum_of)) != recipe
+    ]
+
+
+def known_name(recipe: Recipe, head_dim: int) -> str | None:
+    """The preset with this forward and schedule, up to how it takes the exponential; None if there is none."""
+    for known in known_recipes(recipe.input, head_dim):
+        if _forward(known) == _forward(recipe) and _same_order(known.schedule, recipe.schedule, head_dim):
+            return known.name
+    return None
+
+
+def family_name(recipe: Recipe, head_dim: int) -> str:
+    """The first preset with these rounding sites, in whatever schedule."""
+    named = (known.name for known in known_recipes(recipe.input, head_dim) if _forward(known) == _forward(recipe))
+    return next(named, recipe.name)
+
+
+def same_forward(name: str, fmt: Format, head_dim: int) -> list[Recipe]:
+    """All presets with the forward and schedule of preset ``name``: they differ, if at all, in their backward."""
+    wanted, presets = preset(name, fmt, head_dim), [preset(n, fmt, head_dim) for n in PRESETS]
+    return [p for p in presets if _forward(p) == _forward(wanted) and p.schedule == wanted.schedule]
+
+
+def describe_schedule(schedule: Schedule) -> str:
+    """The schedule in a few words."""
+    tile, split = schedule.key_tile, schedule.split_keys
+    if split is not None:
+        inside = "" if tile >= split else f", each in {tile}-key tiles {schedule.order}"
+        return f"independent splits of {split} keys{inside}"
+    if tile >= _ALL_KEYS:
+        return "all keys at once"
+    if schedule.order == "diagonal-first":
+        return f"last visible {tile}-key tile of {schedule.query_block} rows first, the others ascending"
+    return f"{tile}-key tiles {schedule.order}"
+
+
+def _forward(recipe: Recipe) -> tuple[object, ...]:
+    return tuple(getattr(recipe, site) for site in _SITES)
+
+
+def _same_order(known: Schedule, other: Schedule, head_dim: int) -> bool:
+    """Whether keys come in one order: a query block matters only where the diagonal comes first."""
+    if known.split_keys is not None and other.split_keys is not None:
+        # FlashAttention-2 makes its splits as many tiles long as the number of its blocks asks for.
+        whole = other.key_tile == other.split_keys or other.order == "descending"
+        return other.key_tile == split_tile(head_dim) and whole
+    if known.order != "diagonal-first":
+        known = replace(known, query_block=other.query_block)
+    return known == other

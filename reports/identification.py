@@ -1,0 +1,119 @@
+"""The report of ``identify``: the verdict, the ranking in rows of equal bits, and what the numbers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from attn_diag.identification import Identification, Identifications, RankedRecipe
+
+_STYLES = {"identified": "bold green", "ambiguous": "bold yellow", "unnamed": "bold yellow", "unknown": "bold red"}
+# Lines of the ranking, and recipes with the same bits that are named in one.
+_MAX_LINES, _MAX_SAME = 8, 2
+_EXP = {"exp2-fma": "exp2 of an FMA", "exact": "exact exp", "polynomial": "polynomial exp"}
+
+
+def identifications_renderables(found: Identifications) -> Iterator[RenderableType]:
+    """The reports, one after the other, and once what the numbers mean."""
+    for message in found.unreadable:
+        yield Text(f"warning: not read: {message}", style="yellow")
+    for result in found.results:
+        yield from identification_renderables(result, legend=False)
+    if found.results:
+        yield from _legend(found.results[0])
+
+
+def identification_renderables(found: Identification, *, legend: bool = True) -> Iterator[RenderableType]:
+    """The report, piece by piece, for a rich console."""
+    yield Rule(Text(found.source, overflow="ellipsis"), align="left")
+    place = f"head {found.head}" if found.layer is None else f"layer {found.layer} head {found.head}"
+    sizes = " ".join(f"{name}={size}" for name, size in found.shape.items())
+    yield Text(f"{found.observation}, sequence {found.batch}, {place}: {sizes}, {found.dtype}", style="bold")
+    yield Text(found.verdict, style=_STYLES[found.outcome])
+    if found.margin is not None and found.margin_p_value is not None:
+        yield Text(
+            f"Margin to the next that is told apart: {100 * found.margin:.2g} percentage points "
+            f"(p = {found.margin_p_value:.2g})."
+        )
+    yield Text("")
+    yield Padding(_ranking(found), (0, 0, 0, 2))
+    if found.backward:
+        yield Text("")
+        yield Padding(_backward(found), (0, 0, 0, 2))
+    yield Text(
+        f"{found.rows} of {found.rows_all} query rows compared, {found.elements} elements; {found.tried} recipes tried "
+        f"({found.backend}).",
+        style="dim",
+    )
+    for note in found.notes:
+        yield Text(f"note: {note}", style="yellow")
+    if legend:
+        yield from _legend(found)
+
+
+def _ranking(found: Identification) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    table.add_column("equal\nbits", justify="right", no_wrap=True)
+    table.add_column("±", justify="right", no_wrap=True)
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("roundings, schedule, exponential", ratio=1)
+    table.add_column("lost :\nwon", justify="right", no_wrap=True)
+    table.add_column("p", justify="right", no_wrap=True)
+    groups: dict[int, list[RankedRecipe]] = {}
+    for recipe in found.candidates:
+        groups.setdefault(recipe.group, []).append(recipe)
+    for members in list(groups.values())[:_MAX_LINES]:
+        first, names = members[0], dict.fromkeys(r.recipe for r in members if r.recipe is not None)
+        style = "" if first.told_apart else "bold"
+        table.add_row(
+            f"{100 * first.agreement:.3f} %",
+            "–" if first.standard_error is None else f"{100 * first.standard_error:.3f}",
+            Text("\n".join(names) or "–", style=style),
+            _words(members),
+            "" if first.p_value is None else f"{first.lost} : {first.won}",
+            "best" if first.p_value is None else f"{first.p_value:.1g}",
+        )
+    return table
+
+
+def _words(members: list[RankedRecipe]) -> str:
+    first = members[0]
+    schedules = list(dict.fromkeys(r.schedule for r in members))
+    more = f" (and {len(schedules) - _MAX_SAME} more)" if len(schedules) > _MAX_SAME else ""
+    roundings = f"roundings of {first.roundings}: " if first.recipe is None else ""
+    cast = ", l sums the cast P̄" if first.row_sum_of == "cast-probs" else ""
+    return f"{roundings}{' = '.join(schedules[:_MAX_SAME])}{more}; {_EXP[first.exp]}{cast}"
+
+
+def _backward(found: Identification) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    table.add_column("dQ: equal\nbits", justify="right", no_wrap=True)
+    table.add_column("presets that share the forward")
+    table.add_column("p", justify="right", no_wrap=True)
+    for match in found.backward:
+        p_value = "best" if match.p_value is None else f"{match.p_value:.1g}"
+        table.add_row(
+            f"{100 * match.agreement:.3f} %", Text(match.recipe, style="" if match.told_apart else "bold"), p_value
+        )
+    return table
+
+
+def _legend(found: Identification) -> Iterator[RenderableType]:
+    yield Rule(style="dim")
+    yield Text(
+        "Equal bits: the share of O's elements that an emulated recipe reproduces exactly. On N(0,1) inputs the right "
+        "one reaches 99.8 to 99.98 % (the order of additions and the tensor cores' truncation are not modelled), wrong "
+        f"schedules 65 to 94 %; on near one-hot rows many agree. From {100 * found.threshold:.2f} % on a recipe fits. "
+        "lost : won counts the elements that only the best, or only this recipe, reproduces; p is the chance of such a "
+        f"balance if this one is right at least as often (McNemar's test by rows, one-sided); above {found.level} "
+        "(bold) they are not told apart. A recipe that fits rounds as this kernel does on this input; it need not be "
+        "its code.",
+        style="dim",
+    )

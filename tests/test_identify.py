@@ -1,0 +1,344 @@
+"""``identify`` on real kernels' outputs, on emulated kernels that it does not know, and its command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from torch import Tensor
+
+import attn_diag
+from attn_diag import Identification, search
+from attn_diag.agreement import Match, choose_rows
+from attn_diag.candidates import describe_schedule, known_name, schedules
+from attn_diag.cli import main
+from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.identification import Identifications
+from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
+from attn_diag.recognise import recognise
+
+CAPTURES = Path(__file__).parent / "captures"
+CPU = torch.device("cpu")
+
+
+@cache
+def found(key: str) -> Identification:
+    capture, _, observation = key.partition(":")
+    loaded = attn_diag.load(CAPTURES / f"{capture}.safetensors")
+    # All rows take 3 s at T = 1024; only the near one-hot head needs them.
+    rows = 256 if capture in ("gpt2_step637_L2H6", "failing_step500_L2H7") else None
+    return attn_diag.identify(loaded, observation or None, rows=rows, device="cpu")
+
+
+def emulated(recipe: Recipe, length: int = 256, d: int = 32, seed: int = 0) -> attn_diag.Capture:
+    """N(0,1) inputs and what the recipe makes of them."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.bfloat16 if recipe.input == "bf16" else torch.float16
+    q, k, v = (torch.randn(1, 1, length, d, generator=generator).to(dtype) for _ in range(3))
+    capture = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v}, causal="top-left")
+    head = read_head(capture, 0, 0, CPU, NonFiniteCensus()).head
+    tensors = {"q": q, "k": k, "v": v, "o": emulate_head(recipe, head).o[None, None]}
+    return attn_diag.Capture.from_tensors(tensors, causal="top-left")
+
+
+# What made each observation, as its own best candidate: (recipe, its schedule).
+MADE_BY = {
+    "kernels_gauss_T512:flash": ("fa2", "independent splits of 256 keys"),
+    "kernels_gauss_T512:flex": ("flex", "last visible 128-key tile of 128 rows first, the others ascending"),
+    "kernels_gauss_T512:paper": ("qiu2025", "512-key tiles ascending"),
+    "kernels_gauss_T512:stable": ("qiu2025-stabilised", "512-key tiles ascending"),
+    "kernels_pair_T512:paper": ("qiu2025", "512-key tiles ascending"),
+    "kernels_pair_T512:stable": ("qiu2025-stabilised", "512-key tiles ascending"),
+    "gqa_T200": ("cudnn", "128-key tiles ascending"),
+    "gpt2_step731_L2H4": ("cudnn", "128-key tiles ascending"),
+    "gpt2_step637_L2H6": ("cudnn", "128-key tiles ascending"),
+    "failing_step500_L2H7": ("bf16-forward", "all keys at once"),
+}
+
+
+@pytest.mark.parametrize("key", MADE_BY)
+def test_kernels_are_identified(key: str) -> None:
+    result = found(key)
+    assert (result.outcome, result.recipes) == ("identified", MADE_BY[key][:1])
+    assert (result.best.recipe, result.best.schedule) == MADE_BY[key]
+    assert result.best.agreement >= 0.998
+    assert result.margin_p_value is not None
+    assert result.margin_p_value <= result.level
+
+
+# Their bits differ in 1 to 36 of 16,384 (T=256) or 32,768 elements: (those not excluded, who comes nearest).
+ALIKE = {
+    "kernels_pair_T512:flash": ({"fa2", "cudnn"}, {"fa2"}),
+    "kernels_pair_T512:flex": ({"fa2", "flex"}, {"fa2", "flex"}),
+    "pair_T256:efficient": ({"efficient", "cudnn", "fa2", "flex"}, {"efficient"}),
+    "pair_T256:flash": ({"efficient", "cudnn", "fa2", "flex"}, {"fa2", "cudnn"}),
+    "pair_T256:cudnn": ({"efficient", "cudnn", "fa2", "flex"}, {"cudnn"}),
+}
+
+
+@pytest.mark.parametrize("key", ALIKE)
+def test_what_one_hot_rows_do_not_tell_apart_is_named_together(key: str) -> None:
+    result, (names, nearest) = found(key), ALIKE[key]
+    assert result.outcome == "ambiguous"
+    assert set(result.recipes) == names
+    assert result.recipes[0] in nearest
+    assert 0 < result.contested < 64
+    assert "does not tell them apart" in result.verdict
+
+
+def test_backward_decides_between_equal_forwards() -> None:
+    # In one tile of all keys, with alpha a power of two, both round alike: only dQ tells them apart.
+    result = found("kernels_pair_T512:paper")
+    best, other = result.backward
+    assert (best.recipe.split(" or ")[0], other.recipe) == ("qiu2025", "bf16-forward")
+    assert best.agreement > 0.99 > 0.1 > other.agreement
+    assert other.told_apart
+
+
+def test_an_unmodelled_accumulation_does_not_hide_the_recipe() -> None:
+    """Products truncated as the tensor cores do: the recipe is still the best and still fits."""
+    for seed, name in enumerate(("efficient", "cudnn")):
+        recipe = replace(preset(name), accumulation="nvidia-tensor-core")
+        result = attn_diag.identify(emulated(recipe, d=64, seed=seed), device="cpu")
+        assert result.recipes == (name,)
+        assert result.threshold <= result.best.agreement < 1
+
+
+UNKNOWN = {
+    "row sum in BF16, 48-key tiles": replace(preset("fa2"), row_sum="bf16", schedule=Schedule(key_tile=48)),
+    "48-key tiles": replace(preset("cudnn"), schedule=Schedule(key_tile=48)),
+    "P_bar in FP16": replace(preset("cudnn"), probs="fp16"),
+    "scores in FP16": replace(preset("cudnn"), scores="fp16"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_other_kernels_are_unknown(case: str) -> None:
+    result = attn_diag.identify(emulated(UNKNOWN[case]), device="cpu")
+    assert (result.outcome, result.recipes) == ("unknown", ())
+    assert result.best.agreement < result.threshold
+    assert "not modelled may be missing" in result.verdict
+
+
+def test_unpublished_schedule_is_described() -> None:
+    recipe = replace(preset("fa2"), schedule=Schedule(key_tile=32, order="descending"), row_sum_of="cast-probs")
+    result = attn_diag.identify(emulated(recipe), device="cpu")
+    assert result.outcome == "unnamed"
+    assert (result.best.recipe, result.best.roundings, result.best.row_sum_of) == (None, "lowp-row-sum", "cast-probs")
+    assert result.best.schedule == "32-key tiles descending"
+    assert result.best.agreement == 1
+
+
+@pytest.mark.parametrize("name", ["cudnn", "efficient", "bf16-forward"])
+def test_half_precision(name: str) -> None:
+    result = attn_diag.identify(emulated(preset(name, "fp16")), device="cpu")
+    assert result.recipes == (name,)
+    # Eight times as many boundaries between FP16 numbers: eight times as many elements may be missed.
+    assert result.threshold == pytest.approx(1 - 8 * 0.002, abs=0.002)
+
+
+@pytest.mark.parametrize(("share", "outcome"), [(0.0, "identified"), (0.01, "unknown")])
+def test_perturbed_outputs_are_not_identified(share: float, outcome: str) -> None:
+    capture = attn_diag.load(CAPTURES / "gqa_T200.safetensors")
+    tensors = {name: capture.tensors[name][...] for name in ("q", "k", "v", "o")}
+    moved = torch.rand(tensors["o"].shape, generator=torch.Generator().manual_seed(0)) < share
+    bits = tensors["o"].view(torch.int16)
+    tensors["o"] = torch.where(moved, bits + 1, bits).view(torch.bfloat16)
+    changed = attn_diag.Capture(tensors, capture.metadata)
+    assert attn_diag.identify(changed, device="cpu").outcome == outcome
+    fast = recognise(changed, "observed", 0, 0, CPU)
+    assert (fast is None) == (outcome == "unknown")
+
+
+def test_wrong_metadata_is_named() -> None:
+    capture = attn_diag.load(CAPTURES / "gqa_T200.safetensors", causal="none")
+    result = attn_diag.identify(capture, device="cpu")
+    assert result.outcome == "unknown"
+    assert "causal=top-left" in " ".join(result.notes)
+
+
+def test_rows_with_nan_are_left_out() -> None:
+    capture = emulated(preset("cudnn"))
+    tensors = {name: tensor[...].clone() for name, tensor in capture.tensors.items()}
+    tensors["k"][0, 0, 200, 3] = torch.nan
+    tensors["q"][0, 0, 7] = torch.inf
+    tensors["o"][0, 0, 11, 5] = torch.nan
+    result = attn_diag.identify(attn_diag.Capture(tensors, capture.metadata), device="cpu")
+    assert result.rows == 256 - 56 - 2
+    assert result.recipes == ("cudnn",)
+    tensors["o"].fill_(torch.nan)
+    with pytest.raises(attn_diag.InputError, match="no row of 'observed' can be compared"):
+        attn_diag.identify(attn_diag.Capture(tensors, capture.metadata), device="cpu")
+
+
+def test_chosen_rows_without_blocks() -> None:
+    result = attn_diag.identify(attn_diag.load_example(), device="cpu")
+    assert "query blocks are not known" in " ".join(result.notes)
+    assert all(r.order != "diagonal-first" for r in result.candidates)
+    assert "cudnn" in result.recipes
+
+
+def test_coarse_rows_attend_to_many_keys() -> None:
+    # The second half of the rows sees one key, the first many.
+    tensors = {name: torch.zeros(1, 1, 64, 16).bfloat16() for name in "qkv"}
+    mask = torch.ones(64, 64, dtype=torch.bool)
+    mask[32:, 1:] = False
+    capture = attn_diag.Capture.from_tensors({**tensors, "mask": mask})
+    inputs = read_head(capture, 0, 0, CPU, NonFiniteCensus())
+    coarse, final = choose_rows(inputs, tensors["v"][0, 0], 16, 32)
+    assert set(range(8)) <= set(coarse.tolist())
+    assert set(coarse.tolist()) <= set(final.tolist())
+    assert (final >= 32).any()
+
+
+def match(rows: list[list[int]]) -> Match:
+    return Match(torch.tensor(rows, dtype=torch.bool))
+
+
+def test_significance_counts_rows_not_elements() -> None:
+    """Exact sign flips: n rows that all speak for one side have p = 2^-n, however many elements each has."""
+    for n in (1, 4, 10):
+        one, other = match([[1] * 50] * n + [[1] * 50]), match([[0] * 50] * n + [[1] * 50])
+        found = one.compare(other)
+        assert (found.won, found.lost, found.rows) == (50 * n, 0, n)
+        assert found.p_value == pytest.approx(2.0**-n, rel=1e-12)
+        assert other.compare(one).p_value == pytest.approx(1)
+    assert one.compare(one).p_value == 1
+    # Balances 2, 1 and -1 sum to 2; of the eight choices of signs +2+1+1, +2+1-1 and +2-1+1 reach that.
+    mixed = match([[1, 1], [1, 0], [0, 0]]).compare(match([[0, 0], [0, 0], [1, 0]]))
+    assert mixed.p_value == pytest.approx(3 / 8)
+
+
+def test_many_rows_agree_with_the_exact_test() -> None:
+    generator = torch.Generator().manual_seed(3)
+    equal = torch.rand(2, 60, 40, generator=generator) < torch.tensor([0.93, 0.9])[:, None, None]
+    exact = Match(equal[0]).compare(Match(equal[1])).p_value
+    twice = [Match(torch.cat([e, e])).compare for e in equal]
+    normal = twice[0](Match(torch.cat([equal[1], equal[1]]))).p_value
+    # Twice the rows: z grows by sqrt(2).
+    z = torch.special.ndtri(torch.tensor([exact, normal], dtype=torch.float64))
+    assert float(z[1] / z[0]) == pytest.approx(2**0.5, rel=0.05)
+
+
+def test_schedules_are_named_once() -> None:
+    every = schedules(1024, diagonal=True)
+    assert len(every) == len(set(every)) == len({describe_schedule(s) for s in every})
+    names = {known_name(replace(preset("fa2"), schedule=s), 64) for s in every}
+    assert names == {"fa2", "cudnn", "efficient", "flex", None}
+
+
+def test_threshold_of_a_small_sample_is_lower() -> None:
+    assert search.threshold("bf16", 3000) == pytest.approx(0.9972, abs=1e-4)
+    assert search.threshold("bf16", 10**9) == pytest.approx(0.998, abs=1e-5)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_report_keeps_within_its_width(width: int) -> None:
+    text = found("pair_T256:efficient").report(width)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for words in ("efficient comes nearest", "64-key tiles ascending", "McNemar", "256 of 256 query rows", "dQ: equal"):
+        assert words in flat, words
+
+
+def test_json_round_trip() -> None:
+    results = Identifications((found("gqa_T200"),), ())
+    document = json.loads(results.to_json())
+    jsonschema.Draft202012Validator(Identifications.json_schema()).validate(document)
+    assert Identifications.from_json(results.to_json()) == results
+    assert document["results"][0]["candidates"][0]["recipe"] == "cudnn"
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    def call(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["attn-diag", "identify", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return Done(int(stopped.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+def test_command_line(tmp_path: Path, run: Callable[..., Done]) -> None:
+    target = tmp_path / "out.json"
+    done = run(CAPTURES / "gqa_T200.safetensors", CAPTURES / "pair_T256.safetensors", "--rows", 64, "--json", target)
+    assert done.code == 0
+    document = json.loads(target.read_text())
+    assert [r["observation"] for r in document["results"]] == ["observed", "cudnn", "efficient", "flash"]
+    assert "cudnn reproduces" in done.out
+    alone = run(CAPTURES / "gqa_T200.safetensors", "--head", "2,5", "--rows", 64, "--json", "-")
+    assert [r["head"] for r in json.loads(alone.out)["results"]] == [2, 5]
+
+
+def variant(**tensors: Tensor | None) -> attn_diag.Capture:
+    capture = emulated(preset("cudnn"), length=64)
+    changed = {name: tensor[...] for name, tensor in capture.tensors.items()} | tensors
+    return attn_diag.Capture.from_tensors(changed, causal="top-left")
+
+
+def inputs(dtype: torch.dtype) -> dict[str, Tensor | None]:
+    return {name: tensor[...].to(dtype) for name, tensor in variant().tensors.items()}
+
+
+UNUSABLE: dict[str, tuple[Callable[[], attn_diag.Capture], list[str], str]] = {
+    "no o": (lambda: variant(o=None, lse=torch.ones(1, 1, 64)), [], "observation 'observed' has no o: bits of O"),
+    "nothing": (lambda: variant(o=None), [], "no observation; capture at least o"),
+    "fp32": (lambda: variant(**inputs(torch.float32)), [], "known for bfloat16 and float16 inputs, q is float32"),
+    "o in fp32": (lambda: variant(o=torch.ones(1, 1, 64, 32)), [], "o is float32 and q is bfloat16: save O as the"),
+    "observation": (variant, ["--observation", "flash"], "no observation 'flash'; it has observed"),
+    "head": (variant, ["--head", "3"], "no head 3; the capture has 0 to 0"),
+    "rows": (variant, ["--rows", "0"], "rows must be at least 1, got 0"),
+    "device": (variant, ["--device", "tpu"], "device must be auto, cpu or cuda"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_unusable_input(case: str, tmp_path: Path, run: Callable[..., Done]) -> None:
+    make, options, message = UNUSABLE[case]
+    path = make().save(tmp_path / "capture.safetensors")
+    done = run(path, *options, "--json", tmp_path / "out.json")
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_one_unusable_of_several(tmp_path: Path, run: Callable[..., Done]) -> None:
+    good = variant().save(tmp_path / "a.safetensors")
+    bad = variant(o=None).save(tmp_path / "b.safetensors")
+    done = run(good, bad, "--json", "-")
+    assert done.code == 2
+    assert f"{bad}: no observation" in done.err
+    document = json.loads(done.out)
+    assert len(document["results"]) == len(document["unreadable"]) == 1
+
+
+def test_several_observations_need_a_name() -> None:
+    capture = attn_diag.load(CAPTURES / "pair_T256.safetensors")
+    with pytest.raises(attn_diag.InputError, match="name one of its observations: cudnn, efficient, flash"):
+        attn_diag.identify(capture)
+    with pytest.raises(attn_diag.InputError, match="head must be 0 to 1, got 2"):
+        attn_diag.identify(capture, "flash", head=2)
+
+
+def test_progress_ends_at_its_total() -> None:
+    seen: list[tuple[int, int]] = []
+    attn_diag.identify(emulated(preset("cudnn"), length=64), device="cpu", progress=lambda *at: seen.append(at))
+    assert all(done <= total for done, total in seen)
+    assert seen[-1][0] == seen[-1][1]
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
