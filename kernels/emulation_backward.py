@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
-from attn_diag.kernels.emulation_forward import Block, ForwardRows, Rounder, masked_scores, working_dtype
+from attn_diag.kernels.emulation_forward import (
+    SCORES,
+    Block,
+    ForwardRows,
+    Rounder,
+    lse_key,
+    masked_scores,
+    working_dtype,
+)
 from attn_diag.kernels.recipe import Recipe
 
 
@@ -62,13 +70,13 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
     if delta is None:
         delta = torch.zeros_like(forward.lse)
         for keys in ranges:
-            delta += (_probs(recipe, block, forward, keys, rounder) * _dprobs(recipe, block, keys, rounder)).sum(1)
+            delta += (_probs(recipe, block, forward, keys) * _dprobs(recipe, block, keys, rounder)).sum(1)
         delta = rounder("delta", delta)
     dq = torch.zeros_like(q)
     before_cast = recipe.alpha_in_backward == "before-cast"
     scale = block.head.scale
     for keys in ranges:
-        probs = _probs(recipe, block, forward, keys, rounder)
+        probs = _probs(recipe, block, forward, keys)
         dscores = _dprobs(recipe, block, keys, rounder) - delta[:, None]
         dscores = (probs * scale if before_cast else probs) * dscores
         if block.head.softcap is not None:
@@ -90,12 +98,15 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
     return BackwardRows(delta, rounder("dq", dq, step="dq"))
 
 
-def _probs(recipe: Recipe, block: Block, forward: ForwardRows, keys: slice, rounder: Rounder) -> Tensor:
+def _probs(recipe: Recipe, block: Block, forward: ForwardRows, keys: slice) -> Tensor:
     """P = exp(S - L), from scores rounded as in the forward or not."""
     again = recipe if recipe.backward_scores == "as-forward" else replace(recipe, scores="fp32")
-    scores = masked_scores(again, block, keys, Rounder(again, int(block.rows[0])) if again is not recipe else rounder)
-    lse = forward.lse[:, None]
-    return torch.exp(scores * block.operands.factor(recipe) - lse.masked_fill(lse == -torch.inf, 0.0))
+
+    def make() -> Tensor:
+        scores, lse = masked_scores(again, block, keys), forward.lse[:, None]
+        return torch.exp(scores * block.operands.factor(recipe) - lse.masked_fill(lse == -torch.inf, 0.0))
+
+    return block.shared("P", again, SCORES, (keys.start, keys.stop, lse_key(recipe)), make)
 
 
 def _dprobs(recipe: Recipe, block: Block, keys: slice, rounder: Rounder) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from attn_diag.kernels.accumulation import matmul
 from attn_diag.kernels.exponential import exp2_polynomial, scaled_exponent
 from attn_diag.kernels.formats import parse, round_to, site_seed
 from attn_diag.kernels.recipe import Recipe
+
+T = TypeVar("T")
 
 
 class HeadLike(Protocol):
@@ -74,10 +77,10 @@ class RangeTrace:
     split: int
     keys: slice
     scores: Tensor
-    row_max: float
-    rescale: float
     probs: Tensor
     cast_probs: Tensor
+    row_max: float
+    rescale: float
     row_sum: float
 
 
@@ -109,9 +112,26 @@ class Rounder:
         return round_to(x, rounding, site_seed(self._recipe.seed, site + step, self._row, key))
 
 
+# What the scores, the softmax, and the cast P_bar depend on; recipes that agree in them share the work.
+SCORES = ("scores", "alpha", "arithmetic", "accumulation", "seed")
+_SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "softmax", "schedule")
+_PROBS = (*_SOFTMAX, "probs", "probs_scale")
+Key = tuple[object, ...]
+
+
+def lse_key(recipe: Recipe) -> Key:
+    """What L depends on, for a given head."""
+    fields = [*_SOFTMAX, "row_sum_of", "row_sum_clamp", "lse_from"]
+    if recipe.row_sum_of == "cast-probs":
+        fields += ["probs", "probs_scale"]
+    if recipe.lse_from == "rounded-l":
+        fields.append("row_sum")
+    return tuple(getattr(recipe, f) for f in fields)
+
+
 @dataclass
 class Block:
-    """Query rows that walk the keys together, and the products that recipes share.
+    """Query rows that walk the keys together, and the intermediates that recipes share.
 
     ``rows`` [R] indices; ``keys``: what any row of their query block may see.
     """
@@ -119,21 +139,30 @@ class Block:
     operands: Operands
     rows: Tensor
     keys: slice
-    _products: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    _shared: dict[Key, Any] = field(default_factory=dict)
 
     @property
     def head(self) -> HeadLike:
         """The head they belong to."""
         return self.operands.head
 
+    def shared(self, name: str, recipe: Recipe, depends_on: tuple[str, ...], place: Key, make: Callable[[], T]) -> T:
+        """What ``make`` returns, made once for all recipes that agree in the fields ``depends_on``. Read-only."""
+        key = name, place, *(getattr(recipe, f) for f in depends_on)
+        if key not in self._shared:
+            self._shared[key] = make()
+        found: T = self._shared[key]
+        return found
+
     def product(self, recipe: Recipe, left: str, right: str, keys: slice) -> Tensor:
         """``left`` [R, D] (q or do) times the transposed ``right`` (k or v) of ``keys``: [R, K]."""
         dtype = working_dtype(recipe)
-        key = left, right, keys.start, keys.stop, dtype, recipe.accumulation
-        if key not in self._products:
+
+        def make() -> Tensor:
             a, b = self.operands.get(left, dtype)[self.rows], self.operands.get(right, dtype)[keys]
-            self._products[key] = matmul(a, b.T, recipe.accumulation)
-        return self._products[key]
+            return matmul(a, b.T, recipe.accumulation)
+
+        return self.shared(left, recipe, ("arithmetic", "accumulation"), (keys.start, keys.stop), make)
 
 
 def round_scores(recipe: Recipe, products: Tensor, scale: float, rounder: Rounder, key: int = 0) -> Tensor:
@@ -143,19 +172,24 @@ def round_scores(recipe: Recipe, products: Tensor, scale: float, rounder: Rounde
     return rounder("scores", products if recipe.alpha == "in-exponent" else products * scale, key)
 
 
-def masked_scores(recipe: Recipe, block: Block, keys: slice, rounder: Rounder) -> Tensor:
-    """S as the recipe stores it, [R, K]; -inf where masked."""
-    head = block.head
-    products = block.product(recipe, "q", "k", keys)
-    if recipe.alpha == "in-exponent" and not block.operands.in_exponent(recipe):
-        products = products * head.scale
-    scores = round_scores(recipe, products, head.scale, rounder, keys.start)
-    if head.softcap is not None:
-        scores = rounder("scores", torch.tanh(scores / head.softcap) * head.softcap, keys.start, "softcap")
-    if scores is products:
-        scores = scores.clone()  # the product is shared
-    head.apply_mask(scores, block.rows, keys)
-    return scores
+def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
+    """S as the recipe stores it, [R, K]; -inf where masked. Shared: not to be changed."""
+
+    def make() -> Tensor:
+        rounder = Rounder(recipe, int(block.rows[0]))
+        head = block.head
+        products = block.product(recipe, "q", "k", keys)
+        if recipe.alpha == "in-exponent" and not block.operands.in_exponent(recipe):
+            products = products * head.scale
+        scores = round_scores(recipe, products, head.scale, rounder, keys.start)
+        if head.softcap is not None:
+            scores = rounder("scores", torch.tanh(scores / head.softcap) * head.softcap, keys.start, "softcap")
+        if scores is products:
+            scores = scores.clone()  # the product is shared
+        head.apply_mask(scores, block.rows, keys)
+        return scores
+
+    return block.shared("scores", recipe, SCORES, (keys.start, keys.stop), make)
 
 
 def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = None) -> ForwardRows:
@@ -180,25 +214,34 @@ def _one_split(
     dtype = working_dtype(recipe)
     factor = block.operands.factor(recipe)
     values = block.operands.get("v", dtype)
-    maxima = values.new_full((len(block.rows), 1), -torch.inf)
-    row_sum, exact_sum = torch.zeros_like(maxima), torch.zeros_like(maxima)
+    first = values.new_full((len(block.rows), 1), -torch.inf)
+    maxima, row_sum, exact_sum = first, torch.zeros_like(first), torch.zeros_like(first)
     accumulator = values.new_zeros(len(block.rows), values.shape[1])
-    for keys in tiles:
-        scores = masked_scores(recipe, block, keys, rounder)
-        new_maxima = rounder("row_max", _next_maximum(recipe, maxima, scores), keys.start)
-        probs = _exponential(recipe, scores, new_maxima, factor, rounder, keys.start)
-        rescale = _exponential(recipe, maxima, new_maxima, factor, rounder, keys.start, "rescale")
-        maxima = new_maxima
-        cast = _cast_probs(recipe, probs, rounder, keys.start)
-        tile_sum = (probs if recipe.row_sum_of == "fp32-probs" else cast).sum(1, keepdim=True)
+    for i, keys in enumerate(tiles):
+        place = split, i
+        step = block.shared(
+            "softmax", recipe, _SOFTMAX, place, partial(_softmax_step, recipe, block, keys, maxima, rounder)
+        )
+        maxima, rescale = step.maxima, step.rescale
+        cast = block.shared(
+            "cast", recipe, _PROBS, place, partial(_cast_probs, recipe, step.probs, rounder, keys.start)
+        )
+        tile_sum = (step.probs if recipe.row_sum_of == "fp32-probs" else cast).sum(1, keepdim=True)
         if recipe.row_sum_clamp is not None:
             tile_sum = tile_sum.clamp(min=recipe.row_sum_clamp)
         exact_sum = rescale * exact_sum + tile_sum
         row_sum = rounder("row_sum", rescale * row_sum + tile_sum, keys.start)
-        accumulator = _add_range(recipe, accumulator, rescale, cast, values[keys], rounder, keys.start)
+        if _chained(recipe):
+            accumulator = matmul(cast, values[keys], recipe.accumulation, accumulator * rescale)
+        else:
+            product = block.shared(
+                "product", recipe, _PROBS, place, partial(matmul, cast, values[keys], recipe.accumulation)
+            )
+            accumulator = _add_range(rounder, accumulator, rescale, product, keys.start)
         if trace is not None:
-            tensors = (t[0].double() for t in (scores, probs, cast))
-            trace.append(_traced(split, keys, *tensors, row_max=maxima, rescale=rescale, row_sum=row_sum))
+            scores = masked_scores(recipe, block, keys)
+            tensors = (t[0].double() for t in (scores, step.probs, cast))
+            trace.append(RangeTrace(split, keys, *tensors, float(maxima), float(rescale), float(row_sum)))
     # A row that saw no key; one whose l underflowed divides by zero, as the real kernel does.
     numerator = rounder("out", accumulator, step="numerator") if recipe.division == "after-last-cast" else accumulator
     out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, numerator * (1 / row_sum))
@@ -206,11 +249,21 @@ def _one_split(
     return out, (maxima * factor + used.log()).squeeze(1)
 
 
-def _traced(
-    split: int, keys: slice, scores: Tensor, probs: Tensor, cast: Tensor, *, row_max: Tensor, rescale: Tensor,
-    row_sum: Tensor,
-) -> RangeTrace:  # fmt: skip
-    return RangeTrace(split, keys, scores, float(row_max), float(rescale), probs, cast, float(row_sum))
+@dataclass
+class _SoftmaxStep:
+    """One key range: the new maxima and the factor for the old sums [R, 1], P_bar [R, K]."""
+
+    maxima: Tensor
+    rescale: Tensor
+    probs: Tensor
+
+
+def _softmax_step(recipe: Recipe, block: Block, keys: slice, maxima: Tensor, rounder: Rounder) -> _SoftmaxStep:
+    factor = block.operands.factor(recipe)
+    scores = masked_scores(recipe, block, keys)
+    new = rounder("row_max", _next_maximum(recipe, maxima, scores), keys.start)
+    probs = _exponential(recipe, scores, new, factor, rounder, keys.start)
+    return _SoftmaxStep(new, _exponential(recipe, maxima, new, factor, rounder, keys.start, "rescale"), probs)
 
 
 def _next_maximum(recipe: Recipe, maxima: Tensor, scores: Tensor) -> Tensor:
@@ -249,15 +302,15 @@ def _cast_probs(recipe: Recipe, probs: Tensor, rounder: Rounder, key: int) -> Te
     return rounder("probs", probs * recipe.probs_scale, key) / recipe.probs_scale
 
 
-def _add_range(
-    recipe: Recipe, accumulator: Tensor, rescale: Tensor, cast: Tensor, values: Tensor, rounder: Rounder, key: int
-) -> Tensor:
+def _chained(recipe: Recipe) -> bool:
+    """Whether the hardware adds products into the accumulator itself, in the recipe's accumulation model."""
+    return recipe.range_pv == "fp32" and recipe.accumulator == "fp32" and recipe.accumulation == "nvidia-tensor-core"
+
+
+def _add_range(rounder: Rounder, accumulator: Tensor, rescale: Tensor, product: Tensor, key: int) -> Tensor:
     """O_bar after one more key range."""
-    scaled = accumulator * rescale
-    if recipe.range_pv == "fp32" and recipe.accumulator == "fp32" and recipe.accumulation == "nvidia-tensor-core":
-        return matmul(cast, values, recipe.accumulation, scaled)  # the hardware adds into the accumulator
-    product = rounder("range_pv", matmul(cast, values, recipe.accumulation), key)
-    return rounder("accumulator", rounder("accumulator", scaled, key, "rescale") + product, key)
+    scaled = rounder("accumulator", accumulator * rescale, key, "rescale")
+    return rounder("accumulator", scaled + rounder("range_pv", product, key), key)
 
 
 def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
