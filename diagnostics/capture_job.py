@@ -32,6 +32,7 @@ from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, dw_q_sums, pool, unclustered
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
+from attn_diag.projection import PROJECTION_TOLERANCE, projection_misfit
 from attn_diag.ranges import Ranges
 from attn_diag.recognise import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, ulp
@@ -39,8 +40,6 @@ from attn_diag.reference import HeadReference, format_of, ulp
 if TYPE_CHECKING:
     pass
 
-# q = x w_q^T in BF16 leaves about half a percent; RoPE, QK-norm or a bias in between leaves of the order of 1.
-_PROJECTION_TOLERANCE = 0.05
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20
 # So many missing heads are named; more are only hinted at.
@@ -352,20 +351,8 @@ class CaptureJob:
         if "x" not in c.tensors or "w_q" not in c.tensors:
             self.notes.append("dW_Q: not computed, x or w_q was not captured")
             return False
-        weight, wrong, right = c.tensors["w_q"][...].to(self.device).double(), 0.0, 0.0
-        d = c.head_dim
-        first = 0 if len(weight) == c.q_heads * d else c.metadata.head_offset * d
-        for batch in self.batches:
-            x = c.tensors["x"][batch].to(self.device).double()
-            for head in self.heads:
-                q = read_float64(c, "q", batch, head, self.device)
-                assert q is not None
-                projected = x @ weight[first + head * d : first + (head + 1) * d].T
-                finite = q.isfinite().all(1) & projected.isfinite().all(1)
-                wrong += float((q - projected)[finite].square().sum())
-                right += float(q[finite].square().sum())
-        misfit = math.sqrt(wrong / right) if right else math.inf
-        if misfit > _PROJECTION_TOLERANCE:
+        misfit = projection_misfit(c, self.batches, self.heads, self.device)
+        if misfit > PROJECTION_TOLERANCE:
             self.notes.append(
                 f"dW_Q: not computed, q is not x w_q^T (off by {misfit:.0%}): RoPE, QK-norm or a bias lies between"
                 + (" (dq_pre was captured, but is not used yet)" if self._captured("dq_pre") else "")

@@ -173,9 +173,7 @@ def stabilised_rule(beta: float, score_unit: float) -> SoftmaxRule:
     return SoftmaxRule("stabilised", beta=beta, epsilon=1e-3 * score_unit)
 
 
-def _all(
-    baseline: Recipe, head_dim: int, score_unit: float, betas: Sequence[float], seeds: int
-) -> Iterator[Plan]:
+def _all(baseline: Recipe, head_dim: int, score_unit: float, betas: Sequence[float], seeds: int) -> Iterator[Plan]:
     yield from _field_changes(baseline)
     yield from _mixes(baseline)
     yield from _rules(baseline, score_unit, betas)
@@ -227,7 +225,9 @@ def _rules(baseline: Recipe, score_unit: float, betas: Iterable[float]) -> Itera
     if baseline.softmax.kind != "stale":
         words = f"the old maximum is kept until P_bar would exceed 2^{STALE_LOG2}"
         saved = Price(words="saves most rescalings of O's accumulator")
-        yield _changed("stale-maximum", baseline, [Change(words, {"softmax": stale_rule(score_unit)}, saved)], "mitigation")
+        yield _changed(
+            "stale-maximum", baseline, [Change(words, {"softmax": stale_rule(score_unit)}, saved)], "mitigation"
+        )
     for beta in betas:
         words = f"a repeated maximum r > 0 is replaced by {beta:g} r"
         change = Change(words, {"softmax": stabilised_rule(beta, score_unit)}, _STABILISED_PRICE)
