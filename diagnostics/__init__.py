@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from attn_diag.kernels.attention import attention
     from attn_diag.kernels.dump import Dump
     from attn_diag.loading import load, load_example
+    from attn_diag.what_if import what_if
+    from attn_diag.what_if_result import WhatIf
 
 _HOME = {
     "AttnDiagError": "errors",
@@ -31,6 +33,7 @@ _HOME = {
     "InputError": "errors",
     "Recipe": "kernels",
     "Selection": "capture_job",
+    "WhatIf": "what_if_result",
     "attention": "kernels.attention",
     "inspect": "analysis",
     "inspect_captures": "analysis",
@@ -39,6 +42,7 @@ _HOME = {
     "load_example": "loading",
     "preset": "kernels",
     "repeated_maxima": "analysis",
+    "what_if": "what_if",
 }
 
 __all__ = [
@@ -49,6 +53,7 @@ __all__ = [
     "InputError",
     "Recipe",
     "Selection",
+    "WhatIf",
     "attention",
     "inspect",
     "inspect_captures",
@@ -57,6 +62,7 @@ __all__ = [
     "load_example",
     "preset",
     "repeated_maxima",
+    "what_if",
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -31,8 +30,8 @@ from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, dw_q_sums, pool, unclustered
-from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.projection import PROJECTION_TOLERANCE, projection_misfit
+from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.ranges import Ranges
 from attn_diag.recognise import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, ulp

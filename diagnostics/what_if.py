@@ -18,7 +18,7 @@ from attn_diag.bias import SignedErrors, adjust, estimate_bias
 from attn_diag.capture import Capture
 from attn_diag.diagnosis import BiasEstimate
 from attn_diag.engines import DEFAULT_RECIPE, require_known, select_recipes
-from attn_diag.equivalence import exact_twin, float64_bounds, judge
+from attn_diag.equivalence import exact_twin, float64_bounds, judge, rule_difference
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import Recipe
@@ -95,7 +95,9 @@ def what_if(
     if not acting.rows and betas:
         notes.append("stabilised softmax: not run, no row's maximum is repeated among the recipe's own scores")
         betas = ()
-    wanted = plans(baseline.recipe, head_dim=capture.head_dim, score_unit=unit, betas=betas, seeds=seeds)
+    wanted = plans(
+        baseline.recipe, head_dim=capture.head_dim, keys=capture.k_length, score_unit=unit, betas=betas, seeds=seeds
+    )
     max_logit = float(truth.reference.row_max[truth.usable].max())
     clips = _clip_thresholds(inputs, max_logit, notes)
     wanted, clips = _select(wanted, clips, only)
@@ -163,6 +165,7 @@ class _Bench:
         rounding = round_nearest_even(out, truth.out_format) - out
         self._rounding_away = (rounding * out.sign()).sum(1)
         _, self._clusters = np.unique(truth.top_key[rows].cpu().numpy(), return_inverse=True)
+        self._parallel = truth.head.q.device.type == "cpu"
         self._acting: dict[object, RepeatedMaxima] = {}
 
     def run(self, baseline: Recipe, wanted: list[Plan], clips: list[float], max_logit: float) -> list[_Found]:
@@ -173,7 +176,11 @@ class _Bench:
         twins = {content(twin): twin for twin in (exact_twin(plan.recipes[0]) for plan in everything)}
         self.counter.total = len(self.truth.head.q) * (len(recipes) + len(twins) + 3 * len(clips))
         errors = self._measure(self.truth, recipes | twins)
-        found = [self._found(plan, baseline, errors) for plan in everything]
+
+        def judged(plan: Plan) -> _Found:
+            return self._found(plan, baseline, errors)
+
+        found = list(map_in_order(judged, everything, parallel=self._parallel))
         found[0] = replace(found[0], candidate=replace(found[0].candidate, kind="baseline", changes={}))
         return found + [self._clipped(baseline, tau, max_logit) for tau in clips]
 
@@ -198,7 +205,7 @@ class _Bench:
 
             return measure_variants(truth, [recipes[key] for key in keys], advance)
 
-        measured = map_in_order(work, groups, parallel=truth.head.q.device.type == "cpu")
+        measured = map_in_order(work, groups, parallel=self._parallel)
         return {
             key: errors for keys, part in zip(groups, measured, strict=True)
             for key, errors in zip(keys, part, strict=True)
@@ -256,16 +263,25 @@ class _Bench:
         """Equivalence in exact arithmetic is no use where the recipe's own range of numbers does not suffice."""
         if not finite:
             return replace(found, status="breaks down", reason="an output is not finite")
-        rule = recipe.softmax
-        if rule.kind == "stabilised" and rule.beta is not None and found.status != "breaks down":
-            fields = recipe.scores, recipe.alpha, recipe.accumulation, recipe.schedule, rule.epsilon
-            if fields not in self._acting:
-                self._acting[fields] = repeated_maxima_as_run(recipe, self.truth.head, rule.epsilon)
-            largest = self._acting[fields].largest
-            if largest is not None and rule.beta >= (limit := beta_limits(recipe, largest)[1]):
-                reason = f"P_bar falls below the smallest normal number from beta {limit:.3g} on"
-                return replace(found, status="breaks down", reason=reason)
+        if recipe.softmax.kind != "stabilised" or found.status == "breaks down":
+            return found
+        acting, beta = self._acting_rows(recipe), recipe.softmax.beta or 1.0
+        if not acting.rows:
+            return found
+        moved = judge(rule_difference(recipe, self.truth.head), float64_bounds(self.truth, beta))
+        if moved.status != "exact":
+            found = replace(moved, reason=f"on the recipe's own scores, {moved.reason}")
+        if acting.largest is not None and beta >= (limit := beta_limits(recipe, acting.largest)[1]):
+            reason = f"P_bar falls below the smallest normal number from beta {limit:.3g} on"
+            return replace(found, status="breaks down", reason=reason)
         return found
+
+    def _acting_rows(self, recipe: Recipe) -> RepeatedMaxima:
+        epsilon = recipe.softmax.epsilon
+        key = recipe.scores, recipe.alpha, recipe.accumulation, recipe.schedule, epsilon
+        if key not in self._acting:
+            self._acting[key] = repeated_maxima_as_run(recipe, self.truth.head, epsilon)
+        return self._acting[key]
 
     def _bias_o(self, recipe: Recipe, runs: list[VariantErrors]) -> BiasEstimate | None:
         """Away from zero, in ulp; beyond one correct rounding where the recipe rounds O to nearest."""
@@ -337,7 +353,7 @@ def _rank(found: list[_Found], by: str) -> list[Candidate]:
     equivalent = [c for c in others if c.equivalence.status in ("exact", "nearly exact")]
     rest = [c for c in others if c.equivalence.status not in ("exact", "nearly exact")]
     equivalent.sort(key=lambda c: (c.left, _cost_key(c)))
-    rest.sort(key=lambda c: (c.equivalence.status, c.left))
+    rest.sort(key=lambda c: c.equivalence.status)
     mitigations = [c for c in (baseline, *equivalent) if c.kind in ("baseline", "mitigation")]
     ranked = [
         replace(c, rank=i, pareto=c.kind == "mitigation" and not any(_dominates(o, c) for o in mitigations))

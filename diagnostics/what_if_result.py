@@ -117,8 +117,8 @@ class WhatIf(Result):
     """Other recipes and mitigations on one head's inputs. ``print(result.report())``, ``result.to_json()``.
 
     ``baseline_from``: "given", "recognised" from the captured O (with its ``agreement``: the fraction of sampled
-    elements that are bit-equal), or "assumed". ``observed``: errors of the captured O and dQ. ``max_logit``: the largest
-    scaled score. ``candidates``: ranked ones first, then those that are not equivalent.
+    elements that are bit-equal), or "assumed". ``observed``: errors of the captured O and dQ. ``max_logit``: the
+    largest scaled score. ``candidates``: ranked ones first, then those that are not equivalent.
     """
 
     tool: Tool

@@ -19,13 +19,14 @@ def summarise(found: WhatIf) -> tuple[str, ...]:
     mitigations = [c for c in found.candidates if c.kind == "mitigation"]
     ranked = [c for c in mitigations if c.rank is not None]
     title = _TITLES[found.ranked_by]
-    sentences = [_baseline(found, title)]
+    sentences = [_baseline(found)]
     if ranked:
-        sentences.append(_best(ranked, title))
+        sentences.append(_best(found, ranked, title))
     sentences += _fp32_o(found)
-    helped = [c for c in ranked if abs(c.removed or 0.0) < NOTHING]
-    if helped:
-        sentences.append(f"Next to nothing (under {NOTHING:.0%} of {title}'s error): {_names(helped)}.")
+    sentences += _mixed_scores(found, title)
+    useless = [c for c in ranked if abs(c.removed or 0.0) < NOTHING]
+    if useless:
+        sentences.append(f"Next to nothing (under {NOTHING:.0%} of {title}'s error): {names}.")
     worse = [c for c in found.candidates if c.rank is not None and (c.removed or 0.0) <= -NOTHING]
     sentences += _worse(worse, title)
     sentences += _stabilised(found, title)
@@ -52,7 +53,7 @@ def cost_words(cost: Cost | None) -> str:
     return " and ".join(parts) or "next to nothing"
 
 
-def _baseline(found: WhatIf, title: str) -> str:
+def _baseline(found: WhatIf) -> str:
     origin = {"given": "as asked for", "assumed": "assumed, no captured O was recognised"}.get(
         found.baseline_from, f"recognised: {percent(found.agreement)} of sampled elements of O bit-equal"
     )
@@ -66,19 +67,22 @@ def _baseline(found: WhatIf, title: str) -> str:
     return f"Baseline {found.recipe} ({origin}): {', '.join(parts)}{noise}{captured}. Everything below is emulated."
 
 
-def _best(ranked: Sequence[Candidate], title: str) -> str:
+def _best(found: WhatIf, ranked: Sequence[Candidate], title: str) -> str:
     best = ranked[0]
     if (best.removed or 0.0) < NOTHING:
         return f"No mitigation takes away as much as {NOTHING:.0%} of {title}'s error."
     words = (
-        f"{best.name} helps most: {title} {percent(best.left)} off, {100 * (best.removed or 0):.0f} % of the error gone, "
-        f"for {cost_words(best.cost)} (estimated)."
+        f"{best.name} helps most: {title} {percent(best.left)} off, {percent(best.removed)} of the error "
+        f"gone, for {cost_words(best.cost)} (estimated)."
     )
     # The cheapest one that takes most of what can be taken.
     front = [c for c in ranked if c.pareto and (c.removed or 0.0) >= 0.5 * (best.removed or 0.0)]
     if front and front[-1] is not best:
         cheap = front[-1]
         words += f" {cheap.name} leaves {percent(cheap.left)} for {cost_words(cheap.cost)}."
+    kernels = [c for c in found.candidates if c.kind == "other recipe" and c.rank is not None]
+    if kernels and (kernels[0].removed or 0.0) >= NOTHING:
+        words += f" Of other kernels' recipes {kernels[0].name} leaves least, {percent(kernels[0].left)}."
     return words
 
 
@@ -89,6 +93,8 @@ def _fp32_o(found: WhatIf) -> list[str]:
     if alone is None or alone.errors.dq is None:
         return []
     words = f"Delta from O before its last rounding leaves {percent(alone.errors.dq)} of dQ"
+    if (alone.removed or 0.0) < NOTHING:
+        return [f"{words} wrong: O's last rounding is not what is wrong here."]
     more = {
         "+uncast-ds": "with dS uncast as well",
         "+uncast-p": "with P_bar uncast for PV instead",
@@ -97,14 +103,30 @@ def _fp32_o(found: WhatIf) -> list[str]:
     parts = [
         f"{percent(c.errors.dq)} {text}" for tail, text in more.items() if (c := by_name.get(f"fp32-o-delta{tail}"))
     ]
-    with_p = by_name.get("fp32-o-delta+uncast-p")
     reason = ""
-    if with_p is not None and with_p.errors.delta is not None and alone.errors.delta is not None:
+    if (with_p := by_name.get("fp32-o-delta+uncast-p")) and with_p.errors.delta and alone.errors.delta:
         reason = (
-            f" (fp32 O still holds the rounding of P_bar: delta's noise factor is {alone.errors.delta:.2g}, "
+            f" (an fp32 O still holds the rounding of P_bar: delta's noise factor is {alone.errors.delta:.2g}, "
             f"without that cast {with_p.errors.delta:.2g})"
         )
-    return [f"{words}; {', '.join(parts)}{reason}." if parts else f"{words}."]
+    return [f"{words} wrong{''.join(f', {part}' for part in parts)}{reason}."]
+
+
+def _mixed_scores(found: WhatIf, title: str) -> list[str]:
+    """Scores that forward and backward round differently, there or brought about."""
+    by_name = {c.name: c for c in found.candidates}
+    if (same := by_name.get("same-scores")) is not None:
+        return [
+            f"Recomputing P from the forward's own rounded scores leaves {percent(same.left)}: "
+            f"{100 * (same.removed or 0.0):.0f} % of {title}'s error is that forward and backward use different scores."
+        ]
+    forward, both = by_name.get("coarse-forward-scores"), by_name.get("coarse-scores")
+    if forward is None or both is None or found.ranked_by == "o":
+        return []
+    return [
+        f"Scores rounded in the forward only would make {title} {percent(forward.left)} wrong, in forward and backward "
+        f"{percent(both.left)}."
+    ]
 
 
 def _worse(worse: Sequence[Candidate], title: str) -> list[str]:
@@ -129,7 +151,7 @@ def _more(candidates: Sequence[Candidate]) -> str:
 
 
 def _names(candidates: Sequence[Candidate]) -> str:
-    return ", ".join(c.name for c in candidates)
+    return ", ".join(c.name for c in candidates[:_NAMED])
 
 
 def _stabilised(found: WhatIf, title: str) -> list[str]:
@@ -137,18 +159,20 @@ def _stabilised(found: WhatIf, title: str) -> list[str]:
     if limits is None or limits.best is None or limits.largest is None:
         return []
     best = found[f"stabilised-{limits.best:g}"]
-    verdict = "best" if limits.best_helps else "least harmful"
+    removed = best.removed or 0.0
+    verdict = "helps by" if removed > 0 else "harms by"
     words = (
-        f"Stabilised softmax acts on {limits.rows} of {limits.rows_all} rows; the {verdict} beta is {limits.best:g} "
-        f"({title} {percent(best.left)} off"
+        f"Stabilised softmax acts on {limits.rows} of {limits.rows_all} rows; the best beta is {limits.best:g}, and "
+        f"{verdict} {percent(abs(removed))} of the error ({title} {percent(best.left)} off"
     )
     biases = (found.baseline.bias_delta, best.bias_delta)
     if all(b is not None and b.t is not None for b in biases):
         before, after = (float(b.t) for b in biases if b is not None and b.t is not None)
         words += f"; bias of delta t {before:+.2g} -> {after:+.2g}"
     return [
-        f"{words}). With a largest repeated maximum of {limits.largest:.3g}, beta must stay below {limits.flush:.3g} "
-        f"(underflow; {limits.subnormal:.3g} with subnormals), and below {limits.clamp:.3g} where l is kept above 1e-10."
+        f"{words}). The largest repeated maximum is {limits.largest:.3g}: beta must stay below {limits.flush:.3g} "
+        f"(underflow; {limits.subnormal:.3g} with subnormals), and below {limits.clamp:.3g} where l is kept above "
+        "1e-10, as in the published code."
     ]
 
 
@@ -156,8 +180,11 @@ def _not_equivalent(found: WhatIf, title: str) -> list[str]:
     sentences = []
     broken = [c for c in found.candidates if c.equivalence.status == "breaks down"]
     if broken:
-        named = "; ".join(f"{c.name}: {c.equivalence.reason}" for c in broken[:_NAMED])
-        sentences.append(f"Not attention any more on these inputs: {named}{_more(broken)}.")
+        by_reason: dict[str, list[str]] = {}
+        for c in broken:
+            by_reason.setdefault(c.equivalence.reason or "", []).append(c.name)
+        named = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in list(by_reason.items())[:_NAMED])
+        sentences.append(f"Not attention any more on these inputs: {named}.")
     changed = [c for c in found.candidates if c.equivalence.status == "changes the model"]
     if changed:
         named = ", ".join(

@@ -24,10 +24,10 @@ PACKAGES = {
 ALLOWED = {
     "reference": ("attn_diag.reference",),
     "kernels": ("attn_diag.kernels",),
-    "reports": ("attn_diag.reports", "attn_diag.diagnosis"),
+    "reports": ("attn_diag.reports", "attn_diag.diagnosis", "attn_diag.what_if_result"),
 }
 # Of diagnostics, only the faces know the reports.
-FACES = {"diagnosis.py", "cli/inspect.py"}
+FACES = {"diagnosis.py", "what_if_result.py", "cli/inspect.py"}
 
 
 def imports(source: str) -> set[str]:

@@ -11,6 +11,7 @@ import typer
 from attn_diag import __version__
 from attn_diag.cli.env import env
 from attn_diag.cli.inspect import inspect
+from attn_diag.cli.what_if import what_if
 from attn_diag.errors import InputError
 
 _UNUSABLE = 2
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(inspect)
+app.command("what-if")(what_if)
 app.command()(env)
 
 
