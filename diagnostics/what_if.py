@@ -182,7 +182,11 @@ class _Bench:
 
         found = list(map_in_order(judged, everything, parallel=self._parallel))
         found[0] = replace(found[0], candidate=replace(found[0].candidate, kind="baseline", changes={}))
-        return found + [self._clipped(baseline, tau, max_logit) for tau in clips]
+
+        def clipped(tau: float) -> _Found:
+            return self._clipped(baseline, tau, max_logit)
+
+        return found + list(map_in_order(clipped, clips, parallel=self._parallel))
 
     def _measure(self, truth: HeadTruth, recipes: dict[str, Recipe]) -> dict[str, VariantErrors]:
         """All of them, those side by side that share most."""

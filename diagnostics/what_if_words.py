@@ -26,7 +26,8 @@ def summarise(found: WhatIf) -> tuple[str, ...]:
     sentences += _mixed_scores(found, title)
     useless = [c for c in ranked if abs(c.removed or 0.0) < NOTHING]
     if useless:
-        sentences.append(f"Next to nothing (under {NOTHING:.0%} of {title}'s error): {names}.")
+        named = f"{_names(useless)}{_more(useless)}"
+        sentences.append(f"Next to nothing (under {NOTHING:.0%} of {title}'s error): {named}.")
     worse = [c for c in found.candidates if c.rank is not None and (c.removed or 0.0) <= -NOTHING]
     sentences += _worse(worse, title)
     sentences += _stabilised(found, title)
