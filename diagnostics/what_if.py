@@ -265,20 +265,23 @@ class _Bench:
 
     def _survives(self, recipe: Recipe, found: Equivalence, *, finite: bool) -> Equivalence:
         """Equivalence in exact arithmetic is no use where the recipe's own range of numbers does not suffice."""
-        if not finite:
-            return replace(found, status="breaks down", reason="an output is not finite")
-        if recipe.softmax.kind != "stabilised" or found.status == "breaks down":
-            return found
-        acting, beta = self._acting_rows(recipe), recipe.softmax.beta or 1.0
-        if not acting.rows:
-            return found
+        broken = None if finite else replace(found, status="breaks down", reason="an output is not finite")
+        if recipe.softmax.kind != "stabilised" or not (acting := self._acting_rows(recipe)).rows:
+            return broken or found
+        beta = recipe.softmax.beta or 1.0
         moved = judge(rule_difference(recipe, self.truth.head), float64_bounds(self.truth, beta))
-        if moved.status != "exact":
-            found = replace(moved, reason=f"on the recipe's own scores, {moved.reason}")
-        if acting.largest is not None and beta >= (limit := beta_limits(recipe, acting.largest)[1]):
-            reason = f"P_bar falls below the smallest normal number from beta {limit:.3g} on"
-            return replace(found, status="breaks down", reason=reason)
-        return found
+        if acting.largest is not None:
+            clamp, flush, _ = beta_limits(recipe, acting.largest)
+            if beta >= flush:
+                end = "" if finite else ", and an output is not finite"
+                reason = f"P_bar underflows from beta {flush:.3g} on{end}"
+                return replace(moved, status="breaks down", reason=reason)
+            if moved.status != "exact" and recipe.row_sum_clamp is not None and beta >= clamp:
+                reason = f"{moved.reason}: l meets its lower limit from beta {clamp:.3g} on"
+                return replace(moved, reason=reason)
+        if broken is not None or moved.status == "exact":
+            return broken or found
+        return replace(moved, reason=f"on the recipe's own scores, {moved.reason}")
 
     def _acting_rows(self, recipe: Recipe) -> RepeatedMaxima:
         epsilon = recipe.softmax.epsilon

@@ -27,7 +27,7 @@ def summarise(found: WhatIf) -> tuple[str, ...]:
     useless = [c for c in ranked if abs(c.removed or 0.0) < NOTHING]
     if useless:
         named = f"{_names(useless)}{_more(useless)}"
-        sentences.append(f"Next to nothing (under {NOTHING:.0%} of {title}'s error): {named}.")
+        sentences.append(f"Next to nothing (under {percent(NOTHING)} of {title}'s error): {named}.")
     worse = [c for c in found.candidates if c.rank is not None and (c.removed or 0.0) <= -NOTHING]
     sentences += _worse(worse, title)
     sentences += _stabilised(found, title)
@@ -71,7 +71,7 @@ def _baseline(found: WhatIf) -> str:
 def _best(found: WhatIf, ranked: Sequence[Candidate], title: str) -> str:
     best = ranked[0]
     if (best.removed or 0.0) < NOTHING:
-        return f"No mitigation takes away as much as {NOTHING:.0%} of {title}'s error."
+        return f"No mitigation takes away as much as {percent(NOTHING)} of {title}'s error."
     words = (
         f"{best.name} helps most: {title} {percent(best.left)} off, {percent(best.removed)} of the error "
         f"gone, for {cost_words(best.cost)} (estimated)."
@@ -135,7 +135,7 @@ def _worse(worse: Sequence[Candidate], title: str) -> list[str]:
     mine = [c for c in worse if c.kind == "mitigation"]
     if mine:
         named = ", ".join(f"{c.name} ({percent(c.left)})" for c in _worst(mine))
-        sentences.append(f"Meant to help, and harmful here: {named}{_more(mine)}.")
+        sentences.append(f"Harmful here: {named}{_more(mine)}.")
     others = [c for c in worse if c.kind != "mitigation"]
     if others:
         named = ", ".join(f"{c.name} ({percent(c.left)})" for c in _worst(others))

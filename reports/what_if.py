@@ -34,10 +34,11 @@ def what_if_renderables(found: WhatIf) -> Iterator[RenderableType]:
     yield _Ranking(found)
     if rest := [c for c in found.candidates if c.rank is None]:
         yield Text("\nNot ranked, for they are not the same attention here:", style="bold")
+        reasons: dict[str, list[str]] = {}
         for candidate in rest:
-            left = words.percent(getattr(candidate.errors, found.ranked_by)) if candidate.finite else "not finite"
-            title = {"dq": "dQ", "o": "O"}[found.ranked_by]
-            yield _bullet(" ", f"{candidate.name}: {candidate.equivalence.reason}; {title} error {left}")
+            reasons.setdefault(_reason(candidate, found.ranked_by), []).append(candidate.name)
+        for reason, names in reasons.items():
+            yield _bullet(" ", f"{', '.join(names)}: {reason}")
     yield Text("")
     yield Text(_legend(found), style="dim")
     yield Text(words.tool_line(found.tool), style="dim")
@@ -53,13 +54,13 @@ class _Ranking:
         found, wide = self.found, options.max_width >= _WIDE
         other = "o" if found.ranked_by == "dq" else None
         extra = [name for name in ("dw_q", other) if wide and name and getattr(found.baseline.errors, name) is not None]
-        table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+        table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="dim")
         table.add_column("", justify="right", no_wrap=True)
-        table.add_column("candidate", min_width=22)
+        table.add_column("candidate", min_width=24)
         heads = [_ERRORS[found.ranked_by], "removed", *(_ERRORS[name] for name in extra)]
         heads += ["noise\nfactor"] if found.baseline.errors.delta is not None else []
         heads += ["bias |O|\n(ulp)"]
-        heads += ["delta\nt"] if found.baseline.errors.delta is not None else []
+        heads += ["delta\nt"] if wide and found.baseline.errors.delta is not None else []
         heads += ["more\nwork", "more\nbytes", *(["ops a\nscore"] if wide else [])]
         for head in heads:
             table.add_column(head, justify="right", no_wrap=True)
@@ -78,12 +79,12 @@ class _Ranking:
         spread = getattr(c.spread, found.ranked_by) if c.spread is not None else None
         error = words.percent(c.left)
         cells += [f"{error}" if spread is None else f"~{error}"]
-        cells += ["" if c.kind == "baseline" else _signed_percent(c.removed)]
+        cells += ["" if c.kind == "baseline" else _removed(c.removed)]
         cells += [words.percent(getattr(c.errors, name)) for name in extra]
         if found.baseline.errors.delta is not None:
-            cells.append(words.number(c.errors.delta))
+            cells.append(words.number(c.errors.delta, 2))
         cells.append(_bias(c.bias_o, found.level, in_units=True))
-        if found.baseline.errors.delta is not None:
+        if wide and found.baseline.errors.delta is not None:
             cells.append(_bias(c.bias_delta, found.level, in_units=False))
         if cost is None:
             return [*cells, *([""] * (3 if wide else 2))]
@@ -101,8 +102,8 @@ def _legend(found: WhatIf) -> str:
     title = {"dq": "dQ", "o": "O"}[found.ranked_by]
     return (
         f"Ranked by {title}'s error against the float64 reference; all recipes are emulated. *: no mitigation leaves "
-        "less at no more cost. ~: mean over seeds. Yellow: forward and backward mixed on purpose; cyan: other kernels' "
-        "recipes. !: significant at level "
+        "less at no more cost. ~: mean over seeds. mix: forward and backward round the scores otherwise; kernel: another "
+        "kernel's recipe. removed: of the baseline's error (3 x: three times it). !: significant at level "
         f"{found.level} among {found.family_size} tests (Benjamini-Hochberg). Bias of |O|: away from zero, beyond one "
         "correct rounding. More work (matrix products) and bytes: estimates relative to fused attention's own, not "
         "measurements. This head of this capture only."
@@ -116,8 +117,21 @@ def _bias(estimate: BiasEstimate | None, level: float, *, in_units: bool) -> str
     return f"{words.signed(estimate.mean_ulp if in_units else estimate.t)}{'!' if significant else ' '}"
 
 
-def _signed_percent(value: float | None) -> str:
-    return words.DASH if value is None else f"{100 * value:+.3g} %"
+def _removed(value: float | None) -> str:
+    """The part of the baseline's error that is gone; where there is more than twice of it, how many times."""
+    if value is None:
+        return words.DASH
+    return f"{100 * value:+.2g} %" if value > -1 else f"{1 - value:.3g} x"
+
+
+def _reason(candidate: Candidate, by: str) -> str:
+    reason = candidate.equivalence.reason or ""
+    if not candidate.finite:
+        return reason
+    changed = candidate.equivalence.status == "changes the model"
+    error = words.percent(getattr(candidate.errors, by))
+    title = {"dq": "dQ", "o": "O"}[by]
+    return f"{reason}; {title} {error} off{' against the changed model' if changed else ''}"
 
 
 def _more(fraction: float) -> str:
