@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions
-from attn_diag.bias import SignedErrors, adjust, estimate_bias
+from attn_diag.bias import MIN_EFFECTIVE, SignedErrors, adjust, estimate_bias
 from attn_diag.capture import Capture
 from attn_diag.diagnosis import BiasEstimate
 from attn_diag.engines import DEFAULT_RECIPE, require_known, select_recipes
@@ -47,7 +48,7 @@ class Baseline:
 
     recipe: Recipe
     name: str
-    origin: str
+    origin: Literal["given", "recognised", "assumed"]
     agreement: float | None = None
 
 
@@ -79,7 +80,7 @@ def what_if(
     _check_options(capture, batch, head, betas, seeds, level)
     where = pick_device(device)
     chosen = _observation(capture, observation, needed=recipe is None)
-    notes = []
+    notes: list[str] = []
     if chosen is not None:
         assumptions = check_assumptions(capture, [chosen], where)
         if assumptions.ok is False:
@@ -103,9 +104,9 @@ def what_if(
     wanted, clips = _select(wanted, clips, only)
     bench = _Bench(truth, _Counter(progress))
     found = bench.run(baseline.recipe, wanted, clips, max_logit)
-    ranked_by = "o" if truth.reference.dq is None else "dq"
+    ranked_by: Literal["o", "dq"] = "o" if truth.reference.dq is None else "dq"
     candidates = _rank(found, ranked_by)
-    candidates, family = _adjusted(candidates)
+    candidates, family = _adjusted(candidates, level)
     first, rest = candidates[0], tuple(candidates[1:])
     result = WhatIf(
         tool=describe_tool(where),
@@ -116,9 +117,9 @@ def what_if(
         rows=int(truth.usable.sum()),
         observation=chosen,
         recipe=baseline.name,
-        baseline_from=baseline.origin,  # type: ignore[arg-type]
+        baseline_from=baseline.origin,
         agreement=baseline.agreement,
-        ranked_by=ranked_by,  # type: ignore[arg-type]
+        ranked_by=ranked_by,
         max_logit=max_logit,
         level=level,
         observed=None if chosen is None else _observed_errors(capture, chosen, batch, head, truth),
@@ -382,7 +383,7 @@ def _dominates(one: Candidate, other: Candidate) -> bool:
     return all(x <= y for x, y in zip(a, b, strict=True)) and a != b
 
 
-def _adjusted(candidates: list[Candidate]) -> tuple[list[Candidate], int]:
+def _adjusted(candidates: list[Candidate], level: float) -> tuple[list[Candidate], int]:
     """All biases' p-values as one Benjamini-Hochberg family, and its size."""
     tested = [
         (i, name)
@@ -394,7 +395,17 @@ def _adjusted(candidates: list[Candidate]) -> tuple[list[Candidate], int]:
     p_values = [float(getattr(candidates[i], name).p_value) for i, name in tested]
     for (i, name), p in zip(tested, adjust(p_values), strict=True):
         adjusted[i] = replace(adjusted[i], **{name: replace(getattr(adjusted[i], name), p_adjusted=p)})
-    return adjusted, len(tested)
+    return [replace(c, biased=_biased(c, level)) for c in adjusted], len(tested)
+
+
+def _biased(candidate: Candidate, level: float) -> tuple[Literal["o", "delta"], ...]:
+    def is_biased(estimate: BiasEstimate | None) -> bool:
+        if estimate is None or estimate.p_adjusted is None or estimate.n_eff is None:
+            return False
+        return estimate.p_adjusted <= level and estimate.n_eff >= MIN_EFFECTIVE
+
+    found: tuple[Literal["o", "delta"], ...] = ("o",) if is_biased(candidate.bias_o) else ()
+    return (*found, "delta") if is_biased(candidate.bias_delta) else found
 
 
 def _stabilised(

@@ -30,6 +30,7 @@ def summarise(found: WhatIf) -> tuple[str, ...]:
         sentences.append(f"Next to nothing (under {percent(NOTHING)} of {title}'s error): {named}.")
     worse = [c for c in found.candidates if c.rank is not None and (c.removed or 0.0) <= -NOTHING]
     sentences += _worse(worse, title)
+    sentences += _biases(found)
     sentences += _stabilised(found, title)
     sentences += _not_equivalent(found, title)
     return tuple(sentences)
@@ -141,6 +142,30 @@ def _worse(worse: Sequence[Candidate], title: str) -> list[str]:
         named = ", ".join(f"{c.name} ({percent(c.left)})" for c in _worst(others))
         sentences.append(f"Other recipes and mixes that leave more of {title} wrong: {named}{_more(others)}.")
     return sentences
+
+
+def _biases(found: WhatIf) -> list[str]:
+    """Biases that candidates bring about, or take away."""
+    brings = [c for c in found.candidates if c.rank is not None and set(c.biased) - set(found.baseline.biased)]
+    sentences = []
+    if found.baseline.biased:
+        kept = [c for c in found.candidates if c.kind == "mitigation" and c.rank is not None]
+        removed = [c for c in kept if not c.biased]
+        words = f"The baseline is biased ({_bias_words(found.baseline)})"
+        sentences.append(f"{words}; not so: {_names(removed)}{_more(removed)}." if removed else f"{words}.")
+    if brings:
+        named = ", ".join(f"{c.name} ({_bias_words(c)})" for c in brings[:_NAMED])
+        sentences.append(f"A bias that the baseline has not: {named}{_more(brings)}.")
+    return sentences
+
+
+def _bias_words(candidate: Candidate) -> str:
+    parts = []
+    if "o" in candidate.biased and candidate.bias_o is not None:
+        parts.append(f"|O| {candidate.bias_o.mean_ulp:+.2g} ulp")
+    if "delta" in candidate.biased and candidate.bias_delta is not None:
+        parts.append(f"delta {candidate.bias_delta.mean_ulp:+.2g} noise floors")
+    return ", ".join(parts)
 
 
 def _worst(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -83,9 +83,9 @@ class _Ranking:
         cells += [words.percent(getattr(c.errors, name)) for name in extra]
         if found.baseline.errors.delta is not None:
             cells.append(words.number(c.errors.delta, 2))
-        cells.append(_bias(c.bias_o, found.level, in_units=True))
+        cells.append(_bias(c.bias_o, in_units=True, biased="o" in c.biased))
         if wide and found.baseline.errors.delta is not None:
-            cells.append(_bias(c.bias_delta, found.level, in_units=False))
+            cells.append(_bias(c.bias_delta, in_units=False, biased="delta" in c.biased))
         if cost is None:
             return [*cells, *([""] * (3 if wide else 2))]
         cells += [_more(cost.tensor_flops), _more(cost.bytes_fraction)]
@@ -110,18 +110,17 @@ def _legend(found: WhatIf) -> str:
     )
 
 
-def _bias(estimate: BiasEstimate | None, level: float, *, in_units: bool) -> str:
+def _bias(estimate: BiasEstimate | None, *, in_units: bool, biased: bool) -> str:
     if estimate is None or estimate.t is None:
         return words.DASH
-    significant = estimate.p_adjusted is not None and estimate.p_adjusted <= level
-    return f"{words.signed(estimate.mean_ulp if in_units else estimate.t)}{'!' if significant else ' '}"
+    return f"{words.signed(estimate.mean_ulp if in_units else estimate.t)}{'!' if biased else ' '}"
 
 
 def _removed(value: float | None) -> str:
     """The part of the baseline's error that is gone; where there is more than twice of it, how many times."""
     if value is None:
         return words.DASH
-    return f"{100 * value:+.2g} %" if value > -1 else f"{1 - value:.3g} x"
+    return f"{100 * value:+.1f} %" if value > -1 else f"{1 - value:.3g} x"
 
 
 def _reason(candidate: Candidate, by: str) -> str:
