@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from attn_diag.kernels import Recipe, SoftmaxRule, emulate_blocks
-from attn_diag.reference import AttentionHead
 from attn_diag.variants import HeadTruth, exact_recipe
 from attn_diag.what_if_result import Equivalence
 
@@ -77,8 +78,8 @@ def judge(relative: dict[str, float], bounds: Bounds) -> Equivalence:
     )
 
 
-def rule_difference(recipe: Recipe, head: AttentionHead) -> dict[str, float]:
-    """How far a softmax rule moves O and dQ where nothing but the scores is rounded: ||with - without|| / ||without||.
+def rule_difference(recipe: Recipe, truth: HeadTruth) -> dict[str, float]:
+    """How far a softmax rule moves O and dQ where nothing but the scores is rounded: ||with - without|| / ||reference||.
 
     Maxima that repeat among rounded scores only are none in exact arithmetic, where the rule would not act; so the
     scores are rounded as the recipe does it, and the rest, with the lower limit on l, is exact. "o", and with dO "dq".
@@ -86,10 +87,16 @@ def rule_difference(recipe: Recipe, head: AttentionHead) -> dict[str, float]:
     scores = "e8m23" if recipe.scores == "fp32" else recipe.scores
     ruled = replace(exact_twin(recipe), scores=scores, delta_from="rounded-o")
     plain = replace(ruled, softmax=SoftmaxRule(), row_sum_clamp=None)
-    squares = dict.fromkeys(("o", "dq"), (0.0, 0.0))
-    for _, (a, b) in emulate_blocks([ruled, plain], head):
+    squares: dict[str, float] = {}
+    for rows, (a, b) in emulate_blocks([ruled, plain], truth.head):
+        kept = truth.usable[rows]
         for name, x, y in (("o", a.out, b.out), ("dq", a.dq, b.dq)):
             if x is not None and y is not None:
-                wrong, right = squares[name]
-                squares[name] = wrong + float((x - y).square().sum()), right + float(y.square().sum())
-    return {name: math.sqrt(w / r) for name, (w, r) in squares.items() if r}
+                squares[name] = squares.get(name, 0.0) + float((x - y)[kept].square().sum())
+    norms = {"o": truth.reference.out, "dq": truth.reference.dq}
+    return {name: _ratio(square, norms[name], truth.usable) for name, square in squares.items()}
+
+
+def _ratio(square: float, reference: Tensor | None, rows: Tensor) -> float:
+    norm = 0.0 if reference is None else float(reference[rows].norm())
+    return math.sqrt(square) / norm if norm else 0.0

@@ -270,7 +270,7 @@ class _Bench:
         if recipe.softmax.kind != "stabilised" or not (acting := self._acting_rows(recipe)).rows:
             return broken or found
         beta = recipe.softmax.beta or 1.0
-        moved = judge(rule_difference(recipe, self.truth.head), float64_bounds(self.truth, beta))
+        moved = judge(rule_difference(recipe, self.truth), float64_bounds(self.truth, beta))
         if acting.largest is not None:
             clamp, flush, _ = beta_limits(recipe, acting.largest)
             if beta >= flush:

@@ -102,11 +102,11 @@ def _legend(found: WhatIf) -> str:
     title = {"dq": "dQ", "o": "O"}[found.ranked_by]
     return (
         f"Ranked by {title}'s error against the float64 reference; all recipes are emulated. *: no mitigation leaves "
-        "less at no more cost. ~: mean over seeds. mix: forward and backward round the scores otherwise; kernel: another "
-        "kernel's recipe. removed: of the baseline's error (3 x: three times it). !: significant at level "
-        f"{found.level} among {found.family_size} tests (Benjamini-Hochberg). Bias of |O|: away from zero, beyond one "
-        "correct rounding. More work (matrix products) and bytes: estimates relative to fused attention's own, not "
-        "measurements. This head of this capture only."
+        "less at no more cost. ~: mean over seeds. mix: the scores are rounded otherwise in forward or backward; "
+        "kernel: another kernel's recipe. removed: of the baseline's error (3 x: three times it). "
+        f"!: significant at level {found.level} among {found.family_size} tests (Benjamini-Hochberg). "
+        "Bias of |O|: away from zero, beyond one correct rounding. More work (matrix products) and bytes: estimates "
+        "relative to fused attention's own, not measurements. This head of this capture only."
     )
 
 
