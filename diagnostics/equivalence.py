@@ -79,7 +79,7 @@ def judge(relative: dict[str, float], bounds: Bounds) -> Equivalence:
 
 
 def rule_difference(recipe: Recipe, truth: HeadTruth) -> dict[str, float]:
-    """How far a softmax rule moves O and dQ where nothing but the scores is rounded: ||with - without|| / ||reference||.
+    """How far a softmax rule moves O and dQ where only the scores are rounded: ||with - without|| / ||reference||.
 
     Maxima that repeat among rounded scores only are none in exact arithmetic, where the rule would not act; so the
     scores are rounded as the recipe does it, and the rest, with the lower limit on l, is exact. "o", and with dO "dq".
