@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from attn_diag.addition import examine_addition
     from attn_diag.analysis import inspect, inspect_captures, repeated_maxima
+    from attn_diag.attributing import attribute
     from attn_diag.capture import Capture
     from attn_diag.capture_job import Selection
     from attn_diag.diagnosis import Diagnosis, json_schema
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from attn_diag.kernels.attention import attention
     from attn_diag.kernels.dump import Dump
     from attn_diag.loading import load, load_example
+    from attn_diag.microscopy import microscope
+    from attn_diag.prediction import closed_form
     from attn_diag.what_if import what_if
     from attn_diag.what_if_result import WhatIf
 
@@ -35,11 +39,15 @@ _HOME = {
     "Selection": "capture_job",
     "WhatIf": "what_if_result",
     "attention": "kernels.attention",
+    "attribute": "attributing",
+    "closed_form": "prediction",
+    "examine_addition": "addition",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
     "load": "loading",
     "load_example": "loading",
+    "microscope": "microscopy",
     "preset": "kernels",
     "repeated_maxima": "analysis",
     "what_if": "what_if",
@@ -55,11 +63,15 @@ __all__ = [
     "Selection",
     "WhatIf",
     "attention",
+    "attribute",
+    "closed_form",
+    "examine_addition",
     "inspect",
     "inspect_captures",
     "json_schema",
     "load",
     "load_example",
+    "microscope",
     "preset",
     "repeated_maxima",
     "what_if",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,14 +29,11 @@ from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, dw_q_sums, pool, unclustered
-from attn_diag.projection import PROJECTION_TOLERANCE, projection_misfit
+from attn_diag.projection import projection_input, projection_note
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.ranges import Ranges
 from attn_diag.recognise import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, ulp
-
-if TYPE_CHECKING:
-    pass
 
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20
@@ -97,9 +93,7 @@ class CaptureJob:
         self.engine = runs.engine
         self.captured = _select_observations(capture, selection.observation)
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
-        offset = capture.metadata.head_offset
-        self.heads = _select(capture, range(capture.q_heads), selection.heads, "head", offset)
-        self.batches = _select(capture, range(capture.batch), selection.batches, "batch item", 0)
+        self.heads, self.batches = select_heads(capture, selection)
         self.group = capture.q_heads // capture.kv_heads
         self.census = NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
@@ -340,24 +334,16 @@ class CaptureJob:
     def _x(self, batch: int) -> Tensor | None:
         if not self._projection_fits:
             return None
-        return self.capture.tensors["x"][batch].to(self.device).double()
+        return projection_input(self.capture, batch, self.device)
 
     def _check_projection(self) -> bool:
         """Whether q = x w_q^T, so that dW_Q = sum of dQ (x) x; else the reason is noted."""
-        c = self.capture
-        if "do" not in c.tensors:
+        if "do" not in self.capture.tensors:
             return False
-        if "x" not in c.tensors or "w_q" not in c.tensors:
-            self.notes.append("dW_Q: not computed, x or w_q was not captured")
-            return False
-        misfit = projection_misfit(c, self.batches, self.heads, self.device)
-        if misfit > PROJECTION_TOLERANCE:
-            self.notes.append(
-                f"dW_Q: not computed, q is not x w_q^T (off by {misfit:.0%}): RoPE, QK-norm or a bias lies between"
-                + (" (dq_pre was captured, but is not used yet)" if self._captured("dq_pre") else "")
-            )
-            return False
-        return True
+        note = projection_note(self.capture, self.batches, self.heads, self.device, dq_pre=self._captured("dq_pre"))
+        if note is not None:
+            self.notes.append(note)
+        return note is None
 
 
 def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
@@ -367,6 +353,12 @@ def _select_observations(capture: Capture, wanted: str | None) -> list[str]:
     if wanted not in known:
         raise InputError(f"{capture.source}: no observation {wanted!r}; it has {', '.join(known) or 'none'}")
     return [wanted]
+
+
+def select_heads(capture: Capture, selection: Selection) -> tuple[list[int], list[int]]:
+    """The heads (counted within the capture) and batch items selected. Raises InputError for what is not there."""
+    heads = _select(capture, range(capture.q_heads), selection.heads, "head", capture.metadata.head_offset)
+    return heads, _select(capture, range(capture.batch), selection.batches, "batch item", 0)
 
 
 def _select(

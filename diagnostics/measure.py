@@ -14,6 +14,7 @@ from attn_diag.bias import SignedErrors
 from attn_diag.diagnosis import DeltaRounding
 from attn_diag.heads import HeadInputs, all_finite
 from attn_diag.kernels import Recipe, score_rounding
+from attn_diag.kernels.formats import base, parse, rounds_monotonically
 from attn_diag.propagation import BackwardCollector, ForwardErrors, GradientSums, Parts, dq_parts, project
 from attn_diag.reference import (
     FloatFormat,
@@ -339,9 +340,24 @@ def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:
 def collector_of(inputs: HeadInputs, recipe: Recipe | None) -> RowMaximaCollector:
     """A collector of repeated maxima for this head, "as_run" included where the recipe's scores are known."""
     head = inputs.head
-    rounding = score_rounding(recipe, head.scale) if recipe and _plain_scores(inputs) else None
-    fmt = _SCORE_FORMATS[recipe.scores] if recipe and rounding else None
-    return RowMaximaCollector(len(head.q), head.q.device, inputs.input_format, rounding, fmt)
+    if recipe is None or not _plain_scores(inputs) or not _follows_scores(recipe):
+        return RowMaximaCollector(len(head.q), head.q.device, inputs.input_format)
+    rounding = score_rounding(recipe, head.scale)
+    return RowMaximaCollector(len(head.q), head.q.device, inputs.input_format, rounding, _score_format(recipe))
+
+
+def _follows_scores(recipe: Recipe) -> bool:
+    """Whether equal stored scores come from nearly equal ones: no random draws, no saturation at 448."""
+    rounding = parse(recipe.scores)
+    return rounds_monotonically(recipe.scores) and (rounding is None or not rounding.format.finite)
+
+
+def _score_format(recipe: Recipe) -> FloatFormat:
+    rounding = parse(recipe.scores)
+    if rounding is None:
+        return format_of(torch.float64 if recipe.arithmetic == "fp64" else torch.float32)
+    fmt = rounding.format
+    return FloatFormat(base(recipe.scores), fmt.mantissa_bits, fmt.min_exponent, fmt.largest, saturates=fmt.finite)
 
 
 def _plain_scores(inputs: HeadInputs) -> bool:
@@ -363,9 +379,3 @@ def _row_finite(values: Tensor) -> Tensor:
         return torch.ones(len(values), dtype=torch.bool, device=values.device)
     finite = values.isfinite()
     return finite.all(1) if finite.ndim == 2 else finite
-
-
-_SCORE_FORMATS = {
-    name: format_of(dtype)
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
-}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from attn_diag.heads import HeadInputs
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
+from attn_diag.kernels.recipe import FORMATS
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_head, ulp
 
 
@@ -47,25 +49,33 @@ class HeadTruth:
         return float(ulp(self.reference.out[self.usable], self.out_format).mean())
 
     @cached_property
-    def dw_q(self) -> Tensor | None:
-        """dW_Q = dQ^T x of this head and sequence, [D, C]."""
-        if self.x is None or self.reference.dq is None:
-            return None
-        return self.reference.dq[self.usable].T @ self.x[self.usable]
+    def norms(self) -> dict[str, float]:
+        """Frobenius norms of the references of o and, where they are known, dq and dw_q (dQ^T x), usable rows alone."""
+        found = {"o": float(self.reference.out[self.usable].norm())}
+        if self.reference.dq is not None:
+            dq = self.reference.dq[self.usable]
+            found["dq"] = float(dq.norm())
+            if self.x is not None:
+                found["dw_q"] = float((dq.T @ self.x[self.usable]).norm())
+        return found
 
 
-def head_truth(inputs: HeadInputs, x: Tensor | None = None) -> HeadTruth:
-    """Stream the reference of one head once. ``x`` [Tq, C] float64."""
+def head_truth(
+    inputs: HeadInputs, x: Tensor | None = None, observe: Callable[[RowBlock], None] | None = None
+) -> HeadTruth:
+    """Stream the reference of one head once. ``x`` [Tq, C] float64; ``observe`` is called with every block."""
     head = inputs.head
     top_key = torch.zeros(len(head.q), dtype=torch.int64, device=head.q.device)
     top_prob = head.q.new_zeros(len(head.q))
 
-    def observe(block: RowBlock) -> None:
+    def see(block: RowBlock) -> None:
         inputs.mark_rows(block)
         top_key[block.rows] = block.top_key
         top_prob[block.rows] = block.inverse_row_sum  # P_bar is 1 at the maximum
+        if observe is not None:
+            observe(block)
 
-    reference = reference_head(head, observe, key_gradients=False)
+    reference = reference_head(head, see, key_gradients=False)
     floor = None
     if head.do is not None:
         floor = (head.do * ulp(reference.out, inputs.input_format)).square().sum(1).div(12).sqrt()
@@ -96,17 +106,18 @@ class VariantErrors:
 
         Only what is known is there.
         """
-        rows = truth.usable
-        found = {"o": _ratio(self.o_square, truth.reference.out[rows])}
+        squares = {"o": self.o_square}
+        if self.dq_square is not None:
+            squares["dq"] = float(self.dq_square.sum())
+        if self.dw_q is not None:
+            squares["dw_q"] = float(self.dw_q.square().sum())
+        norms = truth.norms
+        found = {name: math.sqrt(square) / norms[name] if norms[name] else 0.0 for name, square in squares.items()}
         if self.delta is not None and truth.noise_floor is not None:
-            floor = truth.noise_floor[rows]
+            floor = truth.noise_floor[truth.usable]
             kept = floor > 0
             found["delta"] = float((self.delta[kept] / floor[kept]).square().mean().sqrt())
-        if self.dq_square is not None and truth.reference.dq is not None:
-            found["dq"] = _ratio(float(self.dq_square.sum()), truth.reference.dq[rows])
-        if self.dw_q is not None and truth.dw_q is not None:
-            found["dw_q"] = _ratio(float(self.dw_q.square().sum()), truth.dw_q)
-        return found
+        return {name: found[name] for name in ("o", "delta", "dq", "dw_q") if name in found}
 
 
 def measure_variants(
@@ -114,19 +125,22 @@ def measure_variants(
 ) -> list[VariantErrors]:
     """Run the recipes (of one query block size) side by side over the head; ``advance(rows)`` after every block."""
     sums = [_Sums(truth) for _ in recipes]
-    head = truth.head
-    for rows, results in emulate_blocks(recipes, head):
-        for total, result in zip(sums, results, strict=True):
-            total.add(rows, result)
+    dw_q: Tensor | None = None
+    for rows, results in emulate_blocks(recipes, truth.head):
+        dq = [total.add(rows, result) for total, result in zip(sums, results, strict=True)]
+        known = [error for error in dq if error is not None]
+        if truth.x is not None and known:
+            # One product for all recipes.
+            part = torch.cat(known, 1).T @ truth.x[rows[truth.usable[rows]]]
+            dw_q = part if dw_q is None else dw_q.add_(part)
         if advance is not None:
             advance(len(rows))
-    return [total.errors() for total in sums]
+    by_recipe: Sequence[Tensor | None] = [None] * len(sums) if dw_q is None else dw_q.split(truth.head.q.shape[1])
+    return [total.errors(part) for total, part in zip(sums, by_recipe, strict=True)]
 
 
 def exact_recipe(recipe: Recipe) -> Recipe:
     """The same algorithm and schedule in float64, nothing rounded."""
-    from attn_diag.kernels.recipe import FORMATS
-
     return replace(
         recipe,
         **dict.fromkeys([name for name in FORMATS if name != "input"], "fp32"),
@@ -142,9 +156,9 @@ class _Sums:
         self._parts: dict[str, list[Tensor]] = {}
         self._o_square = 0.0
         self._finite = True
-        self._dw_q: Tensor | None = None
 
-    def add(self, rows: Tensor, result: EmulatedRows) -> None:
+    def add(self, rows: Tensor, result: EmulatedRows) -> Tensor | None:
+        """Take a block's results; returns dQ's error [n, D] where there is one."""
         kept = self._truth.usable[rows]
         rows = rows[kept]
         reference = self._truth.reference
@@ -155,7 +169,7 @@ class _Sums:
         self._append("o_away", (error * truth.sign()).sum(1))
         self._o_square += float(error.square().sum())
         if result.delta is None or result.dq is None:
-            return
+            return None
         assert reference.delta is not None
         assert reference.dq is not None
         self._append("delta", result.delta[kept].double() - reference.delta[rows])
@@ -163,18 +177,12 @@ class _Sums:
         self._finite &= bool(error.sum().isfinite())
         self._append("dq", error.sum(1))
         self._append("dq_square", error.square().sum(1))
-        if self._truth.x is not None:
-            part = error.T @ self._truth.x[rows]
-            self._dw_q = part if self._dw_q is None else self._dw_q + part
+        return error
 
-    def errors(self) -> VariantErrors:
+    def errors(self, dw_q: Tensor | None) -> VariantErrors:
+        """What has been summed up; ``dw_q`` [D, C] dW_Q's error."""
         rows = {name: torch.cat(parts) for name, parts in self._parts.items()}
-        return VariantErrors(**rows, o_square=self._o_square, finite=self._finite, dw_q=self._dw_q)
+        return VariantErrors(**rows, o_square=self._o_square, finite=self._finite, dw_q=dw_q)
 
     def _append(self, name: str, values: Tensor) -> None:
         self._parts.setdefault(name, []).append(values)
-
-
-def _ratio(square: float, reference: Tensor) -> float:
-    norm = float(reference.norm())
-    return square**0.5 / norm if norm else 0.0

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions
+from attn_diag.baseline import find_baseline, observation_with_o
 from attn_diag.bias import MIN_EFFECTIVE, SignedErrors, adjust, estimate_bias
 from attn_diag.capture import Capture
 from attn_diag.diagnosis import BiasEstimate
-from attn_diag.engines import DEFAULT_RECIPE, require_known, select_recipes
 from attn_diag.equivalence import exact_twin, float64_bounds, judge, rule_difference
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import Recipe
 from attn_diag.mitigations import BETAS, PRODUCTS, SEEDS, Plan, Price, changed_fields, content, plans, stabilised_rule
 from attn_diag.parallel import map_in_order
-from attn_diag.projection import PROJECTION_TOLERANCE, projection_misfit
+from attn_diag.projection import projection_input, projection_note
 from attn_diag.provenance import describe_tool, pick_device
-from attn_diag.recognise import recognise
 from attn_diag.reference import round_nearest_even, ulp
 from attn_diag.stabilised import RepeatedMaxima, beta_limits, repeated_maxima_as_run
 from attn_diag.variants import HeadTruth, VariantErrors, head_truth, measure_variants
@@ -38,18 +37,8 @@ Progress = Callable[[int, int], None]
 
 # Largest scaled scores that QK-clip is tried for; 100 is Kimi K2's (arXiv 2507.20534).
 CLIP_THRESHOLDS = (100.0, 50.0, 30.0)
-# Recipes run side by side keep their intermediates of a block: a dozen stay far below a gigabyte.
-_SIDE_BY_SIDE = 12
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """The recipe that candidates change, and where it is from (None: not compared with a captured O)."""
-
-    recipe: Recipe
-    name: str
-    origin: Literal["given", "recognised", "assumed"]
-    agreement: float | None = None
+# Recipes run side by side keep their intermediates of a block: eight stay far below a gigabyte.
+_SIDE_BY_SIDE = 8
 
 
 def what_if(
@@ -79,13 +68,15 @@ def what_if(
     """
     _check_options(capture, batch, head, betas, seeds, level)
     where = pick_device(device)
-    chosen = _observation(capture, observation, needed=recipe is None)
+    chosen = observation_with_o(capture, observation)
     notes: list[str] = []
+    if observation is None and len(capture.observations) > 1:
+        notes.append(f"the capture has observations {', '.join(capture.observations)}; {chosen} is looked at")
     if chosen is not None:
         assumptions = check_assumptions(capture, [chosen], where)
         if assumptions.ok is False:
             raise InputError(f"{capture.source}: {assumptions.message}")
-    baseline = find_baseline(capture, chosen, recipe, batch, head, where)
+    baseline = find_baseline(capture, recipe, chosen, batch, head, where)
     inputs = read_head(capture, batch, head, where, NonFiniteCensus())
     x = _projection_input(capture, batch, head, where, notes)
     truth = head_truth(inputs, x)
@@ -131,20 +122,6 @@ def what_if(
         family_size=family,
     )
     return replace(result, summary=summarise(result))
-
-
-def find_baseline(
-    capture: Capture, observation: str | None, recipe: str | Recipe | None, batch: int, head: int, device: torch.device
-) -> Baseline:
-    """The recipe to start from: given, else recognised, else fa2. Raises InputError for inputs no recipe covers."""
-    require_known("emulation", [] if recipe is None else [recipe])
-    given = select_recipes(capture, [recipe or DEFAULT_RECIPE], "emulation", needed=True)
-    (fallback,) = given.values()
-    if recipe is None and observation is not None and capture.key(observation, "o") in capture.tensors:
-        found = recognise(capture, observation, batch, head, device)
-        if found is not None:
-            return Baseline(found.recipe, found.name, "recognised", found.agreement)
-    return Baseline(fallback, fallback.name, "assumed" if recipe is None else "given")
 
 
 @dataclass
@@ -235,11 +212,11 @@ class _Bench:
             description=plan.description,
             kind="mitigation" if plan.kind == "clip" else plan.kind,
             changes=changed_fields(baseline, plan.recipes[0]),
-            errors=_combined(relative, np.mean),
+            errors=_combined(relative, lambda v: float(v.mean())),
             equivalence=equivalence,
             finite=all(run.finite for run in runs),
             seeds=len(runs),
-            spread=_combined(relative, lambda v: np.std(v, ddof=1)) if len(runs) > 1 else None,
+            spread=_combined(relative, lambda v: float(np.std(v, ddof=1))) if len(runs) > 1 else None,
             bias_o=self._bias_o(plan.recipes[0], runs) if truth is self.truth else None,
             bias_delta=self._bias_delta(truth, runs),
             cost=None if price is None else self._cost(price),
@@ -477,27 +454,16 @@ def _check_options(capture: Capture, batch: int, head: int, betas: Sequence[floa
         raise InputError(f"seeds must not be negative, got {seeds}; 0 leaves stochastic rounding out")
 
 
-def _observation(capture: Capture, wanted: str | None, *, needed: bool) -> str | None:
-    known = list(capture.observations)
-    if wanted is not None and wanted not in known:
-        raise InputError(f"{capture.source}: no observation {wanted!r}; it has {', '.join(known) or 'none'}")
-    if wanted is None and len(known) > 1 and needed:
-        raise InputError(f"{capture.source}: has observations {', '.join(known)}; choose one, or name a recipe")
-    return wanted or (known[0] if len(known) == 1 else None)
-
-
 def _projection_input(capture: Capture, batch: int, head: int, device: torch.device, notes: list[str]) -> Tensor | None:
     """x [Tq, C] where dW_Q = dQ^T x holds; else a note says why not."""
     if "do" not in capture.tensors:
         notes.append("no dO was captured: candidates are ranked by O's error, and nothing is said of gradients")
         return None
-    if "x" not in capture.tensors or "w_q" not in capture.tensors:
+    note = projection_note(capture, [batch], [head], device)
+    if note is not None:
+        notes.append(note)
         return None
-    misfit = projection_misfit(capture, [batch], [head], device)
-    if misfit > PROJECTION_TOLERANCE:
-        notes.append(f"dW_Q: not computed, q is not x w_q^T (off by {misfit:.0%})")
-        return None
-    return capture.tensors["x"][batch].to(device).double()
+    return projection_input(capture, batch, device)
 
 
 def _observed_errors(capture: Capture, observation: str, batch: int, head: int, truth: HeadTruth) -> Errors:

@@ -7,6 +7,7 @@ dQ = alpha dS K;  dK = alpha dS^T Q;  dV = P^T dO
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -72,9 +73,12 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
         for keys in ranges:
             delta += (_probs(recipe, block, forward, keys) * _dprobs(recipe, block, keys, rounder)).sum(1)
         delta = rounder("delta", delta)
+    scale = block.head.scale
+    if gradients is None and _is_linear(recipe, block):
+        product, direction = _linear_parts(recipe, block, forward)
+        return BackwardRows(delta, rounder("dq", (product - delta[:, None] * direction) * scale, step="dq"))
     dq = torch.zeros_like(q)
     before_cast = recipe.alpha_in_backward == "before-cast"
-    scale = block.head.scale
     for keys in ranges:
         probs = _probs(recipe, block, forward, keys)
         dscores = _dprobs(recipe, block, keys, rounder) - delta[:, None]
@@ -98,15 +102,39 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
     return BackwardRows(delta, rounder("dq", dq, step="dq"))
 
 
+def _is_linear(recipe: Recipe, block: Block) -> bool:
+    """Whether dQ = alpha ((P o dP) K - delta P K) holds to float64's precision: nothing is rounded on the way."""
+    sites = (recipe.dprobs, recipe.dscores, recipe.gradient_accumulator)
+    exact = recipe.arithmetic == "fp64" and recipe.accumulation == "exact" and block.head.softcap is None
+    return exact and all(site == "fp32" for site in sites)
+
+
+def _linear_parts(recipe: Recipe, block: Block, forward: ForwardRows) -> tuple[Tensor, Tensor]:
+    """(P o dP) K and P K, [R, D], shared by recipes with one P."""
+    again = recipe if recipe.backward_scores == "as-forward" else _with_plain_scores(recipe)
+
+    def make() -> tuple[Tensor, Tensor]:
+        probs = _probs(recipe, block, forward, block.keys)
+        k = block.operands.get("k", probs.dtype)[block.keys]
+        return (probs * block.product(recipe, "do", "v", block.keys)) @ k, probs @ k
+
+    return block.shared("dQ's parts", again, SCORES, lse_key(recipe), make)
+
+
 def _probs(recipe: Recipe, block: Block, forward: ForwardRows, keys: slice) -> Tensor:
     """P = exp(S - L), from scores rounded as in the forward or not."""
-    again = recipe if recipe.backward_scores == "as-forward" else replace(recipe, scores="fp32")
+    again = recipe if recipe.backward_scores == "as-forward" else _with_plain_scores(recipe)
 
     def make() -> Tensor:
         scores, lse = masked_scores(again, block, keys), forward.lse[:, None]
         return torch.exp(scores * block.operands.factor(recipe) - lse.masked_fill(lse == -torch.inf, 0.0))
 
     return block.shared("P", again, SCORES, (keys.start, keys.stop, lse_key(recipe)), make)
+
+
+@cache
+def _with_plain_scores(recipe: Recipe) -> Recipe:
+    return replace(recipe, scores="fp32")
 
 
 def _dprobs(recipe: Recipe, block: Block, keys: slice, rounder: Rounder) -> Tensor:

@@ -108,6 +108,12 @@ def base(text: Format) -> str:
     return text.partition(":")[0]
 
 
+def rounds_monotonically(text: Format) -> bool:
+    """Whether larger values never round to smaller ones: in every mode that does not draw."""
+    rounding = parse(text)
+    return rounding is None or rounding.mode not in (Mode.STOCHASTIC, Mode.RANDOM_SIGN)
+
+
 def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
     """``x`` (fp32 or float64) rounded once, in ``x``'s own dtype; None changes nothing.
 
@@ -123,27 +129,37 @@ def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
         return x.to(native).float()
     fmt, mode = rounding.format, rounding.mode
     wide = x.double()
+    if mode in (Mode.NEAREST_EVEN, Mode.RANDOM_SIGN):
+        rounded = _limited(_nearest_even(wide, fmt), wide, fmt, mode)
+        if mode is Mode.NEAREST_EVEN:
+            return rounded.to(x.dtype)
+        error = (rounded - wide).nan_to_num_(0.0, 0.0, 0.0)
+        return (wide + torch.where(_draw(wide, seed) < 0.5, error, -error)).to(x.dtype)
     quantum = _spacing(wide, fmt)
     steps = wide / quantum  # exact: a power of two
-    if mode in (Mode.STOCHASTIC, Mode.RANDOM_SIGN):
-        generator = torch.Generator(x.device).manual_seed(seed)
-        draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
-    if mode is Mode.RANDOM_SIGN:
-        error = _limited(steps.round() * quantum, wide, fmt, mode) - wide
-        return (wide + torch.where(draw < 0.5, error, -error)).to(x.dtype)
-    if mode is Mode.NEAREST_EVEN:
-        steps = steps.round()
-    elif mode is Mode.TOWARD_ZERO:
-        steps = steps.trunc()
+    if mode is Mode.TOWARD_ZERO:
+        steps.trunc_()
     elif mode is Mode.UP:
-        steps = steps.ceil()
+        steps.ceil_()
     elif mode is Mode.DOWN:
-        steps = steps.floor()
+        steps.floor_()
     else:
-        # The draw is added to the fraction alone: a sum with many steps would be rounded itself.
+        # The draw is compared with the fraction alone: a sum with many steps would be rounded itself.
         whole = steps.floor()
-        steps = whole + (draw < steps - whole)
+        steps = whole + (_draw(wide, seed) < steps - whole)
     return _limited(steps.mul_(quantum), wide, fmt, mode).copysign_(wide).to(x.dtype)
+
+
+def _nearest_even(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """``x`` float64. C = 1.5 * 2**52 * spacing: the addition x + C itself rounds to the spacing, ties to even."""
+    constant = _spacing(x, fmt).mul_(1.5 * 2.0**52)
+    return torch.add(x, constant).sub_(constant).copysign_(x)
+
+
+def _draw(x: Tensor, seed: int) -> Tensor:
+    """Uniform on [0, 1), in ``x``'s shape and on its device."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    return torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
 
 
 def site_seed(seed: int, site: str, row: int, key: int) -> int:
@@ -162,9 +178,9 @@ def _spacing(x: Tensor, fmt: NumberFormat) -> Tensor:
 
 def _limited(rounded: Tensor, x: Tensor, fmt: NumberFormat, mode: Mode) -> Tensor:
     """Overflow of what was rounded from ``x``."""
-    over = rounded.abs() > fmt.largest
-    if not bool(over.any()):
+    if float(torch.linalg.vector_norm(rounded, torch.inf)) <= fmt.largest:  # false for NaN
         return rounded
+    over = rounded.abs() > fmt.largest
     stays = torch.full_like(over, fmt.finite or mode is Mode.TOWARD_ZERO)
     if mode is Mode.UP:
         stays = stays | (x < 0)

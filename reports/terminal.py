@@ -124,9 +124,9 @@ def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
     yield Text("")
     yield Text.assemble((f"{words.head_name(head)}: ", "bold"), _labels(head), f" (evidence: {head.verdict.evidence})")
     for reason in head.verdict.reasons:
-        yield _bullet("-", reason)
+        yield words.bullet("-", reason)
     for suggestion in head.verdict.suggestions:
-        yield _bullet(">", suggestion)
+        yield words.bullet(">", suggestion)
     yield Padding(_tests(head), (0, 0, 0, 2))
     for name, title in words.GRADIENTS.items():
         error = getattr(head.propagation, name)
@@ -142,19 +142,21 @@ def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
                     if rest
                     else (f"; unexplained {words.percent(error.unexplained_with_casts)}")
                 )
-            yield _bullet(" ", f"{title} off {words.percent(error.relative_error)}: {words.share_words(error)}{rest}")
+            yield words.bullet(
+                " ", f"{title} off {words.percent(error.relative_error)}: {words.share_words(error)}{rest}"
+            )
             if error.coherence is not None:
-                yield _bullet(
+                yield words.bullet(
                     " ",
                     f"coherence of delta's part in {title} {words.number(error.coherence)} (random signs: up to "
                     f"{words.number(error.coherence_null95)}), cancellation {words.number(error.cancellation)}, "
                     f"participation {words.number(error.participation)}",
                 )
     for note in head.propagation.notes:
-        yield _bullet(" ", note)
+        yield words.bullet(" ", note)
     counted = {"fully masked": head.rows_fully_masked, "not finite": head.rows_nonfinite}
     if left_out := [f"{count} {why}" for why, count in counted.items() if count]:
-        yield _bullet(" ", f"rows left out: {', '.join(left_out)}; {head.rows_all} analysed")
+        yield words.bullet(" ", f"rows left out: {', '.join(left_out)}; {head.rows_all} analysed")
 
 
 def _tests(head: HeadDiagnosis) -> Table:
@@ -165,14 +167,6 @@ def _tests(head: HeadDiagnosis) -> Table:
     for name in words.TESTS:
         table.add_row(*words.test_cells(name, getattr(head.bias, name)))
     return table
-
-
-def _bullet(mark: str, text: str) -> RenderableType:
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=3, justify="right")
-    grid.add_column()
-    grid.add_row(mark, Text(text))
-    return grid
 
 
 def _severity(head: HeadDiagnosis) -> tuple[int, float]:

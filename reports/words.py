@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from attn_diag.diagnosis import (
     BiasEstimate,
     CaptureDiagnosis,
@@ -112,3 +116,12 @@ def share_words(error: GradientError) -> str:
     known = [(name, share) for name, share in (error.shares or {}).items() if share is not None]
     known.sort(key=lambda item: -abs(item[1]))
     return ", ".join(f"{SHARES[name]} {100 * share:.1f} %" for name, share in known) or DASH
+
+
+def bullet(mark: str, text: str) -> RenderableType:
+    """A line with a mark before it, wrapped beside the mark."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=3, justify="right")
+    grid.add_column()
+    grid.add_row(mark, Text(text))
+    return grid

@@ -24,10 +24,19 @@ PACKAGES = {
 ALLOWED = {
     "reference": ("attn_diag.reference",),
     "kernels": ("attn_diag.kernels",),
-    "reports": ("attn_diag.reports", "attn_diag.diagnosis", "attn_diag.what_if_result"),
+    "reports": (
+        "attn_diag.reports",
+        "attn_diag.diagnosis",
+        "attn_diag.addition",
+        "attn_diag.attribution",
+        "attn_diag.microscopy",
+        "attn_diag.prediction",
+        "attn_diag.walk",
+        "attn_diag.what_if_result",
+    ),
 }
 # Of diagnostics, only the faces know the reports.
-FACES = {"diagnosis.py", "what_if_result.py", "cli/inspect.py"}
+FACES = {"attribution.py", "diagnosis.py", "cli/inspect.py", "microscopy.py", "prediction.py", "what_if_result.py"}
 
 
 def imports(source: str) -> set[str]:

@@ -328,7 +328,7 @@ def test_dw_q_needs_a_fitting_projection() -> None:
     generator = torch.Generator().manual_seed(3)
     x, w_q = torch.randn(1, 63, 40, generator=generator), torch.randn(16, 40, generator=generator)
     given = {**tensors(), "q": (x @ w_q.T / 4)[:, None].bfloat16(), "x": x, "w_q": w_q / 4}
-    run = {"recipe": "fa2", "only": ["uncast-ds"], "device": "cpu"}
+    run: dict[str, Any] = {"recipe": "fa2", "only": ["uncast-ds"], "device": "cpu"}
     fits = attn_diag.what_if(attn_diag.Capture.from_tensors(given), **run)
     assert fits.baseline.errors.dw_q is not None
     rotated = attn_diag.what_if(attn_diag.Capture.from_tensors({**given, "w_q": -w_q}), **run)
@@ -344,7 +344,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "level": ({"level": 1.0}, "level must lie between 0 and 1"),
     "head": ({"head": 1}, "no head 1; the capture has 0 to 0"),
     "batch": ({"batch": 4}, "no batch item 4"),
-    "observation": ({"observation": "flash"}, "no observation 'flash'; it has none"),
+    "observation": ({"observation": "flash"}, "no observation 'flash' with an O; there are: none"),
     "device": ({"device": "tpu"}, "device must be auto, cpu or cuda"),
 }
 
@@ -357,15 +357,20 @@ def test_what_cannot_be_run_is_said(name: str) -> None:
     assert words in str(error.value)
 
 
-def test_inputs_that_no_recipe_covers_are_refused(captures: Path) -> None:
+def test_inputs_that_no_recipe_covers_are_refused() -> None:
     wide = {name: t.float() for name, t in tensors().items()}
     with pytest.raises(attn_diag.InputError, match="bfloat16 and float16 inputs, q is float32"):
         attn_diag.what_if(attn_diag.Capture.from_tensors(wide))
     with pytest.raises(attn_diag.InputError, match="every row is fully masked, or has NaN"):
         attn_diag.what_if(attn_diag.Capture.from_tensors({**tensors(), "q": tensors()["q"] * torch.nan}))
-    several = attn_diag.load(captures / "kernels_pair_T512.safetensors")
-    with pytest.raises(attn_diag.InputError, match="has observations flash, flex, paper, stable; choose one"):
-        attn_diag.what_if(several)
+
+
+def test_of_several_observations_the_first_is_taken_and_said(captures: Path) -> None:
+    several = attn_diag.load(captures / "pair_T256.safetensors")
+    found = attn_diag.what_if(several, only=["uncast-ds"], device="cpu")
+    assert found.observation == "cudnn"
+    assert "cudnn" in found.recipe
+    assert "has observations cudnn, efficient, flash; cudnn is looked at" in found.notes[0]
 
 
 def test_progress_ends_at_its_total() -> None:
@@ -434,8 +439,7 @@ def test_command_errors(run: Callable[..., tuple[int, str, str]], captures: Path
         ([tmp_path / "none.safetensors"], "no such file"),
         ([], "name a capture"),
         ([path, "--observation", "flash", "--head", 7], "no head 7; the capture has 0 to"),
-        ([path], "choose one, or name a recipe"),
-        ([captures], "what-if takes one capture, got 7"),
+        ([captures], "looks at one capture, got 7"),
         ([path, "--observation", "flash", "--causal", "none"], "which no rounding explains"),
         ([path, "--json", path], "would be overwritten"),
     ):

@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from attn_diag import __version__
+from attn_diag.cli.attribute import attribute
 from attn_diag.cli.env import env
 from attn_diag.cli.inspect import inspect
+from attn_diag.cli.microscope import microscope
 from attn_diag.cli.what_if import what_if
 from attn_diag.errors import InputError
 
@@ -25,6 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(inspect)
+app.command()(attribute)
+app.command()(microscope)
 app.command("what-if")(what_if)
 app.command()(env)
 

@@ -130,6 +130,17 @@ def open_captures(
     return chosen, [str(failure) for failure in failures]
 
 
+def open_one(
+    paths: list[Path], *, example: bool, layers: Ranges | None, options: dict[str, Any]
+) -> tuple[Capture, list[str]]:
+    """As ``open_captures``, for commands that look at one capture. Raises InputError where several are left."""
+    captures, unreadable = open_captures(paths, example=example, layers=layers, options=options)
+    if len(captures) > 1:
+        named = ", ".join(capture.source for capture in captures[:3])
+        raise InputError(f"this command looks at one capture, got {len(captures)} ({named}, …); name one")
+    return captures[0], unreadable
+
+
 def require_apart(targets: list[Path], inputs: list[Path]) -> None:
     """Raise InputError, before any work, where an output cannot be written or would overwrite another or a capture."""
     from attn_diag.files import require_writable

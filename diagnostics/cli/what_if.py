@@ -48,16 +48,15 @@ def what_if(
     paths = [] if path is None else [path]
     common.require_apart([t for t in (common.json_target(json),) if t is not None], paths)
     options = common.metadata_options(layout, causal, scale, window, softcap)
-    captures, _ = common.open_captures(paths, example=example, layers=common.numbers("--layer", layer), options=options)
-    if len(captures) > 1:
-        raise InputError(f"what-if takes one capture, got {len(captures)}: name a file, or choose with --layer")
-    (capture,) = captures
+    layers = common.numbers("--layer", layer)
+    capture, unreadable = common.open_one(paths, example=example, layers=layers, options=options)
     with common.progress_bar("rows") as progress:
         result = run(
             capture, observation, recipe=recipe, batch=batch, head=_within(capture, head), only=only or (),
             betas=beta or BETAS, seeds=seeds, level=level, device=device, progress=progress,
         )  # fmt: skip
     common.deliver(result, json)
+    raise typer.Exit(2 if unreadable else 0)
 
 
 def _within(capture: Capture, head: int | None) -> int:

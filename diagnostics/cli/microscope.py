@@ -1,0 +1,74 @@
+"""``attn-diag microscope``: one element of O, rounding by rounding."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attn_diag.cli import common
+from attn_diag.errors import InputError
+
+if TYPE_CHECKING:
+    from attn_diag.capture import Capture
+    from attn_diag.ranges import Ranges
+
+
+def microscope(
+    paths: common.Paths = None,
+    example: common.Example = False,
+    row: Annotated[int | None, typer.Option(help="Query row T, counted from 0 within the capture.")] = None,
+    feature: Annotated[int | None, typer.Option(help="Feature I of O, counted from 0.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe to walk (default: the one that makes the O).")] = None,
+    observation: common.ObservationName = None,
+    head: common.Heads = None,
+    layer: common.Layers = None,
+    batch: common.Batches = None,
+    json: common.Json = None,
+    device: common.Device = "auto",
+    layout: common.Layout = None,
+    causal: common.Causal = None,
+    scale: common.Scale = None,
+    window: common.Window = None,
+    softcap: common.Softcap = None,
+    debug: common.Debug = False,  # noqa: ARG001
+) -> None:
+    """Show how one element of O came about: operands, ties, residual, and the prefix error.
+
+    Without --row or --feature: where the captured O is furthest from its correctly rounded value.
+    """
+    from attn_diag.microscopy import microscope as look
+
+    common.require_apart([t for t in (common.json_target(json),) if t is not None], paths or [])
+    options = common.metadata_options(layout, causal, scale, window, softcap)
+    layers = common.numbers("--layer", layer)
+    capture, unreadable = common.open_one(paths or [], example=example, layers=layers, options=options)
+    number = _one(capture, "head", common.numbers("--head", head), capture.q_heads, capture.metadata.head_offset)
+    result = look(
+        capture, row, feature, recipe, observation=observation, device=device, head=number,
+        batch=_one(capture, "batch", common.numbers("--batch", batch), capture.batch, 0),
+    )  # fmt: skip
+    if not result.bit_equal:
+        print(
+            f"attn-diag: the walk gives {result.walked!r} where the emulation has {result.emulated!r}: they add in "
+            "different orders",
+            file=sys.stderr,
+        )
+    common.deliver(result, json)
+    raise typer.Exit(2 if unreadable else 0)
+
+
+def _one(capture: Capture, name: str, wanted: Ranges | None, count: int, offset: int) -> int:
+    """The one head or batch item that an option names, counted within the capture; the first by default."""
+    if wanted is None:
+        return 0
+    if len(wanted) != 1:
+        raise InputError(f"the microscope looks at one {name}, got {wanted}; name one, such as --{name} {offset}")
+    number = next(iter(wanted))
+    if not offset <= number < offset + count:
+        raise InputError(
+            f"{capture.source}: no {name} {number}: this capture has {name} "
+            f"{offset if count == 1 else f'{offset} to {offset + count - 1}'}"
+        )
+    return number - offset

@@ -1,0 +1,123 @@
+"""The terminal report of an attribution; readable from 80 columns on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from attn_diag.reports import words
+
+if TYPE_CHECKING:
+    from attn_diag.attribution import Attribution, Effect, HeadAttribution, MeanError
+
+_NAMES = {"o": "O", "delta": "delta", "dq": "dQ", "dw_q": "dW_Q"}
+# Smaller standard errors of a share are not shown.
+_SHOWN = 0.001
+_UNITS = {"o": "O away from zero, ulp", "delta": "delta, noise floors"}
+
+
+def attribution_renderables(found: Attribution) -> Iterator[RenderableType]:
+    """The report, piece by piece, for a rich console."""
+    yield Text(f"{found.source}: {found.observation or 'no captured O'}", style="bold")
+    for head in found.heads:
+        yield from _head(head)
+    yield Rule(style="dim")
+    yield Text(
+        "share: Shapley value of the squared error (shares add up to 1). alone: only this site rounds; repaired: only "
+        "this site is exact; sham: its errors with random signs. Each is a run of its own of the emulated recipe; "
+        f"what it shows of the captured kernel is as good as their agreement. {words.CAVEAT}\n"
+        f"{found.backend}; {words.tool_line(found.tool)}",
+        style="dim",
+    )
+
+
+def _head(head: HeadAttribution) -> Iterator[RenderableType]:
+    name = f"H{head.head}" if head.layer is None else f"L{head.layer}H{head.head}"
+    batch = "" if head.batch is None else f", batch {head.batch}"
+    yield Rule(Text(f"{name}{batch}"), align="left")
+    yield Text(f"recipe {head.recipe}")
+    for reason in head.reasons:
+        yield words.bullet("-", reason)
+    for note in head.notes:
+        yield words.bullet(" ", note)
+    main = "dq" if "dq" in head.totals else "o"
+    yield Text("")
+    yield Padding(_sizes(head, main), (0, 0, 0, 2))
+    for quantity, title in _UNITS.items():
+        if any(s.effects[quantity].bias for s in head.sites if quantity in s.effects):
+            yield Text("")
+            yield Padding(_means(head, quantity, title), (0, 0, 0, 2))
+    how = "all subsets of sites" if head.orders is None else f"{head.orders} sampled orders of the sites"
+    yield Text(f"  {head.runs} runs over {head.rows} rows, {how}", style="dim")
+
+
+def _sizes(head: HeadAttribution, main: str) -> Table:
+    table = _table(f"error of {_NAMES[main]} from")
+    others = [q for q in ("dw_q", "delta", "o") if q in head.totals and q != main]
+    for column in (f"share of\n{_NAMES[main]}, %", "alone", "repaired", "sham"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for quantity in others:
+        table.add_column(f"of\n{_NAMES[quantity]}, %", justify="right", no_wrap=True)
+    for site in sorted(head.sites, key=lambda s: -s.effects[main].share):
+        effect = site.effects[main]
+        error = effect.share_error
+        table.add_row(
+            site.site if site.format is None else f"{site.site} ({site.format})",
+            _share(effect) + (f" ± {100 * error:.1g}" if error and error >= _SHOWN else ""),
+            *(_size(main, value) for value in (effect.alone, effect.repaired, effect.sham)),
+            *(_share(site.effects[q]) for q in others),
+        )
+    table.add_row("all of them", "", _size(main, head.totals[main].error))
+    return table
+
+
+def _means(head: HeadAttribution, quantity: str, title: str) -> Table:
+    table = _table(f"mean error of {title}")
+    for column in ("contribution", "adj. p", "repaired", "sham"):
+        table.add_column(column, justify="right", no_wrap=True)
+    acting = [s for s in head.sites if (b := s.effects[quantity].bias) is not None and (b.mean or b.standard_error)]
+    for site in sorted(acting, key=lambda s: -abs(_mean_of(s.effects[quantity]))):
+        effect = site.effects[quantity]
+        assert effect.bias is not None
+        table.add_row(
+            site.site,
+            _estimate(effect.bias),
+            words.number(effect.bias.p_adjusted, 2),
+            words.signed(effect.bias_repaired),
+            words.signed(effect.bias_sham),
+        )
+    total, twin = head.totals[quantity].bias, head.twin.bias.get(quantity)
+    if total is not None:
+        table.add_row("all of them", _estimate(total), words.number(total.p_value, 2), "", "")
+    if twin is not None:
+        table.add_row("all, rounded stochastically", _estimate(twin), words.number(twin.p_value, 2), "", "")
+    return table
+
+
+def _mean_of(effect: Effect) -> float:
+    return effect.bias.mean if effect.bias is not None else 0.0
+
+
+def _estimate(estimate: MeanError) -> str:
+    error = "" if estimate.standard_error is None else f" ± {estimate.standard_error:.1g}"
+    return f"{words.signed(estimate.mean)}{error}"
+
+
+def _share(effect: Effect) -> str:
+    return f"{100 * effect.share + 0.0:.1f}"
+
+
+def _size(quantity: str, value: float | None) -> str:
+    return words.number(value) if quantity == "delta" else words.percent(value)
+
+
+def _table(first: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    table.add_column(first, min_width=20)
+    return table
