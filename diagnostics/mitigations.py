@@ -277,7 +277,7 @@ def _random(baseline: Recipe, seeds: int) -> Iterator[Plan]:
     ):
         fmt = getattr(baseline, site)
         if seeds and fmt not in ("fp32", "fp64") and ":" not in fmt:
-            change = {site: f"{fmt}:stochastic"}
+            change: dict[str, Any] = {site: f"{fmt}:stochastic"}
             recipes = tuple(replace(baseline, name=name, seed=seed, **change) for seed in range(seeds))
             yield Plan(name, f"{words} rounded stochastically (mean of {seeds} seeds)", "mitigation", recipes, price)
 

@@ -172,7 +172,9 @@ def block_scores(recipe: Recipe, head: HeadLike) -> Iterator[tuple[Tensor, Tenso
         operands = Operands(head)
         for first in range(0, len(head.q), size):
             keys = _block_keys(head, first // size, size)
-            for rows in torch.arange(first, min(first + size, len(head.q)), device=head.q.device).split(rows_at_once):
+            stop = min(first + size, len(head.q))
+            for start in range(first, stop, rows_at_once):
+                rows = torch.arange(start, min(start + rows_at_once, stop), device=head.q.device)
                 block = Block(operands, rows, keys)
                 for tiles in recipe.schedule.ranges(keys):
                     for tile in tiles:
