@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from attn_diag.loading import load, load_example
     from attn_diag.microscopy import microscope
     from attn_diag.prediction import closed_form
+    from attn_diag.what_if import what_if
+    from attn_diag.what_if_result import WhatIf
 
 _HOME = {
     "AttnDiagError": "errors",
@@ -39,6 +41,7 @@ _HOME = {
     "InputError": "errors",
     "Recipe": "kernels",
     "Selection": "capture_job",
+    "WhatIf": "what_if_result",
     "attention": "kernels.attention",
     "attribute": "attributing",
     "closed_form": "prediction",
@@ -53,6 +56,7 @@ _HOME = {
     "microscope": "microscopy",
     "preset": "kernels",
     "repeated_maxima": "analysis",
+    "what_if": "what_if",
 }
 
 __all__ = [
@@ -64,6 +68,7 @@ __all__ = [
     "InputError",
     "Recipe",
     "Selection",
+    "WhatIf",
     "attention",
     "attribute",
     "closed_form",
@@ -78,6 +83,7 @@ __all__ = [
     "microscope",
     "preset",
     "repeated_maxima",
+    "what_if",
 ]
 
 

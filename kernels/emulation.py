@@ -22,6 +22,7 @@ from attn_diag.kernels.emulation_forward import (
     RangeTrace,
     Rounder,
     forward_rows,
+    masked_scores,
     round_scores,
     working_dtype,
 )
@@ -160,6 +161,26 @@ def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
     return _stored(out, recipe.out)
 
 
+def block_scores(recipe: Recipe, head: HeadLike) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """The scores as the recipe stores them, key range by key range: (rows [R], scores [R, K], factor in the exponent).
+
+    Scores are -inf where masked, in the recipe's arithmetic, and not to be changed.
+    """
+    size = recipe.schedule.query_block
+    rows_at_once = _rows_at_once(head)
+    with torch.no_grad(), _plain_arithmetic(head):
+        operands = Operands(head)
+        for first in range(0, len(head.q), size):
+            keys = _block_keys(head, first // size, size)
+            stop = min(first + size, len(head.q))
+            for start in range(first, stop, rows_at_once):
+                rows = torch.arange(start, min(start + rows_at_once, stop), device=head.q.device)
+                block = Block(operands, rows, keys)
+                for tiles in recipe.schedule.ranges(keys):
+                    for tile in tiles:
+                        yield rows, masked_scores(recipe, block, tile), operands.factor(recipe)
+
+
 def trace_row(recipe: Recipe, head: HeadLike, row: int) -> RowTrace:
     """One query row of the forward, range by range. Raises IndexError for a row that is not there."""
     check_supported(recipe)
@@ -182,13 +203,17 @@ def _block_keys(head: HeadLike, number: int, size: int) -> slice:
     return head.visible_span(slice(number * size, min((number + 1) * size, len(head.q))))
 
 
+def _rows_at_once(head: HeadLike) -> int:
+    budget = _BLOCK_ELEMENTS["cuda" if head.q.is_cuda else "cpu"]
+    return max(_MIN_BLOCK_ROWS, budget // max(len(head.k), 1))
+
+
 def _blocks(
     recipes: Sequence[Recipe], head: HeadLike, sums: list[KeyGradients] | None
 ) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
     """Every block's rows and results; ``sums`` is filled with one KeyGradients a recipe."""
     size = recipes[0].schedule.query_block
-    budget = _BLOCK_ELEMENTS["cuda" if head.q.is_cuda else "cpu"]
-    chunk = max(_MIN_BLOCK_ROWS, budget // max(len(head.k), 1))
+    chunk = _rows_at_once(head)
     with torch.no_grad(), _plain_arithmetic(head):
         operands = Operands(head)
         for start in range(0, len(head.q), size):

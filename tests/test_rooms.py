@@ -33,10 +33,19 @@ ALLOWED = {
         "attn_diag.microscopy",
         "attn_diag.prediction",
         "attn_diag.walk",
+        "attn_diag.what_if_result",
     ),
 }
 # Of diagnostics, only the faces know the reports.
-FACES = {"attribution.py", "diagnosis.py", "cli/inspect.py", "identification.py", "microscopy.py", "prediction.py"}
+FACES = {
+    "attribution.py",
+    "cli/inspect.py",
+    "diagnosis.py",
+    "identification.py",
+    "microscopy.py",
+    "prediction.py",
+    "what_if_result.py",
+}
 
 
 def imports(source: str) -> set[str]:

@@ -14,6 +14,7 @@ from attn_diag.cli.env import env
 from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
 from attn_diag.cli.microscope import microscope
+from attn_diag.cli.what_if import what_if
 from attn_diag.errors import InputError
 
 _UNUSABLE = 2
@@ -27,9 +28,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(inspect)
-app.command()(attribute)
-app.command()(microscope)
 app.command()(identify)
+app.command()(attribute)
+app.command("what-if")(what_if)
+app.command()(microscope)
 app.command()(env)
 
 

@@ -1,0 +1,220 @@
+"""A what-if in a few sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attn_diag.what_if_result import Candidate, Cost, WhatIf
+
+# Less than this fraction of the baseline's error, either way, is called nothing.
+NOTHING = 0.02
+_NAMED = 6
+_TITLES = {"dq": "dQ", "o": "O"}
+
+
+def summarise(found: WhatIf) -> tuple[str, ...]:
+    """What the baseline loses, what helps most and cheapest, what does nothing, what harms, what changes the model."""
+    mitigations = [c for c in found.candidates if c.kind == "mitigation"]
+    ranked = [c for c in mitigations if c.rank is not None]
+    title = _TITLES[found.ranked_by]
+    sentences = [_baseline(found)]
+    if ranked:
+        sentences.append(_best(found, ranked, title))
+    sentences += _fp32_o(found)
+    sentences += _mixed_scores(found, title)
+    useless = [c for c in ranked if abs(c.removed or 0.0) < NOTHING]
+    if useless:
+        named = f"{_names(useless)}{_more(useless)}"
+        sentences.append(f"Next to nothing (under {percent(NOTHING)} of {title}'s error): {named}.")
+    worse = [c for c in found.candidates if c.rank is not None and (c.removed or 0.0) <= -NOTHING]
+    sentences += _worse(worse, title)
+    sentences += _biases(found)
+    sentences += _stabilised(found, title)
+    sentences += _not_equivalent(found, title)
+    return tuple(sentences)
+
+
+def percent(value: float | None) -> str:
+    """A fraction as percent."""
+    return "unknown" if value is None else f"{100 * value:.3g} %"
+
+
+def cost_words(cost: Cost | None) -> str:
+    """A cost in a few words and numbers."""
+    if cost is None:
+        return "unknown cost"
+    parts = []
+    if cost.tensor_flops:
+        parts.append(f"{100 * cost.tensor_flops:.0f} % more tensor-core work")
+    if cost.bytes_per_row:
+        parts.append(f"{cost.bytes_per_row:.0f} bytes a row and head ({100 * cost.bytes_fraction:.0f} %)")
+    if cost.vector_ops:
+        parts.append(f"{cost.vector_ops:.0f} elementwise operations a score")
+    return " and ".join(parts) or "next to nothing"
+
+
+def _baseline(found: WhatIf) -> str:
+    origin = {"given": "as asked for", "assumed": "assumed, no captured O was recognised"}.get(
+        found.baseline_from, f"recognised: {percent(found.agreement)} of sampled elements of O bit-equal"
+    )
+    errors = found.baseline.errors
+    parts = [f"{_TITLES['dq']} {percent(errors.dq)} off"] if errors.dq is not None else []
+    parts += [f"dW_Q {percent(errors.dw_q)}"] if errors.dw_q is not None else []
+    parts += [f"O {percent(errors.o)}"]
+    noise = f", noise factor {errors.delta:.3g}" if errors.delta is not None else ""
+    seen = found.observed.dq if found.observed is not None else None
+    captured = f" (captured: {percent(seen)})" if seen is not None else ""
+    return f"Baseline {found.recipe} ({origin}): {', '.join(parts)}{noise}{captured}. Everything below is emulated."
+
+
+def _best(found: WhatIf, ranked: Sequence[Candidate], title: str) -> str:
+    best = ranked[0]
+    if (best.removed or 0.0) < NOTHING:
+        return f"No mitigation takes away as much as {percent(NOTHING)} of {title}'s error."
+    words = (
+        f"{best.name} helps most: {title} {percent(best.left)} off, {percent(best.removed)} of the error "
+        f"gone, for {cost_words(best.cost)} (estimated)."
+    )
+    # The cheapest one that takes most of what can be taken.
+    front = [c for c in ranked if c.pareto and (c.removed or 0.0) >= 0.5 * (best.removed or 0.0)]
+    if front and front[-1] is not best:
+        cheap = front[-1]
+        words += f" {cheap.name} leaves {percent(cheap.left)} for {cost_words(cheap.cost)}."
+    kernels = [c for c in found.candidates if c.kind == "other recipe" and c.rank is not None]
+    if kernels and (kernels[0].removed or 0.0) >= NOTHING:
+        words += f" Of other kernels' recipes {kernels[0].name} leaves least, {percent(kernels[0].left)}."
+    return words
+
+
+def _fp32_o(found: WhatIf) -> list[str]:
+    """What O in fp32 for delta leaves, alone and with the casts that come next."""
+    by_name = {c.name: c for c in found.candidates}
+    alone = by_name.get("fp32-o-delta")
+    if alone is None or alone.errors.dq is None:
+        return []
+    words = f"Delta from O before its last rounding leaves {percent(alone.errors.dq)} of dQ"
+    if (alone.removed or 0.0) < NOTHING:
+        return [f"{words} wrong: O's last rounding is not what is wrong here."]
+    more = {
+        "+uncast-ds": "with dS uncast as well",
+        "+uncast-p": "with P_bar uncast for PV instead",
+        "+uncast-p+uncast-ds": "with both",
+    }
+    parts = [
+        f"{percent(c.errors.dq)} {text}" for tail, text in more.items() if (c := by_name.get(f"fp32-o-delta{tail}"))
+    ]
+    reason = ""
+    if (with_p := by_name.get("fp32-o-delta+uncast-p")) and with_p.errors.delta and alone.errors.delta:
+        reason = (
+            f" (an fp32 O still holds the rounding of P_bar: delta's noise factor is {alone.errors.delta:.2g}, "
+            f"without that cast {with_p.errors.delta:.2g})"
+        )
+    return [f"{words} wrong{''.join(f', {part}' for part in parts)}{reason}."]
+
+
+def _mixed_scores(found: WhatIf, title: str) -> list[str]:
+    """Scores that forward and backward round differently, there or brought about."""
+    by_name = {c.name: c for c in found.candidates}
+    if (same := by_name.get("same-scores")) is not None:
+        return [
+            f"Recomputing P from the forward's own rounded scores leaves {percent(same.left)}: "
+            f"{100 * (same.removed or 0.0):.0f} % of {title}'s error is that forward and backward use different scores."
+        ]
+    forward, both = by_name.get("coarse-forward-scores"), by_name.get("coarse-scores")
+    if forward is None or both is None or found.ranked_by == "o":
+        return []
+    return [
+        f"Scores rounded in the forward only would make {title} {percent(forward.left)} wrong, in forward and backward "
+        f"{percent(both.left)}."
+    ]
+
+
+def _worse(worse: Sequence[Candidate], title: str) -> list[str]:
+    sentences = []
+    mine = [c for c in worse if c.kind == "mitigation"]
+    if mine:
+        named = ", ".join(f"{c.name} ({percent(c.left)})" for c in _worst(mine))
+        sentences.append(f"Harmful here: {named}{_more(mine)}.")
+    others = [c for c in worse if c.kind != "mitigation"]
+    if others:
+        named = ", ".join(f"{c.name} ({percent(c.left)})" for c in _worst(others))
+        sentences.append(f"Other recipes and mixes that leave more of {title} wrong: {named}{_more(others)}.")
+    return sentences
+
+
+def _biases(found: WhatIf) -> list[str]:
+    """Biases that candidates bring about, or take away."""
+    brings = [c for c in found.candidates if c.rank is not None and set(c.biased) - set(found.baseline.biased)]
+    sentences = []
+    if found.baseline.biased:
+        kept = [c for c in found.candidates if c.kind == "mitigation" and c.rank is not None]
+        removed = [c for c in kept if not c.biased]
+        words = f"The baseline is biased ({_bias_words(found.baseline)})"
+        sentences.append(f"{words}; not so: {_names(removed)}{_more(removed)}." if removed else f"{words}.")
+    if brings:
+        named = ", ".join(f"{c.name} ({_bias_words(c)})" for c in brings[:_NAMED])
+        sentences.append(f"A bias that the baseline has not: {named}{_more(brings)}.")
+    return sentences
+
+
+def _bias_words(candidate: Candidate) -> str:
+    parts = []
+    if "o" in candidate.biased and candidate.bias_o is not None:
+        parts.append(f"|O| {candidate.bias_o.mean_ulp:+.2g} ulp")
+    if "delta" in candidate.biased and candidate.bias_delta is not None:
+        parts.append(f"delta {candidate.bias_delta.mean_ulp:+.2g} noise floors")
+    return ", ".join(parts)
+
+
+def _worst(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda c: -(c.left or 0.0))[:_NAMED]
+
+
+def _more(candidates: Sequence[Candidate]) -> str:
+    return f" and {len(candidates) - _NAMED} more" if len(candidates) > _NAMED else ""
+
+
+def _names(candidates: Sequence[Candidate]) -> str:
+    return ", ".join(c.name for c in candidates[:_NAMED])
+
+
+def _stabilised(found: WhatIf, title: str) -> list[str]:
+    limits = found.stabilised
+    if limits is None or limits.best is None or limits.largest is None:
+        return []
+    best = found[f"stabilised-{limits.best:g}"]
+    removed = best.removed or 0.0
+    verdict = "helps by" if removed > 0 else "harms by"
+    words = (
+        f"Stabilised softmax acts on {limits.rows} of {limits.rows_all} rows; the best beta is {limits.best:g}, and "
+        f"{verdict} {percent(abs(removed))} of the error ({title} {percent(best.left)} off"
+    )
+    biases = (found.baseline.bias_delta, best.bias_delta)
+    if all(b is not None and b.t is not None for b in biases):
+        before, after = (float(b.t) for b in biases if b is not None and b.t is not None)
+        words += f"; bias of delta t {before:+.2g} -> {after:+.2g}"
+    return [
+        f"{words}). The largest repeated maximum is {limits.largest:.3g}: beta must stay below {limits.flush:.3g} "
+        f"(underflow; {limits.subnormal:.3g} with subnormals), and below {limits.clamp:.3g} where l is kept above "
+        "1e-10, as in the published code."
+    ]
+
+
+def _not_equivalent(found: WhatIf, title: str) -> list[str]:
+    sentences = []
+    broken = [c for c in found.candidates if c.equivalence.status == "breaks down"]
+    if broken:
+        by_reason: dict[str, list[str]] = {}
+        for c in broken:
+            by_reason.setdefault(c.equivalence.reason or "", []).append(c.name)
+        named = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in list(by_reason.items())[:_NAMED])
+        sentences.append(f"Not attention any more on these inputs: {named}.")
+    changed = [c for c in found.candidates if c.equivalence.status == "changes the model"]
+    if changed:
+        named = ", ".join(
+            f"{c.name} (O changes by {percent(c.equivalence.o)}; {title} then {percent(c.left)} off)" for c in changed
+        )
+        sentences.append(f"Changes of the model, not repairs of the kernel: {named}.")
+    return sentences

@@ -1,0 +1,145 @@
+"""The terminal report of a what-if: a summary, and one line a candidate; readable from 80 columns on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from attn_diag.reports import words
+
+if TYPE_CHECKING:
+    from attn_diag.diagnosis import BiasEstimate
+    from attn_diag.what_if_result import Candidate, WhatIf
+
+_WIDE = 110
+_STYLES = {"baseline": "bold", "mitigation": "", "mix": "yellow", "other recipe": "cyan"}
+_ERRORS = {"dq": "dQ\nerror", "o": "O\nerror", "dw_q": "dW_Q\nerror"}
+
+
+def what_if_renderables(found: WhatIf) -> Iterator[RenderableType]:
+    """The report, piece by piece, for a rich console."""
+    yield Rule(Text(found.source, overflow="ellipsis"), align="left")
+    yield Text(_subject(found), style="bold")
+    for sentence in found.summary:
+        yield _bullet("-", sentence)
+    for note in found.notes:
+        yield _bullet(" ", note)
+    yield Text("")
+    yield _Ranking(found)
+    if rest := [c for c in found.candidates if c.rank is None]:
+        yield Text("\nNot ranked, for they are not the same attention here:", style="bold")
+        reasons: dict[str, list[str]] = {}
+        for candidate in rest:
+            reasons.setdefault(_reason(candidate, found.ranked_by), []).append(candidate.name)
+        for reason, names in reasons.items():
+            yield _bullet(" ", f"{', '.join(names)}: {reason}")
+    yield Text("")
+    yield Text(_legend(found), style="dim")
+    yield Text(words.tool_line(found.tool), style="dim")
+
+
+@dataclass(frozen=True)
+class _Ranking:
+    """The table, with more columns where there is room."""
+
+    found: WhatIf
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found, wide = self.found, options.max_width >= _WIDE
+        other = "o" if found.ranked_by == "dq" else None
+        extra = [name for name in ("dw_q", other) if wide and name and getattr(found.baseline.errors, name) is not None]
+        table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="dim")
+        table.add_column("", justify="right", no_wrap=True)
+        table.add_column("candidate", min_width=24)
+        heads = [_ERRORS[found.ranked_by], "removed", *(_ERRORS[name] for name in extra)]
+        heads += ["noise\nfactor"] if found.baseline.errors.delta is not None else []
+        heads += ["bias |O|\n(ulp)"]
+        heads += ["delta\nt"] if wide and found.baseline.errors.delta is not None else []
+        heads += ["more\nwork", "more\nbytes", *(["ops a\nscore"] if wide else [])]
+        for head in heads:
+            table.add_column(head, justify="right", no_wrap=True)
+        for candidate in (found.baseline, *(c for c in found.candidates if c.rank is not None)):
+            table.add_row(*self._cells(candidate, extra, wide=wide), style=_STYLES[candidate.kind])
+        yield table
+
+    def _cells(self, c: Candidate, extra: list[str], *, wide: bool) -> list[str]:
+        found, cost = self.found, c.cost
+        # Names are joined by "+"; a blank before it lets long ones wrap.
+        name = c.name.replace("+", " +")
+        cells = [
+            f"{c.rank or ''}{'*' if c.pareto else ' '}",
+            name if c.kind != "baseline" else f"baseline: {found.recipe}",
+        ]
+        spread = getattr(c.spread, found.ranked_by) if c.spread is not None else None
+        error = words.percent(c.left)
+        cells += [f"{error}" if spread is None else f"~{error}"]
+        cells += ["" if c.kind == "baseline" else _removed(c.removed)]
+        cells += [words.percent(getattr(c.errors, name)) for name in extra]
+        if found.baseline.errors.delta is not None:
+            cells.append(words.number(c.errors.delta, 2))
+        cells.append(_bias(c.bias_o, in_units=True, biased="o" in c.biased))
+        if wide and found.baseline.errors.delta is not None:
+            cells.append(_bias(c.bias_delta, in_units=False, biased="delta" in c.biased))
+        if cost is None:
+            return [*cells, *([""] * (3 if wide else 2))]
+        cells += [_more(cost.tensor_flops), _more(cost.bytes_fraction)]
+        return [*cells, *([f"{cost.vector_ops:.0f}" if cost.vector_ops else "0"] if wide else [])]
+
+
+def _subject(found: WhatIf) -> str:
+    head = f"H{found.head}" if found.layer is None else f"L{found.layer}H{found.head}"
+    seen = f", observation {found.observation}" if found.observation is not None else ""
+    return f"{head}, batch item {found.batch}{seen}: {found.rows} rows, largest score {found.max_logit:.4g}"
+
+
+def _legend(found: WhatIf) -> str:
+    title = {"dq": "dQ", "o": "O"}[found.ranked_by]
+    return (
+        f"Ranked by {title}'s error against the float64 reference; all recipes are emulated. *: no mitigation leaves "
+        "less at no more cost. ~: mean over seeds. mix: the scores are rounded otherwise in forward or backward; "
+        "kernel: another kernel's recipe. removed: of the baseline's error (3 x: three times it). "
+        f"!: significant at level {found.level} among {found.family_size} tests (Benjamini-Hochberg). "
+        "Bias of |O|: away from zero, beyond one correct rounding. More work (matrix products) and bytes: estimates "
+        "relative to fused attention's own, not measurements. This head of this capture only."
+    )
+
+
+def _bias(estimate: BiasEstimate | None, *, in_units: bool, biased: bool) -> str:
+    if estimate is None or estimate.t is None:
+        return words.DASH
+    return f"{words.signed(estimate.mean_ulp if in_units else estimate.t)}{'!' if biased else ' '}"
+
+
+def _removed(value: float | None) -> str:
+    """The part of the baseline's error that is gone; where there is more than twice of it, how many times."""
+    if value is None:
+        return words.DASH
+    return f"{100 * value:+.1f} %" if value > -1 else f"{1 - value:.3g} x"
+
+
+def _reason(candidate: Candidate, by: str) -> str:
+    reason = candidate.equivalence.reason or ""
+    if not candidate.finite:
+        return reason
+    changed = candidate.equivalence.status == "changes the model"
+    error = words.percent(getattr(candidate.errors, by))
+    title = {"dq": "dQ", "o": "O"}[by]
+    return f"{reason}; {title} {error} off{' against the changed model' if changed else ''}"
+
+
+def _more(fraction: float) -> str:
+    return f"+{100 * fraction:.0f} %" if fraction else "0"
+
+
+def _bullet(mark: str, text: str) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=1, justify="right")
+    grid.add_column()
+    grid.add_row(mark, Text(text))
+    return grid
