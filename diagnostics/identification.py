@@ -58,6 +58,16 @@ class BackwardMatch:
 
 
 @dataclass(frozen=True)
+class HardwareMatch:
+    """A recipe that O alone left possible, run with the tensor core's own truncation of sums (Hopper's) over every head
+    of the sequence: in how many of the ``elements`` of O its bits are not the observed ones."""
+
+    recipe: str
+    missed: int
+    elements: int
+
+
+@dataclass(frozen=True)
 class Identification(Result):
     """Which recipe and schedule made one head of an observation.
 
@@ -66,7 +76,9 @@ class Identification(Result):
     reaches ``threshold``). ``recipes``: the presets that fit, best first. ``margin``: agreement of the best less that
     of the next recipe that is told apart from it, and ``margin_p_value``; None if none is. ``contested``: compared
     elements on which the recipes differ that fit and are not told apart; where there are few, this input cannot tell
-    them apart. ``rows`` and ``elements`` were compared, ``tried`` recipes run. ``head`` is the model's number.
+    them apart. ``hardware``: where several presets were left, what of them holds under the tensor core's truncation;
+    only those are named then that have every bit, if any has. ``rows`` and ``elements`` were compared, ``tried``
+    recipes run. ``head`` is the model's number.
     """
 
     source: str
@@ -92,6 +104,7 @@ class Identification(Result):
     notes: tuple[str, ...]
     candidates: tuple[RankedRecipe, ...]
     backward: tuple[BackwardMatch, ...]
+    hardware: tuple[HardwareMatch, ...]
 
     @property
     def best(self) -> RankedRecipe:

@@ -18,7 +18,7 @@ from attn_diag.assumptions import check_assumptions
 from attn_diag.candidates import describe_schedule, family_name, known_name, same_forward
 from attn_diag.capture import Capture
 from attn_diag.errors import InputError
-from attn_diag.identification import BackwardMatch, Identification, RankedRecipe
+from attn_diag.identification import BackwardMatch, HardwareMatch, Identification, RankedRecipe
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.parallel import map_in_order
@@ -33,6 +33,8 @@ _FINAL_SCORES, _FINAL_ROWS = 2**20, 128
 _COARSE_ROWS = 64
 # dQ needs whole heads; above so many scores it is not looked at.
 _BACKWARD_SCORES = 2**22
+# Up to so many scores, over all heads of a sequence, presets not told apart are run with the tensor core's sums.
+_HARDWARE_SCORES = 2**20
 # The number of recipes is known only as the search goes on; a usual one for the progress bar.
 _USUAL_STEPS = 160
 
@@ -112,6 +114,7 @@ class _Judgement:
         as_good = [r for r in ranking if not r.told_apart and r.agreement >= self.threshold]
         names = list(dict.fromkeys(r.recipe for r in as_good if r.recipe is not None))
         names, backward, note = self._by_backward(names)
+        names, hardware = self._by_hardware(names)
         runner_up = next((r for r in ranking if r.told_apart), None)
         outcome: Literal["identified", "ambiguous", "unnamed", "unknown"] = (
             "unknown" if not as_good else "unnamed" if not names else "identified" if len(names) == 1 else "ambiguous"
@@ -136,12 +139,13 @@ class _Judgement:
             level=LEVEL,
             outcome=outcome,
             recipes=tuple(names),
-            verdict=self._verdict(outcome, names, as_good, best, contested),
+            verdict=self._verdict(outcome, names, as_good, best, contested, hardware),
             margin=None if runner_up is None else best.agreement - runner_up.agreement,
             margin_p_value=None if runner_up is None else runner_up.p_value,
             notes=self._notes(note),
             candidates=tuple(ranking),
             backward=backward,
+            hardware=hardware,
         )  # fmt: skip
 
     def _ranking(self) -> list[RankedRecipe]:
@@ -221,9 +225,44 @@ class _Judgement:
         chosen = [n for n in names if n in left] or list(dict.fromkeys(left))
         return chosen, backward, ""
 
+    def _by_hardware(self, names: list[str]) -> tuple[list[str], tuple[HardwareMatch, ...]]:
+        """The names that hold under the tensor core's own sums: its truncation is what moves the last few elements.
+
+        Where some have every observed bit, they alone are left.
+        """
+        c, d = self.capture, self.capture.head_dim
+        scores = c.q_length * c.k_length
+        if len(names) < 2 or scores > _HARDWARE_SCORES:
+            return names, ()
+        recipes = {n: next((t.recipe for t in self.trials if known_name(t.recipe, d) == n), None) for n in names}
+        heads = dict.fromkeys([self.head, *range(c.q_heads)])
+        subjects = [
+            search.read_subject(c, self.observation, self.batch, head, self.device)
+            for head in list(heads)[: max(1, _HARDWARE_SCORES // scores)]
+        ]
+
+        def match(name: str) -> HardwareMatch:
+            recipe, missed, elements = recipes[name], 0, 0
+            for subject in subjects:
+                assert recipe is not None
+                assert subject is not None
+                exact = replace(recipe, accumulation="nvidia-tensor-core")
+                out = emulate_head(exact, replace(subject.inputs.head, do=None)).o
+                good = ~subject.inputs.unusable & subject.observed.isfinite().all(1)
+                missed += int((out != subject.observed)[good].sum())
+                elements += int(good.sum()) * out.shape[1]
+            return HardwareMatch(name, missed, elements)
+
+        known = [name for name in names if recipes[name] is not None]
+        parallel = self.device.type == "cpu"
+        matches = sorted(map_in_order(match, known, parallel=parallel), key=lambda m: m.missed)
+        complete = [m.recipe for m in matches if not m.missed]
+        return (complete or names), tuple(matches)
+
     def _verdict(
-        self, outcome: str, names: list[str], as_good: list[RankedRecipe], best: RankedRecipe, contested: int
-    ) -> str:
+        self, outcome: str, names: list[str], as_good: list[RankedRecipe], best: RankedRecipe, contested: int,
+        hardware: tuple[HardwareMatch, ...],
+    ) -> str:  # fmt: skip
         percent = f"{100 * best.agreement:.3f} %"
         looks = f"the roundings of {best.roundings}, {best.schedule}"
         if outcome == "unknown":
@@ -236,9 +275,16 @@ class _Judgement:
             return f"No published kernel that is known here, but its parts are: {looks} ({percent} of O's elements)."
         differ = f"they differ in {contested} of {self.elements} elements" if contested else "their bits are the same"
         if outcome == "ambiguous":
+            nearest = f"{names[0]} comes nearest with {percent} of O's elements"
+            if hardware and hardware[0].missed:
+                nearest = f"{hardware[0].recipe} comes nearest (see the sums of a tensor core)"
+            return f"{' or '.join(names)}: {nearest}, but this input does not tell them apart: {differ}."
+        if hardware:
+            second = next(m for m in hardware if m.missed)
             return (
-                f"{' or '.join(names)}: {names[0]} comes nearest with {percent} of O's elements, but this input does "
-                f"not tell them apart: {differ}."
+                f"{names[0]}: with sums of products as a Hopper tensor core makes them it has every bit of "
+                f"{second.elements} elements, {second.recipe} misses {second.missed}. (Without that, this input does "
+                f"not tell them apart: {differ}.)"
             )
         named = {r.group for r in as_good if r.recipe is not None}
         others = {r.schedule for r in as_good if r.group not in named}

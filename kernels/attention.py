@@ -15,14 +15,13 @@ from torch import Tensor
 from attn_diag.kernels.backend import BackendError, check_backend
 from attn_diag.kernels.dump import Dump
 from attn_diag.kernels.emulation import RecipeNotSupportedError
+from attn_diag.kernels.formats import Format
 from attn_diag.kernels.geometry import HEAD_DIMS, Causal, Level, Visibility
-from attn_diag.kernels.recipe import Format, Recipe, preset
+from attn_diag.kernels.recipe import FORMATS, Recipe, preset
 from attn_diag.kernels.triton_backward import backward, backward_like
 from attn_diag.kernels.triton_forward import forward, forward_like
 
 _INPUTS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_SITES = ("scores", "difference", "row_max", "probs", "row_sum", "range_pv", "accumulator", "out", "delta",
-          "backward_probs", "dscores", "dq")  # fmt: skip
 
 
 def check_kernels_support(recipe: Recipe) -> None:
@@ -32,7 +31,7 @@ def check_kernels_support(recipe: Recipe) -> None:
     says: "exact" is refused.
     """
     known: dict[str, tuple[object, ...]] = {
-        **dict.fromkeys(_SITES, ("fp32", "bf16", "fp16")),
+        **dict.fromkeys(FORMATS, ("fp32", "bf16", "fp16")),
         "probs": ("fp32", recipe.input),
         "backward_probs": ("fp32", recipe.input),
         "dscores": ("fp32", recipe.input),
@@ -41,6 +40,7 @@ def check_kernels_support(recipe: Recipe) -> None:
         "accumulation": ("fp32-nearest", "nvidia-tensor-core"),
         "division": ("before-last-cast",),
         "probs_scale": (1.0,),
+        "arithmetic": ("fp32",),
     }
     wrong = [f"{site}={getattr(recipe, site)}" for site, values in known.items() if getattr(recipe, site) not in values]
     tile, split = recipe.schedule.key_tile, recipe.schedule.split_keys
@@ -48,6 +48,13 @@ def check_kernels_support(recipe: Recipe) -> None:
         wrong.append(f"key_tile={tile} (a power of two from 16 on is needed)")
     if split is not None and split % tile:
         wrong.append(f"split_keys={split} (a multiple of key_tile={tile} is needed)")
+    if recipe.gradient_accumulator != "fp32":
+        ordered = split is None and recipe.schedule.order == "ascending"
+        if not ordered or tile % 64 or recipe.schedule.query_block % 128:
+            wrong.append(
+                f"gradient_accumulator={recipe.gradient_accumulator} in schedule {recipe.schedule} (ascending ranges "
+                "of a multiple of 64 keys and 128 rows are needed)"
+            )
     if recipe.softmax.kind == "stabilised" and recipe.softmax.beta is None:
         wrong.append("softmax=stabilised without beta")
     if recipe.softmax.kind == "stale" and recipe.softmax.threshold is None:

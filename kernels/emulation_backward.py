@@ -82,7 +82,11 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
     for keys in ranges:
         probs = _probs(recipe, block, forward, keys)
         dscores = _dprobs(recipe, block, keys, rounder) - delta[:, None]
-        dscores = (probs * scale if before_cast else probs) * dscores
+        used = probs
+        if recipe.dscores_from == "cast-probs" or gradients is not None:
+            cast = rounder("backward_probs", probs, keys.start)
+            used = cast if recipe.dscores_from == "cast-probs" else probs
+        dscores = (used * scale if before_cast else used) * dscores
         if block.head.softcap is not None:
             raw = block.product(recipe, "q", "k", keys) * scale
             dscores = dscores * (1 - torch.tanh(raw / block.head.softcap).square())
@@ -97,8 +101,7 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
             )
         if gradients is not None:
             dk = matmul(dscores.T, q, recipe.accumulation)
-            probs = rounder("backward_probs", probs, keys.start)
-            gradients.add(keys, dk if before_cast else dk * scale, matmul(probs.T, do, recipe.accumulation))
+            gradients.add(keys, dk if before_cast else dk * scale, matmul(cast.T, do, recipe.accumulation))
     return BackwardRows(delta, rounder("dq", dq, step="dq"))
 
 
@@ -106,7 +109,8 @@ def _is_linear(recipe: Recipe, block: Block) -> bool:
     """Whether dQ = alpha ((P o dP) K - delta P K) holds to float64's precision: nothing is rounded on the way."""
     sites = (recipe.dprobs, recipe.dscores, recipe.gradient_accumulator)
     exact = recipe.arithmetic == "fp64" and recipe.accumulation == "exact" and block.head.softcap is None
-    return exact and all(site == "fp32" for site in sites)
+    uncast = recipe.dscores_from == "fp32-probs" or recipe.backward_probs == "fp32"
+    return exact and uncast and all(site == "fp32" for site in sites)
 
 
 def _linear_parts(recipe: Recipe, block: Block, forward: ForwardRows) -> tuple[Tensor, Tensor]:

@@ -73,8 +73,8 @@ FORMATS = (
 )  # fmt: skip
 # The fields that the forward does not depend on.
 BACKWARD = (
-    "delta_from", "delta_products", "delta", "backward_scores", "backward_probs", "dprobs", "dscores",
-    "alpha_in_backward", "gradient_accumulator", "dq",
+    "delta_from", "delta_products", "delta", "backward_scores", "backward_probs", "dprobs", "dscores_from",
+    "dscores", "alpha_in_backward", "gradient_accumulator", "dq",
 )  # fmt: skip
 
 
@@ -95,7 +95,8 @@ class Recipe:
     multiplication by it, and divided again.
 
     Backward: ``delta_products`` is the format of dO o O before it is summed, ``dprobs`` that of dP, ``dscores`` that
-    of dS, ``gradient_accumulator`` that of every range's contribution to dQ, dK, dV and of their sums;
+    of dS, which multiplies the fp32 P or the one cast to ``backward_probs`` (``dscores_from``);
+    ``gradient_accumulator`` is that of every range's contribution to dQ, dK, dV and of their sums;
     ``alpha_in_backward``: alpha times dS K, or dS holds alpha when it is cast.
     """
 
@@ -125,6 +126,7 @@ class Recipe:
     backward_scores: Literal["fp32", "as-forward"] = "fp32"
     backward_probs: Format = "bf16"
     dprobs: Format = "fp32"
+    dscores_from: Literal["fp32-probs", "cast-probs"] = "fp32-probs"
     dscores: Format = "bf16"
     alpha_in_backward: Literal["after-product", "before-cast"] = "after-product"
     gradient_accumulator: Format = "fp32"
@@ -232,7 +234,8 @@ PRESETS = {
         ),
         Recipe(
             "efficient",
-            "torch SDPA's memory-efficient kernel: as cuDNN, in 64-key tiles",
+            "torch SDPA's memory-efficient kernel: as cuDNN, in 64-key tiles; its dS multiplies the cast P",
+            dscores_from="cast-probs",
             schedule=Schedule(query_block=64, key_tile=64),
         ),
         Recipe(

@@ -1,10 +1,15 @@
 """Attention backward in Triton, driven by a recipe: delta, then dQ, then dK and dV, each deterministic.
 
-    delta = rowsum(dO o O), from the rounded O or the unrounded one, or rowsum(P o dP)     rounded to ``delta``
-    P = exp(S - L), S in fp32 or rounded as in the forward        dP = dO V^T
-    dS = P o (dP - delta)                                         rounded to ``dscores``   (softcap: times 1 - (S/c)^2)
+    delta = rowsum(dO o O), from the rounded O or the unrounded one, or rowsum(P o dP)
+                                                                  rounded to ``delta``, dO o O to ``delta_products``
+    P = exp(S - L), S in fp32 or rounded as in the forward
+    dP = dO V^T                                                   rounded to ``dprobs``
+    dS = P o (dP - delta), of P or of cast(P)                     rounded to ``dscores``   (softcap: times 1 - (S/c)^2)
     dQ = alpha dS K,  dK = alpha dS^T Q                           rounded to ``dq`` at the end
     dV = cast(P)^T dO                                             P rounded to ``backward_probs``
+
+Where the recipe rounds between ranges (``gradient_accumulator``), dQ is rounded after every key range, dK and dV after
+every block of query rows.
 
 S and dP are computed twice, for dQ and for dK and dV: two more products than a kernel that adds dQ atomically, and
 the same bits in every run. What differs between a GPU and the interpreter is as in ``triton_forward``; ``R``, ``G``,
@@ -75,7 +80,7 @@ def delta_kernel(
     do_at = do_ptr + b * stride_gb + h * stride_gh + offs * stride_gt + dims[None, :] * stride_gd
     o = tl.load(o_at, mask=here, other=0.0).to(tl.float32)
     do = tl.load(do_at, mask=here, other=0.0).to(tl.float32)
-    delta = round_to(tl.sum(round_to(do * o, tl.constexpr(R.delta)), 1), tl.constexpr(R.delta))
+    delta = round_to(tl.sum(round_to(do * o, tl.constexpr(R.delta_products)), 1), tl.constexpr(R.delta))
     rows = start + tl.arange(0, G.block_m)
     tl.store(delta_ptr + bh.to(tl.int64) * q_length + rows, delta, mask=rows < q_length)
 
@@ -91,9 +96,53 @@ def dump_gradients(dump, dp, ds, cols, k_length):
 
 
 @triton.jit
-def _walk_keys(acc, q, do, lse, delta, keys, values, b, hk, positions, first_tile, n_tiles, view, scale, softcap, dump,
-               any_slot, MASKED: tl.constexpr, WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """Over tiles of keys, the sum of dS K ([M, block_d], WANT "dq") or of P o dP ([M], WANT "delta")."""
+def score_gradients(p, dp, delta, slope, scale, R: tl.constexpr, G: tl.constexpr):
+    """dS before its cast; ``p``, ``dp`` (already rounded to ``dprobs``) and ``delta`` of one shape."""
+    if R.dscores_from == "cast-probs":
+        p = round_to(p, tl.constexpr(R.backward_probs))
+    if R.alpha_in_backward == "before-cast":
+        p = p * scale
+    ds = p * (dp - delta)
+    if G.softcap:
+        ds *= slope
+    return ds
+
+
+@triton.jit
+def end_sum(total, part, ends, R: tl.constexpr):
+    """(total, part) of a gradient: where ``ends``, what a range has summed is rounded and added, and rounded again."""
+    rounded = round_to(part, tl.constexpr(R.gradient_accumulator))
+    rounded = round_to(total + rounded, tl.constexpr(R.gradient_accumulator))
+    return tl.where(ends, rounded, total), tl.where(ends, 0.0, part)
+
+
+@triton.jit
+def end_range(total, part, ends, scale, R: tl.constexpr):
+    """As ``end_sum``, for dQ and dK: alpha enters with the part, unless dS held it."""
+    kept = part
+    if R.alpha_in_backward == "after-product":
+        part = part * scale
+    total, _ = end_sum(total, part, ends, R)
+    return total, tl.where(ends, 0.0, kept)
+
+
+@triton.jit
+def finished(total, part, scale, R: tl.constexpr):
+    """A gradient before its last rounding, alpha included."""
+    if R.gradient_accumulator != "fp32":
+        total, part = end_range(total, part, True, scale, R)
+    elif R.alpha_in_backward == "after-product":
+        total = total * scale
+    return total
+
+
+@triton.jit
+def _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, first_tile, n_tiles, view, scale, softcap,
+               dump, any_slot, MASKED: tl.constexpr, WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """Over tiles of keys, the sum of dS K ([M, block_d], WANT "dq") or of P o dP ([M], WANT "delta").
+
+    ``part``: the sum within a key range, where the recipe rounds after each; else unused.
+    """
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_n
         k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
@@ -102,19 +151,20 @@ def _walk_keys(acc, q, do, lse, delta, keys, values, b, hk, positions, first_til
         if MASKED:
             s = mask_scores(s, positions, start + tl.arange(0, G.block_n), view, G)
         p = tl.exp2(s - lse[:, None])
-        dp = dot(do, tl.trans(v), tl.constexpr(R.input))
+        dp = round_to(dot(do, tl.trans(v), tl.constexpr(R.input)), tl.constexpr(R.dprobs))
         if WANT == "delta":
             acc += tl.sum(p * dp, 1)
         else:
-            ds = p * (dp - delta[:, None])
-            if G.softcap:
-                ds *= slope
-            cast = as_operand(ds, tl.constexpr(R.dscores))
+            cast = as_operand(score_gradients(p, dp, delta[:, None], slope, scale, R, G), tl.constexpr(R.dscores))
             if G.dump:
                 if any_slot:
                     dump_gradients(dump, dp, cast, start + tl.arange(0, G.block_n), view[0])
-            acc = dot_add(cast, k, acc, tl.constexpr(R.dscores))
-    return acc
+            if R.gradient_accumulator == "fp32":
+                acc = dot_add(cast, k, acc, tl.constexpr(R.dscores))
+            else:
+                part = dot_add(cast, k, part, tl.constexpr(R.dscores))
+                acc, part = end_range(acc, part, (start + G.block_n) % R.schedule.key_tile == 0, scale, R)
+    return acc, part
 
 
 @triton.jit
@@ -158,26 +208,31 @@ def dq_kernel(
         lse, _ = row_statistics(lse_ptr, lse_ptr, row, here)
         delta = lse
         acc = tl.zeros([BLOCK_M], tl.float32)
+        part = 0.0
     else:
         lse, delta = row_statistics(lse_ptr, delta_ptr, row, here)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        part = 0.0
+        if R.gradient_accumulator != "fp32":
+            part = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first = block * BLOCK_M + shift
     last = tl.minimum((block + 1) * BLOCK_M, q_length) - 1 + shift
     begin, whole, partial, end = key_tiles(first, last, view, G)
     if G.left:
-        acc = _walk_keys(acc, q, do, lse, delta, keys, values, b, hk, positions, begin, whole - begin, view, scale,
-                         softcap, dump, any_slot, True, WANT, R, G)  # fmt: skip
-    acc = _walk_keys(acc, q, do, lse, delta, keys, values, b, hk, positions, whole, partial - whole, view, scale,
-                     softcap, dump, any_slot, False, WANT, R, G)  # fmt: skip
-    acc = _walk_keys(acc, q, do, lse, delta, keys, values, b, hk, positions, partial, end - partial, view, scale,
-                     softcap, dump, any_slot, True, WANT, R, G)  # fmt: skip
+        acc, part = _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, begin, whole - begin, view,
+                               scale, softcap, dump, any_slot, True, WANT, R, G)  # fmt: skip
+    acc, part = _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, whole, partial - whole, view,
+                           scale, softcap, dump, any_slot, False, WANT, R, G)  # fmt: skip
+    acc, part = _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, partial, end - partial, view,
+                           scale, softcap, dump, any_slot, True, WANT, R, G)  # fmt: skip
     if WANT == "delta":
         tl.store(out_ptr + row, round_to(acc, tl.constexpr(R.delta)), mask=here)
     else:
         dims = tl.arange(0, BLOCK_D)
         at = out_ptr + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
         at += offs.to(tl.int64)[:, None] * stride_ot + dims[None, :]
-        tl.store(at, as_operand(acc * scale, tl.constexpr(R.dq)), mask=here[:, None] & (dims < G.head_dim)[None, :])
+        acc = finished(acc, part, scale, R)
+        tl.store(at, as_operand(acc, tl.constexpr(R.dq)), mask=here[:, None] & (dims < G.head_dim)[None, :])
 
 
 @triton.jit
@@ -202,10 +257,13 @@ def query_tiles(first, last, q_length, shift, left, right, G: tl.constexpr):
 
 
 @triton.jit
-def _walk_queries(dk, dv, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, first_tile, n_tiles,
-                  q_length, shift, view, scale, softcap, MASKED: tl.constexpr, R: tl.constexpr,
+def _walk_queries(dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols,
+                  first_tile, n_tiles, q_length, shift, view, scale, softcap, MASKED: tl.constexpr, R: tl.constexpr,
                   G: tl.constexpr):  # fmt: skip
-    """Adds dS^T Q to dk and cast(P)^T dO to dv, [N, block_d], over tiles of query rows; everything is transposed."""
+    """Adds dS^T Q to dk and cast(P)^T dO to dv, [N, block_d], over tiles of query rows; everything is transposed.
+
+    ``dk_part``, ``dv_part``: the sums within a block of query rows, where the recipe rounds after each; else unused.
+    """
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_m
         offs = start + tl.arange(0, G.block_m)
@@ -216,13 +274,19 @@ def _walk_queries(dk, dv, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, ro
             s = tl.trans(mask_scores(tl.trans(s), offs + shift, cols, view, G))
         p = tl.exp2(s - lse[None, :])
         do = load_tile(gradients, b, h, start, q_length, G.block_m, G)
-        dv = dot_add(as_operand(p, tl.constexpr(R.backward_probs)), do, dv, tl.constexpr(R.backward_probs))
-        dp = dot(v, tl.trans(do), tl.constexpr(R.input))
-        ds = p * (dp - delta[None, :])
-        if G.softcap:
-            ds *= slope
-        dk = dot_add(as_operand(ds, tl.constexpr(R.dscores)), q, dk, tl.constexpr(R.dscores))
-    return dk, dv
+        cast = as_operand(p, tl.constexpr(R.backward_probs))
+        dp = round_to(dot(v, tl.trans(do), tl.constexpr(R.input)), tl.constexpr(R.dprobs))
+        ds = as_operand(score_gradients(p, dp, delta[None, :], slope, scale, R, G), tl.constexpr(R.dscores))
+        if R.gradient_accumulator == "fp32":
+            dv = dot_add(cast, do, dv, tl.constexpr(R.backward_probs))
+            dk = dot_add(ds, q, dk, tl.constexpr(R.dscores))
+        else:
+            dv_part = dot_add(cast, do, dv_part, tl.constexpr(R.backward_probs))
+            dk_part = dot_add(ds, q, dk_part, tl.constexpr(R.dscores))
+            ends = (start + G.block_m) % R.schedule.query_block == 0
+            dv, dv_part = end_sum(dv, dv_part, ends, R)
+            dk, dk_part = end_range(dk, dk_part, ends, scale, R)
+    return dk, dv, dk_part, dv_part
 
 
 @triton.jit
@@ -250,19 +314,31 @@ def dkdv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     last = tl.minimum(start + BLOCK_N, k_length) - 1
     begin, whole, partial, end = query_tiles(start, last, q_length, shift, left, right, G)
+    dk_part = 0.0
+    dv_part = 0.0
+    if R.gradient_accumulator != "fp32":
+        dk_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for g in range(0, group):
         h = hk * group + g
         queries = (q_desc, q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, stride_qt, stride_qd)
         gradients = (do_desc, do_ptr + b.to(tl.int64) * stride_gb + h.to(tl.int64) * stride_gh, stride_gt, stride_gd)
         row_base = (b * k_heads * group + h).to(tl.int64) * q_length
         if G.right:
-            dk, dv = _walk_queries(dk, dv, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, begin,
-                                   whole - begin, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
-        dk, dv = _walk_queries(dk, dv, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, whole,
-                               partial - whole, q_length, shift, view, scale, softcap, False, R, G)  # fmt: skip
+            dk, dv, dk_part, dv_part = _walk_queries(
+                dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, begin,
+                whole - begin, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
+        dk, dv, dk_part, dv_part = _walk_queries(
+            dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, whole,
+            partial - whole, q_length, shift, view, scale, softcap, False, R, G)  # fmt: skip
         if G.left:
-            dk, dv = _walk_queries(dk, dv, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, partial,
-                                   end - partial, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
+            dk, dv, dk_part, dv_part = _walk_queries(
+                dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, partial,
+                end - partial, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
+        if R.gradient_accumulator != "fp32":
+            # The next head's sums start anew.
+            dv, dv_part = end_sum(dv, dv_part, True, R)
+            dk, dk_part = end_range(dk, dk_part, True, scale, R)
     dims = tl.arange(0, BLOCK_D)
     here = (cols < k_length)[:, None] & (dims < G.head_dim)[None, :]
     at = (
@@ -271,7 +347,9 @@ def dkdv_kernel(
         + cols.to(tl.int64)[:, None] * stride_ot
         + dims[None, :]
     )
-    tl.store(dk_ptr + at, as_operand(dk * scale, tl.constexpr(R.dq)), mask=here)
+    if R.gradient_accumulator == "fp32" and R.alpha_in_backward == "after-product":
+        dk = dk * scale
+    tl.store(dk_ptr + at, as_operand(dk, tl.constexpr(R.dq)), mask=here)
     tl.store(dv_ptr + at, as_operand(dv, tl.constexpr(R.dq)), mask=here)
 
 

@@ -6,7 +6,8 @@ import torch
 
 from attn_diag.kernels.attention import check_kernels_support, check_tensors
 from attn_diag.kernels.backend import DTYPES
-from attn_diag.kernels.emulation import EmulatedHead, HeadLike, RecipeNotSupportedError
+from attn_diag.kernels.emulation import EmulatedHead, RecipeNotSupportedError
+from attn_diag.kernels.emulation_forward import HeadLike
 from attn_diag.kernels.geometry import Visibility
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_backward import backward

@@ -47,6 +47,12 @@ def identification_renderables(found: Identification, *, legend: bool = True) ->
     if found.backward:
         yield Text("")
         yield Padding(_backward(found), (0, 0, 0, 2))
+    if found.hardware:
+        counts = ", ".join(f"{m.recipe} {m.missed}" for m in found.hardware)
+        yield Text(
+            f"Elements missed with sums of products as on a Hopper tensor core, of {found.hardware[0].elements} over "
+            f"the heads of this sequence: {counts}."
+        )
     yield Text(
         f"{found.rows} of {found.rows_all} query rows compared, {found.elements} elements; {found.tried} recipes tried "
         f"({found.backend}).",
