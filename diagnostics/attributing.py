@@ -122,9 +122,9 @@ class _HeadJob:
         def advance(count: int) -> None:
             nonlocal done
             done += count
-            # Runs come in up to three rounds; what is to come is not known beforehand.
+            # Runs come in two rounds.
             if progress is not None:
-                progress(min(done, 3 * rows), 3 * rows)
+                progress(done, 2 * rows)
 
         table = attribute_sites(
             self.truth, self.baseline.recipe, level=level, captured=self._captured_sizes(), advance=advance

@@ -31,11 +31,12 @@ class MeanError:
 class Effect:
     """What one site does to one quantity.
 
-    Sizes are ||error|| / ||reference|| (delta: the noise factor): ``alone`` with this site as the only one that
-    rounds, ``repaired`` with it exact and all others as they are, ``sham`` with its rounding errors' signs drawn at
-    random (equal variance, no bias). ``share``: the site's Shapley value of the squared size over the total; shares of
-    a quantity add up to 1. ``share_error``: its standard error where orders were sampled. ``bias``: its Shapley value
-    of the mean signed error; ``bias_repaired`` and ``bias_sham`` are what is left of the total.
+    Sizes are ||error|| / ||reference|| (delta: the noise factor): ``alone`` with this site as the only one that rounds
+    (besides fp32 arithmetic, which comes first), ``repaired`` with it exact and all others as they are, ``sham`` with
+    its rounding errors' signs drawn at random (equal variance, no bias). ``share``: the site's Shapley value of the
+    squared size over the total; shares of a quantity add up to 1. ``share_error``: its standard error where orders
+    were sampled. ``bias``: its Shapley value of the mean signed error; ``bias_repaired`` and ``bias_sham`` are what is
+    left of the total.
     """
 
     share: float

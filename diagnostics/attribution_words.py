@@ -8,6 +8,7 @@ from attn_diag.attribution import HeadAttribution, MeanError, SiteAttribution
 from attn_diag.verdict import DQ_ERROR_ABOVE, LOSSY_ABOVE
 
 _NAMES = {"o": "O", "delta": "delta", "dq": "dQ", "dw_q": "dW_Q"}
+_INERT = {"backward_probs": "which reaches dV alone", "row_sum_clamp": "which no row comes near"}
 # From this share on a site is called the cause; two that reach it together, the causes.
 _CAUSE = 0.5
 # A kind of rows has no part in an error of which it carries less than this.
@@ -124,7 +125,7 @@ def _shams(found: HeadAttribution, main: str) -> Iterator[str]:
     effect, whole = guilty.effects[main], found.totals[main].error
     inert, change = found.inert
     other = (
-        f"a repair of {inert}, which reaches dV alone, changes nothing"
+        f"a repair of {inert}, {_INERT[inert]}, changes nothing"
         if not change
         else (f"a repair of {inert} changes it by {_percent(change)}")
     )

@@ -29,32 +29,33 @@ EXACT_PLAYERS = 5
 class Plan:
     """Which subsets must be evaluated; ``orders`` is None where all of them are.
 
-    ``last``: players that join after all others, in this order; the others share what is won before them.
+    ``first``: players that join before all others, in this order; the others share what is won after them.
     """
 
     players: tuple[str, ...]
-    last: tuple[str, ...]
+    first: tuple[str, ...]
     orders: tuple[tuple[str, ...], ...] | None
     subsets: tuple[Subset, ...]
 
     @classmethod
     def make(
-        cls, players: Sequence[str], last: Sequence[str] = (), *, pairs: int = 2, exact_up_to: int = EXACT_PLAYERS,
+        cls, players: Sequence[str], first: Sequence[str] = (), *, pairs: int = 2, exact_up_to: int = EXACT_PLAYERS,
         seed: int = 0,
     ) -> Plan:  # fmt: skip
         """For these players; beyond ``exact_up_to`` of them, ``pairs`` random orders and their reverses."""
-        players, last = tuple(players), tuple(last)
-        ends = [frozenset(players + last[:n]) for n in range(1, len(last) + 1)]
+        players, first = tuple(players), tuple(first)
+        starts = [frozenset(first[:n]) for n in range(len(first))]
+        base = frozenset(first)
         if len(players) <= exact_up_to:
-            every = [frozenset(c) for n in range(len(players) + 1) for c in combinations(players, n)]
-            return cls(players, last, None, (*every, *ends))
+            every = [base.union(c) for n in range(len(players) + 1) for c in combinations(players, n)]
+            return cls(players, first, None, (*starts, *every))
         generator = random.Random(seed)
         orders: list[tuple[str, ...]] = []
         for _ in range(pairs):
             order = tuple(generator.sample(players, len(players)))
             orders += [order, order[::-1]]
-        prefixes = (frozenset(order[:n]) for order in orders for n in range(len(order) + 1))
-        return cls(players, last, tuple(orders), (*dict.fromkeys(prefixes), *ends))
+        prefixes = (base.union(order[:n]) for order in orders for n in range(len(order) + 1))
+        return cls(players, first, tuple(orders), (*starts, *dict.fromkeys(prefixes)))
 
     def values(self, v: Mapping[Subset, Array]) -> dict[str, tuple[Array, Array | None]]:
         """(phi, its standard error) of every player. ``v``: one array, of one shape, for every planned subset.
@@ -62,20 +63,19 @@ class Plan:
         The standard error comes from the spread over pairs of orders; None where nothing was sampled, NaN of one pair.
         """
         found: dict[str, tuple[Array, Array | None]] = {}
+        for n, player in enumerate(self.first):
+            found[player] = v[frozenset(self.first[: n + 1])] - v[frozenset(self.first[:n])], None
         for player in self.players:
             found[player] = (self._exact(player, v), None) if self.orders is None else self._sampled(player, v)
-        before = frozenset(self.players)
-        for player in self.last:
-            found[player] = v[before | {player}] - v[before], None
-            before |= {player}
         return found
 
     def _exact(self, player: str, v: Mapping[Subset, Array]) -> Array:
-        n = len(self.players)
-        total = np.zeros_like(v[frozenset()])
+        base, n = frozenset(self.first), len(self.players)
+        total = np.zeros_like(v[base])
         for subset in self.subsets:
-            if player not in subset and not subset & set(self.last):
-                weight = math.factorial(len(subset)) * math.factorial(n - 1 - len(subset)) / math.factorial(n)
+            if subset >= base and player not in subset:
+                size = len(subset - base)
+                weight = math.factorial(size) * math.factorial(n - 1 - size) / math.factorial(n)
                 total += weight * (v[subset | {player}] - v[subset])
         return total
 
@@ -83,7 +83,7 @@ class Plan:
         assert self.orders is not None
         gains = []
         for order in self.orders:
-            before = frozenset(order[: order.index(player)])
+            before = frozenset([*self.first, *order[: order.index(player)]])
             gains.append(v[before | {player}] - v[before])
         pairs = np.stack(gains).reshape(len(gains) // 2, 2, *gains[0].shape).mean(1)
         error = np.full(pairs.shape[1:], np.nan)

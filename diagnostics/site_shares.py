@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +20,13 @@ from attn_diag.bias import SignedErrors, adjust, estimate_bias
 from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import Mode
 from attn_diag.shapley import Array, Plan, Subset
-from attn_diag.sites import INERT, Site, rounding_sites, with_low, with_mode
+from attn_diag.sites import Site, inert_change, rounding_sites, with_low, with_mode
 from attn_diag.variants import HeadTruth, VariantErrors, measure_variants
 
 ARITHMETIC = "arithmetic"
 _TWIN_SEEDS = 2
-# Sites with a smaller share of every quantity are not re-dithered.
-_SHAM_FROM = 0.01
+# So many sites are repaired one after the other.
+_REPAIRS = 4
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,12 @@ def attribute_sites(
     everything, nothing = frozenset(names), frozenset[str]()
     plan = Plan.make([n for n in names if n != ARITHMETIC], [n for n in names if n == ARITHMETIC])
     runs = _Runs(truth, recipe, sites, advance)
-    alone = [frozenset([name]) for name in names]
-    runs.need([everything, nothing, *plan.subsets, *alone, *(everything - one for one in alone)])
-    inert = {"backward_probs": recipe.input if recipe.backward_probs == "fp32" else "fp32"}
-    extra = {"inert": replace(recipe, **inert)}
+    alone = {name: frozenset([*plan.first, name]) for name in names}
+    without = {name: everything - {name} for name in names}
+    inert, unchanged = inert_change(recipe)
+    extra = {"inert": unchanged}
     extra |= {f"twin {seed}": with_mode(recipe, sites, Mode.STOCHASTIC, seed) for seed in range(_TWIN_SEEDS)}
-    runs.run(extra)
+    runs.run([everything, nothing, *plan.subsets, *alone.values(), *without.values()], extra)
 
     game = _Game(truth)
     contributions = plan.values({subset: game.value(runs[subset]) for subset in plan.subsets})
@@ -77,15 +76,16 @@ def attribute_sites(
     shares = _shares(contributions, game.value(runs[everything]) - game.value(runs[nothing]), quantities)
     guilty = {q: max(names, key=lambda n: shares[n][q][0]) for q in quantities} if names else {}
     biased = _biased(biases, level)
-    # A sham repair shows something only where there is something to repair.
-    acting = {n for n in names if any(abs(s) > _SHAM_FROM for s, _ in shares[n].values())} | set(biased.values())
-    runs.run({
-        f"sham {site.name}": with_mode(recipe, [site], Mode.RANDOM_SIGN)
-        for site in sites if site.format is not None and site.name in acting
-    })  # fmt: skip
+    main = "dq" if "dq" in quantities else "o"
+    order = sorted(names, key=lambda n: -shares[n][main][0])[:_REPAIRS]
+    stages = [everything - set(order[: i + 1]) for i in range(len(order))]
+    # A sham repair shows something only where a repair would: at the sites that are blamed.
+    blamed = {*guilty.values(), *biased.values()}
+    shams = [site for site in sites if site.format is not None and site.name in blamed]
+    runs.run(stages, {f"sham {site.name}": with_mode(recipe, [site], Mode.RANDOM_SIGN) for site in shams})
 
     def effect(site: Site, q: str) -> Effect:
-        one, sham = frozenset([site.name]), f"sham {site.name}"
+        one, sham = alone[site.name], f"sham {site.name}"
         share, error = shares[site.name][q]
         bias = biases[q][site.name] if q in biases else None
 
@@ -96,18 +96,14 @@ def attribute_sites(
             share=share,
             share_error=error,
             alone=runs.sizes(one)[q],
-            repaired=runs.sizes(everything - one)[q],
+            repaired=runs.sizes(without[site.name])[q],
             sham=runs.sizes(sham)[q] if sham in runs else None,
             bias=bias,
             bias_alone=mean(one),
-            bias_repaired=mean(everything - one),
+            bias_repaired=mean(without[site.name]),
             bias_sham=mean(sham) if sham in runs else None,
         )
 
-    main = "dq" if "dq" in quantities else "o"
-    order = sorted((n for n in names if n in acting), key=lambda n: -shares[n][main][0])
-    stages = [everything - set(order[: i + 1]) for i in range(len(order))]
-    runs.need(stages)
     whole = game.value(runs[everything])
     return SiteTable(
         runs=len(runs),
@@ -122,7 +118,7 @@ def attribute_sites(
             for q in quantities
         },
         sites=tuple(SiteAttribution(s.name, s.words, s.format, {q: effect(s, q) for q in quantities}) for s in sites),
-        inert=(INERT, max((abs(runs.sizes("inert")[q] - runs.sizes(everything)[q]) for q in quantities), default=0.0)),
+        inert=(inert, max((abs(runs.sizes("inert")[q] - runs.sizes(everything)[q]) for q in quantities), default=0.0)),
         repairs=tuple(Repair(name, runs.sizes(stage)) for name, stage in zip(order, stages, strict=True)),
         twin=_twin(game, [runs[f"twin {seed}"] for seed in range(_TWIN_SEEDS)], quantities, level),
         guilty=guilty,
@@ -140,12 +136,12 @@ class _Runs:
         self._truth, self._recipe, self._sites, self._advance = truth, recipe, sites, advance
         self._found: dict[object, VariantErrors] = {}
 
-    def need(self, subsets: Iterable[Subset]) -> None:
-        """Run those that have not been run."""
-        self.run({s: with_low(self._recipe, self._sites, s) for s in dict.fromkeys(subsets) if s not in self._found})
-
-    def run(self, recipes: Mapping[Any, Recipe]) -> None:
-        """Run these side by side."""
+    def run(self, subsets: Iterable[Subset], others: Mapping[str, Recipe]) -> None:
+        """Run the recipes of these subsets, where they have not been run, and others by name, side by side."""
+        recipes: dict[object, Recipe] = {
+            s: with_low(self._recipe, self._sites, s) for s in dict.fromkeys(subsets) if s not in self._found
+        }
+        recipes |= others
         if recipes:
             errors = measure_variants(self._truth, list(recipes.values()), self._advance)
             self._found |= dict(zip(recipes, errors, strict=True))

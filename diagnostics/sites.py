@@ -22,6 +22,7 @@ _WORDS = {
     "out": "last rounding of O",
     "delta_products": "rounding of dO∘O before it is summed",
     "delta": "rounding of delta",
+    "backward_probs": "cast of P in dS",
     "dprobs": "rounding of dP",
     "dscores": "cast of dS",
     "gradient_accumulator": "rounding of dQ between key ranges",
@@ -30,8 +31,6 @@ _WORDS = {
 }
 _FORMAT_SITES = tuple(site for site in _WORDS if site not in ("exp", "accumulation", "arithmetic"))
 _ARITHMETIC = {"arithmetic": "fp64", "accumulation": "exact"}
-# Reaches dV alone.
-INERT = "backward_probs"
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,17 @@ def rounding_sites(recipe: Recipe) -> tuple[Site, ...]:
     return tuple(sites)
 
 
+def inert_change(recipe: Recipe) -> tuple[str, Recipe]:
+    """A sham: a site that reaches none of O, delta, dQ and dW_Q, and the recipe with it changed.
+
+    The cast of P, where only dV sees it; else a lower limit on l that no row comes near.
+    """
+    if _acts(recipe, "backward_probs"):
+        return "row_sum_clamp", replace(recipe, row_sum_clamp=recipe.row_sum_clamp or 1e-30)
+    changed = recipe.input if recipe.backward_probs == "fp32" else "fp32"
+    return "backward_probs", replace(recipe, backward_probs=changed)
+
+
 def with_low(recipe: Recipe, sites: Collection[Site], low: Collection[str]) -> Recipe:
     """The recipe with only the sites named ``low`` as they are, all others exact."""
     exact = {key: value for site in sites if site.name not in low for key, value in site.exact.items()}
@@ -83,6 +93,8 @@ def _acts(recipe: Recipe, name: str) -> bool:
     """Whether a site that rounds is reached at all."""
     if name == "difference":
         return recipe.exp == "exact"
+    if name == "backward_probs":
+        return recipe.dscores_from == "cast-probs"
     if name == "delta_products":
         return recipe.delta_from != "dp"
     return True

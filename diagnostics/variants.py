@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from attn_diag.heads import HeadInputs
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
 from attn_diag.kernels.recipe import FORMATS
+from attn_diag.parallel import map_in_order
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_head, ulp
 
 
@@ -126,7 +127,8 @@ def measure_variants(
     """Run the recipes (of one query block size) side by side over the head; ``advance(rows)`` after every block."""
     sums = [_Sums(truth) for _ in recipes]
     dw_q: Tensor | None = None
-    for rows, results in emulate_blocks(recipes, truth.head):
+    run = partial(map_in_order, parallel=truth.head.q.device.type == "cpu")
+    for rows, results in emulate_blocks(recipes, truth.head, run):
         dq = [total.add(rows, result) for total, result in zip(sums, results, strict=True)]
         known = [error for error in dq if error is not None]
         if truth.x is not None and known:

@@ -7,7 +7,8 @@ a rounding site is a rounding to its format and back. Not modelled: the order of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +31,25 @@ from attn_diag.kernels.formats import STORED, Format, Mode
 from attn_diag.kernels.recipe import Recipe
 
 # Scores of the rows worked on at once, in elements.
-_BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}
+# On a CPU fewer with many recipes (up to so many: so many elements), whose tensors are all held at once.
+_CPU_ELEMENTS = ((4, 2**20), (16, 2**19), (math.inf, 2**18))
+_CUDA_ELEMENTS = ((math.inf, 2**23),)
 _MIN_BLOCK_ROWS = 16
 
 # As in attn_diag.reference.attention: a first call from several threads may be given a low-accuracy MKL function.
 for _function in (torch.exp, torch.exp2, torch.log, torch.tanh):
     _function(torch.ones(1))
     _function(torch.ones(1, dtype=torch.float64))
+
+
+Place = tuple[int, Tensor, slice]
+
+
+# ``map``, or something like it that keeps the order.
+Runner = Callable[
+    [Callable[[Place], tuple[Tensor, list["EmulatedRows"]]], Sequence[Place]],
+    Iterable[tuple[Tensor, list["EmulatedRows"]]],
+]
 
 
 class RecipeNotSupportedError(ValueError):
@@ -110,9 +123,20 @@ def emulate_head(recipe: Recipe, head: HeadLike, *, key_gradients: bool = True) 
     Raises RecipeNotSupportedError where the recipe is not complete.
     """
     check_supported(recipe)
-    sums: list[KeyGradients] = []
-    # The parts come in the order of the rows.
-    parts = [rows for _, (rows,) in _blocks([recipe], head, sums if key_gradients else None)]
+    parts: list[EmulatedRows] = []
+    sums: KeyGradients | None = None
+    operands, end = Operands(head), 0
+    rounder = Rounder(recipe, 0)
+    for start, rows, keys in _places([recipe], head):
+        block = Block(operands, rows, keys)
+        if sums is None and key_gradients and head.do is not None:
+            sums = KeyGradients(recipe, block)
+        elif sums is not None and start != end:
+            sums.end_query_block(Rounder(recipe, end))
+        end = start
+        parts += _run_block([recipe], block, [sums])[1]
+    if sums is not None:
+        sums.end_query_block(Rounder(recipe, end))
 
     def joined(tensors: list[Tensor], fmt: Format = "fp32") -> Tensor:
         return _stored(torch.cat(tensors), fmt)
@@ -125,24 +149,33 @@ def emulate_head(recipe: Recipe, head: HeadLike, *, key_gradients: bool = True) 
     if head.do is not None:
         result.delta = joined([p.delta for p in parts if p.delta is not None])
         result.dq = joined([p.dq for p in parts if p.dq is not None], recipe.dq)
-        if sums:
-            rounder = Rounder(recipe, 0)
-            result.dk = _stored(rounder("dq", sums[0].dk, step="dk"), recipe.dq)
-            result.dv = _stored(rounder("dq", sums[0].dv, step="dv"), recipe.dq)
+        if sums is not None:
+            result.dk = _stored(rounder("dq", sums.dk, step="dk"), recipe.dq)
+            result.dv = _stored(rounder("dq", sums.dv, step="dv"), recipe.dq)
     return result
 
 
-def emulate_blocks(recipes: Sequence[Recipe], head: HeadLike) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
+def emulate_blocks(
+    recipes: Sequence[Recipe], head: HeadLike, run: Runner = map
+) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
     """Run several recipes of one schedule side by side: (rows [R], one EmulatedRows a recipe), block by block.
 
-    Products of the inputs, and forwards that differ in backward sites only, are computed once. Raises ValueError
-    where the schedules' query blocks differ, RecipeNotSupportedError where a recipe is not complete.
+    Products of the inputs, scores, softmax and forwards that recipes share are computed once. ``run(work, blocks)``:
+    as ``map``, perhaps on several cores. Raises ValueError where the schedules' query blocks differ,
+    RecipeNotSupportedError where a recipe is not complete.
     """
     for recipe in recipes:
         check_supported(recipe)
     if len({recipe.schedule.query_block for recipe in recipes}) > 1:
         raise ValueError("recipes that are emulated side by side need one query_block")
-    yield from _blocks(recipes, head, None)
+    operands = Operands(head)
+    nothing = [None] * len(recipes)
+
+    def work(place: Place) -> tuple[Tensor, list[EmulatedRows]]:
+        _, rows, keys = place
+        return _run_block(recipes, Block(operands, rows, keys), nothing)
+
+    yield from run(work, list(_places(recipes, head)))
 
 
 def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
@@ -203,34 +236,33 @@ def _block_keys(head: HeadLike, number: int, size: int) -> slice:
     return head.visible_span(slice(number * size, min((number + 1) * size, len(head.q))))
 
 
-def _rows_at_once(head: HeadLike) -> int:
-    budget = _BLOCK_ELEMENTS["cuda" if head.q.is_cuda else "cpu"]
+def _rows_at_once(head: HeadLike, recipes: int = 1) -> int:
+    """Query rows worked on together: recipes side by side keep several [R, Tk] tensors each."""
+    budgets = _CUDA_ELEMENTS if head.q.is_cuda else _CPU_ELEMENTS
+    budget = next(elements for most, elements in budgets if recipes <= most)
     return max(_MIN_BLOCK_ROWS, budget // max(len(head.k), 1))
 
 
-def _blocks(
-    recipes: Sequence[Recipe], head: HeadLike, sums: list[KeyGradients] | None
-) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
-    """Every block's rows and results; ``sums`` is filled with one KeyGradients a recipe."""
+def _places(recipes: Sequence[Recipe], head: HeadLike) -> Iterator[Place]:
+    """(start of the query block, rows [R], keys that the query block sees) of every block, in the order of the rows."""
     size = recipes[0].schedule.query_block
-    chunk = _rows_at_once(head)
-    with torch.no_grad(), _plain_arithmetic(head):
-        operands = Operands(head)
-        for start in range(0, len(head.q), size):
-            stop = min(start + size, len(head.q))
-            keys = _block_keys(head, start // size, size)
-            for first in range(start, stop, chunk):
-                rows = torch.arange(first, min(first + chunk, stop), device=head.q.device)
-                block = Block(operands, rows, keys)
-                if sums is not None and head.do is not None and not sums:
-                    sums.extend(KeyGradients(recipe, block) for recipe in recipes)
-                forwards: dict[str, ForwardRows] = {}
-                yield (
-                    rows,
-                    [_rows_of(recipe, block, forwards, sums[i] if sums else None) for i, recipe in enumerate(recipes)],
-                )
-            for recipe, total in zip(recipes, sums or (), strict=False):
-                total.end_query_block(Rounder(recipe, start))
+    chunk = _rows_at_once(head, len(recipes))
+    for start in range(0, len(head.q), size):
+        stop = min(start + size, len(head.q))
+        keys = _block_keys(head, start // size, size)
+        for first in range(start, stop, chunk):
+            yield start, torch.arange(first, min(first + chunk, stop), device=head.q.device), keys
+
+
+def _run_block(
+    recipes: Sequence[Recipe], block: Block, gradients: Sequence[KeyGradients | None]
+) -> tuple[Tensor, list[EmulatedRows]]:
+    """All recipes on one block of rows."""
+    forwards: dict[str, ForwardRows] = {}
+    # Threads of a pool have grad mode and autocast of their own.
+    with torch.no_grad(), _plain_arithmetic(block.head):
+        results = [_rows_of(r, block, forwards, g) for r, g in zip(recipes, gradients, strict=True)]
+    return block.rows, results
 
 
 def _rows_of(

@@ -29,9 +29,9 @@ def attribution_renderables(found: Attribution) -> Iterator[RenderableType]:
         yield from _head(head)
     yield Rule(style="dim")
     yield Text(
-        "share: Shapley value of the squared error (shares add up to 1). alone: only this site rounds; repaired: only "
-        "this site is exact; sham: its errors with random signs. Each is a run of its own of the emulated recipe; "
-        f"what it shows of the captured kernel is as good as their agreement. {words.CAVEAT}\n"
+        "share: Shapley value of the squared error (shares add up to 1). alone: only this site rounds, besides fp32 "
+        "arithmetic; repaired: only this site is exact; sham: its errors with random signs. Each is a run of its own "
+        f"of the emulated recipe; what it shows of the captured kernel is as good as their agreement. {words.CAVEAT}\n"
         f"{found.backend}; {words.tool_line(found.tool)}",
         style="dim",
     )

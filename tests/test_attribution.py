@@ -13,6 +13,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from rich.cells import cell_len
 
 from attn_diag.attributing import attribute
 from attn_diag.attribution import Attribution, HeadAttribution
@@ -68,12 +69,12 @@ def test_shapley_is_the_mean_over_all_orders(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 5, 8])
-@pytest.mark.parametrize("last", [(), ("z",), ("y", "z")])
-def test_contributions_add_up(count: int, last: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("first", [(), ("z",), ("y", "z")])
+def test_contributions_add_up(count: int, first: tuple[str, ...]) -> None:
     game, players = RandomGame(count), [f"p{i}" for i in range(count)]
-    plan = Plan.make(players, last)
+    plan = Plan.make(players, first)
     found = plan.values({s: game[s] for s in plan.subsets})
-    total = game[frozenset([*players, *last])] - game[frozenset()]
+    total = game[frozenset([*players, *first])] - game[frozenset()]
     np.testing.assert_allclose(sum(phi for phi, _ in found.values()), total, rtol=0, atol=1e-10)
 
 
@@ -177,7 +178,7 @@ def two_level_head(seed: int) -> AttentionHead:
     x = torch.linspace(-1, 0, 10001, dtype=torch.float64)
     worst = float(x[(exp2_polynomial(x, 3) / torch.exp2(x) - 1).abs().argmax()])
     generator = torch.Generator().manual_seed(seed)
-    T, D = 256, 32
+    T, D = 192, 32
     q, k = torch.zeros(T, D), torch.zeros(T, D)
     # alpha q.k of the top key above the others, in units of ln 2: a whole number less the worst fraction.
     step = (5 - worst) * 0.6931471805599453 / D**-0.5
@@ -245,8 +246,8 @@ def test_an_ill_conditioned_head_is_explained_in_words(step731: HeadAttribution)
         assert said in words
     # 8 % -> 1.4 % with O exact (P_bar still cast), 1.2 % with P_bar uncast, 0.15 % with dS uncast.
     assert step731.totals["dq"].error == pytest.approx(0.0804, abs=5e-4)
-    assert list(left(step731)) == ["out", "probs", "dscores"]
-    assert list(left(step731).values()) == pytest.approx([0.0142, 0.0116, 0.0015], abs=3e-4)
+    assert list(left(step731))[:3] == ["out", "probs", "dscores"]
+    assert list(left(step731).values())[:3] == pytest.approx([0.0142, 0.0116, 0.0015], abs=3e-4)
     hot = step731.row_kinds["near_one_hot"]
     assert hot.error_share == pytest.approx(0.66, abs=0.01)
     assert hot.reference_share == pytest.approx(0.0083, abs=5e-4)
@@ -285,7 +286,7 @@ def test_json_round_trip_and_schema(captures: Path) -> None:
     assert Attribution.from_json(found.to_json()) == found
     jsonschema.validate(json.loads(found.to_json()), Attribution.json_schema())
     for width in (80, 120):
-        assert max(map(len, found.report(width).splitlines())) <= width
+        assert max(map(cell_len, found.report(width).splitlines())) <= width
 
 
 def test_bad_requests_are_named(captures: Path) -> None:

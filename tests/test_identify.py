@@ -75,11 +75,9 @@ def test_kernels_are_identified(key: str) -> None:
 
 # Their bits differ in 1 to 36 of 16,384 (T=256) or 32,768 elements: (those not excluded, who comes nearest).
 ALIKE = {
-    "kernels_pair_T512:flash": ({"fa2", "cudnn"}, {"fa2"}),
-    "kernels_pair_T512:flex": ({"fa2", "flex"}, {"fa2", "flex"}),
-    "pair_T256:efficient": ({"efficient", "cudnn", "fa2", "flex"}, {"efficient"}),
-    "pair_T256:flash": ({"efficient", "cudnn", "fa2", "flex"}, {"fa2", "cudnn"}),
-    "pair_T256:cudnn": ({"efficient", "cudnn", "fa2", "flex"}, {"cudnn"}),
+    "kernels_pair_T512:flash": ({"fa2", "cudnn"}, "fa2"),
+    # Two tiles: the diagonal first is the last first.
+    "pair_T256:flash": ({"fa2", "flex"}, "fa2"),
 }
 
 
@@ -88,9 +86,30 @@ def test_what_one_hot_rows_do_not_tell_apart_is_named_together(key: str) -> None
     result, (names, nearest) = found(key), ALIKE[key]
     assert result.outcome == "ambiguous"
     assert set(result.recipes) == names
-    assert result.recipes[0] in nearest
+    assert result.hardware[0].recipe == nearest
     assert 0 < result.contested < 64
     assert "does not tell them apart" in result.verdict
+
+
+# What the tensor core's own truncation tells apart: (the kernel, how many elements the next one misses).
+BY_HARDWARE = {"kernels_pair_T512:flex": ("flex", 4), "pair_T256:cudnn": ("cudnn", 2)}
+
+
+@pytest.mark.parametrize("key", BY_HARDWARE)
+def test_a_kernel_that_has_every_bit_with_the_hardware_sums_is_named(key: str) -> None:
+    result, (name, missed) = found(key), BY_HARDWARE[key]
+    assert (result.outcome, result.recipes) == ("identified", (name,))
+    assert result.hardware[0].missed == 0
+    assert result.hardware[1].missed == missed
+    assert "as a Hopper tensor core makes them it has every bit" in result.verdict
+
+
+def test_the_efficient_kernel_is_told_by_its_backward() -> None:
+    """Its dS multiplies the cast P: that reproduces dQ where no other preset does."""
+    result = found("pair_T256:efficient")
+    assert (result.outcome, result.recipes) == ("identified", ("efficient",))
+    assert result.backward[0].recipe == "efficient"
+    assert result.backward[0].agreement > 0.75 > 0.55 > result.backward[1].agreement
 
 
 def test_backward_decides_between_equal_forwards() -> None:
@@ -244,7 +263,7 @@ def test_report_keeps_within_its_width(width: int) -> None:
     text = found("pair_T256:efficient").report(width)
     assert max(map(len, text.splitlines())) <= width
     flat = " ".join(text.split())
-    for words in ("efficient comes nearest", "64-key tiles ascending", "McNemar", "256 of 256 query rows", "dQ: equal"):
+    for words in ("efficient reproduces", "64-key tiles ascending", "McNemar", "256 of 256 query rows", "dQ: equal"):
         assert words in flat, words
 
 
