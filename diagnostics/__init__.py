@@ -13,59 +13,64 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from attn_diag.addition import examine_addition
     from attn_diag.analysis import inspect, inspect_captures, repeated_maxima
-    from attn_diag.attributing import attribute
+    from attn_diag.attribution.attribute import attribute
+    from attn_diag.attribution.result import Attribution
     from attn_diag.capture import Capture
     from attn_diag.capture_job import Selection
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
-    from attn_diag.identification import Identification
-    from attn_diag.identify_job import identify_captures
-    from attn_diag.identifying import identify
+    from attn_diag.identification.identify import identify
+    from attn_diag.identification.many import identify_captures
+    from attn_diag.identification.result import Identification
     from attn_diag.kernels import Recipe, preset
     from attn_diag.kernels.attention import attention
     from attn_diag.kernels.dump import Dump
     from attn_diag.loading import load, load_example
-    from attn_diag.microscopy import microscope
-    from attn_diag.prediction import closed_form
-    from attn_diag.what_if import what_if
-    from attn_diag.what_if_result import WhatIf
+    from attn_diag.microscopy.addition import examine_addition
+    from attn_diag.microscopy.closed_form import closed_form
+    from attn_diag.microscopy.microscope import Microscope, microscope
+    from attn_diag.mitigation.result import WhatIf
+    from attn_diag.mitigation.what_if import what_if
 
 _HOME = {
     "AttnDiagError": "errors",
+    "Attribution": "attribution.result",
     "Capture": "capture",
     "Diagnosis": "diagnosis",
     "Dump": "kernels.dump",
-    "Identification": "identification",
+    "Identification": "identification.result",
     "InputError": "errors",
+    "Microscope": "microscopy.microscope",
     "Recipe": "kernels",
     "Selection": "capture_job",
-    "WhatIf": "what_if_result",
+    "WhatIf": "mitigation.result",
     "attention": "kernels.attention",
-    "attribute": "attributing",
-    "closed_form": "prediction",
-    "examine_addition": "addition",
-    "identify": "identifying",
-    "identify_captures": "identify_job",
+    "attribute": "attribution.attribute",
+    "closed_form": "microscopy.closed_form",
+    "examine_addition": "microscopy.addition",
+    "identify": "identification.identify",
+    "identify_captures": "identification.many",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
     "load": "loading",
     "load_example": "loading",
-    "microscope": "microscopy",
+    "microscope": "microscopy.microscope",
     "preset": "kernels",
     "repeated_maxima": "analysis",
-    "what_if": "what_if",
+    "what_if": "mitigation.what_if",
 }
 
 __all__ = [
     "AttnDiagError",
+    "Attribution",
     "Capture",
     "Diagnosis",
     "Dump",
     "Identification",
     "InputError",
+    "Microscope",
     "Recipe",
     "Selection",
     "WhatIf",

@@ -10,8 +10,8 @@ import torch
 from attn_diag.capture import Capture
 from attn_diag.engines import DEFAULT_RECIPE, require_known, select_recipes
 from attn_diag.errors import InputError
+from attn_diag.identification.recognise import recognise
 from attn_diag.kernels import Recipe
-from attn_diag.recognise import recognise
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from attn_diag.diagnosis import (
 from attn_diag.engines import Engine, engine_backend, run_recipe, select_recipes
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
+from attn_diag.identification.recognise import Recognised, recognise
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.parallel import map_in_order
@@ -32,7 +33,6 @@ from attn_diag.pooling import Entry, dw_q_sums, pool, unclustered
 from attn_diag.projection import projection_input, projection_note
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.ranges import Ranges
-from attn_diag.recognise import Recognised, recognise
 from attn_diag.reference import HeadReference, format_of, ulp
 
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.

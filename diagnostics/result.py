@@ -55,5 +55,5 @@ class Result:
 
 
 @cache
-def _adapter(cls: type) -> TypeAdapter[Any]:
+def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,19 +138,16 @@ def measure_variants(
             dw_q = part if dw_q is None else dw_q.add_(part)
         if advance is not None:
             advance(len(rows))
-    by_recipe: Sequence[Tensor | None] = [None] * len(sums) if dw_q is None else dw_q.split(truth.head.q.shape[1])
+    by_recipe: Sequence[Tensor | None] = (
+        [None] * len(sums) if dw_q is None else torch.split(dw_q, truth.head.q.shape[1])
+    )
     return [total.errors(part) for total, part in zip(sums, by_recipe, strict=True)]
 
 
 def exact_recipe(recipe: Recipe) -> Recipe:
     """The same algorithm and schedule in float64, nothing rounded."""
-    return replace(
-        recipe,
-        **dict.fromkeys([name for name in FORMATS if name != "input"], "fp32"),
-        arithmetic="fp64",
-        accumulation="exact",
-        exp="exact",
-    )
+    unrounded: dict[str, Any] = dict.fromkeys([name for name in FORMATS if name != "input"], "fp32")
+    return replace(recipe, **unrounded, arithmetic="fp64", accumulation="exact", exp="exact")
 
 
 class _Sums:

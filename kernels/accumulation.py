@@ -40,7 +40,7 @@ def tensor_core_matmul(a: Tensor, b: Tensor, accumulator: Tensor | None = None) 
     total = a.new_zeros(len(a), b.shape[1]) if accumulator is None else accumulator.double()
     rows = max(1, _CHUNK // (_BLOCK * max(b.shape[1], 1)))
     parts = []
-    for part, start in zip(a.split(rows), total.split(rows), strict=True):
+    for part, start in zip(torch.split(a, rows), torch.split(total, rows), strict=True):
         running = start
         for k in range(0, a.shape[1], _BLOCK):
             running = _add_block(part[:, k : k + _BLOCK], b[k : k + _BLOCK], running)

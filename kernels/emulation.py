@@ -188,7 +188,7 @@ def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
     size = recipe.schedule.query_block
     with _plain_arithmetic(head):
         operands = Operands(head)
-        for number in (rows // size).unique().tolist():
+        for number in torch.unique(rows // size).tolist():
             mine = (rows // size == number).nonzero()[:, 0]
             out[mine] = forward_rows(recipe, Block(operands, rows[mine], _block_keys(head, number, size))).out
     return _stored(out, recipe.out)

@@ -240,8 +240,11 @@ def _one_split(
             accumulator = _add_range(rounder, accumulator, rescale, product, keys.start)
         if trace is not None:
             scores = masked_scores(recipe, block, keys)
-            tensors = (t[0].double() for t in (scores, step.probs, cast))
-            trace.append(RangeTrace(split, keys, *tensors, float(maxima), float(rescale), float(row_sum)))
+            found = RangeTrace(
+                split=split, keys=keys, scores=scores[0].double(), probs=step.probs[0].double(),
+                cast_probs=cast[0].double(), row_max=float(maxima), rescale=float(rescale), row_sum=float(row_sum),
+            )  # fmt: skip
+            trace.append(found)
     # A row that saw no key; one whose l underflowed divides by zero, as the real kernel does.
     numerator = rounder("out", accumulator, step="numerator") if recipe.division == "after-last-cast" else accumulator
     out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, numerator * (1 / row_sum))

@@ -49,7 +49,7 @@ class NumberFormat:
     @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal number."""
-        return 2 - 2 ** (self.exponent_bits - 1)
+        return 2 - (1 << (self.exponent_bits - 1))
 
     @property
     def largest(self) -> float:

@@ -15,7 +15,7 @@ from attn_diag.reports import words
 
 if TYPE_CHECKING:
     from attn_diag.diagnosis import BiasEstimate
-    from attn_diag.what_if_result import Candidate, WhatIf
+    from attn_diag.mitigation.result import Candidate, WhatIf
 
 _WIDE = 110
 _STYLES = {"baseline": "bold", "mitigation": "", "mix": "yellow", "other recipe": "cyan"}

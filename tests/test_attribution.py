@@ -15,8 +15,11 @@ import pytest
 import torch
 from rich.cells import cell_len
 
-from attn_diag.attributing import attribute
-from attn_diag.attribution import Attribution, HeadAttribution
+from attn_diag.attribution.attribute import attribute
+from attn_diag.attribution.result import Attribution, HeadAttribution
+from attn_diag.attribution.shapley import Array, Plan, Subset
+from attn_diag.attribution.site_shares import attribute_sites
+from attn_diag.attribution.sites import rounding_sites, with_low, with_mode
 from attn_diag.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs
@@ -25,9 +28,6 @@ from attn_diag.kernels.exponential import exp2_polynomial
 from attn_diag.kernels.formats import Mode
 from attn_diag.loading import load
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head
-from attn_diag.shapley import Array, Plan, Subset
-from attn_diag.site_shares import attribute_sites
-from attn_diag.sites import rounding_sites, with_low, with_mode
 from attn_diag.variants import exact_recipe, head_truth, measure_variants
 
 SEEDS = range(20)
@@ -130,6 +130,7 @@ def test_every_subset_is_a_run_of_its_own() -> None:
     for subset, shared in zip(plan.subsets, together, strict=True):
         alone = emulate_head(with_low(recipe, sites, subset), head)
         assert alone.dq is not None
+        assert truth.reference.dq is not None
         error = (alone.dq.double() - truth.reference.dq).square().sum()
         assert shared.dq_square is not None
         # float64 arithmetic shares (P o dP) K and P K between runs: equal to its precision.
@@ -160,8 +161,9 @@ def assert_named(head: AttentionHead, recipe: Recipe, planted: str, dtype: torch
     truth = head_truth(inputs_of(head, dtype))
     found = attribute_sites(truth, recipe)
     sites = {s.site: s.effects["o"] for s in found.sites}
-    assert sites[planted].bias_alone is not None
-    assert 0.02 <= abs(sites[planted].bias_alone) <= 0.05
+    alone = sites[planted].bias_alone
+    assert alone is not None
+    assert 0.02 <= abs(alone) <= 0.05
     assert sites["out"].alone > 5 * sites[planted].alone
     assert found.biased == {"o": planted}
 
@@ -186,7 +188,8 @@ def two_level_head(seed: int) -> AttentionHead:
     k[torch.arange(D), torch.arange(D)] = step
     v = torch.randn(T, D, generator=generator)
     v[:D] = 8 + v[:D]
-    return AttentionHead(*(t.half().double() for t in (q, k, v)), None, D**-0.5)
+    q, k, v = (t.half().double() for t in (q, k, v))
+    return AttentionHead(q, k, v, None, D**-0.5)
 
 
 def test_a_polynomial_exponential_is_named_beside_a_louder_decoy() -> None:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag import Identification, search
-from attn_diag.agreement import Match, choose_rows
-from attn_diag.candidates import describe_schedule, known_name, schedules
 from attn_diag.cli import main
 from attn_diag.heads import NonFiniteCensus, read_head
-from attn_diag.identification import Identifications
+from attn_diag.identification.agreement import Match, choose_rows
+from attn_diag.identification.candidates import describe_schedule, known_name, schedules
+from attn_diag.identification.recognise import recognise
+from attn_diag.identification.result import Identifications
 from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
-from attn_diag.recognise import recognise
 
 CAPTURES = Path(__file__).parent / "captures"
 CPU = torch.device("cpu")

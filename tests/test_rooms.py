@@ -27,24 +27,24 @@ ALLOWED = {
     "reports": (
         "attn_diag.reports",
         "attn_diag.diagnosis",
-        "attn_diag.addition",
-        "attn_diag.attribution",
-        "attn_diag.identification",
-        "attn_diag.microscopy",
-        "attn_diag.prediction",
-        "attn_diag.walk",
-        "attn_diag.what_if_result",
+        "attn_diag.microscopy.addition",
+        "attn_diag.attribution.result",
+        "attn_diag.identification.result",
+        "attn_diag.microscopy.microscope",
+        "attn_diag.microscopy.closed_form",
+        "attn_diag.microscopy.walk",
+        "attn_diag.mitigation.result",
     ),
 }
 # Of diagnostics, only the faces know the reports.
 FACES = {
-    "attribution.py",
+    "attribution/result.py",
     "cli/inspect.py",
     "diagnosis.py",
-    "identification.py",
-    "microscopy.py",
-    "prediction.py",
-    "what_if_result.py",
+    "identification/result.py",
+    "microscopy/closed_form.py",
+    "microscopy/microscope.py",
+    "mitigation/result.py",
 }
 
 

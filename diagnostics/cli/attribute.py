@@ -30,7 +30,7 @@ def attribute(
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Say which rounding site makes the errors of O, delta, dQ and dW_Q, head by head."""
-    from attn_diag.attributing import attribute as take_apart
+    from attn_diag.attribution.attribute import attribute as take_apart
     from attn_diag.capture_job import Selection
 
     common.require_apart([t for t in (common.json_target(json),) if t is not None], paths or [])

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_diag import search
-from attn_diag.agreement import spread_rows
 from attn_diag.capture import Capture
+from attn_diag.identification import search
+from attn_diag.identification.agreement import spread_rows
 from attn_diag.kernels import Recipe
 
 # Rows that are compared: as many as have so many scores together, and at least so many.

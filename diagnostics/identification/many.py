@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from attn_diag.capture import Capture
 from attn_diag.capture_job import Selection, select_heads, select_observations
 from attn_diag.errors import InputError
-from attn_diag.identification import Identification, Identifications
-from attn_diag.identifying import identify
+from attn_diag.identification.identify import identify
+from attn_diag.identification.result import Identification, Identifications
 
 if TYPE_CHECKING:
     from attn_diag.analysis import Progress

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions
-from attn_diag.attribution import Attribution, HeadAttribution, RowKind
-from attn_diag.attribution_words import reasons
+from attn_diag.attribution.result import Attribution, HeadAttribution, RowKind
+from attn_diag.attribution.site_shares import SiteTable, attribute_sites
+from attn_diag.attribution.words import reasons
 from attn_diag.baseline import Baseline, find_baseline, observation_with_o
 from attn_diag.capture import Capture
 from attn_diag.capture_job import Selection, select_heads
@@ -23,7 +24,6 @@ from attn_diag.projection import projection_input, projection_note
 from attn_diag.provenance import backend_name, describe_tool, pick_device
 from attn_diag.reference import RowBlock
 from attn_diag.row_maxima import RowMaximaCollector, swamped_elements
-from attn_diag.site_shares import SiteTable, attribute_sites
 from attn_diag.variants import head_truth
 
 if TYPE_CHECKING:

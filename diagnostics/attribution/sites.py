@@ -85,7 +85,7 @@ def with_low(recipe: Recipe, sites: Collection[Site], low: Collection[str]) -> R
 
 def with_mode(recipe: Recipe, sites: Collection[Site], mode: Mode, seed: int = 0) -> Recipe:
     """The recipe with these sites' roundings in another mode; sites without a format stay."""
-    changes = {site.name: f"{base(site.format)}:{mode}" for site in sites if site.format is not None}
+    changes: dict[str, Any] = {site.name: f"{base(site.format)}:{mode}" for site in sites if site.format is not None}
     return replace(recipe, seed=seed, **changes)
 
 

@@ -19,19 +19,29 @@ from attn_diag.baseline import find_baseline, observation_with_o
 from attn_diag.bias import MIN_EFFECTIVE, SignedErrors, adjust, estimate_bias
 from attn_diag.capture import Capture
 from attn_diag.diagnosis import BiasEstimate
-from attn_diag.equivalence import exact_twin, float64_bounds, judge, rule_difference
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import Recipe
-from attn_diag.mitigations import BETAS, PRODUCTS, SEEDS, Plan, Price, changed_fields, content, plans, stabilised_rule
+from attn_diag.mitigation.equivalence import exact_twin, float64_bounds, judge, rule_difference
+from attn_diag.mitigation.mitigations import (
+    BETAS,
+    PRODUCTS,
+    SEEDS,
+    Plan,
+    Price,
+    changed_fields,
+    content,
+    plans,
+    stabilised_rule,
+)
+from attn_diag.mitigation.result import Candidate, Cost, Equivalence, Errors, StabilisedLimits, WhatIf
+from attn_diag.mitigation.stabilised import RepeatedMaxima, beta_limits, repeated_maxima_as_run
+from attn_diag.mitigation.words import summarise
 from attn_diag.parallel import map_in_order
 from attn_diag.projection import projection_input, projection_note
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import round_nearest_even, ulp
-from attn_diag.stabilised import RepeatedMaxima, beta_limits, repeated_maxima_as_run
 from attn_diag.variants import HeadTruth, VariantErrors, head_truth, measure_variants
-from attn_diag.what_if_result import Candidate, Cost, Equivalence, Errors, StabilisedLimits, WhatIf
-from attn_diag.what_if_words import summarise
 
 Progress = Callable[[int, int], None]
 

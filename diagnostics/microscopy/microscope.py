@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.addition import Addition, examine_addition
 from attn_diag.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe, emulate_rows, trace_row
 from attn_diag.kernels.formats import parse, round_to
-from attn_diag.prediction import Class, ClosedFormTotals, explain, predict_block
+from attn_diag.microscopy.addition import Addition, examine_addition
+from attn_diag.microscopy.closed_form import Class, ClosedFormTotals, explain, predict_block
+from attn_diag.microscopy.subject import Subject, subject_of
+from attn_diag.microscopy.walk import Array, Parts, Site, Walk, exponent_factor, site_format, walk_element
 from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.result import Result
-from attn_diag.subject import Subject, subject_of
-from attn_diag.walk import Array, Parts, Site, Walk, exponent_factor, site_format, walk_element
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

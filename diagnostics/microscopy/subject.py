@@ -13,9 +13,9 @@ from attn_diag.engines import DEFAULT_RECIPE, require_known
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import Recipe, emulate_head
+from attn_diag.microscopy.walk import require_walkable, site_format
 from attn_diag.provenance import pick_device
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
-from attn_diag.walk import require_walkable, site_format
 
 
 @dataclass(frozen=True)

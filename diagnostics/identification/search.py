@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attn_diag.agreement import Match
-from attn_diag.candidates import families, known_name, known_recipes, schedules, variants
 from attn_diag.capture import Capture
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_head
+from attn_diag.identification.agreement import Match
+from attn_diag.identification.candidates import families, known_name, known_recipes, schedules, variants
 from attn_diag.kernels import Recipe, emulate_rows
 from attn_diag.kernels.formats import Format
 from attn_diag.parallel import map_in_order

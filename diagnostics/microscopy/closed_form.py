@@ -29,10 +29,10 @@ from torch import Tensor
 from attn_diag.capture import Capture
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import Format, Mode, Rounding, parse, round_to
+from attn_diag.microscopy.subject import Subject, subject_of
+from attn_diag.microscopy.walk import rounds_numerator
 from attn_diag.reference import AttentionHead, RowBlock, row_blocks
 from attn_diag.result import Result
-from attn_diag.subject import Subject, subject_of
-from attn_diag.walk import rounds_numerator
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

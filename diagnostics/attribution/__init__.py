@@ -1,0 +1,1 @@
+"""Which rounding site makes the errors: ``attn-diag attribute``."""

@@ -1,0 +1,1 @@
+"""Which recipe and schedule made an observation: ``attn-diag identify``."""

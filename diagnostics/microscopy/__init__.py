@@ -1,0 +1,1 @@
+"""One element of O, rounding by rounding, and the closed form of its error: ``attn-diag microscope``."""

@@ -1,0 +1,1 @@
+"""What would remove the errors: ``attn-diag what-if``."""
