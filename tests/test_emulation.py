@@ -87,7 +87,7 @@ def test_error_is_of_the_order_of_the_format(name: str, fmt: str, softcap: float
     """Every recipe computes attention: within a few roundings of 2^-9 (BF16) or 2^-12 (FP16) in norm."""
     dtype, unit = (torch.bfloat16, 2.0**-9) if fmt == "bf16" else (torch.float16, 2.0**-12)
     head = make_head(dtype, softcap)
-    recipe = preset(name, fmt)  # type: ignore[arg-type]
+    recipe = preset(name, fmt)
     got, truth = emulate_head(recipe, head), reference_head(head)
     coarse = 8 if recipe.scores != "fp32" else 1
     for output in ("o", "dq", "dk", "dv"):
