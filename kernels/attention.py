@@ -41,6 +41,7 @@ def check_kernels_support(recipe: Recipe) -> None:
         "accumulation": ("fp32-nearest", "nvidia-tensor-core"),
         "division": ("before-last-cast",),
         "probs_scale": (1.0,),
+        "arithmetic": ("fp32",),
     }
     wrong = [f"{site}={getattr(recipe, site)}" for site, values in known.items() if getattr(recipe, site) not in values]
     tile, split = recipe.schedule.key_tile, recipe.schedule.split_keys
