@@ -88,7 +88,7 @@ class TestProbes:
 
     @pytest.mark.parametrize(("k", "median"), [(256, -5), (1024, -28), (4096, -190)])
     def test_positive_data_is_summed_too_low(self, k: int, median: int) -> None:
-        """Uniform on [0, 1), errors in units of 2**-24: all negative. 15 %: the measured medians are of another sample."""
+        """Uniform on [0, 1): all errors negative, in 2**-24. 15 %: the measured medians are of another sample."""
         generator = torch.Generator().manual_seed(0)
         a, b = (torch.rand(64, k, generator=generator).bfloat16().double() for _ in range(2))
         exact = a @ b.T
