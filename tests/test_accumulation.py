@@ -107,7 +107,7 @@ class TestOracle:
         lambda m, e, s: s * m * 2.0**e, st.integers(128, 255), st.integers(-20, -8), st.sampled_from([-1, 1])
     )
 
-    @settings(max_examples=300, derandomize=True, deadline=None)
+    @settings(max_examples=150, derandomize=True, deadline=None)
     @given(data=st.data())
     def test_any_operands(self, data: st.DataObject) -> None:
         value = data.draw(st.sampled_from([self.operand, self.close, self.close | st.just(0.0)]))
@@ -187,7 +187,10 @@ class TestExact:
         """With products of 16 bits, spread over less than float64's 53, the float64 sum is exact."""
         a, b = bf16(6, 50, seed=8, spread=spread), bf16(50, 5, seed=9, spread=spread)
         exact = [
-            [sum(Fraction(x) * Fraction(y) for x, y in zip(row, column, strict=True)) for column in b.T.tolist()]
+            [
+                sum((Fraction(x) * Fraction(y) for x, y in zip(row, column, strict=True)), Fraction(0))
+                for column in b.T.tolist()
+            ]
             for row in a.tolist()
         ]
         got = matmul(a.float(), b.float(), "exact")

@@ -84,6 +84,10 @@ def some_masks(rows: int, keys: int) -> dict[str, Masking]:
     }
 
 
+def with_sites(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+    return replace(recipe, **changes)
+
+
 def unlike(got: EmulatedHead, head: AttentionHead) -> dict[str, float]:
     """The largest error of every output, relative to the output's own largest value (absolute where that is 0)."""
     truth = reference_head(head)
@@ -158,7 +162,7 @@ class TestExactRecipe:
             recipe = replace(recipe, exp="exact")  # the other exponentials do not form S - m
         if site == "row_max":
             recipe = replace(recipe, row_sum="bf16")  # a rounded maximum alone changes nothing in exact arithmetic
-        plain, got = (emulate_head(r, make_head()) for r in (recipe, replace(recipe, **{site: "bf16"})))
+        plain, got = (emulate_head(r, make_head()) for r in (recipe, with_sites(recipe, {site: "bf16"})))
         moved = {n for n in OUTPUTS if not torch.equal(getattr(plain, n).double(), getattr(got, n).double())}
         after = {
             "delta_products": {"delta", "dq", "dk"},
@@ -298,7 +302,7 @@ class TestCasts:
         head = AttentionHead(ones[:1], ones, v, None, 1.0)
         before, after = (
             trace_row(replace(preset("fa2"), division=d), head, 0) for d in ("before-last-cast", "after-last-cast")
-        )  # type: ignore[arg-type]
+        )
         assert (float(before.unrounded), float(before.out)) == (1 + 2.0**-8, 1.0)
         assert float(after.unrounded) == 1.0
         v[1] = 1 + 3 * 2.0**-7  # 2 + 3/128 lies between 2 + 2/128 and 2 + 4/128, a tie
@@ -547,9 +551,12 @@ class TestGradientAccumulator:
         recipe = replace(preset("qiu2025"), arithmetic="fp64", accumulation="exact")
         ends: list[Rounder] = []
         end_query_block: Callable[[KeyGradients, Rounder], None] = KeyGradients.end_query_block
-        monkeypatch.setattr(
-            KeyGradients, "end_query_block", lambda self, r: (ends.append(r), end_query_block(self, r))[1]
-        )
+
+        def counted(gradients: KeyGradients, rounder: Rounder) -> None:
+            ends.append(rounder)
+            end_query_block(gradients, rounder)
+
+        monkeypatch.setattr(KeyGradients, "end_query_block", counted)
         whole = emulate_head(recipe, head)
         monkeypatch.setattr(emulation, "_BLOCK_ELEMENTS", {"cpu": 1})
         parts = emulate_head(recipe, head)
@@ -569,7 +576,7 @@ class TestRecipes:
         base = preset("fa2")
         assert replace(base, name="x", dq="fp32", delta_from="dp", dprobs="bf16").forward_json == base.forward_json
         for change in ({"seed": 1}, {"probs_scale": 2.0}, {"exp_degree": 3}, {"out": "fp16"}, {"arithmetic": "fp64"}):
-            assert replace(base, **change).forward_json != base.forward_json  # type: ignore[arg-type]
+            assert replace(base, **change).forward_json != base.forward_json
 
     def test_for_input_keeps_modes_and_other_formats(self) -> None:
         recipe = replace(preset("fa2"), scores="bf16:toward-zero", out="bf16:stochastic", probs="e4m3", row_max="e8m11")
@@ -586,7 +593,7 @@ class TestRecipes:
     @pytest.mark.parametrize("site", FORMATS)
     def test_an_unknown_format_names_its_site(self, site: str) -> None:
         with pytest.raises(ValueError, match=f"^{site}: a format is one of bf16.*'bf8'"):
-            replace(preset("fa2"), **{site: "bf8"})
+            with_sites(preset("fa2"), {site: "bf8"})
 
     def test_random_recipes_are_reproducible(self) -> None:
         head = make_head()

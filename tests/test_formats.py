@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
 
@@ -45,7 +46,12 @@ def oracle(x: float, fmt: NumberFormat, mode: Mode) -> float:
         return x
     quantum = spacing(x, fmt)
     steps = Fraction(x) / quantum
-    rounders = {Mode.NEAREST_EVEN: round, Mode.TOWARD_ZERO: math.trunc, Mode.UP: math.ceil, Mode.DOWN: math.floor}
+    rounders: dict[Mode, Callable[[Fraction], int]] = {
+        Mode.NEAREST_EVEN: round,
+        Mode.TOWARD_ZERO: math.trunc,
+        Mode.UP: math.ceil,
+        Mode.DOWN: math.floor,
+    }
     value = rounders[mode](steps) * quantum
     if abs(value) > Fraction(fmt.largest):
         inward = {Mode.NEAREST_EVEN: False, Mode.TOWARD_ZERO: True, Mode.UP: x < 0, Mode.DOWN: x > 0}[mode]
@@ -141,7 +147,7 @@ class TestNearestEven:
         assert bits_equal(round_to(values, parse(name)).double(), round_to(values.double(), parse(name)))
 
     @by_name
-    @settings(max_examples=60, derandomize=True, deadline=None)
+    @settings(max_examples=40, derandomize=True, deadline=None)
     @given(data=st.data())
     def test_float64_agrees_with_the_reference(self, name: str, data: st.DataObject) -> None:
         """Two implementations that share no code. (The reference saturates infinities too.)"""
@@ -163,7 +169,7 @@ class TestNearestEven:
 
 class TestDirected:
     @by_name
-    @settings(max_examples=60, derandomize=True, deadline=None)
+    @settings(max_examples=40, derandomize=True, deadline=None)
     @given(data=st.data())
     def test_float64_agrees_with_exact_arithmetic(self, name: str, data: st.DataObject) -> None:
         fmt = number_format(name)
@@ -176,13 +182,13 @@ class TestDirected:
     @by_mode
     @by_name
     def test_fp32_and_float64_inputs_agree(self, name: str, mode: Mode) -> None:
-        values = torch.from_numpy(hard_fp32()[::11].copy())
+        values = torch.from_numpy(hard_fp32()[::23].copy())
         rounding = parse(f"{name}:{mode}")
         assert bits_equal(round_to(values, rounding).double(), round_to(values.double(), rounding))
 
     @by_name
     def test_modes_enclose_the_value(self, name: str) -> None:
-        x = torch.from_numpy(hard_fp32()[::5].copy()).double()
+        x = torch.from_numpy(hard_fp32()[::11].copy()).double()
         x = x[x.isfinite()]
         down, up, zero, nearest = (
             round_to(x, parse(f"{name}:{m}")) for m in ("down", "up", "toward-zero", "nearest-even")
@@ -197,7 +203,7 @@ class TestDirected:
     @by_mode
     @by_name
     def test_numbers_of_the_format_stay(self, name: str, mode: Mode) -> None:
-        once = round_to(torch.from_numpy(hard_fp32()[::11].copy()), parse(f"{name}:{mode}"))
+        once = round_to(torch.from_numpy(hard_fp32()[::23].copy()), parse(f"{name}:{mode}"))
         assert bits_equal(round_to(once, parse(f"{name}:{mode}")), once)
 
     def test_guard_double_rounding_would_be_seen(self) -> None:
@@ -275,7 +281,7 @@ class TestDrawn:
         values = torch.full((self.COUNT,), x, dtype=torch.float64)
         got = round_to(values, parse(f"{name}:stochastic"), seed=3)
         low, high = oracle(x, fmt, Mode.DOWN), oracle(x, fmt, Mode.UP)
-        assert set(got.unique().tolist()) <= {low, high}
+        assert set(got.tolist()) <= {low, high}
         fraction = (x - low) / (high - low)
         # Binomial, five standard errors: one false alarm in two million.
         error = (high - low) * math.sqrt(fraction * (1 - fraction) / self.COUNT)
