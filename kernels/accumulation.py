@@ -13,6 +13,8 @@ _FRACTION_BITS = 25
 # Elements of a block's products held at a time.
 _CHUNK = 2**21
 _EXPONENT_FIELD = 0x7FF << 52  # of a float64
+# Below the quantum of any product of fp32 numbers, 2**(-149 - 149 - 25); its reciprocal is finite.
+_LEAST_QUANTUM = 2.0**-400
 
 
 def matmul(a: Tensor, b: Tensor, model: str, accumulator: Tensor | None = None) -> Tensor:
@@ -53,8 +55,7 @@ def _add_block(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
     scale_a, scale_b = _power_of_two(a), _power_of_two(b)
     largest = torch.amax(scale_a[:, :, None] * scale_b[None], 1)
     largest = torch.maximum(largest, _power_of_two(total))
-    quantum = largest * 2.0**-_FRACTION_BITS
-    quantum = torch.where(quantum == 0, 1.0, quantum)  # all terms are zero
+    quantum = (largest * 2.0**-_FRACTION_BITS).clamp_(min=_LEAST_QUANTUM)
     inverse = quantum.reciprocal()
     aligned = (a[:, :, None] * b[None] * inverse[:, None]).trunc_().sum(1)
     aligned += (total * inverse).trunc_()

@@ -22,6 +22,7 @@ from attn_diag.kernels.emulation_forward import (
     masked_scores,
     working_dtype,
 )
+from attn_diag.kernels.formats import rounds_monotonically
 from attn_diag.kernels.recipe import Recipe
 
 
@@ -65,8 +66,9 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
     if recipe.delta_from != "dp":
         out = forward.out if recipe.delta_from == "rounded-o" else forward.unrounded
         delta = rounder("delta", rounder("delta_products", do * out).sum(1))
-    whole = recipe.gradient_accumulator == "fp32"
-    # Without roundings between them the ranges need not be told apart.
+    # Without roundings between them the ranges need not be told apart, unless random scores are to be drawn again.
+    redrawn = recipe.backward_scores == "as-forward" and not rounds_monotonically(recipe.scores)
+    whole = recipe.gradient_accumulator == "fp32" and not redrawn
     ranges = [block.keys] if whole else [keys for split in recipe.schedule.ranges(block.keys) for keys in split]
     if delta is None:
         delta = torch.zeros_like(forward.lse)
@@ -74,7 +76,7 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
             delta += (_probs(recipe, block, forward, keys) * _dprobs(recipe, block, keys, rounder)).sum(1)
         delta = rounder("delta", delta)
     scale = block.head.scale
-    if gradients is None and _is_linear(recipe, block):
+    if gradients is None and not redrawn and _is_linear(recipe, block):
         product, direction = _linear_parts(recipe, block, forward)
         return BackwardRows(delta, rounder("dq", (product - delta[:, None] * direction) * scale, step="dq"))
     dq = torch.zeros_like(q)

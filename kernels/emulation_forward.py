@@ -275,7 +275,9 @@ def _next_maximum(recipe: Recipe, maxima: Tensor, scores: Tensor) -> Tensor:
     rule = recipe.softmax
     if rule.kind == "stabilised":
         assert rule.beta is not None
-        repeated = (scores >= top - rule.epsilon).sum(1, keepdim=True) > 1
+        # Keys that are all masked have no maximum that could be repeated; so it does not matter which masked ranges a
+        # kernel visits. (The published code masks with the most negative number, and there m would become 0.)
+        repeated = ((scores >= top - rule.epsilon).sum(1, keepdim=True) > 1) & (top > -torch.inf)
         top = torch.where(repeated, torch.where(top > 0, rule.beta * top, top.clamp(min=0.0)), top)
     new = torch.maximum(maxima, top)
     if rule.kind == "stale":

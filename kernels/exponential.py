@@ -32,18 +32,32 @@ def _coefficients(degree: int) -> tuple[float, ...]:
         return _PUBLISHED[degree]
     if not 1 <= degree <= MAX_DEGREE:
         raise ValueError(f"exp_degree must lie between 1 and {MAX_DEGREE}, got {degree}")
-    import numpy as np
-    from scipy.optimize import linprog
+    return (1.0, *_remez(degree))
 
-    x = np.linspace(0.0, 1.0, 2001)
+
+def _remez(degree: int) -> list[float]:
+    """Coefficients from the first power on, by Remez' exchange: the relative error's ``degree`` + 1 extrema are equal.
+
+    (A linear program's solver stops at 1e-7, which is the error of degree 5.)
+    """
+    import numpy as np
+
+    x = np.linspace(0.0, 1.0, 4001)[1:]  # at 0 the error is 0
     weighted = np.stack([x**i * np.exp2(-x) for i in range(1, degree + 1)], 1)
-    limit = np.ones((len(x), 1))
-    # Smallest e with |p(x) / 2**x - 1| <= e at every x.
-    sides = np.block([[weighted, -limit], [-weighted, -limit]])
     offset = 1.0 - np.exp2(-x)
-    bounds = [(None, None)] * degree + [(0.0, None)]
-    found = linprog([0.0] * degree + [1.0], sides, np.concatenate([offset, -offset]), bounds=bounds, method="highs-ds")
-    return (1.0, *map(float, found.x[:degree]))
+    signs = (-1.0) ** np.arange(degree + 1)
+    # Chebyshev's extrema, on (0, 1].
+    at = np.rint((1 - np.cos(np.pi * (np.arange(degree + 1) + 0.5) / (degree + 0.5))) / 2 * (len(x) - 1)).astype(int)
+    coefficients = np.zeros(degree)
+    for _ in range(20):
+        coefficients = np.linalg.solve(np.column_stack([weighted[at], signs]), offset[at])[:degree]
+        error = weighted @ coefficients - offset
+        runs = np.split(np.arange(len(x)), np.flatnonzero(np.diff(np.sign(error))) + 1)
+        peaks = np.array([run[np.abs(error[run]).argmax()] for run in runs])
+        if len(peaks) != degree + 1 or (peaks == at).all():
+            break
+        at = peaks
+    return [float(c) for c in coefficients]
 
 
 def exponential(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:

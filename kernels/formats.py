@@ -119,10 +119,10 @@ def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
 
     Nearest-even and directed roundings are correct for every input (float64 ones too: no step through fp32), with
     subnormals and signed zeros; what rounds past the largest number becomes infinite (toward zero, and down or up
-    away from the infinity: the largest), or the largest where the format is finite. NaN stays NaN. ``seed`` starts
-    the random modes.
+    away from the infinity: the largest), or the largest where the format is finite. NaN stays NaN, and an infinity
+    stays one, even in a format without: -inf marks what is masked. ``seed`` starts the random modes.
     """
-    if rounding is None:
+    if rounding is None or x.numel() == 0:
         return x
     native = _NATIVE.get(rounding.format)
     if native is not None and rounding.mode is Mode.NEAREST_EVEN and x.dtype == torch.float32:

@@ -30,7 +30,9 @@ class Schedule:
 
     def ranges(self, keys: slice) -> Iterator[list[slice]]:
         """For visible keys [start, stop): one ordered list of key ranges for every split; tiles start at multiples."""
-        split = self.split_keys or max(keys.stop, 1)
+        if keys.start == keys.stop:
+            return
+        split = self.split_keys or keys.stop
         for begin in range(keys.start - keys.start % split, keys.stop, split):
             start, stop = max(begin, keys.start), min(begin + split, keys.stop)
             first = start - start % self.key_tile

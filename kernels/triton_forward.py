@@ -72,6 +72,7 @@ def rescaling(m, m_new, factor, R: tl.constexpr):
 def next_maximum(m, top, repeated, R: tl.constexpr):
     """What is subtracted next, [M]: from the old ``m``, and the new keys' maximum ``top``, ``repeated`` or not."""
     if R.softmax.kind == "stabilised":
+        repeated = repeated & (top > float("-inf"))  # keys that are all masked have no maximum
         top = tl.where(repeated, tl.where(top > 0, R.softmax.beta * top, tl.where(top < 0, 0.0, top)), top)
     m_new = tl.maximum(m, top)
     if R.softmax.kind == "stale":

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attn_diag.kernels import PRESETS, Recipe, Schedule, SoftmaxRule, emulate_head, preset
-from attn_diag.kernels.attention import attention
+from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, Schedule, SoftmaxRule, emulate_head, preset
+from attn_diag.kernels.attention import attention, check_kernels_support
 from attn_diag.kernels.backend import DTYPES
 from attn_diag.kernels.dump import Dump
 from attn_diag.kernels.geometry import Visibility, forward_geometry
@@ -336,3 +336,31 @@ def test_reproduces_real_kernels(file: str, observation: str, captures: Path, de
     causal = capture.metadata.causal
     out = attention(q, k, v, recipe=REAL[file, observation], causal=causal, scale=capture.scale)
     assert (out.cpu() == real).float().mean() >= 0.995
+
+
+@pytest.mark.parametrize("recipe", ["qiu2025-stabilised", "qiu2025-stabilised-unclamped", "cudnn"])
+def test_masked_tiles_are_no_repeated_maximum(recipe: str, device: str) -> None:
+    """Under the stabilised rule a tile that a row does not see leaves its (negative) maximum alone."""
+    stabilised = replace(
+        preset(recipe), softmax=SoftmaxRule("stabilised", beta=2.0), schedule=Schedule(query_block=64, key_tile=16)
+    )
+    q = torch.ones(1, 1, 64, 16, device=device, dtype=torch.bfloat16)
+    # S = -4 - t / 16 at key t: every maximum is negative, and unique.
+    k = -(1 + torch.arange(64, device=device) / 64).bfloat16()[None, None, :, None].expand(1, 1, 64, 16).contiguous()
+    v = tensors(device, T=64, D=16, H=1)[2]
+    case: dict[str, Any] = {"causal": "top-left", "window": (40, -1)}
+    out, dump = attention(q, k, v, recipe=stabilised, instrument="rows", **case)
+    first = -4 - (torch.arange(64) - 40).clamp(min=0) / 16
+    # What slid out of the window stays in m only where the row saw it; no row did.
+    assert torch.equal(dump.row_max[0, 0].cpu(), first)
+    assert agreement(out, q, k, v, stabilised, case) > 0.99
+    # Rows past the window of the last key see nothing at all.
+    unseen, dump = attention(q, k[:, :, :16].contiguous(), v[:, :, :16].contiguous(), recipe=stabilised,
+                             instrument="rows", causal="top-left", window=(8, -1))  # fmt: skip
+    assert not unseen[:, :, 24:].any()
+    assert (dump.row_max[:, :, 24:] == -torch.inf).all()
+
+
+def test_float64_arithmetic_is_refused() -> None:
+    with pytest.raises(RecipeNotSupportedError, match="arithmetic=fp64"):
+        check_kernels_support(replace(CUDNN, arithmetic="fp64"))
