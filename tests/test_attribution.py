@@ -180,7 +180,7 @@ def two_level_head(seed: int) -> AttentionHead:
     x = torch.linspace(-1, 0, 10001, dtype=torch.float64)
     worst = float(x[(exp2_polynomial(x, 3) / torch.exp2(x) - 1).abs().argmax()])
     generator = torch.Generator().manual_seed(seed)
-    T, D = 192, 32
+    T, D = 128, 32
     q, k = torch.zeros(T, D), torch.zeros(T, D)
     # alpha q.k of the top key above the others, in units of ln 2: a whole number less the worst fraction.
     step = (5 - worst) * 0.6931471805599453 / D**-0.5

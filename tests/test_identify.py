@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 import attn_diag
-from attn_diag import Identification, search
+from attn_diag import Identification
 from attn_diag.cli import main
 from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.identification import search
 from attn_diag.identification.agreement import Match, choose_rows
 from attn_diag.identification.candidates import describe_schedule, known_name, schedules
 from attn_diag.identification.recognise import recognise
