@@ -402,3 +402,9 @@ def test_rows_that_cannot_be_walked() -> None:
         attn_diag.microscope(head, 0, 0, random)
     with pytest.raises(InputError, match=r"observed must have shape \[Tq, Dv\] = \[1, 1\], got \[2, 1\]"):
         attn_diag.microscope(head, 0, 0, observed=torch.zeros(2, 1))
+
+
+def test_metadata_that_contradict_the_captured_o_are_refused(captures: Path) -> None:
+    wrong = attn_diag.load(captures / "pair_T256.safetensors", causal="none")
+    with pytest.raises(InputError, match="correct the metadata"):
+        attn_diag.microscope(wrong, 100, 3)
