@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from attn_diag.attribution.result import HeadAttribution, MeanError, SiteAttribution
@@ -162,8 +163,13 @@ def _bias(found: HeadAttribution, quantity: str, level: float) -> Iterator[str]:
     biased = total.p_value is not None and total.p_value < level
     if biased and twin is not None and twin.standard_error is not None:
         gone = abs(twin.mean) < 3 * twin.standard_error
+        changed = abs(total.mean - twin.mean) >= 3 * math.hypot(total.standard_error, twin.standard_error)
         sentence += f"; with every rounding stochastic the mean is {_mean(twin, unit)}: " + (
-            "it comes from the rounding mode" if gone else "what stays is algorithmic"
+            "what stays is algorithmic"
+            if not gone
+            else "it comes from the rounding mode"
+            if changed
+            else "too uncertain to tell whether it comes from the rounding mode"
         )
     yield sentence + "."
 
