@@ -14,8 +14,9 @@ _INERT = {"backward_probs": "which reaches dV alone", "row_sum_clamp": "which no
 _CAUSE = 0.5
 # A kind of rows has no part in an error of which it carries less than this.
 _NO_PART = 0.01
-# A sham that leaves less than this part of the error says that the signs of the errors did the damage.
-_SIGNS_MATTER = 0.5
+# A sham that leaves less than this part of what the site adds says that the signs of its errors did the damage; one that
+# leaves more than the second, that their size did.
+_SIGNS_MATTER, _SIZE_ALONE = 0.5, 0.8
 
 
 def reasons(found: HeadAttribution, level: float) -> Iterator[str]:
@@ -133,9 +134,15 @@ def _shams(found: HeadAttribution, main: str) -> Iterator[str]:
     if effect.sham is None:
         yield f"Sham: {other}."
         return
+    # What the site adds in squares, with its own signs and with random ones.
+    own, drawn = whole**2 - effect.repaired**2, effect.sham**2 - effect.repaired**2
     meaning = (
-        "the signs of these errors do the damage, not their size"
-        if effect.sham < _SIGNS_MATTER * whole
+        "the site adds nothing that a sham could take away"
+        if own <= 0
+        else "the signs of these errors do the damage, not their size"
+        if drawn < _SIGNS_MATTER**2 * own
+        else "the signs of these errors matter beside their size"
+        if drawn < _SIZE_ALONE**2 * own
         else "the size of these errors does the damage, not a bias in them"
     )
     yield (
