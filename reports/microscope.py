@@ -73,7 +73,9 @@ def closed_form_renderables(t: ClosedFormTotals) -> Iterator[RenderableType]:
         if found is not None:
             table.add_row(*_explained(name, found))
     yield Padding(table, (0, 0, 0, 2))
-    rows = ", ".join(f"{count} {name}" for name, count in t.rows.items())
+    # Not the swamped rows of the other reports, which are so in all features.
+    rows = f"{t.rows['tie']} with a tie in a feature, {t.rows['swamped']} others with a swamped feature, "
+    rows += f"{t.rows['ordinary']} with neither"
     dq = ""
     if t.dq_measured is not None:
         dq = (
