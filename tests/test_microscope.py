@@ -408,3 +408,13 @@ def test_metadata_that_contradict_the_captured_o_are_refused(captures: Path) -> 
     wrong = attn_diag.load(captures / "pair_T256.safetensors", causal="none")
     with pytest.raises(InputError, match="correct the metadata"):
         attn_diag.microscope(wrong, 100, 3)
+
+
+def test_a_rounding_is_not_called_decisive_where_more_was_lost_before_the_sum(captures: Path) -> None:
+    found = attn_diag.microscope(attn_diag.load(captures / "failing_step500_L2H7.safetensors"), 891, 61)
+    assert found.decisive is not None
+    assert abs(found.before_sum) > 100 * abs(found.sites[found.decisive].contribution)
+    text = " ".join(found.report().split())
+    assert "The largest rounding of the sum (more was lost before it)" in text
+    assert "decisive rounding" not in text
+    assert "120 others with a swamped feature" in text
