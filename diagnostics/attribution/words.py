@@ -14,8 +14,8 @@ _INERT = {"backward_probs": "which reaches dV alone", "row_sum_clamp": "which no
 _CAUSE = 0.5
 # A kind of rows has no part in an error of which it carries less than this.
 _NO_PART = 0.01
-# A sham that leaves less than this part of what the site adds says that the signs of its errors did the damage; one that
-# leaves more than the second, that their size did.
+# A sham that leaves less than the first part of what the site adds says that the signs of its errors did the damage;
+# one that leaves more than the second, that their size did.
 _SIGNS_MATTER, _SIZE_ALONE = 0.5, 0.8
 
 

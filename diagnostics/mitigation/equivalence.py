@@ -73,9 +73,7 @@ def judge(relative: dict[str, float], bounds: Bounds, setting: str = "without an
         return replace(found, status="nearly exact", reason="differs by less than one rounding in fp32")
     where = "O" if not o <= max(bounds.o, NEARLY) else "dQ"
     off = o if where == "O" else dq
-    return replace(
-        found, status="breaks down", reason=f"{setting} {where} is {100 * (off or 0.0):.2g} % off"
-    )
+    return replace(found, status="breaks down", reason=f"{setting} {where} is {100 * (off or 0.0):.2g} % off")
 
 
 def rule_difference(recipe: Recipe, truth: HeadTruth) -> dict[str, float]:
