@@ -309,3 +309,11 @@ def test_stabilised_recipes_are_taken_apart_too(captures: Path) -> None:
     recipe = replace(preset("qiu2025"), softmax=SoftmaxRule("stabilised", beta=3.0), name="beta-3")
     found = attribute(load(captures / "kernels_pair_T512.safetensors"), "stable", recipe=recipe)
     assert sum(s.effects["dq"].share for s in found.heads[0].sites) == pytest.approx(1.0, abs=1e-10)
+
+
+def test_a_recipe_that_is_not_the_captured_kernel_is_said_to_be_so(captures: Path) -> None:
+    found = attribute(load(captures / "failing_step500_L2H7.safetensors"), recipe="fa2").heads[0]
+    assert found.noise_factor is not None
+    assert found.noise_factor < 2  # the captured kernel's is 11
+    assert "not what the captured kernel does" in found.reasons[0]
+    assert "delta 11 noise floors captured, 1.1" in found.reasons[0]

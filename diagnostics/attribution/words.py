@@ -14,6 +14,8 @@ _INERT = {"backward_probs": "which reaches dV alone", "row_sum_clamp": "which no
 _CAUSE = 0.5
 # A kind of rows has no part in an error of which it carries less than this.
 _NO_PART = 0.01
+# Errors of the recipe and of the captured kernel that differ by more than this factor are not the same kernel's.
+_ALIKE = 1.25
 # A sham that leaves less than the first part of what the site adds says that the signs of its errors did the damage;
 # one that leaves more than the second, that their size did.
 _SIGNS_MATTER, _SIZE_ALONE = 0.5, 0.8
@@ -25,6 +27,7 @@ def reasons(found: HeadAttribution, level: float) -> Iterator[str]:
     if not found.sites or not found.totals[main].error:
         yield "Nothing is rounded on the way: there is no error to attribute."
         return
+    yield from _misfit(found)
     yield _cause(found, main)
     if "dw_q" in found.totals and found.guilty["dw_q"] != found.guilty[main]:
         yield f"In dW_Q the largest share is the {_words(found, found.guilty['dw_q'])}."
@@ -60,6 +63,23 @@ def _cause(found: HeadAttribution, main: str) -> str:
     else:
         cause = f"its largest part is the {first.words} ({share:.0%})"
     return f"{size}; {cause}."
+
+
+def _misfit(found: HeadAttribution) -> Iterator[str]:
+    """Where the emulated recipe errs otherwise than the captured kernel: nothing below is about that kernel."""
+    differing = []
+    for quantity, total in found.totals.items():
+        if total.captured is not None and not 1 / _ALIKE <= total.captured / (total.error or math.nan) <= _ALIKE:
+            captured, emulated = (
+                f"{value:.3g} noise floors" if quantity == "delta" else _percent(value)
+                for value in (total.captured, total.error)
+            )
+            differing.append(f"{_NAMES[quantity]} {captured} captured, {emulated} emulated")
+    if differing:
+        yield (
+            f"The emulated recipe is not what the captured kernel does ({'; '.join(differing)}): what follows is "
+            "the recipe's, not the kernel's."
+        )
 
 
 def _by_way_of(site: SiteAttribution, found: HeadAttribution) -> str:
