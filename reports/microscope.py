@@ -120,7 +120,7 @@ def _lost_before(m: Microscope, site: Site) -> bool:
 
 def _addition(a: Addition, site: Site, *, decisive: bool) -> Iterator[RenderableType]:
     where = f", keys {_keys(site)}" if site.keys else ""
-    title = "The decisive rounding" if decisive else "The largest rounding of the sum (more was lost before it)"
+    title = "The decisive rounding" if decisive else "Largest rounding of the sum (more was lost before)"
     yield Rule(Text(f"{title}: {_step(site)}{where}, to {a.format}"), align="left", style="dim")
     table = _table("operand", "value", "2^", "bits, aligned; | ends what is kept")
     for o in a.operands:
