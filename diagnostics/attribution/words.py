@@ -25,7 +25,7 @@ def reasons(found: HeadAttribution, level: float) -> Iterator[str]:
     """Sentences, the most telling first."""
     main = "dq" if "dq" in found.totals else "o"
     if not found.sites or not found.totals[main].error:
-        yield "Nothing is rounded on the way: there is no error to attribute."
+        yield "No rounding changes anything here: there is no error to attribute."
         return
     yield from _misfit(found)
     yield _cause(found, main)
