@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -48,6 +49,14 @@ class Result:
         for renderable in self.renderables():
             console.print(renderable)
         return buffer.getvalue()
+
+    def __repr__(self) -> str:
+        source = getattr(self, "source", None)
+        what = "" if source is None else f" of {source}"
+        return f"<{type(self).__name__}{what}: print(r.report()) shows it; r.to_json() exports it>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.report())}</pre>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self.renderables()

@@ -48,7 +48,7 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
         yield Text(f"The captured kernel did not do here what {m.recipe} does: what follows is the recipe's.", "yellow")
     yield from _sites(m)
     if m.addition is not None and m.decisive is not None:
-        yield from _addition(m.addition, m.sites[m.decisive])
+        yield from _addition(m.addition, m.sites[m.decisive], decisive=not _lost_before(m, m.sites[m.decisive]))
     yield from _terms(m)
     yield from _curve(m.curve)
     yield Rule(Text("Closed form: tie × residual sign, swamping"), align="left", style="dim")
@@ -73,7 +73,9 @@ def closed_form_renderables(t: ClosedFormTotals) -> Iterator[RenderableType]:
         if found is not None:
             table.add_row(*_explained(name, found))
     yield Padding(table, (0, 0, 0, 2))
-    rows = ", ".join(f"{count} {name}" for name, count in t.rows.items())
+    # Not the swamped rows of the other reports, which are so in all features.
+    rows = f"{t.rows['tie']} with a tie in a feature, {t.rows['swamped']} others with a swamped feature, "
+    rows += f"{t.rows['ordinary']} with neither"
     dq = ""
     if t.dq_measured is not None:
         dq = (
@@ -111,9 +113,15 @@ def _sites(m: Microscope) -> Iterator[RenderableType]:
     yield Text("Before the sum: scores, exp, the cast of P̄, l, and fp32 arithmetic.", style="dim")
 
 
-def _addition(a: Addition, site: Site) -> Iterator[RenderableType]:
+def _lost_before(m: Microscope, site: Site) -> bool:
+    """Whether more was lost before the sum than by this rounding of it."""
+    return abs(m.before_sum) > abs(site.contribution)
+
+
+def _addition(a: Addition, site: Site, *, decisive: bool) -> Iterator[RenderableType]:
     where = f", keys {_keys(site)}" if site.keys else ""
-    yield Rule(Text(f"The decisive rounding: {_step(site)}{where}, to {a.format}"), align="left", style="dim")
+    title = "The decisive rounding" if decisive else "Largest rounding of the sum (more was lost before)"
+    yield Rule(Text(f"{title}: {_step(site)}{where}, to {a.format}"), align="left", style="dim")
     table = _table("operand", "value", "2^", "bits, aligned; | ends what is kept")
     for o in a.operands:
         label = f"{'residual: ' if o.residual else ''}{o.label.replace('P_bar', 'P̄').replace('O_bar', 'Ō')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations
@@ -309,3 +310,25 @@ def test_stabilised_recipes_are_taken_apart_too(captures: Path) -> None:
     recipe = replace(preset("qiu2025"), softmax=SoftmaxRule("stabilised", beta=3.0), name="beta-3")
     found = attribute(load(captures / "kernels_pair_T512.safetensors"), "stable", recipe=recipe)
     assert sum(s.effects["dq"].share for s in found.heads[0].sites) == pytest.approx(1.0, abs=1e-10)
+
+
+def test_a_recipe_that_is_not_the_captured_kernel_is_said_to_be_so(captures: Path) -> None:
+    found = attribute(load(captures / "failing_step500_L2H7.safetensors"), recipe="fa2").heads[0]
+    assert found.noise_factor is not None
+    assert found.noise_factor < 2  # the captured kernel's is 11
+    assert "not what the captured kernel does" in found.reasons[0]
+    assert "delta 11 noise floors captured, 1.1" in found.reasons[0]
+
+
+def test_rows_with_nan_have_no_part_in_the_conditioning() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 64, 16, generator=generator).bfloat16() for _ in range(4))
+    q[0, 0, 5] = math.nan
+    found = attribute(Capture.from_tensors({"q": q, "k": k, "v": v, "do": do}, causal="top-left")).heads[0]
+    q, k, v, do = (t[0, 0].double() for t in (q, k, v, do))
+    kept = q.isfinite().all(1)
+    scores = (q @ k.T / 4).masked_fill(~torch.ones(64, 64).tril().bool(), -math.inf)
+    probs = scores.softmax(1)
+    delta = (do * (probs @ v)).sum(1, keepdim=True)
+    dq, direction = (probs * (do @ v.T - delta)) @ k, delta * (probs @ k)
+    assert found.conditioning == pytest.approx(float(direction[kept].norm() / dq[kept].norm()), rel=1e-9)

@@ -344,7 +344,7 @@ def test_command_writes_json_and_a_report(run: Callable[..., tuple[int, str, str
     assert (found.head, found.row, found.feature, found.bit_equal) == (5, 150, 7, True)
     code, report, _ = run(file, "--head", 5, "--row", 150, "--feature", 7)
     assert code == 0
-    for piece in ("O[150, 7] of H5", "decisive rounding", "Prefix error", "Closed form"):
+    for piece in ("O[150, 7] of H5", "rounding of the sum", "Prefix error", "Closed form"):
         assert piece in report
     assert max(map(cell_len, found.report(80).splitlines())) <= 80
 
@@ -402,3 +402,26 @@ def test_rows_that_cannot_be_walked() -> None:
         attn_diag.microscope(head, 0, 0, random)
     with pytest.raises(InputError, match=r"observed must have shape \[Tq, Dv\] = \[1, 1\], got \[2, 1\]"):
         attn_diag.microscope(head, 0, 0, observed=torch.zeros(2, 1))
+
+
+def test_metadata_that_contradict_the_captured_o_are_refused(captures: Path) -> None:
+    wrong = attn_diag.load(captures / "pair_T256.safetensors", causal="none")
+    with pytest.raises(InputError, match="correct the metadata"):
+        attn_diag.microscope(wrong, 100, 3)
+
+
+def test_a_rounding_is_not_called_decisive_where_more_was_lost_before_the_sum(captures: Path) -> None:
+    found = attn_diag.microscope(attn_diag.load(captures / "failing_step500_L2H7.safetensors"), 891, 61)
+    assert found.decisive is not None
+    assert abs(found.before_sum) > 100 * abs(found.sites[found.decisive].contribution)
+    text = " ".join(found.report().split())
+    assert "Largest rounding of the sum (more was lost before)" in text
+    assert "decisive rounding" not in text
+    assert "120 others with a swamped feature" in text
+
+
+def test_a_notebook_shows_the_report_and_a_prompt_one_line(captures: Path) -> None:
+    found = attn_diag.microscope(attn_diag.load(captures / "gqa_T200.safetensors"), 150, 7)
+    assert "gqa_T200.safetensors: print(r.report())" in repr(found)
+    assert len(repr(found).splitlines()) == 1
+    assert found._repr_html_().startswith("<pre>O[150, 7] of H0")

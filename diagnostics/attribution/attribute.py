@@ -112,7 +112,8 @@ class _HeadJob:
             head = self.inputs.head
             product = block.unnormalised_probs @ head.k[block.keys]
             scaled = product * (block.delta * block.inverse_row_sum * head.scale)[:, None]
-            self._direction += float(scaled.square().sum())
+            usable = ~(self.inputs.unusable[block.rows] | block.fully_masked)
+            self._direction += float(scaled[usable].square().sum())
 
     def run(self, level: float, notes: tuple[str, ...], progress: Progress | None) -> HeadAttribution:
         """Attribute, sort the rows into kinds, and put it into words."""

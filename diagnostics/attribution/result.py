@@ -129,7 +129,7 @@ class HeadAttribution:
     reasons: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attribution(Result):
     """The result of ``attn_diag.attribute``."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from attn_diag.attribution.result import HeadAttribution, MeanError, SiteAttribution
@@ -13,16 +14,20 @@ _INERT = {"backward_probs": "which reaches dV alone", "row_sum_clamp": "which no
 _CAUSE = 0.5
 # A kind of rows has no part in an error of which it carries less than this.
 _NO_PART = 0.01
-# A sham that leaves less than this part of the error says that the signs of the errors did the damage.
-_SIGNS_MATTER = 0.5
+# Errors of the recipe and of the captured kernel that differ by more than this factor are not the same kernel's.
+_ALIKE = 1.25
+# A sham that leaves less than the first part of what the site adds says that the signs of its errors did the damage;
+# one that leaves more than the second, that their size did.
+_SIGNS_MATTER, _SIZE_ALONE = 0.5, 0.8
 
 
 def reasons(found: HeadAttribution, level: float) -> Iterator[str]:
     """Sentences, the most telling first."""
     main = "dq" if "dq" in found.totals else "o"
     if not found.sites or not found.totals[main].error:
-        yield "Nothing is rounded on the way: there is no error to attribute."
+        yield "No rounding changes anything here: there is no error to attribute."
         return
+    yield from _misfit(found)
     yield _cause(found, main)
     if "dw_q" in found.totals and found.guilty["dw_q"] != found.guilty[main]:
         yield f"In dW_Q the largest share is the {_words(found, found.guilty['dw_q'])}."
@@ -58,6 +63,23 @@ def _cause(found: HeadAttribution, main: str) -> str:
     else:
         cause = f"its largest part is the {first.words} ({share:.0%})"
     return f"{size}; {cause}."
+
+
+def _misfit(found: HeadAttribution) -> Iterator[str]:
+    """Where the emulated recipe errs otherwise than the captured kernel: nothing below is about that kernel."""
+    differing = []
+    for quantity, total in found.totals.items():
+        if total.captured is not None and not 1 / _ALIKE <= total.captured / (total.error or math.nan) <= _ALIKE:
+            captured, emulated = (
+                f"{value:.3g} noise floors" if quantity == "delta" else _percent(value)
+                for value in (total.captured, total.error)
+            )
+            differing.append(f"{_NAMES[quantity]} {captured} captured, {emulated} emulated")
+    if differing:
+        yield (
+            f"The emulated recipe is not what the captured kernel does ({'; '.join(differing)}): what follows is "
+            "the recipe's, not the kernel's."
+        )
 
 
 def _by_way_of(site: SiteAttribution, found: HeadAttribution) -> str:
@@ -132,9 +154,15 @@ def _shams(found: HeadAttribution, main: str) -> Iterator[str]:
     if effect.sham is None:
         yield f"Sham: {other}."
         return
+    # What the site adds in squares, with its own signs and with random ones.
+    own, drawn = whole**2 - effect.repaired**2, effect.sham**2 - effect.repaired**2
     meaning = (
-        "the signs of these errors do the damage, not their size"
-        if effect.sham < _SIGNS_MATTER * whole
+        "the site adds nothing that a sham could take away"
+        if own <= 0
+        else "the signs of these errors do the damage, not their size"
+        if drawn < _SIGNS_MATTER**2 * own
+        else "the signs of these errors matter beside their size"
+        if drawn < _SIZE_ALONE**2 * own
         else "the size of these errors does the damage, not a bias in them"
     )
     yield (
@@ -162,8 +190,13 @@ def _bias(found: HeadAttribution, quantity: str, level: float) -> Iterator[str]:
     biased = total.p_value is not None and total.p_value < level
     if biased and twin is not None and twin.standard_error is not None:
         gone = abs(twin.mean) < 3 * twin.standard_error
+        changed = abs(total.mean - twin.mean) >= 3 * math.hypot(total.standard_error, twin.standard_error)
         sentence += f"; with every rounding stochastic the mean is {_mean(twin, unit)}: " + (
-            "it comes from the rounding mode" if gone else "what stays is algorithmic"
+            "what stays is algorithmic"
+            if not gone
+            else "it comes from the rounding mode"
+            if changed
+            else "too uncertain to tell whether it comes from the rounding mode"
         )
     yield sentence + "."
 

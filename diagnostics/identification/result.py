@@ -67,7 +67,7 @@ class HardwareMatch:
     elements: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Identification(Result):
     """Which recipe and schedule made one head of an observation.
 
@@ -118,7 +118,7 @@ class Identification(Result):
         yield from identification_renderables(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Identifications(Result):
     """One identification for each head of each observation that was asked for; ``unreadable``: files left out."""
 

@@ -99,7 +99,7 @@ class ClosedFormRows:
     measured_delta: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ClosedForm(Result):
     """The closed form for one head: totals, and row by row."""
 

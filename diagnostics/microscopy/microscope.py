@@ -93,7 +93,7 @@ class Element:
     predicted_error: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Microscope(Result):
     """One element of O under the microscope.
 

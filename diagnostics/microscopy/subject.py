@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_diag.assumptions import check_assumptions
 from attn_diag.baseline import Baseline, find_baseline, observation_with_o
 from attn_diag.capture import Capture
 from attn_diag.engines import DEFAULT_RECIPE, require_known
@@ -51,7 +52,7 @@ def subject_of(
     """The subject of a capture (``batch``, ``head`` counted within it), or of a head with ``observed`` O [Tq, Dv].
 
     ``recipe``: to follow (default: what the captured O is recognised as, else fa2). Raises InputError for what does
-    not exist or cannot be followed.
+    not exist or cannot be followed, and where the metadata do not describe the captured O.
     """
     if isinstance(source, AttentionHead):
         return _of_head(source, recipe, observed)
@@ -60,6 +61,10 @@ def subject_of(
         if not 0 <= number < count:
             raise InputError(f"{source.source}: {what} must lie between 0 and {count - 1}, got {number}")
     name = observation_with_o(source, observation)
+    if name is not None:
+        assumptions = check_assumptions(source, [name], where)
+        if assumptions.ok is False:
+            raise InputError(f"{source.source}: {assumptions.message}")
     baseline = find_baseline(source, recipe, name, batch, head, where)
     require_walkable(baseline.recipe)
     inputs = read_head(source, batch, head, where, NonFiniteCensus())

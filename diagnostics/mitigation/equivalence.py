@@ -61,8 +61,8 @@ def float64_bounds(truth: HeadTruth, beta: float = 1.0) -> Bounds:
     return Bounds(bound_o, 8 * e * size / dq if dq else 0.0)
 
 
-def judge(relative: dict[str, float], bounds: Bounds) -> Equivalence:
-    """From the relative differences of a float64 run."""
+def judge(relative: dict[str, float], bounds: Bounds, setting: str = "without any rounding") -> Equivalence:
+    """From the relative differences of a float64 run; ``setting``: what was rounded in it."""
     o, dq = relative["o"], relative.get("dq")
     pairs = [(o, bounds.o)] + ([] if dq is None or bounds.dq is None else [(dq, bounds.dq)])
     found = Equivalence("exact", o, dq, bounds.o, bounds.dq)
@@ -73,9 +73,7 @@ def judge(relative: dict[str, float], bounds: Bounds) -> Equivalence:
         return replace(found, status="nearly exact", reason="differs by less than one rounding in fp32")
     where = "O" if not o <= max(bounds.o, NEARLY) else "dQ"
     off = o if where == "O" else dq
-    return replace(
-        found, status="breaks down", reason=f"without any rounding {where} is {100 * (off or 0.0):.2g} % off"
-    )
+    return replace(found, status="breaks down", reason=f"{setting} {where} is {100 * (off or 0.0):.2g} % off")
 
 
 def rule_difference(recipe: Recipe, truth: HeadTruth) -> dict[str, float]:

@@ -114,7 +114,7 @@ class StabilisedLimits:
     best_helps: bool | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WhatIf(Result):
     """Other recipes and mitigations on one head's inputs. ``print(result.report())``, ``result.to_json()``.
 

@@ -257,7 +257,8 @@ class _Bench:
         if recipe.softmax.kind != "stabilised" or not (acting := self._acting_rows(recipe)).rows:
             return broken or found
         beta = recipe.softmax.beta or 1.0
-        moved = judge(rule_difference(recipe, self.truth), float64_bounds(self.truth, beta))
+        setting = "with only the scores rounded"
+        moved = judge(rule_difference(recipe, self.truth), float64_bounds(self.truth, beta), setting)
         if acting.largest is not None:
             clamp, flush, _ = beta_limits(recipe, acting.largest)
             if beta >= flush:
@@ -269,6 +270,8 @@ class _Bench:
                 return replace(moved, reason=reason)
         if broken is not None or moved.status == "exact":
             return broken or found
+        if moved.status == "breaks down":
+            return moved
         return replace(moved, reason=f"on the recipe's own scores, {moved.reason}")
 
     def _acting_rows(self, recipe: Recipe) -> RepeatedMaxima:

@@ -186,10 +186,12 @@ def _stabilised(found: WhatIf, title: str) -> list[str]:
         return []
     best = found[f"stabilised-{limits.best:g}"]
     removed = best.removed or 0.0
-    verdict = "helps by" if removed > 0 else "harms by"
+    verdict = f"{'helps' if removed > 0 else 'harms'} by {percent(abs(removed))} of the error"
+    if abs(removed) < NOTHING:
+        verdict = "changes next to nothing"
     words = (
         f"Stabilised softmax acts on {limits.rows} of {limits.rows_all} rows; the best beta is {limits.best:g}, and "
-        f"{verdict} {percent(abs(removed))} of the error ({title} {percent(best.left)} off"
+        f"{verdict} ({title} {percent(best.left)} off"
     )
     biases = (found.baseline.bias_delta, best.bias_delta)
     if all(b is not None and b.t is not None for b in biases):
