@@ -23,12 +23,15 @@ from attn_diag.kernels.emulation_forward import (
     working_dtype,
 )
 from attn_diag.kernels.formats import rounds_monotonically
-from attn_diag.kernels.recipe import Recipe
+from attn_diag.kernels.recipe import BACKWARD, Recipe
+
+# What delta, and dQ before its last rounding, depend on besides the forward.
+_BEFORE_LAST_ROUNDING = tuple(name for name in BACKWARD if name != "dq")
 
 
 @dataclass
 class BackwardRows:
-    """delta [R] and dQ [R, D] (rounded to the recipe's ``dq``), in the recipe's arithmetic."""
+    """delta [R] and dQ [R, D], in the recipe's arithmetic."""
 
     delta: Tensor
     dq: Tensor
@@ -58,6 +61,21 @@ class KeyGradients:
 
 def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients: KeyGradients | None) -> BackwardRows:
     """Run the recipe's backward on a block, adding to ``gradients`` where dK and dV are wanted."""
+
+    def make() -> BackwardRows:
+        return _before_last_rounding(recipe, block, forward, gradients)
+
+    if gradients is None:
+        found = block.shared("backward", recipe, _BEFORE_LAST_ROUNDING, (recipe.forward_json,), make)
+    else:
+        found = make()
+    return BackwardRows(found.delta, Rounder(recipe, int(block.rows[0]))("dq", found.dq, step="dq"))
+
+
+def _before_last_rounding(
+    recipe: Recipe, block: Block, forward: ForwardRows, gradients: KeyGradients | None
+) -> BackwardRows:
+    """delta, and dQ before its last rounding."""
     dtype = working_dtype(recipe)
     rounder = Rounder(recipe, int(block.rows[0]))
     do, k, q = (block.operands.get(name, dtype) for name in ("do", "k", "q"))
@@ -76,9 +94,6 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
             delta += (_probs(recipe, block, forward, keys) * _dprobs(recipe, block, keys, rounder)).sum(1)
         delta = rounder("delta", delta)
     scale = block.head.scale
-    if gradients is None and not redrawn and _is_linear(recipe, block):
-        product, direction = _linear_parts(recipe, block, forward)
-        return BackwardRows(delta, rounder("dq", (product - delta[:, None] * direction) * scale, step="dq"))
     dq = torch.zeros_like(q)
     before_cast = recipe.alpha_in_backward == "before-cast"
     for keys in ranges:
@@ -104,27 +119,7 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
         if gradients is not None:
             dk = matmul(dscores.T, q, recipe.accumulation)
             gradients.add(keys, dk if before_cast else dk * scale, matmul(cast.T, do, recipe.accumulation))
-    return BackwardRows(delta, rounder("dq", dq, step="dq"))
-
-
-def _is_linear(recipe: Recipe, block: Block) -> bool:
-    """Whether dQ = alpha ((P o dP) K - delta P K) holds to float64's precision: nothing is rounded on the way."""
-    sites = (recipe.dprobs, recipe.dscores, recipe.gradient_accumulator)
-    exact = recipe.arithmetic == "fp64" and recipe.accumulation == "exact" and block.head.softcap is None
-    uncast = recipe.dscores_from == "fp32-probs" or recipe.backward_probs == "fp32"
-    return exact and uncast and all(site == "fp32" for site in sites)
-
-
-def _linear_parts(recipe: Recipe, block: Block, forward: ForwardRows) -> tuple[Tensor, Tensor]:
-    """(P o dP) K and P K, [R, D], shared by recipes with one P."""
-    again = recipe if recipe.backward_scores == "as-forward" else _with_plain_scores(recipe)
-
-    def make() -> tuple[Tensor, Tensor]:
-        probs = _probs(recipe, block, forward, block.keys)
-        k = block.operands.get("k", probs.dtype)[block.keys]
-        return (probs * block.product(recipe, "do", "v", block.keys)) @ k, probs @ k
-
-    return block.shared("dQ's parts", again, SCORES, lse_key(recipe), make)
+    return BackwardRows(delta, dq)
 
 
 def _probs(recipe: Recipe, block: Block, forward: ForwardRows, keys: slice) -> Tensor:

@@ -25,7 +25,7 @@ from attn_diag.kernels.formats import Mode
 from attn_diag.variants import HeadTruth, VariantErrors, measure_variants
 
 ARITHMETIC = "arithmetic"
-_TWIN_SEEDS = 2
+_TWIN_SEEDS = 1
 # So many sites are repaired one after the other.
 _REPAIRS = 4
 
