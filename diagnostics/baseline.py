@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +29,9 @@ class Baseline:
     def words(self) -> str:
         """For a report."""
         if self.origin == "recognised" and self.agreement is not None:
-            return f"{self.name}, recognised ({self.agreement:.1%} of sampled elements of O bit-equal)"
+            # Never rounded up: 100 % is said of every bit alone.
+            share = math.floor(1e4 * self.agreement) / 100
+            return f"{self.name}, recognised ({share:g} % of sampled elements of O bit-equal)"
         reason = "as asked for" if self.origin == "given" else "assumed: no captured O was recognised"
         return f"{self.name}, {reason}"
 

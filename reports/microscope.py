@@ -58,7 +58,8 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
     yield Rule(style="dim")
     yield Text(
         "Error = observed - float64 reference on the same inputs. What happened inside a captured kernel is inferred: "
-        f"the walk is recipe {m.recipe}'s. One element is an example, not a measure of bias.",
+        f"the walk is recipe {m.recipe}'s. One element is an example, not a measure of bias.\n"
+        f"{words.tool_line(m.tool)}",
         style="dim",
     )
 

@@ -19,10 +19,12 @@ QUANTITIES = ("o", "delta", "dq", "dw_q")
 @dataclass(frozen=True)
 class MeanError:
     """A mean signed error and its uncertainty: O's away from zero in ulp (clustered by the row's top key), delta's in
-    noise floors (by row). ``p_adjusted``: Benjamini-Hochberg over the sites of one quantity."""
+    noise floors (by row). ``n_eff``: how many clusters or rows carry it in effect; below 20 the test leans on
+    few of them. ``p_adjusted``: Benjamini-Hochberg over the sites of one quantity."""
 
     mean: float
     standard_error: float | None = None
+    n_eff: float | None = None
     p_value: float | None = None
     p_adjusted: float | None = None
 
@@ -80,8 +82,10 @@ class Repair:
 
 @dataclass(frozen=True)
 class Twin:
-    """The recipe with every rounding stochastic (mean over seeds): a bias that vanishes came from the rounding mode,
-    one that stays is algorithmic (such as the curvature of exp)."""
+    """The recipe with every rounding to a format stochastic, over ``seeds`` draws; sums and exp stay as they are.
+
+    A bias that vanishes came from the rounding mode, one that stays from elsewhere, such as the curvature of exp.
+    """
 
     seeds: int
     sizes: dict[str, float]
@@ -139,6 +143,8 @@ class Attribution(Result):
     level: float
     backend: str
     heads: tuple[HeadAttribution, ...]
+    schema: Literal["attn-diag-attribution"] = "attn-diag-attribution"
+    schema_version: Literal[1] = 1
 
     def renderables(self) -> Iterator[RenderableType]:
         """The report, piece by piece, for a rich console."""

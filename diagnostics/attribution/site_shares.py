@@ -200,7 +200,12 @@ class _Game:
         estimate = estimate_bias(errors, self.clusters if by_element else None, level, with_drift=False)
         unit = self.truth.mean_ulp if by_element else 1.0
         error = estimate.standard_error
-        return MeanError((estimate.mean or 0.0) / unit, None if error is None else error / unit, estimate.p_value)
+        return MeanError(
+            mean=(estimate.mean or 0.0) / unit,
+            standard_error=None if error is None else error / unit,
+            n_eff=estimate.n_eff,
+            p_value=estimate.p_value,
+        )
 
     def biases(
         self, quantity: str, contributions: Mapping[str, tuple[Array, Array | None]], level: float

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from attn_diag.attribution.result import HeadAttribution, MeanError, SiteAttribution
+from attn_diag.bias import MIN_EFFECTIVE
 from attn_diag.verdict import DQ_ERROR_ABOVE, LOSSY_ABOVE
 
 _NAMES = {"o": "O", "delta": "delta", "dq": "dQ", "dw_q": "dW_Q"}
@@ -84,7 +85,7 @@ def _misfit(found: HeadAttribution) -> Iterator[str]:
 
 def _by_way_of(site: SiteAttribution, found: HeadAttribution) -> str:
     """How a site of the forward reaches dQ."""
-    if "dq" not in found.totals or site.site not in ("out", "accumulator", "range_pv", "probs", "row_sum"):
+    if "dq" not in found.totals or site.site not in ("out", "accumulator", "range_pv"):
         return ""
     return ", through delta = rowsum(dO∘O)"
 
@@ -94,7 +95,7 @@ def _floor(found: HeadAttribution) -> Iterator[str]:
     error = found.totals["dq"].error if "dq" in found.totals else 0.0
     if found.noise_factor > LOSSY_ABOVE:
         yield (
-            f"The kernel is far above its noise floor: delta's error is {found.noise_factor:.3g} times what one "
+            f"The kernel is above its noise floor: delta's error is {found.noise_factor:.3g} times what one "
             "correct rounding of O makes. The roundings, not the head, are to blame."
         )
     elif error > DQ_ERROR_ABOVE:
@@ -185,20 +186,27 @@ def _bias(found: HeadAttribution, quantity: str, level: float) -> Iterator[str]:
     assert part is not None
     sentence = (
         f"The mean of {name} is {_mean(total, unit)}; the {_words(found, site)} contributes {_mean(part, unit)} "
-        f"(adjusted p {part.p_adjusted:.2g})"
+        f"(adjusted p {part.p_adjusted:.2g}{_few(part)})"
     )
     biased = total.p_value is not None and total.p_value < level
     if biased and twin is not None and twin.standard_error is not None:
         gone = abs(twin.mean) < 3 * twin.standard_error
         changed = abs(total.mean - twin.mean) >= 3 * math.hypot(total.standard_error, twin.standard_error)
-        sentence += f"; with every rounding stochastic the mean is {_mean(twin, unit)}: " + (
-            "what stays is algorithmic"
+        sentence += f"; with every rounding to a format stochastic the mean is {_mean(twin, unit)}: " + (
+            "what stays does not come from the rounding mode"
             if not gone
             else "it comes from the rounding mode"
             if changed
             else "too uncertain to tell whether it comes from the rounding mode"
         )
     yield sentence + "."
+
+
+def _few(estimate: MeanError) -> str:
+    """A warning where the test leans on few rows or keys."""
+    if estimate.n_eff is None or estimate.n_eff >= MIN_EFFECTIVE:
+        return ""
+    return f"; it leans on few of them, n_eff {estimate.n_eff:.2g}"
 
 
 def _mean(estimate: MeanError, unit: str) -> str:

@@ -105,6 +105,8 @@ class Identification(Result):
     candidates: tuple[RankedRecipe, ...]
     backward: tuple[BackwardMatch, ...]
     hardware: tuple[HardwareMatch, ...]
+    schema: Literal["attn-diag-identification"] = "attn-diag-identification"
+    schema_version: Literal[1] = 1
 
     @property
     def best(self) -> RankedRecipe:
@@ -124,6 +126,8 @@ class Identifications(Result):
 
     results: tuple[Identification, ...]
     unreadable: tuple[str, ...]
+    schema: Literal["attn-diag-identifications"] = "attn-diag-identifications"
+    schema_version: Literal[1] = 1
 
     def renderables(self) -> Iterator[RenderableType]:
         """The reports, one after the other."""

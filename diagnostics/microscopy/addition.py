@@ -99,6 +99,8 @@ class Addition(Result):
     error: float
     ulp: float
     without_residual: Counterfactual | None
+    schema: Literal["attn-diag-addition"] = "attn-diag-addition"
+    schema_version: Literal[1] = 1
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,8 @@ class ClosedForm(Result):
     head: int
     totals: ClosedFormTotals
     by_row: ClosedFormRows
+    schema: Literal["attn-diag-closed-form"] = "attn-diag-closed-form"
+    schema_version: Literal[1] = 1
 
     def renderables(self) -> Iterator[RenderableType]:
         """A paragraph."""

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from attn_diag.capture import Capture
+from attn_diag.diagnosis import Tool
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe, emulate_rows, trace_row
 from attn_diag.kernels.formats import parse, round_to
@@ -20,6 +21,7 @@ from attn_diag.microscopy.addition import Addition, examine_addition
 from attn_diag.microscopy.closed_form import Class, ClosedFormTotals, explain, predict_block
 from attn_diag.microscopy.subject import Subject, subject_of
 from attn_diag.microscopy.walk import Array, Parts, Site, Walk, exponent_factor, site_format, walk_element
+from attn_diag.provenance import describe_tool
 from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.result import Result
 
@@ -136,6 +138,9 @@ class Microscope(Result):
     curve: Curve
     element: Element
     closed_form: ClosedFormTotals | None
+    tool: Tool
+    schema: Literal["attn-diag-microscope"] = "attn-diag-microscope"
+    schema_version: Literal[1] = 1
 
     def renderables(self) -> Iterator[RenderableType]:
         """The report, piece by piece, for a rich console."""
@@ -213,6 +218,7 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
         of_o = site.step == "cast" and kind != "ordinary" and not parts.earlier
         addition = _examined_mean(site, walk, values) if of_o else _examined(site, parts)
     return Microscope(
+        tool=describe_tool(head.q.device),
         source=subject.source,
         observation=subject.observation,
         recipe=recipe.name,

@@ -142,9 +142,9 @@ class WhatIf(Result):
     stabilised: StabilisedLimits | None
     summary: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    family_size: int = field(default=0)
     schema: Literal["attn-diag-what-if"] = "attn-diag-what-if"
     schema_version: Literal[1] = 1
-    family_size: int = field(default=0)
 
     def __getitem__(self, name: str) -> Candidate:
         """The candidate of that name; KeyError names those there are."""
