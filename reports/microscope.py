@@ -123,6 +123,15 @@ def _addition(a: Addition, site: Site, *, decisive: bool) -> Iterator[Renderable
     where = f", keys {_keys(site)}" if site.keys else ""
     title = "The decisive rounding" if decisive else "Largest rounding of the sum (more was lost before)"
     yield Rule(Text(f"{title}: {_step(site)}{where}, to {a.format}"), align="left", style="dim")
+    yield from addition_renderables(a)
+    if site.after != a.rounded:
+        yield Text(
+            f"That is nearest-even; the recipe rounds {site.format.partition(':')[2]} here, to {site.after:.9g}."
+        )
+
+
+def addition_renderables(a: Addition) -> Iterator[RenderableType]:
+    """One rounding of a sum, bit by bit."""
     table = _table("operand", "value", "2^", "bits, aligned; | ends what is kept")
     for o in a.operands:
         label = f"{'residual: ' if o.residual else ''}{o.label.replace('P_bar', 'P̄').replace('O_bar', 'Ō')}"
@@ -139,10 +148,6 @@ def _addition(a: Addition, site: Site, *, decisive: bool) -> Iterator[Renderable
         f"Neighbours {a.toward_zero:.9g} and {a.away:.9g} (spacing {a.ulp:.4g})."
     )
     yield Text(f"Rounds to {a.rounded:.9g}, {a.direction}: error {a.error:+.17g}.", style="bold")
-    if site.after != a.rounded:
-        yield Text(
-            f"That is nearest-even; the recipe rounds {site.format.partition(':')[2]} here, to {site.after:.9g}."
-        )
     if (alone := a.without_residual) is not None:
         same = "the same" if alone.rounded == a.rounded else "another"
         tie = ", a tie, to even" if alone.tie else ""

@@ -67,6 +67,9 @@ def test_golden_example_with_its_residual() -> None:
     assert found.exact_aligned == "1.0010110|1000011100010111"
     assert found.without_residual is not None
     assert (found.without_residual.rounded, found.without_residual.tie) == (-4.6875, True)
+    text = " ".join(found.report(80).split())
+    assert "a tie of the main operands, broken by the residual" in text
+    assert "rounds to -4.6875, a tie, to even" in text
 
 
 def test_golden_example_without_its_residual() -> None:

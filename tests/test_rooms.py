@@ -42,6 +42,7 @@ FACES = {
     "cli/inspect.py",
     "diagnosis.py",
     "identification/result.py",
+    "microscopy/addition.py",
     "microscopy/closed_form.py",
     "microscopy/microscope.py",
     "mitigation/result.py",

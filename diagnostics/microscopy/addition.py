@@ -11,16 +11,19 @@ Yao (arXiv 2510.04212, section 3.3): the main terms tie, and a residual far belo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from attn_diag.errors import InputError
 from attn_diag.reference import FloatFormat, format_of
 from attn_diag.result import Result
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 Tie = Literal["exact", "broken", "none"]
 Direction = Literal["exact", "toward zero", "away from zero"]
@@ -66,7 +69,7 @@ class Counterfactual:
     error: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Addition(Result):
     """One rounding of a sum, examined.
 
@@ -101,6 +104,12 @@ class Addition(Result):
     without_residual: Counterfactual | None
     schema: Literal["attn-diag-addition"] = "attn-diag-addition"
     schema_version: Literal[1] = 1
+
+    def renderables(self) -> Iterator[RenderableType]:
+        """The report, piece by piece, for a rich console."""
+        from attn_diag.reports.microscope import addition_renderables
+
+        yield from addition_renderables(self)
 
 
 @dataclass(frozen=True)
