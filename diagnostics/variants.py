@@ -46,19 +46,26 @@ class HeadTruth:
         return self.inputs.input_format
 
     @cached_property
-    def mean_ulp(self) -> float:
-        """The mean spacing of O's format at O_ref."""
-        return float(ulp(self.reference.out[self.usable], self.out_format).mean())
+    def mean_ulp(self) -> dict[str, float]:
+        """The mean spacing of the inputs' format at the references of o and dq."""
+        known = {"o": self.reference.out, "dq": self.reference.dq}
+        return {n: float(ulp(t[self.usable], self.out_format).mean()) for n, t in known.items() if t is not None}
+
+    @cached_property
+    def dw_q(self) -> Tensor | None:
+        """dW_Q = dQ^T x of this head and sequence, [D, C]; None where x or dO is not known."""
+        if self.x is None or self.reference.dq is None:
+            return None
+        return self.reference.dq[self.usable].T @ self.x[self.usable]
 
     @cached_property
     def norms(self) -> dict[str, float]:
         """Frobenius norms of the references of o and, where they are known, dq and dw_q (dQ^T x), usable rows alone."""
         found = {"o": float(self.reference.out[self.usable].norm())}
         if self.reference.dq is not None:
-            dq = self.reference.dq[self.usable]
-            found["dq"] = float(dq.norm())
-            if self.x is not None:
-                found["dw_q"] = float((dq.T @ self.x[self.usable]).norm())
+            found["dq"] = float(self.reference.dq[self.usable].norm())
+        if self.dw_q is not None:
+            found["dw_q"] = float(self.dw_q.norm())
         return found
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +18,12 @@ if TYPE_CHECKING:
 _NAMES = {"o": "O", "delta": "delta", "dq": "dQ", "dw_q": "dW_Q"}
 # Smaller standard errors of a share are not shown.
 _SHOWN = 0.001
-_UNITS = {"o": "O away from zero, ulp", "delta": "delta, noise floors"}
+_UNITS = {
+    "o": "O away from zero, ulp",
+    "delta": "delta, noise floors",
+    "dq": "dQ, ulp",
+    "dw_q": "dW_Q along dW_Q",
+}
 
 
 def attribution_renderables(found: Attribution) -> Iterator[RenderableType]:
@@ -48,11 +52,11 @@ def _head(head: HeadAttribution) -> Iterator[RenderableType]:
         yield words.bullet(" ", note)
     main = "dq" if "dq" in head.totals else "o"
     yield Text("")
-    yield Padding(_sizes(head, main), (0, 0, 0, 2))
+    yield _sizes(head, main)
     for quantity, title in _UNITS.items():
         if any(s.effects[quantity].bias for s in head.sites if quantity in s.effects):
             yield Text("")
-            yield Padding(_means(head, quantity, title), (0, 0, 0, 2))
+            yield _means(head, quantity, title)
     how = "all subsets of sites" if head.orders is None else f"{head.orders} sampled orders of the sites"
     yield Text(f"  {head.runs} runs over {head.rows} rows, {how}", style="dim")
 
@@ -119,5 +123,5 @@ def _size(quantity: str, value: float | None) -> str:
 
 def _table(first: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    table.add_column(first, min_width=20)
+    table.add_column(first, min_width=16)
     return table

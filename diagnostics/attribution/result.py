@@ -19,8 +19,11 @@ QUANTITIES = ("o", "delta", "dq", "dw_q")
 @dataclass(frozen=True)
 class MeanError:
     """A mean signed error and its uncertainty: O's away from zero in ulp (clustered by the row's top key), delta's in
-    noise floors (by row). ``n_eff``: how many clusters or rows carry it in effect; below 20 the test leans on
-    few of them. ``p_adjusted``: Benjamini-Hochberg over the sites of one quantity."""
+    noise floors and dQ's in ulp (by row). dW_Q has no rows: the error's part along it, <error, dW_Q> / ||dW_Q||^2.
+
+    ``n_eff``: how many clusters or rows carry it in effect; below 20 the test leans on few of them. ``p_adjusted``:
+    Benjamini-Hochberg over the sites of one quantity.
+    """
 
     mean: float
     standard_error: float | None = None

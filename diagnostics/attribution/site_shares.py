@@ -162,32 +162,40 @@ class _Runs:
 
 
 class _Game:
-    """The set functions as one array: [squared sizes of o, delta, dq, dw_q | O by row | delta by row]."""
+    """The set functions as one array: squared sizes of o, delta, dq, dw_q; dW_Q's error along dW_Q; and by row the
+    signed errors of o, delta and dq."""
 
     def __init__(self, truth: HeadTruth) -> None:
         self.truth = truth
         self.rows = int(truth.usable.sum())
         self.clusters = torch.unique(truth.top_key[truth.usable], return_inverse=True)[1].cpu().numpy()
         self.floor = None if truth.noise_floor is None else truth.noise_floor[truth.usable]
-        self.width = truth.head.v.shape[1]
+        # By row: how many elements each has, and in what the mean is stated.
+        self.by_row = {"o": (truth.head.v.shape[1], truth.mean_ulp["o"])}
+        if self.floor is not None:
+            self.by_row |= {"delta": (1, 1.0), "dq": (truth.head.q.shape[1], truth.mean_ulp["dq"])}
 
     def value(self, errors: VariantErrors) -> Array:
         relative = errors.relative(self.truth)
-        squares = np.array([relative.get(q, 0.0) ** 2 for q in QUANTITIES])
-        parts = [squares, errors.o_away.cpu().numpy()]
-        if errors.delta is not None and self.floor is not None:
+        along = 0.0
+        if errors.dw_q is not None and self.truth.dw_q is not None and self.truth.norms["dw_q"]:
+            along = float((errors.dw_q * self.truth.dw_q).sum()) / self.truth.norms["dw_q"] ** 2
+        parts = [np.array([relative.get(q, 0.0) ** 2 for q in QUANTITIES] + [along]), errors.o_away.cpu().numpy()]
+        if self.floor is not None and errors.delta is not None and errors.dq is not None:
             in_floors = torch.where(self.floor > 0, errors.delta / self.floor, 0.0)
-            parts.append(in_floors.cpu().numpy())
+            parts += [in_floors.cpu().numpy(), errors.dq.cpu().numpy()]
         return np.concatenate(parts)
 
     def has_bias(self, quantity: str) -> bool:
-        return quantity == "o" or (quantity == "delta" and self.floor is not None)
+        return quantity in self.by_row or (quantity == "dw_q" and self.truth.dw_q is not None)
 
     def mean(self, quantity: str, value: Array, level: float) -> MeanError:
-        """The mean signed error in a value (or in a contribution to one), with its uncertainty."""
-        start = len(QUANTITIES) + (self.rows if quantity == "delta" else 0)
+        """The mean signed error in a value (or in a contribution to one), with its uncertainty where there is one."""
+        if quantity == "dw_q":
+            return MeanError(float(value[len(QUANTITIES)]))
+        start = len(QUANTITIES) + 1 + self.rows * list(self.by_row).index(quantity)
         rows = value[start : start + self.rows]
-        by_element = quantity == "o"
+        count, unit = self.by_row[quantity]
         errors = SignedErrors(
             total=rows,
             square=float(np.square(rows).sum()),
@@ -195,10 +203,9 @@ class _Game:
             nonzero=int((rows != 0).sum()),
             unit_total=float(rows.sum()),
             unit_scale=1.0,
-            count=self.width if by_element else 1,
+            count=count,
         )
-        estimate = estimate_bias(errors, self.clusters if by_element else None, level, with_drift=False)
-        unit = self.truth.mean_ulp if by_element else 1.0
+        estimate = estimate_bias(errors, self.clusters if quantity == "o" else None, level, with_drift=False)
         error = estimate.standard_error
         return MeanError(
             mean=(estimate.mean or 0.0) / unit,
