@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from attn_diag.kernels.formats import Format, base, parse
 
@@ -54,7 +55,8 @@ class SoftmaxRule:
 
     "safe": the running maximum. "stabilised" (Qiu & Yao, arXiv 2510.04212, section 4): where the maximum r is
     repeated within ``epsilon``, beta * r if r > 0 and 0 if r < 0. "stale" (FlashAttention-4, arXiv 2603.05451): the
-    old maximum is kept while the new one exceeds it by no more than ``threshold``.
+    old maximum is kept while the new one exceeds it by no more than ``threshold``. ``epsilon`` and ``threshold`` are in
+    units of the stored scores.
     """
 
     kind: Literal["safe", "stabilised", "stale"] = "safe"
@@ -93,7 +95,8 @@ class Recipe:
     factor in the exponent. ``row_sum_of``: whether l adds the fp32 P_bar or the cast one. ``range_pv`` is the
     format of P_bar V over one key range, ``accumulator`` that of O_bar between ranges. ``division``
     "after-last-cast": O_bar is rounded to ``out`` before it is divided by l. ``exp`` "polynomial": exp2 by a
-    polynomial of degree ``exp_degree`` in the fraction (FlashAttention-4). ``probs_scale``: P_bar is cast after
+    polynomial of degree ``exp_degree`` in the fraction (FlashAttention-4); only "exact" sees a rounded ``difference``,
+    the others evaluate S - m inside one fused multiply-add. ``probs_scale``: P_bar is cast after
     multiplication by it, and divided again.
 
     Backward: ``delta_products`` is the format of dO o O before it is summed, ``dprobs`` that of dP, ``dscores`` that
@@ -164,6 +167,9 @@ class Recipe:
                 parse(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+        for name, choices in _choices().items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         # Kept, not computed when asked for: torch.compile can read an attribute, but not trace asdict.
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         object.__setattr__(self, "json", json.dumps(values, default=asdict))
@@ -191,6 +197,13 @@ class Recipe:
             if base(text) == self.input:
                 changes[name] = input_format + text.removeprefix(self.input)
         return replace(self, **changes)
+
+
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The fields of a recipe that name one of several ways, and these."""
+    hints = get_type_hints(Recipe)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 _QIU2025 = Recipe(

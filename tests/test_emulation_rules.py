@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -577,6 +578,12 @@ class TestRecipes:
         assert replace(base, name="x", dq="fp32", delta_from="dp", dprobs="bf16").forward_json == base.forward_json
         for change in ({"seed": 1}, {"probs_scale": 2.0}, {"exp_degree": 3}, {"out": "fp16"}, {"arithmetic": "fp64"}):
             assert replace(base, **change).forward_json != base.forward_json
+
+    @pytest.mark.parametrize("field", ["accumulation", "exp", "alpha", "delta_from", "dscores_from", "arithmetic"])
+    def test_an_unknown_way_is_named(self, field: str) -> None:
+        values = json.loads(preset("fa2").json) | {field: "nvidia"}
+        with pytest.raises(ValueError, match=f"{field} must be one of .*, got 'nvidia'"):
+            Recipe.from_json(json.dumps(values))
 
     def test_for_input_keeps_modes_and_other_formats(self) -> None:
         recipe = replace(preset("fa2"), scores="bf16:toward-zero", out="bf16:stochastic", probs="e4m3", row_max="e8m11")
