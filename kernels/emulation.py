@@ -32,7 +32,7 @@ from attn_diag.kernels.recipe import Recipe
 
 # Scores of the rows worked on at once, in elements.
 # On a CPU fewer with many recipes (up to so many: so many elements), whose tensors are all held at once.
-_CPU_ELEMENTS = ((4, 2**20), (16, 2**19), (math.inf, 2**18))
+_CPU_ELEMENTS = ((1, 2**20), (math.inf, 2**18))
 _CUDA_ELEMENTS = ((math.inf, 2**23),)
 _MIN_BLOCK_ROWS = 16
 
