@@ -275,10 +275,18 @@ class _Judgement:
             return f"No published kernel that is known here, but its parts are: {looks} ({percent} of O's elements)."
         differ = f"they differ in {contested} of {self.elements} elements" if contested else "their bits are the same"
         if outcome == "ambiguous":
+            together = " or ".join(names)
+            missed = [m for m in hardware if m.missed]
+            if hardware and len(missed) < len(hardware):
+                other = f", {missed[0].recipe} misses {missed[0].missed}" if missed else ""
+                return (
+                    f"{together}: with sums of products as a Hopper tensor core makes them each has every bit of "
+                    f"{hardware[0].elements} elements{other}; this input does not tell them apart."
+                )
             nearest = f"{names[0]} comes nearest with {percent} of O's elements"
-            if hardware and hardware[0].missed:
+            if hardware:
                 nearest = f"{hardware[0].recipe} comes nearest (see the sums of a tensor core)"
-            return f"{' or '.join(names)}: {nearest}, but this input does not tell them apart: {differ}."
+            return f"{together}: {nearest}, but this input does not tell them apart: {differ}."
         if hardware:
             second = next(m for m in hardware if m.missed)
             return (
