@@ -21,6 +21,7 @@ from attn_diag.heads import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe
 from attn_diag.measure import collector_of
 from attn_diag.pooling import adjust_family
+from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import reference_head
 from attn_diag.row_maxima import DEFINITIONS, Repeats
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from attn_diag.kernels.dump import Dump
 
 DEFAULT_LEVEL = 0.01
-
-Progress = Callable[[int, int], None]
 
 
 def inspect(

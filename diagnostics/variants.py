@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.heads import HeadInputs
+from attn_diag.capture import Capture
+from attn_diag.heads import HeadInputs, read_float64
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
 from attn_diag.kernels.recipe import FORMATS
 from attn_diag.parallel import map_in_order
@@ -129,6 +130,38 @@ class VariantErrors:
         return {name: found[name] for name in ("o", "delta", "dq", "dw_q") if name in found}
 
 
+def observed_sizes(capture: Capture, observation: str, batch: int, head: int, truth: HeadTruth) -> dict[str, float]:
+    """As ``VariantErrors.relative``, of what a kernel really returned; delta as captured, else rowsum(dO o O).
+
+    Each over the rows in which it is finite; only what is known is there.
+    """
+    reference, inputs = truth.reference, truth.head
+
+    def read(output: str) -> Tensor | None:
+        return read_float64(capture, capture.key(observation, output), batch, head, inputs.q.device)
+
+    def finite(values: Tensor) -> Tensor:
+        return truth.usable & (values.isfinite() if values.ndim == 1 else values.isfinite().all(1))
+
+    found: dict[str, float] = {}
+    o, dq, delta = read("o"), read("dq"), read("delta")
+    if o is not None:
+        rows = finite(o)
+        found["o"] = _ratio((o - reference.out)[rows], reference.out[rows])
+    if inputs.do is not None and delta is None and o is not None:
+        delta = (inputs.do * o).sum(1)
+    if delta is not None and reference.delta is not None and truth.noise_floor is not None:
+        rows = finite(delta) & (truth.noise_floor > 0)
+        found["delta"] = float(((delta - reference.delta) / truth.noise_floor)[rows].square().mean().sqrt())
+    if dq is not None and reference.dq is not None:
+        rows = finite(dq)
+        error, exact = (dq - reference.dq)[rows], reference.dq[rows]
+        found["dq"] = _ratio(error, exact)
+        if truth.x is not None:
+            found["dw_q"] = _ratio(error.T @ truth.x[rows], exact.T @ truth.x[rows])
+    return found
+
+
 def measure_variants(
     truth: HeadTruth, recipes: Sequence[Recipe], advance: Callable[[int], None] | None = None
 ) -> list[VariantErrors]:
@@ -193,3 +226,9 @@ class _Sums:
 
     def _append(self, name: str, values: Tensor) -> None:
         self._parts.setdefault(name, []).append(values)
+
+
+def _ratio(error: Tensor, reference: Tensor) -> float:
+    """||error|| / ||reference||; 0 where there is no reference to compare with."""
+    norm = float(reference.norm())
+    return float(error.norm()) / norm if norm else 0.0

@@ -199,19 +199,13 @@ def block_scores(recipe: Recipe, head: HeadLike) -> Iterator[tuple[Tensor, Tenso
 
     Scores are -inf where masked, in the recipe's arithmetic, and not to be changed.
     """
-    size = recipe.schedule.query_block
-    rows_at_once = _rows_at_once(head)
     with torch.no_grad(), _plain_arithmetic(head):
         operands = Operands(head)
-        for first in range(0, len(head.q), size):
-            keys = _block_keys(head, first // size, size)
-            stop = min(first + size, len(head.q))
-            for start in range(first, stop, rows_at_once):
-                rows = torch.arange(start, min(start + rows_at_once, stop), device=head.q.device)
-                block = Block(operands, rows, keys)
-                for tiles in recipe.schedule.ranges(keys):
-                    for tile in tiles:
-                        yield rows, masked_scores(recipe, block, tile), operands.factor(recipe)
+        for _, rows, keys in _places([recipe], head):
+            block = Block(operands, rows, keys)
+            for tiles in recipe.schedule.ranges(keys):
+                for tile in tiles:
+                    yield rows, masked_scores(recipe, block, tile), operands.factor(recipe)
 
 
 def trace_row(recipe: Recipe, head: HeadLike, row: int) -> RowTrace:
@@ -236,7 +230,7 @@ def _block_keys(head: HeadLike, number: int, size: int) -> slice:
     return head.visible_span(slice(number * size, min((number + 1) * size, len(head.q))))
 
 
-def _rows_at_once(head: HeadLike, recipes: int = 1) -> int:
+def _rows_at_once(head: HeadLike, recipes: int) -> int:
     """Query rows worked on together: recipes side by side keep several [R, Tk] tensors each."""
     budgets = _CUDA_ELEMENTS if head.q.is_cuda else _CPU_ELEMENTS
     budget = next(elements for most, elements in budgets if recipes <= most)

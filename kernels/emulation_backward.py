@@ -44,7 +44,6 @@ class KeyGradients:
         k, v = (block.operands.get(name, working_dtype(recipe)) for name in ("k", "v"))
         self.dk, self.dv = torch.zeros_like(k), torch.zeros_like(v)
         self._dk, self._dv = torch.zeros_like(k), torch.zeros_like(v)
-        self._recipe = recipe
 
     def add(self, keys: slice, dk: Tensor, dv: Tensor) -> None:
         """Add what some rows of the present query block contribute."""

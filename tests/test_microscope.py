@@ -364,8 +364,8 @@ def test_command_on_the_example(run: Callable[..., tuple[int, str, str]]) -> Non
     [
         (["--row", "200"], "row must lie between 0 and 199, got 200"),
         (["--feature", "-1"], "feature must lie between 0 and 63, got -1"),
-        (["--head", "8"], "no head 8: this capture has head 0 to 7"),
-        (["--head", "0,1"], "the microscope looks at one head, got --head 0,1"),
+        (["--head", "8"], "no head 8; the capture has 0 to 7"),
+        (["--head", "0,1"], "this command looks at one head, got --head 0,1"),
         (["--recipe", "fa9"], "no recipe 'fa9'; known: fa2"),
         (["--observation", "flash"], "no observation 'flash' with an O; there are: observed"),
     ],

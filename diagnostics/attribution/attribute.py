@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +19,12 @@ from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import collector_of
+from attn_diag.progress import Progress, part_of
 from attn_diag.projection import projection_input, projection_note
 from attn_diag.provenance import backend_name, describe_tool, pick_device
 from attn_diag.reference import RowBlock
 from attn_diag.row_maxima import RowMaximaCollector, swamped_elements
-from attn_diag.variants import head_truth
-
-if TYPE_CHECKING:
-    from attn_diag.analysis import Progress
+from attn_diag.variants import head_truth, observed_sizes
 
 # A row with less than this part of P outside its top key is called near one-hot.
 _NEAR_ONE_HOT = 0.05
@@ -74,7 +71,7 @@ def attribute(
     for number, (batch, head) in enumerate(places):
         baseline = find_baseline(capture, recipe, name, batch, head, where)
         job = _HeadJob(capture, name, baseline, batch, head, where, has_x=has_x)
-        results.append(job.run(level, tuple(notes), _part(progress, number, len(places))))
+        results.append(job.run(level, tuple(notes), part_of(progress, number, len(places))))
     return Attribution(
         tool=describe_tool(where),
         source=capture.source,
@@ -127,9 +124,10 @@ class _HeadJob:
             if progress is not None:
                 progress(done, 2 * rows)
 
-        table = attribute_sites(
-            self.truth, self.baseline.recipe, level=level, captured=self._captured_sizes(), advance=advance
-        )
+        captured = None
+        if self.observation is not None:
+            captured = observed_sizes(self.capture, self.observation, self.batch, self.number, self.truth)
+        table = attribute_sites(self.truth, self.baseline.recipe, level=level, captured=captured, advance=advance)
         dq = self.truth.norms.get("dq")
         found = HeadAttribution(
             layer=self.capture.metadata.layer,
@@ -162,28 +160,6 @@ class _HeadJob:
             self.capture, self.capture.key(self.observation, output), self.batch, self.number, self.device
         )
 
-    def _captured_sizes(self) -> dict[str, float]:
-        """||error|| / ||reference|| of the real kernel's outputs, delta in noise floors (from O if not captured)."""
-        truth, rows = self.truth, self.truth.usable
-        found: dict[str, float] = {}
-        o, dq, delta = (self._read(output) for output in ("o", "dq", "delta"))
-        if o is not None:
-            found["o"] = float((o - truth.reference.out)[rows].norm()) / truth.norms["o"]
-        if self.inputs.head.do is None:
-            return found
-        if delta is None and o is not None:
-            delta = (self.inputs.head.do * o).sum(1)
-        if delta is not None and truth.noise_floor is not None and truth.reference.delta is not None:
-            kept = rows & (truth.noise_floor > 0)
-            ratio = (delta - truth.reference.delta)[kept] / truth.noise_floor[kept]
-            found["delta"] = float(ratio.square().mean().sqrt())
-        if dq is not None and truth.reference.dq is not None:
-            error = (dq - truth.reference.dq)[rows]
-            found["dq"] = float(error.norm()) / truth.norms["dq"]
-            if truth.x is not None:
-                found["dw_q"] = float((error.T @ truth.x[rows]).norm()) / truth.norms["dw_q"]
-        return {name: value for name, value in found.items() if math.isfinite(value)}
-
     def _row_kinds(self, table: SiteTable) -> dict[str, RowKind]:
         """Rows with a repeated maximum (``exact``), swamped rows (of the captured O, else the emulated one), and near
         one-hot rows."""
@@ -214,10 +190,3 @@ def _repeated(maxima: RowMaximaCollector) -> Tensor:
     found = maxima.repeats("exact")
     assert found is not None
     return found.multiplicity > 1
-
-
-def _part(progress: Progress | None, number: int, count: int) -> Progress | None:
-    """Progress of one head of several."""
-    if progress is None:
-        return None
-    return lambda done, total: progress(number * total + done, count * total)

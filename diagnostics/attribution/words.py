@@ -11,7 +11,7 @@ from attn_diag.verdict import DQ_ERROR_ABOVE, LOSSY_ABOVE
 
 _NAMES = {"o": "O", "delta": "delta", "dq": "dQ", "dw_q": "dW_Q"}
 _INERT = {"backward_probs": "which reaches dV alone", "row_sum_clamp": "which no row comes near"}
-# From this share on a site is called the cause; two that reach it together, the causes.
+# From this share on a site is called the cause.
 _CAUSE = 0.5
 # A kind of rows has no part in an error of which it carries less than this.
 _NO_PART = 0.01
@@ -136,7 +136,7 @@ def _repairs(found: HeadAttribution, main: str) -> Iterator[str]:
     if not found.repairs:
         return
     steps: list[str] = []
-    for repair in found.repairs[:4]:
+    for repair in found.repairs:
         also = "also " if steps else ""
         steps.append(f"{also}the {_words(found, repair.site)} exact leaves {_percent(repair.left[main])}")
     start = f"{_NAMES[main]}'s error of {_percent(found.totals[main].error)}"

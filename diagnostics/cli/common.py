@@ -18,8 +18,8 @@ from attn_diag.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from attn_diag.analysis import Progress
     from attn_diag.capture import Capture
+    from attn_diag.progress import Progress
     from attn_diag.ranges import Ranges
 
 _PROGRESS_AFTER_S = 1.0
@@ -139,6 +139,21 @@ def open_one(
         named = ", ".join(capture.source for capture in captures[:3])
         raise InputError(f"this command looks at one capture, got {len(captures)} ({named}, …); name one")
     return captures[0], unreadable
+
+
+def one_place(capture: Capture, head: str | None, batch: str | None) -> tuple[int, int]:
+    """(batch item, head) within the capture of commands that look at one; the first by default.
+
+    Raises InputError for what is not there, and where an option names several.
+    """
+    from attn_diag.capture_job import Selection, select_heads
+
+    wanted = {"--head": numbers("--head", head), "--batch": numbers("--batch", batch)}
+    for option, named in wanted.items():
+        if named is not None and len(named) != 1:
+            raise InputError(f"this command looks at one {option.removeprefix('--')}, got {named}; name one")
+    heads, batches = select_heads(capture, Selection(heads=wanted["--head"], batches=wanted["--batch"]))
+    return batches[0], heads[0]
 
 
 def require_apart(targets: list[Path], inputs: list[Path]) -> None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from attn_diag.cli import common
-from attn_diag.errors import InputError
-
-if TYPE_CHECKING:
-    from attn_diag.capture import Capture
-    from attn_diag.ranges import Ranges
 
 
 def microscope(
@@ -44,11 +39,12 @@ def microscope(
     options = common.metadata_options(layout, causal, scale, window, softcap)
     layers = common.numbers("--layer", layer)
     capture, unreadable = common.open_one(paths or [], example=example, layers=layers, options=options)
-    number = _one(capture, "head", common.numbers("--head", head), capture.q_heads, capture.metadata.head_offset)
-    result = look(
-        capture, row, feature, recipe, observation=observation, device=device, head=number,
-        batch=_one(capture, "batch", common.numbers("--batch", batch), capture.batch, 0),
-    )  # fmt: skip
+    batch_item, place = common.one_place(capture, head, batch)
+    with common.progress_bar("steps") as progress:
+        result = look(
+            capture, row, feature, recipe, observation=observation, device=device, batch=batch_item, head=place,
+            progress=progress,
+        )  # fmt: skip
     if not result.bit_equal:
         print(
             f"attn-diag: the walk gives {result.walked!r} where the emulation has {result.emulated!r}: they add in "
@@ -57,18 +53,3 @@ def microscope(
         )
     common.deliver(result, json)
     raise typer.Exit(2 if unreadable else 0)
-
-
-def _one(capture: Capture, name: str, wanted: Ranges | None, count: int, offset: int) -> int:
-    """The one head or batch item that an option names, counted within the capture; the first by default."""
-    if wanted is None:
-        return 0
-    if len(wanted) != 1:
-        raise InputError(f"the microscope looks at one {name}, got {wanted}; name one, such as --{name} {offset}")
-    number = next(iter(wanted))
-    if not offset <= number < offset + count:
-        raise InputError(
-            f"{capture.source}: no {name} {number}: this capture has {name} "
-            f"{offset if count == 1 else f'{offset} to {offset + count - 1}'}"
-        )
-    return number - offset

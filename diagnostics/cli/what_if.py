@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from attn_diag.cli import common
-from attn_diag.errors import InputError
-
-if TYPE_CHECKING:
-    from attn_diag.capture import Capture
 
 
 def what_if(
@@ -28,9 +24,9 @@ def what_if(
         list[float] | None, typer.Option(help="A beta of the stabilised softmax (repeatable), instead of 1.5 to 8.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each stochastic rounding; 0 for none.")] = 4,
-    head: Annotated[int | None, typer.Option(help="The head (the model's number); the first one by default.")] = None,
+    head: common.Heads = None,
     layer: common.Layers = None,
-    batch: Annotated[int, typer.Option(help="The batch item.")] = 0,
+    batch: common.Batches = None,
     json: common.Json = None,
     level: common.Level = 0.01,
     device: common.Device = "auto",
@@ -50,22 +46,11 @@ def what_if(
     options = common.metadata_options(layout, causal, scale, window, softcap)
     layers = common.numbers("--layer", layer)
     capture, unreadable = common.open_one(paths, example=example, layers=layers, options=options)
+    batch_item, place = common.one_place(capture, head, batch)
     with common.progress_bar("rows") as progress:
         result = run(
-            capture, observation, recipe=recipe, batch=batch, head=_within(capture, head), only=only or (),
+            capture, observation, recipe=recipe, batch=batch_item, head=place, only=only or (),
             betas=beta or BETAS, seeds=seeds, level=level, device=device, progress=progress,
         )  # fmt: skip
     common.deliver(result, json)
     raise typer.Exit(2 if unreadable else 0)
-
-
-def _within(capture: Capture, head: int | None) -> int:
-    """The head's place in the capture."""
-    offset = capture.metadata.head_offset
-    if head is None:
-        return 0
-    if not offset <= head < offset + capture.q_heads:
-        raise InputError(
-            f"{capture.source}: no head {head}; the capture has {offset} to {offset + capture.q_heads - 1}"
-        )
-    return head - offset

@@ -26,7 +26,7 @@ from attn_diag.parallel import map_in_order
 from attn_diag.provenance import backend_name, pick_device
 
 if TYPE_CHECKING:
-    from attn_diag.analysis import Progress
+    from attn_diag.progress import Progress
 
 # Rows that are compared: as many as have so many scores together, and at least so many.
 _FINAL_SCORES, _FINAL_ROWS = 2**20, 128

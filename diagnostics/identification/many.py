@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from attn_diag.capture import Capture
 from attn_diag.capture_job import Selection, select_heads, select_observations
 from attn_diag.errors import InputError
 from attn_diag.identification.identify import identify
 from attn_diag.identification.result import Identification, Identifications
-
-if TYPE_CHECKING:
-    from attn_diag.analysis import Progress
+from attn_diag.progress import Progress, part_of
 
 
 def identify_captures(
@@ -43,7 +40,7 @@ def identify_captures(
             errors.append(error)
     results: list[Identification] = []
     for number, (capture, observation, batch, head) in enumerate(jobs):
-        part = _part(progress, number, len(jobs))
+        part = part_of(progress, number, len(jobs))
         try:
             found = identify(capture, observation, batch=batch, head=head, device=device, rows=rows, progress=part)
             results.append(found)
@@ -66,13 +63,3 @@ def _jobs(capture: Capture, selection: Selection) -> list[tuple[Capture, str, in
     heads = heads if selection.heads is not None else heads[:1]
     batches = batches if selection.batches is not None else batches[:1]
     return [(capture, o, b, h) for o in observations for b in batches for h in heads]
-
-
-def _part(progress: Progress | None, number: int, jobs: int) -> Progress | None:
-    if progress is None:
-        return None
-
-    def update(done: int, total: int) -> None:
-        progress(100 * number + 100 * done // total, 100 * jobs)
-
-    return update

@@ -21,6 +21,7 @@ from attn_diag.microscopy.addition import Addition, examine_addition
 from attn_diag.microscopy.closed_form import Class, ClosedFormTotals, explain, predict_block
 from attn_diag.microscopy.subject import Subject, subject_of
 from attn_diag.microscopy.walk import Array, Parts, Site, Walk, exponent_factor, site_format, walk_element
+from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool
 from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.result import Result
@@ -161,6 +162,7 @@ def microscope(
     head: int = 0,
     device: str = "auto",
     whole_head: bool = True,
+    progress: Progress | None = None,
 ) -> Microscope:
     """Walk O[row, feature] through a recipe's own arithmetic and schedule, and examine its decisive rounding.
 
@@ -168,7 +170,8 @@ def microscope(
     query row of the capture) and ``feature``: default, those of the largest |excess error| of the captured O, or of the
     recipe's where none was captured. ``recipe``: a name or a Recipe; default: what the captured O is recognised as,
     else fa2. ``observation``: default the first with an O. ``batch``, ``head`` count within the capture.
-    ``whole_head``: also give the closed form's totals over the head (another pass over it).
+    ``whole_head``: also give the closed form's totals over the head (another pass over it). ``progress(done, total)``
+    counts the three steps: the recipe found, the element walked, the closed form.
 
     Raises InputError for a row, feature, head or name that does not exist, a row that NaN or Inf makes unusable or that
     sees no key, and a recipe that rounds at random.
@@ -176,12 +179,19 @@ def microscope(
     subject = subject_of(
         source, recipe=recipe, observation=observation, observed=observed, batch=batch, head=head, device=device
     )
-    return look(subject, row, feature, whole_head=whole_head)
+    return look(subject, row, feature, whole_head=whole_head, progress=progress or _silent)
 
 
-def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: bool = True) -> Microscope:
+def _silent(done: int, total: int) -> None:
+    """Nobody listens."""
+
+
+def look(
+    subject: Subject, row: int | None, feature: int | None, *, whole_head: bool = True, progress: Progress = _silent
+) -> Microscope:
     """The microscope on a subject; see ``microscope``."""
     head, recipe = subject.inputs.head, subject.recipe
+    progress(1, 3)
     for name, number, count in (("row", row, len(head.q)), ("feature", feature, head.v.shape[1])):
         if number is not None and not 0 <= number < count:
             raise InputError(f"{subject.source}: {name} must lie between 0 and {count - 1}, got {number}")
@@ -217,7 +227,8 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
         site, parts = walk.sites[decisive], walk.parts[decisive]
         of_o = site.step == "cast" and kind != "ordinary" and not parts.earlier
         addition = _examined_mean(site, walk, values) if of_o else _examined(site, parts)
-    return Microscope(
+    progress(2, 3)
+    found = Microscope(
         tool=describe_tool(head.q.device),
         source=subject.source,
         observation=subject.observation,
@@ -256,6 +267,8 @@ def look(subject: Subject, row: int | None, feature: int | None, *, whole_head: 
         ),
         closed_form=explain(subject).totals if whole_head else None,
     )
+    progress(3, 3)
+    return found
 
 
 def _decisive(sites: tuple[Site, ...]) -> int | None:

@@ -20,7 +20,7 @@ from attn_diag.bias import MIN_EFFECTIVE, SignedErrors, adjust, estimate_bias
 from attn_diag.capture import Capture
 from attn_diag.diagnosis import BiasEstimate
 from attn_diag.errors import InputError
-from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
+from attn_diag.heads import HeadInputs, NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe
 from attn_diag.mitigation.equivalence import exact_twin, float64_bounds, judge, rule_difference
 from attn_diag.mitigation.mitigations import (
@@ -41,7 +41,7 @@ from attn_diag.parallel import map_in_order
 from attn_diag.projection import projection_input, projection_note
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import round_nearest_even, ulp
-from attn_diag.variants import HeadTruth, VariantErrors, head_truth, measure_variants
+from attn_diag.variants import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
 
 Progress = Callable[[int, int], None]
 
@@ -123,7 +123,7 @@ def what_if(
         ranked_by=ranked_by,
         max_logit=max_logit,
         level=level,
-        observed=None if chosen is None else _observed_errors(capture, chosen, batch, head, truth),
+        observed=None if chosen is None else Errors(**observed_sizes(capture, chosen, batch, head, truth)),
         baseline=first,
         candidates=rest,
         stabilised=_stabilised(baseline.recipe, acting, rest, int(truth.usable.sum())),
@@ -477,15 +477,3 @@ def _projection_input(capture: Capture, batch: int, head: int, device: torch.dev
         notes.append(note)
         return None
     return projection_input(capture, batch, device)
-
-
-def _observed_errors(capture: Capture, observation: str, batch: int, head: int, truth: HeadTruth) -> Errors:
-    """Of the captured O and dQ, where finite."""
-    found = {}
-    for name, reference in (("o", truth.reference.out), ("dq", truth.reference.dq)):
-        observed = read_float64(capture, capture.key(observation, name), batch, head, truth.head.q.device)
-        if observed is not None and reference is not None:
-            rows = truth.usable & observed.isfinite().all(1)
-            norm = float(reference[rows].norm())
-            found[name] = float((observed - reference)[rows].norm()) / norm if norm else None
-    return Errors(**found)
