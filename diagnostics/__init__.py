@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from attn_diag.microscopy.microscope import Microscope, microscope
     from attn_diag.mitigation.result import WhatIf
     from attn_diag.mitigation.what_if import what_if
+    from attn_diag.rounding import round_to
 
 _HOME = {
     "AttnDiagError": "errors",
@@ -59,6 +60,7 @@ _HOME = {
     "microscope": "microscopy.microscope",
     "preset": "kernels",
     "repeated_maxima": "analysis",
+    "round_to": "rounding",
     "what_if": "mitigation.what_if",
 }
 
@@ -88,6 +90,7 @@ __all__ = [
     "microscope",
     "preset",
     "repeated_maxima",
+    "round_to",
     "what_if",
 ]
 

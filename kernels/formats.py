@@ -3,6 +3,23 @@
 A site is written as ``format`` or ``format:rounding``: "bf16", "e4m3", "e8m11:toward-zero", "fp16:stochastic".
 ``e<x>m<y>`` names any format with x exponent and y mantissa bits. "fp32" and "fp64" at a site mean the
 arithmetic's own precision: nothing is rounded there. (A rounding to fp32 inside float64 arithmetic is "e8m23".)
+
+The rules, for torch tensors (here), numpy arrays (``rounding_numpy``), inside Triton kernels (``triton_rounding``) and
+for ``attn_diag.reference.round_nearest_even``:
+
+- **Numbers.** IEEE 754's, with subnormals and, but for e4m3, with infinities. e4m3 is OCP OFP8's: its largest number is
+  448, the one pattern after it is NaN, and there is no infinity.
+- **One rounding.** float64 goes to the format directly, never through fp32.
+- **Modes.** nearest-even, toward-zero, up and down as in IEEE 754-2019, section 4.3. stochastic: to the upper of the two
+  neighbours with probability (x - lower) / (upper - lower). random-sign: x + e or x - e by the toss of a coin, where
+  e is the error of nearest-even; the result need not be a number of the format. Numbers of the format stay in all modes.
+- **Subnormals.** Below the smallest normal number the spacing stays what it is there; nothing is flushed to zero.
+- **Overflow** is what passes the largest number when rounded as if larger ones followed with the same spacing. It becomes
+  infinity in nearest-even, stochastic and random-sign, and away from zero in up and down; else the largest number. In
+  e4m3 it becomes +-448 in every mode (.satfinite of NVIDIA's PTX; torch's and ml_dtypes' casts make NaN of it).
+- **Infinities** stay, in e4m3 too: -inf marks what is masked.
+- **Zero**, given or underflowed to, has the sign of x in every mode.
+- **NaN** stays NaN; its sign and payload are not specified.
 """
 
 from __future__ import annotations
@@ -115,12 +132,10 @@ def rounds_monotonically(text: Format) -> bool:
 
 
 def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
-    """``x`` (fp32 or float64) rounded once, in ``x``'s own dtype; None changes nothing.
+    """``x`` (fp32 or float64) rounded once, in ``x``'s own dtype, after the rules above; None changes nothing.
 
-    Nearest-even and directed roundings are correct for every input (float64 ones too: no step through fp32), with
-    subnormals and signed zeros; what rounds past the largest number becomes infinite (toward zero, and down or up
-    away from the infinity: the largest), or the largest where the format is finite. NaN stays NaN, and an infinity
-    stays one, even in a format without: -inf marks what is masked. ``seed`` starts the random modes.
+    Nearest-even and directed roundings are correct for every input. ``seed`` starts the random modes, which draw 24 bits
+    an element: no mean is off by more than 2**-25 of a spacing for it.
     """
     if rounding is None or x.numel() == 0:
         return x
@@ -130,11 +145,12 @@ def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
     fmt, mode = rounding.format, rounding.mode
     wide = x.double()
     if mode in (Mode.NEAREST_EVEN, Mode.RANDOM_SIGN):
-        rounded = _limited(_nearest_even(wide, fmt), wide, fmt, mode)
-        if mode is Mode.NEAREST_EVEN:
-            return rounded.to(x.dtype)
-        error = (rounded - wide).nan_to_num_(0.0, 0.0, 0.0)
-        return (wide + torch.where(_draw(wide, seed) < 0.5, error, -error)).to(x.dtype)
+        unlimited = _nearest_even(wide, fmt)
+        rounded = _limited(unlimited, wide, fmt, mode)
+        if mode is Mode.RANDOM_SIGN:
+            flips = (_draw(wide, seed) < 0.5) & (unlimited.abs() <= fmt.largest)  # false for NaN
+            rounded = torch.where(flips, (wide - (rounded - wide)).copysign_(wide), rounded)
+        return rounded.to(x.dtype)
     quantum = _spacing(wide, fmt)
     steps = wide / quantum  # exact: a power of two
     if mode is Mode.TOWARD_ZERO:
@@ -159,7 +175,7 @@ def _nearest_even(x: Tensor, fmt: NumberFormat) -> Tensor:
 def _draw(x: Tensor, seed: int) -> Tensor:
     """Uniform on [0, 1), in ``x``'s shape and on its device."""
     generator = torch.Generator(x.device).manual_seed(seed)
-    # 24 bits are enough: a mean is off by less than 2**-25 of a spacing, and half as many bits take half the time.
+    # 24 bits are enough, and half as many bits take half the time.
     return torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
 
 

@@ -76,54 +76,59 @@ def _round_block(x: Floats, rounding: Rounding, source: _Source, generator: np.r
     fmt, mode, word, width = rounding.format, rounding.mode, source.word, source.mantissa_bits
     bits = x.view(word)
     magnitude = bits & word(source.sign - 1)
-    special = magnitude >= word(source.bits(np.inf))  # infinities and NaN
     negative = bits >= word(source.sign)
-    field = magnitude >> word(width)
-    significand = (magnitude & word((1 << width) - 1)) | (np.minimum(field, word(1)) << word(width))
-    shift = _dropped_bits(field, fmt, source)
+    significand = magnitude & word((1 << width) - 1)
+    significand |= np.minimum(magnitude >> word(width), word(1)) << word(width)
+    shift = _dropped_bits(magnitude, fmt, source)
     # From width + 2 on, less than half the format's smallest number is there, in any case: shift no further.
     dropped = np.minimum(shift, word(width + 2))
     whole = significand >> dropped
     rest = significand ^ (whole << dropped)
     draws = generator.random(x.shape) if mode in (Mode.STOCHASTIC, Mode.RANDOM_SIGN) else None
 
-    if mode is Mode.STOCHASTIC:
+    if draws is not None and mode is Mode.STOCHASTIC:
         away = draws < np.ldexp(rest.astype(np.float64), -shift.astype(np.int32))
     else:
         away = _goes_away_from_zero(mode, negative, whole, rest, dropped)
     steps = whole + away
     rounded = magnitude - significand + (steps << dropped)
-    tiny = word(source.bits(2.0 ** (fmt.min_exponent - fmt.mantissa_bits)))
-    rounded = np.where(dropped == word(width + 2), tiny, rounded)
-    rounded[steps == 0] = 0
-
-    largest = word(source.bits(fmt.largest))
-    over = rounded > largest
-    if over.any():
-        stays = _overflow_stays(fmt, mode, negative)
-        rounded[over] = np.where(stays, largest, word(source.bits(np.inf)))[over]
-    result = (rounded | (bits & word(source.sign))).view(source.dtype)
-    result[special] = x[special]
-    if draws is not None and mode is Mode.RANDOM_SIGN:
-        flipped = (draws < 0.5) & ~over & ~special
+    rounded *= steps != 0
+    if dropped.max() == width + 2:
+        tiny = word(source.bits(2.0 ** (fmt.min_exponent - fmt.mantissa_bits)))
+        rounded = np.where(dropped == word(width + 2), tiny * away, rounded)
+    if rounded.max() > source.bits(fmt.largest):  # NaN among them
+        rounded = _limited(rounded, magnitude, _overflow_stays(fmt, mode, negative), fmt, source)
+    result: Floats = (rounded | (bits & word(source.sign))).view(source.dtype)
+    if draws is None or mode is not Mode.RANDOM_SIGN:
+        return result
+    flipped = (draws < 0.5) & (rounded <= word(source.bits(fmt.largest)))
+    with np.errstate(all="ignore"):
         # Exact: like x, both differences are multiples of x's last place, and lie in its binade.
-        result[flipped] = np.copysign(x - (result - x), x, where=flipped, out=np.zeros_like(x))[flipped]
-    return result
+        return np.where(flipped, np.copysign(x - (result - x), x), result)
 
 
-def _dropped_bits(field: Bits, fmt: NumberFormat, source: _Source) -> Bits:
-    """How many low bits of the significand the format has no room for: more, where its numbers are subnormal."""
-    word, first_normal = source.word, fmt.min_exponent + source.bias
-    fewer = word(first_normal) - np.clip(field, word(1), word(first_normal))
-    return fewer + word(source.mantissa_bits - fmt.mantissa_bits)
+def _dropped_bits(magnitude: Bits, fmt: NumberFormat, source: _Source) -> Bits:
+    """How many low bits of the significand the format has no room for: more, where its numbers are subnormal.
+
+    One number, where it is the same for all: shifts by one number are several times as fast.
+    """
+    word, width = source.word, source.word(source.mantissa_bits)
+    first_normal = word(fmt.min_exponent + source.bias)
+
+    def count(magnitude: Bits) -> Bits:
+        field = np.clip(magnitude >> width, word(1), first_normal)
+        return np.asarray(first_normal - field + (width - word(fmt.mantissa_bits)))
+
+    least = count(magnitude.max(keepdims=True))
+    return least if least == count(magnitude.min(keepdims=True)) else count(magnitude)
 
 
 def _goes_away_from_zero(mode: Mode, negative: Flags, whole: Bits, rest: Bits, dropped: Bits) -> Flags:
     """Whether the magnitude takes one more step, in the modes that do not draw it."""
     one = whole.dtype.type(1)
     if mode in (Mode.NEAREST_EVEN, Mode.RANDOM_SIGN):
-        twice, unit = rest << one, one << dropped
-        return (twice > unit) | ((twice == unit) & ((whole & one) == one))
+        # More than half a step, or half of one and odd. (A rest is less than a step, so that twice it and 1 fit.)
+        return (rest << one) + (whole & one) > (one << dropped)
     if mode is Mode.TOWARD_ZERO:
         return np.zeros(whole.shape, np.bool_)
     return (rest != 0) & (negative if mode is Mode.DOWN else ~negative)
@@ -136,3 +141,10 @@ def _overflow_stays(fmt: NumberFormat, mode: Mode, negative: Flags) -> Flags:
     if mode in (Mode.UP, Mode.DOWN):
         return negative if mode is Mode.UP else ~negative
     return np.zeros(negative.shape, np.bool_)
+
+
+def _limited(rounded: Bits, magnitude: Bits, stays: Flags, fmt: NumberFormat, source: _Source) -> Bits:
+    """Too large magnitudes as ``stays`` wants them; infinities and NaN as they came."""
+    largest, infinity = source.word(source.bits(fmt.largest)), source.word(source.bits(np.inf))
+    limited = np.where(rounded > largest, np.where(stays, largest, infinity), rounded)
+    return np.where(magnitude >= infinity, magnitude, limited)

@@ -22,8 +22,8 @@ class FloatFormat:
     """A binary floating-point format with subnormals.
 
     ``precision`` counts the explicit mantissa bits, ``min_exponent`` is the exponent of the smallest normal
-    number, ``largest`` the largest finite one. ``saturates``: the format has no infinity; what is too large
-    becomes ``largest``.
+    number, ``largest`` the largest finite one. ``saturates``: the format has no infinity; finite values that are
+    too large become ``largest``.
     """
 
     name: str
@@ -72,8 +72,8 @@ def format_of(dtype: torch.dtype) -> FloatFormat:
 def round_nearest_even(x: Tensor, fmt: FloatFormat) -> Tensor:
     """``x`` (float64, any shape) rounded once to ``fmt``, to nearest, ties to even; the result is float64.
 
-    Subnormals are rounded to the format's smallest spacing, the sign of zero is kept, NaN stays NaN. Values
-    that round past ``fmt.largest`` become infinite, or ``fmt.largest`` where the format saturates.
+    Subnormals are rounded to the format's smallest spacing, the sign of zero is kept, NaN and infinities stay. Finite
+    values that round past ``fmt.largest`` become infinite, or ``fmt.largest`` where the format saturates.
 
     The rounding is one float64 addition: with C = 1.5 * 2**52 * spacing(x), the sum x + C has exactly that
     spacing, so IEEE addition itself rounds x to nearest-even, and subtracting C is exact.
@@ -96,7 +96,8 @@ def round_nearest_even(x: Tensor, fmt: FloatFormat) -> Tensor:
     lowest, highest = rounded.aminmax()
     if not (lowest >= -fmt.largest and highest <= fmt.largest):  # also entered where NaN hides the extremes
         limit = fmt.largest if fmt.saturates else torch.inf
-        rounded.masked_fill_(rounded > fmt.largest, limit).masked_fill_(rounded < -fmt.largest, -limit)
+        over = (rounded.abs() > fmt.largest) & x.isfinite()
+        rounded = torch.where(over, torch.full_like(x, limit).copysign_(x), rounded)
     return rounded
 
 

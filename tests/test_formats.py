@@ -150,10 +150,10 @@ class TestNearestEven:
     @settings(max_examples=40, derandomize=True, deadline=None)
     @given(data=st.data())
     def test_float64_agrees_with_the_reference(self, name: str, data: st.DataObject) -> None:
-        """Two implementations that share no code. (The reference saturates infinities too.)"""
+        """Two implementations that share no code."""
         fmt = number_format(name)
         other = FloatFormat(name, fmt.mantissa_bits, fmt.min_exponent, fmt.largest, fmt.finite)
-        x = [v for v in data.draw(hard_float64(fmt)) if not math.isinf(v)]
+        x = data.draw(hard_float64(fmt))
         values = torch.tensor(x, dtype=torch.float64)
         for triple in zip(
             *(t.tolist() for t in (round_to(values, parse(name)), round_nearest_even(values, other))), x, strict=True
@@ -316,9 +316,23 @@ class TestDrawn:
         assert bits_equal(round_to(x, parse(f"{name}:stochastic"), seed=1), x)
 
     @pytest.mark.parametrize("mode", DRAWN)
-    def test_special_values(self, mode: Mode) -> None:
-        x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])
-        assert bits_equal(round_to(x, parse(f"bf16:{mode}")), x)
+    @pytest.mark.parametrize("name", ["bf16", "e4m3"])
+    def test_special_values(self, name: str, mode: Mode) -> None:
+        x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan]).repeat_interleave(20)
+        assert bits_equal(round_to(x, parse(f"{name}:{mode}")), x)
+
+    @pytest.mark.parametrize("mode", DRAWN)
+    @pytest.mark.parametrize(("name", "limit"), [("bf16", math.inf), ("e4m3", 448.0)])
+    def test_overflow(self, name: str, limit: float, mode: Mode) -> None:
+        """No error's sign is turned there: 2 * 1e39 - 448 would be neither rounded nor near."""
+        x = torch.tensor([1e39, -1e39], dtype=torch.float64).repeat_interleave(20)
+        got = round_to(x, parse(f"{name}:{mode}"))
+        assert bits_equal(got, torch.full_like(x, limit).copysign(x))
+
+    @pytest.mark.parametrize("mode", DRAWN)
+    def test_what_underflows_keeps_its_sign(self, mode: Mode) -> None:
+        x = torch.tensor([1e-40, -1e-40], dtype=torch.float64).repeat_interleave(50)
+        assert torch.equal(round_to(x, parse(f"fp16:{mode}")).signbit(), x.signbit())
 
 
 class TestSites:

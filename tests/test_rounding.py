@@ -21,7 +21,7 @@ by_name = pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 def nearest_even(x: float, fmt: FloatFormat) -> float:
     """The specification in exact arithmetic: the nearest multiple of x's spacing, ties to an even multiple."""
     if math.isnan(x) or x == 0 or math.isinf(x):
-        return math.copysign(fmt.largest, x) if math.isinf(x) and fmt.saturates else x
+        return x
     exponent = max(math.frexp(x)[1] - 1, fmt.min_exponent)
     spacing = Fraction(2) ** (exponent - fmt.precision)
     value = round(Fraction(x) / spacing) * spacing  # Fraction rounds ties to even
