@@ -32,10 +32,12 @@ def round_to(x: Values, rounding: str, seed: int = 0) -> Values:
     Subnormals, overflow, signed zeros, infinities and NaN: the rules are stated in ``attn_diag.kernels.formats``. Every
     fp32 input has been tried for bf16, fp16, e4m3 and e5m2 (``benchmarks/bench_rounding.py``).
 
-    Gradients do not pass. Raises InputError for an unknown format or mode, TypeError for other inputs: integers, and
-    16- and 8-bit floats, whose own dtype may not hold the result.
+    Gradients do not pass. Raises InputError for an unknown format or mode and for a seed outside 0 .. 2**32 - 1, TypeError
+    for other inputs: integers, and 16- and 8-bit floats, whose own dtype may not hold the result.
     """
     wanted = _parse(rounding)
+    if not 0 <= seed < 2**32:  # all that torch's CPU generator looks at
+        raise InputError(f"seed must lie between 0 and 2**32 - 1, got {seed}")
     if isinstance(x, Tensor):
         return _round_tensor(x, wanted, seed)
     if isinstance(x, (np.ndarray, np.floating)):
@@ -50,10 +52,10 @@ def round_to(x: Values, rounding: str, seed: int = 0) -> Values:
 
 def _parse(text: str) -> Rounding | None:
     """As a site's text, but that "fp32" is the format: at a site it means that nothing is rounded."""
-    name, colon, mode = text.partition(":") if isinstance(text, str) else (text, "", "")
+    name, colon, mode = str(text).partition(":")
     try:
-        return parse(f"e8m23{colon}{mode}" if name == "fp32" else text)
-    except (ValueError, TypeError, AttributeError) as error:
+        return parse(f"e8m23{colon}{mode}" if name == "fp32" else str(text))
+    except ValueError as error:
         raise InputError(f"rounding {text!r}: {error}") from error
 
 

@@ -96,12 +96,13 @@ def _round_block(x: Floats, rounding: Rounding, source: _Source, generator: np.r
     if dropped.max() == width + 2:
         tiny = word(source.bits(2.0 ** (fmt.min_exponent - fmt.mantissa_bits)))
         rounded = np.where(dropped == word(width + 2), tiny * away, rounded)
-    if rounded.max() > source.bits(fmt.largest):  # NaN among them
+    inside = rounded <= word(source.bits(fmt.largest))
+    if not inside.all():  # as for infinities and NaN
         rounded = _limited(rounded, magnitude, _overflow_stays(fmt, mode, negative), fmt, source)
     result: Floats = (rounded | (bits & word(source.sign))).view(source.dtype)
     if draws is None or mode is not Mode.RANDOM_SIGN:
         return result
-    flipped = (draws < 0.5) & (rounded <= word(source.bits(fmt.largest)))
+    flipped = (draws < 0.5) & inside
     with np.errstate(all="ignore"):
         # Exact: like x, both differences are multiples of x's last place, and lie in its binade.
         return np.where(flipped, np.copysign(x - (result - x), x), result)

@@ -90,9 +90,9 @@ def round_bits(
     rounded = tl.where(magnitude >= INFINITY, magnitude, rounded)
     if MODE == "random-sign":
         # x - error instead of x + error: exact in float64, and a number of x's own dtype.
-        wide = magnitude.to(x.dtype, bitcast=True).to(tl.float64)
-        other = 2.0 * wide - rounded.to(x.dtype, bitcast=True).to(tl.float64)
-        flips = ((draw & 1) == 1) & (rounded <= LARGEST) & (over == 0)
+        flips = ((draw & 1) == 1) & (over == 0)
+        wide = tl.where(flips, magnitude, one * 0).to(x.dtype, bitcast=True).to(tl.float64)
+        other = 2.0 * wide - tl.where(flips, rounded, one * 0).to(x.dtype, bitcast=True).to(tl.float64)
         rounded = tl.where(flips, other.to(x.dtype).to(WORD, bitcast=True), rounded)
     return (rounded | sign).to(x.dtype, bitcast=True)
 
