@@ -32,8 +32,8 @@ def round_to(x: Values, rounding: str, seed: int = 0) -> Values:
     Subnormals, overflow, signed zeros, infinities and NaN: the rules are stated in ``attn_diag.kernels.formats``. Every
     fp32 input has been tried for bf16, fp16, e4m3 and e5m2 (``benchmarks/bench_rounding.py``).
 
-    Gradients do not pass. Raises InputError for an unknown format or mode and for a seed outside 0 .. 2**32 - 1, TypeError
-    for other inputs: integers, and 16- and 8-bit floats, whose own dtype may not hold the result.
+    Gradients do not pass. Raises InputError for an unknown format or mode and for a seed outside 0 .. 2**32 - 1, and
+    TypeError for other inputs: integers, and 16- and 8-bit floats, whose own dtype may not hold the result.
     """
     wanted = _parse(rounding)
     if not 0 <= seed < 2**32:  # all that torch's CPU generator looks at

@@ -10,13 +10,14 @@ for ``attn_diag.reference.round_nearest_even``:
 - **Numbers.** IEEE 754's, with subnormals and, but for e4m3, with infinities. e4m3 is OCP OFP8's: its largest number is
   448, the one pattern after it is NaN, and there is no infinity.
 - **One rounding.** float64 goes to the format directly, never through fp32.
-- **Modes.** nearest-even, toward-zero, up and down as in IEEE 754-2019, section 4.3. stochastic: to the upper of the two
-  neighbours with probability (x - lower) / (upper - lower). random-sign: x + e or x - e by the toss of a coin, where
-  e is the error of nearest-even; the result need not be a number of the format. Numbers of the format stay in all modes.
+- **Modes.** nearest-even, toward-zero, up and down as in IEEE 754-2019, section 4.3. stochastic: to the upper of the
+  two neighbours with probability (x - lower) / (upper - lower). random-sign: x + e or x - e by the toss of a coin,
+  where e is the error of nearest-even; the result need not be a number of the format. In every mode the format's own
+  numbers stay.
 - **Subnormals.** Below the smallest normal number the spacing stays what it is there; nothing is flushed to zero.
-- **Overflow** is what passes the largest number when rounded as if larger ones followed with the same spacing. It becomes
-  infinity in nearest-even, stochastic and random-sign, and away from zero in up and down; else the largest number. In
-  e4m3 it becomes +-448 in every mode (.satfinite of NVIDIA's PTX; torch's and ml_dtypes' casts make NaN of it).
+- **Overflow** is what passes the largest number when rounded as if larger ones followed. It becomes infinity in
+  nearest-even, stochastic and random-sign, and in up and down where they lead away from zero; else the largest number.
+  In e4m3 it becomes +-448 in every mode (.satfinite of NVIDIA's PTX; torch's and ml_dtypes' casts make NaN of it).
 - **Infinities** stay, in e4m3 too: -inf marks what is masked.
 - **Zero**, given or underflowed to, has the sign of x in every mode.
 - **NaN** stays NaN; its sign and payload are not specified.
@@ -134,8 +135,8 @@ def rounds_monotonically(text: Format) -> bool:
 def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
     """``x`` (fp32 or float64) rounded once, in ``x``'s own dtype, after the rules above; None changes nothing.
 
-    Nearest-even and directed roundings are correct for every input. ``seed`` starts the random modes, which draw 24 bits
-    an element: no mean is off by more than 2**-25 of a spacing for it.
+    Nearest-even and directed roundings are correct for every input. ``seed`` (of which torch's CPU generator looks at
+    32 bits) starts the random modes. They draw 24 bits an element: no mean is off by 2**-24 of a spacing for it.
     """
     if rounding is None or x.numel() == 0:
         return x

@@ -86,6 +86,7 @@ def _round_block(x: Floats, rounding: Rounding, source: _Source, generator: np.r
     rest = significand ^ (whole << dropped)
     draws = generator.random(x.shape) if mode in (Mode.STOCHASTIC, Mode.RANDOM_SIGN) else None
 
+    away: Flags
     if draws is not None and mode is Mode.STOCHASTIC:
         away = draws < np.ldexp(rest.astype(np.float64), -shift.astype(np.int32))
     else:
@@ -129,10 +130,12 @@ def _goes_away_from_zero(mode: Mode, negative: Flags, whole: Bits, rest: Bits, d
     one = whole.dtype.type(1)
     if mode in (Mode.NEAREST_EVEN, Mode.RANDOM_SIGN):
         # More than half a step, or half of one and odd. (A rest is less than a step, so that twice it and 1 fit.)
-        return (rest << one) + (whole & one) > (one << dropped)
+        beyond: Flags = (rest << one) + (whole & one) > (one << dropped)
+        return beyond
     if mode is Mode.TOWARD_ZERO:
         return np.zeros(whole.shape, np.bool_)
-    return (rest != 0) & (negative if mode is Mode.DOWN else ~negative)
+    inexact: Flags = rest != 0
+    return inexact & (negative if mode is Mode.DOWN else ~negative)
 
 
 def _overflow_stays(fmt: NumberFormat, mode: Mode, negative: Flags) -> Flags:

@@ -27,17 +27,11 @@ def round_bits(
     theirs exactly, and no mean is off by more than 2**-32 of a spacing. random-sign flips where ``draw`` is odd.
     """
     # The input's own format.
-    if x.dtype.primitive_bitwidth == 64:
-        WORD: tl.constexpr = tl.uint64
-        WIDTH: tl.constexpr = 52
-        BIAS: tl.constexpr = 1023
-        SIGN: tl.constexpr = 1 << 63
-    else:
-        WORD: tl.constexpr = tl.uint32
-        WIDTH: tl.constexpr = 23
-        BIAS: tl.constexpr = 127
-        SIGN: tl.constexpr = 1 << 31
-
+    WIDE: tl.constexpr = x.dtype.primitive_bitwidth == 64
+    WORD: tl.constexpr = tl.uint64 if WIDE else tl.uint32
+    WIDTH: tl.constexpr = 52 if WIDE else 23
+    BIAS: tl.constexpr = 1023 if WIDE else 127
+    SIGN: tl.constexpr = 1 << 63 if WIDE else 1 << 31
     INFINITY: tl.constexpr = (2 * BIAS + 1) << WIDTH
     # Of the format: its smallest normal number's exponent field, its smallest and its largest number's bits.
     FIRST: tl.constexpr = BIAS + 2 - (1 << (EXPONENT_BITS - 1))
@@ -100,10 +94,7 @@ def round_bits(
 @triton.jit
 def _in_32_bits(rest, shift, WIDTH: tl.constexpr):
     """rest / 2**shift, below 1, in units of 2**-32, cut off."""
-    if WIDTH == 52:
-        BITS: tl.constexpr = 64
-    else:
-        BITS: tl.constexpr = 32
+    BITS: tl.constexpr = 64 if WIDTH == 52 else 32
     thirty_two = tl.full(shift.shape, 32, shift.dtype)
     left = thirty_two - tl.minimum(shift, thirty_two)
     right = tl.maximum(shift, thirty_two) - thirty_two

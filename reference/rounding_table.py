@@ -1,9 +1,10 @@
 """Correct rounding by looking a value up in the sorted table of all the format's numbers.
 
 Nothing is computed from the value's own bits, so that this shares no arithmetic with the roundings it judges. The
-table is the definition of the format (IEEE 754-2019, 3.4; OCP OFP8 1.0, section 5 for E4M3): pattern for pattern
+table is the definition of the format (IEEE 754-2019, 3.4; OCP OFP8 1.0, section 5 for E4M3), pattern for pattern,
 
-    field 0:  mantissa * 2**(1 - bias - mantissa_bits)          otherwise:  (1 + mantissa / 2**mantissa_bits) * 2**(field - bias)
+    exponent field 0:  mantissa * 2**(1 - bias - mantissa_bits)
+    otherwise:         (2**mantissa_bits + mantissa) * 2**(field - bias - mantissa_bits)
 
 and the midpoint of two neighbours is exact in float64. Meant for formats of up to 20 bits.
 """
