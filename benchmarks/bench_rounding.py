@@ -229,7 +229,7 @@ def main() -> None:
                 counts.setdefault(key, Count("numpy", found.format, found.mode)).add(found)
             if n % max(1, len(parts) // 20) == 0:
                 report(f"numpy {n / len(parts):4.0%}", begun)
-    rows = sorted(counts.values(), key=lambda c: (c.implementation, c.format, MODES.index(c.mode)))  # type: ignore[arg-type]
+    rows = sorted(counts.values(), key=lambda c: (c.implementation, c.format, MODES.index(c.mode)))
     for c in rows:
         print(f"{c.implementation:12} {c.format} {c.mode:12} {c.inputs:>10} inputs  {c.mismatches} mismatches", end="")
         print(f"  ({c.left_out} left out)" if c.left_out else "")

@@ -1,7 +1,8 @@
 """Rounding inside Triton kernels, by integer operations on the bits of fp32 or float64, after ``kernels.formats``.
 
-No floating-point operation touches the value, so that nothing is flushed to zero, and the interpreter (whose BF16 and
-FP8 casts are wrong) and a GPU give the same bits.
+No fp32 operation and no cast to a small format touches the value, so that nothing is flushed to zero, and the
+interpreter (whose BF16 and FP8 casts are wrong) and a GPU give the same bits. In kernels that only round to nearest,
+the hardware's own casts are faster: ``triton_math.round_to``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def round_bits(
     """``x`` (fp32 or float64) rounded to a format; the same dtype. ``draw``: uniform uint32, used by random modes only.
 
     The format is given as ``kernels.formats.NumberFormat`` has it, MODE as the value of a ``Mode``. Stochastic rounding
-    goes up with a probability that is cut off to a multiple of 2**-32: fp32 values above the format's subnormals get
-    theirs exactly, and no mean is off by more than 2**-32 of a spacing. random-sign flips where ``draw`` is odd.
+    leaves zero with a probability that is cut off to a multiple of 2**-32: fp32 values above the format's subnormals
+    get theirs exactly, and no mean is off by 2**-32 of a spacing. random-sign flips where ``draw`` is odd.
     """
     # The input's own format.
     WIDE: tl.constexpr = x.dtype.primitive_bitwidth == 64

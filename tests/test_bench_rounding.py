@@ -6,8 +6,10 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ def test_steps_are_the_table(bench: ModuleType, name: str, mode: str, negative: 
         np.testing.assert_array_equal(bench.expected_words(words, stride, name, mode)[number], expected[number])
 
 
-def wrong_numpy(x: np.ndarray, rounding: Rounding) -> np.ndarray:  # type: ignore[type-arg]
+def wrong_numpy(x: npt.NDArray[np.float32], rounding: Rounding) -> npt.NDArray[Any]:
     """One input is wrong: a NaN that became a number."""
     rounded = round_array(x, rounding)
     rounded[x.view(np.uint32) == 0x7F800001] = np.inf

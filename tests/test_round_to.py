@@ -63,7 +63,8 @@ def test_fp32_is_a_format_here() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.STOCHASTIC, Mode.RANDOM_SIGN])
 def test_a_seed_decides(mode: Mode) -> None:
-    for x in (np.linspace(-3, 3, 1001), torch.linspace(-3, 3, 1001)):
+    inputs: list[Any] = [np.linspace(-3, 3, 1001), torch.linspace(-3, 3, 1001)]
+    for x in inputs:
         first, again, other = (attn_diag.round_to(x, f"bf16:{mode}", seed=s) for s in (5, 5, 6))
         assert (first == again).all()
         assert (first != other).any()

@@ -306,17 +306,17 @@ NEAREST_MUTANTS: dict[str, Round] = {
 class TestMutants:
     """The checks above reject roundings that are wrong."""
 
-    # At a tenth of the inputs: the checks are sharper.
+    # At a small part of the inputs: the checks are sharper.
     @pytest.mark.parametrize("name", ["fp16", "e4m3"])
     @pytest.mark.parametrize("mutant", NEAREST_MUTANTS.values(), ids=NEAREST_MUTANTS.keys())
     def test_nearest_even_on_fp32(self, name: str, mutant: Round) -> None:
-        assert mismatches(stratified()[::9], name, "nearest-even", mutant)[0] > 0
+        assert mismatches(stratified()[::27], name, "nearest-even", mutant)[0] > 0
 
     @by_format
     @pytest.mark.parametrize("mutant", [swapped, magnitude_up], ids=["up and down swapped", "sign forgotten"])
     @pytest.mark.parametrize("mode", ["up", "down"])
     def test_directed_on_fp32(self, name: str, mode: TableMode, mutant: Round) -> None:
-        assert mismatches(stratified()[::9], name, mode, mutant)[0] > 0
+        assert mismatches(stratified()[::27], name, mode, mutant)[0] > 0
 
     @by_format
     @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ class TestMutants:
         assert mismatches(near_ties(name, 20_000), name, "nearest-even", mutant)[0] > 0
 
 
-COUNT = 100_000
+COUNT = 50_000
 # Of either sign, normal and subnormal in the small formats, near a number, far from one, and next to the overflow.
 DRAWN_VALUES = [0.7, -0.7, 1.0 + 2.0**-20, -1.999, 3e-6, -3e-6, 1.3e-3, 440.3]
 
