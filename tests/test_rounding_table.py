@@ -306,17 +306,17 @@ NEAREST_MUTANTS: dict[str, Round] = {
 class TestMutants:
     """The checks above reject roundings that are wrong."""
 
-    # At a small part of the inputs: the checks are sharper.
+    # At a part of the inputs: the checks are sharper.
     @pytest.mark.parametrize("name", ["fp16", "e4m3"])
     @pytest.mark.parametrize("mutant", NEAREST_MUTANTS.values(), ids=NEAREST_MUTANTS.keys())
     def test_nearest_even_on_fp32(self, name: str, mutant: Round) -> None:
-        assert mismatches(stratified()[::27], name, "nearest-even", mutant)[0] > 0
+        assert mismatches(stratified()[::9], name, "nearest-even", mutant)[0] > 0
 
     @by_format
     @pytest.mark.parametrize("mutant", [swapped, magnitude_up], ids=["up and down swapped", "sign forgotten"])
     @pytest.mark.parametrize("mode", ["up", "down"])
     def test_directed_on_fp32(self, name: str, mode: TableMode, mutant: Round) -> None:
-        assert mismatches(stratified()[::27], name, mode, mutant)[0] > 0
+        assert mismatches(stratified()[::9], name, mode, mutant)[0] > 0
 
     @by_format
     @pytest.mark.parametrize(
