@@ -149,7 +149,7 @@ def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
         unlimited = _nearest_even(wide, fmt)
         rounded = _limited(unlimited, wide, fmt, mode)
         if mode is Mode.RANDOM_SIGN:
-            flips = (_draw(wide, seed) < 0.5) & (unlimited.abs() <= fmt.largest)  # false for NaN
+            flips = (_draw(wide, seed) >= 0.5) & (unlimited.abs() <= fmt.largest)  # false for NaN
             rounded = torch.where(flips, (wide - (rounded - wide)).copysign_(wide), rounded)
         return rounded.to(x.dtype)
     quantum = _spacing(wide, fmt)
