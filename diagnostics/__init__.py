@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from attn_diag.microscopy.microscope import Microscope, microscope
     from attn_diag.mitigation.result import WhatIf
     from attn_diag.mitigation.what_if import what_if
+    from attn_diag.probing.probe import probe
+    from attn_diag.probing.result import ProbeReport
 
 _HOME = {
     "AttnDiagError": "errors",
@@ -42,6 +44,7 @@ _HOME = {
     "Identification": "identification.result",
     "InputError": "errors",
     "Microscope": "microscopy.microscope",
+    "ProbeReport": "probing.result",
     "Recipe": "kernels",
     "Selection": "capture_job",
     "WhatIf": "mitigation.result",
@@ -58,6 +61,7 @@ _HOME = {
     "load_example": "loading",
     "microscope": "microscopy.microscope",
     "preset": "kernels",
+    "probe": "probing.probe",
     "repeated_maxima": "analysis",
     "what_if": "mitigation.what_if",
 }
@@ -71,6 +75,7 @@ __all__ = [
     "Identification",
     "InputError",
     "Microscope",
+    "ProbeReport",
     "Recipe",
     "Selection",
     "WhatIf",
@@ -87,6 +92,7 @@ __all__ = [
     "load_example",
     "microscope",
     "preset",
+    "probe",
     "repeated_maxima",
     "what_if",
 ]

@@ -51,11 +51,14 @@ def _table(findings: list[Finding], title: str) -> Table | Text:
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim", collapse_padding=True)
     table.add_column("probe", no_wrap=True)
     table.add_column(title)
-    table.add_column("max\nulp", justify="right", no_wrap=True)
+    accuracy = findings[0].kind == "accuracy"
+    for head in ("max\nulp", *(["of the\nbound"] if accuracy else [])):
+        table.add_column(head, justify="right", no_wrap=True)
     for finding in findings:
         text = Text(finding.words, style=_STYLES[finding.labels[0]])
         text.append(f"\n{finding.shows}", style="dim")
-        table.add_row(finding.name, text, words.number(finding.max_error_ulp))
+        bound = [words.number(finding.of_budget, 2)] if accuracy else []
+        table.add_row(finding.name, text, words.number(finding.max_error_ulp), *bound)
     return table
 
 
@@ -66,5 +69,6 @@ def _legend(found: ProbeReport) -> str:
         f"its O is {words.percent(assumed.relative_error)} off. Error = O - float64 reference on the same inputs, in "
         "spacings (ulp) of O's format; bias = mean excess beyond one correct rounding, away from zero unless it says "
         "upward, with its interval; significant only if mean error and mean excess both are, at level "
-        f"{found.level:g} among {found.family_size} tests (Benjamini-Hochberg; heads are the clusters)."
+        f"{found.level:g} among {found.family_size} tests (Benjamini-Hochberg; heads are the clusters). The bound is "
+        "what casts of P̄ and O to the input's format and sums in fp32 can make of one element's error."
     )

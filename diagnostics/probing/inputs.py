@@ -197,7 +197,7 @@ def _normaliser(draw: Draw, sign: int) -> Case:
 def cast_gap(dtype: torch.dtype, scale: float, sign: int) -> tuple[float, float, float, float]:
     """(a, b, x, cast x): a b scale = g, x = exp(-g) in (0.5, 1), whose cast to ``dtype`` errs far to ``sign``'s side.
 
-    a and b are BF16 and FP16 numbers, so that the score is exact. Of the x at 0.7 to 0.9 of the way from a number of
+    a and b are BF16 and FP16 numbers, so that the score is exact. Of the x at 0.6 to 0.8 of the way from a number of
     the format to the midpoint (a kernel's exp must not carry it past), the one with the largest relative error.
     """
     mantissa = 1 + torch.arange(128, dtype=torch.float64) / 128
@@ -209,7 +209,7 @@ def cast_gap(dtype: torch.dtype, scale: float, sign: int) -> tuple[float, float,
     cast = round_nearest_even(x.flatten(), fmt).view_as(x)
     error = sign * (cast - x)
     way = error / (ulp(x.flatten(), fmt).view_as(x) / 2)
-    suitable = (way > 0.7) & (way < 0.9) & (x > 0.5) & (x < 0.97)
+    suitable = (way > 0.6) & (way < 0.8) & (x > 0.5) & (x < 0.97)
     best = int(torch.where(suitable, error / x, -1.0).argmax())
     e, i, j = (int(n) for n in torch.unravel_index(torch.tensor(best), x.shape))
     return float(mantissa[i]), float(mantissa[j] * exponents[e]), float(x[e, i, j]), float(cast[e, i, j])

@@ -148,9 +148,7 @@ def confidence(estimate: BiasEstimate, level: float) -> tuple[float, float] | No
 
 def _test(heads: Sequence[HeadErrors], direction: Direction, clusters: np.ndarray, level: float) -> SignedTest:
     joined = {name: SignedErrors.join([h.signed[direction, name] for h in heads]) for name in ("error", "excess")}
-    error, excess = (
-        estimate_bias(joined[name], clusters, level, with_drift=False) for name in ("error", "excess")
-    )
+    error, excess = (estimate_bias(joined[name], clusters, level, with_drift=False) for name in ("error", "excess"))
     p_values = [e.p_value for e in (error, excess)]
     # An excess without a test is zero everywhere, or there is one head only.
     p_value = None if any(p is None for p in p_values) else max(p for p in p_values if p is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -78,7 +79,7 @@ def probe(
     findings = []
     for number, item in enumerate(chosen):
         # A probe's inputs do not depend on which others run.
-        draw.generator.manual_seed(seed * 1009 + sum(item.name.encode()))
+        draw.generator.manual_seed(zlib.crc32(f"{seed} {item.name}".encode()))
         findings.append(run.accuracy(item) if item.build is not None else run.invariance(item))
         if progress is not None:
             progress(number + 1, len(chosen))
@@ -219,9 +220,7 @@ def _adjusted(test: SignedTest, p_value: float | None, level: float) -> SignedTe
     return test if p_value is None else replace(test, p_adjusted=p_value, biased=p_value <= level)
 
 
-def _checked(
-    dtype: torch.dtype, shape: Sequence[int], level: float, chosen: list[Probe], by_name: bool
-) -> list[Probe]:
+def _checked(dtype: torch.dtype, shape: Sequence[int], level: float, chosen: list[Probe], by_name: bool) -> list[Probe]:
     """The probes that can run. Raises InputError for options that cannot be used."""
     if dtype not in DTYPES:
         raise InputError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, got {dtype}")

@@ -29,6 +29,8 @@ def accuracy_words(found: Finding, level: float) -> str:
         shown = found.tests[0] if found.tests else None
         mean = "" if shown is None or shown.ci_ulp is None else f"; mean {_mean(shown)} ulp"
         parts.append(f"within rounding, no bias{mean}")
+    if found.name == "unit-vectors" and found.relative_ci is not None:
+        parts.append(f"rows of P sum to 1 {_relative_mean(found)}")
     return "; ".join(parts)
 
 
@@ -66,13 +68,13 @@ def normaliser_words(findings: Sequence[Finding], level: float) -> list[str]:
     if len(as_predicted) == len(known):
         words += f" That is {expected}, what an l that sums P̄ in fp32 gives while P̄ is cast for P̄V."
     else:
-        words += f" It is not {expected}, which an l that sums P̄ in fp32 would give: look at how l itself is rounded."
+        words += (
+            f" It is not {expected}, which an l that sums P̄ in fp32 would give: look at how l is rounded, and at exp."
+        )
     return [words]
 
 
-def summarise(
-    findings: Sequence[Finding], assumptions: Assumptions, level: float, name: str
-) -> tuple[str, ...]:
+def summarise(findings: Sequence[Finding], assumptions: Assumptions, level: float, name: str) -> tuple[str, ...]:
     """What is wrong, most important first; or that nothing is."""
     sentences = []
     if not assumptions.ok:
@@ -94,7 +96,9 @@ def summarise(
         sentences.append(f"Biased beyond correct rounding: {', '.join(_with_mean(f) for f in biased[:_NAMED])}.")
     moved = [f for f in findings if "not-invariant" in f.labels]
     if any(f.name == "repeat" for f in moved):
-        sentences.append("The same call gives different results: no other comparison of two calls can hold bit for bit.")
+        sentences.append(
+            "The same call gives different results: no other comparison of two calls can hold bit for bit."
+        )
         moved = [f for f in moved if f.name != "repeat"]
     if moved:
         sentences.append(f"Not invariant: {'; '.join(f'{f.name} ({f.shows})' for f in moved)}.")
@@ -138,6 +142,11 @@ def _mean(test: SignedTest) -> str:
     assert test.ci_ulp is not None
     half = (test.ci_ulp[1] - test.ci_ulp[0]) / 2
     return f"{test.mean_ulp or 0.0:+.1g} ± {half:.1g}"
+
+
+def _relative_mean(found: Finding) -> str:
+    assert found.relative_ci is not None
+    return f"{found.relative or 0.0:+.1g} ± {(found.relative_ci[1] - found.relative_ci[0]) / 2:.1g}"
 
 
 def _with_mean(found: Finding) -> str:
