@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from attn_diag.cli import common
-from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
     from attn_diag.diagnosis import Diagnosis

@@ -18,8 +18,6 @@ class Probe:
     pair: invariance.PairBuilder | None = None
 
 
-NORMALISER = {"normaliser-down": "down", "normaliser-up": "up"}
-
 PROBES = {
     probe.name: probe
     for probe in (
@@ -45,7 +43,7 @@ PROBES = {
 
 
 def choose(names: list[str] | None) -> list[Probe]:
-    """The probes of these names in the catalogue's order; all for None. Raises InputError for unknown names, or none."""
+    """The probes of these names in the catalogue's order; all for None. InputError for unknown names, or none."""
     if names is None:
         return list(PROBES.values())
     if unknown := [name for name in names if name not in PROBES]:

@@ -112,7 +112,10 @@ def one_hot_rows(draw: Draw) -> Case:
 
 
 def duplicate_keys(draw: Draw) -> Case:
-    """Keys come in equal pairs anywhere in the row; the largest score is tied ("pair" inputs), the rest has ~1 %."""
+    """Keys come in equal pairs anywhere in the row; the largest score is tied ("pair" inputs).
+
+    The others' few per cent move O by many spacings off the mean of two V, which is a tie of its rounding.
+    """
     k = draw.normal()
     order = torch.rand(draw.length, generator=draw.generator).argsort()
     half = draw.length // 2
@@ -123,7 +126,7 @@ def duplicate_keys(draw: Draw) -> Case:
         other[order[:half]], other[order[half : 2 * half]] = order[half : 2 * half].clone(), order[:half].clone()
         complete = torch.where(other < torch.arange(draw.length), torch.arange(draw.length), 0).cummax(0).values
         key = complete[key]
-    return _case(draw, _pick(k, key) * _for_score(draw, 12.0), k, draw.normal())
+    return _case(draw, _pick(k, key) * _for_score(draw, math.log(draw.length) + 2.5), k, draw.normal())
 
 
 def sinks(draw: Draw) -> Case:

@@ -122,7 +122,8 @@ class _Run:
         def off(scale: float, masking: Masking) -> float:
             q, k, v, o = (x[0, 0].to(self.subject.device).double() for x in (case.q, case.k, case.values[0], output.o))
             truth = reference_head(AttentionHead(q, k, v, None, scale, masking)).out
-            return float((o - truth).norm() / truth.norm())
+            rows = o.isfinite().all(1)
+            return float((o - truth)[rows].norm() / truth[rows].norm()) if bool(rows.any()) else math.inf
 
         assumed = off(self.draw.scale, self.masking)
         dim, causal = self.draw.head_dim, self.masking.causal

@@ -81,8 +81,8 @@ def subject_of(
     BF16 or FP16.
     """
     if callable(fn):
-        found = name or getattr(fn, "__name__", type(fn).__name__)
-        return Subject("fn" if found == "<lambda>" else found, backend_name(device), fn, device)
+        own = str(getattr(fn, "__name__", type(fn).__name__))
+        return Subject(name or ("fn" if own == "<lambda>" else own), backend_name(device), fn, device)
     if not isinstance(fn, str | Recipe):
         raise InputError(f"fn must be a callable fn(q, k, v), or a recipe or its name, got {type(fn).__name__}")
     require_known("emulation", [fn])
@@ -101,7 +101,7 @@ def subject_of(
 def _emulated(recipe: Recipe, scale: float, masking: Masking) -> Attention:
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         def one(place: tuple[int, int]) -> tuple[Tensor, Tensor]:
-            head = AttentionHead(*(x[place].double() for x in (q, k, v)), None, scale, masking)
+            head = AttentionHead(q[place].double(), k[place].double(), v[place].double(), None, scale, masking)
             found = emulate_head(recipe, head, key_gradients=False)
             # A format that torch lacks comes in the recipe's arithmetic, which may be float64.
             out = found.o.float() if found.o.dtype == torch.float64 else found.o

@@ -20,9 +20,7 @@ def accuracy_words(found: Finding, level: float) -> str:
     if "too-large" in found.labels:
         largest, budget = _short(found.max_error_ulp), _short(found.of_budget)
         parts.append(f"errors up to {largest} ulp, {budget} times what casts of P̄ and O and fp32 sums can make")
-    for test in found.tests:
-        if test.biased:
-            parts.append(_bias_words(test, level))
+    parts += [_bias_words(test, level) for test in found.tests if test.biased]
     if not parts and "exact" in found.labels:
         return "exact: every element is the correctly rounded one"
     if not parts:
