@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+from rich.cells import cell_len
 from scipy import stats
 from torch import Tensor
 
@@ -130,10 +132,10 @@ def test_a_probe_sees_its_defect_and_is_quiet_without(name: str) -> None:
 
 
 def test_a_defect_leaves_other_probes_quiet() -> None:
-    """A clamp of the scores at 8 shows where scores are large, and nowhere else."""
+    """Scores clamped at +-8 show where scores are large ("length" hides keys by scores of -300), and nowhere else."""
     found = run(DEFECTS["outliers"][0])
     loud = {f.name for f in found.findings if not set(f.labels) <= QUIET}
-    assert loud == {"outliers", "one-hot", "duplicates"}, loud
+    assert loud == {"outliers", "one-hot", "duplicates", "length"}, loud
     assert found.assumptions.ok
 
 
@@ -205,30 +207,34 @@ def null(kind: str) -> Fn:
 
 
 SEEDS, LEVEL = 200, 0.05
-CHEAP = ["normal", "constant-rows", "tails", "normaliser-down"]
+
+
+@cache
+def calibration_runs(kind: str, probes: tuple[str, ...], seeds: int) -> list[attn_diag.ProbeReport]:
+    fn = null(kind)
+    return [run(fn, shape=(4, 4, 32, 16), probes=probes, seed=s, level=LEVEL) for s in range(seeds)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "alarms_often"),
-    [("stochastic rounding", False), ("noise before nearest-even", False), ("bias of 0.06 ulp and more", True)],
+    ("kind", "probes", "seeds", "alarms_often"),
+    [
+        ("stochastic rounding", ("normaliser-down",), SEEDS, False),
+        ("noise before nearest-even", ("tails",), SEEDS, False),
+        ("bias of 0.06 ulp and more", ("tails", "normaliser-down"), 20, True),
+    ],
 )
-def test_false_alarms_stay_under_the_level(kind: str, alarms_often: bool) -> None:
-    """Runs with any alarm among 4 probes, over 200 seeds; Benjamini-Hochberg holds that rate at the level."""
-    fn = null(kind)
-    seeds = SEEDS if not alarms_often else 20
-    reports = [run(fn, shape=(4, 4, 32, 16), probes=CHEAP, seed=s, level=LEVEL) for s in range(seeds)]
-    alarms = sum("biased" in r.labels for r in reports)
+def test_false_alarms_stay_under_the_level(kind: str, probes: tuple[str, ...], seeds: int, alarms_often: bool) -> None:
+    """Runs with any alarm: Benjamini-Hochberg holds their rate at the level, whatever the number of tests."""
+    alarms = sum("biased" in r.labels for r in calibration_runs(kind, probes, seeds))
     allowed = stats.binom.ppf(0.999, seeds, LEVEL)
     assert (alarms > allowed) == alarms_often, f"{alarms} of {seeds}"
 
 
 def test_p_values_are_not_degenerate() -> None:
     """A test that never rejects is no test: under an unbiased kernel small p-values do occur."""
-    fn = null("stochastic rounding")
-    reports = [run(fn, shape=(4, 4, 32, 16), probes=["tails"], seed=s) for s in range(100)]
-    p_values = [r["tails"].tests[0].p_value or 0.0 for r in reports]
-    assert 0.001 < sum(p < 0.2 for p in p_values) / 100 < 0.35
-    assert all(r["tails"].tests[0].error.n_clusters == 16 for r in reports)
+    reports = calibration_runs("stochastic rounding", ("normaliser-down",), SEEDS)
+    small = sum((r["normaliser-down"].tests[0].p_value or 0.0) < 0.2 for r in reports)
+    assert 0.2 / 3 < small / SEEDS < 0.3
 
 
 def test_heads_are_independent_draws_and_the_clusters() -> None:
@@ -258,12 +264,12 @@ def test_true_outputs_lie_evenly_between_two_numbers_where_bias_is_tested(name: 
     # The mean error of correct rounding itself, in spacings.
     for test in run(fn, probes=[name], causal=causal, shape=(2, 8, 128, 32))[name].tests:
         if test.error.mean_ulp:
-            assert abs(test.error.mean_ulp) < 0.02
+            assert abs(test.error.mean_ulp) < 0.01
 
 
-@pytest.mark.parametrize("recipe", ["cudnn", "flex", "lowp-row-sum"])
-def test_published_recipes_stay_within_rounding_but_for_the_normaliser(recipe: str) -> None:
-    found = run(recipe, shape=(2, 4, 160, 32))
+@pytest.mark.parametrize(("recipe", "causal"), [("cudnn", "none"), ("flex", "top-left"), ("lowp-row-sum", "none")])
+def test_published_recipes_stay_within_rounding_but_for_the_normaliser(recipe: str, causal: str) -> None:
+    found = run(recipe, shape=(2, 4, 160, 32), causal=causal)
     assert found.backend == "emulation on cpu"
     for finding in found.findings:
         expected = {"biased"} if finding.predicted is not None and recipe != "lowp-row-sum" else QUIET
@@ -337,7 +343,7 @@ def test_json_and_report() -> None:
     assert attn_diag.ProbeReport.from_json(found.to_json()) == found
     for width in (80, 120):
         lines = found.report(width).splitlines()
-        assert max(map(len, lines)) <= width
+        assert max(map(cell_len, lines)) <= width
         text = " ".join(" ".join(lines).split())
         assert "The row sum does not match the weights that multiply V" in text
         assert all(name in text for name in PROBES)
@@ -368,7 +374,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "shape": (
         returning(lambda o: o[:, :, 1:]),
         {},
-        r"o of shape \[B, H, T, D\] \[2, 8, 96, 32\], got \[2, 8, 95, 32\]",
+        r"\[B, H, T, D\] \[2, 8, 96, 32\], got \[2, 8, 95, 32\]",
     ),
     "dtype": (returning(lambda o: o.double()), {}, "o in torch.bfloat16 or torch.float32, got torch.float64"),
     "device": (returning(lambda o: o.to("meta")), {}, "must return o on cpu, got meta"),

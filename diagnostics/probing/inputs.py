@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -197,6 +198,7 @@ def _normaliser(draw: Draw, sign: int) -> Case:
     return _case(draw, q.expand_as(shape), k.expand_as(shape), base + spacing * upper, predicted=predicted)
 
 
+@cache
 def cast_gap(dtype: torch.dtype, scale: float, sign: int) -> tuple[float, float, float, float]:
     """(a, b, x, cast x): a b scale = g, x = exp(-g) in (0.5, 1), whose cast to ``dtype`` errs far to ``sign``'s side.
 
