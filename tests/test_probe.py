@@ -16,7 +16,9 @@ from scipy import stats
 from torch import Tensor
 
 import attn_diag
+from attn_diag.bias import estimate_bias
 from attn_diag.kernels.formats import parse, round_to
+from attn_diag.probing import measure
 from attn_diag.probing.catalogue import PROBES
 from attn_diag.probing.inputs import Draw, cast_gap
 from attn_diag.probing.probe import MIN_HEADS
@@ -230,11 +232,23 @@ def test_false_alarms_stay_under_the_level(kind: str, probes: tuple[str, ...], s
     assert (alarms > allowed) == alarms_often, f"{alarms} of {seeds}"
 
 
-def test_p_values_are_not_degenerate() -> None:
-    """A test that never rejects is no test: under an unbiased kernel small p-values do occur."""
-    reports = calibration_runs("stochastic rounding", ("normaliser-down",), SEEDS)
-    small = sum((r["normaliser-down"].tests[0].p_value or 0.0) < 0.2 for r in reports)
-    assert 0.2 / 3 < small / SEEDS < 0.3
+@pytest.mark.parametrize("clusters", ["heads", "rows"])
+def test_both_p_values_are_uniform_with_heads_as_clusters(clusters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So each of the two tests rejects as often as it says; rows of one head, which share V, are no clusters."""
+    probes, seeds = ("normaliser-down",), SEEDS
+    if clusters == "rows":
+        monkeypatch.setattr(measure, "estimate_bias", lambda e, _, level, **kw: estimate_bias(e, None, level, **kw))
+        calibration_runs.cache_clear()
+        seeds = 50
+    reports = calibration_runs("stochastic rounding", probes, seeds)
+    if clusters == "rows":
+        calibration_runs.cache_clear()
+    tests = [r["normaliser-down"].tests[0] for r in reports]
+    least, most = (stats.binom.ppf(q, seeds, 0.2) for q in (0.0005, 0.9995))
+    uniform = [least <= sum(p is not None and p < 0.2 for p in values) <= most for values in (
+        [t.error.p_value for t in tests], [t.excess.p_value for t in tests],
+    )]  # fmt: skip
+    assert all(uniform) == (clusters == "heads")
 
 
 def test_heads_are_independent_draws_and_the_clusters() -> None:
