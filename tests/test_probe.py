@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -17,6 +19,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.bias import estimate_bias
+from attn_diag.cli import main
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.probing import measure
 from attn_diag.probing.catalogue import PROBES
@@ -436,3 +439,71 @@ def test_sdpa_is_a_callable_like_any() -> None:
     found = run(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), probes=["normal", "sign"])
     assert found.source == "fn"
     assert found.labels <= QUIET
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``attn-diag probe ...`` in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["attn-diag", "probe", *arguments, "--shape", "2,8,48,16", "--device", "cpu"])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_cli_exit_codes(cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = cli("fa2", "--probes", "ones,normaliser-up")
+    assert code == 0
+    assert "does not match the weights" in out
+    assert cli("fa2", "--probes", "ones,normaliser-up", "--fail-on", "biased")[0] == 1
+    assert cli("lowp-row-sum", "--probes", "normaliser-up", "--fail-on", "biased,too-large")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fa9"], "no recipe 'fa9'"),
+        (["fa2", "--dtype", "fp8"], "--dtype must be one of bf16, fp16, fp32"),
+        (["fa2", "--probes", "one"], "no probe 'one'"),
+        (["fa2", "--fail-on", "bad"], "--fail-on: no label bad"),
+        (["no_such_module:f"], "cannot import no_such_module:f"),
+        (["math:f"], "cannot import math:f"),
+        (["torch:__version__"], "no recipe"),
+        (["torch.nn.functional:scaled_dot_product_attention", "--scale", "1", "--probes", "sign"], "no verdict: On N"),
+    ],
+)
+def test_cli_refuses(cli: Callable[..., tuple[int, str, str]], arguments: list[str], message: str) -> None:
+    code, _, err = cli(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_cli_probes_a_function_of_the_working_directory(
+    cli: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        "import torch\ndef attend(q, k, v):\n    return torch.nn.functional.scaled_dot_product_attention(q, k, v)\n"
+    )
+    (tmp_path / "my_own_kernel.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = cli("my_own_kernel:attend", "--probes", "sign", "--json", "-")
+    assert code == 0
+    assert json.loads(out)["source"] == "my_own_kernel:attend"
+    assert "" not in sys.path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", ["none", "top-left"])
+def test_sdpa_on_a_gpu_shows_the_mismatch(causal: str) -> None:
+    """cuDNN and FlashAttention-2 both sum P_bar in fp32 and cast it for P_bar V."""
+    found = attn_diag.probe(
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal != "none"),
+        device="cuda", causal=causal,
+    )  # fmt: skip
+    assert found.assumptions.ok
+    assert all(matches_prediction(found[name]) for name in ("normaliser-down", "normaliser-up")), found.summary
+    assert not {"too-large", "broken"} & found.labels, found.report()

@@ -100,7 +100,7 @@ def probe(
         assumptions=assumptions,
         findings=judged,
         family_size=family,
-        summary=words.summarise(judged, assumptions, level, subject.name),
+        summary=words.summarise(judged, assumptions, level, subject.name, emulated=subject.emulated),
     )
 
 

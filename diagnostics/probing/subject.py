@@ -32,12 +32,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Subject:
-    """A named attention and where it runs. ``backend``: what a report calls the origin of the numbers."""
+    """A named attention and where it runs. ``backend``: what a report calls the origin of the numbers.
+
+    ``emulated``: it is a recipe.
+    """
 
     name: str
     backend: str
     fn: Attention
     device: torch.device
+    emulated: bool = False
 
     def __call__(self, probe: str, inputs: tuple[Tensor, Tensor, Tensor]) -> Output:
         """O on inputs [B, H, T, D], given as copies. Raises InputError, naming the probe, for what is no such O."""
@@ -93,9 +97,8 @@ def subject_of(
         check_supported(recipe)
     except RecipeNotSupportedError as error:
         raise InputError(str(error)) from None
-    return Subject(
-        name or recipe.name, f"emulation on {backend_name(device)}", _emulated(recipe, scale, masking), device
-    )
+    backend = f"emulation on {backend_name(device)}"
+    return Subject(name or recipe.name, backend, _emulated(recipe, scale, masking), device, emulated=True)
 
 
 def _emulated(recipe: Recipe, scale: float, masking: Masking) -> Attention:

@@ -72,7 +72,9 @@ def normaliser_words(findings: Sequence[Finding], level: float) -> list[str]:
     return [words]
 
 
-def summarise(findings: Sequence[Finding], assumptions: Assumptions, level: float, name: str) -> tuple[str, ...]:
+def summarise(
+    findings: Sequence[Finding], assumptions: Assumptions, level: float, name: str, *, emulated: bool
+) -> tuple[str, ...]:
     """What is wrong, most important first; or that nothing is."""
     sentences = []
     if not assumptions.ok:
@@ -100,6 +102,10 @@ def summarise(findings: Sequence[Finding], assumptions: Assumptions, level: floa
         moved = [f for f in moved if f.name != "repeat"]
     if moved:
         sentences.append(f"Not invariant: {'; '.join(f'{f.name} ({f.shows})' for f in moved)}.")
+    if emulated and any(f.name == "length" for f in moved):
+        sentences.append(
+            "(Sums inside a tile of an emulation are the library's, whose order may change with the tile.)"
+        )
     return tuple(sentences)
 
 
