@@ -485,9 +485,7 @@ def test_cli_refuses(cli: Callable[..., tuple[int, str, str]], arguments: list[s
 def test_cli_probes_a_function_of_the_working_directory(
     cli: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = (
-        "import torch\ndef attend(q, k, v):\n    return torch.nn.functional.scaled_dot_product_attention(q, k, v)\n"
-    )
+    source = "from torch.nn.functional import scaled_dot_product_attention as attend\n"
     (tmp_path / "my_own_kernel.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     code, out, _ = cli("my_own_kernel:attend", "--probes", "sign", "--json", "-")

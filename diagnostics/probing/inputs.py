@@ -76,7 +76,11 @@ def normal(draw: Draw) -> Case:
 
 
 def ones(draw: Draw) -> Case:
-    """V == 1: O is 1."""
+    """V == 1: O is 1.
+
+    Below 1 the spacing is half of that above: of unbiased noise in P beyond a quarter of a spacing, nearest-even
+    keeps more of what is below, and the mean falls. A bias here alone is such a noise, or a normaliser's.
+    """
     return _case(draw, draw.normal(), draw.normal(), torch.ones_like(draw.normal()))
 
 

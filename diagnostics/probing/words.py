@@ -27,6 +27,8 @@ def accuracy_words(found: Finding, level: float) -> str:
         shown = found.tests[0] if found.tests else None
         mean = "" if shown is None or shown.ci_ulp is None else f"; mean {_mean(shown)} ulp"
         parts.append(f"within rounding, no bias{mean}")
+    if found.name == "ones" and "biased" in found.labels:
+        parts.append("noise in the sum of P alone can do that, for spacing halves below 1")
     if found.name == "unit-vectors" and found.relative_ci is not None:
         parts.append(f"rows of P sum to 1 {_relative_mean(found)}")
     return "; ".join(parts)
@@ -104,7 +106,7 @@ def summarise(
         sentences.append(f"Not invariant: {'; '.join(f'{f.name} ({f.shows})' for f in moved)}.")
     if emulated and any(f.name == "length" for f in moved):
         sentences.append(
-            "(Sums inside a tile of an emulation are the library's, whose order may change with the tile.)"
+            "(The emulation adds inside a tile as the library does, whose order may change with size and place.)"
         )
     return tuple(sentences)
 
