@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from attn_diag.microscopy.microscope import Microscope, microscope
     from attn_diag.mitigation.result import WhatIf
     from attn_diag.mitigation.what_if import what_if
+    from attn_diag.probing.probe import probe
+    from attn_diag.probing.result import ProbeReport
     from attn_diag.rounding import round_to
 
 _HOME = {
@@ -43,6 +45,7 @@ _HOME = {
     "Identification": "identification.result",
     "InputError": "errors",
     "Microscope": "microscopy.microscope",
+    "ProbeReport": "probing.result",
     "Recipe": "kernels",
     "Selection": "capture_job",
     "WhatIf": "mitigation.result",
@@ -59,6 +62,7 @@ _HOME = {
     "load_example": "loading",
     "microscope": "microscopy.microscope",
     "preset": "kernels",
+    "probe": "probing.probe",
     "repeated_maxima": "analysis",
     "round_to": "rounding",
     "what_if": "mitigation.what_if",
@@ -73,6 +77,7 @@ __all__ = [
     "Identification",
     "InputError",
     "Microscope",
+    "ProbeReport",
     "Recipe",
     "Selection",
     "WhatIf",
@@ -89,6 +94,7 @@ __all__ = [
     "load_example",
     "microscope",
     "preset",
+    "probe",
     "repeated_maxima",
     "round_to",
     "what_if",

@@ -34,6 +34,7 @@ ALLOWED = {
         "attn_diag.microscopy.closed_form",
         "attn_diag.microscopy.walk",
         "attn_diag.mitigation.result",
+        "attn_diag.probing.result",
     ),
 }
 # Of diagnostics, only the faces know the reports.
@@ -46,6 +47,7 @@ FACES = {
     "microscopy/closed_form.py",
     "microscopy/microscope.py",
     "mitigation/result.py",
+    "probing/result.py",
 }
 
 

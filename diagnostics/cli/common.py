@@ -226,3 +226,13 @@ def numbers(option: str, value: str | None) -> Ranges | None:
     from attn_diag.ranges import Ranges
 
     return None if value is None else Ranges.parse(option, value)
+
+
+def labels(text: str | None, known: tuple[str, ...]) -> frozenset[str]:
+    """The labels that ``--fail-on`` names. Raises InputError for unknown ones, or none."""
+    names = frozenset(name.strip() for name in (text or "").split(",") if name.strip())
+    if text is not None and not names:
+        raise InputError(f"--fail-on needs at least one label, got {text!r}; known: {', '.join(known)}")
+    if unknown := sorted(names - set(known)):
+        raise InputError(f"--fail-on: no label {', '.join(unknown)}; known: {', '.join(known)}")
+    return names

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from attn_diag.cli import common
-from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
     from attn_diag.diagnosis import Diagnosis
@@ -49,7 +48,7 @@ def inspect(
     from attn_diag.diagnosis import Label
     from attn_diag.files import write_atomically
 
-    wanted = _labels(fail_on, get_args(Label))
+    wanted = common.labels(fail_on, get_args(Label))
     common.require_apart([t for t in (common.json_target(json), html) if t is not None], paths or [])
     options = common.metadata_options(layout, causal, scale, window, softcap)
     captures, unreadable = common.open_captures(
@@ -79,12 +78,3 @@ def _exit_code(diagnosis: Diagnosis, wanted: frozenset[str]) -> int:
     if wrong or diagnosis.summary.unreadable:
         return 2
     return 1 if wanted & diagnosis.labels else 0
-
-
-def _labels(text: str | None, known: tuple[str, ...]) -> frozenset[str]:
-    names = frozenset(name.strip() for name in (text or "").split(",") if name.strip())
-    if text is not None and not names:
-        raise InputError(f"--fail-on needs at least one label, got {text!r}; known: {', '.join(known)}")
-    if unknown := sorted(names - set(known)):
-        raise InputError(f"--fail-on: no label {', '.join(unknown)}; known: {', '.join(known)}")
-    return names

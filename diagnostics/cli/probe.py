@@ -1,0 +1,75 @@
+"""``attn-diag probe``: signed defects of a recipe, or of a Python function, on inputs with known answers."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from attn_diag.cli import common
+from attn_diag.errors import InputError
+
+if TYPE_CHECKING:
+    from attn_diag.probing.subject import Attention
+
+
+def probe(
+    target: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, or MODULE:FUNCTION of fn(q, k, v) -> o.")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    shape: Annotated[str | None, typer.Option(metavar="B,H,T,D", help="Of one call (default 4,4,384,64).")] = None,
+    causal: Annotated[str, typer.Option(help="What fn masks: none, top-left or bottom-right.")] = "none",
+    scale: Annotated[float | None, typer.Option(help="What fn uses (default 1/sqrt(D)).")] = None,
+    probes: Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, separated by commas.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    fail_on: Annotated[str | None, typer.Option("--fail-on", metavar="LABELS", help="Exit with 1 on these.")] = None,
+    json: common.Json = None,
+    level: common.Level = 0.01,
+    device: common.Device = "auto",
+    debug: common.Debug = False,  # noqa: ARG001
+) -> None:
+    """Run an attention on inputs with known answers, and say where it is biased, too far off or not invariant."""
+    from attn_diag.probing.probe import DEFAULT_SHAPE
+    from attn_diag.probing.probe import probe as run
+    from attn_diag.probing.result import Label
+    from attn_diag.probing.subject import DTYPES
+
+    wanted = common.labels(fail_on, get_args(Label))
+    dtypes = {name: found for found, name in DTYPES.items()}
+    if dtype not in dtypes:
+        raise InputError(f"--dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
+    common.require_apart([t for t in [common.json_target(json)] if t is not None], [])
+    names = None if probes is None else [n.strip() for n in probes.split(",") if n.strip()]
+    with common.progress_bar("probes") as progress:
+        found = run(
+            _imported(target) if ":" in target else target, name=target, dtype=dtypes[dtype], causal=causal,
+            shape=DEFAULT_SHAPE if shape is None else _shape(shape), scale=scale, probes=names, seed=seed, level=level,
+            device=device, progress=progress,
+        )  # fmt: skip
+    common.deliver(found, json)
+    if not found.assumptions.ok:
+        common.complain(InputError(f"no verdict: {found.summary[0]}"))
+        raise typer.Exit(2)
+    raise typer.Exit(1 if wanted & found.labels else 0)
+
+
+def _shape(text: str) -> tuple[int, int, int, int]:
+    try:
+        b, h, t, d = (int(n) for n in text.split(","))
+    except ValueError:
+        raise InputError(f"--shape must be B,H,T,D (four integers), got {text!r}") from None
+    return b, h, t, d
+
+
+def _imported(target: str) -> Attention:
+    """MODULE:FUNCTION, also from the working directory."""
+    module, _, name = target.partition(":")
+    sys.path.insert(0, "")
+    try:
+        fn: Attention = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"cannot import {target}: {error}") from error
+    finally:
+        sys.path.remove("")
+    return fn

@@ -1,0 +1,1 @@
+"""Probes of any attention callable: ``attn_diag.probe`` and ``attn-diag probe``."""

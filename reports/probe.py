@@ -1,0 +1,74 @@
+"""The report of ``probe``: what was found in sentences, one line a probe, what was assumed; from 80 columns on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from attn_diag.reports import words
+
+if TYPE_CHECKING:
+    from attn_diag.probing.result import Finding, ProbeReport
+
+_STYLES = {
+    "exact": "green",
+    "within-rounding": "green",
+    "biased": "bold yellow",
+    "too-large": "bold red",
+    "not-invariant": "bold yellow",
+    "broken": "bold red",
+}
+
+
+def probe_renderables(found: ProbeReport) -> Iterator[RenderableType]:
+    """The report, piece by piece, for a rich console."""
+    yield Rule(Text(f"probes of {found.source}", overflow="ellipsis"), align="left")
+    b, h, t, d = found.shape
+    yield Text(
+        f"B={b} H={h} T={t} D={d} {found.dtype}, o in {found.out_dtype}; {found.backend}; {found.heads} independent "
+        f"heads a probe, seed {found.seed}",
+        style="bold",
+    )
+    for sentence in found.summary:
+        yield words.bullet("-", sentence)
+    yield Text("")
+    yield _table([f for f in found.findings if f.kind == "accuracy"], "against the float64 reference")
+    yield Text("")
+    yield _table([f for f in found.findings if f.kind == "invariance"], "two calls that must agree in every bit")
+    yield Text("")
+    yield Text(_legend(found), style="dim")
+    yield Text(words.tool_line(found.tool), style="dim")
+
+
+def _table(findings: list[Finding], title: str) -> Table | Text:
+    if not findings:
+        return Text(f"{title}: not asked for", style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim", collapse_padding=True)
+    table.add_column("probe", no_wrap=True)
+    table.add_column(title)
+    accuracy = findings[0].kind == "accuracy"
+    for head in ("max\nulp", *(["of the\nbound"] if accuracy else [])):
+        table.add_column(head, justify="right", no_wrap=True)
+    for finding in findings:
+        text = Text(finding.words, style=_STYLES[finding.labels[0]])
+        text.append(f"\n{finding.shows}", style="dim")
+        bound = [words.number(finding.of_budget, 2)] if accuracy else []
+        table.add_row(finding.name, text, words.number(finding.max_error_ulp), *bound)
+    return table
+
+
+def _legend(found: ProbeReport) -> str:
+    assumed = found.assumptions
+    return (
+        f"Assumed of fn: softmax(scale Q K^T) V with scale {assumed.scale:g}, causal {assumed.causal}; on N(0,1) "
+        f"inputs its O is {words.percent(assumed.relative_error)} off. Error = O - float64 reference on the same "
+        "inputs, in spacings (ulp) of O's format; bias = mean excess beyond one correct rounding, away from zero "
+        "unless it says upward, with its interval; significant only if mean error and mean excess both are, at level "
+        f"{found.level:g} among {found.family_size} tests (Benjamini-Hochberg; heads are the clusters). The bound is "
+        "what casts of P̄ and O to the input's format and sums in fp32 can make of one element's error."
+    )

@@ -1,0 +1,507 @@
+"""Probes: every one finds a defect planted for it, none alarms on a kernel that only rounds correctly."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from rich.cells import cell_len
+from scipy import stats
+from torch import Tensor
+
+import attn_diag
+from attn_diag.bias import estimate_bias
+from attn_diag.cli import main
+from attn_diag.kernels.formats import parse, round_to
+from attn_diag.probing import measure
+from attn_diag.probing.catalogue import PROBES
+from attn_diag.probing.inputs import Draw, cast_gap
+from attn_diag.probing.probe import MIN_HEADS
+from attn_diag.probing.words import matches_prediction
+from attn_diag.reference import format_of, round_nearest_even
+
+SHAPE = (2, 8, 96, 32)
+QUIET = {"exact", "within-rounding"}
+Fn = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def nearest(o: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return round_nearest_even(o.contiguous(), format_of(dtype)).to(dtype)
+
+
+def rounding(mode: str) -> Callable[[Tensor], Tensor]:
+    draws = iter(range(10**9))
+    return lambda o: round_to(o, parse(f"bf16:{mode}"), next(draws)).bfloat16()
+
+
+def kernel(
+    *,
+    cast: Callable[[Tensor], Tensor] = nearest,
+    scale: float = 1.0,
+    scores: Callable[[Tensor], Tensor] = lambda s: s,
+    probs: Callable[[Tensor], Tensor] = lambda p: p,
+    row_sum: Callable[[Tensor], Tensor] = lambda p: p.sum(-1, keepdim=True),
+    out: Callable[[Tensor], Tensor] = lambda o: o,
+) -> Fn:
+    """Attention in float64 with one rounding at the end, and the hooks at which a defect can be planted.
+
+    ``probs`` changes the P_bar that multiplies V, ``row_sum`` makes l of the unchanged one.
+    """
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = scores(q.double() @ k.double().mT * (scale / q.shape[-1] ** 0.5))
+        p = (s - s.amax(-1, keepdim=True)).exp()
+        return cast(out(probs(p) @ v.double() / row_sum(p)))
+
+    return attention
+
+
+def changed_columns(p: Tensor, columns: slice) -> Tensor:
+    p = p.clone()
+    p[..., columns] = 0.0
+    return p
+
+
+def consistently(change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The same changed P_bar in l and for V."""
+    return {"probs": change, "row_sum": lambda p: change(p).sum(-1, keepdim=True)}
+
+
+def once_each(p: Tensor) -> Tensor:
+    """Of keys that tie for the maximum only the first counts."""
+    tied = p == 1
+    return torch.where(tied & (tied.cumsum(-1) > 1), 0.0, p)
+
+
+def in_length_dependent_tiles(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """P_bar V in tiles of an eighth of the keys, the accumulator in BF16."""
+    p = (q.double() @ k.double().mT / q.shape[-1] ** 0.5).softmax(-1)
+    total = torch.zeros_like(q).double()
+    for tile in torch.arange(k.shape[2]).chunk(8):
+        total = nearest(total + p[..., tile] @ v.double()[:, :, tile]).double()
+    return total.to(q.dtype)
+
+
+def batch_dependent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return kernel(cast=rounding("toward-zero") if len(q) * q.shape[1] == 1 else nearest)(q, k, v)
+
+
+TRUNCATING = kernel(cast=rounding("toward-zero"))
+CAST_PROBS = kernel(probs=lambda p: nearest(p).double())
+EPSILON = kernel(row_sum=lambda p: p.sum(-1, keepdim=True) + 0.02)
+
+# Probe -> what it must see: a planted defect and the label.
+DEFECTS: dict[str, tuple[Fn, str]] = {
+    "normal": (TRUNCATING, "biased"),
+    "ones": (EPSILON, "biased"),
+    "unit-vectors": (kernel(**consistently(lambda p: p.masked_fill(p < 2.0**-8, 0.0))), "too-large"),
+    "ramp": (kernel(**consistently(lambda p: changed_columns(p, slice(-1, None)))), "too-large"),
+    "constant-rows": (kernel(row_sum=lambda p: p.sum(-1, keepdim=True).clamp(max=64)), "biased"),
+    "one-hot": (EPSILON, "too-large"),
+    "duplicates": (kernel(**consistently(once_each)), "too-large"),
+    "sinks": (kernel(**consistently(lambda p: changed_columns(p, slice(0, 1)))), "too-large"),
+    "tails": (kernel(probs=lambda p: p.masked_fill(p < 2.0**-8, 0.0)), "biased"),
+    "outliers": (kernel(scores=lambda s: s.clamp(-8, 8)), "too-large"),
+    "normaliser-down": (CAST_PROBS, "biased"),
+    "normaliser-up": (CAST_PROBS, "biased"),
+    "repeat": (kernel(cast=rounding("stochastic")), "not-invariant"),
+    "batch": (batch_dependent, "not-invariant"),
+    "length": (in_length_dependent_tiles, "not-invariant"),
+    "sign": (kernel(cast=rounding("up")), "not-invariant"),
+    "power-of-two": (kernel(out=lambda o: o.clamp(max=4.0)), "not-invariant"),
+}
+
+
+def run(fn: Any, **options: Any) -> attn_diag.ProbeReport:
+    return attn_diag.probe(fn, **{"shape": SHAPE, "device": "cpu", **options})
+
+
+def test_every_probe_has_a_defect_of_its_own() -> None:
+    assert list(DEFECTS) == list(PROBES)
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_a_probe_sees_its_defect_and_is_quiet_without(name: str) -> None:
+    fn, label = DEFECTS[name]
+    found = run(fn, probes=[name])[name]
+    assert label in found.labels, found.words
+    assert run(kernel(), probes=[name])[name].labels == ("exact",)
+
+
+def test_a_defect_leaves_other_probes_quiet() -> None:
+    """Scores clamped at +-8 show where scores are large ("length" hides keys by scores of -300), and nowhere else."""
+    found = run(DEFECTS["outliers"][0])
+    loud = {f.name for f in found.findings if not set(f.labels) <= QUIET}
+    assert loud == {"outliers", "one-hot", "duplicates", "length"}, loud
+    assert found.assumptions.ok
+
+
+@pytest.mark.parametrize("mode", ["up", "down"])
+def test_rounding_to_one_side_is_an_upward_bias(mode: str) -> None:
+    tests = {t.direction: t for t in run(kernel(cast=rounding(mode)), probes=["normal"])["normal"].tests}
+    assert not tests["away from zero"].biased
+    assert tests["upward"].biased
+    # Half a spacing, either way.
+    mean = tests["upward"].mean_ulp
+    assert mean is not None
+    assert mean == pytest.approx(0.5 if mode == "up" else -0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("causal", ["none", "top-left"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_fa2_shows_the_normaliser_mismatch_as_predicted(dtype: torch.dtype, causal: str) -> None:
+    """FlashAttention PR #2721: l sums fp32 P_bar, P_bar V takes the cast one. The sign follows the cast's."""
+    options = {"probes": ["ones", "normaliser-down", "normaliser-up"], "dtype": dtype, "causal": causal}
+    found = run("fa2", **options)
+    assert found["ones"].labels == ("exact",), "V = 1 hides it below half a spacing"
+    for name, sign in (("normaliser-down", -1), ("normaliser-up", 1)):
+        finding = found[name]
+        assert finding.labels == ("biased",)
+        assert finding.relative is not None
+        assert finding.predicted is not None
+        assert finding.relative * sign > 0
+        assert finding.predicted * sign > (1e-3 if dtype == torch.bfloat16 else 1e-4)
+        assert matches_prediction(finding), finding
+    assert "does not match the weights that multiply V" in found.summary[0]
+    repaired = run(replace(attn_diag.preset("fa2"), row_sum_of="cast-probs"), **options)
+    assert repaired.labels <= QUIET
+    assert "The row sum matches the weights" in repaired.summary[1]
+    # The check can fail: without the mismatch the prediction does not hold.
+    assert not matches_prediction(repaired["normaliser-up"])
+
+
+def test_a_kernel_that_returns_fp32_shows_the_mismatch_too() -> None:
+    def fp32(change: Callable[[Tensor], Tensor]) -> attn_diag.ProbeReport:
+        return run(kernel(probs=change, cast=lambda o: o.float()), probes=["normaliser-up"])
+
+    mismatched = fp32(lambda p: nearest(p).double())
+    assert mismatched.out_dtype == "fp32"
+    assert matches_prediction(mismatched["normaliser-up"])
+    assert fp32(lambda p: p)["normaliser-up"].labels == ("exact",)
+
+
+@pytest.mark.parametrize("scale", [1 / 8, 128**-0.5, 1.0, 0.01])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_cast_gap_is_exact_and_far_from_a_tie(dtype: torch.dtype, scale: float, sign: int) -> None:
+    a, b, x, cast = cast_gap(dtype, scale, sign)
+    assert torch.tensor([a, b]).to(dtype).tolist() == [a, b]
+    assert x == pytest.approx(float(torch.tensor(-a * b * scale).double().exp()), rel=1e-6)
+    for wobble in (1 - 2.0**-14, 1 + 2.0**-14):
+        assert float(nearest(torch.tensor([x * wobble]).double(), dtype)) == cast
+    assert sign * (cast / x - 1) > (2e-3 if dtype == torch.bfloat16 else 2e-4)
+
+
+def null(kind: str) -> Fn:
+    """Kernels without bias, and one with."""
+    noise = torch.Generator().manual_seed(1)
+    if kind == "stochastic rounding":
+        return kernel(cast=rounding("stochastic"))
+    if kind == "noise before nearest-even":
+        return kernel(out=lambda o: o * (1 + 2.0**-9 * torch.randn(o.shape, generator=noise, dtype=o.dtype)))
+    stochastic = rounding("stochastic")
+    return kernel(cast=lambda o: stochastic(o * (1 + 2.0**-8 * 0.06)))
+
+
+SEEDS, LEVEL = 200, 0.05
+
+
+@cache
+def calibration_runs(kind: str, probes: tuple[str, ...], seeds: int) -> list[attn_diag.ProbeReport]:
+    fn = null(kind)
+    return [run(fn, shape=(4, 4, 32, 16), probes=probes, seed=s, level=LEVEL) for s in range(seeds)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "probes", "seeds", "alarms_often"),
+    [
+        ("stochastic rounding", ("normaliser-down",), SEEDS, False),
+        ("noise before nearest-even", ("tails",), SEEDS, False),
+        ("bias of 0.06 ulp and more", ("tails", "normaliser-down"), 20, True),
+    ],
+)
+def test_false_alarms_stay_under_the_level(kind: str, probes: tuple[str, ...], seeds: int, alarms_often: bool) -> None:
+    """Runs with any alarm: Benjamini-Hochberg holds their rate at the level, whatever the number of tests."""
+    alarms = sum("biased" in r.labels for r in calibration_runs(kind, probes, seeds))
+    allowed = stats.binom.ppf(0.999, seeds, LEVEL)
+    assert (alarms > allowed) == alarms_often, f"{alarms} of {seeds}"
+
+
+@pytest.mark.parametrize("clusters", ["heads", "rows"])
+def test_both_p_values_are_uniform_with_heads_as_clusters(clusters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So each of the two tests rejects as often as it says; rows of one head, which share V, are no clusters."""
+    probes, seeds = ("normaliser-down",), SEEDS
+    if clusters == "rows":
+        monkeypatch.setattr(measure, "estimate_bias", lambda e, _, level, **kw: estimate_bias(e, None, level, **kw))
+        calibration_runs.cache_clear()
+        seeds = 50
+    reports = calibration_runs("stochastic rounding", probes, seeds)
+    if clusters == "rows":
+        calibration_runs.cache_clear()
+    tests = [r["normaliser-down"].tests[0] for r in reports]
+    least, most = (stats.binom.ppf(q, seeds, 0.2) for q in (0.0005, 0.9995))
+    uniform = [least <= sum(p is not None and p < 0.2 for p in values) <= most for values in (
+        [t.error.p_value for t in tests], [t.excess.p_value for t in tests],
+    )]  # fmt: skip
+    assert all(uniform) == (clusters == "heads")
+
+
+def test_heads_are_independent_draws_and_the_clusters() -> None:
+    found = run(kernel(), shape=(1, 3, 40, 16), probes=["normal"])
+    assert found.heads == 18 >= MIN_HEADS
+    assert found.rounds == 6
+    test = found["normal"].tests[0]
+    assert test.error.n_clusters == 18
+    assert test.error.n == 18 * 40 * 16
+    # Correct rounding has no excess, and so no test of it.
+    assert test.p_value is None
+    assert found.family_size == 0
+
+
+@pytest.mark.parametrize("causal", ["none", "top-left"])
+@pytest.mark.parametrize("name", [n for n, p in PROBES.items() if p.build])
+def test_true_outputs_lie_evenly_between_two_numbers_where_bias_is_tested(name: str, causal: str) -> None:
+    """Else correct rounding would look biased, or an unbiased kernel would. Exact answers apart."""
+    fn = kernel(cast=lambda o: o.bfloat16())
+    if causal != "none":
+
+        def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            s = q.double() @ k.double().mT / q.shape[-1] ** 0.5
+            s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+            return nearest(s.softmax(-1) @ v.double())
+
+    # The mean error of correct rounding itself, in spacings.
+    for test in run(fn, probes=[name], causal=causal, shape=(2, 8, 128, 32))[name].tests:
+        if test.error.mean_ulp:
+            assert abs(test.error.mean_ulp) < 0.01
+
+
+@pytest.mark.parametrize(("recipe", "causal"), [("cudnn", "none"), ("flex", "top-left"), ("lowp-row-sum", "none")])
+def test_published_recipes_stay_within_rounding_but_for_the_normaliser(recipe: str, causal: str) -> None:
+    found = run(recipe, shape=(2, 4, 160, 32), causal=causal)
+    assert found.backend == "emulation on cpu"
+    for finding in found.findings:
+        expected = {"biased"} if finding.predicted is not None and recipe != "lowp-row-sum" else QUIET
+        assert set(finding.labels) <= expected, finding
+
+
+def test_bf16_scores_are_beyond_the_bound() -> None:
+    """The bound holds for fp32 scores (above), and is not so wide that rounded scores pass."""
+    found = run("qiu2025", probes=["outliers", "unit-vectors"])
+    assert all("too-large" in f.labels for f in found.findings)
+
+
+def test_fp32_is_probed_without_the_normaliser() -> None:
+    found = run(kernel(cast=lambda o: o.float()), dtype=torch.float32)
+    assert {f.name for f in found.findings} == {n for n in PROBES if not n.startswith("normaliser")}
+    assert found.labels == {"exact"}
+
+
+def test_lse_is_compared_where_it_comes() -> None:
+    def with_lse(shift: float) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        def fn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            scores = q.double() @ k.double().mT / q.shape[-1] ** 0.5
+            return kernel()(q, k, v), (scores.logsumexp(-1) + shift).float()
+
+        return fn
+
+    for shift in (0.0, 1e-3):
+        lse = run(with_lse(shift), probes=["normal"])["normal"].lse
+        assert lse is not None
+        assert lse.mean == pytest.approx(shift, abs=1e-6)
+    assert run(kernel(), probes=["normal"])["normal"].lse is None
+
+
+def test_wrong_assumptions_are_named() -> None:
+    unscaled = kernel(scale=SHAPE[3] ** 0.5)
+    found = run(unscaled, probes=["normal"])
+    assert not found.assumptions.ok
+    assert found.assumptions.fits == "scale 1, causal none"
+    assert "probe it so" in found.summary[0]
+    assert run(unscaled, probes=["normal"], scale=1.0).labels == {"exact"}
+
+
+def test_same_seed_same_report_and_probes_do_not_disturb_each_other() -> None:
+    alone, among = run("fa2", probes=["tails"]), run("fa2", probes=["normal", "tails"])
+    # The adjusted p-value alone depends on the family.
+    assert alone["tails"].tests[0].error == among["tails"].tests[0].error
+    assert run("fa2", probes=["tails"]).findings == alone.findings
+    assert run("fa2", probes=["tails"], seed=1).findings != alone.findings
+
+
+def test_inputs_are_copies() -> None:
+    def vandal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = kernel()(q, k, v)
+        for x in (q, k, v):
+            x.zero_()
+        return o
+
+    assert run(vandal, probes=["normal", "sign"]).labels == {"exact"}
+
+
+def test_the_builders_see_no_future_key() -> None:
+    draw = Draw(1, 2, 33, 16, torch.bfloat16, 0.25, True, torch.Generator().manual_seed(0))
+    assert (draw.visible_key() <= torch.arange(33)).all()
+
+
+def test_json_and_report() -> None:
+    found = run("fa2")
+    document = json.loads(found.to_json())
+    jsonschema.validate(document, attn_diag.ProbeReport.json_schema())
+    assert (document["schema"], document["schema_version"]) == ("attn-diag-probe", 1)
+    assert attn_diag.ProbeReport.from_json(found.to_json()) == found
+    for width in (80, 120):
+        lines = found.report(width).splitlines()
+        assert max(map(cell_len, lines)) <= width
+        text = " ".join(" ".join(lines).split())
+        assert "The row sum does not match the weights that multiply V" in text
+        assert all(name in text for name in PROBES)
+    with pytest.raises(KeyError, match="no probe 'none'; there are normal"):
+        found["none"]
+
+
+def test_progress_counts_probes() -> None:
+    steps: list[tuple[int, int]] = []
+    run(kernel(), probes=["normal", "sign"], progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(1, 2), (2, 2)]
+
+
+def raising(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.shape[2] > SHAPE[2]:
+        raise RuntimeError("T must be 96")
+    return kernel()(q, k, v)
+
+
+def returning(change: Callable[[Tensor], Any]) -> Fn:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return change(kernel()(q, k, v))
+
+    return fn
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "shape": (
+        returning(lambda o: o[:, :, 1:]),
+        {},
+        r"\[B, H, T, D\] \[2, 8, 96, 32\], got \[2, 8, 95, 32\]",
+    ),
+    "dtype": (returning(lambda o: o.double()), {}, "o in torch.bfloat16 or torch.float32, got torch.float64"),
+    "device": (returning(lambda o: o.to("meta")), {}, "must return o on cpu, got meta"),
+    "nothing": (returning(repr), {}, "must return a tensor o, .* got str"),
+    "raises": (raising, {}, "probe 'length': raising raised RuntimeError .*: T must be 96; leave this probe out"),
+    "nan": (returning(lambda o: o * torch.nan), {}, "every o of every probe is NaN or Inf"),
+    "no callable": (3, {}, "fn must be a callable"),
+    "recipe": ("fa9", {}, "no recipe 'fa9'; known: fa2"),
+    "incomplete": (replace(attn_diag.preset("fa2"), exp="polynomial"), {}, "without exp_degree"),
+    "recipe dtype": ("fa2", {"dtype": torch.float32}, "recipes are run for bfloat16 and float16"),
+    "probe": (kernel(), {"probes": ["one"]}, "no probe 'one'; known: normal"),
+    "no probe": (kernel(), {"probes": []}, "at least one"),
+    "int dtype": (kernel(), {"dtype": torch.int8}, "dtype must be torch.bfloat16"),
+    "three sizes": (kernel(), {"shape": (1, 2, 3)}, "four positive integers"),
+    "short": (kernel(), {"shape": (1, 2, 3, 16)}, "length T must be at least 16, got 3"),
+    "level": (kernel(), {"level": 0}, "level must lie between 0 and 1"),
+    "scale": (kernel(), {"scale": -1}, "scale must be a positive number"),
+    "causal": (kernel(), {"causal": "left"}, "causal must be none, top-left"),
+    "normaliser": (kernel(), {"dtype": torch.float32, "probes": ["normaliser-up"]}, "need a 16-bit dtype"),
+    "cuda": (kernel(), {"device": "tpu"}, "device must be auto, cpu or cuda"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_probed_is_said(case: str) -> None:
+    fn, options, message = BAD[case]
+    with pytest.raises(attn_diag.InputError, match=message):
+        run(fn, **options)
+
+
+def test_nan_in_some_rows_is_a_finding() -> None:
+    def some(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = kernel()(q, k, v)
+        o[0, 0, 3] = torch.nan
+        return o
+
+    found = run(some, probes=["normal", "sign"])
+    assert found["normal"].labels == ("broken",)
+    assert found["normal"].nonfinite == SHAPE[3]
+    assert found["sign"].labels == ("broken", "not-invariant")
+    assert found.summary[0] == "NaN or Inf: normal, sign."
+
+
+def test_sdpa_is_a_callable_like_any() -> None:
+    found = run(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), probes=["normal", "sign"])
+    assert found.source == "fn"
+    assert found.labels <= QUIET
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``attn-diag probe ...`` in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["attn-diag", "probe", *arguments, "--shape", "2,8,48,16", "--device", "cpu"])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_cli_exit_codes(cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = cli("fa2", "--probes", "ones,normaliser-up")
+    assert code == 0
+    assert "does not match the weights" in out
+    assert cli("fa2", "--probes", "ones,normaliser-up", "--fail-on", "biased")[0] == 1
+    assert cli("lowp-row-sum", "--probes", "normaliser-up", "--fail-on", "biased,too-large")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fa9"], "no recipe 'fa9'"),
+        (["fa2", "--dtype", "fp8"], "--dtype must be one of bf16, fp16, fp32"),
+        (["fa2", "--probes", "one"], "no probe 'one'"),
+        (["fa2", "--fail-on", "bad"], "--fail-on: no label bad"),
+        (["no_such_module:f"], "cannot import no_such_module:f"),
+        (["math:f"], "cannot import math:f"),
+        (["torch:__version__"], "no recipe"),
+        (["torch.nn.functional:scaled_dot_product_attention", "--scale", "1", "--probes", "sign"], "no verdict: On N"),
+    ],
+)
+def test_cli_refuses(cli: Callable[..., tuple[int, str, str]], arguments: list[str], message: str) -> None:
+    code, _, err = cli(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_cli_probes_a_function_of_the_working_directory(
+    cli: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from torch.nn.functional import scaled_dot_product_attention as attend\n"
+    (tmp_path / "my_own_kernel.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = cli("my_own_kernel:attend", "--probes", "sign", "--json", "-")
+    assert code == 0
+    assert json.loads(out)["source"] == "my_own_kernel:attend"
+    assert "" not in sys.path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", ["none", "top-left"])
+def test_sdpa_on_a_gpu_shows_the_mismatch(causal: str) -> None:
+    """cuDNN and FlashAttention-2 both sum P_bar in fp32 and cast it for P_bar V."""
+    found = attn_diag.probe(
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal != "none"),
+        device="cuda", causal=causal,
+    )  # fmt: skip
+    assert found.assumptions.ok
+    assert all(matches_prediction(found[name]) for name in ("normaliser-down", "normaliser-up")), found.summary
+    assert not {"too-large", "broken"} & found.labels, found.report()
