@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from attn_diag.capture_job import Selection
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
+    from attn_diag.hardware.profile import HardwareProfile
+    from attn_diag.hardware.selftest import selftest
     from attn_diag.identification.identify import identify
     from attn_diag.identification.many import identify_captures
     from attn_diag.identification.result import Identification
@@ -39,6 +41,7 @@ _HOME = {
     "Capture": "capture",
     "Diagnosis": "diagnosis",
     "Dump": "kernels.dump",
+    "HardwareProfile": "hardware.profile",
     "Identification": "identification.result",
     "InputError": "errors",
     "Microscope": "microscopy.microscope",
@@ -59,6 +62,7 @@ _HOME = {
     "microscope": "microscopy.microscope",
     "preset": "kernels",
     "repeated_maxima": "analysis",
+    "selftest": "hardware.selftest",
     "what_if": "mitigation.what_if",
 }
 
@@ -68,6 +72,7 @@ __all__ = [
     "Capture",
     "Diagnosis",
     "Dump",
+    "HardwareProfile",
     "Identification",
     "InputError",
     "Microscope",
@@ -88,6 +93,7 @@ __all__ = [
     "microscope",
     "preset",
     "repeated_maxima",
+    "selftest",
     "what_if",
 ]
 
