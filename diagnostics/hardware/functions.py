@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -39,8 +40,8 @@ def profile_exp2(exp2: Exp2, device: torch.device, *, per_binade: int = 2**23) -
         errors = _errors_ulp(exp2(x), x).abs()
         largest = int(errors.argmax())
         count += len(x)
-        # A NaN counts as the worst there is.
-        if not float(errors[largest]) <= worst:
+        # A NaN is the worst there is.
+        if not float(errors[largest]) <= worst and not math.isnan(worst):
             worst, at = float(errors[largest]), float(x[largest])
     grid = -torch.arange(1, _GRID + 1, device=device, dtype=torch.float32) / _GRID
     got = exp2(grid)

@@ -82,12 +82,13 @@ def rounding_checks(
     for name, dtype in _FORMATS.items():
         table, even = _all_numbers(name)
         x, expected = _between(table, even, format_of(dtype))
-        wrong = int((reference(x, format_of(dtype)) != expected).sum())
-        wrong += int((site(x, formats.parse(name)) != expected).sum())
+        wrong = _different(reference(x, format_of(dtype)), expected) + _different(
+            site(x, formats.parse(name)), expected
+        )
         yield Check(f"float64 to {name}, nearest-even", wrong, "wrong", 0, 2 * len(x))
         single = x.float()
         exact = (single.double() == x) & expected.isfinite() & (expected.abs() < format_of(dtype).largest)
-        wrong = int((single.to(dtype).double() != expected)[exact].sum())
+        wrong = _different(single.to(dtype).double()[exact], expected[exact])
         yield Check(f"torch's cast of fp32 to {name}", wrong, "wrong", 0, int(exact.sum()))
 
 
@@ -172,6 +173,11 @@ def sum_checks(
 
 
 GROUPS: tuple[Callable[[], Iterator[Check]], ...] = (rounding_checks, function_checks, attention_checks, sum_checks)
+
+
+def _different(found: Tensor, expected: Tensor) -> int:
+    """Zeros of the other sign count."""
+    return int(((found != expected) | (found.signbit() != expected.signbit())).sum())
 
 
 def _all_numbers(name: str) -> tuple[Tensor, Tensor]:
