@@ -78,7 +78,8 @@ def compose(rng: np.random.Generator, fmt: str, shape: tuple[int, ...], span: tu
     field = np.clip(rng.integers(span[0], span[1] + 1, shape) + bias, 0, 2 * bias)
     sign = rng.integers(0, 2 if signed else 1, shape)
     mantissa = rng.integers(0, 2 ** MANTISSA[fmt], shape)
-    return ((sign << 15) | (field << MANTISSA[fmt]) | mantissa).astype(np.uint16)
+    patterns: Array = ((sign << 15) | (field << MANTISSA[fmt]) | mantissa).astype(np.uint16)
+    return patterns
 
 
 def inputs(fmt: str, case: str, length: int, seed: int) -> tuple[Array, Array, Array]:

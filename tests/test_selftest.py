@@ -1,9 +1,9 @@
-"""selftest: the installation's checks fail where a number is wrong; profiles are kept, found again and named in reports."""
+"""selftest: its checks fail where a number is wrong; profiles are kept, found again and named in reports."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def profile() -> HardwareProfile:
     return HardwareProfile(
         gpu=GPU, backend="sm90", torch=TORCH, triton=TRITON, measured="2026-11-21", seconds=3.25, sums=(sums, odd),
         exp2=exp2, multiply_subnormals="kept",
-        casts=(CastProfile("bf16", 9000, "nearest-even", "kept", "infinite"), CastProfile("e4m3", 90, None, None, None)),
+        casts=(CastProfile("bf16", 900, "nearest-even", "kept", "infinite"), CastProfile("e4m3", 90, None, None, None)),
     )  # fmt: skip
 
 
@@ -90,12 +90,10 @@ class TestInstallation:
     def test_guard_an_fp32_reference_fails(self) -> None:
         def single(head: AttentionHead) -> object:
             found = reference_head(head)
-            return SimpleNamespace(out=found.out.float(), lse=found.lse.float(), dq=(found.dq or head.q).float())
+            assert found.dq is not None
+            return SimpleNamespace(out=found.out.float(), lse=found.lse.float(), dq=found.dq.float())
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "__bool__", lambda self: True)
-            names = failed(attention_checks(single))
-        assert len(names) == 3
+        assert len(failed(attention_checks(single))) == 3
 
     def test_guard_nearest_sums_fail(self) -> None:
         core = replace(HOPPER, result=Mode.NEAREST_EVEN)
@@ -225,7 +223,7 @@ class TestStore:
 def on_example_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device is the example GPU with a stored profile."""
     save_profile(profile())
-    monkeypatch.setattr(store, "stored_profile", lambda device: read_profile(GPU, TORCH, TRITON))
+    monkeypatch.setattr(store, "stored_profile", lambda _: read_profile(GPU, TORCH, TRITON))
 
 
 def tensors() -> dict[str, Tensor]:
@@ -320,9 +318,3 @@ class TestKernels:
             pytest.skip("compiled here")
         with pytest.raises(TypeError, match="right for fp32 alone"):
             kernels.dot(*(torch.ones(16, 16).bfloat16() for _ in range(2)), torch.ones(16, 16))
-
-
-def test_the_guard_above_can_fail() -> None:
-    """A profile with another summary is not the one that reports name."""
-    other: Callable[[], HardwareProfile] = lambda: replace(profile(), measured="2027-01-01")  # noqa: E731
-    assert other().summary != profile().summary
