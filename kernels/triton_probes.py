@@ -42,7 +42,7 @@ def exp2_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     """y = 2**x, fp32."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
-    tl.store(y_ptr + offs, tl.math.exp2(x), mask=offs < n)
+    tl.store(y_ptr + offs, tl.exp2(x), mask=offs < n)
 
 
 @triton.jit
