@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from attn_diag.capture_job import Selection
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
+    from attn_diag.hardware.profile import HardwareProfile
+    from attn_diag.hardware.selftest import selftest
     from attn_diag.identification.identify import identify
     from attn_diag.identification.many import identify_captures
     from attn_diag.identification.result import Identification
@@ -42,6 +44,7 @@ _HOME = {
     "Capture": "capture",
     "Diagnosis": "diagnosis",
     "Dump": "kernels.dump",
+    "HardwareProfile": "hardware.profile",
     "Identification": "identification.result",
     "InputError": "errors",
     "Microscope": "microscopy.microscope",
@@ -65,6 +68,7 @@ _HOME = {
     "probe": "probing.probe",
     "repeated_maxima": "analysis",
     "round_to": "rounding",
+    "selftest": "hardware.selftest",
     "what_if": "mitigation.what_if",
 }
 
@@ -74,6 +78,7 @@ __all__ = [
     "Capture",
     "Diagnosis",
     "Dump",
+    "HardwareProfile",
     "Identification",
     "InputError",
     "Microscope",
@@ -97,6 +102,7 @@ __all__ = [
     "probe",
     "repeated_maxima",
     "round_to",
+    "selftest",
     "what_if",
 ]
 

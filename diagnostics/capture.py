@@ -71,8 +71,17 @@ class Capture:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor | None], **metadata: Any) -> Capture:
-        """A capture in memory: tensors by name (None is left out), metadata as keywords (see Metadata)."""
-        return cls({name: t.detach() for name, t in tensors.items() if t is not None}, Metadata(**metadata))
+        """A capture in memory: tensors by name (None is left out), metadata as keywords (see Metadata).
+
+        Where ``selftest --hardware`` has measured the GPU that q is on, its note becomes part of the metadata.
+        """
+        from attn_diag.hardware.store import stored_profile
+
+        given = {name: t.detach() for name, t in tensors.items() if t is not None}
+        if "q" in given and "hardware" not in metadata:
+            profile = stored_profile(given["q"].device)
+            metadata["hardware"] = None if profile is None else profile.note()
+        return cls(given, Metadata(**metadata))
 
     @property
     def batch(self) -> int:

@@ -24,6 +24,7 @@ from attn_diag.diagnosis import (
 )
 from attn_diag.engines import Engine, engine_backend, run_recipe, select_recipes
 from attn_diag.errors import InputError
+from attn_diag.hardware.profile import summary_of
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.identification.recognise import Recognised, recognise
 from attn_diag.kernels import Recipe, emulate_head
@@ -379,4 +380,7 @@ def _select(
 
 
 def _captured_backend(capture: Capture) -> str:
-    return f"captured on {capture.metadata.device}" if capture.metadata.device else "captured, device not stated"
+    m = capture.metadata
+    summary = summary_of(m.hardware) if m.hardware else None
+    where = f"captured on {m.device}" if m.device else "captured, device not stated"
+    return where if summary is None else f"{where} ({summary})"

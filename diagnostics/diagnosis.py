@@ -328,7 +328,7 @@ class CaptureDiagnosis:
 
 @dataclass(frozen=True)
 class Tool:
-    """What produced the numbers."""
+    """What produced the numbers. ``hardware``: what ``selftest --hardware`` once measured on this device, in a line."""
 
     version: str
     python: str
@@ -336,6 +336,7 @@ class Tool:
     triton: str | None
     device: str
     backend: str
+    hardware: str | None = None
 
 
 @dataclass(frozen=True)

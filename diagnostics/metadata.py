@@ -45,7 +45,8 @@ class Metadata:
     """Metadata of a capture. ``scale`` None means 1/sqrt(D). ``window`` is (left, right), inclusive, -1 unlimited.
 
     ``head_offset`` is the number of the capture's first head in its model, ``lse_base`` the base of the
-    captured LSE. ``extra`` keeps keys this version does not know. Raises InputError on impossible values.
+    captured LSE, ``hardware`` the note of what ``selftest --hardware`` measured (JSON).
+    ``extra`` keeps keys this version does not know. Raises InputError on impossible values.
     """
 
     layout: Layout = "BHTD"
@@ -61,6 +62,7 @@ class Metadata:
     kernel: str | None = None
     device: str | None = None
     torch: str | None = None
+    hardware: str | None = None
     notes: str | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
 
@@ -134,7 +136,7 @@ _PARSERS: dict[str, Any] = {
     "softcap": float,
     "window": parse_window,
     **dict.fromkeys(("layer", "head_offset", "step", "rank"), int),
-    **dict.fromkeys(("layout", "causal", "lse_base", "kernel", "device", "torch", "notes"), str),
+    **dict.fromkeys(("layout", "causal", "lse_base", "kernel", "device", "torch", "hardware", "notes"), str),
 }
 KEYS = frozenset(_PARSERS)
 _MEANT = {

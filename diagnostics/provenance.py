@@ -22,14 +22,18 @@ def pick_device(name: str) -> torch.device:
 
 
 def describe_tool(device: torch.device) -> Tool:
-    """Versions, and the device on which the reference and emulations ran."""
+    """Versions, the device on which the reference and emulations ran, and what was measured of it."""
+    from attn_diag.hardware.store import stored_profile
+
+    profile = stored_profile(device)
     return Tool(
         version=__version__,
         python=platform.python_version(),
         torch=torch.__version__,
-        triton=_version("triton"),
+        triton=package_version("triton"),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         backend=backend_name(device),
+        hardware=None if profile is None else profile.summary,
     )
 
 
@@ -41,7 +45,8 @@ def backend_name(device: torch.device) -> str:
     return f"sm{major}{minor}"
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The installed version of a package; None where there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-# Measured on an H200 with BF16 operands: products of 16 keys at a time, and the accumulator, are aligned to the
-# largest exponent and cut off after 25 fractional bits. The exponent of a product is the sum of its operands' (its
-# significand lies in [1, 4)). General form: MMA-Sim, arXiv 2511.10909.
-_BLOCK = 16
-_FRACTION_BITS = 25
+from attn_diag.kernels.formats import Format, Mode, NumberFormat, Rounding, parse, round_to
+
 # Elements of a block's products held at a time.
 _CHUNK = 2**21
 _EXPONENT_FIELD = 0x7FF << 52  # of a float64
-# Below the quantum of any product of fp32 numbers, 2**(-149 - 149 - 25); its reciprocal is finite.
-_LEAST_QUANTUM = 2.0**-400
+_FP32 = NumberFormat(8, 23)
+_FP32_SMALLEST = 2.0**-126  # normal number
+# From here on fp32 overflows; sums of terms that stay below half of it cannot get there.
+_OVERFLOW = 2.0**128
+# Below the scale of any product of BF16 numbers, 2**(-126 - 126); its quantum has a finite reciprocal.
+_SMALLEST_SCALE = 2.0**-300
 
 
-def matmul(a: Tensor, b: Tensor, model: str, accumulator: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class TensorCore:
+    """How a matrix unit adds: ``block`` products and the running fp32 sum at a time, in fixed point.
+
+    1. Products are exact. Each has the exponent of its first operand plus that of its second (its significand lies
+       in [1, 4)); the running sum has its own. A subnormal has the exponent of its format's smallest normal number.
+       Zeros have none.
+    2. Every term is rounded (``alignment``) to a multiple of 2**(largest exponent - ``fraction_bits``).
+    3. The exact sum of these is rounded (``result``) to fp32, with subnormals. From 2**128 on it is infinite, toward
+       zero too; a sum of exactly 0 is +0.
+    4. Infinities and NaN go through as in IEEE 754: an infinite sum stays, inf - inf and 0 * inf are NaN.
+
+    ``subnormals`` False: operands and results below the smallest normal number count as 0.
+
+    General form and what is known of other GPUs: MMA-Sim, arXiv 2511.10909, "T-FDPA".
+    """
+
+    block: int = 16
+    fraction_bits: int = 25
+    alignment: Mode = Mode.TOWARD_ZERO
+    result: Mode = Mode.TOWARD_ZERO
+    subnormals: bool = True
+
+
+# Measured on an H200 (BF16 and FP16 operands; wgmma and mma.sync): no bit is missed in 1,966,080 sums of 16 to 4,096
+# adversarial products; benchmarks/bench_tensor_core.py repeats it with others.
+HOPPER = TensorCore()
+
+
+def matmul(a: Tensor, b: Tensor, model: str, accumulator: Tensor | None = None, *, operands: Format = "bf16") -> Tensor:
     """``a @ b`` (+ ``accumulator``) under an accumulation model; [M, K] @ [K, N], in the dtype of ``a``.
 
     "fp32-nearest": fp32 products and sums in the library's own order. "exact": one rounding to fp32 at the end where
-    ``a`` is fp32, none where it is float64. "nvidia-tensor-core": see ``tensor_core_matmul``.
+    ``a`` is fp32, none where it is float64. "nvidia-tensor-core": see ``tensor_core_matmul``, also for ``operands``.
     """
     if model == "nvidia-tensor-core":
-        return tensor_core_matmul(a, b, accumulator).to(a.dtype)
+        return tensor_core_matmul(a, b, accumulator, operands=operands).to(a.dtype)
     if model == "exact":
         product = a.double() @ b.double()
         return (product if accumulator is None else product + accumulator.double()).to(a.dtype)
@@ -32,41 +64,112 @@ def matmul(a: Tensor, b: Tensor, model: str, accumulator: Tensor | None = None) 
     return product if accumulator is None else product + accumulator
 
 
-def tensor_core_matmul(a: Tensor, b: Tensor, accumulator: Tensor | None = None) -> Tensor:
-    """``a @ b`` (+ ``accumulator``) as a Hopper tensor core adds; [M, K] @ [K, N] -> [M, N], float64 holding fp32.
+def tensor_core_matmul(
+    a: Tensor,
+    b: Tensor,
+    accumulator: Tensor | None = None,
+    core: TensorCore = HOPPER,
+    *,
+    operands: Format | None = None,
+) -> Tensor:
+    """``a @ b`` (+ ``accumulator``) as a tensor core adds; [M, K] @ [K, N] -> [M, N], float64 holding fp32.
 
-    16 products at a time and the running fp32 sum: each term is cut off (toward zero) 25 bits below the largest
-    exponent among them, their exact sum is cut off to fp32.
+    ``operands``: the 16-bit format of the values in ``a`` and ``b``, which says where their subnormals begin; by
+    default FP16 for FP16 tensors, else BF16 (whose range fp32 shares).
     """
+    if operands is None:
+        operands = "fp16" if a.dtype == torch.float16 else "bf16"
+    rounding = parse(operands)
+    smallest = 2.0 ** (_FP32 if rounding is None else rounding.format).min_exponent
     a, b = a.double(), b.double()
     total = a.new_zeros(len(a), b.shape[1]) if accumulator is None else accumulator.double()
-    rows = max(1, _CHUNK // (_BLOCK * max(b.shape[1], 1)))
+    if not core.subnormals:
+        a, b, total = _flushed(a, smallest), _flushed(b, smallest), _flushed(total, _FP32_SMALLEST)
+    left, right = _Operand(a, _scale(a, smallest)), _Operand(b, _scale(b, smallest))
+    finite = bool(_bound(a, b, total) < _OVERFLOW / 2)  # false for NaN
+    rows = max(1, _CHUNK // (core.block * max(b.shape[1], 1)))
     parts = []
-    for part, start in zip(torch.split(a, rows), torch.split(total, rows), strict=True):
-        running = start
-        for k in range(0, a.shape[1], _BLOCK):
-            running = _add_block(part[:, k : k + _BLOCK], b[k : k + _BLOCK], running)
+    for start in range(0, len(a), rows):
+        running = total[start : start + rows]
+        for k in range(0, a.shape[1], core.block):
+            block = slice(k, k + core.block)
+            x, y = left.part(slice(start, start + rows), block), right.part(block, slice(None))
+            added = _add_block(x, y, running, core)
+            running = added if finite else _with_infinities(added, x.values, y.values, running)
         parts.append(running)
     return torch.cat(parts) if parts else total
 
 
-def _add_block(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """One instruction: a [M, <= 16], b [<= 16, N], total [M, N]."""
-    scale_a, scale_b = _power_of_two(a), _power_of_two(b)
-    largest = torch.amax(scale_a[:, :, None] * scale_b[None], 1)
-    largest = torch.maximum(largest, _power_of_two(total))
-    quantum = (largest * 2.0**-_FRACTION_BITS).clamp_(min=_LEAST_QUANTUM)
+@dataclass(frozen=True)
+class _Operand:
+    """A matrix, float64, and the powers of two that are the exponents of its elements (0 for 0)."""
+
+    values: Tensor
+    scales: Tensor
+
+    def part(self, rows: slice, columns: slice) -> _Operand:
+        return _Operand(self.values[rows, columns], self.scales[rows, columns])
+
+
+def _add_block(a: _Operand, b: _Operand, total: Tensor, core: TensorCore) -> Tensor:
+    """One instruction: a [M, <= block], b [<= block, N], total [M, N]; right where nothing overflows."""
+    largest = torch.amax(a.scales[:, :, None] * b.scales[None], 1)
+    largest = torch.maximum(largest, _scale(total, _FP32_SMALLEST))
+    quantum = largest.clamp_(min=_SMALLEST_SCALE).mul_(2.0**-core.fraction_bits)
     inverse = quantum.reciprocal()
-    aligned = (a[:, :, None] * b[None] * inverse[:, None]).trunc_().sum(1)
-    aligned += (total * inverse).trunc_()
-    return _toward_zero_fp32(aligned * quantum)
+    # Integers of at most fraction_bits + 3 bits: their sum is exact.
+    products = (a.values[:, :, None] * b.values[None]).mul_(inverse[:, None])
+    aligned = _to_integer(products, core.alignment).sum(1)
+    aligned += _to_integer(total * inverse, core.alignment)
+    result = _to_fp32(aligned * quantum, core.result)
+    return result if core.subnormals else _flushed(result, _FP32_SMALLEST)
 
 
-def _power_of_two(x: Tensor) -> Tensor:
-    """2**floor(log2 |x|); 0 for 0 (and for float64 subnormals)."""
-    return (x.view(torch.int64) & _EXPONENT_FIELD).view(torch.float64)
+def _with_infinities(added: Tensor, a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    """The sum ``added`` where it overflows, or where a term is infinite or NaN."""
+    added = torch.where(added.abs() >= _OVERFLOW, torch.inf * added.sign(), added)
+    terms = torch.cat([a[:, :, None] * b[None], total[:, None]], 1)
+    # Finite products are far from overflow in float64, so that this sum is finite where all its terms are.
+    return torch.where(terms.isfinite().all(1), added, terms.sum(1))
 
 
-def _toward_zero_fp32(x: Tensor) -> Tensor:
-    """The fp32 number next to ``x`` (float64, in fp32's normal range) toward zero: 29 bits are cut off."""
-    return (x.view(torch.int64) & ~((1 << 29) - 1)).view(torch.float64)
+def _bound(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    """No sum on the way is larger; infinite or NaN where an operand is."""
+    largest = [x.abs().max() if x.numel() else x.new_zeros(()) for x in (a, b, total)]
+    # Twice: roundings other than toward zero may add to every sum.
+    return 2 * (largest[0] * largest[1] * a.shape[1] + largest[2])
+
+
+def _scale(x: Tensor, smallest: float) -> Tensor:
+    """2**floor(log2 |x|), at least ``smallest``; 0 for 0."""
+    magnitude = x.abs()
+    scale = magnitude.clamp(min=smallest)
+    scale.view(torch.int64).bitwise_and_(_EXPONENT_FIELD)
+    return scale.mul_(magnitude > 0)
+
+
+def _flushed(x: Tensor, smallest: float) -> Tensor:
+    return x.masked_fill(x.abs() < smallest, 0.0)
+
+
+def _to_integer(x: Tensor, mode: Mode) -> Tensor:
+    """``x``, which is overwritten, rounded to integers."""
+    if mode is Mode.TOWARD_ZERO:
+        return x.trunc_()
+    if mode is Mode.NEAREST_EVEN:
+        return x.round_()
+    if mode is Mode.DOWN:
+        return x.floor_()
+    if mode is Mode.UP:
+        return x.ceil_()
+    raise ValueError(f"alignment must be toward-zero, nearest-even, down or up, got {mode}")
+
+
+def _to_fp32(x: Tensor, mode: Mode) -> Tensor:
+    """``x`` (float64) rounded to fp32; what overflows is only right after ``_with_infinities``."""
+    if mode is not Mode.TOWARD_ZERO:
+        return round_to(x, Rounding(_FP32, mode))
+    spacing = x.abs().clamp_(min=_FP32_SMALLEST)
+    spacing.view(torch.int64).bitwise_and_(_EXPONENT_FIELD)
+    spacing *= 2.0**-23
+    return x.div(spacing).trunc_().mul_(spacing)

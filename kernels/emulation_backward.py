@@ -107,7 +107,7 @@ def _before_last_rounding(
             raw = block.product(recipe, "q", "k", keys) * scale
             dscores = dscores * (1 - torch.tanh(raw / block.head.softcap).square())
         dscores = rounder("dscores", dscores, keys.start)
-        part = matmul(dscores, k[keys], recipe.accumulation)
+        part = matmul(dscores, k[keys], recipe.accumulation, operands=recipe.input)
         part = part if before_cast else part * scale
         if whole:
             dq = part
@@ -116,8 +116,9 @@ def _before_last_rounding(
                 "gradient_accumulator", dq + rounder("gradient_accumulator", part, keys.start, "dq"), keys.start
             )
         if gradients is not None:
-            dk = matmul(dscores.T, q, recipe.accumulation)
-            gradients.add(keys, dk if before_cast else dk * scale, matmul(cast.T, do, recipe.accumulation))
+            dk = matmul(dscores.T, q, recipe.accumulation, operands=recipe.input)
+            dv = matmul(cast.T, do, recipe.accumulation, operands=recipe.input)
+            gradients.add(keys, dk if before_cast else dk * scale, dv)
     return BackwardRows(delta, dq)
 
 

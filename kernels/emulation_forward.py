@@ -113,7 +113,7 @@ class Rounder:
 
 
 # What the scores, the softmax, and the cast P_bar depend on; recipes that agree in them share the work.
-SCORES = ("scores", "alpha", "arithmetic", "accumulation", "seed")
+SCORES = ("scores", "alpha", "input", "arithmetic", "accumulation", "seed")
 _SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "softmax", "schedule")
 _PROBS = (*_SOFTMAX, "probs", "probs_scale")
 Key = tuple[object, ...]
@@ -160,9 +160,9 @@ class Block:
 
         def make() -> Tensor:
             a, b = self.operands.get(left, dtype)[self.rows], self.operands.get(right, dtype)[keys]
-            return matmul(a, b.T, recipe.accumulation)
+            return matmul(a, b.T, recipe.accumulation, operands=recipe.input)
 
-        return self.shared(left, recipe, ("arithmetic", "accumulation"), (keys.start, keys.stop), make)
+        return self.shared(left, recipe, ("input", "arithmetic", "accumulation"), (keys.start, keys.stop), make)
 
 
 def round_scores(recipe: Recipe, products: Tensor, scale: float, rounder: Rounder, key: int = 0) -> Tensor:
@@ -232,11 +232,11 @@ def _one_split(
         exact_sum = rescale * exact_sum + tile_sum
         row_sum = rounder("row_sum", rescale * row_sum + tile_sum, keys.start)
         if _chained(recipe):
-            accumulator = matmul(cast, values[keys], recipe.accumulation, accumulator * rescale)
+            scaled = accumulator * rescale
+            accumulator = matmul(cast, values[keys], recipe.accumulation, scaled, operands=recipe.input)
         else:
-            product = block.shared(
-                "product", recipe, _PROBS, place, partial(matmul, cast, values[keys], recipe.accumulation)
-            )
+            multiply = partial(matmul, cast, values[keys], recipe.accumulation, operands=recipe.input)
+            product = block.shared("product", recipe, _PROBS, place, multiply)
             accumulator = _add_range(rounder, accumulator, rescale, product, keys.start)
         if trace is not None:
             scores = masked_scores(recipe, block, keys)

@@ -92,7 +92,11 @@ def observation_line(observation: ObservationDiagnosis) -> str:
 def tool_line(tool: Tool) -> str:
     """Versions and the reference's backend."""
     triton = f", triton {tool.triton}" if tool.triton else ""
-    return f"attn-diag {tool.version}, torch {tool.torch}{triton}; float64 reference on {tool.backend} ({tool.device})"
+    measured = f"; {tool.hardware}" if tool.hardware else ""
+    return (
+        f"attn-diag {tool.version}, torch {tool.torch}{triton}; float64 reference on {tool.backend} "
+        f"({tool.device}){measured}"
+    )
 
 
 def test_cells(name: str, estimate: BiasEstimate | None) -> tuple[str, ...]:

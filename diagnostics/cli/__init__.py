@@ -15,6 +15,7 @@ from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
 from attn_diag.cli.microscope import microscope
 from attn_diag.cli.probe import probe
+from attn_diag.cli.selftest import selftest
 from attn_diag.cli.what_if import what_if
 from attn_diag.errors import InputError
 
@@ -34,6 +35,7 @@ app.command()(attribute)
 app.command("what-if")(what_if)
 app.command()(microscope)
 app.command()(probe)
+app.command()(selftest)
 app.command()(env)
 
 

@@ -231,7 +231,8 @@ class _Walker:
         """One range's product under the recipe's accumulation model."""
         accumulator = None if start is None else torch.tensor([[float(start)]], dtype=torch.float64)
         a, b = cast.cpu()[None], torch.from_numpy(values)[:, None]
-        return self.real(float(matmul(a, b, self.recipe.accumulation, accumulator)))
+        product = matmul(a, b, self.recipe.accumulation, accumulator, operands=self.recipe.input)
+        return self.real(float(product))
 
     def _divide(self, last: RangeTrace, numerator: Any, exact_sum: Any) -> tuple[Any, Any]:
         """(O, L) of a split."""

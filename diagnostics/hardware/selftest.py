@@ -1,0 +1,32 @@
+"""``selftest``: checks of this installation, or the measurement of this machine's GPU."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from attn_diag.hardware.installation import Installation, check_installation
+from attn_diag.hardware.profile import HardwareProfile
+
+
+@overload
+def selftest(*, hardware: Literal[False] = False) -> Installation: ...
+@overload
+def selftest(*, hardware: Literal[True]) -> HardwareProfile: ...
+@overload
+def selftest(*, hardware: bool) -> Installation | HardwareProfile: ...
+def selftest(*, hardware: bool = False) -> Installation | HardwareProfile:
+    """Check this installation's numbers against independent ones on the CPU, in a few seconds.
+
+    ``hardware``: measure the present GPU's sums of products, exp2 and casts instead, and keep the profile in the user's
+    cache folder, from which later reports and captures on this GPU name it.
+
+    Raises InputError, with ``hardware``, where there is no CUDA device or Triton, or the profile cannot be kept.
+    """
+    if not hardware:
+        return check_installation()
+    from attn_diag.hardware.measure import measure_hardware
+    from attn_diag.hardware.store import save_profile
+
+    profile = measure_hardware()
+    save_profile(profile)
+    return profile

@@ -1,0 +1,123 @@
+"""The smallest kernels that show a GPU's own arithmetic: sums of products, exp2, multiplication, casts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attn_diag.kernels.backend import check_backend
+from attn_diag.kernels.triton_math import dot_add
+
+# Rows and columns of a tile, and its warps: the first is a wgmma where the GPU has one, the second an mma.sync.
+TILES = ((64, 4), (16, 1))
+Instruction = Literal["wgmma", "mma.sync", "other", "interpreter"]
+
+# Products of one tl.dot: one instruction of 16-bit operands.
+_BLOCK_K = 16
+_BLOCK = 1024
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, c_ptr, out_ptr, K, N, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """out = a @ b + c, all contiguous, [M, K] @ [K, N]; sizes are multiples of the blocks."""
+    offs_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offs_k = tl.arange(0, BLOCK_K)
+    accumulator = tl.load(c_ptr + offs_m[:, None] * N + offs_n[None, :])
+    for start in range(0, K, BLOCK_K):
+        a = tl.load(a_ptr + offs_m[:, None] * K + (start + offs_k)[None, :])
+        b = tl.load(b_ptr + (start + offs_k)[:, None] * N + offs_n[None, :])
+        accumulator = dot_add(a, b, accumulator, FORMAT)
+    tl.store(out_ptr + offs_m[:, None] * N + offs_n[None, :], accumulator)
+
+
+@triton.jit
+def exp2_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """y = 2**x, fp32."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
+    tl.store(y_ptr + offs, tl.exp2(x), mask=offs < n)
+
+
+@triton.jit
+def multiply_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """out = x * y, fp32."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
+    y = tl.load(y_ptr + offs, mask=offs < n, other=0.0)
+    tl.store(out_ptr + offs, x * y, mask=offs < n)
+
+
+@triton.jit
+def cast_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """y = x, fp32, in the element type of y."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
+    tl.store(y_ptr + offs, x.to(y_ptr.dtype.element_ty), mask=offs < n)
+
+
+def dot(a: Tensor, b: Tensor, c: Tensor, tile: int = 0) -> tuple[Tensor, Instruction]:
+    """``a @ b + c`` by the tensor core of ``TILES[tile]``: [M, N] fp32, and the instruction that did it.
+
+    a [M, K], b [K, N] in BF16 or FP16 (fp32: the ordinary cores), c [M, N] fp32. Padded with zeros to whole tiles.
+    Raises BackendError where the tensors are not on a GPU (or, interpreted, not on a CPU and fp32).
+    """
+    _check(a)
+    size, warps = TILES[tile]
+    (m, k), n = a.shape, b.shape[1]
+    padded = [-extent % block for extent, block in ((m, size), (k, _BLOCK_K), (n, size))]
+    a, b, c = (
+        pad(a, (0, padded[1], 0, padded[0])),
+        pad(b, (0, padded[2], 0, padded[1])),
+        pad(c, (0, padded[2], 0, padded[0])),
+    )
+    a, b, c = a.contiguous(), b.contiguous(), c.float().contiguous()
+    out = torch.full_like(c, torch.nan)
+    grid = (a.shape[0] // size, b.shape[1] // size)
+    compiled = dot_kernel[grid](
+        a, b, c, out, a.shape[1], b.shape[1], FORMAT=_FORMATS[a.dtype], BLOCK=size, BLOCK_K=_BLOCK_K, num_warps=warps
+    )
+    return out[:m, :n], _instruction(getattr(compiled, "asm", None))
+
+
+def exp2(x: Tensor) -> Tensor:
+    """2**x of fp32 ``x`` [n], as Triton kernels evaluate it. Raises BackendError as ``dot`` does."""
+    _check(x)
+    y = torch.full_like(x, torch.nan)
+    exp2_kernel[(triton.cdiv(len(x), _BLOCK),)](x, y, len(x), BLOCK=_BLOCK)
+    return y
+
+
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    """x * y of fp32 tensors [n], as Triton kernels multiply. Raises BackendError as ``dot`` does."""
+    _check(x)
+    out = torch.full_like(x, torch.nan)
+    multiply_kernel[(triton.cdiv(len(x), _BLOCK),)](x, y, out, len(x), BLOCK=_BLOCK)
+    return out
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 ``x`` [n] in ``dtype``, as Triton kernels cast. Raises BackendError as ``dot`` does."""
+    _check(x)
+    y = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    cast_kernel[(triton.cdiv(len(x), _BLOCK),)](x, y, len(x), BLOCK=_BLOCK)
+    return y
+
+
+def _check(x: Tensor) -> None:
+    check_backend(x.device)
+    if x.device.type == "cpu" and x.dtype != torch.float32:
+        raise TypeError(f"interpreted, these kernels are right for fp32 alone, got {x.dtype}")
+
+
+def _instruction(asm: object) -> Instruction:
+    if not isinstance(asm, dict) or "ptx" not in asm:
+        return "interpreter" if asm is None else "other"
+    text = asm["ptx"]
+    return "wgmma" if "wgmma.mma_async" in text else "mma.sync" if "mma.sync" in text else "other"

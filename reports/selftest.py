@@ -1,0 +1,102 @@
+"""The reports of ``selftest``: the installation's checks, and a GPU's measured arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from attn_diag.reports.words import DASH, number, signed, tool_line
+
+if TYPE_CHECKING:
+    from attn_diag.hardware.installation import Installation
+    from attn_diag.hardware.profile import Exp2Profile, HardwareProfile, SumProfile
+
+_NO_FIT = "does not fit"
+
+
+def installation_renderables(found: Installation) -> Iterator[RenderableType]:
+    """The table of checks, the failed ones in red."""
+    failed = sum(not check.passed for check in found.checks)
+    verdict = f"{failed} of {len(found.checks)} checks failed" if failed else f"all {len(found.checks)} checks passed"
+    yield Text(f"Numbers of this installation: {verdict}", style="bold red" if failed else "bold green")
+    table = _table("check", "cases", "found", "limit", "")
+    for check in found.checks:
+        style = "" if check.passed else "red"
+        word = "ok" if check.passed else "FAILED"
+        cells = (check.name, str(check.cases), f"{number(check.figure)} {check.unit}", number(check.limit), word)
+        table.add_row(*(Text(cell, style=style) for cell in cells))
+    yield Padding(table, (0, 0, 0, 2))
+    yield Text(f"{tool_line(found.tool)}; {found.seconds:.1f} s", style="dim")
+
+
+def profile_renderables(found: HardwareProfile) -> Iterator[RenderableType]:
+    """Sums, exp2 and casts as measured, and what does not fit."""
+    yield Text(f"Arithmetic of {found.gpu} ({found.backend}), measured {found.measured}", style="bold")
+    yield Text("")
+    yield Padding(_sums(found.sums), (0, 0, 0, 2))
+    for unit in found.sums:
+        for note in unit.notes:
+            yield Text(f"{_unit_name(unit)}: {note}", style="yellow")
+    yield Text("")
+    for line in _exp2(found.exp2):
+        yield Text(line)
+    yield Text(f"fp32 products with subnormal operands or results: {found.multiply_subnormals or _NO_FIT}.")
+    yield Text("")
+    casts = _table("cast from fp32 to", "rounding", "subnormals", "overflow", "values")
+    for cast in found.casts:
+        casts.add_row(
+            cast.format,
+            cast.rounding or _NO_FIT,
+            cast.subnormals or _NO_FIT,
+            cast.overflow or _NO_FIT,
+            str(cast.values),
+        )
+    yield Padding(casts, (0, 0, 0, 2))
+    yield Text(f"torch {found.torch}, triton {found.triton}; {found.seconds:.1f} s", style="dim")
+
+
+def _sums(units: tuple[SumProfile, ...]) -> Table:
+    table = _table("sums of", "block", "bits", "terms", "sum", "products", "subnormals", "missed")
+    for unit in units:
+        missed = DASH if unit.mismatches is None else f"{unit.mismatches} of {unit.sums}"
+        table.add_row(
+            Text(_unit_name(unit), style="" if unit.fits else "yellow"),
+            _NO_FIT if unit.block is None else str(unit.block),
+            _NO_FIT if unit.fraction_bits is None else str(unit.fraction_bits),
+            unit.alignment or _NO_FIT,
+            unit.result or _NO_FIT,
+            "exact" if unit.products_exact else "rounded",
+            unit.subnormals or _NO_FIT,
+            missed,
+        )
+    return table
+
+
+def _exp2(found: Exp2Profile) -> Iterator[str]:
+    exact = "exactly 1" if found.exact_at_zero else "not 1"
+    integers = "exact" if found.exact_at_integers else "not exact"
+    yield (
+        f"exp2: error at most {number(found.max_error_ulp)} ulp over {found.arguments} arguments of [-126, 0] "
+        f"(at {found.worst_argument:.9g}); exp2(0) is {exact}, at the integers it is {integers}."
+    )
+    yield (
+        f"On a uniform grid on [-1, 0) its mean error is {signed(found.mean_error_ulp)} ulp "
+        f"({signed(found.mean_relative_error)} relative), and {100 * found.not_nearest:.3g} % are not the nearest "
+        f"number; subnormal results: {found.subnormal_results or _NO_FIT}."
+    )
+
+
+def _unit_name(unit: SumProfile) -> str:
+    return f"{unit.operands.upper()}, {unit.instruction}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    for name in columns:
+        table.add_column(name)
+    return table
