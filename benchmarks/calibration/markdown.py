@@ -1,0 +1,1 @@
+def section(r): return ""
