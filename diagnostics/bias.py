@@ -23,8 +23,9 @@ from attn_diag.diagnosis import BiasEstimate, Drift
 Array = npt.NDArray[np.float64]
 
 PRIMARY = ("delta", "delta_excess", "o_away_excess", "o_excess")
-# Below this many effective terms a t-test leans on a handful of rows: no verdict from it.
-MIN_EFFECTIVE = 20
+# Below this many effective terms a test that finds nothing says nothing: its standard error rests on less than 3 * 4 - 2
+# = 10 degrees of freedom (see ``_detectable``) and is itself uncertain by over 22 %.
+MIN_EFFECTIVE = 4
 # sup of |Brownian motion| over [0, 1] exceeds this with probability 1 %: 4 (1 - Phi(2.807)) = 0.01.
 FLAT_BAND_99 = 2.807
 MIN_SEQUENCES = 8

@@ -44,9 +44,7 @@ def reduced(sums: Array, sizes: Array, correlation: float = 0.0) -> Array:
     total = v.sum(-1, keepdims=True)
     diagonal = scale * (v - 2 * share * v + share**2 * total)
     x, y = v * scale, share * scale
-    squares = (
-        (scale * v) ** 2 - 4 * scale**2 * v**2 * share + 2 * scale**2 * v * share**2 * total
-    ).sum(-1)
+    squares = ((scale * v) ** 2 - 4 * scale**2 * v**2 * share + 2 * scale**2 * v * share**2 * total).sum(-1)
     # sum over all c, d of a_c^2 a_d^2 (share_d v_c + share_c v_d - share_c share_d V)^2
     vv, ss, vs = (v * x).sum(-1), (share * y).sum(-1), (v * y).sum(-1)
     t = total[:, 0]

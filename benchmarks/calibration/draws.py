@@ -37,7 +37,9 @@ def read_heads(name: str, device: torch.device) -> list[tuple[int, AttentionHead
     """The heads of a capture with the number of their key head; "gaussian": two heads of N(0,1), T = 256, D = 64."""
     if name == GAUSSIAN:
         generator = torch.Generator().manual_seed(5)
-        draws = [[torch.randn(256, 64, generator=generator).bfloat16().double().to(device) for _ in "qkvo"] for _ in "ab"]
+        draws = [
+            [torch.randn(256, 64, generator=generator).bfloat16().double().to(device) for _ in "qkvo"] for _ in "ab"
+        ]
         return [(i, AttentionHead(q, k, v, do, 64**-0.5, Masking("top-left"))) for i, (q, k, v, do) in enumerate(draws)]
     capture = load(CAPTURES / f"{name}.safetensors")
     if format_of(capture.tensors["q"].dtype) != BF16 or capture.batch != 1 or capture.metadata.softcap is not None:
@@ -151,7 +153,11 @@ def gradient_errors(head: AttentionHead, sample: Sample, count: int, seed: int) 
 
 def planted(out: Tensor, sample: Sample, direction: str, size: float, seed: int) -> Tensor:
     """``out`` with each element moved by one spacing along ``direction`` with probability ``size``: so much mean bias."""
-    towards = {"away": sample.out.sign, "constant": sample.out.new_ones(()).expand_as(sample.out).clone, "along_do": sample.do.sign}
+    towards = {
+        "away": sample.out.sign,
+        "constant": sample.out.new_ones(()).expand_as(sample.out).clone,
+        "along_do": sample.do.sign,
+    }
     draw = torch.rand(out.shape, generator=torch.Generator(out.device).manual_seed(seed), device=out.device)
     return out + (draw < size) * towards[direction]() * ulp(sample.out, BF16)
 

@@ -50,7 +50,7 @@ class Outcomes:
 
     ``tests[kernel, test]``: the shipped test's "mean", "se", "df", "p", "n_eff" and "detectable/level", and the
     p-values "candidate/clusters" of the candidates, each [heads, redraws]. ``plants[kernel, direction, size]``: p-values by
-    test. ``others[kernel]``: alarms of methods that the product does not use, by "name/level".
+    test, and "n_eff/test". ``others[kernel]``: alarms of methods that the product does not use, by "name/level".
     """
 
     tests: dict[tuple[str, str], dict[str, Array]]
@@ -64,9 +64,7 @@ class Outcomes:
 
 
 def _concatenated(parts: list[dict[Key, dict[str, Array]]]) -> dict[Key, dict[str, Array]]:
-    return {
-        key: {name: np.concatenate([p[key][name] for p in parts], 1) for name in parts[0][key]} for key in parts[0]
-    }
+    return {key: {name: np.concatenate([p[key][name] for p in parts], 1) for name in parts[0][key]} for key in parts[0]}
 
 
 def clusters_of(test: str, top_key: Labels, k_length: int) -> Labels | None:
@@ -148,9 +146,7 @@ class _Record:
         return Outcomes(_stacked(self.tests, heads), _stacked(self.plants, heads), _stacked(self.others, heads))
 
 
-def _stacked(
-    cells: dict[Key, dict[tuple[str, int], list[Array]]], heads: int
-) -> dict[Key, dict[str, Array]]:
+def _stacked(cells: dict[Key, dict[tuple[str, int], list[Array]]], heads: int) -> dict[Key, dict[str, Array]]:
     return {
         key: {
             name: np.stack([np.concatenate(cell[name, h]) for h in range(heads)])
@@ -163,7 +159,9 @@ def _stacked(
 class _Tester:
     """Tests the row totals of one batch of redraws of one head. ``count``: redraws, where they share their inputs."""
 
-    def __init__(self, head: int, sample: draws.Sample, record: _Record, compare: bool, count: int | None = None) -> None:
+    def __init__(
+        self, head: int, sample: draws.Sample, record: _Record, compare: bool, count: int | None = None
+    ) -> None:
         self._head, self._record, self._compare = head, record, compare
         self._elements = sample.v.shape[-1]
         keys, k_length = sample.top_key.cpu().numpy(), sample.k.shape[1]
@@ -207,6 +205,7 @@ class _Tester:
         for test in PRIMARY:
             said = judge(found[test].cpu().numpy(), *self._of(test))
             self._record.plants[key][test, self._head].append(said["p"])
+            self._record.plants[key][f"n_eff/{test}", self._head].append(said["n_eff"])
 
 
 def _repeated(labels: list[Labels | None], count: int) -> Labels | None:

@@ -1,1 +1,2 @@
-def section(r): return ""
+def section(r):
+    return ""

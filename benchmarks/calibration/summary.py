@@ -16,6 +16,8 @@ Flags = npt.NDArray[np.bool_]
 # A mean of this many of the test's own standard errors raises a 1 % level to 1.03 %: what counts as none.
 NO_MEAN = 0.1
 CONTROL = "probs_mismatched"
+# The verdict used to drop every alarm with fewer effective terms than this.
+FORMER_RULE = 20
 
 
 def rate(hits: Flags) -> list[float]:
@@ -42,7 +44,7 @@ def summarise(outcomes: Outcomes) -> dict[str, Any]:
             for kernel in kernels if kernel != CONTROL and set(TESTED[kernel]) & set(PRIMARY)
         },
         "planted": [
-            {"kernel": kernel, "direction": direction, "ulp": size, "power": _planted(found)}
+            {"kernel": kernel, "direction": direction, "ulp": size, "n": found["delta"].shape[1], "power": _planted(found)}
             for (kernel, direction, size), found in outcomes.plants.items()
         ],
         "others": {
@@ -71,7 +73,7 @@ def _test(found: dict[str, Array]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "false_alarms": _rates(own),
         "few_terms": _rates(_one_head(np.where(n_eff < MIN_EFFECTIVE, p, np.nan))),
-        "with_n_eff_rule": {f"{a}": rate((own <= a) & (_one_head(n_eff) >= MIN_EFFECTIVE)) for a in LEVELS},
+        "with_n_eff_20": {f"{a}": rate((own <= a) & (_one_head(n_eff) >= FORMER_RULE)) for a in LEVELS},
         "true_mean_in_se": [_short(true[worst]), _short(uncertain[worst])],
         "is_null": bool(abs(true[worst]) - 2 * uncertain[worst] <= NO_MEAN),
         "se_over_sd": _short(float(np.mean(np.nanmean(se, 1) / np.nanstd(mean, 1)))),
@@ -83,7 +85,8 @@ def _test(found: dict[str, Array]) -> dict[str, Any]:
     if candidates:
         # Their noise is common, so a table of rates needs no intervals; those of the shipped test apply.
         result["candidates"] = {
-            name: [_short(float(np.nanmean(values <= level))) for level in LEVELS] for name, values in candidates.items()
+            name: [_short(float(np.nanmean(values <= level))) for level in LEVELS]
+            for name, values in candidates.items()
         }
     return result
 
@@ -143,12 +146,18 @@ def _sequences(means: Array) -> dict[str, Any]:
     }
 
 
-def _planted(found: dict[str, Array]) -> dict[str, dict[str, list[float]]]:
-    """Power by test, and of the whole family after Benjamini-Hochberg ("any excess")."""
-    result = {test: _rates(_one_head(np.where(np.isfinite(p), p, 1.0))) for test, p in found.items()}
-    adjusted = _adjusted(np.stack([found[t] for t in found]))
-    excess = [i for i, t in enumerate(found) if t.endswith("_excess")]
-    result["any_excess_adjusted"] = {f"{a}": rate((adjusted[excess] <= a).any((0, 1))) for a in LEVELS}
+def _planted(found: dict[str, Array]) -> dict[str, list[float]]:
+    """Power at the levels by test, with the old rule on n_eff, and of all heads' excesses after Benjamini-Hochberg."""
+    result, tests = {}, [t for t in found if "/" not in t]
+    for test in tests:
+        own, n_eff = _one_head(found[test]), _one_head(found[f"n_eff/{test}"])
+        result[test] = [_short(float(np.mean(own <= a))) for a in LEVELS]
+        result[f"{test}, n_eff >= {FORMER_RULE}"] = [
+            _short(float(np.mean((own <= a) & (n_eff >= FORMER_RULE)))) for a in LEVELS
+        ]
+    adjusted = _adjusted(np.stack([found[t] for t in tests]))
+    excess = [i for i, t in enumerate(tests) if t.endswith("_excess")]
+    result["any excess, adjusted"] = [_short(float((adjusted[excess] <= a).any((0, 1)).mean())) for a in LEVELS]
     return result
 
 
