@@ -6,35 +6,39 @@
 What is called is the product's own: the errors as ``measure`` forms them, ``bias.mean_test`` (which is all of
 ``estimate_bias``'s inference, vectorised), the clusters of ``pooling``, and ``bias.adjust``.
 
-Kernels without bias ("nulls"). Which test each is a null of is not assumed: the mean over all redraws is measured in the
-test's own standard errors, and "is_null" says whether it vanishes.
+Kernels without bias ("nulls"). Which test each is a null of is not assumed: the mean over all redraws is measured in
+the test's own standard errors, and "is_null" says whether it vanishes.
 
 On the captured inputs, the same in every redraw:
-  o_stochastic      O_ref rounded stochastically to BF16. E[O] = O_ref, so a null of the mean of O and of delta. Not of the
-                    excesses: E[O] - RN(O_ref) = O_ref - RN(O_ref) is not zero.
-  o_flips           RN(O_ref) with 5 % of the elements moved by one spacing up or down: a null of the three excesses, but
-                    not of delta (RN(O_ref) - O_ref stays).
-  gradients         dS and then dQ rounded stochastically to BF16, LSE to fp32: nulls of dQ and LSE.
-On fresh inputs, with the capture's structure: q, k, v and dO turned by random rotations (Q and K together) and rounded to
-BF16 again, so P stays what it is but for its last bits, and where O falls between two BF16 numbers is new:
-  probs_stochastic  P_bar rounded stochastically, P_bar V / l in float64, O rounded to nearest-even: all primary tests. With
-                    the inputs fixed it would be no null: a given O near a tie is pushed over it in one direction only.
-  probs_nearest     P_bar cast to nearest-even, l sums the cast P_bar: all primary tests.
-  rounded           a correctly rounding kernel: delta. What correct rounding leaves is the same for rows that copy the same
-                    rows of V. The excesses are zero and are not tested.
-  probs_mismatched  FlashAttention-2's way, l sums the uncast P_bar: no null by construction, shown beside the others.
+
+- o_stochastic: O_ref rounded stochastically to BF16. E[O] = O_ref, so a null of the mean of O and of delta. Not of the
+  excesses: E[O] - RN(O_ref) = O_ref - RN(O_ref) is not zero.
+- o_flips: RN(O_ref) with 5 % of the elements moved by one spacing up or down: a null of the three excesses, but not of
+  delta (RN(O_ref) - O_ref stays).
+- gradients: dS and then dQ rounded stochastically to BF16, LSE to fp32: nulls of dQ and LSE.
+
+On fresh inputs with the capture's structure: q, k, v and dO turned by random rotations (Q and K together) and rounded
+to BF16 again, so that P stays what it is but for its last bits, and where O falls between two BF16 numbers is new:
+
+- probs_stochastic: P_bar rounded stochastically, P_bar V / l in float64, O rounded to nearest-even: all primary tests.
+  With the inputs fixed it would be no null: an O near a tie is pushed over it in one direction only.
+- probs_nearest: P_bar cast to nearest-even, l sums the cast P_bar: all primary tests.
+- rounded: a correctly rounding kernel: delta. Its errors are the same in rows that copy the same rows of V. The
+  excesses are zero and not tested.
+- probs_mismatched: FlashAttention-2's way, l sums the uncast P_bar: no null by construction, shown beside the others.
+
 (Stochastic rounding of S is no null: the exponential turns unbiased noise of S into a bias of P.)
 
-V -> -V turns the sign of delta's errors and of O's excess, and rotations draw V and -V alike: their means vanish exactly.
-That of O's excess away from zero does not change its sign, so there the measured mean alone shows it.
+V -> -V turns the sign of delta's errors and of O's excess, and rotations draw V and -V alike: their means vanish
+exactly. The excess away from zero keeps its sign, so there the measured mean alone shows it.
 
 Sequences: 8 consecutive redraws of a head are the sequences of a batch. Planted biases: every element of O moves by one
 spacing with the stated probability, away from zero, upwards, or along dO (the direction that delta sees), on a
 correctly rounding kernel and on probs_stochastic. Power at the minimum detectable bias: the mean that one redraw states
 is planted in the next.
 
-Heads of a capture take turns, so every rate is over independent redraws; families hold all heads. Intervals are
-Clopper & Pearson's, 95 %. Candidates for the test were compared with seed 1; figures to report come from another seed.
+Heads of a capture take turns, so that every rate is over independent redraws; families hold all heads. Intervals are
+Clopper & Pearson's, 95 %. The test was chosen among the candidates on other seeds than the one reported.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from attn_diag.diagnosis import BiasEstimate, Drift
 Array = npt.NDArray[np.float64]
 
 PRIMARY = ("delta", "delta_excess", "o_away_excess", "o_excess")
-# Below this many effective terms a test that finds nothing says nothing: its standard error rests on less than 3 * 4 - 2
-# = 10 degrees of freedom (see ``_detectable``) and is itself uncertain by over 22 %.
+# Below this many effective terms a test that finds nothing says nothing: its standard error rests on less than
+# 3 * 4 - 2 = 10 degrees of freedom (see ``_detectable``) and is itself uncertain by over 22 %.
 MIN_EFFECTIVE = 4
 # sup of |Brownian motion| over [0, 1] exceeds this with probability 1 %: 4 (1 - Phi(2.807)) = 0.01.
 FLAT_BAND_99 = 2.807
@@ -99,8 +99,8 @@ def estimate_bias(
     """Mean signed error with a cluster-robust t interval and test of zero mean.
 
     ``clusters`` [n]: cluster number of each row, from 0 without gaps; None for every row its own. The test is
-    ``mean_test``, on the cluster sums s_c. n_eff = (sum s^2)^2 / sum s^4 over the clusters. ``level`` enters the minimum
-    detectable mean. The test's fields are None with fewer than two clusters, and where every error is zero.
+    ``mean_test``, on the cluster sums s_c. n_eff = (sum s^2)^2 / sum s^4 over the clusters. ``level`` enters the
+    minimum detectable mean. The test's fields are None with fewer than two clusters, and where every error is zero.
     """
     n = len(errors.total) * errors.count
     if not n:
@@ -185,10 +185,10 @@ def _detectable(df: Array, n_eff: Array, level: float) -> Array:
 
     ``df``: the test's degrees of freedom; ``n_eff``: of the residuals. Not only the new test's standard error is an
     estimate (that alone would be the noncentral t) but the stated one too. With S, S' independent, of mean k and
-    variance v = 1 - k^2, distributed as sqrt(chi^2_f / f), the new test rejects where Z + c S - t S' > 0; taking that sum
-    as normal, (c - t) k = z sqrt(1 + (c^2 + t^2) v), z the 80 % point. f counts what the standard error rests on: residuals
-    of variances V_c have f = (sum V)^2 / sum V^2, estimated by 3 n_eff - 2, as E r^4 = 3 V^2 (Lipsitz, Ibrahim & Parzen,
-    J. R. Stat. Soc. D 48 (1999) 495); at most ``df``.
+    variance v = 1 - k^2, distributed as sqrt(chi^2_f / f), the new test rejects where Z + c S - t S' > 0; taking that
+    sum as normal, (c - t) k = z sqrt(1 + (c^2 + t^2) v), z the 80 % point. f counts what the standard error rests on:
+    residuals of variances V_c have f = (sum V)^2 / sum V^2, estimated by 3 n_eff - 2, as E r^4 = 3 V^2 (Lipsitz,
+    Ibrahim & Parzen, J. R. Stat. Soc. D 48 (1999) 495); at most ``df``.
 
     Eight normal clusters, level 1 %: the power is 0.68 with c = t + z, 0.70 with the noncentral t, 0.80 with this.
     """

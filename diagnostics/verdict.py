@@ -165,7 +165,8 @@ def _leans_on_few(estimate: BiasEstimate, level: float) -> bool:
     """Whether a test found nothing, but had too few terms to say so.
 
     A test that did find something has paid for its few terms with its standard error. An excess of a kernel close to
-    correct rounding has few terms by nature, and a bias that is the same in all rows rests on the most copied key alone.
+    correct rounding has few terms by nature, and a bias that is the same in all rows rests on the most copied key
+    alone.
     """
     found = estimate.p_adjusted is not None and estimate.p_adjusted <= level
     return not found and estimate.n_eff is not None and estimate.n_eff < MIN_EFFECTIVE

@@ -152,14 +152,11 @@ def gradient_errors(head: AttentionHead, sample: Sample, count: int, seed: int) 
 
 
 def planted(out: Tensor, sample: Sample, direction: str, size: float, seed: int) -> Tensor:
-    """``out`` with each element moved by one spacing along ``direction`` with probability ``size``: so much mean bias."""
-    towards = {
-        "away": sample.out.sign,
-        "constant": sample.out.new_ones(()).expand_as(sample.out).clone,
-        "along_do": sample.do.sign,
-    }
+    """``out``, each element moved by one spacing along ``direction`` with probability ``size``: so much mean bias."""
+    ones = torch.ones_like(sample.out)
+    towards = {"away": sample.out.sign(), "constant": ones, "along_do": sample.do.sign()}[direction]
     draw = torch.rand(out.shape, generator=torch.Generator(out.device).manual_seed(seed), device=out.device)
-    return out + (draw < size) * towards[direction]() * ulp(sample.out, BF16)
+    return out + (draw < size) * towards * ulp(sample.out, BF16)
 
 
 def row_totals(out: Tensor, sample: Sample) -> dict[str, Tensor]:

@@ -48,8 +48,8 @@ Cell = dict[str, list[list[Array]]]
 class Outcomes:
     """What the tests said of each redraw.
 
-    ``tests[kernel, test]``: the shipped test's "mean", "se", "df", "p", "n_eff" and "detectable/level", and the
-    p-values "candidate/clusters" of the candidates, each [heads, redraws]. ``plants[kernel, direction, size]``: p-values by
+    ``tests[kernel, test]``: the shipped test's "mean", "se", "df", "p", "n_eff" and "detectable/level", and the p-values
+    "candidate/clusters" of the candidates, each [heads, redraws]. ``plants[kernel, direction, size]``: p-values by
     test, and "n_eff/test". ``others[kernel]``: alarms of methods that the product does not use, by "name/level".
     """
 

@@ -30,27 +30,27 @@ def rate(hits: Flags) -> list[float]:
 
 def summarise(outcomes: Outcomes) -> dict[str, Any]:
     """Everything the study says of one capture."""
-    kernels = list(TESTED)
+    with_primary = [kernel for kernel in TESTED if set(TESTED[kernel]) & set(PRIMARY)]
+    tests = outcomes.tests
     return {
-        "heads": len(next(iter(outcomes.tests.values()))["p"]),
-        "tests": {
-            kernel: {test: _test(outcomes.tests[kernel, test]) for test in TESTED[kernel]} for kernel in kernels
-        },
-        "families": {
-            kernel: _family(outcomes, kernel) for kernel in kernels if set(TESTED[kernel]) & set(PRIMARY)
-        },
+        "heads": len(next(iter(tests.values()))["p"]),
+        "tests": {kernel: {test: _test(tests[kernel, test]) for test in TESTED[kernel]} for kernel in TESTED},
+        "families": {kernel: _family(outcomes, kernel) for kernel in with_primary},
         "sequences": {
-            kernel: {test: _sequences(outcomes.tests[kernel, test]["mean"]) for test in TESTED[kernel] if test in PRIMARY}
-            for kernel in kernels if kernel != CONTROL and set(TESTED[kernel]) & set(PRIMARY)
+            kernel: {t: _sequences(tests[kernel, t]["mean"]) for t in TESTED[kernel] if t in PRIMARY}
+            for kernel in with_primary
+            if kernel != CONTROL
         },
         "planted": [
-            {"kernel": kernel, "direction": direction, "ulp": size, "n": found["delta"].shape[1], "power": _planted(found)}
+            {"kernel": kernel, "direction": direction, "ulp": size, "n": found["delta"].shape[1]}
+            | {"power": _planted(found)}
             for (kernel, direction, size), found in outcomes.plants.items()
         ],
         "others": {
-            kernel: {name: rate(_one_head(found[name]) > 0) for name in found} for kernel, found in outcomes.others.items()
+            kernel: {name: rate(_one_head(alarms) > 0) for name, alarms in found.items()}
+            for kernel, found in outcomes.others.items()
         },
-    }  # fmt: skip
+    }
 
 
 def _one_head(values: Array) -> Array:
