@@ -16,13 +16,13 @@ import pytest
 import torch
 from scipy import stats
 
-from attn_diag import Capture, inspect
+from attn_diag import inspect
 from attn_diag.bias import PRIMARY, SignedErrors, adjust, estimate_bias, mean_test
 from attn_diag.diagnosis import HeadDiagnosis
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-from calibration import draws, engine, markdown, others, summary  # noqa: E402
-from calibration.candidates import reduced  # noqa: E402
+from calibration import draws, engine, markdown, others, summary
+from calibration.candidates import reduced
 
 Array = npt.NDArray[np.float64]
 Inference = Callable[[Array, Array], Array]
@@ -45,7 +45,7 @@ def never_rejects(sums: Array, sizes: Array) -> Array:  # noqa: ARG001
 def is_calibrated(p: Array) -> bool:
     """Whether as many are below 1 % and 5 % as a test may have: at most the level, at least a third of it.
 
-    Bounds: one in a thousand tests at these limits leaves either.
+    Bounds: a test at these limits leaves either once in a thousand times.
     """
     counts = {level: int((p <= level).sum()) for level in engine.LEVELS}
     return all(
@@ -55,14 +55,12 @@ def is_calibrated(p: Array) -> bool:
 
 
 @cache
-def on_captured_inputs(kernel: str, test: str, size: float = 0.0) -> tuple[Array, Array, Array]:
+def on_captured_inputs(kernel: str, test: str) -> tuple[Array, Array, Array]:
     """Cluster sums and sizes [R, G] of 500 redraws of each head of the Gaussian capture, and totals by row [R, T]."""
     sums, sizes, rows = [], [], []
     for h, (_, head) in enumerate(draws.read_heads(draws.GAUSSIAN, CPU)):
         sample = draws.original(head)
         out = draws.kernels_on_real(sample, 500, 11 + h)[kernel]
-        if size:
-            out = draws.planted(sample.rounded.expand_as(out), sample, kernel, size, 17 + h)
         totals = draws.row_totals(out, sample)[test].numpy()
         labels = engine.clusters_of(test, sample.top_key[0].numpy(), len(head.k))
         count = 1 if test.startswith("delta") else head.v.shape[1]
@@ -98,24 +96,25 @@ def test_a_wrong_inference_is_noticed(kernel: str, test: str, wrong: Inference) 
 
 
 @cache
-def copies_of_v() -> tuple[Array, Array, Array, Array, torch.Tensor]:
+def copies_of_v() -> tuple[Array, Array, Array, Array, Array]:
     """O's errors of a correctly rounding kernel on a real head where many rows nearly copy one row of V.
 
-    Cluster sums and sizes by argmax key, the same by row, and the errors of all elements; 150 fresh redraws.
+    Cluster sums and sizes by argmax key, the same by row, and elementwise p-values; 120 fresh redraws.
     """
     heads = draws.read_heads("gpt2_step731_L2H4", CPU)
-    generator, found = torch.Generator().manual_seed(3), []
-    for _ in range(150):
+    generator, found, elementwise = torch.Generator().manual_seed(3), [], []
+    for _ in range(120):
         sample = next(draws.fresh(heads, 1, generator))
         error = sample.rounded - sample.out
         labels = engine.clusters_of("o", sample.top_key[0].numpy(), error.shape[1])
         assert labels is not None
         found.append((error.sum(-1).numpy(), labels))
+        elementwise.append(others.elementwise_t(error))
     totals = np.concatenate([t for t, _ in found])
     width = max(int(labels.max()) for _, labels in found) + 1
     by_key = [engine.cluster_sums(t, labels[None], 64) for t, labels in found]
     sums, sizes = (np.stack([np.pad(k[i][0], (0, width - k[i].shape[1])) for k in by_key]) for i in (0, 1))
-    return sums, sizes, totals, np.full_like(totals, 64.0), error
+    return sums, sizes, totals, np.full_like(totals, 64.0), np.concatenate(elementwise)
 
 
 def test_rows_with_one_argmax_key_are_no_independent_rows() -> None:
@@ -126,9 +125,7 @@ def test_rows_with_one_argmax_key_are_no_independent_rows() -> None:
 
 
 def test_elementwise_t_alarms() -> None:
-    generator, heads = torch.Generator().manual_seed(3), draws.read_heads("gpt2_step731_L2H4", CPU)
-    samples = (next(draws.fresh(heads, 1, generator)) for _ in range(60))
-    p = np.concatenate([others.elementwise_t(s.rounded - s.out) for s in samples])
+    p = copies_of_v()[-1]
     assert (p <= 0.05).sum() > stats.binom.ppf(0.999, len(p), 0.05)
 
 
@@ -158,8 +155,7 @@ def test_planted_biases_are_found_with_their_sign(direction: str, test: str) -> 
             former.append(found[-1] & (said["n_eff"] >= summary.FORMER_RULE))
             signs.append(said["mean"] > 0)
     assert np.mean(found) >= 0.99
-    assert np.mean(signs) == 1.0, "observed - reference: a push away from zero or along dO is positive"
-    assert np.mean(~np.concatenate(signs)) < 0.99, "errors with the opposite sign would fail"
+    assert all(s.all() for s in signs), "observed - reference: a push away from zero or along dO is positive"
     assert np.mean(former) < 0.5, "the former rule of 20 effective terms would drop most of them"
 
 
@@ -192,13 +188,20 @@ def test_power_at_the_stated_detectable_bias(kernel: str, test: str) -> None:
         said = mean_test(sums, sizes, level)
         powers = []
         for half in (slice(0, 500), slice(500, 1000)):  # a head states it for itself
-            known = (v[half] for v in (said.minimum_detectable, said.mean, said.standard_error, said.df))
-            powers.append(detected(*known, level))
+            stated, mean = said.minimum_detectable[half], said.mean[half]
+            powers.append(detected(stated, mean, said.standard_error[half], said.df[half], level))
         assert 0.72 <= np.mean(powers) <= 0.88
-        assert not 0.72 <= detected(said.minimum_detectable / 2, said.mean, said.standard_error, said.df, level)
+        halved = said.minimum_detectable / 2
+        assert detected(halved, said.mean, said.standard_error, said.df, level) < 0.72
 
 
-# One head, fresh inputs: what the study computes is what ``inspect`` reports.
+def reported(sample: draws.Sample, out: torch.Tensor) -> HeadDiagnosis:
+    """What ``inspect`` says of one redraw of one head."""
+    tensors = {"q": sample.q, "k": sample.k, "v": sample.v, "do": sample.do, "o": out}
+    q, k, v, do, o = (t[None].bfloat16() for t in tensors.values())
+    for name, stored in zip(tensors, (q, k, v, do, o), strict=True):
+        assert torch.equal(stored[0].double(), tensors[name]), f"a redraw's {name} must be BF16"
+    return inspect(q, k, v, o=o, do=do, causal=True).captures[0].observations[0].heads[0]
 
 
 @cache
@@ -208,12 +211,7 @@ def inspected(
     heads = draws.read_heads(draws.GAUSSIAN, CPU)[:1]
     sample = next(draws.fresh(heads, 1, torch.Generator().manual_seed(2)))
     out = draws.kernels_on_fresh(sample, 5)["probs_stochastic"]
-    tensors = {"q": sample.q, "k": sample.k, "v": sample.v, "do": sample.do, "o": out}
-    named = {name: t[None].bfloat16() for name, t in tensors.items()}
-    assert all(torch.equal(named[name][0].double(), t) for name, t in tensors.items()), "redraws must be BF16"
-    arguments = {name: named[name] for name in ("q", "k", "v")}
-    found = inspect(**arguments, o=named["o"], do=named["do"], causal=True)
-    head = found.captures[0].observations[0].heads[0]
+    head = reported(sample, out)
     totals = draws.row_totals(out, sample)
     errors = {}
     for test in PRIMARY:
@@ -227,11 +225,11 @@ def inspected(
 @pytest.mark.parametrize("test", PRIMARY)
 def test_the_study_tests_what_inspect_reports(test: str) -> None:
     head, errors = inspected()
-    reported, own = getattr(head.bias, test), estimate_bias(*errors[test], 0.01)
+    shown, own = getattr(head.bias, test), estimate_bias(*errors[test], 0.01)
     for name in ("n", "n_clusters", "n_eff", "mean", "standard_error", "p_value"):
-        assert getattr(own, name) == pytest.approx(getattr(reported, name), rel=1e-6), name
+        assert getattr(own, name) == pytest.approx(getattr(shown, name), rel=1e-6), name
     mutant = estimate_bias(*inspected(swap_sign=True)[1][test], 0.01)
-    assert mutant.mean != pytest.approx(reported.mean, rel=1e-6)
+    assert mutant.mean != pytest.approx(shown.mean, rel=1e-6)
 
 
 def test_batches_agree_with_single_data_sets() -> None:
@@ -248,16 +246,14 @@ def test_batches_agree_with_single_data_sets() -> None:
 
 
 def test_a_bias_of_a_head_that_copies_one_key_gets_its_label() -> None:
-    """Most rows of this head share one argmax key: a bias of all rows has few effective terms, however certain it is."""
+    """Most rows of this head share an argmax key: a bias of all rows has few effective terms, however certain it is."""
     ((_, head),) = draws.read_heads("gpt2_step637_L2H6", CPU)
     sample = draws.original(head)
     labels = []
     for size in (0.0, 0.1):
-        out = draws.planted(sample.rounded, sample, "away", size, 1)
-        tensors = {"q": sample.q, "k": sample.k, "v": sample.v, "do": sample.do, "o": out}
-        capture = Capture.from_tensors({n: t[None].bfloat16() for n, t in tensors.items()}, causal="top-left")
-        arguments = {n: capture.tensors[n][...] for n in ("q", "k", "v", "o", "do")}
-        found = inspect(**arguments, causal=True).captures[0].observations[0].heads[0]
+        # One spacing of O_ref is half a spacing of RN(O_ref) where the rounding passed a power of two.
+        out = draws.round_nearest_even(draws.planted(sample.rounded, sample, "away", size, 1), draws.BF16)
+        found = reported(sample, out)
         assert found.verdict is not None
         labels.append(found.verdict.labels)
         if size:

@@ -96,7 +96,9 @@ def rotations(count: int, size: int, generator: torch.Generator, device: torch.d
     """Haar-distributed orthogonal matrices [count, size, size] (Mezzadri, Notices AMS 54 (2007) 592)."""
     # Drawn and factored where the generator lives, so that every device sees the same inputs.
     q, r = torch.linalg.qr(torch.randn(count, size, size, generator=generator, dtype=torch.float64))
-    return (q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]).to(device)
+    signs: Tensor = r.diagonal(dim1=-2, dim2=-1).sign()
+    turns: Tensor = (q * signs[:, None, :]).to(device)
+    return turns
 
 
 def fresh(heads: list[tuple[int, AttentionHead]], count: int, generator: torch.Generator) -> Iterator[Sample]:
@@ -152,7 +154,10 @@ def gradient_errors(head: AttentionHead, sample: Sample, count: int, seed: int) 
 
 
 def planted(out: Tensor, sample: Sample, direction: str, size: float, seed: int) -> Tensor:
-    """``out``, each element moved by one spacing along ``direction`` with probability ``size``: so much mean bias."""
+    """``out``, each element moved by one spacing along ``direction`` with probability ``size``: so much mean bias.
+
+    The spacing is that of the true O, as in the product's ulp; past a power of two the result may be no BF16 number.
+    """
     ones = torch.ones_like(sample.out)
     towards = {"away": sample.out.sign(), "constant": ones, "along_do": sample.do.sign()}[direction]
     draw = torch.rand(out.shape, generator=torch.Generator(out.device).manual_seed(seed), device=out.device)

@@ -48,9 +48,10 @@ Cell = dict[str, list[list[Array]]]
 class Outcomes:
     """What the tests said of each redraw.
 
-    ``tests[kernel, test]``: the shipped test's "mean", "se", "df", "p", "n_eff" and "detectable/level", and the p-values
-    "candidate/clusters" of the candidates, each [heads, redraws]. ``plants[kernel, direction, size]``: p-values by
-    test, and "n_eff/test". ``others[kernel]``: alarms of methods that the product does not use, by "name/level".
+    ``tests[kernel, test]``: the shipped test's "mean", "se", "df", "p", "n_eff" and "detectable/level", and the
+    p-values "candidate/clusters" of the candidates, each [heads, redraws]. ``plants[kernel, direction, size]``:
+    p-values by test, and "n_eff/test". ``others[kernel]``: alarms of methods that the product does not use, by
+    "name/level".
     """
 
     tests: dict[tuple[str, str], dict[str, Array]]
@@ -82,8 +83,9 @@ def cluster_sums(totals: Array, labels: Labels | None, count: int) -> tuple[Arra
         return totals, np.full_like(totals, count)
     batch, width = len(totals), int(labels.max()) + 1
     flat = (labels + width * np.arange(batch)[:, None]).ravel()
-    sums = np.bincount(flat, totals.ravel(), batch * width).reshape(batch, width)
-    return sums, np.bincount(flat, minlength=batch * width).reshape(batch, width) * float(count)
+    sums = np.bincount(flat, totals.ravel(), batch * width).astype(np.float64)
+    sizes = np.bincount(flat, minlength=batch * width) * np.float64(count)
+    return sums.reshape(batch, width), sizes.reshape(batch, width)
 
 
 def judge(totals: Array, labels: Labels | None, count: int) -> dict[str, Array]:

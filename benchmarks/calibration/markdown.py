@@ -111,8 +111,8 @@ def false_alarms(result: dict[str, Any]) -> str:
         row.append(_span((100 * f["with_n_eff_20"]["0.05"][0] for f in found.values()), 1))
         rows.append(tuple(row))
     header = (
-        "kernel", "test", "largest mean, in its standard error", "alarms at 1 %", "above 1 %", "alarms at 5 %", "above 5 %",
-        f"5 %, with the former rule n_eff ≥ {FORMER_RULE}",
+        "kernel", "test", "largest mean, in its standard error", "alarms at 1 %", "above 1 %", "alarms at 5 %",
+        "above 5 %", f"5 %, with the former rule n_eff ≥ {FORMER_RULE}",
     )  # fmt: skip
     return _table(header, rows)
 

@@ -56,7 +56,7 @@ def summarise(outcomes: Outcomes) -> dict[str, Any]:
 def _one_head(values: Array) -> Array:
     """[heads, redraws] -> [redraws], the heads taking turns: what is left are independent redraws."""
     heads, redraws = values.shape
-    return values[np.arange(redraws) % heads, np.arange(redraws)]
+    return np.asarray(values[np.arange(redraws) % heads, np.arange(redraws)])
 
 
 def _rates(p: Array) -> dict[str, list[float]]:
@@ -114,9 +114,14 @@ def _family(outcomes: Outcomes, kernel: str) -> dict[str, Any]:
         kept[tests.index("delta")][same & (rounding["p"] <= max(LEVELS))] = 1.0
     return {
         "size": p.shape[0] * p.shape[1],
-        "any": {f"{a}": rate((adjusted <= a).any((0, 1))) for a in LEVELS},
-        "verdict": {f"{a}": rate((kept <= a).any((0, 1))) for a in LEVELS},
+        "any": {f"{a}": rate(_any(adjusted <= a)) for a in LEVELS},
+        "verdict": {f"{a}": rate(_any(kept <= a)) for a in LEVELS},
     }
+
+
+def _any(alarms: Flags) -> Flags:
+    """[tests, heads, redraws] -> [redraws]."""
+    return np.asarray(alarms.any((0, 1)))
 
 
 def _adjusted(p: Array) -> Array:
