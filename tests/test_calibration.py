@@ -19,6 +19,7 @@ from scipy import stats
 from attn_diag import inspect
 from attn_diag.bias import PRIMARY, SignedErrors, adjust, estimate_bias, mean_test
 from attn_diag.diagnosis import HeadDiagnosis
+from attn_diag.reference import round_nearest_even
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from calibration import draws, engine, markdown, others, summary
@@ -252,7 +253,7 @@ def test_a_bias_of_a_head_that_copies_one_key_gets_its_label() -> None:
     labels = []
     for size in (0.0, 0.1):
         # One spacing of O_ref is half a spacing of RN(O_ref) where the rounding passed a power of two.
-        out = draws.round_nearest_even(draws.planted(sample.rounded, sample, "away", size, 1), draws.BF16)
+        out = round_nearest_even(draws.planted(sample.rounded, sample, "away", size, 1), draws.BF16)
         found = reported(sample, out)
         assert found.verdict is not None
         labels.append(found.verdict.labels)

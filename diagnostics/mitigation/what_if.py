@@ -308,7 +308,8 @@ class _Bench:
         mean = torch.stack(parts).mean(0)
         if not bool(mean.isfinite().all()):
             return None
-        return estimate_bias(SignedErrors.of_rows(mean, truth.noise_floor[truth.usable]), None, 0.01, with_drift=False)
+        errors = SignedErrors.of_rows(mean, truth.noise_floor[truth.usable])
+        return estimate_bias(errors, self._clusters, 0.01, with_drift=False)
 
     def _cost(self, price: Price) -> Cost:
         """Of what fused attention moves: q, k, v, O and L forward; those and dO, delta, dq, dk, dv backward."""
