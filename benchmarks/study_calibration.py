@@ -1,7 +1,7 @@
 """How often the bias tests alarm without a bias, and how often they find a planted one, on the real captures.
 
-    python benchmarks/study_calibration.py --redraws 4000 --device cuda --processes 8 --json FILE
-    python benchmarks/study_calibration.py --markdown FILE       # tables from a JSON file
+    python benchmarks/study_calibration.py --redraws 8000 --device cuda --processes 16 --json FILE
+    python benchmarks/study_calibration.py --markdown FILE [--brief]       # tables from a JSON file
 
 What is called is the product's own: the errors as ``measure`` forms them, ``bias.mean_test`` (which is all of
 ``estimate_bias``'s inference, vectorised), the clusters of ``pooling``, and ``bias.adjust``.
@@ -95,9 +95,11 @@ def main() -> None:
     parser.add_argument("--no-candidates", action="store_true", help="only what ships, without the tests beside it")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the tables of a result and stop")
+    parser.add_argument("--brief", action="store_true", help="with --markdown: only the README's table")
     arguments = parser.parse_args()
     if arguments.markdown:
-        print(markdown.section(json.loads(arguments.markdown.read_text())))
+        made = json.loads(arguments.markdown.read_text())
+        print(markdown.trust(made) if arguments.brief else markdown.section(made))
         return
     captures = study(
         arguments.captures, arguments.redraws, arguments.seed, arguments.device, arguments.processes,

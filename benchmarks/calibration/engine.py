@@ -37,8 +37,8 @@ ON_FRESH = ("rounded", "probs_stochastic", "probs_nearest", "probs_mismatched")
 PLANTED_ON = ("rounded", "probs_stochastic")
 _COMPARED = ("o_flips", "probs_stochastic", "probs_nearest")
 _OTHERS = ("o_stochastic", "rounded")
-# Scores of a batch: as many as a CPU's cache nearly holds, or fill a GPU.
-_BATCH_SCORES = {"cpu": 2**18, "cuda": 2**27}
+# Scores of a batch: as many as a CPU's cache nearly holds, or a sixteenth of a GPU (about 3 GB with temporaries).
+_BATCH_SCORES = {"cpu": 2**18, "cuda": 2**25}
 
 # Per head, what was found batch by batch; ``Outcomes`` holds the same as arrays [heads, redraws].
 Cell = dict[str, list[list[Array]]]

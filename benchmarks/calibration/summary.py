@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtr
-from scipy.stats import beta
+from scipy.stats import beta, false_discovery_control
 
 from attn_diag.bias import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY, adjust, mean_test
 from calibration.engine import LEVELS, ON_FRESH, TESTED, Array, Outcomes
@@ -130,10 +130,14 @@ def _any(alarms: Flags) -> Flags:
 def _adjusted(p: Array) -> Array:
     """The product's adjustment of every redraw's p-values [tests, heads, redraws], missing ones (NaN) left out."""
     flat = p.reshape(-1, p.shape[-1])
+    whole = np.isfinite(flat).all(0)
     result = np.ones_like(flat)
-    for i, column in enumerate(flat.T):
-        known = np.isfinite(column)
-        result[known, i] = adjust(column[known].tolist())
+    # ``adjust`` is this function for one family; column by column takes minutes.
+    if whole.any():
+        result[:, whole] = false_discovery_control(flat[:, whole], axis=0)
+    for i in np.flatnonzero(~whole):
+        known = np.isfinite(flat[:, i])
+        result[known, i] = adjust(flat[known, i].tolist())
     return result.reshape(p.shape)
 
 
