@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ def stochastic(x: Tensor, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sample:
-    """B redraws of a head's inputs and true outputs: v, do, out, rounded [B, T, D]; top_key [B, T]; P_bar [B, T, T]."""
+    """B redraws of a head: inputs and true O, [B, T, D]; row sum, LSE, argmax key [B, T]; P_bar, "probs" [B, T, T]."""
 
     q: Tensor
     k: Tensor
@@ -68,7 +69,7 @@ class Sample:
     top_key: Tensor
     out: Tensor
 
-    @property
+    @cached_property
     def rounded(self) -> Tensor:
         """RN(O), what a correctly rounding kernel returns."""
         return round_nearest_even(self.out, BF16)
