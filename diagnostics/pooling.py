@@ -145,7 +145,10 @@ def dw_q_sums(parts: list[HeadMeasurement]) -> GradientSums | None:
 
 
 class _Clusters:
-    """Cluster numbers of the pooled rows: by sequence, or (O only) by sequence, head and argmax key, or none."""
+    """Cluster numbers of the pooled rows: by sequence, or by sequence, head and argmax key; dQ and LSE: none.
+
+    Rows with the same argmax key nearly copy the same row of V, and share its rounding: in O, and through it in delta.
+    """
 
     def __init__(self, parts: list[HeadMeasurement], sequences: int, k_length: int) -> None:
         self._by_sequence: npt.NDArray[np.int64] | None = None
@@ -156,9 +159,7 @@ class _Clusters:
     def of(self, quantity: str) -> npt.NDArray[np.int64] | None:
         if self._by_sequence is not None:
             return self._by_sequence
-        if quantity in ("o", "o_excess", "o_away_excess", "rounding_o"):
-            return self._by_key
-        return None
+        return None if quantity in ("dq", "lse") else self._by_key
 
 
 def _dense(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

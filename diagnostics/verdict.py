@@ -94,17 +94,13 @@ def judge(
     reasons += biased[1]
     if biased[0]:
         labels.append("biased")
-    weak = {n: e for n, e in tests.items() if e.n_eff is not None and e.n_eff < MIN_EFFECTIVE}
-    # A weak test of an excess that is nowhere near significant does not leave the head undecided: a kernel
-    # close to correct rounding has few non-zero excesses by nature. delta itself, or a low p-value, does.
-    weak = {n: e for n, e in weak.items() if n == "delta" or (e.p_value is not None and e.p_value <= level)}
-    if weak:
+    delta = tests.get("delta")
+    if delta is not None and sequences < MIN_SEQUENCES and _leans_on_few(delta, level):
         labels.append("undecided")
-        smallest = min(weak, key=lambda n: weak[n].n_eff or 0.0)
         listed = ", ".join(f"{r.row} ({r.share:.0%})" for r in top_rows[:3])
         reasons.append(
-            f"The mean of {', '.join(_NAMES[n] for n in weak)} rests on about {weak[smallest].n_eff:.2g} rows "
-            f"or clusters (at least {MIN_EFFECTIVE} needed)"
+            f"The mean of delta rests on about {delta.n_eff:.2g} groups of rows with the same top key "
+            f"(at least {MIN_EFFECTIVE} needed)"
             f"{f'; rows with most of delta’s squared error: {listed}' if listed else ''}."
         )
     if not tests and bit_identical is None:
@@ -150,8 +146,7 @@ def _biased(
     """
     found, words = False, []
     for name, estimate in tests.items():
-        decided = estimate.n_eff is not None and estimate.n_eff >= MIN_EFFECTIVE
-        if estimate.p_adjusted is None or estimate.p_adjusted > level or not decided:
+        if estimate.p_adjusted is None or estimate.p_adjusted > level:
             continue
         sentence = (
             f"Mean error of {_NAMES[name]} is {estimate.mean:.3g} ({estimate.mean_ulp or 0:+.2g} "
@@ -164,6 +159,17 @@ def _biased(
             found = True
             words.append(f"{sentence}.")
     return found, words
+
+
+def _leans_on_few(estimate: BiasEstimate, level: float) -> bool:
+    """Whether a test found nothing, but had too few terms to say so.
+
+    A test that did find something has paid for its few terms with its standard error. An excess of a kernel close to
+    correct rounding has few terms by nature, and a bias that is the same in all rows rests on the most copied key
+    alone.
+    """
+    found = estimate.p_adjusted is not None and estimate.p_adjusted <= level
+    return not found and estimate.n_eff is not None and estimate.n_eff < MIN_EFFECTIVE
 
 
 def _explains(rounding: BiasEstimate, total: BiasEstimate, level: float) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from attn_diag.bias import FLAT_BAND_99, SignedErrors, adjust, estimate_bias
+from attn_diag.bias import FLAT_BAND_99, SignedErrors, adjust, estimate_bias, mean_test
 
 
 def rows_of(values: np.ndarray) -> SignedErrors:
@@ -35,6 +35,38 @@ def test_clusters_of_equal_size_are_a_test_of_their_means() -> None:
     assert found.n_clusters == 30
     assert found.t == pytest.approx(expected.statistic, rel=1e-12)
     assert found.p_value == pytest.approx(expected.pvalue, rel=1e-9)
+
+
+def test_unequal_clusters_are_cr2_with_bell_and_mccaffreys_df() -> None:
+    """Against the definition in matrices: A_c = (I - H_cc)^(-1/2), H = 11'/N, and the eigenvalues of G'G."""
+    rng = np.random.default_rng(3)
+    clusters = np.repeat(np.arange(6), [1, 2, 3, 5, 8, 30])
+    values = rng.normal(0.2, 1.0, len(clusters))
+    n = len(clusters)
+    residuals, columns, variance = values - values.mean(), [], 0.0
+    for c in range(6):
+        inside = clusters == c
+        size = int(inside.sum())
+        roots, vectors = np.linalg.eigh(np.eye(size) - np.full((size, size), 1 / n))
+        adjusted = vectors @ np.diag(roots**-0.5) @ vectors.T @ np.full(size, 1 / n)
+        variance += float(adjusted @ residuals[inside]) ** 2
+        columns.append((np.eye(n) - 1 / n)[:, inside] @ adjusted)
+    eigenvalues = np.linalg.eigvalsh(np.array(columns) @ np.array(columns).T)
+    df = eigenvalues.sum() ** 2 / np.square(eigenvalues).sum()
+    found = estimate_bias(rows_of(values), clusters, 0.01)
+    assert found.standard_error == pytest.approx(math.sqrt(variance), rel=1e-12)
+    assert found.t is not None
+    assert found.p_value == pytest.approx(2 * stats.t.sf(abs(found.t), df), rel=1e-9)
+    # CR1 with G - 1 degrees of freedom is another test.
+    assert found.p_value != pytest.approx(2 * stats.t.sf(abs(found.t), 5), rel=1e-2)
+
+
+def test_absent_clusters_change_nothing() -> None:
+    rng = np.random.default_rng(4)
+    sums, sizes = rng.normal(size=7), rng.integers(1, 9, 7).astype(float)
+    found, padded = mean_test(sums, sizes, 0.01), mean_test(np.insert(sums, 3, 0.0), np.insert(sizes, 3, 0.0), 0.01)
+    assert padded.p_value == pytest.approx(found.p_value, rel=1e-12)
+    assert padded.minimum_detectable == pytest.approx(found.minimum_detectable, rel=1e-12)
 
 
 def test_elements_are_summed_by_row() -> None:

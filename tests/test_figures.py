@@ -133,7 +133,8 @@ def test_published_mitigation_replaces_one_bias_by_another() -> None:
     assert "biased" in stable.verdict.labels
     assert "biased" not in paper.verdict.labels
     assert stable.bias.delta is not None
-    assert stable.bias.delta.t == pytest.approx(-4.6, abs=0.05)
+    # -4.60 with rows as clusters, the independent figure; rows with one argmax key are a little less than independent.
+    assert stable.bias.delta.t == pytest.approx(-4.54, abs=0.05)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ class MeanError:
     """A mean signed error and its uncertainty: O's away from zero in ulp (clustered by the row's top key), delta's in
     noise floors and dQ's in ulp (by row). dW_Q has no rows: the error's part along it, <error, dW_Q> / ||dW_Q||^2.
 
-    ``n_eff``: how many clusters or rows carry it in effect; below 20 the test leans on few of them. ``p_adjusted``:
+    ``n_eff``: how many clusters or rows carry it in effect; below 4 the test leans on few of them. ``p_adjusted``:
     Benjamini-Hochberg over the sites of one quantity.
     """
 

@@ -205,7 +205,7 @@ class _Game:
             unit_scale=1.0,
             count=count,
         )
-        estimate = estimate_bias(errors, self.clusters if quantity == "o" else None, level, with_drift=False)
+        estimate = estimate_bias(errors, None if quantity == "dq" else self.clusters, level, with_drift=False)
         error = estimate.standard_error
         return MeanError(
             mean=(estimate.mean or 0.0) / unit,

@@ -69,10 +69,10 @@ class Candidate:
     ``changes``: field -> "before -> after" against the baseline. ``errors`` against the float64 reference (for a
     change of the model: of the changed model); means over ``seeds`` runs with random roundings, ``spread`` their
     standard deviation. ``bias_o``: mean error away from zero beyond one correct rounding (where O is not rounded to
-    nearest: in all), in ulp, clustered by top key; ``bias_delta``: mean error of delta in noise floors, by row.
+    nearest: in all), in ulp, clustered by top key; ``bias_delta``: mean error of delta in noise floors, likewise.
     ``removed``: 1 - error / baseline's, of dQ, or of O without dO. ``left`` is the error that ranks. ``rank`` from
-    1, None for what is not equivalent. ``biased``: which of "o" and "delta" are biased at the what-if's level, with
-    enough effective terms (n_eff >= 20) to tell. ``pareto``: no other mitigation leaves less at no more cost.
+    1, None for what is not equivalent. ``biased``: which of "o" and "delta" are biased at the what-if's level.
+    ``pareto``: no other mitigation leaves less at no more cost.
     """
 
     name: str

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions
 from attn_diag.baseline import find_baseline, observation_with_o
-from attn_diag.bias import MIN_EFFECTIVE, SignedErrors, adjust, estimate_bias
+from attn_diag.bias import SignedErrors, adjust, estimate_bias
 from attn_diag.capture import Capture
 from attn_diag.diagnosis import BiasEstimate
 from attn_diag.errors import InputError
@@ -308,7 +308,8 @@ class _Bench:
         mean = torch.stack(parts).mean(0)
         if not bool(mean.isfinite().all()):
             return None
-        return estimate_bias(SignedErrors.of_rows(mean, truth.noise_floor[truth.usable]), None, 0.01, with_drift=False)
+        errors = SignedErrors.of_rows(mean, truth.noise_floor[truth.usable])
+        return estimate_bias(errors, self._clusters, 0.01, with_drift=False)
 
     def _cost(self, price: Price) -> Cost:
         """Of what fused attention moves: q, k, v, O and L forward; those and dO, delta, dq, dk, dv backward."""
@@ -390,9 +391,7 @@ def _adjusted(candidates: list[Candidate], level: float) -> tuple[list[Candidate
 
 def _biased(candidate: Candidate, level: float) -> tuple[Literal["o", "delta"], ...]:
     def is_biased(estimate: BiasEstimate | None) -> bool:
-        if estimate is None or estimate.p_adjusted is None or estimate.n_eff is None:
-            return False
-        return estimate.p_adjusted <= level and estimate.n_eff >= MIN_EFFECTIVE
+        return estimate is not None and estimate.p_adjusted is not None and estimate.p_adjusted <= level
 
     found: tuple[Literal["o", "delta"], ...] = ("o",) if is_biased(candidate.bias_o) else ()
     return (*found, "delta") if is_biased(candidate.bias_delta) else found

@@ -1,0 +1,107 @@
+"""Tests of a clustered mean beside the shipped one, on the same cluster sums: what it was chosen from.
+
+Each takes ``sums`` and ``sizes`` [R, G] (size 0: no such cluster) and returns p-values [R].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import ndtr, stdtr
+
+from attn_diag.bias import effective
+
+Array = npt.NDArray[np.float64]
+Candidate = Callable[[Array, Array], Array]
+
+
+def student(sums: Array, sizes: Array) -> Array:
+    """CR1 variance, G - 1 degrees of freedom (Cameron & Miller 2015, eq. 11)."""
+    n, g = sizes.sum(-1), np.count_nonzero(sizes, axis=-1)
+    mean = sums.sum(-1) / n
+    se = np.sqrt(g / (g - 1) * np.square(sums - sizes * mean[:, None]).sum(-1)) / n
+    return np.asarray(2 * stdtr(g - 1, -np.abs(mean / se)))
+
+
+def reduced(sums: Array, sizes: Array, correlation: float = 0.0) -> Array:
+    """CR2 variance with Bell & McCaffrey's degrees of freedom (Imbens & Kolesar, Rev. Econ. Stat. 98 (2016) 701).
+
+    For a mean, CR2 scales the residual sum of cluster c by a_c = (1 - n_c/N)^(-1/2). Working model of the degrees
+    of freedom: errors of equal variance with this correlation inside a cluster, so a cluster sum has the variance
+    v_c = n_c (1 + (n_c - 1) correlation).
+    """
+    n = sizes.sum(-1)
+    share = sizes / n[:, None]
+    mean = sums.sum(-1) / n
+    scale = 1 / (1 - share)
+    residual = sums - sizes * mean[:, None]
+    se = np.sqrt((np.square(residual) * scale).sum(-1)) / n
+    v = sizes * (1 + (sizes - 1) * correlation)
+    # r = (I - share 1') s, weights a^2: trace(M) and trace(M^2) of M_cd = a_c a_d cov(r_c, r_d).
+    # cov(r_c, r_d) = v_c [c=d] - share_d v_c - share_c v_d + share_c share_d sum v
+    total = v.sum(-1, keepdims=True)
+    diagonal = scale * (v - 2 * share * v + share**2 * total)
+    x, y = v * scale, share * scale
+    squares = ((scale * v) ** 2 - 4 * scale**2 * v**2 * share + 2 * scale**2 * v * share**2 * total).sum(-1)
+    # sum over all c, d of a_c^2 a_d^2 (share_d v_c + share_c v_d - share_c share_d V)^2
+    vv, ss, vs = (v * x).sum(-1), (share * y).sum(-1), (v * y).sum(-1)
+    t = total[:, 0]
+    squares += 2 * vv * ss + 2 * vs**2 + t**2 * ss**2 - 4 * t * vs * ss
+    df = diagonal.sum(-1) ** 2 / squares
+    return np.asarray(2 * stdtr(df, -np.abs(mean / se)))
+
+
+def equicorrelated(sums: Array, sizes: Array) -> Array:
+    """The same with rows of one cluster moving together."""
+    return reduced(sums, sizes, 1.0)
+
+
+def satterthwaite(sums: Array, sizes: Array) -> Array:
+    """CR1 with the degrees of freedom that the cluster sums themselves show: (sum v)^2 / sum v^2 is 3 n_eff - 2 in the
+    mean where they are normal with variances v."""
+    g = np.count_nonzero(sizes, axis=-1)
+    n = sizes.sum(-1)
+    mean = sums.sum(-1) / n
+    residual = sums - sizes * mean[:, None]
+    se = np.sqrt(g / (g - 1) * np.square(residual).sum(-1)) / n
+    df = np.clip(3 * effective(residual) - 2, 1, g - 1)
+    return np.asarray(2 * stdtr(df, -np.abs(mean / se)))
+
+
+def sign_flips(sums: Array, sizes: Array) -> Array:  # noqa: ARG001
+    """Randomisation test: how often random signs of the cluster sums give as large a total.
+
+    By Lugannani & Rice's saddlepoint formula (Robinson, J. R. Stat. Soc. B 44 (1982) 91), not by drawing.
+    """
+    scaled = np.abs(sums) / np.abs(sums).max(-1, keepdims=True)
+    observed = np.abs((np.sign(sums) * scaled).sum(-1))
+    top = scaled.sum(-1)
+    smallest = 2.0 ** (1 - np.count_nonzero(scaled, axis=-1).astype(float))
+    inside = np.minimum(observed, top * (1 - 1e-9))
+    low, high = np.zeros(len(sums)), np.full(len(sums), 1.0)
+    while np.any(grow := (scaled * np.tanh(high[:, None] * scaled)).sum(-1) < inside) and high.max() < 1e9:
+        high[grow] *= 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        less = (scaled * np.tanh(middle[:, None] * scaled)).sum(-1) < inside
+        low, high = np.where(less, middle, low), np.where(less, high, middle)
+    theta = (low + high) / 2
+    y = theta[:, None] * scaled
+    k0 = (np.logaddexp(y, -y) - np.log(2)).sum(-1)
+    k2 = np.square(scaled / np.cosh(np.minimum(y, 300))).sum(-1)
+    w, u = np.sqrt(np.maximum(2 * (theta * inside - k0), 0)), theta * np.sqrt(k2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tail = ndtr(-w) + np.exp(-w * w / 2) / np.sqrt(2 * np.pi) * (1 / u - 1 / w)
+    tail = np.where(w < 1e-4, 0.5, tail)
+    return np.asarray(np.clip(2 * tail, smallest, 1.0))
+
+
+CANDIDATES: dict[str, Candidate] = {
+    "student": student,
+    "cr2": reduced,
+    "cr2_equicorrelated": equicorrelated,
+    "satterthwaite": satterthwaite,
+    "sign_flips": sign_flips,
+}

@@ -1,0 +1,261 @@
+"""The study's tables, made from its JSON: no figure is typed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from calibration.engine import ON_FRESH
+from calibration.summary import CONTROL, FORMER_RULE
+
+# A rate with its interval: [share, low, high, n].
+Rate = list[float]
+LEVELS = ("0.01", "0.05")
+PRIMARY = ("delta", "delta_excess", "o_excess", "o_away_excess")
+DESCRIPTIONS = {
+    "o_stochastic": "O rounded stochastically, captured inputs",
+    "o_flips": "5 % of RN(O) moved by ±1 ulp, captured inputs",
+    "probs_stochastic": "P̄ rounded stochastically, fresh inputs",
+    "probs_nearest": "P̄ cast to nearest-even, fresh inputs",
+    "rounded": "O correctly rounded, fresh inputs",
+    "gradients": "dS, dQ, LSE rounded stochastically",
+    "probs_mismatched": "control: l sums the uncast P̄",
+}
+# The measured power at the stated minimum detectable bias has to lie here.
+POWER = (0.72, 0.88)
+
+
+def section(result: dict[str, Any]) -> str:
+    """The section of benchmarks/results/README.md."""
+    parts = [
+        "## Calibration of the bias tests",
+        f"{result['redraws']} redraws a capture, seed {result['seed']}, torch {result['tool']['torch']}, "
+        f"{result['tool']['device']}, {result['date']}. Rates in %, with Clopper & Pearson's 95 % interval; "
+        "the kernels are explained in `benchmarks/study_calibration.py`.",
+        "### Can I trust it\n\n" + trust(result),
+        "### False alarms of the single tests, level 1 % / 5 %\n\n" + false_alarms(result),
+        "### After Benjamini-Hochberg over all heads and primary tests of a capture\n\n" + families(result),
+        "### Power at the stated minimum detectable bias, level 1 % / 5 %\n\n" + detectable(result),
+        "### Planted biases, level 1 %\n\n" + planted(result),
+        "### The test beside others, share of alarms pooled over captures, level 1 % / 5 %\n\n" + candidates(result),
+        "### Methods that the product does not use\n\n" + others(result),
+        "### What misses\n\n" + misses(result),
+    ]
+    return "\n\n".join(parts)
+
+
+def trust(result: dict[str, Any]) -> str:
+    """One screen for the README: what was demanded of the tests, and what was measured."""
+    cells = [c for c in _cells(result) if c[2] in PRIMARY and c[1] != CONTROL and c[3]["is_null"]]
+    # delta's mean after rounding to nearest is not random given the inputs: verdicts compare it with rounding's own.
+    plain = [found for _, kernel, test, found in cells if test != "delta" or kernel not in ON_FRESH]
+    nearest = [found for _, kernel, test, found in cells if test == "delta" and kernel in ON_FRESH]
+    rows = []
+    for name, group in (("single tests", plain), ("delta's raw mean where O is rounded to nearest", nearest)):
+        for level in LEVELS:
+            rates = [found["false_alarms"][level] for found in group]
+            rows.append(_demand(f"alarms without a bias, {name}, level {_percent(float(level))}", rates, float(level)))
+    for level in LEVELS:
+        family = [f["verdict"][level] for _, kernel, f in _families(result) if kernel != CONTROL]
+        rows.append(
+            _demand(
+                f"the same for the verdict (all tests of a capture), {_percent(float(level))}", family, float(level)
+            )
+        )
+    gaussian = [
+        min(f["false_alarms"][level][0] for name, _, _, f in cells if name in result["gaussian"]) for level in LEVELS
+    ]
+    smallest = " / ".join(_percent(x) for x in gaussian)
+    rows.append(
+        ("a test that never rejects is no test: lowest rate on Gaussian data, 1 % / 5 %", smallest, "≥ a third")
+    )
+    power = [r["power_at_detectable"][level][0] for *_, r in cells for level in LEVELS]
+    rows.append((
+        "power at the stated minimum detectable bias (80 %)", f"{min(power):.2f} to {max(power):.2f}",
+        f"{POWER[0]} to {POWER[1]}",
+    ))  # fmt: skip
+    found = [_power(c, "rounded", "along_do", 0.005) for c in result["captures"].values()]
+    rows.append(
+        ("planted 0.005 ulp along dO, found in excess (1 %)", _span(p["delta_excess"][0] for p in found), "≥ 0.99")
+    )
+    rows.append(("the same, found in the raw mean of delta", _span(p["delta"][0] for p in found), "–"))
+    return _table(("question", "measured, lowest to highest over the captures", "wanted"), rows)
+
+
+def _demand(question: str, rates: list[Rate], level: float) -> tuple[str, str, str]:
+    above = sum(r[1] > level for r in rates)
+    words = f"{_percent(min(r[0] for r in rates))} to {_percent(max(r[0] for r in rates))}; "
+    return (
+        question,
+        words + f"{above} of {len(rates)} intervals above (chance: {0.025 * len(rates):.1f})",
+        "at most the level",
+    )
+
+
+def false_alarms(result: dict[str, Any]) -> str:
+    """Kernel by test: rates from the lowest capture to the highest, and how far a mean over redraws is from zero."""
+    rows = []
+    for kernel, test in {(kernel, test): None for _, kernel, test, _ in _cells(result)}:
+        found = {name: f for name, k, t, f in _cells(result) if (k, t) == (kernel, test)}
+        mean, uncertain = max((f["true_mean_in_se"] for f in found.values()), key=lambda m: abs(m[0]) - 2 * m[1])
+        no_null = [name for name, f in found.items() if not f["is_null"]]
+        row = [
+            kernel,
+            test,
+            f"{mean:+.2f} ± {uncertain:.2f}" + (f" (no null: {', '.join(no_null)})" if no_null else ""),
+        ]
+        for level in LEVELS:
+            rates = {name: f["false_alarms"][level] for name, f in found.items()}
+            above = [f"{name} {_rate(r)}" for name, r in rates.items() if r[1] > float(level)]
+            row += [_span((100 * r[0] for r in rates.values()), 1), ", ".join(above)]
+        row.append(_span((100 * f["with_n_eff_20"]["0.05"][0] for f in found.values()), 1))
+        rows.append(tuple(row))
+    header = (
+        "kernel", "test", "largest mean, in its standard error", "alarms at 1 %", "above 1 %", "alarms at 5 %",
+        "above 5 %", f"5 %, with the former rule n_eff ≥ {FORMER_RULE}",
+    )  # fmt: skip
+    return _table(header, rows)
+
+
+def families(result: dict[str, Any]) -> str:
+    """Any alarm of a capture's family; "verdict": less those that correct rounding of O explains."""
+    rows = []
+    for kernel in {kernel: None for _, kernel, _ in _families(result)}:
+        found = {name: f for name, k, f in _families(result) if k == kernel}
+        row = [kernel, f"{min(f['size'] for f in found.values())} to {max(f['size'] for f in found.values())}"]
+        for kind in ("any", "verdict"):
+            for level in LEVELS:
+                rates = {name: f[kind][level] for name, f in found.items()}
+                above = [f"{name} {_rate(r)}" for name, r in rates.items() if r[1] > float(level)]
+                row.append("; ".join([_span((100 * r[0] for r in rates.values()), 1), *above]))
+        rows.append(tuple(row))
+    return _table(("kernel", "tests", "any, 1 %", "any, 5 %", "verdict, 1 %", "verdict, 5 %"), rows)
+
+
+def detectable(result: dict[str, Any]) -> str:
+    """Power at 1x the stated minimum detectable bias, lowest to highest over captures; by keys, and by sequences."""
+    rows = []
+    kernels = {(kernel, test): None for _, kernel, test, _ in _cells(result) if kernel != CONTROL}
+    for kernel, test in kernels:
+        found = [c["tests"][kernel][test]["power_at_detectable"] for c in result["captures"].values()]
+        batches = [c["sequences"].get(kernel, {}).get(test) for c in result["captures"].values()]
+        batches = [b for b in batches if b]
+        rows.append((
+            kernel, test, *(_span(f[level][0] for f in found) for level in LEVELS),
+            *(_span(b["power_at_detectable"][level][0] for b in batches) for level in LEVELS),
+            *(_span((100 * b["false_alarms"][level][0] for b in batches), 1) for level in LEVELS),
+        ))  # fmt: skip
+    header = ("kernel", "test", "1 %", "5 %", "8 sequences, 1 %", "5 %", "their false alarms, 1 %", "5 %")
+    return _table(header, rows)
+
+
+def planted(result: dict[str, Any]) -> str:
+    """Share of planted biases found, lowest to highest over captures."""
+    rows = []
+    first = next(iter(result["captures"].values()))
+    seen = {"away": "o_away_excess", "constant": "o_excess", "along_do": "delta_excess"}
+    for p in first["planted"]:
+        kernel, direction, size = p["kernel"], p["direction"], p["ulp"]
+        found = [_power(c, kernel, direction, size) for c in result["captures"].values()]
+        test = seen[direction]
+        names = (test, f"{test}, n_eff >= {FORMER_RULE}", "delta", "any excess, adjusted")
+        rows.append((kernel, direction, f"{size:g}", test, *(_span(f[name][0] for f in found) for name in names)))
+    header = (
+        "kernel", "direction", "ulp", "its test", "found by it", f"with the former rule n_eff ≥ {FORMER_RULE}",
+        "by raw delta", "by any excess, adjusted",
+    )  # fmt: skip
+    return _table(header, rows)
+
+
+def candidates(result: dict[str, Any]) -> str:
+    """Every candidate's share of alarms on the nulls, by test; the shipped one is cr2 with keys as clusters."""
+    rows: list[tuple[str, ...]] = []
+    cells = [c for c in _cells(result) if "candidates" in c[3] and c[3]["is_null"]]
+    if not cells:
+        return "Not compared in this run."
+    for name in cells[0][3]["candidates"]:
+        row = [name]
+        for test in PRIMARY:
+            rates = [c[3]["candidates"][name] for c in cells if c[2] == test]
+            worst = [max(r[i] for r in rates) for i in (0, 1)]
+            mean = [sum(r[i] for r in rates) / len(rates) for i in (0, 1)]
+            row.append(f"{_percent(mean[0])} / {_percent(mean[1])} (worst {_percent(worst[0])} / {_percent(worst[1])})")
+        rows.append(tuple(row))
+    return _table(("candidate/clusters", *PRIMARY), rows)
+
+
+def others(result: dict[str, Any]) -> str:
+    """Shares of unbiased redraws in which each method alarms: lowest to highest over captures."""
+    names: dict[tuple[str, str], list[float]] = {}
+    for capture in result["captures"].values():
+        for kernel, found in capture["others"].items():
+            for name, rates in found.items():
+                names.setdefault((kernel, name), []).append(100 * rates[0])
+    return _table(
+        ("kernel", "method / level", "alarms, %"),
+        [(kernel, name, _span(values, 1)) for (kernel, name), values in names.items()],
+    )
+
+
+def misses(result: dict[str, Any]) -> str:
+    """Every cell that breaks a demand: intervals above the level, powers outside their range."""
+    rows = []
+    for name, kernel, test, found in _cells(result):
+        if kernel == CONTROL:
+            continue
+        for level in LEVELS:
+            rates = found["false_alarms"][level]
+            if rates[1] > float(level):
+                rows.append((name, kernel, test, f"false alarms at {_percent(float(level))}", _rate(rates)))
+            power = found["power_at_detectable"][level]
+            if test in PRIMARY and (power[2] < POWER[0] or power[1] > POWER[1]):
+                rows.append((name, kernel, test, f"power at detectable, {_percent(float(level))}", _rate(power)))
+    for name, kernel, found in _families(result):
+        rows += [
+            (name, kernel, "verdict", f"false alarms at {_percent(float(level))}", _rate(found["verdict"][level]))
+            for level in LEVELS
+            if kernel != CONTROL and found["verdict"][level][1] > float(level)
+        ]
+    for name, capture in result["captures"].items():
+        p = _power(capture, "rounded", "along_do", 0.005)["delta_excess"][0]
+        if p < 0.99:
+            rows.append((name, "rounded", "delta_excess", "planted 0.005 ulp along dO", f"{p:.3f}"))
+    return _table(("capture", "kernel", "test", "demand", "measured"), rows) if rows else "Nothing."
+
+
+def _cells(result: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    for name, capture in result["captures"].items():
+        for kernel, tests in capture["tests"].items():
+            for test, found in tests.items():
+                yield name, kernel, test, found
+
+
+def _families(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for name, capture in result["captures"].items():
+        for kernel, found in capture["families"].items():
+            yield name, kernel, found
+
+
+def _power(capture: dict[str, Any], kernel: str, direction: str, size: float) -> dict[str, list[float]]:
+    wanted = (kernel, direction, size)
+    found = next(p for p in capture["planted"] if (p["kernel"], p["direction"], p["ulp"]) == wanted)
+    power: dict[str, list[float]] = found["power"]
+    return power
+
+
+def _span(values: Iterable[float], digits: int = 2) -> str:
+    found = list(values)
+    return f"{min(found):.{digits}f} to {max(found):.{digits}f}" if found else ""
+
+
+def _percent(x: float) -> str:
+    return f"{100 * x:.2g} %"
+
+
+def _rate(rates: Rate) -> str:
+    return f"{100 * rates[0]:.2f} [{100 * rates[1]:.2f}, {100 * rates[2]:.2f}]"
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,289 @@
+"""A small version of benchmarks/study_calibration.py: the tests alarm at their level and find what is planted.
+
+Each check is also given an inference that is wrong, and must reject it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from scipy import stats
+
+from attn_diag import inspect
+from attn_diag.bias import PRIMARY, SignedErrors, adjust, estimate_bias, mean_test
+from attn_diag.diagnosis import HeadDiagnosis
+from attn_diag.reference import round_nearest_even
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from calibration import draws, engine, markdown, others, summary
+from calibration.candidates import reduced
+
+Array = npt.NDArray[np.float64]
+Inference = Callable[[Array, Array], Array]
+CPU = torch.device("cpu")
+
+
+def shipped(sums: Array, sizes: Array) -> Array:
+    return mean_test(sums, sizes, 0.05).p_value
+
+
+def halved_error(sums: Array, sizes: Array) -> Array:
+    test = mean_test(sums, sizes, 0.05)
+    return np.asarray(2 * stats.t.sf(2 * np.abs(test.t), test.df))
+
+
+def never_rejects(sums: Array, sizes: Array) -> Array:  # noqa: ARG001
+    return np.ones(len(sums))
+
+
+def is_calibrated(p: Array) -> bool:
+    """Whether as many are below 1 % and 5 % as a test may have: at most the level, at least a third of it.
+
+    Bounds: a test at these limits leaves either once in a thousand times.
+    """
+    counts = {level: int((p <= level).sum()) for level in engine.LEVELS}
+    return all(
+        stats.binom.ppf(0.001, len(p), level / 3) <= k <= stats.binom.ppf(0.999, len(p), level)
+        for level, k in counts.items()
+    )
+
+
+@cache
+def on_captured_inputs(kernel: str, test: str) -> tuple[Array, Array, Array]:
+    """Cluster sums and sizes [R, G] of 500 redraws of each head of the Gaussian capture, and totals by row [R, T]."""
+    sums, sizes, rows = [], [], []
+    for h, (_, head) in enumerate(draws.read_heads(draws.GAUSSIAN, CPU)):
+        sample = draws.original(head)
+        out = draws.kernels_on_real(sample, 500, 11 + h)[kernel]
+        totals = draws.row_totals(out, sample)[test].numpy()
+        labels = engine.clusters_of(test, sample.top_key[0].numpy(), len(head.k))
+        count = 1 if test.startswith("delta") else head.v.shape[1]
+        assert labels is not None
+        found = engine.cluster_sums(totals, np.repeat(labels[None], 500, 0), count)
+        width = 256 - found[0].shape[1]
+        sums.append(np.pad(found[0], ((0, 0), (0, width))))
+        sizes.append(np.pad(found[1], ((0, 0), (0, width))))
+        rows.append(totals)
+    return np.concatenate(sums), np.concatenate(sizes), np.concatenate(rows)
+
+
+NULLS = [
+    ("o_stochastic", "delta"),
+    ("o_stochastic", "o"),
+    ("o_flips", "delta_excess"),
+    ("o_flips", "o_excess"),
+    ("o_flips", "o_away_excess"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "test"), NULLS)
+def test_alarms_without_a_bias_stay_at_the_level(kernel: str, test: str) -> None:
+    sums, sizes, _ = on_captured_inputs(kernel, test)
+    assert is_calibrated(shipped(sums, sizes))
+
+
+@pytest.mark.parametrize("wrong", [halved_error, never_rejects])
+@pytest.mark.parametrize(("kernel", "test"), NULLS)
+def test_a_wrong_inference_is_noticed(kernel: str, test: str, wrong: Inference) -> None:
+    sums, sizes, _ = on_captured_inputs(kernel, test)
+    assert not is_calibrated(wrong(sums, sizes))
+
+
+@cache
+def copies_of_v() -> tuple[Array, Array, Array, Array, Array]:
+    """O's errors of a correctly rounding kernel on a real head where many rows nearly copy one row of V.
+
+    Cluster sums and sizes by argmax key, the same by row, and elementwise p-values; 120 fresh redraws.
+    """
+    heads = draws.read_heads("gpt2_step731_L2H4", CPU)
+    generator, found, elementwise = torch.Generator().manual_seed(3), [], []
+    for _ in range(120):
+        sample = next(draws.fresh(heads, 1, generator))
+        error = sample.rounded - sample.out
+        labels = engine.clusters_of("o", sample.top_key[0].numpy(), error.shape[1])
+        assert labels is not None
+        found.append((error.sum(-1).numpy(), labels))
+        elementwise.append(others.elementwise_t(error))
+    totals = np.concatenate([t for t, _ in found])
+    width = max(int(labels.max()) for _, labels in found) + 1
+    by_key = [engine.cluster_sums(t, labels[None], 64) for t, labels in found]
+    sums, sizes = (np.stack([np.pad(k[i][0], (0, width - k[i].shape[1])) for k in by_key]) for i in (0, 1))
+    return sums, sizes, totals, np.full_like(totals, 64.0), np.concatenate(elementwise)
+
+
+def test_rows_with_one_argmax_key_are_no_independent_rows() -> None:
+    sums, sizes, rows, row_sizes, _ = copies_of_v()
+    limit = stats.binom.ppf(0.999, len(rows), 0.05)
+    assert (shipped(sums, sizes) <= 0.05).sum() <= limit
+    assert (shipped(rows, row_sizes) <= 0.05).sum() > limit, "rows as clusters must alarm here"
+
+
+def test_elementwise_t_alarms() -> None:
+    p = copies_of_v()[-1]
+    assert (p <= 0.05).sum() > stats.binom.ppf(0.999, len(p), 0.05)
+
+
+def test_percentile_bootstrap_alarms_on_few_blocks() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal((600, 256))
+    alarms = others.alarms(noise, torch.from_numpy(noise)[..., None], engine.LEVELS, 1)
+    name = "percentile block bootstrap on delta/0.01"
+    assert alarms[name].sum() > stats.binom.ppf(0.999, 600, 0.01)
+    assert is_calibrated(shipped(noise, np.ones_like(noise)))
+
+
+@pytest.mark.parametrize(("direction", "test"), [("away", "o_away_excess"), ("along_do", "delta_excess")])
+def test_planted_biases_are_found_with_their_sign(direction: str, test: str) -> None:
+    """0.005 ulp on a correctly rounding kernel; each of 100 redraws of two heads and captures."""
+    found, former, signs = [], [], []
+    for name in (draws.GAUSSIAN, "pair_T256"):
+        for h, (_, head) in enumerate(draws.read_heads(name, CPU)):
+            sample = draws.original(head)
+            out = draws.planted(sample.rounded.expand(100, -1, -1), sample, direction, 0.005, 29 + h)
+            totals = draws.row_totals(out, sample)[test].numpy()
+            labels = engine.clusters_of(test, sample.top_key[0].numpy(), len(head.k))
+            assert labels is not None
+            count = 1 if test.startswith("delta") else 64
+            said = engine.judge(totals, np.repeat(labels[None], 100, 0), count)
+            found.append(said["p"] <= 0.01)
+            former.append(found[-1] & (said["n_eff"] >= summary.FORMER_RULE))
+            signs.append(said["mean"] > 0)
+    assert np.mean(found) >= 0.99
+    assert all(s.all() for s in signs), "observed - reference: a push away from zero or along dO is positive"
+    assert np.mean(former) < 0.5, "the former rule of 20 effective terms would drop most of them"
+
+
+def detected(stated: Array, mean: Array, se: Array, df: Array, level: float) -> float:
+    """Share of redraws that find the mean that the redraw before them states as detectable."""
+    t = (mean + np.roll(stated, 1)) / se
+    return float(np.mean(2 * stats.t.sf(np.abs(t), df) <= level))
+
+
+@pytest.mark.parametrize("clusters", [8, 16, 60])
+@pytest.mark.parametrize("level", engine.LEVELS)
+def test_stated_detectable_mean_has_80_percent_power(clusters: int, level: float) -> None:
+    sums = np.random.default_rng(clusters).standard_normal((8000, clusters))
+    test = mean_test(sums, np.ones_like(sums), level)
+    power = detected(test.minimum_detectable, test.mean, test.standard_error, test.df, level)
+    assert power == pytest.approx(0.8, abs=0.025)
+
+
+def test_t_plus_z_would_promise_too_much() -> None:
+    sums = np.random.default_rng(8).standard_normal((8000, 8))
+    test = mean_test(sums, np.ones_like(sums), 0.01)
+    naive = (stats.t.ppf(0.995, test.df) + stats.t.ppf(0.8, test.df)) * test.standard_error
+    assert detected(naive, test.mean, test.standard_error, test.df, 0.01) < 0.72
+
+
+@pytest.mark.parametrize(("kernel", "test"), NULLS)
+def test_power_at_the_stated_detectable_bias(kernel: str, test: str) -> None:
+    sums, sizes, _ = on_captured_inputs(kernel, test)
+    for level in engine.LEVELS:
+        said = mean_test(sums, sizes, level)
+        powers = []
+        for half in (slice(0, 500), slice(500, 1000)):  # a head states it for itself
+            stated, mean = said.minimum_detectable[half], said.mean[half]
+            powers.append(detected(stated, mean, said.standard_error[half], said.df[half], level))
+        assert 0.72 <= np.mean(powers) <= 0.88
+        halved = said.minimum_detectable / 2
+        assert detected(halved, said.mean, said.standard_error, said.df, level) < 0.72
+
+
+def reported(sample: draws.Sample, out: torch.Tensor) -> HeadDiagnosis:
+    """What ``inspect`` says of one redraw of one head."""
+    tensors = {"q": sample.q, "k": sample.k, "v": sample.v, "do": sample.do, "o": out}
+    q, k, v, do, o = (t[None].bfloat16() for t in tensors.values())
+    for name, stored in zip(tensors, (q, k, v, do, o), strict=True):
+        assert torch.equal(stored[0].double(), tensors[name]), f"a redraw's {name} must be BF16"
+    return inspect(q, k, v, o=o, do=do, causal=True).captures[0].observations[0].heads[0]
+
+
+@cache
+def inspected(
+    swap_sign: bool = False,
+) -> tuple[HeadDiagnosis, dict[str, tuple[SignedErrors, npt.NDArray[np.int64] | None]]]:
+    heads = draws.read_heads(draws.GAUSSIAN, CPU)[:1]
+    sample = next(draws.fresh(heads, 1, torch.Generator().manual_seed(2)))
+    out = draws.kernels_on_fresh(sample, 5)["probs_stochastic"]
+    head = reported(sample, out)
+    totals = draws.row_totals(out, sample)
+    errors = {}
+    for test in PRIMARY:
+        values = totals[test].numpy()[0] * (-1 if swap_sign else 1)
+        count = 1 if test.startswith("delta") else 64
+        labels = engine.clusters_of(test, sample.top_key[0].numpy(), 256)
+        errors[test] = SignedErrors(values, 1.0, 1, 1, 0.0, 1.0, count), labels
+    return head, errors
+
+
+@pytest.mark.parametrize("test", PRIMARY)
+def test_the_study_tests_what_inspect_reports(test: str) -> None:
+    head, errors = inspected()
+    shown, own = getattr(head.bias, test), estimate_bias(*errors[test], 0.01)
+    for name in ("n", "n_clusters", "n_eff", "mean", "standard_error", "p_value"):
+        assert getattr(own, name) == pytest.approx(getattr(shown, name), rel=1e-6), name
+    mutant = estimate_bias(*inspected(swap_sign=True)[1][test], 0.01)
+    assert mutant.mean != pytest.approx(shown.mean, rel=1e-6)
+
+
+def test_batches_agree_with_single_data_sets() -> None:
+    rng = np.random.default_rng(1)
+    labels = np.stack([np.unique(rng.integers(0, k, 40), return_inverse=True)[1] for k in (5, 12, 30)])
+    totals = rng.standard_normal((3, 40))
+    said = engine.judge(totals, labels, 64)
+    for i in range(3):
+        errors = SignedErrors(totals[i], 1.0, 1, 1, 0.0, 1.0, 64)
+        single = estimate_bias(errors, labels[i], 0.01)
+        assert said["p"][i] == pytest.approx(single.p_value, rel=1e-12)
+        assert said["n_eff"][i] == pytest.approx(single.n_eff, rel=1e-12)
+        assert said["detectable/0.01"][i] == pytest.approx(single.minimum_detectable, rel=1e-12)
+
+
+def test_a_bias_of_a_head_that_copies_one_key_gets_its_label() -> None:
+    """Most rows of this head share an argmax key: a bias of all rows has few effective terms, however certain it is."""
+    ((_, head),) = draws.read_heads("gpt2_step637_L2H6", CPU)
+    sample = draws.original(head)
+    labels = []
+    for size in (0.0, 0.1):
+        # One spacing of O_ref is half a spacing of RN(O_ref) where the rounding passed a power of two.
+        out = round_nearest_even(draws.planted(sample.rounded, sample, "away", size, 1), draws.BF16)
+        found = reported(sample, out)
+        assert found.verdict is not None
+        labels.append(found.verdict.labels)
+        if size:
+            assert found.bias.o_away_excess is not None
+            assert found.bias.o_away_excess.n_eff is not None
+            assert found.bias.o_away_excess.n_eff < summary.FORMER_RULE
+    assert "biased" not in labels[0]
+    assert "biased" in labels[1]
+
+
+def test_summary_and_tables_of_a_tiny_run() -> None:
+    found = engine.run(draws.GAUSSIAN, 16, 1, CPU)
+    captures = {draws.GAUSSIAN: summary.summarise(found)}
+    result = {
+        "redraws": 16, "seed": 1, "date": "today", "tool": {"torch": "0", "device": "cpu"}, "captures": captures,
+        "gaussian": [draws.GAUSSIAN],
+    }  # fmt: skip
+    text = markdown.section(result)
+    assert "nan" not in text
+    assert len(markdown.trust(result).splitlines()) <= 25
+    family = captures[draws.GAUSSIAN]["families"]["probs_stochastic"]
+    assert family["size"] == 8
+    p = np.stack([found.tests["probs_stochastic", t]["p"] for t in PRIMARY])
+    lowest = np.array([min(adjust(p[..., i].ravel().tolist())) for i in range(16)])
+    assert family["any"]["0.05"][0] == pytest.approx(np.mean(lowest <= 0.05), abs=1e-4)
+
+
+def test_candidate_cr2_is_the_shipped_test() -> None:
+    rng = np.random.default_rng(4)
+    sizes = rng.integers(1, 20, (50, 12)).astype(float)
+    sums = rng.standard_normal((50, 12)) * sizes
+    assert reduced(sums, sizes) == pytest.approx(shipped(sums, sizes), rel=1e-9)
