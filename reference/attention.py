@@ -98,6 +98,11 @@ class AttentionHead:
         """position(t) of every query row, int64 [Tq]; see Masking."""
         return self.masking.row_positions(len(self.q), len(self.k), self.q.device)
 
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """The shape of O, [Tq, Dv]."""
+        return len(self.q), self.v.shape[1]
+
     @cached_property
     def _position_list(self) -> list[int]:
         return self.positions.tolist()
@@ -143,7 +148,8 @@ class RowBlock:
     among them ``top_key``, the first key with the largest score (int64, counted from key 0; any in a row without
     keys), and 1/l, which is 0 in fully masked rows; O_bar, O and dQ are [R, D]. ``slope`` is 1 - (S/c)^2 under
     softcap, else None. ``scores`` is -inf where masked. ``dprobs`` (dP) and ``gradient_sums`` are there only where
-    they were asked for; the latter are the row sums of P_bar o (dP - delta) and of its absolute value, both [R].
+    they were asked for; the latter are the row sums of P_bar o (dP - delta), those of its absolute value, and its
+    2-norms, each [R].
     """
 
     rows: Rows
@@ -161,7 +167,7 @@ class RowBlock:
     delta: Tensor | None = None
     unnormalised_dscores: Tensor | None = None
     dq: Tensor | None = None
-    gradient_sums: tuple[Tensor, Tensor] | None = None
+    gradient_sums: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def dscores(self) -> Tensor | None:
@@ -319,7 +325,8 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
             block.dprobs = dprobs.clone()
         dscores = dprobs.sub_(block.delta[:, None]).mul_(probs)
         if gradient_sums:
-            block.gradient_sums = sum_in_parts(dscores), dscores.abs().sum(1)
+            sizes = dscores.abs().sum(1), torch.linalg.vector_norm(dscores, dim=1)
+            block.gradient_sums = sum_in_parts(dscores), *sizes
         if slope is not None:
             dscores.mul_(slope)
         block.unnormalised_dscores = dscores
@@ -353,14 +360,26 @@ def product_in_parts(weights: Tensor, values: Tensor) -> Tensor:
     whole = count * SUM_KEYS
     left = weights[:, :whole].unflatten(1, (count, SUM_KEYS)).transpose(0, 1)  # [C, R, 128]
     result = torch.bmm(left, values[:whole].unflatten(0, (count, SUM_KEYS))).sum(0)
-    return result.addmm_(weights[:, whole:], values[whole:]) if whole < len(values) else result
+    return result.add_(weights[:, whole:] @ values[whole:]) if whole < len(values) else result
 
 
 def sum_in_parts(values: Tensor) -> Tensor:
-    """Row sums of ``values`` [R, K], 32 terms at a time: no sum of more than 32 + K/32 terms."""
+    """Row sums of ``values`` [R, K], 32 terms at a time, and those sums likewise."""
     count = values.shape[1] // SUM_TERMS
     if count < 2:
         return values.sum(1)
     whole = count * SUM_TERMS
-    result = values[:, :whole].unflatten(1, (count, SUM_TERMS)).sum(2).sum(1)
+    result = sum_in_parts(values[:, :whole].unflatten(1, (count, SUM_TERMS)).sum(2))
     return result.add_(values[:, whole:].sum(1)) if whole < values.shape[1] else result
+
+
+def product_depth(keys: int) -> int:
+    """How many roundings a term of ``product_in_parts`` passes at most, its own product's among them."""
+    count = keys // SUM_KEYS
+    return keys if count < 2 else SUM_KEYS + count
+
+
+def sum_depth(keys: int) -> int:
+    """How many roundings a term of ``sum_in_parts`` passes at most."""
+    count = keys // SUM_TERMS
+    return max(keys - 1, 0) if count < 2 else SUM_TERMS + sum_depth(count)

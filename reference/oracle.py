@@ -125,8 +125,7 @@ class OracleRow:
         if head.do is not None:
             self._dprobs, self._dprobs_exponent = self._v.times(IntegerMatrix.of(head.do[t : t + 1]))
         self._evaluations: dict[int, _Evaluation] = {}
-
-    # -- outputs, correctly rounded
+        self._ends: dict[tuple[str, int], list[Enclosure]] = {}
 
     def scores(self, fmt: FloatFormat = FP64) -> list[float]:
         """S of the visible keys (softcap and mask applied)."""
@@ -175,7 +174,20 @@ class OracleRow:
         """dQ [D]."""
         return self._many(self.dq_ends, fmt, self._exact_dq)
 
-    # -- enclosures at a given working precision
+    def ends(self, output: str, bits: int) -> list[Enclosure]:
+        """Enclosures of out, lse, delta or dq at ``bits`` bits; computed once."""
+        if (output, bits) not in self._ends:
+            methods = {"out": self.out_ends, "lse": self.lse_ends, "delta": self.delta_ends, "dq": self.dq_ends}
+            self._ends[output, bits] = methods[output](bits)
+        return self._ends[output, bits]
+
+    def exact(self, output: str, i: int) -> Fraction | None:
+        """Element i of out, lse, delta or dq where it is known to be rational, else None."""
+        if output == "out":
+            return self._group_mean(self._v, i)
+        if output == "dq":
+            return self._exact_dq(i)
+        return self._exact_lse() if output == "lse" else self._exact_delta()
 
     def score_ends(self, bits: int) -> list[Enclosure]:
         """Enclosures of S."""
@@ -261,8 +273,6 @@ class OracleRow:
             for s, x in zip(sums, self._k.largest, strict=True)
         ]
 
-    # -- evaluation
-
     def _need_do(self) -> None:
         if self._oracle.head.do is None:
             raise ValueError("this head has no dO: there is no delta and no gradient")
@@ -343,8 +353,6 @@ class OracleRow:
         ends = [Enclosure(s - 4, s + 4, -bits - 2) for s in scores]
         shift = scaled(top, -bits - 2)
         return _Evaluation(bits, exponentials, 3, sum(exponentials), shift, ends, slopes)
-
-    # -- rational results
 
     @cached_property
     def _groups(self) -> list[list[int]]:
