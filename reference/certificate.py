@@ -33,12 +33,20 @@ bound is inf.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attn_diag.reference.attention import AttentionHead, RowBlock, is_power_of_two, product_depth, sum_depth
+from attn_diag.reference.attention import (
+    AttentionHead,
+    HeadReference,
+    RowBlock,
+    is_power_of_two,
+    product_depth,
+    sum_depth,
+)
 
 UNIT = 2.0**-53
 # exp, log and tanh of torch on CPU and CUDA: 2 ulp is at most 4 u; the half covers products of errors.
@@ -48,8 +56,8 @@ _VANISHES = 746.0
 _SMALL = 2.0**-1018
 _SLACK = 1 + 2.0**-20
 _TOO_LARGE = 0.05
-_PART = 128  # keys that share one entry of the column norms
-_NO_BIT = 10**6
+# Bits of a significand, most common first: BF16, FP16, FP32, FP64.
+_SIGNIFICANDS = (8, 11, 24, 53)
 
 
 @dataclass
@@ -63,108 +71,127 @@ class HeadBounds:
 
 
 class BoundCollector:
-    """Gathers the bounds block by block while the reference streams with ``gradient_sums``."""
+    """Takes what the bounds need from each block while the reference streams (with ``gradient_sums``)."""
 
     def __init__(self, head: AttentionHead) -> None:
         self._head = head
-        new = head.q.new_zeros
         rows = len(head.q)
-        backward = head.do is not None
-        self.bounds = HeadBounds(
-            new(head.out_shape), new(rows), new(rows) if backward else None, new(head.q.shape) if backward else None
-        )
-        self._k, self._v = _Columns(head.k), _Columns(head.v)
-        self._scores = _Products(head.q, head.k)
-        self._dprobs = None if head.do is None else _Products(head.do, head.v)
+        new = head.q.new_zeros
+        # ||P_bar||_2, the number of keys in the row's block, and the largest additive mask that counts.
+        self._norm, self._keys, self._mask = new(rows), new(rows), new(rows)
+        self._gradient = tuple(new(rows) for _ in range(3)) if head.do is not None else None
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference, its scores unchanged."""
-        head, rows = self._head, block.rows
-        weights = _Weights(head, block, self._scores)
-        k_largest, v_largest = self._k.largest(block.keys), self._v.largest(block.keys)
-        out, lse = block.out, block.lse
-        mean_v = torch.minimum(weights.norm[:, None] * self._v.norm(block.keys), v_largest)  # B, [R, Dv]
-        product, tiny = _gamma(weights.product_depth), weights.tiny
-        of_out = mean_v * (weights.rho + product)[:, None]
-        of_out += out.abs() * (weights.rho + weights.gamma + 3 * UNIT)[:, None]
-        self.bounds.out[rows] = weights.finish(of_out, tiny[:, None] * v_largest)
-        of_lse = weights.rho + weights.gamma + _FUNCTION * block.row_sum.log().abs() + UNIT * lse.abs()
-        self.bounds.lse[rows] = weights.finish(of_lse, tiny)
-        if head.do is None or self._dprobs is None:
-            return
-        assert block.delta is not None
-        assert block.dq is not None
-        assert block.gradient_sums is not None
-        assert self.bounds.delta is not None
-        assert self.bounds.dq is not None
-        do, width = head.do[rows].abs(), head.v.shape[1]
-        largest_dprob = self._dprobs.size(rows)
-        of_dprobs = torch.where(self._dprobs.exact(rows), 0.0, _gamma(width) * largest_dprob)
-        residual, spread, norm = (s.abs() * block.inverse_row_sum for s in block.gradient_sums)
-        spread_true = spread + of_dprobs
-        before = product * (do * mean_v).sum(1) + _gamma(width) * (do * out.abs()).sum(1)
-        before += (weights.gamma + 3 * UNIT) * block.delta.abs()
-        after = residual + _gamma(weights.sum_depth + 2) * spread + of_dprobs
-        of_delta = weights.rho * spread_true + torch.minimum(before, after)
-        self.bounds.delta[rows] = weights.finish(of_delta, tiny * largest_dprob)
+        rows = block.rows
+        self._norm[rows] = torch.linalg.vector_norm(block.unnormalised_probs, dim=1)
+        self._keys[rows] = float(block.keys.stop - block.keys.start)
+        mask = self._head.masking.mask
+        if mask is not None and mask.dtype != torch.bool and block.scores.shape[1]:
+            sizes = mask[rows, block.keys].double().abs()
+            top = block.row_max.masked_fill(block.fully_masked, 0.0)
+            self._mask[rows] = sizes.masked_fill_(block.scores <= (top - _VANISHES)[:, None], 0.0).amax(1)
+        if self._gradient is not None:
+            assert block.gradient_sums is not None
+            for kept, found in zip(self._gradient, block.gradient_sums, strict=True):
+                kept[rows] = found
 
-        k_norm, drift = self._k.norm(block.keys), (of_dprobs + of_delta)[:, None]
-        mean_k = torch.minimum(weights.norm[:, None] * k_norm, k_largest)  # B', [R, D]
-        # Y: of the computed dS, and what dP and delta may be off by.
-        of_sizes = torch.minimum(norm[:, None] * k_norm, spread[:, None] * k_largest) + drift * mean_k
-        of_dq = of_sizes * (weights.rho + product + 3 * UNIT + weights.slope_error)[:, None]
-        of_dq += drift * mean_k
-        of_dq *= abs(head.scale)
-        of_dq += block.dq.abs() * (weights.rho + weights.gamma + 4 * UNIT)[:, None]
-        small = (tiny * (1 + abs(head.scale)) * (1 + largest_dprob))[:, None] * (1 + k_largest)
-        self.bounds.dq[rows] = weights.finish(of_dq, small)
+    def bounds(self, reference: HeadReference) -> HeadBounds:
+        """The bounds of everything that the stream left."""
+        with torch.no_grad():
+            return self._bounds(reference)
+
+    def _bounds(self, reference: HeadReference) -> HeadBounds:
+        head = self._head
+        weights = _Weights(head, reference, self._norm, self._keys, self._mask)
+        rho, gamma, product = weights.rho, weights.gamma, weights.product
+        v = _Columns(head.v)
+        sizes = reference.out.abs()
+        mean_v = torch.minimum(torch.outer(weights.norm, v.norm), v.largest)  # B, [Tq, Dv]
+        out = mean_v * (rho + product)[:, None]
+        out.addcmul_(sizes, (rho + gamma + 3 * UNIT)[:, None])
+        lse = rho + gamma + _FUNCTION * reference.row_sum.log().abs() + UNIT * reference.lse.abs()
+        found = HeadBounds(weights.finish(out, weights.tiny * v.top), weights.finish(lse, weights.tiny), None, None)
+        if head.do is None or self._gradient is None:
+            return found
+        assert reference.delta is not None
+        assert reference.dq is not None
+        width = head.v.shape[1]
+        dprobs = _Products(head.do, head.v)
+        of_dprobs = torch.where(dprobs.exact(), 0.0, _gamma(width) * dprobs.size)
+        residual, spread, norm = (s.abs() * weights.inverse_row_sum for s in self._gradient)
+        do = head.do.abs()
+        before = product * (do * mean_v).sum(1) + _gamma(width) * sizes.mul_(do).sum(1)
+        before += (gamma + 3 * UNIT) * reference.delta.abs()
+        after = residual + _gamma(weights.sum_depth + 2) * spread + of_dprobs
+        of_delta = rho * (spread + of_dprobs) + torch.minimum(before, after)
+        found.delta = weights.finish(of_delta, weights.tiny * dprobs.size)
+
+        k, alpha, drift = _Columns(head.k), abs(head.scale), of_dprobs + of_delta
+        mean_k = torch.minimum(torch.outer(weights.norm, k.norm), k.largest)  # B', [Tq, D]
+        # Y of the computed dS, and what the errors of dP and delta add to it.
+        relative = rho + product + 3 * UNIT + weights.slope_error
+        y = torch.minimum(torch.outer(norm, k.norm), torch.outer(spread, k.largest))
+        dq = y.mul_((alpha * relative)[:, None])
+        dq.addcmul_(mean_k, (alpha * drift * (1 + relative))[:, None])
+        dq.addcmul_(reference.dq.abs(), (rho + gamma + 4 * UNIT)[:, None])
+        found.dq = weights.finish(dq, weights.tiny * (1 + alpha) * (1 + dprobs.size) * (1 + k.top))
+        return found
 
 
 class _Weights:
-    """What is known of a block's probabilities: their errors, norms, and the lengths of the sums. All [R].
+    """What is known of every row's probabilities: their errors, norms, and the lengths of the sums. All [Tq].
 
-    ``rho`` relative error of P_bar, ``gamma`` of the row sum beyond that, ``norm`` ||P||_2, ``tiny`` what underflow may
-    take from a row.
+    ``rho`` relative error of P_bar, ``gamma`` of the row sum beyond that, ``product`` of the sums in products,
+    ``norm`` ||P||_2, ``tiny`` what underflow may take from a row.
     """
 
-    def __init__(self, head: AttentionHead, block: RowBlock, scores: _Products) -> None:
-        keys = block.keys.stop - block.keys.start
-        visible = _visible_at_most(head, block)
-        self.product_depth = visible.clamp(max=product_depth(keys))
-        self.sum_depth = visible.clamp(max=sum_depth(keys))
-        self.gamma = _gamma(self.sum_depth)
-        error, size, exact = _score_error(head, block, scores)
+    def __init__(self, head: AttentionHead, reference: HeadReference, norm: Tensor, keys: Tensor, mask: Tensor) -> None:
+        visible = _visible_at_most(head, keys)
+        depths = {int(n): (product_depth(int(n)), sum_depth(int(n))) for n in keys.unique().tolist()}
+        in_product, in_sum = torch.zeros_like(keys), torch.zeros_like(keys)
+        for n, (by_product, by_sum) in depths.items():
+            in_product.masked_fill_(keys == n, float(by_product))
+            in_sum.masked_fill_(keys == n, float(by_sum))
+        self.sum_depth = torch.minimum(visible, in_sum)
+        self.product, self.gamma = _gamma(torch.minimum(visible, in_product)), _gamma(self.sum_depth)
+        error, size, exact = _score_error(head)
         self.slope_error = torch.zeros_like(error)
         if head.softcap is not None:
             self.slope_error = 3 * error / head.softcap + 3 * UNIT
-        error, size, exact = _mask_error(head, block, error, size, exact)
+        if bool((mask > 0).any()):
+            error, size, exact = _mask_error(reference, mask, error, size, exact)
         theta = error + torch.where(exact, 0.0, UNIT * (2 * size).clamp(max=_VANISHES)) + _FUNCTION
         self.rho = torch.expm1(theta)
-        self._masked = block.fully_masked
         relative = self.rho + self.gamma
         self._factor = (1 + 8 * relative) * _SLACK
         # NaN where something overflowed: nothing is certain then.
-        self._factor.masked_fill_(~(relative <= _TOO_LARGE), torch.inf)
-        norm = torch.linalg.vector_norm(block.unnormalised_probs, dim=1) * block.inverse_row_sum
-        self.norm = norm.clamp(max=1.0)
-        self.tiny = _SMALL * (keys + head.q.shape[1] + head.v.shape[1] + 8) * (1 + block.inverse_row_sum)
+        self._hopeless = ~(relative <= _TOO_LARGE)
+        self._masked = reference.fully_masked
+        self._any_special = bool((self._hopeless | self._masked).any())
+        self.inverse_row_sum = reference.row_sum.reciprocal().masked_fill_(self._masked, 0.0)
+        self.norm = (norm * self.inverse_row_sum).clamp_(max=1.0)
+        self.tiny = _SMALL * (keys + head.q.shape[1] + head.v.shape[1] + 8)
 
     def finish(self, bound: Tensor, underflow: Tensor) -> Tensor:
-        """The bound with everything of higher order; 0 in fully masked rows, inf where it is too large to be one."""
-        factor, masked = self._factor, self._masked
-        if bound.ndim == 2:
-            factor, masked = factor[:, None], masked[:, None]
-            underflow = underflow if underflow.ndim == 2 else underflow[:, None]
-        return (bound * factor + underflow).nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill_(masked, 0.0)
+        """The bound with everything of higher order, in place; 0 in fully masked rows, inf where it is too large."""
+        if bound.ndim == 1:
+            return self.finish(bound[:, None], underflow)[:, 0]
+        bound.mul_(self._factor[:, None]).add_(underflow[:, None])
+        if self._any_special:
+            bound[self._hopeless], bound[self._masked] = torch.inf, 0.0
+        if not bool(bound.sum() < torch.inf):
+            bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        return bound
 
 
-def _score_error(head: AttentionHead, block: RowBlock, scores: _Products) -> tuple[Tensor, Tensor, Tensor]:
-    """Error of S before the mask, |S| at most, and whether S is free of rounding; [R] each."""
+def _score_error(head: AttentionHead) -> tuple[Tensor, Tensor, Tensor]:
+    """Error of S before the mask, |S| at most, and whether S is free of rounding; [Tq] each."""
     alpha = abs(head.scale)
-    size = scores.size(block.rows) * alpha
-    exact = scores.exact(block.rows, alpha)
-    per_product = _gamma(head.q.shape[1] + 1)
-    error = torch.where(exact, 0.0 if is_power_of_two(alpha) else UNIT * _SLACK, per_product) * size
+    products = _Products(head.q, head.k)
+    size = products.size * alpha
+    exact = products.exact(alpha)
+    error = torch.where(exact, 0.0 if is_power_of_two(alpha) else UNIT * _SLACK, _gamma(head.q.shape[1] + 1)) * size
     exact = exact & is_power_of_two(alpha)
     error += torch.where(exact, 0.0, _SMALL * (head.q.shape[1] + 2) * (1 + alpha))
     if head.softcap is not None:
@@ -175,98 +202,80 @@ def _score_error(head: AttentionHead, block: RowBlock, scores: _Products) -> tup
 
 
 def _mask_error(
-    head: AttentionHead, block: RowBlock, error: Tensor, size: Tensor, exact: Tensor
+    reference: HeadReference, mask: Tensor, error: Tensor, size: Tensor, exact: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same after an additive mask."""
-    mask = head.masking.mask
-    if mask is None or mask.dtype == torch.bool or not block.scores.shape[1]:
-        return error, size, exact
-    top = block.row_max.masked_fill(block.fully_masked, 0.0)
-    part = mask[block.rows, block.keys].double().abs()
-    used = part.masked_fill_(block.scores <= (top - _VANISHES)[:, None], 0.0).amax(1)
-    bound = torch.minimum(top.abs() + _VANISHES, size + used)
+    """The same after an additive mask of at most ``mask`` [Tq] where it counts."""
+    top = reference.row_max.masked_fill(reference.fully_masked, 0.0).abs()
+    bound = torch.minimum(top + _VANISHES, size + mask)
+    error = error + torch.where(mask > 0, UNIT * _SLACK * bound, 0.0)
     # Keys that vanish must do so in truth as well: the mask's own rounding there is relative to |m| + |S - m|.
-    certain = UNIT * top.abs() <= _TOO_LARGE
-    error = error + torch.where(used > 0, UNIT * _SLACK * bound, 0.0)
-    return error.masked_fill(~certain, torch.inf), size + used, exact & (used == 0)
+    error = error.masked_fill(~(UNIT * top <= _TOO_LARGE), torch.inf)
+    return error, size + mask, exact & (mask == 0)
 
 
-def _visible_at_most(head: AttentionHead, block: RowBlock) -> Tensor:
-    """How many keys each row may see, as far as causality and window tell; float64 [R]."""
+def _visible_at_most(head: AttentionHead, keys: Tensor) -> Tensor:
+    """How many keys each row may see, as far as causality and window tell; float64 [Tq]."""
     left, right = head.masking.reach
-    position = head.positions[block.rows]
-    stop = torch.full_like(position, block.keys.stop)
+    position = head.positions.double()
+    stop, start = keys.new_full(keys.shape, float(len(head.k))), torch.zeros_like(keys)
     if right is not None:
         stop = torch.minimum(stop, position + right + 1)
-    start = torch.full_like(position, block.keys.start)
     if left is not None:
         start = torch.maximum(start, position - left)
-    return (stop - start).clamp(min=1).double()
+    return torch.minimum(stop - start, keys).clamp_(min=1)
 
 
 class _Columns:
-    """Norms and largest sizes of the columns of K or V [n, d], over spans of keys (widened to parts of 128)."""
+    """Of K or V [n, d]: at least ||M_.d||_2 (``norm``) and max_j |M_jd| (``largest``), [d]; ``top`` max over all."""
 
     def __init__(self, values: Tensor) -> None:
-        squares, sizes = [], []
-        for part in values.split(_PART):
-            squares.append(part.square().sum(0))
-            sizes.append(part.abs().amax(0))
-        empty = values.new_zeros((0, values.shape[1]))
-        self._squares = torch.stack(squares) if len(values) else empty
-        self._sizes = torch.stack(sizes) if len(values) else empty
-
-    def norm(self, keys: slice) -> Tensor:
-        """At least ||M_.d||_2 over ``keys``, [d]."""
-        return _root(self._squares[self._span(keys)].sum(0))
-
-    def largest(self, keys: slice) -> Tensor:
-        """At least max_j |M_jd| over ``keys``, [d]."""
-        found = self._sizes[self._span(keys)]
-        return found.amax(0) if len(found) else found.sum(0)
-
-    @staticmethod
-    def _span(keys: slice) -> slice:
-        return slice(keys.start // _PART, -(-keys.stop // _PART))
+        self.norm = _root(values.square().sum(0))
+        self.largest = values.abs().amax(0) if len(values) else self.norm
+        self.top = self.largest.amax()
 
 
 class _Products:
-    """The products of rows of ``left`` [n, d] with all rows of ``right`` [m, d]: their sizes, and which are exact."""
+    """The products of rows of ``left`` [n, d] with all rows of ``right`` [m, d].
+
+    ``size`` [n]: at least the sum of the sizes of the terms of every product.
+    """
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        largest = _norm(right).amax() if len(right) else right.new_zeros(())
-        self._size = _norm(left) * largest
-        common = _lowest_bit(right).amin(0) if len(right) else 0
-        # Every product of row t is a multiple of 2**quantum_t.
-        lowest = _lowest_bit(left)
-        self._quantum, self._lowest = (lowest + common).amin(1), lowest.amin(1)
+        squares = [values.square().sum(1) for values in (left, right)]
+        self.size = _root(squares[0]) * (_root(squares[1]).amax() if len(right) else 0.0)
+        # Every element of row t, and of ``right``, is a multiple of 2**quantum.
+        self._left = _exponent(_smallest(left, 1)) - _significand(left)
+        self._right = _exponent(_smallest(right.reshape(1, -1), 1)) - _significand(right)
 
-    def size(self, rows: slice | Tensor) -> Tensor:
-        """At least the sum of the sizes of every product's terms, [R]."""
-        return self._size[rows]
-
-    def exact(self, rows: slice | Tensor, factor: float = 1.0) -> Tensor:
-        """Whether no product, sum or difference of two sums rounds (times ``factor``, a power of two, likewise)."""
-        quantum, size = self._quantum[rows], self._size[rows]
-        exponent = torch.frexp(size)[1]  # size < 2**exponent
-        smallest = torch.frexp(torch.tensor(factor, dtype=torch.float64))[1].item() - 1
-        normal = torch.minimum(quantum, self._lowest[rows]) + min(smallest, 0) >= -1022
-        return (exponent <= quantum + 52) & normal & size.isfinite()
+    def exact(self, factor: float = 1.0) -> Tensor:
+        """Whether no product, sum or difference of two sums rounds (nor times ``factor``, a power of two); [n]."""
+        smallest = min(math.frexp(factor)[1] - 1, 0)
+        quantum = self._left + self._right
+        normal = torch.minimum(quantum, self._left) + smallest >= -1022
+        return (_exponent(self.size) <= quantum + 52) & normal & self.size.isfinite()
 
 
-def _lowest_bit(values: Tensor) -> Tensor:
-    """Exponent of the lowest bit set in each float64, int64; a large number for zero."""
-    bits = values.view(torch.int64)
-    field = (bits >> 52) & 0x7FF
-    mantissa = (bits & ((1 << 52) - 1)) | ((field > 0).long() << 52)
-    lowest = mantissa & -mantissa
-    place = (lowest.double().view(torch.int64) >> 52) - 1023
-    return (place + field.clamp(min=1) - 1075).masked_fill_(mantissa == 0, _NO_BIT)
+def _smallest(values: Tensor, dim: int) -> Tensor:
+    """The smallest size of a nonzero element along ``dim``; inf where there is none."""
+    sizes = values.abs()
+    found = sizes.amin(dim) if sizes.shape[dim] else sizes.new_full((len(sizes),), torch.inf)
+    if bool((found == 0).any()):
+        found = sizes.masked_fill_(sizes == 0, torch.inf).amin(dim)
+    return found
 
 
-def _norm(values: Tensor) -> Tensor:
-    """At least the Euclidean norm of each row, [n]."""
-    return _root(values.square().sum(1))
+def _exponent(sizes: Tensor) -> Tensor:
+    """e with size < 2**e, size >= 2**(e - 1) where normal; int64. A size of inf (no element) gives a large e."""
+    return ((sizes.view(torch.int64) >> 52) - 1022).masked_fill_(sizes == torch.inf, 10**6)
+
+
+def _significand(values: Tensor) -> int:
+    """How many significant bits every element has at most: 8 where all are BF16 numbers, and so on."""
+    bits = values.contiguous().view(torch.int64)
+    for significand in _SIGNIFICANDS[:-1]:
+        if not bool((bits & ((1 << (53 - significand)) - 1)).any()):
+            return significand
+    return _SIGNIFICANDS[-1]
 
 
 def _root(squares: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ SHARES = {
 GRADIENTS = {"dq": "dQ", "dw_q": "dW_Q", "dk": "dK", "dv": "dV"}
 CAVEAT = (
     "Error = observed - float64 reference on the same inputs; excess = beyond one correct rounding. "
-    "Bias in one capture does not prove that training diverges."
+    "Bias in one capture does not prove that training diverges. ref. ±: the float64 reference's own error at most."
 )
 
 
@@ -96,19 +96,31 @@ def tool_line(tool: Tool) -> str:
 
 
 def test_cells(name: str, estimate: BiasEstimate | None) -> tuple[str, ...]:
-    """mean, mean in ulp or noise floors, t, adjusted p, effective and detectable size of one primary test."""
+    """mean, its bound from the reference, in ulp or noise floors, t, adjusted p, effective and detectable size."""
     if estimate is None:
-        return (TESTS[name], *[DASH] * 6)
+        return (TESTS[name], *[DASH] * 7)
     unit = "floor" if name.startswith("delta") else "ulp"
     return (
         TESTS[name],
         signed(estimate.mean),
+        number(estimate.reference_bound, 1),
         DASH if estimate.mean_ulp is None else f"{signed(estimate.mean_ulp)} {unit}",
         number(estimate.t),
         number(estimate.p_adjusted, 2),
         number(estimate.n_eff),
         number(estimate.minimum_detectable, 2),
     )
+
+
+def certificate_words(head: HeadDiagnosis) -> str | None:
+    """What recomputing rows in mpmath said of the reference; None where none were."""
+    found = head.certificate
+    if found is None:
+        return None
+    names = {"o": "O", "lse": "L", "delta": "delta", "dq": "dQ"}
+    worst = ", ".join(f"{names[name]} {number(ratio, 2)}" for name, ratio in found.worst_ratio.items())
+    outcome = "every error of the float64 reference is within its bound" if found.held else "THE BOUND IS VIOLATED"
+    return f"certified: {found.rows} rows recomputed in mpmath ({found.bits} bits): {outcome} (worst part: {worst})"
 
 
 def share_words(error: GradientError) -> str:
