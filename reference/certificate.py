@@ -56,6 +56,7 @@ _VANISHES = 746.0
 _SMALL = 2.0**-1018
 _SLACK = 1 + 2.0**-20
 _TOO_LARGE = 0.05
+_PART_ELEMENTS = 2**13
 # Bits of a significand, most common first: BF16, FP16, FP32, FP64.
 _SIGNIFICANDS = (8, 11, 24, 53)
 
@@ -106,37 +107,49 @@ class BoundCollector:
         weights = _Weights(head, reference, self._norm, self._keys, self._mask)
         rho, gamma, product = weights.rho, weights.gamma, weights.product
         v = _Columns(head.v)
-        sizes = reference.out.abs()
-        mean_v = torch.minimum(torch.outer(weights.norm, v.norm), v.largest)  # B, [Tq, Dv]
-        out = mean_v * (rho + product)[:, None]
-        out.addcmul_(sizes, (rho + gamma + 3 * UNIT)[:, None])
+        out, relative = torch.empty_like(reference.out), rho + gamma + 3 * UNIT
+        # Rounding of the products' sums and of rowsum(dO o O), as they reach delta.
+        before = torch.zeros_like(rho) if head.do is not None else None
+        for part in _parts(out):
+            mean_v = torch.outer(weights.norm[part], v.norm).clamp_(max=v.largest)  # B
+            sizes = reference.out[part].abs()
+            torch.mul(mean_v, (rho + product)[part, None], out=out[part]).addcmul_(sizes, relative[part, None])
+            if before is not None and head.do is not None:
+                do = head.do[part]
+                before[part] = product[part] * mean_v.mul_(do).abs_().sum(1)
+                before[part] += _gamma(head.v.shape[1]) * sizes.mul_(do).abs_().sum(1)
         lse = rho + gamma + _FUNCTION * reference.row_sum.log().abs() + UNIT * reference.lse.abs()
         found = HeadBounds(weights.finish(out, weights.tiny * v.top), weights.finish(lse, weights.tiny), None, None)
-        if head.do is None or self._gradient is None:
-            return found
+        if before is not None:
+            self._backward(reference, weights, before, found)
+        return found
+
+    def _backward(self, reference: HeadReference, weights: _Weights, before: Tensor, found: HeadBounds) -> None:
+        head, rho, gamma, product = self._head, weights.rho, weights.gamma, weights.product
+        assert head.do is not None
         assert reference.delta is not None
         assert reference.dq is not None
-        width = head.v.shape[1]
+        assert self._gradient is not None
         dprobs = _Products(head.do, head.v)
-        of_dprobs = torch.where(dprobs.exact(), 0.0, _gamma(width) * dprobs.size)
+        of_dprobs = torch.where(dprobs.exact(), 0.0, _gamma(head.v.shape[1]) * dprobs.size)
         residual, spread, norm = (s.abs() * weights.inverse_row_sum for s in self._gradient)
-        do = head.do.abs()
-        before = product * (do * mean_v).sum(1) + _gamma(width) * sizes.mul_(do).sum(1)
-        before += (gamma + 3 * UNIT) * reference.delta.abs()
+        before = before + (gamma + 3 * UNIT) * reference.delta.abs()
         after = residual + _gamma(weights.sum_depth + 2) * spread + of_dprobs
         of_delta = rho * (spread + of_dprobs) + torch.minimum(before, after)
         found.delta = weights.finish(of_delta, weights.tiny * dprobs.size)
 
         k, alpha, drift = _Columns(head.k), abs(head.scale), of_dprobs + of_delta
-        mean_k = torch.minimum(torch.outer(weights.norm, k.norm), k.largest)  # B', [Tq, D]
-        # Y of the computed dS, and what the errors of dP and delta add to it.
         relative = rho + product + 3 * UNIT + weights.slope_error
-        y = torch.minimum(torch.outer(norm, k.norm), torch.outer(spread, k.largest))
-        dq = y.mul_((alpha * relative)[:, None])
-        dq.addcmul_(mean_k, (alpha * drift * (1 + relative))[:, None])
-        dq.addcmul_(reference.dq.abs(), (rho + gamma + 4 * UNIT)[:, None])
+        # Y of the computed dS, and what the errors of dP and delta add to it.
+        of_y, of_mean = alpha * relative, alpha * drift * (1 + relative)
+        of_dq = rho + gamma + 4 * UNIT
+        dq = torch.empty_like(reference.dq)
+        for part in _parts(dq):
+            y = torch.outer(norm[part], k.norm, out=dq[part])
+            torch.minimum(y, torch.outer(spread[part], k.largest), out=y).mul_(of_y[part, None])
+            mean_k = torch.outer(weights.norm[part], k.norm).clamp_(max=k.largest)  # B'
+            y.addcmul_(mean_k, of_mean[part, None]).addcmul_(reference.dq[part].abs(), of_dq[part, None])
         found.dq = weights.finish(dq, weights.tiny * (1 + alpha) * (1 + dprobs.size) * (1 + k.top))
-        return found
 
 
 class _Weights:
@@ -180,7 +193,7 @@ class _Weights:
         bound.mul_(self._factor[:, None]).add_(underflow[:, None])
         if self._any_special:
             bound[self._hopeless], bound[self._masked] = torch.inf, 0.0
-        if not bool(bound.sum() < torch.inf):
+        if not math.isfinite(float(bound.sum())):
             bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         return bound
 
@@ -229,8 +242,8 @@ class _Columns:
     """Of K or V [n, d]: at least ||M_.d||_2 (``norm``) and max_j |M_jd| (``largest``), [d]; ``top`` max over all."""
 
     def __init__(self, values: Tensor) -> None:
-        self.norm = _root(values.square().sum(0))
-        self.largest = values.abs().amax(0) if len(values) else self.norm
+        self.norm = _norm(values, 0)
+        self.largest = torch.maximum(values.amax(0), -values.amin(0)) if len(values) else self.norm
         self.top = self.largest.amax()
 
 
@@ -241,11 +254,10 @@ class _Products:
     """
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        squares = [values.square().sum(1) for values in (left, right)]
-        self.size = _root(squares[0]) * (_root(squares[1]).amax() if len(right) else 0.0)
+        self.size = _norm(left, 1) * (_norm(right, 1).amax() if len(right) else 0.0)
         # Every element of row t, and of ``right``, is a multiple of 2**quantum.
-        self._left = _exponent(_smallest(left, 1)) - _significand(left)
-        self._right = _exponent(_smallest(right.reshape(1, -1), 1)) - _significand(right)
+        self._left = _exponent(_smallest(left)) - _significand(left)
+        self._right = (_exponent(_smallest(right)) - _significand(right)).amin() if len(right) else 0
 
     def exact(self, factor: float = 1.0) -> Tensor:
         """Whether no product, sum or difference of two sums rounds (nor times ``factor``, a power of two); [n]."""
@@ -255,12 +267,21 @@ class _Products:
         return (_exponent(self.size) <= quantum + 52) & normal & self.size.isfinite()
 
 
-def _smallest(values: Tensor, dim: int) -> Tensor:
-    """The smallest size of a nonzero element along ``dim``; inf where there is none."""
-    sizes = values.abs()
-    found = sizes.amin(dim) if sizes.shape[dim] else sizes.new_full((len(sizes),), torch.inf)
-    if bool((found == 0).any()):
-        found = sizes.masked_fill_(sizes == 0, torch.inf).amin(dim)
+def _parts(values: Tensor) -> list[slice]:
+    """Rows of ``values`` a few at a time on a CPU, where fresh memory for temporaries costs more than arithmetic."""
+    rows = len(values) if values.is_cuda else max(1, _PART_ELEMENTS // max(values.shape[1], 1))
+    return [slice(start, start + rows) for start in range(0, len(values), max(rows, 1))]
+
+
+def _smallest(values: Tensor) -> Tensor:
+    """The smallest size of a nonzero element of each row, [n]; inf where there is none."""
+    found = values.new_full((len(values),), torch.inf)
+    if values.shape[1]:
+        for part in _parts(values):
+            sizes = values[part].abs()
+            torch.amin(sizes, 1, out=found[part])
+            if not bool(found[part].amin() > 0):
+                found[part] = sizes.masked_fill_(sizes == 0, torch.inf).amin(1)
     return found
 
 
@@ -271,16 +292,20 @@ def _exponent(sizes: Tensor) -> Tensor:
 
 def _significand(values: Tensor) -> int:
     """How many significant bits every element has at most: 8 where all are BF16 numbers, and so on."""
-    bits = values.contiguous().view(torch.int64)
-    for significand in _SIGNIFICANDS[:-1]:
-        if not bool((bits & ((1 << (53 - significand)) - 1)).any()):
-            return significand
-    return _SIGNIFICANDS[-1]
+    needed = 0
+    for part in _parts(values):
+        bits = values[part].contiguous().view(torch.int64)
+        while needed < len(_SIGNIFICANDS) - 1 and bits.numel():
+            if not bool((bits & ((1 << (53 - _SIGNIFICANDS[needed])) - 1)).amax()):
+                break
+            needed += 1
+    return _SIGNIFICANDS[needed]
 
 
-def _root(squares: Tensor) -> Tensor:
+def _norm(values: Tensor, dim: int) -> Tensor:
+    """At least the Euclidean norm along ``dim``."""
     # Squares that underflow are no larger than 2**-1022 each; the slack is for the sum's rounding.
-    return (squares + _SMALL).sqrt() * _SLACK
+    return torch.linalg.vector_norm(values, dim=dim) * _SLACK + (_SMALL * values.shape[dim]) ** 0.5
 
 
 def _gamma(n: Tensor | int) -> Tensor:
