@@ -256,8 +256,8 @@ class _Products:
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.size = _norm(left, 1) * (_norm(right, 1).amax() if len(right) else 0.0)
         # Every element of row t, and of ``right``, is a multiple of 2**quantum.
-        self._left = _exponent(_smallest(left)) - _significand(left)
-        self._right = (_exponent(_smallest(right)) - _significand(right)).amin() if len(right) else 0
+        self._left = _quantum(left)
+        self._right = _quantum(right).amin() if len(right) else 0
 
     def exact(self, factor: float = 1.0) -> Tensor:
         """Whether no product, sum or difference of two sums rounds (nor times ``factor``, a power of two); [n]."""
@@ -271,6 +271,15 @@ def _parts(values: Tensor) -> list[slice]:
     """Rows of ``values`` a few at a time on a CPU, where fresh memory for temporaries costs more than arithmetic."""
     rows = len(values) if values.is_cuda else max(1, _PART_ELEMENTS // max(values.shape[1], 1))
     return [slice(start, start + rows) for start in range(0, len(values), max(rows, 1))]
+
+
+def _quantum(values: Tensor) -> Tensor:
+    """e such that every element of a row is a multiple of 2**e; int64 [n]."""
+    significand = _significand(values)
+    found = _exponent(_smallest(values)) - significand
+    if significand == 11 and all(not bool((values[part] * 2.0**24).frac().any()) for part in _parts(values)):
+        found.clamp_(min=-24)  # FP16: its subnormal numbers have fewer bits
+    return found
 
 
 def _smallest(values: Tensor) -> Tensor:
