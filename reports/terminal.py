@@ -128,6 +128,9 @@ def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
     for suggestion in head.verdict.suggestions:
         yield words.bullet(">", suggestion)
     yield Padding(_tests(head), (0, 0, 0, 2))
+    for line in (words.reference_words(head), words.certificate_words(head)):
+        if line is not None:
+            yield words.bullet(" ", line)
     for name, title in words.GRADIENTS.items():
         error = getattr(head.propagation, name)
         if error is not None and error.relative_error is not None:
@@ -152,8 +155,6 @@ def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
                     f"{words.number(error.coherence_null95)}), cancellation {words.number(error.cancellation)}, "
                     f"participation {words.number(error.participation)}",
                 )
-    if (certified := words.certificate_words(head)) is not None:
-        yield words.bullet(" ", certified)
     for note in head.propagation.notes:
         yield words.bullet(" ", note)
     counted = {"fully masked": head.rows_fully_masked, "not finite": head.rows_nonfinite}
@@ -164,7 +165,7 @@ def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
 def _tests(head: HeadDiagnosis) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     table.add_column("mean error of")
-    for name in ("mean", "ref. ±", "in units", "t", "adj. p", "n_eff", "detectable"):
+    for name in ("mean", "in units", "t", "adj. p", "n_eff", "detectable"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in words.TESTS:
         table.add_row(*words.test_cells(name, getattr(head.bias, name)))
