@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_diag.capture import DEFAULT_OBSERVATION, Capture
 from attn_diag.capture_job import CaptureJob, Runs, Selection
+from attn_diag.certification import Certify
 from attn_diag.diagnosis import (
     Diagnosis,
     Family,
@@ -58,6 +59,7 @@ def inspect(
     engine: str = "emulation",
     level: float = DEFAULT_LEVEL,
     device: str = "auto",
+    certify: int | Certify | None = None,
 ) -> Diagnosis:
     """Diagnose one attention call from its tensors, at a breakpoint or in a notebook.
 
@@ -66,7 +68,8 @@ def inspect(
     the query projection's input and weight. ``layout`` "BTHD" for tensors with heads and time swapped.
     ``causal``: True where Tq = Tk, else "top-left" or "bottom-right". Without any output the recipes (default
     fa2) are run by ``engine`` ("emulation" or "triton") and judged instead; with one, ``recipes`` adds them beside
-    it. ``level``: significance after Benjamini-Hochberg.
+    it. ``level``: significance after Benjamini-Hochberg. ``certify``: recompute that many rows of every head (or
+    those that a ``Certify`` says) in mpmath, and compare the float64 reference with them.
 
     ``dump``: what ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
     options are taken from there.
@@ -87,7 +90,9 @@ def inspect(
         options |= {"kernel": "attn_diag.attention", "device": dump.backend}
         made_by = {DEFAULT_OBSERVATION: dump.recipe}
     capture = Capture.from_tensors(tensors, **options)
-    return inspect_captures([capture], recipes=recipes, engine=engine, made_by=made_by, level=level, device=device)
+    return inspect_captures(
+        [capture], recipes=recipes, engine=engine, made_by=made_by, level=level, device=device, certify=certify
+    )
 
 
 def inspect_captures(
@@ -102,6 +107,7 @@ def inspect_captures(
     progress: Progress | None = None,
     unreadable: Sequence[str] = (),
     skip: Callable[[InputError], None] | None = None,
+    certify: int | Certify | None = None,
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
 
@@ -110,20 +116,23 @@ def inspect_captures(
     captured observations, where they are known and need not be recognised. ``progress(done, total)`` is called after
     every head. ``unreadable`` lists inputs that could not be read, for the summary. ``skip(error)`` is called for a
     capture among several that lacks the observation, heads or batch items selected, or whose dtype no recipe covers;
-    it is listed as unreadable too.
+    it is listed as unreadable too. ``certify``: see ``inspect``.
 
-    Raises InputError for unknown recipes and, without ``skip`` or where no capture is left, for what it would skip.
+    Raises InputError for unknown recipes, for rows or a precision that cannot be certified and, without ``skip`` or
+    where no capture is left, for what it would skip.
     """
     if not 0 < level < 1:
         raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
     runner = require_known(engine, recipes)
+    certified = Certify(certify) if isinstance(certify, int) else certify
+    certified = certified if certified is not None and certified.wanted else None
     where = pick_device(device)
     chosen, skipped = list(captures), list(unreadable)
     jobs: list[CaptureJob] = []
     for capture in chosen:
         try:
             runs = Runs(tuple(recipes), runner, dict(made_by or {}))
-            jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level))
+            jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level, certified))
         except InputError as error:
             if skip is None or len(chosen) == 1:
                 raise
@@ -143,6 +152,11 @@ def inspect_captures(
     results = tuple(job.result(judged) for job in jobs)
     entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
     warnings = tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
+    warnings += tuple(
+        f"{source}: {name} H{head.head}: {head.verdict.reasons[0]}"
+        for source, name, head in entries
+        if head.certificate is not None and not head.certificate.held and head.verdict is not None
+    )
     return Diagnosis(
         tool=describe_tool(where),
         family=Family(size, level),

@@ -12,6 +12,7 @@ from torch import Tensor
 from attn_diag.assumptions import check_assumptions, read_lse
 from attn_diag.bias import SignedErrors
 from attn_diag.capture import Capture
+from attn_diag.certification import Certify
 from attn_diag.diagnosis import (
     Assumptions,
     CaptureDiagnosis,
@@ -89,8 +90,11 @@ class CaptureJob:
         runs: Runs,
         device: torch.device,
         level: float,
+        certify: Certify | None = None,
     ) -> None:
-        self.capture, self.device, self.level = capture, device, level
+        self.capture, self.device, self.level, self.certify = capture, device, level, certify
+        if certify is not None:
+            certify.require_rows(capture.source, capture.q_length)
         self.engine = runs.engine
         self.captured = select_observations(capture, selection.observation)
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
@@ -192,7 +196,7 @@ class CaptureJob:
         for head in group.heads:
             inputs = read_head(self.capture, group.batch, head, self.device, result.census)
             observed = self._observed(inputs, group.batch, head, result.census, want_keys=whole)
-            reference, parts = measure_head(inputs, observed, group.batch, head, self._x(group.batch))
+            reference, parts = measure_head(inputs, observed, group.batch, head, self._x(group.batch), self.certify)
             unusable |= bool(inputs.unusable.any())
             for seen, part in zip(observed, parts, strict=True):
                 if part.keys is not None and part.keys.dk_delta is not None:

@@ -75,6 +75,8 @@ class BiasEstimate:
 
     ``mean_ulp``: mean(e)/mean(ulp); for delta mean(delta error / noise floor). ``p_adjusted`` only for the
     primary tests. ``drift_band99``: an unbiased running sum stays inside +- this with probability 99 %.
+    ``reference_bound``: the float64 reference's own error, and the rounding of sums, cannot have moved ``mean`` by
+    more; None where no bound is known.
     """
 
     n: int = 0
@@ -94,6 +96,7 @@ class BiasEstimate:
     drift_band99: Number | None = None
     drift_outside: bool | None = None
     minimum_detectable: Number | None = None
+    reference_bound: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,19 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Certificate:
+    """``rows`` rows of the reference recomputed by the oracle, starting at ``bits`` bits.
+
+    ``worst_ratio``: the largest |reference - truth| / bound by output (o, lse, delta, dq); ``held``: none exceeds 1.
+    """
+
+    rows: int
+    bits: int
+    worst_ratio: dict[str, Number]
+    held: bool
+
+
+@dataclass(frozen=True)
 class HeadDiagnosis:
     """What was found for one head (over the batch), or for all heads pooled (``head`` None).
 
@@ -240,6 +256,7 @@ class HeadDiagnosis:
     top_rows: tuple[TopRow, ...]
     attribution: None
     verdict: Verdict | None
+    certificate: Certificate | None = None
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from attn_diag.bias import SignedErrors
-from attn_diag.diagnosis import DeltaRounding
+from attn_diag.certification import Certify, RoundedBound, rounding_of_products, sum_of
+from attn_diag.diagnosis import Certificate, DeltaRounding
 from attn_diag.heads import HeadInputs, all_finite
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import base, parse, rounds_monotonically
 from attn_diag.propagation import BackwardCollector, ForwardErrors, GradientSums, Parts, dq_parts, project
 from attn_diag.reference import (
+    BoundCollector,
     FloatFormat,
+    HeadBounds,
     HeadReference,
     RowBlock,
     Rows,
@@ -58,7 +61,8 @@ class HeadMeasurement:
     """One observation of one head and sequence, reduced to what is linear in T.
 
     ``rows`` [n]: the usable rows (finite, with at least one key); arrays in ``errors`` and ``top_key`` [n]
-    follow them. ``dq``, ``dw_q`` are None where they cannot be known.
+    follow them. ``reference_bounds``: what the reference's own error can have added to the sum of each of ``errors``.
+    ``dq``, ``dw_q`` are None where they cannot be known.
     """
 
     batch: int
@@ -73,6 +77,8 @@ class HeadMeasurement:
     bit_identical: bool | None = None
     broken_outputs: dict[str, int] = field(default_factory=dict)
     errors: dict[str, SignedErrors] = field(default_factory=dict)
+    reference_bounds: dict[str, float] = field(default_factory=dict)
+    certificate: Certificate | None = None
     delta_source: str | None = None
     delta_rounding: DeltaRounding | None = None
     noise: tuple[float, int] = (0.0, 0)
@@ -91,18 +97,29 @@ class _Pass:
     backward: dict[str, BackwardCollector]
     probs_k: Tensor | None
     reference: HeadReference
+    bounds: HeadBounds
 
 
 def measure_head(
-    inputs: HeadInputs, observed: list[ObservedHead], batch: int, head: int, x: Tensor | None
+    inputs: HeadInputs,
+    observed: list[ObservedHead],
+    batch: int,
+    head: int,
+    x: Tensor | None,
+    certify: Certify | None = None,
 ) -> tuple[HeadReference, list[HeadMeasurement]]:
     """Stream the reference of one head once and measure every observation against it.
 
-    ``x`` [Tq, C] float64: the projection's input where dW_Q is wanted.
+    ``x`` [Tq, C] float64: the projection's input where dW_Q is wanted. ``certify``: rows to recompute by the oracle.
     """
     forward = _ForwardPass(inputs, observed)
     passed = forward.run()
     results = [_measure(inputs, passed, seen, forward.errors.get(seen.name), batch, head, x) for seen in observed]
+    if certify is not None:
+        usable = ~inputs.unusable & ~passed.reference.fully_masked
+        certificate = certify.check(inputs.head, passed.reference, passed.bounds, usable)
+        for result in results:
+            result.certificate = certificate
     return passed.reference, results
 
 
@@ -119,6 +136,7 @@ class _ForwardPass:
             key = seen.name if seen.recipe else ""
             if key not in self._maxima:
                 self._maxima[key] = collector_of(inputs, seen.recipe)
+        self._bounds = BoundCollector(head)
         self._backward: dict[str, BackwardCollector] = {}
         self._probs_k = torch.zeros_like(head.q) if head.do is not None else None
         if head.do is None:
@@ -142,12 +160,13 @@ class _ForwardPass:
 
     def run(self) -> _Pass:
         want_keys = any(seen.want_keys for seen in self.observed)
-        reference = reference_head(self.inputs.head, self._observe, key_gradients=want_keys)
+        reference = reference_head(self.inputs.head, self._observe, key_gradients=want_keys, gradient_sums=True)
         maxima = {seen.name: self._maxima.get(seen.name) or self._maxima[""] for seen in self.observed}
-        return _Pass(maxima, self._backward, self._probs_k, reference)
+        return _Pass(maxima, self._backward, self._probs_k, reference, self._bounds.bounds(reference))
 
     def _observe(self, block: RowBlock) -> None:
         self.inputs.mark_rows(block)
+        self._bounds.add(block)
         for collector in self._maxima.values():
             collector.add(block)
         if self._probs_k is not None:
@@ -196,29 +215,30 @@ def _measure(
         top_key=top_key.cpu().numpy(),
         broken_outputs={name: count for name, count in faulty.items() if count},
     )
-    rounding = _Rounding(reference.out[rows], seen.formats.get("o", inputs.input_format))
+    rounding = _Rounding(reference.out[rows], passed.bounds.out[rows], seen.formats.get("o", inputs.input_format))
     result.errors["rounding_o"] = SignedErrors.of_elements(rounding.error, rounding.ulp_sum)
-    _measure_forward(result, inputs, reference, seen, rounding, rows, top_key, eligible[rows])
+    _measure_forward(result, inputs, passed, seen, rounding, rows, top_key, eligible[rows])
     if inputs.head.do is not None:
         _measure_backward(result, inputs, passed, seen, forward_errors, rounding, rows, x)
     return result
 
 
 class _Rounding:
-    """What one correct rounding of O (``truth`` [n, Dv]) to its format gives and errs by."""
+    """What one correct rounding of O (``truth`` [n, Dv], up to ``bound``) to its format gives and errs by."""
 
-    def __init__(self, truth: Tensor, fmt: FloatFormat) -> None:
-        self.truth = truth
+    def __init__(self, truth: Tensor, bound: Tensor, fmt: FloatFormat) -> None:
+        self.truth, self.bound = truth, bound
         self.rounded = round_nearest_even(truth, fmt)
         self.error = self.rounded - truth
         self.ulps = ulp(truth, fmt)
         self.ulp_sum = float(self.ulps.sum())
+        self.certain = RoundedBound.of(truth, self.error, self.ulps, bound)
 
 
 def _measure_forward(
     result: HeadMeasurement,
     inputs: HeadInputs,
-    reference: HeadReference,
+    passed: _Pass,
     seen: ObservedHead,
     rounding: _Rounding,
     rows: Rows,
@@ -231,11 +251,19 @@ def _measure_forward(
         result.errors["o"] = SignedErrors.of_elements(out - rounding.truth, rounding.ulp_sum)
         result.errors["o_excess"] = SignedErrors.of_elements(excess, rounding.ulp_sum)
         result.errors["o_away_excess"] = SignedErrors.of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
+        certain = rounding.certain
+        turned = (2 * excess.abs()).masked_fill_(~certain.unsigned, 0.0)
+        result.reference_bounds |= {
+            "o": sum_of([rounding.bound]),
+            "o_excess": sum_of([certain.moved]),
+            "o_away_excess": sum_of([certain.moved, turned]),
+        }
         result.bit_identical = not result.errors["o_excess"].nonzero if len(out) else None
         swamped = swamped_elements(out, rounding.truth, inputs.head.v, top_key).sum(1)[eligible]
         result.swamped = int((swamped == out.shape[1]).sum()), int(swamped.sum())
     if (lse := seen.outputs.get("lse")) is not None:
-        truth = reference.lse[rows]
+        truth = passed.reference.lse[rows]
+        result.reference_bounds["lse"] = sum_of([passed.bounds.lse[rows]])
         ulp_sum = float(ulp(truth, seen.formats["lse"]).sum())
         result.errors["lse"] = SignedErrors.of_elements((lse[rows] - truth)[:, None], ulp_sum)
 
@@ -265,22 +293,33 @@ def _measure_backward(
     if forward_errors is not None:
         error = forward_errors.delta_error[rows]
         result.errors["delta"] = SignedErrors.of_rows(error, noise_floor)
+        assert passed.bounds.delta is not None
+        moved = (do * rounding.certain.moved).abs_().sum(1)
         if "delta" in seen.outputs:
+            own = sum_of([passed.bounds.delta[rows]])
             excess = forward_errors.delta[rows] - (do * rounding.rounded).sum(1)
+            own_excess = sum_of([moved, rounding_of_products(do, rounding.rounded)])
         else:
+            out = seen.outputs["o"][rows]
+            own = sum_of([passed.bounds.delta[rows], rounding_of_products(do, out)])
             # The same quantity without cancellation: zero where O is correctly rounded.
-            excess = (do * (seen.outputs["o"][rows] - rounding.rounded)).sum(1)
+            difference = out - rounding.rounded
+            excess = (do * difference).sum(1)
+            own_excess = sum_of([moved, rounding_of_products(do, difference)])
+        result.reference_bounds |= {"delta": own, "delta_excess": own_excess}
         result.errors["delta_excess"] = SignedErrors.of_rows(excess, noise_floor)
         judged = noise_floor > 0
         result.noise = float((error[judged] / noise_floor[judged]).square().sum()), int(judged.sum())
         result.delta_source = "captured" if "delta" in seen.outputs else "from_o"
         if "delta" in seen.outputs and "o" in seen.outputs and len(error):
-            own = seen.outputs["delta"][rows] - (do * seen.outputs["o"][rows]).sum(1)
+            cast = seen.outputs["delta"][rows] - (do * seen.outputs["o"][rows]).sum(1)
             result.delta_rounding = DeltaRounding(
-                float(own.mean()), float(own.square().mean().sqrt()), float(own.abs().max())
+                float(cast.mean()), float(cast.square().mean().sqrt()), float(cast.abs().max())
             )
     if (dq := seen.outputs.get("dq")) is not None:
         truth = reference.dq[rows]
+        assert passed.bounds.dq is not None
+        result.reference_bounds["dq"] = sum_of([passed.bounds.dq[rows]])
         result.errors["dq"] = SignedErrors.of_elements(dq[rows] - truth, float(ulp(truth, seen.formats["dq"]).sum()))
     parts = _dq_parts(inputs, passed, seen, forward_errors)
     kept = _rows_of(parts, rows)

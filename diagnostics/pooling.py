@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from attn_diag.bias import MIN_SEQUENCES, PRIMARY, SignedErrors, adjust, estimate_bias
+from attn_diag.certification import pool_certificates
 from attn_diag.diagnosis import (
     Bias,
     BiasEstimate,
@@ -24,7 +25,8 @@ from attn_diag.diagnosis import (
 )
 from attn_diag.measure import HeadMeasurement
 from attn_diag.propagation import AtomSums, GradientSums, add_parts
-from attn_diag.verdict import judge
+from attn_diag.reference import UNIT
+from attn_diag.verdict import beyond_reference, judge
 
 _TOP_ROWS = 5
 
@@ -39,9 +41,13 @@ class Entry:
     sequences: int
 
     def primary_p_values(self) -> dict[str, float]:
-        """The primary tests' p-values by name, those that exist."""
+        """The primary tests' p-values by name, those that exist and whose mean the reference is sharp enough for."""
         estimates = {name: getattr(self.diagnosis.bias, name) for name in PRIMARY}
-        return {n: e.p_value for n, e in estimates.items() if e is not None and e.p_value is not None}
+        return {
+            n: e.p_value
+            for n, e in estimates.items()
+            if e is not None and e.p_value is not None and not beyond_reference(e)
+        }
 
     def judged(self, adjusted: dict[str, float], level: float) -> HeadDiagnosis:
         """The diagnosis with adjusted p-values and verdict."""
@@ -60,6 +66,7 @@ class Entry:
             broken_outputs=self.broken_outputs,
             swamped_rows=d.swamped.rows if d.swamped else 0,
             sequences=self.sequences,
+            certificate=d.certificate,
             level=level,
         )
         return replace(d, bias=bias, verdict=verdict)
@@ -96,6 +103,7 @@ def pool(
     biases = {
         n: estimate_bias(e, clusters.of(n), level, with_drift=not n.startswith("rounding")) for n, e in errors.items()
     }
+    biases = {n: _with_reference_bound(e, [p.reference_bounds.get(n) for p in parts]) for n, e in biases.items()}
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
     noise, judged = (sum(p.noise[i] for p in parts) for i in (0, 1))
@@ -123,6 +131,7 @@ def pool(
         top_rows=_top_rows(parts, errors.get("delta")),
         attribution=None,
         verdict=None,
+        certificate=pool_certificates([p.certificate for p in parts]),
     )
     broken: dict[str, int] = {}
     for part in parts:
@@ -130,6 +139,16 @@ def pool(
             broken[name] = broken.get(name, 0) + count
     same = None if any(i is None for i in identical) else all(identical)
     return Entry(diagnosis, same, broken, sequences)
+
+
+def _with_reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> BiasEstimate:
+    """The estimate with what the reference's errors (``sums``, one a part) and the rounding of its mean amount to."""
+    known = [s for s in sums if s is not None]
+    if not estimate.n or estimate.rms is None or len(known) < len(sums):
+        return estimate
+    # Differences observed - reference and their sum: at most n + 2 roundings (Higham, eq. 4.4), and mean |e| <= rms.
+    rounding = (estimate.n + 2) * UNIT * 1.01 * estimate.rms
+    return replace(estimate, reference_bound=sum(known) / estimate.n + rounding)
 
 
 def dw_q_sums(parts: list[HeadMeasurement]) -> GradientSums | None:

@@ -78,7 +78,7 @@ class BackwardCollector:
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference, backward included."""
-        assert block.dscores is not None
+        assert block.unnormalised_dscores is not None
         assert self._head.do is not None
         rows, keys = block.rows, block.keys
         scaled_q = self._head.q[rows] * self._head.scale
@@ -89,20 +89,20 @@ class BackwardCollector:
         if self.dk_lse is not None and self.dv_lse is not None and self._errors.lse_error is not None:
             factor = torch.expm1(-self._errors.lse_error[rows])[:, None]
             probs = block.probs
-            moved = block.dscores - _sloped(block, probs * delta_error[:, None])
+            moved = block.unnormalised_dscores * block.inverse_row_sum[:, None] - _sloped(
+                block, probs * delta_error[:, None]
+            )
             self.dk_lse[keys] += moved.T @ (scaled_q * factor)
             self.dv_lse[keys] += probs.T @ (self._head.do[rows] * factor)
         if not self._want_casts:
             return
         # dS_obs = exp(-D_L) (dS - D_delta P), and P = P_bar / l: two passes, no second exponential.
         probs = _sloped(block, block.unnormalised_probs)
-        dscores = torch.addcmul(block.dscores, probs, (delta_error * block.inverse_row_sum)[:, None], value=-1)
+        dscores = torch.addcmul(block.unnormalised_dscores, probs, delta_error[:, None], value=-1)
         factor = block.inverse_row_sum
         if self._errors.lse_error is not None:
-            ratio = torch.exp(-self._errors.lse_error[rows])
-            dscores.mul_(ratio[:, None])
-            factor = factor * ratio
-        dscores = _kernel_cast_(dscores, self._errors.cast)
+            factor = factor * torch.exp(-self._errors.lse_error[rows])
+        dscores = _kernel_cast_(dscores.mul_(factor[:, None]), self._errors.cast)
         if self.dq_cast is not None:
             self.dq_cast[rows] = (dscores @ self._head.k[keys]).mul_(self._head.scale)
         if self.dk_cast is not None and self.dv_cast is not None:

@@ -11,6 +11,7 @@ from attn_diag.bias import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 from attn_diag.diagnosis import (
     Bias,
     BiasEstimate,
+    Certificate,
     HeadDiagnosis,
     Label,
     Propagation,
@@ -27,6 +28,8 @@ LOSSY_ABOVE = 2.0
 DQ_ERROR_ABOVE = 0.02
 # Unexplained part of dQ's error: at most 0.03 for fused backwards that cast dS and dQ, 0.14 and more for others.
 ROUNDS_ELSEWHERE_ABOVE = 0.1
+# A mean is not tested where the reference's own error may be more than this part of its standard error.
+REFERENCE_BELOW = 0.01
 
 _NAMES = {
     "delta": "delta",
@@ -52,6 +55,12 @@ _SUGGESTIONS: dict[Label, str] = {
 }
 
 
+def beyond_reference(estimate: BiasEstimate) -> bool:
+    """Whether the reference's own error may matter beside the standard error, so that the test decides nothing."""
+    bound, error = estimate.reference_bound, estimate.standard_error
+    return bound is not None and error is not None and bound > REFERENCE_BELOW * error
+
+
 def judge(
     *,
     bias: Bias,
@@ -66,8 +75,11 @@ def judge(
     swamped_rows: int,
     sequences: int,
     level: float,
+    certificate: Certificate | None = None,
 ) -> Verdict:
     """The verdict of one entry. ``bias`` must carry the adjusted p-values of the primary tests."""
+    if certificate is not None and not certificate.held:
+        return _violated(certificate)
     scope = "this sequence only" if sequences < MIN_SEQUENCES else f"{sequences} sequences"
     labels: list[Label] = []
     reasons: list[str] = []
@@ -75,7 +87,8 @@ def judge(
         listed = ", ".join(f"{name} ({count} rows)" for name, count in broken_outputs.items())
         labels.append("lossy")
         reasons.append(f"The kernel returned NaN or Inf where the reference is finite: {listed}.")
-    if noise_factor is not None and noise_factor > LOSSY_ABOVE:
+    sharp = bias.delta is None or (bias.delta.reference_bound or 0.0) <= (bias.delta.rms or 0.0) / 2
+    if noise_factor is not None and noise_factor > LOSSY_ABOVE and sharp:
         labels.append("lossy")
         reasons.append(
             f"delta's error is {noise_factor:.3g} times what one correct rounding of O makes: "
@@ -90,6 +103,11 @@ def judge(
             "and the rounding of O, through delta, swamps it."
         )
     tests = {name: e for name in PRIMARY if (e := getattr(bias, name)) is not None and e.p_value is not None}
+    blurred = {name: e for name, e in tests.items() if beyond_reference(e)}
+    tests = {name: e for name, e in tests.items() if name not in blurred}
+    if blurred:
+        labels.append("undecided")
+        reasons.append(_blurred(blurred))
     biased = _biased(tests, rounding_bias, level, scope)
     reasons += biased[1]
     if biased[0]:
@@ -103,7 +121,7 @@ def judge(
             f"(at least {MIN_EFFECTIVE} needed)"
             f"{f'; rows with most of delta’s squared error: {listed}' if listed else ''}."
         )
-    if not tests and bit_identical is None:
+    if not tests and not blurred and bit_identical is None:
         labels.append("undecided")
         reasons.append("Neither O nor delta was captured (or no row is usable): no bias test is possible.")
     if not labels:
@@ -115,6 +133,27 @@ def judge(
     seen: Literal["none", "seen"] = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
     return Verdict(unique, evidence, tuple(reasons), tuple(_SUGGESTIONS[label] for label in unique))
+
+
+def _blurred(tests: dict[str, BiasEstimate]) -> str:
+    listed = "; ".join(
+        f"{_NAMES[name]}: up to {e.reference_bound:.2g} beside a standard error of {e.standard_error:.2g}"
+        for name, e in tests.items()
+    )
+    return (
+        "No test of a mean that the float64 reference is not sharp enough for (its own error may exceed "
+        f"{REFERENCE_BELOW:.0%} of the standard error): {listed}."
+    )
+
+
+def _violated(certificate: Certificate) -> Verdict:
+    worst = ", ".join(f"{name} {ratio:.3g}" for name, ratio in certificate.worst_ratio.items() if not ratio <= 1)
+    reason = (
+        "THE REFERENCE IS WRONG HERE: its error against the oracle exceeds its proven bound "
+        f"({worst} times, in {certificate.rows} rows checked). Nothing is concluded from it; please report this."
+    )
+    advice = "Report the capture with the output of attn-diag env; a faulty math library or processor makes this."
+    return Verdict(("undecided",), "none", (reason,), (advice,))
 
 
 def _dq_error(propagation: Propagation) -> tuple[float | None, str]:

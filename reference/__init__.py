@@ -10,11 +10,15 @@ from attn_diag.reference.attention import (
     reference_rows,
     row_blocks,
 )
+from attn_diag.reference.certificate import UNIT, BoundCollector, HeadBounds
 from attn_diag.reference.rounding import FloatFormat, format_of, round_nearest_even, ulp
 
 __all__ = [
+    "UNIT",
     "AttentionHead",
+    "BoundCollector",
     "FloatFormat",
+    "HeadBounds",
     "HeadReference",
     "Masking",
     "RowBlock",

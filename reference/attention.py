@@ -4,6 +4,7 @@
     m = rowmax S                P_bar = exp(S - m)         l = rowsum P_bar       L = m + ln l
     O_bar = P_bar V             O = O_bar / l              P = P_bar / l
     delta = rowsum(dO o O)      dP = dO V^T                dS = P o (dP - delta)  (softcap: times 1 - (S/c)^2)
+                                                           dS_bar = P_bar o (dP - delta) (likewise), unnormalised
     dQ = alpha dS K             dK = alpha dS^T Q          dV = P^T dO
 
 The low-precision inputs are taken as exact. A row without a single visible key has O = 0, L = -inf and no
@@ -12,6 +13,7 @@ gradient. Source of the backward: Dao, "FlashAttention-2", arXiv 2307.08691, alg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +30,11 @@ Rows = slice | Tensor
 # operations, which costs more (measured: 5 % at T = 1024, 20 % at T = 4096); a GPU wants enough to fill it.
 _BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}
 _MIN_BLOCK_ROWS = 16
+# Keys that one product sums; longer sums go by parts. It divides the bound of a long sum's error by up to 8 at 0 to
+# 10 % of a product's time; fewer keys cost more and gain little.
+SUM_KEYS = 128
+# The same for a row sum, whose parts cost next to nothing.
+SUM_TERMS = 32
 
 # MKL chooses a vector function's implementation at its first call. When several threads make that call at
 # once, some may be given a low-accuracy one (measured on torch 2.13, 2 cores: float64 exp off by 3e-9 in one
@@ -91,6 +98,11 @@ class AttentionHead:
         """position(t) of every query row, int64 [Tq]; see Masking."""
         return self.masking.row_positions(len(self.q), len(self.k), self.q.device)
 
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """The shape of O, [Tq, Dv]."""
+        return len(self.q), self.v.shape[1]
+
     @cached_property
     def _position_list(self) -> list[int]:
         return self.positions.tolist()
@@ -135,7 +147,9 @@ class RowBlock:
     ``rows`` a slice or indices [R]; ``keys`` the slice of keys; S, P_bar, dP and dS are [R, K]; row quantities [R],
     among them ``top_key``, the first key with the largest score (int64, counted from key 0; any in a row without
     keys), and 1/l, which is 0 in fully masked rows; O_bar, O and dQ are [R, D]. ``slope`` is 1 - (S/c)^2 under
-    softcap, else None. ``scores`` is -inf where masked. ``dprobs`` (dP) is there only where it was asked for.
+    softcap, else None. ``scores`` is -inf where masked. ``dprobs`` (dP) and ``gradient_sums`` are there only where
+    they were asked for; the latter are the row sums of P_bar o (dP - delta), those of its absolute value, and its
+    2-norms, each [R].
     """
 
     rows: Rows
@@ -151,8 +165,15 @@ class RowBlock:
     fully_masked: Tensor
     dprobs: Tensor | None = None
     delta: Tensor | None = None
-    dscores: Tensor | None = None
+    unnormalised_dscores: Tensor | None = None
     dq: Tensor | None = None
+    gradient_sums: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def dscores(self) -> Tensor | None:
+        """dS = dS_bar / l, [R, K]; None without dO."""
+        bar = self.unnormalised_dscores
+        return None if bar is None else bar * self.inverse_row_sum[:, None]
 
     @property
     def lse(self) -> Tensor:
@@ -199,13 +220,19 @@ class HeadReference:
 
 
 def row_blocks(
-    head: AttentionHead, *, rows: Tensor | None = None, block_rows: int | None = None, keep_dprobs: bool = False
+    head: AttentionHead,
+    *,
+    rows: Tensor | None = None,
+    block_rows: int | None = None,
+    keep_dprobs: bool = False,
+    gradient_sums: bool = False,
 ) -> Iterator[RowBlock]:
     """The head's intermediates, block by block of query rows.
 
     ``rows``: indices of the query rows wanted (default: all). ``block_rows``: rows in a block (default: as
     many as keep the block's scores within a cache-sized budget). Keys that no row of a block can see are
     left out, so causal attention costs half. ``keep_dprobs``: keep dP, which otherwise turns into dS in place.
+    ``gradient_sums``: the sums that the bound of delta's own error needs (``reference.certificate``).
     """
     count = len(head.q) if rows is None else len(rows)
     wanted = None if rows is None else rows.to(head.q.device)
@@ -215,7 +242,8 @@ def row_blocks(
     with torch.no_grad(), torch.autocast(head.q.device.type, enabled=False):
         for start in range(0, count, block_rows):
             part = slice(start, min(start + block_rows, count))
-            yield _row_block(head, part if wanted is None else wanted[part], keep_dprobs=keep_dprobs)
+            chosen = part if wanted is None else wanted[part]
+            yield _row_block(head, chosen, keep_dprobs=keep_dprobs, gradient_sums=gradient_sums)
 
 
 def reference_rows(head: AttentionHead, rows: Tensor) -> RowBlock:
@@ -229,25 +257,27 @@ def reference_head(
     *,
     block_rows: int | None = None,
     key_gradients: bool = True,
+    gradient_sums: bool = False,
 ) -> HeadReference:
     """Stream the head once and keep what is linear in T.
 
     ``observe`` is called with every block, for whoever needs the T x T intermediates in passing.
-    ``key_gradients``: also sum dK and dV (two more products a block).
+    ``key_gradients``: also sum dK and dV (two more products a block). ``gradient_sums``: see ``row_blocks``.
     """
     by_row: dict[str, Tensor] = {}
     dk = dv = None
     if head.do is not None and key_gradients:
         dk, dv = torch.zeros_like(head.k), torch.zeros_like(head.v)
-    for block in row_blocks(head, block_rows=block_rows):
+    for block in row_blocks(head, block_rows=block_rows, gradient_sums=gradient_sums):
         for name in ("row_max", "row_sum", "unnormalised_out", "delta", "dq"):
             if (values := getattr(block, name)) is not None:
                 if name not in by_row:
                     by_row[name] = values.new_empty((len(head.q), *values.shape[1:]))
                 by_row[name][block.rows] = values
         if head.do is not None and dk is not None and dv is not None:
-            assert block.dscores is not None
-            dk[block.keys] += block.dscores.T @ (head.q[block.rows] * head.scale)
+            assert block.unnormalised_dscores is not None
+            scaled_q = head.q[block.rows] * (block.inverse_row_sum * head.scale)[:, None]
+            dk[block.keys] += block.unnormalised_dscores.T @ scaled_q
             scaled_do = head.do[block.rows] * block.inverse_row_sum[:, None]
             dv[block.keys] += block.unnormalised_probs.T @ scaled_do
         if observe is not None:
@@ -255,10 +285,14 @@ def reference_head(
     return HeadReference(**by_row, dk=dk, dv=dv)
 
 
-def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool) -> RowBlock:
+def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_sums: bool) -> RowBlock:
     keys = head.visible_span(rows)
     k, v, q = head.k[keys], head.v[keys], head.q[rows]
-    scores = (q * head.scale) @ k.T  # [R, K]
+    # A power of two costs no rounding; another scale waits for the product, which is often exact.
+    early = is_power_of_two(head.scale)
+    scores = (q * head.scale if early else q) @ k.T  # [R, K]
+    if not early:
+        scores.mul_(head.scale)
     slope = None
     if head.softcap is not None:
         scores.div_(head.softcap).tanh_()
@@ -269,7 +303,7 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool) -> RowBloc
     row_max, top_key = _row_max(scores)
     fully_masked = row_max == -torch.inf
     probs = torch.sub(scores, row_max.masked_fill(fully_masked, 0.0)[:, None]).exp_()
-    row_sum = probs.sum(1)
+    row_sum = sum_in_parts(probs)
     block = RowBlock(
         rows=rows,
         keys=keys,
@@ -280,20 +314,24 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool) -> RowBloc
         unnormalised_probs=probs,
         row_sum=row_sum,
         inverse_row_sum=_inverse(row_sum, fully_masked),
-        unnormalised_out=probs @ v,
+        unnormalised_out=product_in_parts(probs, v),
         fully_masked=fully_masked,
     )
     if head.do is not None:
         do, inverse = head.do[rows], block.inverse_row_sum
         block.delta = (do * block.unnormalised_out).sum(1).mul_(inverse)
+        dprobs = do @ v.T
         if keep_dprobs:
-            block.dprobs = do @ v.T
-        # 1/l enters with the rows of dO and delta: one pass over [R, K] less.
-        dscores = (do * inverse[:, None]) @ v.T
-        block.dscores = dscores.sub_((block.delta * inverse)[:, None]).mul_(probs)
+            block.dprobs = dprobs.clone()
+        dscores = dprobs.sub_(block.delta[:, None]).mul_(probs)
+        if gradient_sums:
+            sizes = dscores.abs().sum(1), torch.linalg.vector_norm(dscores, dim=1)
+            block.gradient_sums = sum_in_parts(dscores), *sizes
         if slope is not None:
-            block.dscores.mul_(slope)
-        block.dq = (block.dscores @ k).mul_(head.scale)
+            dscores.mul_(slope)
+        block.unnormalised_dscores = dscores
+        # 1/l enters at the end: dP stays as exact as the inputs let it be, and [R, K] is gone over once less.
+        block.dq = product_in_parts(dscores, k).mul_((inverse * head.scale)[:, None])
     return block
 
 
@@ -307,3 +345,41 @@ def _row_max(scores: Tensor) -> tuple[Tensor, Tensor]:
 def _inverse(row_sum: Tensor, fully_masked: Tensor) -> Tensor:
     """1/l, and 0 in fully masked rows; [R]."""
     return row_sum.reciprocal().masked_fill_(fully_masked, 0.0)
+
+
+def is_power_of_two(value: float) -> bool:
+    """Whether a product with ``value`` rounds nothing (but underflow)."""
+    return math.frexp(abs(value))[0] == 0.5
+
+
+def product_in_parts(weights: Tensor, values: Tensor) -> Tensor:
+    """``weights`` [R, K] times ``values`` [K, D], 128 keys at a time: no sum of more than 128 + K/128 terms."""
+    count = weights.shape[1] // SUM_KEYS
+    if count < 2:
+        return weights @ values
+    whole = count * SUM_KEYS
+    left = weights[:, :whole].unflatten(1, (count, SUM_KEYS)).transpose(0, 1)  # [C, R, 128]
+    result = torch.bmm(left, values[:whole].unflatten(0, (count, SUM_KEYS))).sum(0)
+    return result.add_(weights[:, whole:] @ values[whole:]) if whole < len(values) else result
+
+
+def sum_in_parts(values: Tensor) -> Tensor:
+    """Row sums of ``values`` [R, K], 32 terms at a time, and those sums likewise."""
+    count = values.shape[1] // SUM_TERMS
+    if count < 2:
+        return values.sum(1)
+    whole = count * SUM_TERMS
+    result = sum_in_parts(values[:, :whole].unflatten(1, (count, SUM_TERMS)).sum(2))
+    return result.add_(values[:, whole:].sum(1)) if whole < values.shape[1] else result
+
+
+def product_depth(keys: int) -> int:
+    """How many roundings a term of ``product_in_parts`` passes at most, its own product's among them."""
+    count = keys // SUM_KEYS
+    return keys if count < 2 else SUM_KEYS + count
+
+
+def sum_depth(keys: int) -> int:
+    """How many roundings a term of ``sum_in_parts`` passes at most."""
+    count = keys // SUM_TERMS
+    return max(keys - 1, 0) if count < 2 else SUM_TERMS + sum_depth(count)

@@ -128,6 +128,9 @@ def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
     for suggestion in head.verdict.suggestions:
         yield words.bullet(">", suggestion)
     yield Padding(_tests(head), (0, 0, 0, 2))
+    for line in (words.reference_words(head), words.certificate_words(head)):
+        if line is not None:
+            yield words.bullet(" ", line)
     for name, title in words.GRADIENTS.items():
         error = getattr(head.propagation, name)
         if error is not None and error.relative_error is not None:

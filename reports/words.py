@@ -115,6 +115,24 @@ def test_cells(name: str, estimate: BiasEstimate | None) -> tuple[str, ...]:
     )
 
 
+def reference_words(head: HeadDiagnosis) -> str | None:
+    """How far the reference's own error can have moved the means tested; None where nothing was tested."""
+    known = {n: e.reference_bound for n in TESTS if (e := getattr(head.bias, n)) is not None}
+    listed = ", ".join(f"{TESTS[n]} {b:.1g}" for n, b in known.items() if b is not None)
+    return f"the reference's own error has moved these means by at most: {listed}" if listed else None
+
+
+def certificate_words(head: HeadDiagnosis) -> str | None:
+    """What recomputing rows in mpmath said of the reference; None where none were."""
+    found = head.certificate
+    if found is None:
+        return None
+    names = {"o": "O", "lse": "L", "delta": "delta", "dq": "dQ"}
+    worst = ", ".join(f"{names[name]} {number(ratio, 2)}" for name, ratio in found.worst_ratio.items())
+    outcome = "every error of the float64 reference is within its bound" if found.held else "THE BOUND IS VIOLATED"
+    return f"certified: {found.rows} rows recomputed in mpmath ({found.bits} bits): {outcome} (worst part: {worst})"
+
+
 def share_words(error: GradientError) -> str:
     """The shares of an error's parts, largest first."""
     known = [(name, share) for name, share in (error.shares or {}).items() if share is not None]

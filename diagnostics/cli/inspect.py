@@ -11,7 +11,9 @@ import typer
 from attn_diag.cli import common
 
 if TYPE_CHECKING:
+    from attn_diag.certification import Certify
     from attn_diag.diagnosis import Diagnosis
+    from attn_diag.ranges import Ranges
 
 
 def inspect(
@@ -33,6 +35,11 @@ def inspect(
         str | None,
         typer.Option(metavar="LABELS", help="Exit with 1 if a verdict has one of these: biased,lossy,…"),
     ] = None,
+    certify: Annotated[
+        int, typer.Option(metavar="N", help="Recompute N rows of every head in mpmath: is the reference right?")
+    ] = 0,
+    certify_rows: Annotated[str | None, typer.Option(help="Recompute these rows too, such as 0,17,100-120.")] = None,
+    certify_bits: Annotated[int, typer.Option(help="Working precision of --certify, in bits.")] = 128,
     level: common.Level = 0.01,
     device: common.Device = "auto",
     layout: common.Layout = None,
@@ -51,6 +58,7 @@ def inspect(
     wanted = common.labels(fail_on, get_args(Label))
     common.require_apart([t for t in (common.json_target(json), html) if t is not None], paths or [])
     options = common.metadata_options(layout, causal, scale, window, softcap)
+    certified = _certify(certify, common.numbers("--certify-rows", certify_rows), certify_bits)
     captures, unreadable = common.open_captures(
         paths or [], example=example, layers=common.numbers("--layer", layer), options=options
     )
@@ -58,7 +66,7 @@ def inspect(
     with common.progress_bar() as progress:
         diagnosis = inspect_captures(
             captures, selection=selection, recipes=recipe or (), engine=engine, level=level, device=device,
-            progress=progress, unreadable=unreadable, skip=common.complain,
+            progress=progress, unreadable=unreadable, skip=common.complain, certify=certified,
         )  # fmt: skip
     for warning in diagnosis.summary.warnings:
         print(f"attn-diag: {warning}", file=sys.stderr)
@@ -69,6 +77,13 @@ def inspect(
         page = html_document(diagnosis)
         write_atomically(html, lambda temporary: Path(temporary).write_text(page, encoding="utf-8"))
     raise typer.Exit(_exit_code(diagnosis, wanted))
+
+
+def _certify(count: int, rows: Ranges | None, bits: int) -> Certify:
+    """What the three options ask for. Raises InputError for what cannot be done."""
+    from attn_diag.certification import Certify
+
+    return Certify(count, rows, bits)
 
 
 def _exit_code(diagnosis: Diagnosis, wanted: frozenset[str]) -> int:

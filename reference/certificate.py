@@ -1,0 +1,323 @@
+"""Bounds of the float64 reference's own error, element by element, that hold for certain.
+
+u = 2**-53, gamma(n) = n u / (1 - n u): n roundings in a row change a product or a sum of terms of one sign by at most
+that fraction, in whatever order they are added, fused or not (Higham, Accuracy and Stability of Numerical Algorithms,
+2nd ed., lemma 3.1 and section 4.2). Assumed beyond IEEE arithmetic: exp, log and tanh are right to 2 ulp (4 u), and
+what underflows may be flushed to zero. Per row t, over its n visible keys:
+
+    S       exact where every product q_i k_ji is a multiple of a power of two g and ||q|| max_j ||k_j|| <= 2**52 g: no
+            sum needs more than 53 bits (BF16 and FP16 inputs, as a rule), and S - m is exact too. A scale that is no
+            power of two costs u alpha ||q|| max ||k||. Otherwise gamma(D + 1) alpha ||q|| max ||k|| (Cauchy-Schwarz).
+            Softcap: tanh is 1-Lipschitz; 7 u min(c, |S|) more. A mask used: u |S| more, and |S| <= |m| + 746 where
+            exp(S - m) is not zero.
+    P_bar   computed = P_bar (1 + rho_j), |rho_j| <= rho = expm1(error of S + u |S - m| + 4.5 u), P_bar taken from
+            the computed m: any number will do. The rest depends on the rows' weights P = P_bar / l:
+    B_d     sum_j P_j |V_jd| <= min(||P||_2 ||V_.d||_2, max_j |V_jd|) =: B_d, and B'_d likewise for K
+    l       rho + gamma(n_l), relative
+    L       rho + gamma(n_l) + 4.5 u |ln l| + u |L|
+    O       moving P_j by rho_j moves O by sum_j P_j rho_j (V_j - O): rho (B + |O|); the sums: gamma(n_O) B and
+            gamma(n_l) |O|; the division: 3 u |O|
+    dP      exact as S may be, else gamma(Dv) ||dO|| max ||v||
+    X       sum_j P_j |dP_j - delta|, from its computed value
+    delta   rho X, and then the smaller of two: beforehand gamma(n_O) sum_d |dO_d| B_d + gamma(Dv) sum_d |dO_d O_d| +
+            (gamma(n_l) + 3 u) |delta|; or afterwards, as sum_j P_j (dP_j - delta) = 0 holds for the true delta alone:
+            |sum_j P_j (dP_j - delta)|, computed, + gamma(n_l + 2) X + the error of dP
+    dQ      alpha [(rho + gamma(n_dQ) + 3 u + error of the slope) Y_d + (errors of dP and delta) B'_d]
+            + (rho + gamma(n_l) + 4 u) |dQ|,  Y_d >= sum_j |dS_j K_jd|: min(X max_j |K_jd|, ||dS||_2 ||K_.d||_2)
+
+n_l, n_O and n_dQ are how many roundings a term passes (``product_depth``, ``sum_depth``; at most n: adding zero
+rounds nothing). Products of such small quantities, computed weights in place of true ones, and the rounding of the
+bounds themselves are covered by a factor 1 + 8 (rho + gamma(n_l)) + 2**-20; where rho + gamma(n_l) exceeds 0.05 the
+bound is inf.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_diag.reference.attention import (
+    AttentionHead,
+    HeadReference,
+    RowBlock,
+    is_power_of_two,
+    product_depth,
+    sum_depth,
+)
+
+UNIT = 2.0**-53
+# exp, log and tanh of torch on CPU and CUDA: 2 ulp is at most 4 u; the half covers products of errors.
+_FUNCTION = 4.5 * UNIT
+# exp(-746) is 0 in float64; so is every probability below it.
+_VANISHES = 746.0
+_SMALL = 2.0**-1018
+_SLACK = 1 + 2.0**-20
+_TOO_LARGE = 0.05
+_PART_ELEMENTS = 2**13
+# Bits of a significand, most common first: BF16, FP16, FP32, FP64.
+_SIGNIFICANDS = (8, 11, 24, 53)
+
+
+@dataclass
+class HeadBounds:
+    """Bounds of |reference - truth|: ``out`` [Tq, Dv], ``lse`` [Tq]; with dO also ``delta`` [Tq], ``dq`` [Tq, D]."""
+
+    out: Tensor
+    lse: Tensor
+    delta: Tensor | None
+    dq: Tensor | None
+
+
+class BoundCollector:
+    """Takes what the bounds need from each block while the reference streams (with ``gradient_sums``)."""
+
+    def __init__(self, head: AttentionHead) -> None:
+        self._head = head
+        rows = len(head.q)
+        new = head.q.new_zeros
+        # ||P_bar||_2, the number of keys in the row's block, and the largest additive mask that counts.
+        self._norm, self._keys, self._mask = new(rows), new(rows), new(rows)
+        self._gradient = tuple(new(rows) for _ in range(3)) if head.do is not None else None
+
+    def add(self, block: RowBlock) -> None:
+        """Take one block of the reference, its scores unchanged."""
+        rows = block.rows
+        self._norm[rows] = torch.linalg.vector_norm(block.unnormalised_probs, dim=1)
+        self._keys[rows] = float(block.keys.stop - block.keys.start)
+        mask = self._head.masking.mask
+        if mask is not None and mask.dtype != torch.bool and block.scores.shape[1]:
+            sizes = mask[rows, block.keys].double().abs()
+            top = block.row_max.masked_fill(block.fully_masked, 0.0)
+            self._mask[rows] = sizes.masked_fill_(block.scores <= (top - _VANISHES)[:, None], 0.0).amax(1)
+        if self._gradient is not None:
+            assert block.gradient_sums is not None
+            for kept, found in zip(self._gradient, block.gradient_sums, strict=True):
+                kept[rows] = found
+
+    def bounds(self, reference: HeadReference) -> HeadBounds:
+        """The bounds of everything that the stream left."""
+        with torch.no_grad():
+            return self._bounds(reference)
+
+    def _bounds(self, reference: HeadReference) -> HeadBounds:
+        head = self._head
+        weights = _Weights(head, reference, self._norm, self._keys, self._mask)
+        rho, gamma, product = weights.rho, weights.gamma, weights.product
+        v = _Columns(head.v)
+        out, relative = torch.empty_like(reference.out), rho + gamma + 3 * UNIT
+        # Rounding of the products' sums and of rowsum(dO o O), as they reach delta.
+        before = torch.zeros_like(rho) if head.do is not None else None
+        for part in _parts(out):
+            mean_v = torch.outer(weights.norm[part], v.norm).clamp_(max=v.largest)  # B
+            sizes = reference.out[part].abs()
+            torch.mul(mean_v, (rho + product)[part, None], out=out[part]).addcmul_(sizes, relative[part, None])
+            if before is not None and head.do is not None:
+                do = head.do[part]
+                before[part] = product[part] * mean_v.mul_(do).abs_().sum(1)
+                before[part] += _gamma(head.v.shape[1]) * sizes.mul_(do).abs_().sum(1)
+        lse = rho + gamma + _FUNCTION * reference.row_sum.log().abs() + UNIT * reference.lse.abs()
+        found = HeadBounds(weights.finish(out, weights.tiny * v.top), weights.finish(lse, weights.tiny), None, None)
+        if before is not None:
+            self._backward(reference, weights, before, found)
+        return found
+
+    def _backward(self, reference: HeadReference, weights: _Weights, before: Tensor, found: HeadBounds) -> None:
+        head, rho, gamma, product = self._head, weights.rho, weights.gamma, weights.product
+        assert head.do is not None
+        assert reference.delta is not None
+        assert reference.dq is not None
+        assert self._gradient is not None
+        dprobs = _Products(head.do, head.v)
+        of_dprobs = torch.where(dprobs.exact(), 0.0, _gamma(head.v.shape[1]) * dprobs.size)
+        residual, spread, norm = (s.abs() * weights.inverse_row_sum for s in self._gradient)
+        before = before + (gamma + 3 * UNIT) * reference.delta.abs()
+        after = residual + _gamma(weights.sum_depth + 2) * spread + of_dprobs
+        of_delta = rho * (spread + of_dprobs) + torch.minimum(before, after)
+        found.delta = weights.finish(of_delta, weights.tiny * dprobs.size)
+
+        k, alpha, drift = _Columns(head.k), abs(head.scale), of_dprobs + of_delta
+        relative = rho + product + 3 * UNIT + weights.slope_error
+        # Y of the computed dS, and what the errors of dP and delta add to it.
+        of_y, of_mean = alpha * relative, alpha * drift * (1 + relative)
+        of_dq = rho + gamma + 4 * UNIT
+        dq = torch.empty_like(reference.dq)
+        for part in _parts(dq):
+            y = torch.outer(norm[part], k.norm, out=dq[part])
+            torch.minimum(y, torch.outer(spread[part], k.largest), out=y).mul_(of_y[part, None])
+            mean_k = torch.outer(weights.norm[part], k.norm).clamp_(max=k.largest)  # B'
+            y.addcmul_(mean_k, of_mean[part, None]).addcmul_(reference.dq[part].abs(), of_dq[part, None])
+        found.dq = weights.finish(dq, weights.tiny * (1 + alpha) * (1 + dprobs.size) * (1 + k.top))
+
+
+class _Weights:
+    """What is known of every row's probabilities: their errors, norms, and the lengths of the sums. All [Tq].
+
+    ``rho`` relative error of P_bar, ``gamma`` of the row sum beyond that, ``product`` of the sums in products,
+    ``norm`` ||P||_2, ``tiny`` what underflow may take from a row.
+    """
+
+    def __init__(self, head: AttentionHead, reference: HeadReference, norm: Tensor, keys: Tensor, mask: Tensor) -> None:
+        visible = _visible_at_most(head, keys)
+        depths = {int(n): (product_depth(int(n)), sum_depth(int(n))) for n in keys.unique().tolist()}
+        in_product, in_sum = torch.zeros_like(keys), torch.zeros_like(keys)
+        for n, (by_product, by_sum) in depths.items():
+            in_product.masked_fill_(keys == n, float(by_product))
+            in_sum.masked_fill_(keys == n, float(by_sum))
+        self.sum_depth = torch.minimum(visible, in_sum)
+        self.product, self.gamma = _gamma(torch.minimum(visible, in_product)), _gamma(self.sum_depth)
+        error, size, exact = _score_error(head)
+        self.slope_error = torch.zeros_like(error)
+        if head.softcap is not None:
+            self.slope_error = 3 * error / head.softcap + 3 * UNIT
+        if bool((mask > 0).any()):
+            error, size, exact = _mask_error(reference, mask, error, size, exact)
+        theta = error + torch.where(exact, 0.0, UNIT * (2 * size).clamp(max=_VANISHES)) + _FUNCTION
+        self.rho = torch.expm1(theta)
+        relative = self.rho + self.gamma
+        self._factor = (1 + 8 * relative) * _SLACK
+        # NaN where something overflowed: nothing is certain then.
+        self._hopeless = ~(relative <= _TOO_LARGE)
+        self._masked = reference.fully_masked
+        self._any_special = bool((self._hopeless | self._masked).any())
+        self.inverse_row_sum = reference.row_sum.reciprocal().masked_fill_(self._masked, 0.0)
+        self.norm = (norm * self.inverse_row_sum).clamp_(max=1.0)
+        self.tiny = _SMALL * (keys + head.q.shape[1] + head.v.shape[1] + 8)
+
+    def finish(self, bound: Tensor, underflow: Tensor) -> Tensor:
+        """The bound with everything of higher order, in place; 0 in fully masked rows, inf where it is too large."""
+        if bound.ndim == 1:
+            return self.finish(bound[:, None], underflow)[:, 0]
+        bound.mul_(self._factor[:, None]).add_(underflow[:, None])
+        if self._any_special:
+            bound[self._hopeless], bound[self._masked] = torch.inf, 0.0
+        if not math.isfinite(float(bound.sum())):
+            bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        return bound
+
+
+def _score_error(head: AttentionHead) -> tuple[Tensor, Tensor, Tensor]:
+    """Error of S before the mask, |S| at most, and whether S is free of rounding; [Tq] each."""
+    alpha = abs(head.scale)
+    products = _Products(head.q, head.k)
+    size = products.size * alpha
+    exact = products.exact(alpha)
+    error = torch.where(exact, 0.0 if is_power_of_two(alpha) else UNIT * _SLACK, _gamma(head.q.shape[1] + 1)) * size
+    exact = exact & is_power_of_two(alpha)
+    error += torch.where(exact, 0.0, _SMALL * (head.q.shape[1] + 2) * (1 + alpha))
+    if head.softcap is not None:
+        size = size.clamp(max=head.softcap)
+        error = error + 7 * UNIT * size
+        exact = torch.zeros_like(exact)
+    return error, size, exact
+
+
+def _mask_error(
+    reference: HeadReference, mask: Tensor, error: Tensor, size: Tensor, exact: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same after an additive mask of at most ``mask`` [Tq] where it counts."""
+    top = reference.row_max.masked_fill(reference.fully_masked, 0.0).abs()
+    bound = torch.minimum(top + _VANISHES, size + mask)
+    error = error + torch.where(mask > 0, UNIT * _SLACK * bound, 0.0)
+    # Keys that vanish must do so in truth as well: the mask's own rounding there is relative to |m| + |S - m|.
+    error = error.masked_fill(~(UNIT * top <= _TOO_LARGE), torch.inf)
+    return error, size + mask, exact & (mask == 0)
+
+
+def _visible_at_most(head: AttentionHead, keys: Tensor) -> Tensor:
+    """How many keys each row may see, as far as causality and window tell; float64 [Tq]."""
+    left, right = head.masking.reach
+    position = head.positions.double()
+    stop, start = keys.new_full(keys.shape, float(len(head.k))), torch.zeros_like(keys)
+    if right is not None:
+        stop = torch.minimum(stop, position + right + 1)
+    if left is not None:
+        start = torch.maximum(start, position - left)
+    return torch.minimum(stop - start, keys).clamp_(min=1)
+
+
+class _Columns:
+    """Of K or V [n, d]: at least ||M_.d||_2 (``norm``) and max_j |M_jd| (``largest``), [d]; ``top`` max over all."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.norm = _norm(values, 0)
+        self.largest = torch.maximum(values.amax(0), -values.amin(0)) if len(values) else self.norm
+        self.top = self.largest.amax()
+
+
+class _Products:
+    """The products of rows of ``left`` [n, d] with all rows of ``right`` [m, d].
+
+    ``size`` [n]: at least the sum of the sizes of the terms of every product.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.size = _norm(left, 1) * (_norm(right, 1).amax() if len(right) else 0.0)
+        # Every element of row t, and of ``right``, is a multiple of 2**quantum.
+        self._left = _quantum(left)
+        self._right = _quantum(right).amin() if len(right) else 0
+
+    def exact(self, factor: float = 1.0) -> Tensor:
+        """Whether no product, sum or difference of two sums rounds (nor times ``factor``, a power of two); [n]."""
+        smallest = min(math.frexp(factor)[1] - 1, 0)
+        quantum = self._left + self._right
+        normal = torch.minimum(quantum, self._left) + smallest >= -1022
+        return (_exponent(self.size) <= quantum + 52) & normal & self.size.isfinite()
+
+
+def _parts(values: Tensor) -> list[slice]:
+    """Rows of ``values`` a few at a time on a CPU, where fresh memory for temporaries costs more than arithmetic."""
+    rows = len(values) if values.is_cuda else max(1, _PART_ELEMENTS // max(values.shape[1], 1))
+    return [slice(start, start + rows) for start in range(0, len(values), max(rows, 1))]
+
+
+def _quantum(values: Tensor) -> Tensor:
+    """e such that every element of a row is a multiple of 2**e; int64 [n]."""
+    significand = _significand(values)
+    found = _exponent(_smallest(values)) - significand
+    if significand == 11 and all(not bool((values[part] * 2.0**24).frac().any()) for part in _parts(values)):
+        found.clamp_(min=-24)  # FP16: its subnormal numbers have fewer bits
+    return found
+
+
+def _smallest(values: Tensor) -> Tensor:
+    """The smallest size of a nonzero element of each row, [n]; inf where there is none."""
+    found = values.new_full((len(values),), torch.inf)
+    if values.shape[1]:
+        for part in _parts(values):
+            sizes = values[part].abs()
+            torch.amin(sizes, 1, out=found[part])
+            if not bool(found[part].amin() > 0):
+                found[part] = sizes.masked_fill_(sizes == 0, torch.inf).amin(1)
+    return found
+
+
+def _exponent(sizes: Tensor) -> Tensor:
+    """e with size < 2**e, size >= 2**(e - 1) where normal; int64. A size of inf (no element) gives a large e."""
+    return ((sizes.view(torch.int64) >> 52) - 1022).masked_fill_(sizes == torch.inf, 10**6)
+
+
+def _significand(values: Tensor) -> int:
+    """How many significant bits every element has at most: 8 where all are BF16 numbers, and so on."""
+    needed = 0
+    for part in _parts(values):
+        bits = values[part].contiguous().view(torch.int64)
+        while needed < len(_SIGNIFICANDS) - 1 and bits.numel():
+            if not bool((bits & ((1 << (53 - _SIGNIFICANDS[needed])) - 1)).amax()):
+                break
+            needed += 1
+    return _SIGNIFICANDS[needed]
+
+
+def _norm(values: Tensor, dim: int) -> Tensor:
+    """At least the Euclidean norm along ``dim``."""
+    # Squares that underflow are no larger than 2**-1022 each; the slack is for the sum's rounding.
+    return torch.linalg.vector_norm(values, dim=dim) * _SLACK + (_SMALL * values.shape[dim]) ** 0.5
+
+
+def _gamma(n: Tensor | int) -> Tensor:
+    """Gamma(n) of Higham, lemma 3.1."""
+    steps = torch.as_tensor(n, dtype=torch.float64) * UNIT
+    return steps / (1 - steps)

@@ -1,0 +1,508 @@
+"""Attention of single rows in mpmath at any precision, forward and backward, correctly rounded.
+
+Scores are exact: q, k, alpha and an additive mask are floats, so S = alpha q.k + mask is an integer times a power of
+two. The rest is evaluated in fixed point with w fractional bits; every error is bounded beforehand in units of 2**-w:
+
+    E_j = exp(S_j - m) 2**w             off by at most e = 2 (3 with softcap): mpmath's exp, log and tanh are taken to
+                                        be right to 2 units in the last of w + 10 bits; then one floor
+    l = sum E_j                         off by n e            (n visible keys; integer sums are exact)
+    O_bar_d = sum E_j V_jd              off by e sum_j |V_jd| (V is integers times a power of two)
+    A = sum E_j dP_j                    off by e sum_j |dP_j| (dP = dO.V_j is exact)
+    Z_j = E_j (l dP_j - A)              off by e |l dP_j - A| + (E_j + e) (n e |dP_j| + e sum_i |dP_i|)
+    dS_j = Z_j / l^2                    dQ_d = alpha sum_j dS_j K_jd     (softcap: times 1 - tanh^2, known to 2 units)
+
+Quotients are rounded outwards. A result is rounded to a format where both ends of its enclosure round alike; else w is
+doubled (A. Ziv, ACM Trans. Math. Softw. 17 (1991) 410). That never ends where the true value is a rational number at a
+midpoint, so rational results are recognised: for distinct rational S, numbers exp(S) are linearly independent over the
+rationals (Lindemann-Weierstrass). So
+
+    O_d = r, rational                   iff V_.d has mean r within each group of keys of equal S; delta: likewise, of dP
+    L rational                          iff one key is visible
+    dQ_d = r                            iff for each value s of S_i + S_j the pairs with that sum satisfy
+                                        sum (dP_i - dP_j)(K_id - K_jd) alpha/2 = r (number of pairs)
+
+Under softcap S is not rational. Then keys with the same q.k and the same mask form the groups, the conditions are
+sufficient only, and a midpoint that they miss ends at the cap on w with an error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from operator import mul
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from mpmath import libmp
+
+from attn_diag.reference.attention import AttentionHead
+from attn_diag.reference.exact import Enclosure, IntegerMatrix, dyadic, quotient, round_fraction, scaled
+from attn_diag.reference.rounding import FP64, FloatFormat
+
+# float64 has 53 bits, and 11 more leave room for 2 units an exponential in a row of up to 2**9 keys: with less, no
+# enclosure could be narrower than float64's own rounding.
+MIN_BITS = 64
+DEFAULT_BITS = 128
+# Differences of logits of 1e4 need 14,427 bits before exp(-1e4) shows beside 1.
+MAX_BITS = 2**15
+_GUARD = 10
+
+
+class OracleLimitError(ArithmeticError):
+    """The rounding of a value could not be decided within the largest working precision allowed."""
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """One row at one working precision; see the module's table."""
+
+    bits: int
+    exponentials: list[int]
+    slack: int
+    row_sum: int
+    shift: Fraction  # what was taken off every score: m, or a number close to it under softcap
+    scores: list[Enclosure]
+    slopes: list[int] | None
+
+    @property
+    def row_sum_error(self) -> int:
+        return self.slack * len(self.exponentials)
+
+    @property
+    def row_sum_ends(self) -> tuple[int, int]:
+        return self.row_sum - self.row_sum_error, self.row_sum + self.row_sum_error
+
+
+class HeadOracle:
+    """The exact truth about chosen rows of one head.
+
+    ``head``: as the float64 reference takes it. ``bits``: the working precision to start with, fractional bits of
+    exp(S - m). ``max_bits``: where Ziv's loop gives up.
+
+    Raises ValueError for fewer than 64 bits, more than ``max_bits``, and NaN or Inf in the head.
+    """
+
+    def __init__(self, head: AttentionHead, *, bits: int = DEFAULT_BITS, max_bits: int = MAX_BITS) -> None:
+        if not MIN_BITS <= bits <= max_bits:
+            raise ValueError(
+                f"the oracle's precision must lie between {MIN_BITS} and {max_bits} bits, got {bits}: "
+                f"with fewer than {MIN_BITS} nothing can be said about float64"
+            )
+        self.head, self.bits, self.max_bits = head, bits, max_bits
+        self.k, self.v = IntegerMatrix.of(head.k), IntegerMatrix.of(head.v)
+        self.scale = dyadic(head.scale)
+
+    def row(self, t: int) -> OracleRow:
+        """Row t of the head. Raises IndexError where there is no such row."""
+        if not 0 <= t < len(self.head.q):
+            raise IndexError(f"row must lie between 0 and {len(self.head.q) - 1}, got {t}")
+        return OracleRow(self, t)
+
+
+class OracleRow:
+    """One query row. Methods return float64 lists (one number for L, m, l and delta), correctly rounded to ``fmt``.
+
+    Lists over keys follow ``keys``, the visible ones; lists over features are [D]. The row of a head without dO has
+    no delta, dP, dS and dQ (ValueError). A row without keys has O = 0, L = m = -inf, l = 0 and zero gradients.
+    """
+
+    def __init__(self, oracle: HeadOracle, t: int) -> None:
+        self._oracle, self.t = oracle, t
+        head = oracle.head
+        self.keys, mask = _visible(head, t)
+        self._k, self._v = oracle.k.rows(self.keys), oracle.v.rows(self.keys)
+        products, exponent = self._k.times(IntegerMatrix.of(head.q[t : t + 1]))
+        m, e = oracle.scale
+        # Products before softcap and mask, as integers times a power of two.
+        self._raw, self._raw_exponent = [m * p for p in products], exponent + e
+        self._mask = mask
+        self._dprobs: list[int] = []
+        self._dprobs_exponent = 0
+        if head.do is not None:
+            self._dprobs, self._dprobs_exponent = self._v.times(IntegerMatrix.of(head.do[t : t + 1]))
+        self._evaluations: dict[int, _Evaluation] = {}
+        self._ends: dict[tuple[str, int], list[Enclosure]] = {}
+
+    def scores(self, fmt: FloatFormat = FP64) -> list[float]:
+        """S of the visible keys (softcap and mask applied)."""
+        return self._many(self.score_ends, fmt, self._exact_score)
+
+    def row_max(self, fmt: FloatFormat = FP64) -> float:
+        """m = max S; -inf in a row without keys."""
+        return max(self.scores(fmt), default=-np.inf)
+
+    def row_sum(self, fmt: FloatFormat = FP64) -> float:
+        """l = sum exp(S - m)."""
+        if not len(self.keys):
+            return 0.0
+        return self._many(self.row_sum_ends, fmt, lambda _: self._exact_row_sum())[0]
+
+    def probs(self, fmt: FloatFormat = FP64) -> list[float]:
+        """P of the visible keys."""
+        groups = len(self._groups)
+        return self._many(self.probs_ends, fmt, lambda _: Fraction(1, len(self.keys)) if groups == 1 else None)
+
+    def lse(self, fmt: FloatFormat = FP64) -> float:
+        """L = m + ln l; -inf in a row without keys."""
+        if not len(self.keys):
+            return -np.inf
+        return self._many(self.lse_ends, fmt, lambda _: self._exact_lse())[0]
+
+    def out(self, fmt: FloatFormat = FP64) -> list[float]:
+        """O [Dv]."""
+        return self._many(self.out_ends, fmt, lambda d: self._group_mean(self._v, d))
+
+    def delta(self, fmt: FloatFormat = FP64) -> float:
+        """Delta = rowsum(dO o O), of the exact O."""
+        return self._many(self.delta_ends, fmt, lambda _: self._exact_delta())[0]
+
+    def dprobs(self, fmt: FloatFormat = FP64) -> list[float]:
+        """dP of the visible keys."""
+        self._need_do()
+        exact = [scaled(x, self._dprobs_exponent) for x in self._dprobs]
+        return [round_fraction(x.numerator, x.denominator, fmt) for x in exact]
+
+    def dscores(self, fmt: FloatFormat = FP64) -> list[float]:
+        """dS of the visible keys, the slope of a softcap included."""
+        return self._many(self.dscores_ends, fmt, self._exact_dscore)
+
+    def dq(self, fmt: FloatFormat = FP64) -> list[float]:
+        """dQ [D]."""
+        return self._many(self.dq_ends, fmt, self._exact_dq)
+
+    def ends(self, output: str, bits: int) -> list[Enclosure]:
+        """Enclosures of out, lse, delta or dq at ``bits`` bits; computed once."""
+        if (output, bits) not in self._ends:
+            methods = {"out": self.out_ends, "lse": self.lse_ends, "delta": self.delta_ends, "dq": self.dq_ends}
+            self._ends[output, bits] = methods[output](bits)
+        return self._ends[output, bits]
+
+    def exact(self, output: str, i: int) -> Fraction | None:
+        """Element i of out, lse, delta or dq where it is known to be rational, else None."""
+        if output == "out":
+            return self._group_mean(self._v, i)
+        if output == "dq":
+            return self._exact_dq(i)
+        return self._exact_lse() if output == "lse" else self._exact_delta()
+
+    def score_ends(self, bits: int) -> list[Enclosure]:
+        """Enclosures of S."""
+        return self._at(bits).scores if len(self.keys) else []
+
+    def row_sum_ends(self, bits: int) -> list[Enclosure]:
+        """Enclosure of l, as a list of one."""
+        e = self._at(bits)
+        # Under softcap the maximum itself is known to one unit only.
+        extra = 0 if e.slopes is None else (e.row_sum >> bits) + 1
+        return [Enclosure(e.row_sum_ends[0] - extra, e.row_sum_ends[1] + extra, -bits)]
+
+    def probs_ends(self, bits: int) -> list[Enclosure]:
+        """Enclosures of P."""
+        if not len(self.keys):
+            return []
+        e = self._at(bits)
+        return [
+            Enclosure(*quotient((max(x - e.slack, 0), x + e.slack), e.row_sum_ends, bits), -bits)
+            for x in e.exponentials
+        ]
+
+    def lse_ends(self, bits: int) -> list[Enclosure]:
+        """Enclosure of L, as a list of one."""
+        e = self._at(bits)
+        logarithm = libmp.mpf_log(libmp.from_man_exp(e.row_sum, -bits), bits + _GUARD + bits.bit_length(), "n")
+        middle = libmp.to_fixed(logarithm, bits)
+        # d ln l <= dl / (l - dl), l >= 1 - slack; 2 for the logarithm and its floor.
+        margin = 2 + 2 * e.row_sum_error
+        shift, exponent = e.shift.numerator, 1 - e.shift.denominator.bit_length()
+        common = min(exponent, -bits)
+        base = shift << (exponent - common)
+        low, high = ((middle + sign * margin) << (-bits - common) for sign in (-1, 1))
+        return [Enclosure(base + low, base + high, common)]
+
+    def out_ends(self, bits: int) -> list[Enclosure]:
+        """Enclosures of O."""
+        width = self._oracle.head.v.shape[1]
+        if not len(self.keys):
+            return [Enclosure(0, 0, 0)] * width
+        e = self._at(bits)
+        sums = self._v.combine(e.exponentials)
+        margins = [e.slack * len(self.keys) * x for x in self._v.largest]
+        return [
+            Enclosure(*quotient((s - m, s + m), e.row_sum_ends, bits), self._v.exponent - bits)
+            for s, m in zip(sums, margins, strict=True)
+        ]
+
+    def delta_ends(self, bits: int) -> list[Enclosure]:
+        """Enclosure of delta, as a list of one."""
+        self._need_do()
+        if not len(self.keys):
+            return [Enclosure(0, 0, 0)]
+        e = self._at(bits)
+        total, margin = self._weighted_dprobs(e)
+        ends = quotient((total - margin, total + margin), e.row_sum_ends, bits)
+        return [Enclosure(*ends, self._dprobs_exponent - bits)]
+
+    def dscores_ends(self, bits: int) -> list[Enclosure]:
+        """Enclosures of dS."""
+        if not len(self.keys):
+            return []
+        e = self._at(bits)
+        weights, margins = self._unscaled_dscores(e)
+        return [
+            Enclosure(*quotient((w - m, w + m), self._square(e), 2 * bits), self._dprobs_exponent - bits)
+            for w, m in zip(weights, margins, strict=True)
+        ]
+
+    def dq_ends(self, bits: int) -> list[Enclosure]:
+        """Enclosures of dQ."""
+        self._need_do()
+        if not len(self.keys):
+            return [Enclosure(0, 0, 0)] * self._oracle.head.q.shape[1]
+        e = self._at(bits)
+        weights, margins = self._unscaled_dscores(e)
+        sums, margin = self._k.combine(weights), sum(margins)
+        exponent = self._dprobs_exponent + self._k.exponent - bits
+        return [
+            Enclosure(*quotient((s - margin * x, s + margin * x), self._square(e), 2 * bits), exponent).times(
+                *self._oracle.scale
+            )
+            for s, x in zip(sums, self._k.largest, strict=True)
+        ]
+
+    def _need_do(self) -> None:
+        if self._oracle.head.do is None:
+            raise ValueError("this head has no dO: there is no delta and no gradient")
+
+    def _weighted_dprobs(self, e: _Evaluation) -> tuple[int, int]:
+        """A = sum E_j dP_j and its error."""
+        return sum(map(mul, e.exponentials, self._dprobs)), e.slack * sum(map(abs, self._dprobs))
+
+    @staticmethod
+    def _square(e: _Evaluation) -> tuple[int, int]:
+        low, high = e.row_sum_ends
+        return low * low, high * high
+
+    def _unscaled_dscores(self, e: _Evaluation) -> tuple[list[int], list[int]]:
+        """Z_j (times the slope) in units of 2**-bits, and their errors."""
+        self._need_do()
+        total, total_error = self._weighted_dprobs(e)
+        slack, row_sum, row_sum_error = e.slack, e.row_sum, e.row_sum_error
+        weights, margins = [], []
+        for i, (x, dprob) in enumerate(zip(e.exponentials, self._dprobs, strict=True)):
+            centred = row_sum * dprob - total
+            weight = (x * centred) >> e.bits
+            margin = slack * abs(centred) + (x + slack) * (row_sum_error * abs(dprob) + total_error)
+            margin = (margin >> e.bits) + 2
+            if e.slopes is not None:
+                margin += (2 * (abs(weight) + margin) >> e.bits) + 2
+                weight = (weight * e.slopes[i]) >> e.bits
+            weights.append(weight)
+            margins.append(margin)
+        return weights, margins
+
+    def _at(self, bits: int) -> _Evaluation:
+        if bits not in self._evaluations:
+            self._evaluations[bits] = self._plain(bits) if self._oracle.head.softcap is None else self._capped(bits)
+        return self._evaluations[bits]
+
+    @cached_property
+    def _integer_scores(self) -> tuple[list[int], int]:
+        """Alpha q.k + mask (no softcap) as integers times a power of two."""
+        masks = [dyadic(x) for x in self._mask]
+        exponent = min([self._raw_exponent, *(e for m, e in masks if m)])
+        moved = self._raw_exponent - exponent
+        raw = [x << moved for x in self._raw]
+        return [
+            x + ((m << (e - exponent)) if m else 0) for x, (m, e) in zip(raw, masks, strict=True)
+        ] if masks else raw, exponent
+
+    def _plain(self, bits: int) -> _Evaluation:
+        scores, exponent = self._integer_scores
+        top = max(scores)
+        exponentials = _exponentials([s - top for s in scores], exponent, bits)
+        ends = [Enclosure(s, s, exponent) for s in scores]
+        return _Evaluation(bits, exponentials, 2, sum(exponentials), scaled(top, exponent), ends, None)
+
+    def _capped(self, bits: int) -> _Evaluation:
+        """The same under softcap, where S itself is rounded to one unit."""
+        cap = self._oracle.head.softcap
+        assert cap is not None
+        numerator, cap_exponent = dyadic(cap)
+        width = max(numerator.bit_length() + cap_exponent, 0)
+        precision = bits + _GUARD + width + 10
+        divisor = libmp.from_man_exp(numerator, cap_exponent)
+        scores, slopes = [], []
+        masks = self._mask or [0.0] * len(self._raw)
+        for raw, mask in zip(self._raw, masks, strict=True):
+            t = libmp.mpf_tanh(
+                libmp.mpf_div(libmp.from_man_exp(raw, self._raw_exponent), divisor, precision), precision
+            )
+            # Tanh by less than 2**-(bits + width + 8), so c tanh by less than 2**-(bits + 8), then one floor.
+            value = libmp.to_fixed(libmp.mpf_mul(t, divisor), bits + 2)
+            m, e = dyadic(mask)
+            place = e + bits + 2
+            scores.append(value + (m << place if place >= 0 else m >> -place))
+            fixed = libmp.to_fixed(t, bits + 2)
+            slopes.append(((1 << 2 * (bits + 2)) - fixed * fixed) >> (bits + 4))
+        top = max(scores)
+        exponentials = _exponentials([s - top for s in scores], -bits - 2, bits)
+        ends = [Enclosure(s - 4, s + 4, -bits - 2) for s in scores]
+        shift = scaled(top, -bits - 2)
+        return _Evaluation(bits, exponentials, 3, sum(exponentials), shift, ends, slopes)
+
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        """Visible keys (by their place in ``keys``) of equal S; under softcap, of equal q.k and mask."""
+        found: defaultdict[object, list[int]] = defaultdict(list)
+        if self._oracle.head.softcap is None:
+            scores = self._integer_scores[0]
+            for i, s in enumerate(scores):
+                found[s].append(i)
+            return [found[s] for s in sorted(found, reverse=True)]  # type: ignore[type-var]
+        for i, raw in enumerate(self._raw):
+            found[raw, self._mask[i] if self._mask else 0.0].append(i)
+        return list(found.values())
+
+    def _common_mean(self, values: Sequence[int]) -> Fraction | None:
+        """The mean of ``values`` (by visible key) where it is the same in every group."""
+        means = (Fraction(sum(values[i] for i in group), len(group)) for group in self._groups)
+        first = next(means)
+        return first if all(mean == first for mean in means) else None
+
+    def _group_mean(self, matrix: IntegerMatrix, d: int) -> Fraction | None:
+        mean = self._common_mean([int(x) for x in matrix.array[:, d]])
+        return None if mean is None else mean * scaled(1, matrix.exponent)
+
+    def _exact_delta(self) -> Fraction | None:
+        mean = self._common_mean(self._dprobs)
+        return None if mean is None else mean * scaled(1, self._dprobs_exponent)
+
+    def _exact_score(self, i: int) -> Fraction | None:
+        """S_i where it is rational: without softcap, and where q.k = 0 (tanh of another rational number is not)."""
+        if self._oracle.head.softcap is None:
+            integers, exponent = self._integer_scores
+            return scaled(integers[i], exponent)
+        return None if self._raw[i] else Fraction(self._mask[i] if self._mask else 0)
+
+    def _exact_lse(self) -> Fraction | None:
+        if len(self.keys) > 1:
+            return None
+        return self._exact_score(0)
+
+    def _exact_row_sum(self) -> Fraction | None:
+        return Fraction(len(self.keys)) if len(self._groups) == 1 else None
+
+    def _exact_dscore(self, i: int) -> Fraction | None:
+        """dS_i = P_i (dP_i - delta): zero iff delta is rational and equals dP_i, else rational iff all S are equal.
+
+        For r = dS_i other than zero, r l^2 holds both exp(2 max S) and exp(2 min S), and P_i l (dP_i l - A) lacks one.
+        """
+        if self._common_mean(self._dprobs) == self._dprobs[i]:
+            return Fraction(0)
+        if len(self._groups) > 1:
+            return None
+        n = len(self.keys)
+        value = (self._dprobs[i] - Fraction(sum(self._dprobs), n)) / n
+        return self._unless_sloped(value * scaled(1, self._dprobs_exponent))
+
+    def _unless_sloped(self, value: Fraction) -> Fraction | None:
+        """A value of a row of equal S: under softcap it is multiplied by 1 - tanh^2, irrational unless q.k = 0."""
+        rational = self._oracle.head.softcap is None or not value or not self._raw[0]
+        return value if rational else None
+
+    def _exact_dq(self, d: int) -> Fraction | None:
+        column = [int(x) for x in self._k.array[:, d]]
+        capped = self._oracle.head.softcap is not None
+        if len(set(self._dprobs)) == 1 or (len(set(column)) == 1 and not capped):
+            return Fraction(0)
+        sizes = [len(group) for group in self._groups]
+        sums = [
+            (
+                sum(self._dprobs[i] for i in g),
+                sum(column[i] for i in g),
+                sum(self._dprobs[i] * column[i] for i in g),
+            )
+            for g in self._groups
+        ]
+        numerator, exponent = self._oracle.scale
+        unit = numerator * scaled(1, exponent + self._dprobs_exponent + self._k.exponent)
+
+        def pairs(g: int, h: int) -> int:
+            """sum over i in g, j in h of (dP_i - dP_j)(K_i - K_j)."""
+            (p, k, pk), (p2, k2, pk2) = sums[g], sums[h]
+            return sizes[h] * pk + sizes[g] * pk2 - p * k2 - p2 * k
+
+        mean = Fraction(pairs(0, 0), 2 * sizes[0] ** 2)
+        if len(sizes) == 1:
+            return self._unless_sloped(mean * unit)
+        # The largest sum and the next one belong to one pair of groups each: most rows are refuted here.
+        if capped or Fraction(pairs(0, 1), 2 * sizes[0] * sizes[1]) != mean:
+            return None
+        scores = self._integer_scores[0]
+        level = [scores[g[0]] for g in self._groups]
+        totals: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
+        for g in range(len(sizes)):
+            for h in range(len(sizes)):
+                total = totals[level[g] + level[h]]
+                total[0] += pairs(g, h)
+                total[1] += 2 * sizes[g] * sizes[h]
+        return mean * unit if all(Fraction(*total) == mean for total in totals.values()) else None
+
+    def _many(
+        self, ends: Callable[[int], list[Enclosure]], fmt: FloatFormat, exact: Callable[[int], Fraction | None]
+    ) -> list[float]:
+        """Ziv's loop over a list of enclosures; ``exact(i)`` is asked once, where the first attempt fails."""
+        bits = self._oracle.bits
+        found = [x.rounded(fmt) for x in ends(bits)]
+        for i, value in enumerate(found):
+            if value is None and (rational := exact(i)) is not None:
+                found[i] = round_fraction(rational.numerator, rational.denominator, fmt)
+        while any(value is None for value in found):
+            bits *= 2
+            if bits > self._oracle.max_bits:
+                raise OracleLimitError(
+                    f"row {self.t}: {sum(v is None for v in found)} values lie too close to a midpoint of {fmt.name} "
+                    f"to be rounded with {self._oracle.max_bits} bits; allow more (max_bits)"
+                )
+            again = ends(bits)
+            found = [again[i].rounded(fmt) if value is None else value for i, value in enumerate(found)]
+        return [value for value in found if value is not None]
+
+
+def _visible(head: AttentionHead, t: int) -> tuple[npt.NDArray[np.int64], list[float]]:
+    """The keys that row t attends to, and their additive mask (empty: none)."""
+    count, position = len(head.k), int(head.positions[t])
+    left, right = head.masking.reach
+    first = 0 if left is None else max(0, position - left)
+    last = count - 1 if right is None else min(count - 1, position + right)
+    keys = np.arange(first, last + 1, dtype=np.int64)
+    if (mask := head.masking.mask) is None:
+        return keys, []
+    row = mask[t].cpu()
+    if row.dtype == torch.bool:
+        return keys[row.numpy()[keys]], []
+    values = row.double().numpy()[keys]
+    kept = values > -np.inf
+    return keys[kept], values[kept].tolist()
+
+
+def _exponentials(differences: Sequence[int], exponent: int, bits: int) -> list[int]:
+    """exp(x 2**exponent) for x <= 0 in units of 2**-bits, each off by less than two of them."""
+    precision = bits + _GUARD
+    # exp(-0.7 (bits + 2)) < 2**-bits: nothing is left of it. The comparison is made on integers.
+    limit = -(7 * (bits + 2) << max(-exponent, 0)) // (10 << max(exponent, 0)) - 1
+    known: dict[int, int] = {0: 1 << bits}
+    result = []
+    for x in differences:
+        value = known.get(x)
+        if value is None:
+            value = 0
+            if x > limit:
+                value = libmp.to_fixed(libmp.mpf_exp(libmp.from_man_exp(x, exponent), precision, "n"), bits)
+            known[x] = value
+        result.append(value)
+    return result
