@@ -42,9 +42,9 @@ def gauss(
     """N(0,1) inputs in ``dtype``; q times ``logits``."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v, do = (torch.randn(t, d, generator=generator, dtype=FP64) for _ in range(4))
-    tensors = ((x * f).to(dtype).double() for x, f in ((q, logits), (k, 1.0), (v, 1.0), (do, 1.0)))
+    q, k, v, do = ((x * f).to(dtype).double() for x, f in ((q, logits), (k, 1.0), (v, 1.0), (do, 1.0)))
     masking = Masking("top-left", window=options.pop("window", None), mask=options.pop("mask", None))
-    return AttentionHead(*tensors, scale or d**-0.5, masking, **options)
+    return AttentionHead(q, k, v, do, scale or d**-0.5, masking, **options)
 
 
 def ties(seed: int, t: int, d: int) -> AttentionHead:

@@ -358,8 +358,8 @@ def product_in_parts(weights: Tensor, values: Tensor) -> Tensor:
     if count < 2:
         return weights @ values
     whole = count * SUM_KEYS
-    left = weights[:, :whole].unflatten(1, (count, SUM_KEYS)).transpose(0, 1)  # [C, R, 128]
-    result = torch.bmm(left, values[:whole].unflatten(0, (count, SUM_KEYS))).sum(0)
+    left = weights[:, :whole].view(len(weights), count, SUM_KEYS).transpose(0, 1)  # [C, R, 128]
+    result = torch.bmm(left, values[:whole].view(count, SUM_KEYS, values.shape[1])).sum(0)
     return result.add_(weights[:, whole:] @ values[whole:]) if whole < len(values) else result
 
 
@@ -369,7 +369,7 @@ def sum_in_parts(values: Tensor) -> Tensor:
     if count < 2:
         return values.sum(1)
     whole = count * SUM_TERMS
-    result = sum_in_parts(values[:, :whole].unflatten(1, (count, SUM_TERMS)).sum(2))
+    result = sum_in_parts(values[:, :whole].view(len(values), count, SUM_TERMS).sum(2))
     return result.add_(values[:, whole:].sum(1)) if whole < values.shape[1] else result
 
 

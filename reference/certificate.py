@@ -161,7 +161,7 @@ class _Weights:
 
     def __init__(self, head: AttentionHead, reference: HeadReference, norm: Tensor, keys: Tensor, mask: Tensor) -> None:
         visible = _visible_at_most(head, keys)
-        depths = {int(n): (product_depth(int(n)), sum_depth(int(n))) for n in keys.unique().tolist()}
+        depths = {int(n): (product_depth(int(n)), sum_depth(int(n))) for n in torch.unique(keys).tolist()}
         in_product, in_sum = torch.zeros_like(keys), torch.zeros_like(keys)
         for n, (by_product, by_sum) in depths.items():
             in_product.masked_fill_(keys == n, float(by_product))
@@ -314,7 +314,8 @@ def _significand(values: Tensor) -> int:
 def _norm(values: Tensor, dim: int) -> Tensor:
     """At least the Euclidean norm along ``dim``."""
     # Squares that underflow are no larger than 2**-1022 each; the slack is for the sum's rounding.
-    return torch.linalg.vector_norm(values, dim=dim) * _SLACK + (_SMALL * values.shape[dim]) ** 0.5
+    norm: Tensor = torch.linalg.vector_norm(values, dim=dim) * _SLACK + (_SMALL * values.shape[dim]) ** 0.5
+    return norm
 
 
 def _gamma(n: Tensor | int) -> Tensor:
