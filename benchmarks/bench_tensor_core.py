@@ -47,6 +47,7 @@ SPANS = {
     "accumulators, wide": ((-14, 6), (-14, 6)),
     "subnormal accumulators": ((-80, -60), (-15, -12)),
     "zeros": ((-60, 60), (-14, 7)),
+    "zeros times large": ((-6, 1), (-6, 1)),
     "infinities and NaN": ((-4, 0), (-4, 0)),
 }
 OTHER_CASES = ("bit patterns", "signed zeros")
@@ -98,6 +99,7 @@ def inputs(fmt: str, case: str, length: int, seed: int) -> tuple[Array, Array, A
         values = np.array([0, 0x8000, 1, 0x8001], np.uint16)
         a, b = (rng.choice(values, shape) for shape in ((M, length), (length, N)))
         a[rng.random(M) < 0.5] &= 0x8000
+        a[rng.random(M) < 0.1], b[:, rng.random(N) < 0.2] = 0, 0x8000  # all products and perhaps the accumulator -0
         return a, b, np.where(rng.random((M, N)) < 0.5, -0.0, 0.0).astype(np.float32)
     span = SPANS[case][0 if fmt == "bf16" else 1]
     a, b = (compose(rng, fmt, shape, span, case != "positive") for shape in ((M, length), (length, N)))
@@ -113,6 +115,10 @@ def inputs(fmt: str, case: str, length: int, seed: int) -> tuple[Array, Array, A
     if case == "zeros":
         for x in (a, b):
             x[rng.random(x.shape) < 0.4] &= 0x8000
+    if case == "zeros times large":
+        # Do products that are 0 have an exponent?
+        a[:, ::2] &= 0x8000
+        b[::2] = compose(rng, fmt, b[::2].shape, (8, 15), True)
     if case == "infinities and NaN":
         for x in (a, b):
             chosen = rng.random(x.shape) < 0.5 / length

@@ -14,10 +14,10 @@ _CHUNK = 2**21
 _EXPONENT_FIELD = 0x7FF << 52  # of a float64
 _FP32 = NumberFormat(8, 23)
 _FP32_SMALLEST = 2.0**-126  # normal number
+# Least scale that terms are aligned to: of -126 to -159, only -133 gives an H200's sums of 2**-164 to 2**-144.
+_SMALLEST_SCALE = 2.0**-133
 # From here on fp32 overflows; sums of terms that stay below half of it cannot get there.
 _OVERFLOW = 2.0**128
-# Below the scale of any product of BF16 numbers, 2**(-126 - 126); its quantum has a finite reciprocal.
-_SMALLEST_SCALE = 2.0**-300
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class TensorCore:
 
     1. Products are exact. Each has the exponent of its first operand plus that of its second (its significand lies
        in [1, 4)); the running sum has its own. A subnormal has the exponent of its format's smallest normal number.
-       Zeros have none.
+       Zeros have none, but the largest exponent counts as -133 at least.
     2. Every term is rounded (``alignment``) to a multiple of 2**(largest exponent - ``fraction_bits``).
     3. The exact sum of these is rounded (``result``) to fp32, with subnormals. From 2**128 on it is infinite, toward
-       zero too; a sum of exactly 0 is +0.
+       zero too; a result of 0 is +0, whatever was cut off.
     4. Infinities and NaN go through as in IEEE 754: an infinite sum stays, inf - inf and 0 * inf are NaN.
 
     ``subnormals`` False: operands and results below the smallest normal number count as 0.
@@ -114,14 +114,14 @@ class _Operand:
 def _add_block(a: _Operand, b: _Operand, total: Tensor, core: TensorCore) -> Tensor:
     """One instruction: a [M, <= block], b [<= block, N], total [M, N]; right where nothing overflows."""
     largest = torch.amax(a.scales[:, :, None] * b.scales[None], 1)
-    largest = torch.maximum(largest, _scale(total, _FP32_SMALLEST))
-    quantum = largest.clamp_(min=_SMALLEST_SCALE).mul_(2.0**-core.fraction_bits)
+    largest = torch.maximum(largest, _scale(total, _FP32_SMALLEST)).clamp_(min=_SMALLEST_SCALE)
+    quantum = largest.mul_(2.0**-core.fraction_bits)
     inverse = quantum.reciprocal()
     # Integers of at most fraction_bits + 3 bits: their sum is exact.
     products = (a.values[:, :, None] * b.values[None]).mul_(inverse[:, None])
     aligned = _to_integer(products, core.alignment).sum(1)
     aligned += _to_integer(total * inverse, core.alignment)
-    result = _to_fp32(aligned * quantum, core.result)
+    result = _to_fp32(aligned * quantum, core.result).add_(0.0)  # -0 + 0 is +0
     return result if core.subnormals else _flushed(result, _FP32_SMALLEST)
 
 
