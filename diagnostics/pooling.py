@@ -99,6 +99,8 @@ def pool(
         for name in parts[0].errors
         if all(name in p.errors for p in parts)
     }
+    if sequences >= MIN_SEQUENCES:
+        errors = {n: replace(e, features=None) for n, e in errors.items()}  # shared within a sequence
     clusters = _Clusters(parts, sequences, k_length)
     biases = {
         n: estimate_bias(e, clusters.of(n), level, with_drift=not n.startswith("rounding")) for n, e in errors.items()
@@ -164,10 +166,7 @@ def dw_q_sums(parts: list[HeadMeasurement]) -> GradientSums | None:
 
 
 class _Clusters:
-    """Cluster numbers of the pooled rows: by sequence, or by sequence, head and argmax key; dQ and LSE: none.
-
-    Rows with the same argmax key nearly copy the same row of V, and share its rounding: in O, and through it in delta.
-    """
+    """Cluster numbers of the pooled rows: by sequence, or by sequence, head and argmax key, or none; see ``bias``."""
 
     def __init__(self, parts: list[HeadMeasurement], sequences: int, k_length: int) -> None:
         self._by_sequence: npt.NDArray[np.int64] | None = None
@@ -178,7 +177,7 @@ class _Clusters:
     def of(self, quantity: str) -> npt.NDArray[np.int64] | None:
         if self._by_sequence is not None:
             return self._by_sequence
-        return None if quantity in ("dq", "lse") else self._by_key
+        return None if quantity in ("delta_excess", "dq", "lse") else self._by_key
 
 
 def _dense(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from scipy import stats
 
 from attn_diag import inspect
-from attn_diag.bias import PRIMARY, SignedErrors, adjust, estimate_bias, mean_test
+from attn_diag.bias import PRIMARY, MeanTest, SignedErrors, adjust, cautious, estimate_bias, mean_test
 from attn_diag.diagnosis import HeadDiagnosis
 from attn_diag.reference import round_nearest_even
 
@@ -26,21 +27,34 @@ from calibration import draws, engine, markdown, others, summary
 from calibration.candidates import reduced
 
 Array = npt.NDArray[np.float64]
-Inference = Callable[[Array, Array], Array]
+Inference = Callable[["Sums"], Array]
 CPU = torch.device("cpu")
 
 
-def shipped(sums: Array, sizes: Array) -> Array:
-    return mean_test(sums, sizes, 0.05).p_value
+@dataclass(frozen=True)
+class Sums:
+    """Errors of many redraws: sums and sizes of clusters [R, G] and, where the product tests these too, of features."""
+
+    clusters: tuple[Array, Array]
+    features: tuple[Array, Array] | None = None
+
+    def test(self, level: float = 0.05) -> MeanTest:
+        """What the product says."""
+        first = mean_test(*self.clusters, level)
+        return first if self.features is None else cautious(first, mean_test(*self.features, level))
 
 
-def halved_error(sums: Array, sizes: Array) -> Array:
-    test = mean_test(sums, sizes, 0.05)
+def shipped(sums: Sums) -> Array:
+    return sums.test().p_value
+
+
+def halved_error(sums: Sums) -> Array:
+    test = sums.test()
     return np.asarray(2 * stats.t.sf(2 * np.abs(test.t), test.df))
 
 
-def never_rejects(sums: Array, sizes: Array) -> Array:  # noqa: ARG001
-    return np.ones(len(sums))
+def never_rejects(sums: Sums) -> Array:
+    return np.ones_like(sums.test().mean)
 
 
 def is_calibrated(p: Array) -> bool:
@@ -55,23 +69,27 @@ def is_calibrated(p: Array) -> bool:
     )
 
 
+def sums_of(test: str, out: torch.Tensor, sample: draws.Sample, keys: npt.NDArray[np.int64]) -> Sums:
+    """Of one test's errors in redraws of O [R, T, D], as the product forms them; ``keys`` [T] of all redraws."""
+    rows, features = engine.totals_of(out, sample)
+    elements = out.shape[-1]
+    count = 1 if test.startswith("delta") else elements
+    labels = engine.clusters_of(test, keys, sample.k.shape[1])
+    clusters = engine.cluster_sums(rows[test], None if labels is None else np.repeat(labels[None], len(out), 0), count)
+    if test not in features:
+        return Sums(clusters)
+    return Sums(clusters, (features[test], np.full_like(features[test], rows[test].shape[1] * count / elements)))
+
+
 @cache
-def on_captured_inputs(kernel: str, test: str) -> tuple[Array, Array, Array]:
-    """Cluster sums and sizes [R, G] of 500 redraws of each head of the Gaussian capture, and totals by row [R, T]."""
-    sums, sizes, rows = [], [], []
+def on_captured_inputs(kernel: str, test: str) -> list[Sums]:
+    """500 redraws of each head of the Gaussian capture."""
+    found = []
     for h, (_, head) in enumerate(draws.read_heads(draws.GAUSSIAN, CPU)):
         sample = draws.original(head)
         out = draws.kernels_on_real(sample, 500, 11 + h)[kernel]
-        totals = draws.row_totals(out, sample)[test].numpy()
-        labels = engine.clusters_of(test, sample.top_key[0].numpy(), len(head.k))
-        count = 1 if test.startswith("delta") else head.v.shape[1]
-        assert labels is not None
-        found = engine.cluster_sums(totals, np.repeat(labels[None], 500, 0), count)
-        width = 256 - found[0].shape[1]
-        sums.append(np.pad(found[0], ((0, 0), (0, width))))
-        sizes.append(np.pad(found[1], ((0, 0), (0, width))))
-        rows.append(totals)
-    return np.concatenate(sums), np.concatenate(sizes), np.concatenate(rows)
+        found.append(sums_of(test, out, sample, sample.top_key[0].numpy()))
+    return found
 
 
 NULLS = [
@@ -85,48 +103,45 @@ NULLS = [
 
 @pytest.mark.parametrize(("kernel", "test"), NULLS)
 def test_alarms_without_a_bias_stay_at_the_level(kernel: str, test: str) -> None:
-    sums, sizes, _ = on_captured_inputs(kernel, test)
-    assert is_calibrated(shipped(sums, sizes))
+    assert is_calibrated(np.concatenate([shipped(head) for head in on_captured_inputs(kernel, test)]))
 
 
 @pytest.mark.parametrize("wrong", [halved_error, never_rejects])
 @pytest.mark.parametrize(("kernel", "test"), NULLS)
 def test_a_wrong_inference_is_noticed(kernel: str, test: str, wrong: Inference) -> None:
-    sums, sizes, _ = on_captured_inputs(kernel, test)
-    assert not is_calibrated(wrong(sums, sizes))
+    assert not is_calibrated(np.concatenate([wrong(head) for head in on_captured_inputs(kernel, test)]))
 
 
 @cache
-def copies_of_v() -> tuple[Array, Array, Array, Array, Array]:
-    """O's errors of a correctly rounding kernel on a real head where many rows nearly copy one row of V.
-
-    Cluster sums and sizes by argmax key, the same by row, and elementwise p-values; 120 fresh redraws.
-    """
-    heads = draws.read_heads("gpt2_step731_L2H4", CPU)
-    generator, found, elementwise = torch.Generator().manual_seed(3), [], []
-    for _ in range(120):
-        sample = next(draws.fresh(heads, 1, generator))
-        error = sample.rounded - sample.out
-        labels = engine.clusters_of("o", sample.top_key[0].numpy(), error.shape[1])
-        assert labels is not None
-        found.append((error.sum(-1).numpy(), labels))
-        elementwise.append(others.elementwise_t(error))
-    totals = np.concatenate([t for t, _ in found])
-    width = max(int(labels.max()) for _, labels in found) + 1
-    by_key = [engine.cluster_sums(t, labels[None], 64) for t, labels in found]
-    sums, sizes = (np.stack([np.pad(k[i][0], (0, width - k[i].shape[1])) for k in by_key]) for i in (0, 1))
-    return sums, sizes, totals, np.full_like(totals, 64.0), np.concatenate(elementwise)
+def correctly_rounded(name: str, redraws: int) -> dict[str, Array]:
+    """p-values [R] of O's errors of a correctly rounding kernel on fresh redraws of a capture, by what are clusters."""
+    heads, generator = draws.read_heads(name, CPU), torch.Generator().manual_seed(3)
+    found: dict[str, list[Array]] = {"rows": [], "keys": [], "shipped": [], "elements": []}
+    for _ in range(redraws):
+        for sample in draws.fresh(heads, 1, generator):
+            sums = sums_of("o", sample.rounded, sample, sample.top_key[0].numpy())
+            error = sample.rounded - sample.out
+            rows = error.sum(-1).numpy()
+            found["rows"].append(shipped(Sums((rows, np.full_like(rows, error.shape[-1])))))
+            found["keys"].append(shipped(Sums(sums.clusters)))
+            found["shipped"].append(shipped(sums))
+            found["elements"].append(others.elementwise_t(error))
+    return {clusters: np.concatenate(p) for clusters, p in found.items()}
 
 
-def test_rows_with_one_argmax_key_are_no_independent_rows() -> None:
-    sums, sizes, rows, row_sizes, _ = copies_of_v()
-    limit = stats.binom.ppf(0.999, len(rows), 0.05)
-    assert (shipped(sums, sizes) <= 0.05).sum() <= limit
-    assert (shipped(rows, row_sizes) <= 0.05).sum() > limit, "rows as clusters must alarm here"
+# gpt2: many rows nearly copy one row of V. pair: all rows of V are nearly parallel.
+@pytest.mark.parametrize(("name", "redraws"), [("gpt2_step731_L2H4", 120), ("kernels_pair_T512", 150)])
+def test_rows_share_the_rounding_of_keys_and_of_features(name: str, redraws: int) -> None:
+    p = correctly_rounded(name, redraws)
+    limit = stats.binom.ppf(0.999, len(p["rows"]), 0.05)
+    alarms = {clusters: int((values <= 0.05).sum()) for clusters, values in p.items()}
+    assert alarms["shipped"] <= limit, alarms
+    assert alarms["rows"] > limit, "rows as clusters must alarm here"
+    assert alarms["keys"] > limit or name != "kernels_pair_T512", "so must argmax keys"
 
 
 def test_elementwise_t_alarms() -> None:
-    p = copies_of_v()[-1]
+    p = correctly_rounded("gpt2_step731_L2H4", 120)["elements"]
     assert (p <= 0.05).sum() > stats.binom.ppf(0.999, len(p), 0.05)
 
 
@@ -136,28 +151,23 @@ def test_percentile_bootstrap_alarms_on_few_blocks() -> None:
     alarms = others.alarms(noise, torch.from_numpy(noise)[..., None], engine.LEVELS, 1)
     name = "percentile block bootstrap on delta/0.01"
     assert alarms[name].sum() > stats.binom.ppf(0.999, 600, 0.01)
-    assert is_calibrated(shipped(noise, np.ones_like(noise)))
+    assert is_calibrated(shipped(Sums((noise, np.ones_like(noise)))))
 
 
 @pytest.mark.parametrize(("direction", "test"), [("away", "o_away_excess"), ("along_do", "delta_excess")])
 def test_planted_biases_are_found_with_their_sign(direction: str, test: str) -> None:
     """0.005 ulp on a correctly rounding kernel; each of 100 redraws of two heads and captures."""
-    found, former, signs = [], [], []
+    found, signs = [], []
     for name in (draws.GAUSSIAN, "pair_T256"):
         for h, (_, head) in enumerate(draws.read_heads(name, CPU)):
             sample = draws.original(head)
             out = draws.planted(sample.rounded.expand(100, -1, -1), sample, direction, 0.005, 29 + h)
-            totals = draws.row_totals(out, sample)[test].numpy()
-            labels = engine.clusters_of(test, sample.top_key[0].numpy(), len(head.k))
-            assert labels is not None
-            count = 1 if test.startswith("delta") else 64
-            said = engine.judge(totals, np.repeat(labels[None], 100, 0), count)
-            found.append(said["p"] <= 0.01)
-            former.append(found[-1] & (said["n_eff"] >= summary.FORMER_RULE))
-            signs.append(said["mean"] > 0)
+            sums = sums_of(test, out, sample, sample.top_key[0].numpy())
+            said = sums.test(0.01)
+            found.append(said.p_value <= 0.01)
+            signs.append(said.mean > 0)
     assert np.mean(found) >= 0.99
     assert all(s.all() for s in signs), "observed - reference: a push away from zero or along dO is positive"
-    assert np.mean(former) < 0.5, "the former rule of 20 effective terms would drop most of them"
 
 
 def detected(stated: Array, mean: Array, se: Array, df: Array, level: float) -> float:
@@ -184,16 +194,15 @@ def test_t_plus_z_would_promise_too_much() -> None:
 
 @pytest.mark.parametrize(("kernel", "test"), NULLS)
 def test_power_at_the_stated_detectable_bias(kernel: str, test: str) -> None:
-    sums, sizes, _ = on_captured_inputs(kernel, test)
     for level in engine.LEVELS:
-        said = mean_test(sums, sizes, level)
-        powers = []
-        for half in (slice(0, 500), slice(500, 1000)):  # a head states it for itself
-            stated, mean = said.minimum_detectable[half], said.mean[half]
-            powers.append(detected(stated, mean, said.standard_error[half], said.df[half], level))
+        powers, halved = [], []
+        for head in on_captured_inputs(kernel, test):  # each states it for itself
+            said = head.test(level)
+            known = said.mean, said.standard_error, said.df, level
+            powers.append(detected(said.minimum_detectable, *known))
+            halved.append(detected(said.minimum_detectable / 2, *known))
         assert 0.72 <= np.mean(powers) <= 0.88
-        halved = said.minimum_detectable / 2
-        assert detected(halved, said.mean, said.standard_error, said.df, level) < 0.72
+        assert np.mean(halved) < 0.72
 
 
 def reported(sample: draws.Sample, out: torch.Tensor) -> HeadDiagnosis:
@@ -213,13 +222,15 @@ def inspected(
     sample = next(draws.fresh(heads, 1, torch.Generator().manual_seed(2)))
     out = draws.kernels_on_fresh(sample, 5)["probs_stochastic"]
     head = reported(sample, out)
-    totals = draws.row_totals(out, sample)
+    sign = -1 if swap_sign else 1
     errors = {}
     for test in PRIMARY:
-        values = totals[test].numpy()[0] * (-1 if swap_sign else 1)
+        rows, features = (part.get(test) for part in engine.totals_of(out, sample))
+        assert rows is not None
         count = 1 if test.startswith("delta") else 64
         labels = engine.clusters_of(test, sample.top_key[0].numpy(), 256)
-        errors[test] = SignedErrors(values, 1.0, 1, 1, 0.0, 1.0, count), labels
+        shared = None if features is None else (features[0], np.full(64, 256 * count / 64))
+        errors[test] = SignedErrors(rows[0] * sign, 1.0, 1, 1, 0.0, 1.0, count, shared), labels
     return head, errors
 
 
@@ -286,4 +297,4 @@ def test_candidate_cr2_is_the_shipped_test() -> None:
     rng = np.random.default_rng(4)
     sizes = rng.integers(1, 20, (50, 12)).astype(float)
     sums = rng.standard_normal((50, 12)) * sizes
-    assert reduced(sums, sizes) == pytest.approx(shipped(sums, sizes), rel=1e-9)
+    assert reduced(sums, sizes) == pytest.approx(shipped(Sums((sums, sizes))), rel=1e-9)

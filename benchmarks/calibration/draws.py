@@ -175,3 +175,9 @@ def row_totals(out: Tensor, sample: Sample) -> dict[str, Tensor]:
         "o_excess": excess.sum(-1),
         "o_away_excess": (excess * sample.out.sign()).sum(-1),
     }
+
+
+def feature_totals(out: Tensor, sample: Sample) -> dict[str, Tensor]:
+    """The errors of O and delta summed by feature, [B, D], for the tests that share their rounding by feature."""
+    error = out - sample.out
+    return {"o": error.sum(1), "delta": (sample.do * error).sum(1)}

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.bias import PRIMARY, effective, mean_test
+from attn_diag.bias import PRIMARY, cautious, effective, mean_test
 from attn_diag.measure import HeadMeasurement
 from attn_diag.pooling import _Clusters
 from calibration import draws, others
@@ -88,12 +88,21 @@ def cluster_sums(totals: Array, labels: Labels | None, count: int) -> tuple[Arra
     return sums.reshape(batch, width), sizes.reshape(batch, width)
 
 
-def judge(totals: Array, labels: Labels | None, count: int) -> dict[str, Array]:
-    """What the shipped test says of row totals [B, T]; NaN where every error is zero: there is nothing to test."""
+def judge(totals: Array, labels: Labels | None, count: int, features: Array | None = None) -> dict[str, Array]:
+    """What the shipped test says of row totals [B, T] (and feature totals [B, D]).
+
+    NaN where every error is zero: there is nothing to test.
+    """
     zero = ~totals.any(-1)
     sums, sizes = cluster_sums(totals, labels, count)
     with np.errstate(invalid="ignore"):
-        test, at_five = (mean_test(sums, sizes, level) for level in LEVELS)
+        tests = [mean_test(sums, sizes, level) for level in LEVELS]
+        if features is not None:
+            each = np.full_like(features, totals.shape[1] * count / features.shape[1])
+            tests = [
+                cautious(test, mean_test(features, each, level)) for test, level in zip(tests, LEVELS, strict=True)
+            ]
+        test, at_five = tests
     found = {
         "mean": test.mean,
         "se": test.standard_error,
@@ -119,20 +128,27 @@ def run(capture: str, redraws: int, seed: int, device: torch.device, *, compare:
             tester = _Tester(h, sample, record, compare)
             outputs = draws.kernels_on_fresh(sample, own)
             for kernel, out in outputs.items():
-                tester.add(kernel, draws.row_totals(out, sample), out - sample.out, own)
+                tester.add(kernel, *totals_of(out, sample), out - sample.out, own)
             if start < redraws / 2:
                 for kernel in PLANTED_ON:
                     for d, direction in enumerate(draws.DIRECTIONS):
                         for size in draws.SIZES:
                             out = draws.planted(outputs[kernel], sample, direction, size, own + d + 1)
-                            tester.plant((kernel, direction, size), draws.row_totals(out, sample))
+                            tester.plant((kernel, direction, size), *totals_of(out, sample))
             real = draws.original(head)
             tester = _Tester(h, real, record, compare, count)
             for kernel, out in draws.kernels_on_real(real, count, own + 4).items():
-                tester.add(kernel, draws.row_totals(out, real), out - real.out, own)
+                tester.add(kernel, *totals_of(out, real), out - real.out, own)
             gradients = draws.gradient_errors(head, real, count, own + 6)
-            tester.add("gradients", {name: e.sum(-1) for name, e in gradients.items()}, None, own)
+            tester.add("gradients", {name: e.sum(-1).cpu().numpy() for name, e in gradients.items()}, {}, None, own)
     return record.outcomes(len(heads))
+
+
+def totals_of(out: Tensor, sample: draws.Sample) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Errors summed by row and by feature, by test."""
+    found = draws.row_totals(out, sample), draws.feature_totals(out, sample)
+    rows, features = ({test: x.cpu().numpy() for test, x in part.items()} for part in found)
+    return rows, features
 
 
 class _Record:
@@ -169,43 +185,46 @@ class _Tester:
         keys, k_length = sample.top_key.cpu().numpy(), sample.k.shape[1]
         repeat = count or 1
         self._labels = {
-            kind: _repeated([clusters_of(kind, row, k_length) for row in keys], repeat) for kind in ("o", "delta", "dq")
+            test: _repeated([clusters_of(test, row, k_length) for row in keys], repeat)
+            for test in (*PRIMARY, "o", "dq", "lse")
         }
         self._keys = _repeated([np.unique(row, return_inverse=True)[1] for row in keys], repeat)
 
     def _of(self, test: str) -> tuple[Labels | None, int]:
         """Clusters of a test, and elements a row."""
-        if test in ("dq", "lse"):
-            return self._labels["dq"], 1 if test == "lse" else self._elements
-        return (self._labels["delta"], 1) if test.startswith("delta") else (self._labels["o"], self._elements)
+        return self._labels[test], 1 if test.startswith(("delta", "lse")) else self._elements
 
-    def add(self, kernel: str, found: dict[str, Tensor], o_error: Tensor | None, seed: int) -> None:
+    def add(
+        self, kernel: str, found: dict[str, Array], features: dict[str, Array], o_error: Tensor | None, seed: int
+    ) -> None:
         """Put a kernel to all its tests."""
         for test in TESTED[kernel]:
-            totals, (labels, count) = found[test].cpu().numpy(), self._of(test)
-            said = judge(totals, labels, count)
-            if self._compare and kernel in _COMPARED and test in PRIMARY:
-                said |= self._candidates(totals, count)
+            totals, (labels, count) = found[test], self._of(test)
+            said = judge(totals, labels, count, features.get(test))
+            if self._compare and kernel in _COMPARED and test in (*PRIMARY, "o"):
+                said |= self._candidates(totals, count, features.get(test))
             for name, values in said.items():
                 self._record.tests[kernel, test][name, self._head].append(values)
         if self._compare and kernel in _OTHERS and o_error is not None:
-            said = others.alarms(found["delta"].cpu().numpy(), o_error, LEVELS, seed)
+            said = others.alarms(found["delta"], o_error, LEVELS, seed)
             for name, values in said.items():
                 self._record.others[kernel][name, self._head].append(values)
 
-    def _candidates(self, totals: Array, count: int) -> dict[str, Array]:
+    def _candidates(self, totals: Array, count: int, features: Array | None) -> dict[str, Array]:
         zero, found = ~totals.any(-1), {}
         for clusters, labels in (("keys", self._keys), ("rows", None)):
             sums, sizes = cluster_sums(totals, labels, count)
             with np.errstate(invalid="ignore"):
                 for name, candidate in CANDIDATES.items():
                     found[f"{name}/{clusters}"] = np.where(zero, np.nan, candidate(sums, sizes))
+        if features is not None:  # of one size, where cr2 is Student's t
+            found["cr2/features"] = CANDIDATES["cr2"](features, np.ones_like(features))
         return found
 
-    def plant(self, key: tuple[str, str, float], found: dict[str, Tensor]) -> None:
+    def plant(self, key: tuple[str, str, float], found: dict[str, Array], features: dict[str, Array]) -> None:
         """Put a kernel with a planted bias to the primary tests."""
         for test in PRIMARY:
-            said = judge(found[test].cpu().numpy(), *self._of(test))
+            said = judge(found[test], *self._of(test), features.get(test))
             self._record.plants[key][test, self._head].append(said["p"])
             self._record.plants[key][f"n_eff/{test}", self._head].append(said["n_eff"])
 

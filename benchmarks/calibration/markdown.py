@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from calibration.engine import ON_FRESH
 from calibration.summary import CONTROL, FORMER_RULE
 
 # A rate with its interval: [share, low, high, n].
@@ -47,14 +46,12 @@ def section(result: dict[str, Any]) -> str:
 def trust(result: dict[str, Any]) -> str:
     """One screen for the README: what was demanded of the tests, and what was measured."""
     cells = [c for c in _cells(result) if c[2] in PRIMARY and c[1] != CONTROL and c[3]["is_null"]]
-    # delta's mean after rounding to nearest is not random given the inputs: verdicts compare it with rounding's own.
-    plain = [found for _, kernel, test, found in cells if test != "delta" or kernel not in ON_FRESH]
-    nearest = [found for _, kernel, test, found in cells if test == "delta" and kernel in ON_FRESH]
     rows = []
-    for name, group in (("single tests", plain), ("delta's raw mean where O is rounded to nearest", nearest)):
-        for level in LEVELS:
-            rates = [found["false_alarms"][level] for found in group]
-            rows.append(_demand(f"alarms without a bias, {name}, level {_percent(float(level))}", rates, float(level)))
+    for level in LEVELS:
+        rates = [found["false_alarms"][level] for *_, found in cells]
+        rows.append(
+            _demand(f"alarms without a bias, single tests, level {_percent(float(level))}", rates, float(level))
+        )
     for level in LEVELS:
         family = [f["verdict"][level] for _, kernel, f in _families(result) if kernel != CONTROL]
         rows.append(
@@ -168,20 +165,27 @@ def planted(result: dict[str, Any]) -> str:
 
 
 def candidates(result: dict[str, Any]) -> str:
-    """Every candidate's share of alarms on the nulls, by test; the shipped one is cr2 with keys as clusters."""
+    """Every candidate's share of alarms on the nulls, by test.
+
+    What ships is cr2: with keys as clusters for O's excesses, rows for delta's, the wider of keys and features else.
+    """
     rows: list[tuple[str, ...]] = []
     cells = [c for c in _cells(result) if "candidates" in c[3] and c[3]["is_null"]]
     if not cells:
         return "Not compared in this run."
-    for name in cells[0][3]["candidates"]:
+    tests = (*PRIMARY, "o")
+    for name in dict.fromkeys(name for c in cells for name in c[3]["candidates"]):
         row = [name]
-        for test in PRIMARY:
-            rates = [c[3]["candidates"][name] for c in cells if c[2] == test]
+        for test in tests:
+            rates = [c[3]["candidates"][name] for c in cells if c[2] == test and name in c[3]["candidates"]]
+            if not rates:
+                row.append("")
+                continue
             worst = [max(r[i] for r in rates) for i in (0, 1)]
             mean = [sum(r[i] for r in rates) / len(rates) for i in (0, 1)]
             row.append(f"{_percent(mean[0])} / {_percent(mean[1])} (worst {_percent(worst[0])} / {_percent(worst[1])})")
         rows.append(tuple(row))
-    return _table(("candidate/clusters", *PRIMARY), rows)
+    return _table(("candidate/clusters", *tests), rows)
 
 
 def others(result: dict[str, Any]) -> str:
