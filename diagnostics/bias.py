@@ -5,18 +5,19 @@ sequence share K and V, so sequences are the clusters where there are enough of 
 
 - O and delta in total, whose errors are mostly the rounding of O: rows with the same argmax key nearly copy the same
   row of V and share its rounding; and where the rows of V are nearly parallel, all rows have nearly the same O_d in
-  feature d, and share that. So two tests, with argmax keys and with features as clusters; the wider interval holds.
+  feature d, and share that. Hence two ways of clustering at once: argmax keys and features.
 - O's excess, what lies beyond its correct rounding: argmax keys.
 - delta's excess, dQ, LSE: rows.
 
 Chosen by ``benchmarks/study_calibration.py``, on other seeds than its committed results. Alarms at 1 % / 5 % on
-unbiased redraws where O is rounded to nearest, in the worst capture: of O 11 / 24 % with rows as clusters, 4 / 12 %
-with argmax keys, 0.9 / 4.6 % with features; of delta 4 / 12 %, 2.8 / 9 % and 1 / 5 %. Beside CR2 with Bell &
-McCaffrey's degrees of freedom: CR1 with G - 1 alarms a little more often where clusters are unequal; degrees of freedom
-for fully correlated clusters alarm hardly ever (0 to 0.4 % at 1 %) where one key has most rows; those from the errors'
-fourth moments and random signs gain nothing. Terms dominated by a few clusters do not raise false alarms. To drop tests
-with fewer than 20 effective terms, as verdicts once did, left O's tests 0 to 0.6 % at 1 %, and next to no planted bias
-of 0.1 ulp was found on heads that copy one key.
+unbiased redraws where O is rounded to nearest, in the worst capture: of O 12 / 24 % with rows as clusters, 4 / 12 %
+with argmax keys, 1.1 / 5.1 % with both ways; of delta 4 / 12 %, 2.7 / 9 % and 1.1 / 5.3 %. (Features alone would do
+there; but what the features of a row share, such as an error of l, they do not see.) Beside CR2 with Bell & McCaffrey's
+degrees of freedom: CR1 with G - 1 alarms a little more often where clusters are unequal; degrees of freedom for fully
+correlated clusters alarm hardly ever (0 to 0.4 % at 1 %) where one key has most rows; those from the errors' fourth
+moments and random signs gain nothing. Terms dominated by a few clusters do not raise false alarms. To drop tests with
+fewer than 20 effective terms, as verdicts once did, left O's tests 0 to 0.6 % at 1 %, and next to no planted bias of
+0.1 ulp was found on heads that copy one key.
 """
 
 from __future__ import annotations
@@ -48,12 +49,53 @@ _DRIFT_POINTS = 256
 
 
 @dataclass(frozen=True)
+class FeatureSums:
+    """Errors by feature, and by cell = (argmax key, feature), for ``two_way``.
+
+    ``sums``, ``sizes`` [D of every head]: errors and how many elements they stand for. Over all cells: ``cell_squares``
+    the squares of a cell's sum s, ``cell_products`` s times its elements n, ``cell_sizes`` the squares of n.
+    """
+
+    sums: Array
+    sizes: Array
+    cell_squares: float
+    cell_products: float
+    cell_sizes: float
+
+    @classmethod
+    def of(cls, contributions: Tensor, keys: Tensor, count: int) -> FeatureSums:
+        """Of one head: ``contributions`` [n, D], ``keys`` [n] from 0, ``count`` elements a row."""
+        rows, features = contributions.shape
+        each = count / features
+        present = int(keys.max()) + 1 if rows else 0
+        cells = contributions.new_zeros(present, features).index_add_(0, keys, contributions)
+        sizes = torch.bincount(keys, minlength=present).to(cells.dtype) * each
+        return cls(
+            sums=contributions.sum(0).cpu().numpy(),
+            sizes=np.full(features, rows * each),
+            cell_squares=_sum_of_squares(cells),
+            cell_products=float(cells.sum(1) @ sizes),
+            cell_sizes=_sum_of_squares(sizes) * features,
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[FeatureSums]) -> FeatureSums:
+        """The features and cells of several heads or sequences side by side."""
+        return cls(
+            sums=np.concatenate([p.sums for p in parts]),
+            sizes=np.concatenate([p.sizes for p in parts]),
+            cell_squares=sum(p.cell_squares for p in parts),
+            cell_products=sum(p.cell_products for p in parts),
+            cell_sizes=sum(p.cell_sizes for p in parts),
+        )
+
+
+@dataclass(frozen=True)
 class SignedErrors:
     """Signed errors of ``count`` elements a query row.
 
     ``total`` [n] sums them by row; ``square`` sums their squares, ``positive`` and ``nonzero`` count them, over
-    all rows. The mean in units is unit_total / unit_scale. ``features`` (where rounding is shared by features, see the
-    module): sums of the errors by feature, and how many elements each stands for, both [D of every head].
+    all rows. The mean in units is unit_total / unit_scale. ``features``: where rounding is shared by features, too.
     """
 
     total: Array
@@ -63,7 +105,7 @@ class SignedErrors:
     unit_total: float
     unit_scale: float
     count: int
-    features: tuple[Array, Array] | None = None
+    features: FeatureSums | None = None
 
     @classmethod
     def of_elements(cls, errors: Tensor, ulp_sum: float) -> SignedErrors:
@@ -95,10 +137,9 @@ class SignedErrors:
             count=1,
         )
 
-    def by_feature(self, contributions: Tensor) -> SignedErrors:
-        """These errors with the feature sums of ``contributions`` [n, D], whose row sums they are."""
-        sums = contributions.sum(0).cpu().numpy()
-        return replace(self, features=(sums, np.full(len(sums), len(self.total) * self.count / len(sums))))
+    def by_feature(self, contributions: Tensor, keys: Tensor) -> SignedErrors:
+        """These errors with the sums of ``contributions`` [n, D], whose row sums they are; ``keys`` [n] as clusters."""
+        return replace(self, features=FeatureSums.of(contributions, keys, self.count))
 
     @classmethod
     def join(cls, parts: Sequence[SignedErrors]) -> SignedErrors:
@@ -112,9 +153,7 @@ class SignedErrors:
             unit_total=sum(p.unit_total for p in parts),
             unit_scale=sum(p.unit_scale for p in parts),
             count=parts[0].count,
-            features=(np.concatenate([s for s, _ in features]), np.concatenate([n for _, n in features]))
-            if len(features) == len(parts)
-            else None,
+            features=FeatureSums.join(features) if len(features) == len(parts) else None,
         )
 
 
@@ -124,9 +163,9 @@ def estimate_bias(
     """Mean signed error with a cluster-robust t interval and test of zero mean.
 
     ``clusters`` [n]: cluster number of each row, from 0 without gaps; None for every row its own. The test is
-    ``mean_test``, on the cluster sums s_c; where ``errors`` has feature sums, the more ``cautious`` of that and the
-    same on them. n_eff = (sum s^2)^2 / sum s^4 over the clusters. ``level`` enters the minimum detectable mean. The
-    test's fields are None with fewer than two clusters, and where every error is zero.
+    ``mean_test``, on the cluster sums s_c, and ``two_way`` where ``errors`` has feature sums (the clusters must then be
+    its keys). n_eff = (sum s^2)^2 / sum s^4 over the clusters. ``level`` enters the minimum detectable mean. The test's
+    fields are None with fewer than two clusters, and where every error is zero.
     """
     n = len(errors.total) * errors.count
     if not n:
@@ -149,8 +188,9 @@ def estimate_bias(
     if len(sums) < 2 or not errors.nonzero:
         return result
     test = mean_test(sums, sizes, level)
-    if errors.features is not None and len(errors.features[0]) > 1:
-        test = cautious(test, mean_test(*errors.features, level))
+    if (shared := errors.features) is not None and len(shared.sums) > 1:
+        cells = np.array([shared.cell_squares, shared.cell_products, shared.cell_sizes])
+        test = two_way(test, mean_test(shared.sums, shared.sizes, level), cells, n, level)
     se, half = float(test.standard_error), float(test.half_width95)
     return replace(
         result,
@@ -164,15 +204,37 @@ def estimate_bias(
 
 @dataclass(frozen=True)
 class MeanTest:
-    """What ``mean_test`` returns: arrays [...] of one shape. The 95 % interval is mean +- half_width95."""
+    """What ``mean_test`` and ``two_way`` return: arrays [...] of one shape. The 95 % interval is mean +- half_width95.
+
+    ``df``: degrees of freedom of the test; ``error_df``: of the standard error, see ``_detectable``.
+    """
 
     mean: Array
     standard_error: Array
     df: Array
+    error_df: Array
     t: Array
     p_value: Array
     half_width95: Array
     minimum_detectable: Array
+
+    @classmethod
+    def of(cls, mean: Array, se: Array, df: Array, error_df: Array, level: float) -> MeanTest:
+        """Student's t-test of a zero mean."""
+        from scipy.special import stdtr, stdtrit
+
+        with np.errstate(divide="ignore", invalid="ignore"):
+            t = np.where(se > 0, mean / se, np.copysign(np.inf, mean))
+        return cls(
+            mean=mean,
+            standard_error=se,
+            df=df,
+            error_df=error_df,
+            t=t,
+            p_value=2 * stdtr(df, -np.abs(t)),
+            half_width95=stdtrit(df, 0.975) * se,
+            minimum_detectable=_detectable(df, error_df, level) * se,
+        )
 
 
 def mean_test(sums: Array, sizes: Array, level: float) -> MeanTest:
@@ -186,8 +248,6 @@ def mean_test(sums: Array, sizes: Array, level: float) -> MeanTest:
     equal variance, 1 / (sum h^2 + (sum y)^2 - sum y^2), y_c = h_c^2 / (1 - h_c) (Imbens & Kolesar, Rev. Econ. Stat. 98
     (2016) 701, section III). Clusters of one size give G - 1 degrees of freedom: Student's t of their means.
     """
-    from scipy.special import stdtrit
-
     n = sizes.sum(-1)
     share = sizes / n[..., None]
     mean = sums.sum(-1) / n
@@ -195,45 +255,44 @@ def mean_test(sums: Array, sizes: Array, level: float) -> MeanTest:
     se = np.sqrt(np.square(residuals).sum(-1)) / n
     leverage = np.square(share) / (1 - share)
     df = 1 / (np.square(share).sum(-1) + leverage.sum(-1) ** 2 - np.square(leverage).sum(-1))
-    detectable = _detectable(df, effective(residuals), level) * se
-    return MeanTest(mean, se, df, *_student(mean, se, df), stdtrit(df, 0.975) * se, detectable)
+    # Where all residuals are zero n_eff is NaN, and so is nothing else: 1 changes nothing, as se = 0.
+    error_df = np.minimum(df, np.fmax(3 * effective(residuals) - 2, 1.0))
+    return MeanTest.of(mean, se, df, error_df, level)
 
 
-def cautious(first: MeanTest, second: MeanTest) -> MeanTest:
-    """The mean of ``first``, with the standard error of whichever test has the wider 95 % interval."""
-    wider = second.half_width95 > first.half_width95
-    names = ("standard_error", "df", "half_width95", "minimum_detectable")
-    se, df, half, detectable = (np.where(wider, getattr(second, name), getattr(first, name)) for name in names)
-    return MeanTest(first.mean, se, df, *_student(first.mean, se, df), half, detectable)
+def two_way(first: MeanTest, second: MeanTest, cells: Array, n: Array | int, level: float) -> MeanTest:
+    """The test of one mean with two ways of clustering at once, argmax keys and features.
+
+    ``first``, ``second``: the tests with one of them each; ``cells`` [..., 3]: ``FeatureSums``'s sums over the cells in
+    which both agree; ``n`` [...] elements. Errors may be correlated within both: the variances add, less that of the
+    cells, which both count (Cameron, Gelbach & Miller, J. Bus. Econ. Stat. 29 (2011) 238). That difference is
+    kept from falling below the smaller of the two; degrees of freedom are the smaller ones.
+    """
+    mean = first.mean
+    squares, products, sizes = (cells[..., i] for i in range(3))
+    of_cells = (squares - 2 * mean * products + mean**2 * sizes) / np.square(n)
+    one, other = np.square(first.standard_error), np.square(second.standard_error)
+    se = np.sqrt(np.maximum(one + other - of_cells, np.minimum(one, other)))
+    df, error_df = np.minimum(first.df, second.df), np.minimum(first.error_df, second.error_df)
+    return MeanTest.of(mean, se, df, error_df, level)
 
 
-def _student(mean: Array, se: Array, df: Array) -> tuple[Array, Array]:
-    """t and the two-sided p-value."""
-    from scipy.special import stdtr
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.where(se > 0, mean / se, np.copysign(np.inf, mean))
-    return t, 2 * stdtr(df, -np.abs(t))
-
-
-def _detectable(df: Array, n_eff: Array, level: float) -> Array:
+def _detectable(df: Array, error_df: Array, level: float) -> Array:
     """c [...] such that a mean of c se is found with 80 % power in new data of the same kind, se being this data's.
 
-    ``df``: the test's degrees of freedom; ``n_eff``: of the residuals. Not only the new test's standard error is an
-    estimate (that alone would be the noncentral t) but the stated one too. With S, S' independent, of mean k and
-    variance v = 1 - k^2, distributed as sqrt(chi^2_f / f), the new test rejects where Z + c S - t S' > 0; taking that
-    sum as normal, (c - t) k = z sqrt(1 + (c^2 + t^2) v), z the 80 % point. f counts what the standard error rests on:
-    residuals of variances V_c have f = (sum V)^2 / sum V^2, estimated by 3 n_eff - 2, as E r^4 = 3 V^2 (Lipsitz,
-    Ibrahim & Parzen, J. R. Stat. Soc. D 48 (1999) 495); at most ``df``.
+    ``df``: the test's degrees of freedom. Not only the new test's standard error is an estimate (that alone would be
+    the noncentral t) but the stated one too. With S, S' independent, of mean k and variance v = 1 - k^2, distributed as
+    sqrt(chi^2_f / f), the new test rejects where Z + c S - t S' > 0; taking that sum as normal, (c - t) k = z sqrt(1 +
+    (c^2 + t^2) v), z the 80 % point. f (``error_df``) counts what the standard error rests on: residuals of variances
+    V_c have f = (sum V)^2 / sum V^2, estimated by 3 n_eff - 2, as E r^4 = 3 V^2 (Lipsitz, Ibrahim & Parzen, J. R. Stat.
+    Soc. D 48 (1999) 495); at most ``df``.
 
     Eight normal clusters, level 1 %: the power is 0.68 with c = t + z, 0.70 with the noncentral t, 0.80 with this.
     """
     from scipy.special import gammaln, ndtri, stdtrit
 
     t, z2 = stdtrit(df, 1 - level / 2), float(ndtri(_POWER)) ** 2
-    # Where all residuals are zero n_eff is NaN, and so is nothing else: f = 1 changes nothing, as se = 0.
-    f = np.minimum(df, np.fmax(3 * n_eff - 2, 1.0))
-    k2 = 2 / f * np.exp(2 * (gammaln((f + 1) / 2) - gammaln(f / 2)))
+    k2 = 2 / error_df * np.exp(2 * (gammaln((error_df + 1) / 2) - gammaln(error_df / 2)))
     v = 1 - k2
     a = k2 - z2 * v
     return np.asarray((t * k2 + np.sqrt((t * k2) ** 2 - a * (t**2 * k2 - z2 * (1 + t**2 * v)))) / a)

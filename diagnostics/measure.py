@@ -216,10 +216,12 @@ def _measure(
         broken_outputs={name: count for name, count in faulty.items() if count},
     )
     rounding = _Rounding(reference.out[rows], passed.bounds.out[rows], seen.formats.get("o", inputs.input_format))
-    result.errors["rounding_o"] = SignedErrors.of_elements(rounding.error, rounding.ulp_sum).by_feature(rounding.error)
+    result.errors["rounding_o"] = SignedErrors.of_elements(rounding.error, rounding.ulp_sum).by_feature(
+        rounding.error, top_key
+    )
     _measure_forward(result, inputs, passed, seen, rounding, rows, top_key, eligible[rows])
     if inputs.head.do is not None:
-        _measure_backward(result, inputs, passed, seen, forward_errors, rounding, rows, x)
+        _measure_backward(result, inputs, passed, seen, forward_errors, rounding, rows, top_key, x)
     return result
 
 
@@ -248,7 +250,7 @@ def _measure_forward(
     if (out := seen.outputs.get("o")) is not None:
         out = out[rows]
         error, excess = out - rounding.truth, out - rounding.rounded
-        result.errors["o"] = SignedErrors.of_elements(error, rounding.ulp_sum).by_feature(error)
+        result.errors["o"] = SignedErrors.of_elements(error, rounding.ulp_sum).by_feature(error, top_key)
         result.errors["o_excess"] = SignedErrors.of_elements(excess, rounding.ulp_sum)
         result.errors["o_away_excess"] = SignedErrors.of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
         certain = rounding.certain
@@ -276,6 +278,7 @@ def _measure_backward(
     forward_errors: ForwardErrors | None,
     rounding: _Rounding,
     rows: Rows,
+    top_key: Tensor,
     x: Tensor | None,
 ) -> None:
     head, reference = inputs.head, passed.reference
@@ -287,7 +290,9 @@ def _measure_backward(
     # sigma_t: the standard deviation of delta_t if every O_ti is rounded once, uniformly within half an ulp.
     noise_floor = ((do * rounding.ulps).square_().sum(1) / 12).sqrt()
     of_rounding = do * rounding.error
-    result.errors["rounding_delta"] = SignedErrors.of_rows(of_rounding.sum(1), noise_floor).by_feature(of_rounding)
+    result.errors["rounding_delta"] = SignedErrors.of_rows(of_rounding.sum(1), noise_floor).by_feature(
+        of_rounding, top_key
+    )
     direction = passed.probs_k[rows].square().sum(1) * head.scale**2  # ||alpha (P K)_t||^2
     floor = float((noise_floor.square() * direction).sum())
 
@@ -295,7 +300,7 @@ def _measure_backward(
         error = forward_errors.delta_error[rows]
         result.errors["delta"] = SignedErrors.of_rows(error, noise_floor)
         if (out := seen.outputs.get("o")) is not None:
-            result.errors["delta"] = result.errors["delta"].by_feature(do * (out[rows] - rounding.truth))
+            result.errors["delta"] = result.errors["delta"].by_feature(do * (out[rows] - rounding.truth), top_key)
         assert passed.bounds.delta is not None
         moved = (do * rounding.certain.moved).abs_().sum(1)
         if "delta" in seen.outputs:

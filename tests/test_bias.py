@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from scipy import stats
@@ -155,3 +157,66 @@ def test_no_rows() -> None:
 def test_benjamini_hochberg_by_hand() -> None:
     assert adjust([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 4 * 0.04 / 3, 4 * 0.04 / 3, 0.5])
     assert adjust([]) == []
+
+
+def effects(seed: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Errors [60, 12] without a mean, with parts that a key's rows share and others that a feature's elements share."""
+    rng = np.random.default_rng(seed)
+    keys = np.sort(rng.integers(0, 20, 60))
+    errors = rng.standard_normal((60, 12)) + rng.standard_normal(20)[keys][:, None] + rng.standard_normal(12)
+    return errors, keys
+
+
+def signed(errors: npt.NDArray[np.float64], keys: npt.NDArray[np.int64]) -> SignedErrors:
+    values = torch.from_numpy(errors)
+    return SignedErrors.of_elements(values, 1.0).by_feature(values, torch.from_numpy(keys))
+
+
+def test_two_ways_of_clustering_at_once() -> None:
+    """720 elements say no more than 20 keys and 12 features do, and neither alone says how little that is."""
+    alarms = {"both": 0, "keys": 0, "features": 0, "none": 0}
+    for seed in range(600):
+        errors, keys = effects(seed)
+        both, dense = signed(errors, keys), np.unique(keys, return_inverse=True)[1]
+        feature = SignedErrors.of_elements(torch.from_numpy(errors.T.copy()), 1.0)
+        tests = {
+            "both": estimate_bias(both, dense, 0.05),
+            "keys": estimate_bias(replace(both, features=None), dense, 0.05),
+            "features": estimate_bias(feature, None, 0.05),
+            "none": estimate_bias(replace(both, features=None), None, 0.05),
+        }
+        for name, test in tests.items():
+            assert test.p_value is not None
+            alarms[name] += test.p_value <= 0.05
+    limit = stats.binom.ppf(0.999, 600, 0.05)
+    assert stats.binom.ppf(0.001, 600, 0.05 / 3) <= alarms["both"] <= limit, alarms
+    assert min(alarms["keys"], alarms["features"], alarms["none"]) > limit, alarms
+
+
+def test_two_way_variance_is_keys_plus_features_less_cells() -> None:
+    errors, keys = effects(1)
+    dense = np.unique(keys, return_inverse=True)[1]
+    found = estimate_bias(signed(errors, keys), dense, 0.05)
+    mean, n = errors.mean(), errors.size
+    assert found.mean == pytest.approx(mean)
+    by_key = estimate_bias(replace(signed(errors, keys), features=None), dense, 0.05).standard_error
+    by_feature = errors.mean(0).std(ddof=1) / 12**0.5
+    cells = np.zeros((20, 12))
+    np.add.at(cells, keys, errors - mean)
+    assert by_key is not None
+    variance = by_key**2 + by_feature**2 - np.square(cells).sum() / n**2
+    assert found.standard_error == pytest.approx(variance**0.5, rel=1e-9)
+
+
+def test_features_of_several_heads_lie_side_by_side() -> None:
+    """Joined heads: as if every head had keys and features of its own."""
+    (first, keys), (second, others) = effects(2), effects(3)
+    joined = SignedErrors.join([signed(first, keys), signed(second, others)]).features
+    blocks = np.zeros((120, 24))
+    blocks[:60, :12], blocks[60:, 12:] = first, second
+    whole = signed(blocks, np.concatenate([keys, others + 20])).features
+    assert joined is not None
+    assert whole is not None
+    assert joined.sums == pytest.approx(whole.sums)
+    assert joined.cell_squares == pytest.approx(whole.cell_squares)
+    assert SignedErrors.join([signed(first, keys), replace(signed(second, others), features=None)]).features is None

@@ -18,7 +18,7 @@ import torch
 from scipy import stats
 
 from attn_diag import inspect
-from attn_diag.bias import PRIMARY, MeanTest, SignedErrors, adjust, cautious, estimate_bias, mean_test
+from attn_diag.bias import PRIMARY, FeatureSums, MeanTest, SignedErrors, adjust, estimate_bias, mean_test, two_way
 from attn_diag.diagnosis import HeadDiagnosis
 from attn_diag.reference import round_nearest_even
 
@@ -33,15 +33,19 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Sums:
-    """Errors of many redraws: sums and sizes of clusters [R, G] and, where the product tests these too, of features."""
+    """Errors of many redraws: sums and sizes of clusters [R, G] and, where the product needs them, of features, and
+    the sums over cells [R, 3]."""
 
     clusters: tuple[Array, Array]
-    features: tuple[Array, Array] | None = None
+    features: tuple[Array, Array, Array] | None = None
 
     def test(self, level: float = 0.05) -> MeanTest:
         """What the product says."""
         first = mean_test(*self.clusters, level)
-        return first if self.features is None else cautious(first, mean_test(*self.features, level))
+        if self.features is None:
+            return first
+        sums, sizes, cells = self.features
+        return two_way(first, mean_test(sums, sizes, level), cells, sizes.sum(-1), level)
 
 
 def shipped(sums: Sums) -> Array:
@@ -71,14 +75,15 @@ def is_calibrated(p: Array) -> bool:
 
 def sums_of(test: str, out: torch.Tensor, sample: draws.Sample, keys: npt.NDArray[np.int64]) -> Sums:
     """Of one test's errors in redraws of O [R, T, D], as the product forms them; ``keys`` [T] of all redraws."""
-    rows, features = engine.totals_of(out, sample)
+    rows, features = engine.totals_of(out, sample, [test])
     elements = out.shape[-1]
     count = 1 if test.startswith("delta") else elements
     labels = engine.clusters_of(test, keys, sample.k.shape[1])
     clusters = engine.cluster_sums(rows[test], None if labels is None else np.repeat(labels[None], len(out), 0), count)
     if test not in features:
         return Sums(clusters)
-    return Sums(clusters, (features[test], np.full_like(features[test], rows[test].shape[1] * count / elements)))
+    sums, cells = features[test]
+    return Sums(clusters, (sums, np.full_like(sums, rows[test].shape[1] * count / elements), cells))
 
 
 @cache
@@ -225,11 +230,14 @@ def inspected(
     sign = -1 if swap_sign else 1
     errors = {}
     for test in PRIMARY:
-        rows, features = (part.get(test) for part in engine.totals_of(out, sample))
+        rows, features = (part.get(test) for part in engine.totals_of(out, sample, PRIMARY))
         assert rows is not None
         count = 1 if test.startswith("delta") else 64
         labels = engine.clusters_of(test, sample.top_key[0].numpy(), 256)
-        shared = None if features is None else (features[0], np.full(64, 256 * count / 64))
+        shared = None
+        if features is not None:
+            assert isinstance(features, tuple)
+            shared = FeatureSums(features[0][0], np.full(64, 256 * count / 64), *features[1][0].tolist())
         errors[test] = SignedErrors(rows[0] * sign, 1.0, 1, 1, 0.0, 1.0, count, shared), labels
     return head, errors
 

@@ -177,7 +177,16 @@ def row_totals(out: Tensor, sample: Sample) -> dict[str, Tensor]:
     }
 
 
-def feature_totals(out: Tensor, sample: Sample) -> dict[str, Tensor]:
-    """The errors of O and delta summed by feature, [B, D], for the tests that share their rounding by feature."""
+def feature_totals(out: Tensor, sample: Sample, test: str) -> tuple[Tensor, Tensor]:
+    """The errors of "o" or "delta" by feature, [B, D], and the sums over cells that ``two_way`` takes, [B, 3]."""
     error = out - sample.out
-    return {"o": error.sum(1), "delta": (sample.do * error).sum(1)}
+    if test == "delta":
+        error = sample.do * error
+    batch, rows, features = error.shape
+    keys = sample.top_key.expand(batch, rows)
+    each = 1.0 if test == "o" else 1 / features
+    cells = error.new_zeros(batch, sample.k.shape[1], features)
+    cells.scatter_add_(1, keys[..., None].expand(-1, -1, features), error)
+    sizes = error.new_zeros(batch, sample.k.shape[1]).scatter_add_(1, keys, error.new_full(keys.shape, each))
+    sums = cells.square().sum((1, 2)), (cells.sum(2) * sizes).sum(1), sizes.square().sum(1) * features
+    return error.sum(1), torch.stack(sums, -1)

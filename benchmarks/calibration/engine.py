@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.bias import PRIMARY, cautious, effective, mean_test
+from attn_diag.bias import PRIMARY, effective, mean_test, two_way
 from attn_diag.measure import HeadMeasurement
 from attn_diag.pooling import _Clusters
 from calibration import draws, others
@@ -20,6 +20,7 @@ from calibration.candidates import CANDIDATES
 
 Array = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
+Features = tuple[Array, Array]  # errors by feature [B, D], and sums over cells [B, 3]
 Key = TypeVar("Key")
 
 LEVELS = (0.01, 0.05)
@@ -88,8 +89,8 @@ def cluster_sums(totals: Array, labels: Labels | None, count: int) -> tuple[Arra
     return sums.reshape(batch, width), sizes.reshape(batch, width)
 
 
-def judge(totals: Array, labels: Labels | None, count: int, features: Array | None = None) -> dict[str, Array]:
-    """What the shipped test says of row totals [B, T] (and feature totals [B, D]).
+def judge(totals: Array, labels: Labels | None, count: int, features: Features | None = None) -> dict[str, Array]:
+    """What the shipped test says of row totals [B, T] (and the sums by feature and cell).
 
     NaN where every error is zero: there is nothing to test.
     """
@@ -98,9 +99,12 @@ def judge(totals: Array, labels: Labels | None, count: int, features: Array | No
     with np.errstate(invalid="ignore"):
         tests = [mean_test(sums, sizes, level) for level in LEVELS]
         if features is not None:
-            each = np.full_like(features, totals.shape[1] * count / features.shape[1])
+            by_feature, cells = features
+            n = totals.shape[1] * count
+            each = np.full_like(by_feature, n / by_feature.shape[1])
             tests = [
-                cautious(test, mean_test(features, each, level)) for test, level in zip(tests, LEVELS, strict=True)
+                two_way(test, mean_test(by_feature, each, level), cells, n, level)
+                for test, level in zip(tests, LEVELS, strict=True)
             ]
         test, at_five = tests
     found = {
@@ -128,26 +132,30 @@ def run(capture: str, redraws: int, seed: int, device: torch.device, *, compare:
             tester = _Tester(h, sample, record, compare)
             outputs = draws.kernels_on_fresh(sample, own)
             for kernel, out in outputs.items():
-                tester.add(kernel, *totals_of(out, sample), out - sample.out, own)
+                tester.add(kernel, *totals_of(out, sample, TESTED[kernel]), out - sample.out, own)
             if start < redraws / 2:
                 for kernel in PLANTED_ON:
                     for d, direction in enumerate(draws.DIRECTIONS):
                         for size in draws.SIZES:
                             out = draws.planted(outputs[kernel], sample, direction, size, own + d + 1)
-                            tester.plant((kernel, direction, size), *totals_of(out, sample))
+                            tester.plant((kernel, direction, size), *totals_of(out, sample, PRIMARY))
             real = draws.original(head)
             tester = _Tester(h, real, record, compare, count)
             for kernel, out in draws.kernels_on_real(real, count, own + 4).items():
-                tester.add(kernel, *totals_of(out, real), out - real.out, own)
+                tester.add(kernel, *totals_of(out, real, TESTED[kernel]), out - real.out, own)
             gradients = draws.gradient_errors(head, real, count, own + 6)
             tester.add("gradients", {name: e.sum(-1).cpu().numpy() for name, e in gradients.items()}, {}, None, own)
     return record.outcomes(len(heads))
 
 
-def totals_of(out: Tensor, sample: draws.Sample) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Errors summed by row and by feature, by test."""
-    found = draws.row_totals(out, sample), draws.feature_totals(out, sample)
-    rows, features = ({test: x.cpu().numpy() for test, x in part.items()} for part in found)
+def totals_of(out: Tensor, sample: draws.Sample, tests: Sequence[str]) -> tuple[dict[str, Array], dict[str, Features]]:
+    """Errors summed by row, and by feature and cell, as ``tests`` need them."""
+    rows = {test: x.cpu().numpy() for test, x in draws.row_totals(out, sample).items() if test in tests}
+    features = {}
+    for test in ("o", "delta"):
+        if test in tests:
+            sums, cells = draws.feature_totals(out, sample, test)
+            features[test] = sums.cpu().numpy(), cells.cpu().numpy()
     return rows, features
 
 
@@ -195,7 +203,7 @@ class _Tester:
         return self._labels[test], 1 if test.startswith(("delta", "lse")) else self._elements
 
     def add(
-        self, kernel: str, found: dict[str, Array], features: dict[str, Array], o_error: Tensor | None, seed: int
+        self, kernel: str, found: dict[str, Array], features: dict[str, Features], o_error: Tensor | None, seed: int
     ) -> None:
         """Put a kernel to all its tests."""
         for test in TESTED[kernel]:
@@ -210,7 +218,7 @@ class _Tester:
             for name, values in said.items():
                 self._record.others[kernel][name, self._head].append(values)
 
-    def _candidates(self, totals: Array, count: int, features: Array | None) -> dict[str, Array]:
+    def _candidates(self, totals: Array, count: int, features: Features | None) -> dict[str, Array]:
         zero, found = ~totals.any(-1), {}
         for clusters, labels in (("keys", self._keys), ("rows", None)):
             sums, sizes = cluster_sums(totals, labels, count)
@@ -218,10 +226,10 @@ class _Tester:
                 for name, candidate in CANDIDATES.items():
                     found[f"{name}/{clusters}"] = np.where(zero, np.nan, candidate(sums, sizes))
         if features is not None:  # of one size, where cr2 is Student's t
-            found["cr2/features"] = CANDIDATES["cr2"](features, np.ones_like(features))
+            found["cr2/features"] = CANDIDATES["cr2"](features[0], np.ones_like(features[0]))
         return found
 
-    def plant(self, key: tuple[str, str, float], found: dict[str, Array], features: dict[str, Array]) -> None:
+    def plant(self, key: tuple[str, str, float], found: dict[str, Array], features: dict[str, Features]) -> None:
         """Put a kernel with a planted bias to the primary tests."""
         for test in PRIMARY:
             said = judge(found[test], *self._of(test), features.get(test))

@@ -167,7 +167,7 @@ def planted(result: dict[str, Any]) -> str:
 def candidates(result: dict[str, Any]) -> str:
     """Every candidate's share of alarms on the nulls, by test.
 
-    What ships is cr2: with keys as clusters for O's excesses, rows for delta's, the wider of keys and features else.
+    What ships is cr2: with keys as clusters for O's excesses, rows for delta's, keys and features at once else.
     """
     rows: list[tuple[str, ...]] = []
     cells = [c for c in _cells(result) if "candidates" in c[3] and c[3]["is_null"]]
