@@ -120,6 +120,6 @@ def sum_of(bounds: Iterable[Tensor]) -> float:
 
 
 def rounding_of_products(left: Tensor, right: Tensor) -> Tensor:
-    """Bound of the rounding of rowsum(left o right) in float64, [n]: gamma(D + 1) sum |l r| (Higham, eq. 3.4)."""
+    """Bound of the rounding of rowsum(left o right) in float64, [n]: gamma(D + 1) sum |l r| (Higham, eq. 3.5)."""
     steps = (left.shape[1] + 1) * UNIT
     return (left * right).abs().sum(1) * (steps / (1 - steps))
