@@ -65,7 +65,7 @@ _SMALL = 2.0**-1018
 _LOST_SQUARE = 2.0**-509
 _SLACK = 1 + 2.0**-20
 _TOO_LARGE = 0.05
-_PART_ELEMENTS = 2**13
+_PART_ELEMENTS = 2**15
 # Bits of a significand, most common first: BF16, FP16, FP32, FP64.
 _SIGNIFICANDS = (8, 11, 24, 53)
 
@@ -87,15 +87,18 @@ class BoundCollector:
         self._head = head
         rows = len(head.q)
         new = head.q.new_zeros
-        # ||P_bar||_2, the number of keys in the row's block, and the largest additive mask that counts.
-        self._norm, self._keys, self._mask = new(rows), new(rows), new(rows)
+        # ||P_bar||_2, the largest additive mask that counts, and the row's block: its keys and the lengths of its sums.
+        self._norm, self._mask = new(rows), new(rows)
+        self._keys, self._product_depth, self._sum_depth = new(rows), new(rows), new(rows)
         self._gradient = tuple(new(rows) for _ in range(3)) if head.do is not None else None
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference, its scores unchanged."""
         rows = block.rows
         self._norm[rows] = torch.linalg.vector_norm(block.unnormalised_probs, dim=1)
-        self._keys[rows] = float(block.keys.stop - block.keys.start)
+        keys = block.keys.stop - block.keys.start
+        self._keys[rows] = float(keys)
+        self._product_depth[rows], self._sum_depth[rows] = float(product_depth(keys)), float(sum_depth(keys))
         mask = self._head.masking.mask
         if mask is not None and mask.dtype != torch.bool and block.scores.shape[1]:
             sizes = mask[rows, block.keys].double().abs()
@@ -113,23 +116,28 @@ class BoundCollector:
 
     def _bounds(self, reference: HeadReference) -> HeadBounds:
         head = self._head
-        weights = _Weights(head, reference, self._norm, self._keys, self._mask)
+        visible = _visible_at_most(head, self._keys)
+        depths = (torch.minimum(visible, depth) for depth in (self._product_depth, self._sum_depth))
+        weights = _Weights(head, reference, self._norm, self._keys, self._mask, *depths)
         rho, gamma, product = weights.rho, weights.gamma, weights.product
         v = _Columns(head.v)
-        out, relative = torch.empty_like(reference.out), rho + gamma + 3 * UNIT
+        share, relative = (rho + product) * weights.factor, (rho + gamma + 3 * UNIT) * weights.factor
+        underflow = weights.tiny * (1 + v.top)
+        out = torch.empty_like(reference.out)
         # Rounding of the products' sums and of rowsum(dO o O), as they reach delta.
         before = torch.zeros_like(rho) if head.do is not None else None
         for part in _parts(out):
-            mean_v = torch.outer(weights.norm[part], v.norm).clamp_(max=v.largest)  # B
             sizes = reference.out[part].abs()
-            torch.mul(mean_v, (rho + product)[part, None], out=out[part]).addcmul_(sizes, relative[part, None])
+            torch.addcmul(underflow[part, None], sizes, relative[part, None], out=out[part])
+            out[part] += v.least(share[part] * weights.norm[part], share[part])  # (rho + gamma(n_O)) B
             if before is not None and head.do is not None:
-                do = head.do[part]
-                before[part] = product[part] * mean_v.mul_(do).abs_().sum(1)
-                before[part] += _gamma(head.v.shape[1]) * sizes.mul_(do).abs_().sum(1)
+                do = head.do[part].abs()
+                by_norm, by_largest = (do @ v.stacked).unbind(1)
+                before[part] = product[part] * torch.minimum(weights.norm[part] * by_norm, by_largest)
+                before[part] += _gamma(head.v.shape[1]) * sizes.mul_(do).sum(1)
         lse = rho + gamma + _FUNCTION * reference.row_sum.log().abs() + UNIT * reference.lse.abs()
-        underflow = weights.tiny * (1 + v.top)
-        found = HeadBounds(weights.finish(out, underflow), weights.finish(lse, weights.tiny), None, None)
+        lse = lse * weights.factor + weights.tiny
+        found = HeadBounds(weights.settle(out), weights.settle(lse), None, None)
         if before is not None:
             self._backward(reference, weights, before, found)
         return found
@@ -149,38 +157,41 @@ class BoundCollector:
         before = before + (gamma + 3 * UNIT) * reference.delta.abs()
         after = residual + _gamma(weights.sum_depth + 2) * spread + of_dprobs
         of_delta = rho * (spread + of_dprobs) + torch.minimum(before, after)
-        found.delta = weights.finish(of_delta, underflow)
+        found.delta = weights.settle(of_delta * weights.factor + underflow)
 
         k, alpha, drift = _Columns(head.k), abs(head.scale), of_dprobs + of_delta
         relative = rho + product + 3 * UNIT + weights.slope_error
         # Y of the computed dS, and what the errors of dP and delta add to it.
-        of_y, of_mean = alpha * relative, alpha * drift * (1 + relative)
-        of_dq = rho + gamma + 4 * UNIT
+        of_y, of_mean = alpha * relative * weights.factor, alpha * drift * (1 + relative) * weights.factor
+        by_norm, by_largest = of_y * norm + of_mean * weights.norm, of_y * spread + of_mean
+        of_dq = (rho + gamma + 4 * UNIT) * weights.factor
+        underflow = underflow * (1 + alpha) * (1 + k.top)
         dq = torch.empty_like(reference.dq)
         for part in _parts(dq):
-            y = torch.outer(norm[part], k.norm, out=dq[part])
-            torch.minimum(y, torch.outer(spread[part], k.largest), out=y).mul_(of_y[part, None])
-            mean_k = torch.outer(weights.norm[part], k.norm).clamp_(max=k.largest)  # B'
-            y.addcmul_(mean_k, of_mean[part, None]).addcmul_(reference.dq[part].abs(), of_dq[part, None])
-        found.dq = weights.finish(dq, underflow * (1 + alpha) * (1 + k.top))
+            torch.addcmul(underflow[part, None], reference.dq[part].abs(), of_dq[part, None], out=dq[part])
+            dq[part] += k.least(by_norm[part], by_largest[part])
+        found.dq = weights.settle(dq)
 
 
 class _Weights:
     """What is known of every row's probabilities: their errors, norms, and the lengths of the sums. All [Tq].
 
     ``rho`` relative error of P_bar, ``gamma`` of the row sum beyond that, ``product`` of the sums in products,
-    ``norm`` ||P||_2, ``tiny`` what underflow may take from a row.
+    ``norm`` ||P||_2, ``tiny`` what underflow may take from a row, ``factor`` what covers everything of higher order.
     """
 
-    def __init__(self, head: AttentionHead, reference: HeadReference, norm: Tensor, keys: Tensor, mask: Tensor) -> None:
-        visible = _visible_at_most(head, keys)
-        depths = {int(n): (product_depth(int(n)), sum_depth(int(n))) for n in torch.unique(keys).tolist()}
-        in_product, in_sum = torch.zeros_like(keys), torch.zeros_like(keys)
-        for n, (by_product, by_sum) in depths.items():
-            in_product.masked_fill_(keys == n, float(by_product))
-            in_sum.masked_fill_(keys == n, float(by_sum))
-        self.sum_depth = torch.minimum(visible, in_sum)
-        self.product, self.gamma = _gamma(torch.minimum(visible, in_product)), _gamma(self.sum_depth)
+    def __init__(
+        self,
+        head: AttentionHead,
+        reference: HeadReference,
+        norm: Tensor,
+        keys: Tensor,
+        mask: Tensor,
+        in_product: Tensor,
+        in_sum: Tensor,
+    ) -> None:
+        self.sum_depth = in_sum
+        self.product, self.gamma = _gamma(in_product), _gamma(in_sum)
         error, size, exact = _score_error(head)
         self.slope_error = torch.zeros_like(error)
         if head.softcap is not None:
@@ -190,7 +201,7 @@ class _Weights:
         theta = error + torch.where(exact, 0.0, UNIT * (2 * size).clamp(max=_VANISHES)) + _FUNCTION
         self.rho = torch.expm1(theta)
         relative = self.rho + self.gamma
-        self._factor = (1 + 8 * relative) * _SLACK
+        self.factor = (1 + 8 * relative) * _SLACK
         # NaN where something overflowed: nothing is certain then.
         self._hopeless = ~(relative <= _TOO_LARGE)
         self._masked = reference.fully_masked
@@ -200,11 +211,8 @@ class _Weights:
         # As many underflows as a row and one feature see, times as many features.
         self.tiny = _SMALL * (keys + 8) * (head.q.shape[1] + head.v.shape[1])
 
-    def finish(self, bound: Tensor, underflow: Tensor) -> Tensor:
-        """The bound with everything of higher order, in place; 0 in fully masked rows, inf where it is too large."""
-        if bound.ndim == 1:
-            return self.finish(bound[:, None], underflow)[:, 0]
-        bound.mul_(self._factor[:, None]).add_(underflow[:, None])
+    def settle(self, bound: Tensor) -> Tensor:
+        """The bound, in place: 0 in fully masked rows, inf where it says nothing."""
         if self._any_special:
             bound[self._hopeless], bound[self._masked] = torch.inf, 0.0
         if not math.isfinite(float(bound.sum())):
@@ -255,12 +263,21 @@ def _visible_at_most(head: AttentionHead, keys: Tensor) -> Tensor:
 
 
 class _Columns:
-    """Of K or V [n, d]: at least ||M_.d||_2 (``norm``) and max_j |M_jd| (``largest``), [d]; ``top`` max over all."""
+    """Of K or V [n, d]: at least ||M_.d||_2 (``norm``) and max_j |M_jd| (``largest``), [d]; ``top`` max over all.
+
+    ``stacked`` [d, 2]: both.
+    """
 
     def __init__(self, values: Tensor) -> None:
         self.norm = _norm(values, 0)
         self.largest = torch.maximum(values.amax(0), -values.amin(0)) if len(values) else self.norm
         self.top = self.largest.amax()
+        self.stacked = torch.stack([self.norm, self.largest], 1)
+
+    def least(self, by_norm: Tensor, by_largest: Tensor) -> Tensor:
+        """The smaller of the two products with ``by_norm`` and ``by_largest`` [R]; [R, d]."""
+        found = torch.outer(by_norm, self.norm)
+        return torch.minimum(found, torch.outer(by_largest, self.largest), out=found)
 
 
 class _Products:

@@ -31,7 +31,7 @@ from attn_diag.verdict import beyond_reference
 T, D = 64, 16
 
 
-def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """A causal call whose O is torch's own, in ``dtype``, from float64 arithmetic."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 2, T, D, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4))
@@ -66,7 +66,7 @@ def is_withheld(diagnosis: Diagnosis) -> bool:
     )
 
 
-def noisy(size: float) -> dict[str, Tensor]:
+def noisy(size: float) -> dict[str, Any]:
     found = inputs()
     noise = torch.randn(found["o"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return found | {"o": found["o"] + size * noise}
@@ -183,7 +183,7 @@ def test_a_wrong_reference_is_named_and_nothing_concluded(name: str, monkeypatch
     sound = attn_diag.inspect(**tensors, causal=True, certify=6)
     assert not any(blames_the_reference(head) for head in heads(sound))
     assert not sound.summary.warnings
-    monkeypatch.setattr(*WRONG[name])  # type: ignore[arg-type]
+    monkeypatch.setattr(*WRONG[name])
     wrong = attn_diag.inspect(**tensors, causal=True, certify=6)
     assert all(blames_the_reference(head) for head in heads(wrong))
     # Its p-values must not sharpen the tests of other heads either.
