@@ -87,7 +87,7 @@ def near_underflow(seed: int, t: int, d: int) -> AttentionHead:
     """Float64 inputs so small that products, or they themselves, underflow."""
     head = gauss(seed, t, d, FP64)
     for x, exponent in zip(
-        (head.v, head.do), ((-1060, 0), (-500, -530), (0, -1060), (-1060, 400))[seed % 4], strict=True
+        (head.v, head.do), ((-1060, 0), (-540, -500), (0, -1060), (-1060, 400))[seed % 4], strict=True
     ):
         assert x is not None
         x.mul_(2.0**exponent)

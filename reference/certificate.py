@@ -24,7 +24,8 @@ Per row t, over its n visible keys:
     O       moving P_j by rho_j moves O by sum_j P_j rho_j (V_j - O): rho (B + |O|); the sums: gamma(n_O) B and
             gamma(n_l) |O|; the division: 3 u |O|
     dP      exact as S may be, else gamma(Dv) ||dO|| max ||v||
-    X       sum_j P_j |dP_j - delta|, from its computed value
+    X       sum_j P_j |dP_j - delta| = sum_j |dS_j| <= sqrt(n) ||dS||_2, or sum_d |dO_d| (B_d + |O_d|) if that is less;
+            under softcap, dS and its computed norm are those before the slope
     delta   rho X, and then the smaller of two: beforehand gamma(n_O) sum_d |dO_d| B_d + gamma(Dv) sum_d |dO_d O_d| +
             (gamma(n_l) + 3 u) |delta|; or afterwards, as sum_j P_j (dP_j - d) = delta - d for any number d, also the
             computed delta: |sum_j P_j (dP_j - d)|, computed, + gamma(n_l + 2) X + the error of dP
@@ -90,7 +91,7 @@ class BoundCollector:
         # ||P_bar||_2, the largest additive mask that counts, and the row's block: its keys and the lengths of its sums.
         self._norm, self._mask = new(rows), new(rows)
         self._keys, self._product_depth, self._sum_depth = new(rows), new(rows), new(rows)
-        self._gradient = tuple(new(rows) for _ in range(3)) if head.do is not None else None
+        self._gradient = tuple(new(rows) for _ in range(2)) if head.do is not None else None
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference, its scores unchanged."""
@@ -118,31 +119,35 @@ class BoundCollector:
         head = self._head
         visible = _visible_at_most(head, self._keys)
         depths = (torch.minimum(visible, depth) for depth in (self._product_depth, self._sum_depth))
-        weights = _Weights(head, reference, self._norm, self._keys, self._mask, *depths)
+        weights = _Weights(head, reference, self._norm, self._mask, visible, *depths)
         rho, gamma, product = weights.rho, weights.gamma, weights.product
         v = _Columns(head.v)
         share, relative = (rho + product) * weights.factor, (rho + gamma + 3 * UNIT) * weights.factor
         underflow = weights.tiny * (1 + v.top)
         out = torch.empty_like(reference.out)
         # Rounding of the products' sums and of rowsum(dO o O), as they reach delta.
-        before = torch.zeros_like(rho) if head.do is not None else None
+        before, spread = (torch.zeros_like(rho), torch.zeros_like(rho)) if head.do is not None else (None, None)
         for part in _parts(out):
             sizes = reference.out[part].abs()
             torch.addcmul(underflow[part, None], sizes, relative[part, None], out=out[part])
             out[part] += v.least(share[part] * weights.norm[part], share[part])  # (rho + gamma(n_O)) B
-            if before is not None and head.do is not None:
+            if before is not None and spread is not None and head.do is not None:
                 do = head.do[part].abs()
                 by_norm, by_largest = (do @ v.stacked).unbind(1)
-                before[part] = product[part] * torch.minimum(weights.norm[part] * by_norm, by_largest)
-                before[part] += _gamma(head.v.shape[1]) * sizes.mul_(do).sum(1)
+                of_mean = torch.minimum(weights.norm[part] * by_norm, by_largest)
+                of_out = sizes.mul_(do).sum(1)
+                before[part] = product[part] * of_mean + _gamma(head.v.shape[1]) * of_out
+                spread[part] = of_mean + of_out
         lse = rho + gamma + _FUNCTION * reference.row_sum.log().abs() + UNIT * reference.lse.abs()
         lse = lse * weights.factor + weights.tiny
         found = HeadBounds(weights.settle(out), weights.settle(lse), None, None)
-        if before is not None:
-            self._backward(reference, weights, before, found)
+        if before is not None and spread is not None:
+            self._backward(reference, weights, before, spread, found)
         return found
 
-    def _backward(self, reference: HeadReference, weights: _Weights, before: Tensor, found: HeadBounds) -> None:
+    def _backward(
+        self, reference: HeadReference, weights: _Weights, before: Tensor, spread: Tensor, found: HeadBounds
+    ) -> None:
         head, rho, gamma, product = self._head, weights.rho, weights.gamma, weights.product
         assert head.do is not None
         assert reference.delta is not None
@@ -150,8 +155,9 @@ class BoundCollector:
         assert self._gradient is not None
         dprobs = _Products(head.do, head.v)
         of_dprobs = torch.where(dprobs.exact(), 0.0, _gamma(head.v.shape[1]) * dprobs.size)
-        residual, spread, norm = (s.abs() * weights.inverse_row_sum for s in self._gradient)
+        residual, norm = (s.abs() * weights.inverse_row_sum for s in self._gradient)
         norm += _LOST_SQUARE * self._keys.sqrt()
+        spread = torch.minimum(spread, norm * weights.visible.sqrt())  # X
         # dO times what P_bar V lost, 1 times what dO O lost, dP times what P_bar lost; the same after dO V^T.
         underflow = weights.tiny * (1 + dprobs.left_norm) * (1 + dprobs.right_norm)
         before = before + (gamma + 3 * UNIT) * reference.delta.abs()
@@ -176,8 +182,9 @@ class BoundCollector:
 class _Weights:
     """What is known of every row's probabilities: their errors, norms, and the lengths of the sums. All [Tq].
 
-    ``rho`` relative error of P_bar, ``gamma`` of the row sum beyond that, ``product`` of the sums in products,
-    ``norm`` ||P||_2, ``tiny`` what underflow may take from a row, ``factor`` what covers everything of higher order.
+    ``visible`` keys at most, ``rho`` relative error of P_bar, ``gamma`` of the row sum beyond that, ``product`` of the
+    sums in products, ``norm`` ||P||_2, ``tiny`` what underflow may take from a row, ``factor`` what covers everything
+    of higher order.
     """
 
     def __init__(
@@ -185,12 +192,12 @@ class _Weights:
         head: AttentionHead,
         reference: HeadReference,
         norm: Tensor,
-        keys: Tensor,
         mask: Tensor,
+        visible: Tensor,
         in_product: Tensor,
         in_sum: Tensor,
     ) -> None:
-        self.sum_depth = in_sum
+        self.visible, self.sum_depth = visible, in_sum
         self.product, self.gamma = _gamma(in_product), _gamma(in_sum)
         error, size, exact = _score_error(head)
         self.slope_error = torch.zeros_like(error)
@@ -209,7 +216,7 @@ class _Weights:
         self.inverse_row_sum = reference.row_sum.reciprocal().masked_fill_(self._masked, 0.0)
         self.norm = (norm * self.inverse_row_sum).clamp_(max=1.0)
         # As many underflows as a row and one feature see, times as many features.
-        self.tiny = _SMALL * (keys + 8) * (head.q.shape[1] + head.v.shape[1])
+        self.tiny = _SMALL * (visible + 8) * (head.q.shape[1] + head.v.shape[1])
 
     def settle(self, bound: Tensor) -> Tensor:
         """The bound, in place: 0 in fully masked rows, inf where it says nothing."""
@@ -269,7 +276,7 @@ class _Columns:
     """
 
     def __init__(self, values: Tensor) -> None:
-        self.norm = _norm(values, 0)
+        self.norm = upper_norm(values, 0)
         self.largest = torch.maximum(values.amax(0), -values.amin(0)) if len(values) else self.norm
         self.top = self.largest.amax()
         self.stacked = torch.stack([self.norm, self.largest], 1)
@@ -288,8 +295,8 @@ class _Products:
     """
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        self.left_norm = _norm(left, 1)
-        self.right_norm = _norm(right, 1).amax() if len(right) else right.new_zeros(())
+        self.left_norm = upper_norm(left, 1)
+        self.right_norm = upper_norm(right, 1).amax() if len(right) else right.new_zeros(())
         self.size = self.left_norm * self.right_norm
         # Every element of row t, and of ``right``, is a multiple of 2**quantum.
         self._left = _quantum(left)
@@ -347,7 +354,7 @@ def _significand(values: Tensor) -> int:
     return _SIGNIFICANDS[needed]
 
 
-def _norm(values: Tensor, dim: int) -> Tensor:
+def upper_norm(values: Tensor, dim: int) -> Tensor:
     """At least the Euclidean norm along ``dim``."""
     norm: Tensor = torch.linalg.vector_norm(values, dim=dim) * _SLACK
     return norm.add_(_LOST_SQUARE * values.shape[dim] ** 0.5)

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import attn_diag
 from attn_diag import InputError, load
 from attn_diag.analysis import inspect_captures
 from attn_diag.bias import PRIMARY
-from attn_diag.certification import Certify, RoundedBound, pool_certificates
+from attn_diag.certification import Certify, RoundedBound, pool_certificates, rounding_of_products
 from attn_diag.cli import main
 from attn_diag.diagnosis import BiasEstimate, Certificate, Diagnosis, HeadDiagnosis
 from attn_diag.ranges import Ranges
-from attn_diag.reference import BoundCollector, HeadBounds, HeadReference, format_of, round_nearest_even, ulp
+from attn_diag.reference import UNIT, BoundCollector, HeadBounds, HeadReference, format_of, round_nearest_even, ulp
 from attn_diag.reference import attention as forward
+from attn_diag.reference.exact import exact_dot
 from attn_diag.reports.words import certificate_words
 from attn_diag.verdict import beyond_reference
 
@@ -116,6 +118,10 @@ def half_as_careful(truth: Tensor, error: Tensor, ulps: Tensor, bound: Tensor) -
     return RoundedBound(torch.where(doubtful, ulps + 2 * bound, 0.0), truth.abs() <= bound)
 
 
+def never_doubtful(*_: Tensor) -> RoundedBound:
+    return RoundedBound(None, None)
+
+
 def rounds_within(bound_of: Callable[..., RoundedBound]) -> bool:
     """Whether RN(x) moves no further than said, nor x changes its sign, wherever x may really lie."""
     generator = torch.Generator().manual_seed(0)
@@ -130,19 +136,47 @@ def rounds_within(bound_of: Callable[..., RoundedBound]) -> bool:
     bound = bound[:, None]
     rounded = round_nearest_even(truth, fmt)
     said = bound_of(truth, rounded - truth, ulp(truth, fmt), bound)
-    assert 0.2 < (said.moved > 0).double().mean() < 0.8
+    moved = torch.zeros_like(truth) if said.moved is None else said.moved
+    unsigned = torch.zeros_like(truth, dtype=torch.bool) if said.unsigned is None else said.unsigned
     for part in (-1.0, -0.6, 0.3, 1.0):
         true = truth + part * bound * (1 - 2.0**-40)
-        if not ((round_nearest_even(true, fmt) - rounded).abs() <= said.moved).all():
+        if not ((round_nearest_even(true, fmt) - rounded).abs() <= moved).all():
             return False
-        if not ((true.sign() == truth.sign()) | said.unsigned).all():
+        if not ((true.sign() == truth.sign()) | unsigned).all():
             return False
-    return True
+    # Nor may it say that much everywhere.
+    return 0.2 < float((moved > 0).double().mean()) < 0.8
 
 
 def test_how_far_a_correct_rounding_can_move() -> None:
     assert rounds_within(RoundedBound.of)
     assert not rounds_within(half_as_careful)
+    assert not rounds_within(never_doubtful)
+
+
+def test_sums_of_what_can_move() -> None:
+    moved, unsigned = torch.tensor([[0.0, 2.0], [1.0, 0.0]]), torch.tensor([[True, False], [False, False]])
+    found = RoundedBound(moved, unsigned)
+    excess = torch.tensor([[-3.0, 1.0], [5.0, 0.0]])
+    assert found.sum() == pytest.approx(3.0, rel=1e-5)
+    assert found.sum(excess) == pytest.approx(7.0, rel=1e-5)
+    assert found.turned(excess) == pytest.approx(6.0, rel=1e-5)
+    assert min(found.sum() - 3, found.sum(excess) - 7, found.turned(excess) - 6) > 0
+    nothing = never_doubtful()
+    assert (nothing.sum(), nothing.sum(excess), nothing.turned(excess)) == (0.0, 0.0, 0.0)
+
+
+def test_rounding_of_row_sums_is_within_its_bound() -> None:
+    """Rows that cancel: the error of rowsum(l o r) against exact sums, and a bound that forgets the terms' size."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(50, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+    right[:, 32:], left[:, 32:] = right[:, :32], -left[:, :32] * (1 + 1e-9)
+    errors = [
+        abs(float(Fraction(computed) - exact_dot(x, y)))
+        for x, y, computed in zip(left, right, (left * right).sum(1).tolist(), strict=True)
+    ]
+    assert 0 < sum(errors) <= rounding_of_products(left, right)
+    assert sum(errors) > 65 * UNIT * float((left * right).sum(1).abs().sum())
 
 
 # A reference that is wrong.
