@@ -1,4 +1,4 @@
-"""Bounds of the float64 reference's own error, element by element, that hold for certain.
+"""Proven bounds of the float64 reference's own error, element by element.
 
 u = 2**-53, gamma(n) = n u / (1 - n u): a term that passes n roundings is changed by at most that fraction of itself,
 so a sum of products by at most gamma(n) sum |x_i y_i|, in whatever order, blocked or not, fused or not (Higham,

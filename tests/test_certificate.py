@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from mpmath import mp, mpf
 from torch import Tensor
 
 from attn_diag.reference import AttentionHead, BoundCollector, HeadBounds, HeadReference, Masking, reference_head
@@ -67,6 +68,40 @@ def test_bounds_are_at_most_1000_times_the_error_in_the_median() -> None:
         assert is_sharp(pessimism(rows, output)), output
         # Bounds a hundred times as large would not be.
         assert output == "lse" or not is_sharp(pessimism(rows, output, factor=100)), output
+
+
+# What is assumed of the math library.
+
+
+def worst_error(function: Callable[[Tensor], Tensor], exact: Callable[[Any], Any], points: Tensor) -> float:
+    """The largest relative error in units of u = 2**-53."""
+    with mp.workprec(160):
+        truth = [exact(mpf(x)) for x in points.tolist()]
+        got = function(points).tolist()
+        return float(max(abs((mpf(g) - t) / t) for g, t in zip(got, truth, strict=True) if t) * 2**53)
+
+
+def points(low: float, high: float) -> Tensor:
+    return torch.linspace(low, high, 3000, dtype=torch.float64) * (1 + 2.0**-30)
+
+
+@pytest.mark.parametrize(
+    ("function", "exact", "at"),
+    [
+        (torch.exp, mp.exp, points(-700.0, 0.0)),
+        (torch.exp, mp.exp, points(-2.0, 0.0)),
+        (torch.log, mp.log, points(1.0, 3.0)),
+        (torch.log, mp.log, points(1.0, 1e6)),
+        (torch.tanh, mp.tanh, points(-5.0, 5.0)),
+        (torch.tanh, mp.tanh, points(-1e-3, 1e-3)),
+    ],
+    ids=["exp", "exp near 0", "log near 1", "log", "tanh", "tanh near 0"],
+)
+def test_functions_are_right_to_two_ulp_here(
+    function: Callable[[Tensor], Tensor], exact: Callable[[Any], Any], at: Tensor
+) -> None:
+    assert worst_error(function, exact, at) <= 4
+    assert worst_error(lambda x: function(x) * (1 + 2.0**-50), exact, at) > 4
 
 
 # A wrong reference.
