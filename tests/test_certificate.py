@@ -61,6 +61,13 @@ def test_certificate_is_never_violated(name: str) -> None:
     assert certified(rows), max((x.ratio, row.row, o) for row in rows for o, x in row.outputs.items())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_certificate_is_never_violated_on_a_gpu(name: str) -> None:
+    """Other sums of products, another exp, and a division by a number that multiplies by its reciprocal."""
+    assert certified(row for _, row, _ in checked_rows(name, 24, device="cuda"))
+
+
 def test_bounds_are_at_most_1000_times_the_error_in_the_median() -> None:
     rows = [row for name in FAMILIES for row in checked(name)]
     assert len(rows) >= ROWS
