@@ -15,6 +15,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,35 @@ def subnormal(seed: int, t: int, d: int) -> AttentionHead:
     return head
 
 
+def wide_gaps(seed: int, t: int, d: int) -> AttentionHead:
+    """One-hot rows whose other keys have exp(-360) to exp(-600): squares of their dS underflow."""
+    head = gauss(seed, t, d)
+    head.q[:, 0], head.k[:, 0] = 8.0, 0.0
+    head.k[0, 0] = (360 + 60 * (seed % 5)) * d**0.5 / 8
+    return head
+
+
+def near_underflow(seed: int, t: int, d: int) -> AttentionHead:
+    """Float64 inputs so small that products, or they themselves, underflow."""
+    head = gauss(seed, t, d, FP64)
+    for x, exponent in zip(
+        (head.v, head.do), ((-1060, 0), (-540, -500), (0, -1060), (-1060, 400))[seed % 4], strict=True
+    ):
+        assert x is not None
+        x.mul_(2.0**exponent)
+    return head
+
+
+def without_keys(seed: int, t: int, d: int) -> AttentionHead:
+    """Rows that see no key: a third of them by a mask, or the first ones of more queries than keys."""
+    head = gauss(seed, t, d)
+    if seed % 2:
+        return replace(head, k=head.k[: t // 2], v=head.v[: t // 2], masking=Masking("bottom-right"))
+    mask = torch.randn(t, t, generator=torch.Generator().manual_seed(seed)) > 0
+    mask[::3] = False
+    return replace(head, masking=Masking("top-left", mask=mask))
+
+
 def cancelling(seed: int, t: int, d: int) -> AttentionHead:
     """V and dO of 20 binades and opposite signs in pairs of nearly equal weight."""
     head = gauss(seed, t, d)
@@ -111,6 +141,9 @@ FAMILIES: dict[str, tuple[int, int, Make]] = {
     "one-hot": (6, 32, lambda s: one_hot(s, 128, 32)),
     "subnormal P": (4, 32, lambda s: subnormal(s, 128, 16)),
     "cancelling V": (4, 32, lambda s: cancelling(s, 128, 32)),
+    "wide gaps": (2, 32, lambda s: wide_gaps(s, 128, 32)),
+    "near underflow": (2, 32, lambda s: near_underflow(s, 64, 16)),
+    "rows without keys": (2, 32, lambda s: without_keys(s, 96, 32)),
     "softcap": (6, 32, lambda s: gauss(s, 128, 32, softcap=(2.0, 30.0, 50.0)[s % 3], logits=(1.0, 20.0)[s % 2])),
     "additive mask": (8, 32, lambda s: gauss(s, 128, 32, mask=additive(s, 128, s % 4))),
     "mask and softcap": (3, 32, lambda s: gauss(s, 96, 32, softcap=5.0, mask=additive(s, 96, s % 4))),
@@ -159,8 +192,8 @@ def moved(head: AttentionHead, device: str) -> AttentionHead:
 def is_rounded(row: OracleRow, output: str, reference: HeadReference) -> bool:
     """Whether every element is the correctly rounded truth."""
     got = getattr(reference, output)[row.t].reshape(-1).tolist()
-    true = {"out": row.out, "lse": lambda: [row.lse()], "delta": lambda: [row.delta()], "dq": row.dq}[output]()
-    return bool(got == true)
+    true = getattr(row, output)()
+    return bool(got == (true if isinstance(true, list) else [true]))
 
 
 def median(values: list[float]) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from attn_diag.diagnosis import Certificate
 from attn_diag.errors import InputError
 from attn_diag.ranges import Ranges
 from attn_diag.reference import UNIT, AttentionHead, HeadBounds, HeadReference
+from attn_diag.reference.certificate import upper_norm
 
 # The oracle's names and those of the diagnosis.
 _NAMES = {"out": "o", "lse": "lse", "delta": "delta", "dq": "dq"}
@@ -98,11 +99,11 @@ def pool_certificates(parts: Sequence[Certificate | None]) -> Certificate | None
 class RoundedBound:
     """How far RN(O_ref) may lie from RN(O_true), ``moved`` [n, Dv]: 0 but for an O_ref within its bound of a midpoint.
 
-    ``unsigned`` (bool): where the sign of O itself is not certain.
+    ``unsigned`` (bool): where the sign of O itself is not certain. Each is None where that is so nowhere, as a rule.
     """
 
-    moved: Tensor
-    unsigned: Tensor
+    moved: Tensor | None
+    unsigned: Tensor | None
 
     @classmethod
     def of(cls, truth: Tensor, error: Tensor, ulps: Tensor, bound: Tensor) -> RoundedBound:
@@ -110,16 +111,39 @@ class RoundedBound:
 
         A midpoint is half a spacing from O_ref's neighbours; below a power of two it is a quarter.
         """
-        doubtful = (ulps / 2 - error.abs() <= bound) | (ulps / 4 <= bound)
-        return cls(torch.where(doubtful, ulps + 2 * bound, 0.0), truth.abs() <= bound)
+        if not truth.numel():
+            return cls(None, None)
+        # As a rule nothing is in doubt, and the largest and smallest elements tell so. In place: fresh memory costs
+        # more than arithmetic. The sign of a float64 sum is right.
+        scratch = error.abs().sub_(ulps, alpha=0.5).add_(bound)
+        clear = float(scratch.amax()) < 0 and float(torch.sub(bound, ulps, alpha=0.25, out=scratch).amax()) < 0
+        moved = None
+        if not clear:
+            doubtful = (ulps / 2 - error.abs() <= bound) | (ulps / 4 <= bound)
+            moved = torch.where(doubtful, ulps + 2 * bound, 0.0)
+        signed = float(torch.abs(truth, out=scratch).sub_(bound).amin()) > 0
+        return cls(moved, None if signed else truth.abs() <= bound)
+
+    def sum(self, weights: Tensor | None = None) -> float:
+        """The sum of ``moved``, or of its products with |``weights``|."""
+        if self.moved is None:
+            return 0.0
+        return sum_of(self.moved if weights is None else (weights * self.moved).abs_())
+
+    def turned(self, excess: Tensor) -> float:
+        """By how much the sum of ``excess``, each in the direction of O, changes at most if those signs are wrong."""
+        return 0.0 if self.unsigned is None else sum_of((2 * excess.abs()).masked_fill_(~self.unsigned, 0.0))
 
 
-def sum_of(bounds: Iterable[Tensor]) -> float:
-    """The sum of bounds that come in several tensors, rounded upwards."""
-    return float(sum(float(b.sum()) for b in bounds)) * (1 + 2.0**-20)
+def sum_of(bounds: Tensor) -> float:
+    """The sum of bounds, rounded upwards."""
+    return float(bounds.sum()) * (1 + 2.0**-20)
 
 
-def rounding_of_products(left: Tensor, right: Tensor) -> Tensor:
-    """Bound of the rounding of rowsum(left o right) in float64, [n]: gamma(D + 1) sum |l r| (Higham, eq. 3.4)."""
+def rounding_of_products(left: Tensor, right: Tensor) -> float:
+    """Bound of the rounding of rowsum(left o right) in float64, summed over the rows.
+
+    gamma(D) sum |l r| (Higham, eq. 3.5) <= gamma(D) ||l|| ||r||; D + 1 for the rounding of this bound.
+    """
     steps = (left.shape[1] + 1) * UNIT
-    return (left * right).abs().sum(1) * (steps / (1 - steps))
+    return sum_of(upper_norm(left, 1) * upper_norm(right, 1)) * (steps / (1 - steps))

@@ -254,18 +254,17 @@ def _measure_forward(
         result.errors["o_excess"] = SignedErrors.of_elements(excess, rounding.ulp_sum)
         result.errors["o_away_excess"] = SignedErrors.of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
         certain = rounding.certain
-        turned = (2 * excess.abs()).masked_fill_(~certain.unsigned, 0.0)
         result.reference_bounds |= {
-            "o": sum_of([rounding.bound]),
-            "o_excess": sum_of([certain.moved]),
-            "o_away_excess": sum_of([certain.moved, turned]),
+            "o": sum_of(rounding.bound),
+            "o_excess": certain.sum(),
+            "o_away_excess": certain.sum() + certain.turned(excess),
         }
         result.bit_identical = not result.errors["o_excess"].nonzero if len(out) else None
         swamped = swamped_elements(out, rounding.truth, inputs.head.v, top_key).sum(1)[eligible]
         result.swamped = int((swamped == out.shape[1]).sum()), int(swamped.sum())
     if (lse := seen.outputs.get("lse")) is not None:
         truth = passed.reference.lse[rows]
-        result.reference_bounds["lse"] = sum_of([passed.bounds.lse[rows]])
+        result.reference_bounds["lse"] = sum_of(passed.bounds.lse[rows])
         ulp_sum = float(ulp(truth, seen.formats["lse"]).sum())
         result.errors["lse"] = SignedErrors.of_elements((lse[rows] - truth)[:, None], ulp_sum)
 
@@ -302,18 +301,17 @@ def _measure_backward(
         if (out := seen.outputs.get("o")) is not None:
             result.errors["delta"] = result.errors["delta"].by_feature(do * (out[rows] - rounding.truth), top_key)
         assert passed.bounds.delta is not None
-        moved = (do * rounding.certain.moved).abs_().sum(1)
+        own, moved = sum_of(passed.bounds.delta[rows]), rounding.certain.sum(do)
         if "delta" in seen.outputs:
-            own = sum_of([passed.bounds.delta[rows]])
             excess = forward_errors.delta[rows] - (do * rounding.rounded).sum(1)
-            own_excess = sum_of([moved, rounding_of_products(do, rounding.rounded)])
+            own_excess = moved + rounding_of_products(do, rounding.rounded)
         else:
             out = seen.outputs["o"][rows]
-            own = sum_of([passed.bounds.delta[rows], rounding_of_products(do, out)])
+            own += rounding_of_products(do, out)
             # The same quantity without cancellation: zero where O is correctly rounded.
             difference = out - rounding.rounded
             excess = (do * difference).sum(1)
-            own_excess = sum_of([moved, rounding_of_products(do, difference)])
+            own_excess = moved + rounding_of_products(do, difference)
         result.reference_bounds |= {"delta": own, "delta_excess": own_excess}
         result.errors["delta_excess"] = SignedErrors.of_rows(excess, noise_floor)
         judged = noise_floor > 0
@@ -327,7 +325,7 @@ def _measure_backward(
     if (dq := seen.outputs.get("dq")) is not None:
         truth = reference.dq[rows]
         assert passed.bounds.dq is not None
-        result.reference_bounds["dq"] = sum_of([passed.bounds.dq[rows]])
+        result.reference_bounds["dq"] = sum_of(passed.bounds.dq[rows])
         result.errors["dq"] = SignedErrors.of_elements(dq[rows] - truth, float(ulp(truth, seen.formats["dq"]).sum()))
     parts = _dq_parts(inputs, passed, seen, forward_errors)
     kept = _rows_of(parts, rows)

@@ -41,7 +41,12 @@ class Entry:
     sequences: int
 
     def primary_p_values(self) -> dict[str, float]:
-        """The primary tests' p-values by name, those that exist and whose mean the reference is sharp enough for."""
+        """The primary tests' p-values by name, those that exist and whose mean the reference is sharp enough for.
+
+        None where the oracle found the reference wrong.
+        """
+        if self.diagnosis.certificate is not None and not self.diagnosis.certificate.held:
+            return {}
         estimates = {name: getattr(self.diagnosis.bias, name) for name in PRIMARY}
         return {
             n: e.p_value

@@ -148,8 +148,7 @@ class RowBlock:
     among them ``top_key``, the first key with the largest score (int64, counted from key 0; any in a row without
     keys), and 1/l, which is 0 in fully masked rows; O_bar, O and dQ are [R, D]. ``slope`` is 1 - (S/c)^2 under
     softcap, else None. ``scores`` is -inf where masked. ``dprobs`` (dP) and ``gradient_sums`` are there only where
-    they were asked for; the latter are the row sums of P_bar o (dP - delta), those of its absolute value, and its
-    2-norms, each [R].
+    they were asked for; the latter are the row sums of P_bar o (dP - delta) and its 2-norms, each [R].
     """
 
     rows: Rows
@@ -167,7 +166,7 @@ class RowBlock:
     delta: Tensor | None = None
     unnormalised_dscores: Tensor | None = None
     dq: Tensor | None = None
-    gradient_sums: tuple[Tensor, Tensor, Tensor] | None = None
+    gradient_sums: tuple[Tensor, Tensor] | None = None
 
     @property
     def dscores(self) -> Tensor | None:
@@ -325,8 +324,7 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
             block.dprobs = dprobs.clone()
         dscores = dprobs.sub_(block.delta[:, None]).mul_(probs)
         if gradient_sums:
-            sizes = dscores.abs().sum(1), torch.linalg.vector_norm(dscores, dim=1)
-            block.gradient_sums = sum_in_parts(dscores), *sizes
+            block.gradient_sums = sum_in_parts(dscores), torch.linalg.vector_norm(dscores, dim=1)
         if slope is not None:
             dscores.mul_(slope)
         block.unnormalised_dscores = dscores

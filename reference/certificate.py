@@ -1,34 +1,41 @@
-"""Bounds of the float64 reference's own error, element by element, that hold for certain.
+"""Proven bounds of the float64 reference's own error, element by element.
 
-u = 2**-53, gamma(n) = n u / (1 - n u): n roundings in a row change a product or a sum of terms of one sign by at most
-that fraction, in whatever order they are added, fused or not (Higham, Accuracy and Stability of Numerical Algorithms,
-2nd ed., lemma 3.1 and section 4.2). Assumed beyond IEEE arithmetic: exp, log and tanh are right to 2 ulp (4 u), and
-what underflows may be flushed to zero. Per row t, over its n visible keys:
+u = 2**-53, gamma(n) = n u / (1 - n u): a term that passes n roundings is changed by at most that fraction of itself,
+so a sum of products by at most gamma(n) sum |x_i y_i|, in whatever order, blocked or not, fused or not (Higham,
+Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1, eq. 3.5 and section 4.2).
+
+Assumed, not proven: IEEE 754's +, -, *, / and FMA in float64, and products of matrices that are sums of products (of
+MKL, OpenBLAS, cuBLAS and its float64 tensor cores; not Strassen's algorithm, nor float64 emulated by smaller formats,
+which cuBLAS offers on request); exp, log and tanh within 2 ulp, at most 4 u: MKL's high-accuracy mode, SLEEF's u10 and
+CUDA state 1, CUDA from tests that are not exhaustive. What underflows may be flushed to zero.
+
+Per row t, over its n visible keys:
 
     S       exact where every product q_i k_ji is a multiple of a power of two g and ||q|| max_j ||k_j|| <= 2**52 g: no
             sum needs more than 53 bits (BF16 and FP16 inputs, as a rule), and S - m is exact too. A scale that is no
             power of two costs u alpha ||q|| max ||k||. Otherwise gamma(D + 1) alpha ||q|| max ||k|| (Cauchy-Schwarz).
-            Softcap: tanh is 1-Lipschitz; 7 u min(c, |S|) more. A mask used: u |S| more, and |S| <= |m| + 746 where
-            exp(S - m) is not zero.
+            Softcap: tanh is 1-Lipschitz, and |x| tanh'(x) <= tanh |x|: 8 u min(c, |S|) more. A mask used: u |S| more,
+            and |S| <= |m| + 746 where exp(S - m) is not zero.
     P_bar   computed = P_bar (1 + rho_j), |rho_j| <= rho = expm1(error of S + u |S - m| + 4.5 u), P_bar taken from
             the computed m: any number will do. The rest depends on the rows' weights P = P_bar / l:
-    B_d     sum_j P_j |V_jd| <= min(||P||_2 ||V_.d||_2, max_j |V_jd|) =: B_d, and B'_d likewise for K
-    l       rho + gamma(n_l), relative
+    B_d     sum_j P_j |V_jd| <= min(||P||_2 ||V_.d||_2, max_j |V_jd|) =: B_d, as sum_j P_j = 1; B'_d likewise for K
+    l       rho + gamma(n_l), relative: its terms have one sign
     L       rho + gamma(n_l) + 4.5 u |ln l| + u |L|
     O       moving P_j by rho_j moves O by sum_j P_j rho_j (V_j - O): rho (B + |O|); the sums: gamma(n_O) B and
             gamma(n_l) |O|; the division: 3 u |O|
     dP      exact as S may be, else gamma(Dv) ||dO|| max ||v||
-    X       sum_j P_j |dP_j - delta|, from its computed value
+    X       sum_j P_j |dP_j - delta| = sum_j |dS_j| <= sqrt(n) ||dS||_2, or sum_d |dO_d| (B_d + |O_d|) if that is less;
+            under softcap, dS and its computed norm are those before the slope
     delta   rho X, and then the smaller of two: beforehand gamma(n_O) sum_d |dO_d| B_d + gamma(Dv) sum_d |dO_d O_d| +
-            (gamma(n_l) + 3 u) |delta|; or afterwards, as sum_j P_j (dP_j - delta) = 0 holds for the true delta alone:
-            |sum_j P_j (dP_j - delta)|, computed, + gamma(n_l + 2) X + the error of dP
+            (gamma(n_l) + 3 u) |delta|; or afterwards, as sum_j P_j (dP_j - d) = delta - d for any number d, also the
+            computed delta: |sum_j P_j (dP_j - d)|, computed, + gamma(n_l + 2) X + the error of dP
     dQ      alpha [(rho + gamma(n_dQ) + 3 u + error of the slope) Y_d + (errors of dP and delta) B'_d]
             + (rho + gamma(n_l) + 4 u) |dQ|,  Y_d >= sum_j |dS_j K_jd|: min(X max_j |K_jd|, ||dS||_2 ||K_.d||_2)
 
 n_l, n_O and n_dQ are how many roundings a term passes (``product_depth``, ``sum_depth``; at most n: adding zero
-rounds nothing). Products of such small quantities, computed weights in place of true ones, and the rounding of the
-bounds themselves are covered by a factor 1 + 8 (rho + gamma(n_l)) + 2**-20; where rho + gamma(n_l) exceeds 0.05 the
-bound is inf.
+rounds nothing). With e = rho + gamma(n_l), products of such small quantities and computed weights, |O| and X in place
+of true ones enlarge no term by more than (1 - e)**-6 <= 1 + 8 e, e <= 0.05; where e is larger the bound is inf. 2**-20
+more is for the rounding of the bounds themselves, and a multiple of 2**-1018 for underflow (``tiny``).
 """
 
 from __future__ import annotations
@@ -49,14 +56,17 @@ from attn_diag.reference.attention import (
 )
 
 UNIT = 2.0**-53
-# exp, log and tanh of torch on CPU and CUDA: 2 ulp is at most 4 u; the half covers products of errors.
+# exp, log and tanh: 2 ulp is at most 4 u; the half covers products of errors.
 _FUNCTION = 4.5 * UNIT
 # exp(-746) is 0 in float64; so is every probability below it.
 _VANISHES = 746.0
+# An underflow loses less than 2**-1022.
 _SMALL = 2.0**-1018
+# So a square that underflows takes less than 2**-511 from a norm, and n of them sqrt(n) times that.
+_LOST_SQUARE = 2.0**-509
 _SLACK = 1 + 2.0**-20
 _TOO_LARGE = 0.05
-_PART_ELEMENTS = 2**13
+_PART_ELEMENTS = 2**15
 # Bits of a significand, most common first: BF16, FP16, FP32, FP64.
 _SIGNIFICANDS = (8, 11, 24, 53)
 
@@ -78,15 +88,18 @@ class BoundCollector:
         self._head = head
         rows = len(head.q)
         new = head.q.new_zeros
-        # ||P_bar||_2, the number of keys in the row's block, and the largest additive mask that counts.
-        self._norm, self._keys, self._mask = new(rows), new(rows), new(rows)
-        self._gradient = tuple(new(rows) for _ in range(3)) if head.do is not None else None
+        # ||P_bar||_2, the largest additive mask that counts, and the row's block: its keys and the lengths of its sums.
+        self._norm, self._mask = new(rows), new(rows)
+        self._keys, self._product_depth, self._sum_depth = new(rows), new(rows), new(rows)
+        self._gradient = tuple(new(rows) for _ in range(2)) if head.do is not None else None
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference, its scores unchanged."""
         rows = block.rows
         self._norm[rows] = torch.linalg.vector_norm(block.unnormalised_probs, dim=1)
-        self._keys[rows] = float(block.keys.stop - block.keys.start)
+        keys = block.keys.stop - block.keys.start
+        self._keys[rows] = float(keys)
+        self._product_depth[rows], self._sum_depth[rows] = float(product_depth(keys)), float(sum_depth(keys))
         mask = self._head.masking.mask
         if mask is not None and mask.dtype != torch.bool and block.scores.shape[1]:
             sizes = mask[rows, block.keys].double().abs()
@@ -104,27 +117,37 @@ class BoundCollector:
 
     def _bounds(self, reference: HeadReference) -> HeadBounds:
         head = self._head
-        weights = _Weights(head, reference, self._norm, self._keys, self._mask)
+        visible = _visible_at_most(head, self._keys)
+        depths = (torch.minimum(visible, depth) for depth in (self._product_depth, self._sum_depth))
+        weights = _Weights(head, reference, self._norm, self._mask, visible, *depths)
         rho, gamma, product = weights.rho, weights.gamma, weights.product
         v = _Columns(head.v)
-        out, relative = torch.empty_like(reference.out), rho + gamma + 3 * UNIT
+        share, relative = (rho + product) * weights.factor, (rho + gamma + 3 * UNIT) * weights.factor
+        underflow = weights.tiny * (1 + v.top)
+        out = torch.empty_like(reference.out)
         # Rounding of the products' sums and of rowsum(dO o O), as they reach delta.
-        before = torch.zeros_like(rho) if head.do is not None else None
+        before, spread = (torch.zeros_like(rho), torch.zeros_like(rho)) if head.do is not None else (None, None)
         for part in _parts(out):
-            mean_v = torch.outer(weights.norm[part], v.norm).clamp_(max=v.largest)  # B
             sizes = reference.out[part].abs()
-            torch.mul(mean_v, (rho + product)[part, None], out=out[part]).addcmul_(sizes, relative[part, None])
-            if before is not None and head.do is not None:
-                do = head.do[part]
-                before[part] = product[part] * mean_v.mul_(do).abs_().sum(1)
-                before[part] += _gamma(head.v.shape[1]) * sizes.mul_(do).abs_().sum(1)
+            torch.addcmul(underflow[part, None], sizes, relative[part, None], out=out[part])
+            out[part] += v.least(share[part] * weights.norm[part], share[part])  # (rho + gamma(n_O)) B
+            if before is not None and spread is not None and head.do is not None:
+                do = head.do[part].abs()
+                by_norm, by_largest = (do @ v.stacked).unbind(1)
+                of_mean = torch.minimum(weights.norm[part] * by_norm, by_largest)
+                of_out = sizes.mul_(do).sum(1)
+                before[part] = product[part] * of_mean + _gamma(head.v.shape[1]) * of_out
+                spread[part] = of_mean + of_out
         lse = rho + gamma + _FUNCTION * reference.row_sum.log().abs() + UNIT * reference.lse.abs()
-        found = HeadBounds(weights.finish(out, weights.tiny * v.top), weights.finish(lse, weights.tiny), None, None)
-        if before is not None:
-            self._backward(reference, weights, before, found)
+        lse = lse * weights.factor + weights.tiny
+        found = HeadBounds(weights.settle(out), weights.settle(lse), None, None)
+        if before is not None and spread is not None:
+            self._backward(reference, weights, before, spread, found)
         return found
 
-    def _backward(self, reference: HeadReference, weights: _Weights, before: Tensor, found: HeadBounds) -> None:
+    def _backward(
+        self, reference: HeadReference, weights: _Weights, before: Tensor, spread: Tensor, found: HeadBounds
+    ) -> None:
         head, rho, gamma, product = self._head, weights.rho, weights.gamma, weights.product
         assert head.do is not None
         assert reference.delta is not None
@@ -132,42 +155,50 @@ class BoundCollector:
         assert self._gradient is not None
         dprobs = _Products(head.do, head.v)
         of_dprobs = torch.where(dprobs.exact(), 0.0, _gamma(head.v.shape[1]) * dprobs.size)
-        residual, spread, norm = (s.abs() * weights.inverse_row_sum for s in self._gradient)
+        residual, norm = (s.abs() * weights.inverse_row_sum for s in self._gradient)
+        norm += _LOST_SQUARE * self._keys.sqrt()
+        spread = torch.minimum(spread, norm * weights.visible.sqrt())  # X
+        # dO times what P_bar V lost, 1 times what dO O lost, dP times what P_bar lost; the same after dO V^T.
+        underflow = weights.tiny * (1 + dprobs.left_norm) * (1 + dprobs.right_norm)
         before = before + (gamma + 3 * UNIT) * reference.delta.abs()
         after = residual + _gamma(weights.sum_depth + 2) * spread + of_dprobs
         of_delta = rho * (spread + of_dprobs) + torch.minimum(before, after)
-        found.delta = weights.finish(of_delta, weights.tiny * dprobs.size)
+        found.delta = weights.settle(of_delta * weights.factor + underflow)
 
         k, alpha, drift = _Columns(head.k), abs(head.scale), of_dprobs + of_delta
         relative = rho + product + 3 * UNIT + weights.slope_error
         # Y of the computed dS, and what the errors of dP and delta add to it.
-        of_y, of_mean = alpha * relative, alpha * drift * (1 + relative)
-        of_dq = rho + gamma + 4 * UNIT
+        of_y, of_mean = alpha * relative * weights.factor, alpha * drift * (1 + relative) * weights.factor
+        by_norm, by_largest = of_y * norm + of_mean * weights.norm, of_y * spread + of_mean
+        of_dq = (rho + gamma + 4 * UNIT) * weights.factor
+        underflow = underflow * (1 + alpha) * (1 + k.top)
         dq = torch.empty_like(reference.dq)
         for part in _parts(dq):
-            y = torch.outer(norm[part], k.norm, out=dq[part])
-            torch.minimum(y, torch.outer(spread[part], k.largest), out=y).mul_(of_y[part, None])
-            mean_k = torch.outer(weights.norm[part], k.norm).clamp_(max=k.largest)  # B'
-            y.addcmul_(mean_k, of_mean[part, None]).addcmul_(reference.dq[part].abs(), of_dq[part, None])
-        found.dq = weights.finish(dq, weights.tiny * (1 + alpha) * (1 + dprobs.size) * (1 + k.top))
+            torch.addcmul(underflow[part, None], reference.dq[part].abs(), of_dq[part, None], out=dq[part])
+            dq[part] += k.least(by_norm[part], by_largest[part])
+        found.dq = weights.settle(dq)
 
 
 class _Weights:
     """What is known of every row's probabilities: their errors, norms, and the lengths of the sums. All [Tq].
 
-    ``rho`` relative error of P_bar, ``gamma`` of the row sum beyond that, ``product`` of the sums in products,
-    ``norm`` ||P||_2, ``tiny`` what underflow may take from a row.
+    ``visible`` keys at most, ``rho`` relative error of P_bar, ``gamma`` of the row sum beyond that, ``product`` of the
+    sums in products, ``norm`` ||P||_2, ``tiny`` what underflow may take from a row, ``factor`` what covers everything
+    of higher order.
     """
 
-    def __init__(self, head: AttentionHead, reference: HeadReference, norm: Tensor, keys: Tensor, mask: Tensor) -> None:
-        visible = _visible_at_most(head, keys)
-        depths = {int(n): (product_depth(int(n)), sum_depth(int(n))) for n in torch.unique(keys).tolist()}
-        in_product, in_sum = torch.zeros_like(keys), torch.zeros_like(keys)
-        for n, (by_product, by_sum) in depths.items():
-            in_product.masked_fill_(keys == n, float(by_product))
-            in_sum.masked_fill_(keys == n, float(by_sum))
-        self.sum_depth = torch.minimum(visible, in_sum)
-        self.product, self.gamma = _gamma(torch.minimum(visible, in_product)), _gamma(self.sum_depth)
+    def __init__(
+        self,
+        head: AttentionHead,
+        reference: HeadReference,
+        norm: Tensor,
+        mask: Tensor,
+        visible: Tensor,
+        in_product: Tensor,
+        in_sum: Tensor,
+    ) -> None:
+        self.visible, self.sum_depth = visible, in_sum
+        self.product, self.gamma = _gamma(in_product), _gamma(in_sum)
         error, size, exact = _score_error(head)
         self.slope_error = torch.zeros_like(error)
         if head.softcap is not None:
@@ -177,20 +208,18 @@ class _Weights:
         theta = error + torch.where(exact, 0.0, UNIT * (2 * size).clamp(max=_VANISHES)) + _FUNCTION
         self.rho = torch.expm1(theta)
         relative = self.rho + self.gamma
-        self._factor = (1 + 8 * relative) * _SLACK
+        self.factor = (1 + 8 * relative) * _SLACK
         # NaN where something overflowed: nothing is certain then.
         self._hopeless = ~(relative <= _TOO_LARGE)
         self._masked = reference.fully_masked
         self._any_special = bool((self._hopeless | self._masked).any())
         self.inverse_row_sum = reference.row_sum.reciprocal().masked_fill_(self._masked, 0.0)
         self.norm = (norm * self.inverse_row_sum).clamp_(max=1.0)
-        self.tiny = _SMALL * (keys + head.q.shape[1] + head.v.shape[1] + 8)
+        # As many underflows as a row and one feature see, times as many features.
+        self.tiny = _SMALL * (visible + 8) * (head.q.shape[1] + head.v.shape[1])
 
-    def finish(self, bound: Tensor, underflow: Tensor) -> Tensor:
-        """The bound with everything of higher order, in place; 0 in fully masked rows, inf where it is too large."""
-        if bound.ndim == 1:
-            return self.finish(bound[:, None], underflow)[:, 0]
-        bound.mul_(self._factor[:, None]).add_(underflow[:, None])
+    def settle(self, bound: Tensor) -> Tensor:
+        """The bound, in place: 0 in fully masked rows, inf where it says nothing."""
         if self._any_special:
             bound[self._hopeless], bound[self._masked] = torch.inf, 0.0
         if not math.isfinite(float(bound.sum())):
@@ -206,10 +235,12 @@ def _score_error(head: AttentionHead) -> tuple[Tensor, Tensor, Tensor]:
     exact = products.exact(alpha)
     error = torch.where(exact, 0.0 if is_power_of_two(alpha) else UNIT * _SLACK, _gamma(head.q.shape[1] + 1)) * size
     exact = exact & is_power_of_two(alpha)
+    # Where q alpha underflows, at most D 2**-1022 ||k|| < 2**-500: less than ``_FUNCTION`` leaves.
     error += torch.where(exact, 0.0, _SMALL * (head.q.shape[1] + 2) * (1 + alpha))
     if head.softcap is not None:
         size = size.clamp(max=head.softcap)
-        error = error + 7 * UNIT * size
+        # S / c (2 u: on CUDA torch multiplies by 1 / c), tanh (4 u), times c (u), and 1 u for their products.
+        error = error + 8 * UNIT * size
         exact = torch.zeros_like(exact)
     return error, size, exact
 
@@ -239,22 +270,34 @@ def _visible_at_most(head: AttentionHead, keys: Tensor) -> Tensor:
 
 
 class _Columns:
-    """Of K or V [n, d]: at least ||M_.d||_2 (``norm``) and max_j |M_jd| (``largest``), [d]; ``top`` max over all."""
+    """Of K or V [n, d]: at least ||M_.d||_2 (``norm``) and max_j |M_jd| (``largest``), [d]; ``top`` max over all.
+
+    ``stacked`` [d, 2]: both.
+    """
 
     def __init__(self, values: Tensor) -> None:
-        self.norm = _norm(values, 0)
+        self.norm = upper_norm(values, 0)
         self.largest = torch.maximum(values.amax(0), -values.amin(0)) if len(values) else self.norm
         self.top = self.largest.amax()
+        self.stacked = torch.stack([self.norm, self.largest], 1)
+
+    def least(self, by_norm: Tensor, by_largest: Tensor) -> Tensor:
+        """The smaller of the two products with ``by_norm`` and ``by_largest`` [R]; [R, d]."""
+        found = torch.outer(by_norm, self.norm)
+        return torch.minimum(found, torch.outer(by_largest, self.largest), out=found)
 
 
 class _Products:
     """The products of rows of ``left`` [n, d] with all rows of ``right`` [m, d].
 
-    ``size`` [n]: at least the sum of the sizes of the terms of every product.
+    ``size`` [n]: at least the sum of the sizes of the terms of every product, from ``left_norm`` [n] and the largest
+    ``right_norm`` (Cauchy-Schwarz).
     """
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        self.size = _norm(left, 1) * (_norm(right, 1).amax() if len(right) else 0.0)
+        self.left_norm = upper_norm(left, 1)
+        self.right_norm = upper_norm(right, 1).amax() if len(right) else right.new_zeros(())
+        self.size = self.left_norm * self.right_norm
         # Every element of row t, and of ``right``, is a multiple of 2**quantum.
         self._left = _quantum(left)
         self._right = _quantum(right).amin() if len(right) else 0
@@ -311,11 +354,10 @@ def _significand(values: Tensor) -> int:
     return _SIGNIFICANDS[needed]
 
 
-def _norm(values: Tensor, dim: int) -> Tensor:
+def upper_norm(values: Tensor, dim: int) -> Tensor:
     """At least the Euclidean norm along ``dim``."""
-    # Squares that underflow are no larger than 2**-1022 each; the slack is for the sum's rounding.
-    norm: Tensor = torch.linalg.vector_norm(values, dim=dim) * _SLACK + (_SMALL * values.shape[dim]) ** 0.5
-    return norm
+    norm: Tensor = torch.linalg.vector_norm(values, dim=dim) * _SLACK
+    return norm.add_(_LOST_SQUARE * values.shape[dim] ** 0.5)
 
 
 def _gamma(n: Tensor | int) -> Tensor:

@@ -1,0 +1,130 @@
+"""What the bounds of the reference's error cost an inspection, beside one that does without.
+
+    python benchmarks/bench_bounds.py [--device cpu|cuda] [--json FILE]
+
+Both kinds alternate in one process, on one thread; the medians of processor time (on a GPU: of time) are compared, and
+the median of the ratios of neighbours is given too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_diag import Capture, load
+from attn_diag.analysis import inspect_captures
+from attn_diag.certification import RoundedBound
+from attn_diag.reference import AttentionHead, HeadBounds, HeadReference, RowBlock, reference_head
+
+CAPTURES = Path(__file__).parent.parent / "tests" / "captures"
+
+
+class NoBounds:
+    """In place of ``BoundCollector``: zeros that take no memory."""
+
+    def __init__(self, head: AttentionHead) -> None:
+        self._head = head
+
+    def add(self, block: RowBlock) -> None:
+        pass
+
+    def bounds(self, _: HeadReference) -> HeadBounds:
+        zero, rows = self._head.q.new_zeros(()), len(self._head.q)
+        out, dq = (zero.expand(rows, x.shape[1]) for x in (self._head.v, self._head.q))
+        return HeadBounds(out, zero.expand(rows), zero.expand(rows), dq)
+
+
+def without_sums(*arguments: Any, **options: Any) -> HeadReference:
+    return reference_head(*arguments, **(options | {"gradient_sums": False}))
+
+
+@contextmanager
+def no_bounds() -> Iterator[None]:
+    """Inspections in here do none of the bounds' work."""
+    with (
+        patch("attn_diag.measure.BoundCollector", NoBounds),
+        patch("attn_diag.measure.reference_head", without_sums),
+        patch("attn_diag.measure.sum_of", lambda _: 0.0),
+        patch("attn_diag.measure.rounding_of_products", lambda *_: 0.0),
+        patch.object(RoundedBound, "of", lambda *_: RoundedBound(None, None)),
+    ):
+        yield
+
+
+def random_capture(heads: int, length: int, d: int) -> Capture:
+    """N(0,1) in BF16, O rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, heads, length, d, generator=generator).bfloat16() for _ in range(4))
+    o = scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).bfloat16()
+    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "do": do, "o": o}
+    return Capture.from_tensors(tensors, causal="top-left")
+
+
+def timed(capture: Capture, device: str) -> float:
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    start = clock()
+    inspect_captures([capture], device=device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def compare(capture: Capture, device: str, pairs: int) -> dict[str, float]:
+    full, bare = [], []
+    for i in range(pairs + 1):
+        for bounded in (True, False) if i % 2 else (False, True):
+            if bounded:
+                full.append(timed(capture, device))
+                continue
+            with no_bounds():
+                bare.append(timed(capture, device))
+    full, bare = full[1:], bare[1:]  # the first pair warms up
+    return {
+        "with": round(median(full), 3),
+        "without": round(median(bare), 3),
+        "ratio": round(median(full) / median(bare), 3),
+        "of neighbours": round(median(a / b for a, b in zip(full, bare, strict=True)), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    captures = {
+        "kernels_gauss_T512, 2 heads, 4 kernels": (load(CAPTURES / "kernels_gauss_T512.safetensors"), 20),
+        "gpt2_step731_L2H4, T = 1024": (load(CAPTURES / "gpt2_step731_L2H4.safetensors"), 20),
+        "N(0,1), [1, 4, 2048, 64]": (random_capture(4, 2048, 64), 14),
+        "N(0,1), [1, 1, 4096, 128]": (random_capture(1, 4096, 128), 14),
+    }
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU, 1 thread",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "seconds": {},
+    }
+    for name, (capture, pairs) in captures.items():
+        result["seconds"][name] = compare(capture, options.device, pairs)
+        print(f"{name:40}", result["seconds"][name], flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

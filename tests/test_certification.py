@@ -1,0 +1,375 @@
+"""What the certificate does in a diagnosis: tests withheld, a wrong reference named, ``--certify`` and its errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import attn_diag
+from attn_diag import InputError, load
+from attn_diag.analysis import inspect_captures
+from attn_diag.bias import PRIMARY
+from attn_diag.certification import Certify, RoundedBound, pool_certificates, rounding_of_products
+from attn_diag.cli import main
+from attn_diag.diagnosis import BiasEstimate, Certificate, Diagnosis, HeadDiagnosis
+from attn_diag.ranges import Ranges
+from attn_diag.reference import UNIT, BoundCollector, HeadBounds, HeadReference, format_of, round_nearest_even, ulp
+from attn_diag.reference import attention as forward
+from attn_diag.reference.exact import exact_dot
+from attn_diag.reports.words import certificate_words
+from attn_diag.verdict import beyond_reference
+
+T, D = 64, 16
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """A causal call whose O is torch's own, in ``dtype``, from float64 arithmetic."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, T, D, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4))
+    o = scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).to(dtype)
+    return {"q": q, "k": k, "v": v, "do": do, "o": o}
+
+
+def heads(diagnosis: Diagnosis) -> Iterator[HeadDiagnosis]:
+    for capture in diagnosis.captures:
+        for observation in capture.observations:
+            yield from observation.heads
+
+
+def estimates(head: HeadDiagnosis) -> list[BiasEstimate]:
+    """Its primary estimates that have a p-value."""
+    found = [getattr(head.bias, name) for name in PRIMARY]
+    return [e for e in found if e is not None and e.p_value is not None]
+
+
+# Verdicts that the reference is not sharp enough for.
+
+
+def is_withheld(diagnosis: Diagnosis) -> bool:
+    """Whether no mean was judged, for the reason that the reference's own error may be what is seen."""
+    return diagnosis.family.size == 0 and all(
+        head.verdict is not None
+        and head.verdict.labels == ("undecided",)
+        and head.verdict.evidence == "none"
+        and "float64 reference is not sharp enough" in head.verdict.reasons[0]
+        and all(e.p_adjusted is None for e in estimates(head))
+        for head in heads(diagnosis)
+    )
+
+
+def noisy(size: float) -> dict[str, Any]:
+    found = inputs()
+    noise = torch.randn(found["o"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return found | {"o": found["o"] + size * noise}
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-15])
+def test_no_verdict_on_means_below_the_references_own_error(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnosis = attn_diag.inspect(**noisy(size), causal=True)
+    assert sum(len(estimates(head)) for head in heads(diagnosis)) > 4
+    assert is_withheld(diagnosis)
+    # One that judges whatever it sees is found out.
+    monkeypatch.setattr("attn_diag.verdict.REFERENCE_BELOW", math.inf)
+    assert not is_withheld(attn_diag.inspect(**noisy(size), causal=True))
+
+
+def test_larger_errors_of_the_same_kernel_are_judged() -> None:
+    diagnosis = attn_diag.inspect(**noisy(1e-9), causal=True)
+    assert diagnosis.family.size > 4
+    assert not any("sharp enough" in r for h in heads(diagnosis) if h.verdict for r in h.verdict.reasons)
+
+
+@pytest.mark.parametrize(
+    ("bound", "error", "expected"),
+    [(1e-2, 1.0, False), (1.01e-2, 1.0, True), (math.inf, 1.0, True), (0.0, 1e-300, False), (None, 1.0, False)],
+)
+def test_one_per_cent_of_the_standard_error(bound: float | None, error: float, expected: bool) -> None:
+    assert beyond_reference(BiasEstimate(standard_error=error, reference_bound=bound)) is expected
+
+
+def test_nothing_is_withheld_on_real_captures(captures: Path) -> None:
+    """Measured: bounds of at most 3.7e-9 of the standard error. A reference in fp32 would not do."""
+    ratios = []
+    for path in sorted(captures.glob("*.safetensors")):
+        for head in heads(inspect_captures([load(path)], device="cpu")):
+            for estimate in estimates(head):
+                assert estimate.reference_bound is not None
+                assert estimate.standard_error is not None
+                assert not beyond_reference(estimate)
+                ratios.append(estimate.reference_bound / estimate.standard_error)
+    assert len(ratios) > 100
+    assert max(ratios) < 1e-8
+    assert max(ratios) * 2.0**29 > 1e-2
+
+
+def half_as_careful(truth: Tensor, error: Tensor, ulps: Tensor, bound: Tensor) -> RoundedBound:
+    doubtful = ulps / 2 - error.abs() <= bound / 2
+    return RoundedBound(torch.where(doubtful, ulps + 2 * bound, 0.0), truth.abs() <= bound)
+
+
+def never_doubtful(*_: Tensor) -> RoundedBound:
+    return RoundedBound(None, None)
+
+
+def rounds_within(bound_of: Callable[..., RoundedBound]) -> bool:
+    """Whether RN(x) moves no further than said, nor x changes its sign, wherever x may really lie."""
+    generator = torch.Generator().manual_seed(0)
+    fmt = format_of(torch.bfloat16)
+    anchors = torch.randint(0x3F00, 0x4100, (5000,), generator=generator, dtype=torch.int16).view(torch.bfloat16)
+    anchors[::4] = 2.0  # the spacing changes here
+    spacing = ulp(anchors.double(), fmt)
+    offset = torch.randint(-4, 5, (5000,), generator=generator) / 8 * spacing
+    bound = spacing * 4.0 ** -torch.randint(0, 12, (5000,), generator=generator)
+    truth = (anchors.double() + offset + (torch.rand(5000, generator=generator) * 3 - 1.5) * bound)[:, None]
+    truth[::9] *= 1e-6
+    bound = bound[:, None]
+    rounded = round_nearest_even(truth, fmt)
+    said = bound_of(truth, rounded - truth, ulp(truth, fmt), bound)
+    moved = torch.zeros_like(truth) if said.moved is None else said.moved
+    unsigned = torch.zeros_like(truth, dtype=torch.bool) if said.unsigned is None else said.unsigned
+    for part in (-1.0, -0.6, 0.3, 1.0):
+        true = truth + part * bound * (1 - 2.0**-40)
+        if not ((round_nearest_even(true, fmt) - rounded).abs() <= moved).all():
+            return False
+        if not ((true.sign() == truth.sign()) | unsigned).all():
+            return False
+    # Nor may it say that much everywhere.
+    return 0.2 < float((moved > 0).double().mean()) < 0.8
+
+
+def test_how_far_a_correct_rounding_can_move() -> None:
+    assert rounds_within(RoundedBound.of)
+    assert not rounds_within(half_as_careful)
+    assert not rounds_within(never_doubtful)
+
+
+def test_sums_of_what_can_move() -> None:
+    moved, unsigned = torch.tensor([[0.0, 2.0], [1.0, 0.0]]), torch.tensor([[True, False], [False, False]])
+    found = RoundedBound(moved, unsigned)
+    excess = torch.tensor([[-3.0, 1.0], [5.0, 0.0]])
+    assert found.sum() == pytest.approx(3.0, rel=1e-5)
+    assert found.sum(excess) == pytest.approx(7.0, rel=1e-5)
+    assert found.turned(excess) == pytest.approx(6.0, rel=1e-5)
+    assert min(found.sum() - 3, found.sum(excess) - 7, found.turned(excess) - 6) > 0
+    nothing = never_doubtful()
+    assert (nothing.sum(), nothing.sum(excess), nothing.turned(excess)) == (0.0, 0.0, 0.0)
+
+
+def test_rounding_of_row_sums_is_within_its_bound() -> None:
+    """Rows that cancel: the error of rowsum(l o r) against exact sums, and a bound that forgets the terms' size."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(50, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+    right[:, 32:], left[:, 32:] = right[:, :32], -left[:, :32] * (1 + 1e-9)
+    errors = [
+        abs(float(Fraction(computed) - exact_dot(x, y)))
+        for x, y, computed in zip(left, right, (left * right).sum(1).tolist(), strict=True)
+    ]
+    assert 0 < sum(errors) <= rounding_of_products(left, right)
+    assert sum(errors) > 65 * UNIT * float((left * right).sum(1).abs().sum())
+
+
+# A reference that is wrong.
+
+
+def tiny_bounds(self: BoundCollector, reference: HeadReference) -> HeadBounds:
+    found = ORIGINAL_BOUNDS(self, reference)
+    return HeadBounds(found.out / 1e6, found.lse, found.delta, found.dq)
+
+
+def product_in_fp32(weights: Tensor, values: Tensor) -> Tensor:
+    return (weights.float() @ values.float()).double()
+
+
+ORIGINAL_BOUNDS = BoundCollector.bounds
+WRONG: dict[str, tuple[object, str, Callable[..., Any]]] = {
+    "reference": (forward, "product_in_parts", product_in_fp32),
+    "bound": (BoundCollector, "bounds", tiny_bounds),
+}
+
+
+def blames_the_reference(head: HeadDiagnosis) -> bool:
+    assert head.verdict is not None
+    assert head.certificate is not None
+    return (
+        not head.certificate.held
+        and head.certificate.worst_ratio["o"] > 1
+        and (head.verdict.labels, head.verdict.evidence) == (("undecided",), "none")
+        and head.verdict.reasons[0].startswith("THE REFERENCE IS WRONG HERE")
+        and "Report the capture" in head.verdict.suggestions[0]
+        and "THE BOUND IS VIOLATED" in (certificate_words(head) or "")
+    )
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_reference_is_named_and_nothing_concluded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = inputs(torch.bfloat16)
+    sound = attn_diag.inspect(**tensors, causal=True, certify=6)
+    assert not any(blames_the_reference(head) for head in heads(sound))
+    assert not sound.summary.warnings
+    monkeypatch.setattr(*WRONG[name])
+    wrong = attn_diag.inspect(**tensors, causal=True, certify=6)
+    assert all(blames_the_reference(head) for head in heads(wrong))
+    # Its p-values must not sharpen the tests of other heads either.
+    assert (sound.family.size > 0, wrong.family.size) == (True, 0)
+    assert len(wrong.summary.warnings) == 2
+    assert "H1: THE REFERENCE IS WRONG HERE" in wrong.summary.warnings[1]
+
+
+# Certified rows.
+
+
+def masked_rows() -> Tensor:
+    mask = torch.randn(T, T, generator=torch.Generator().manual_seed(2))
+    mask[5] = -torch.inf
+    return mask
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (9, 0)},
+    "softcap": {"softcap": 2.0},
+    "mask": {"mask": masked_rows()},
+    "bool mask": {"mask": masked_rows() > 0.0, "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_are_certified_in_any_call(name: str) -> None:
+    tensors = inputs(torch.bfloat16)
+    tensors["q"][0, 1, 7, 2] = torch.nan
+    options = {"recipes": ["fa2"], **CALLS[name]}
+    del tensors["o"]
+    certified = [h.certificate for h in heads(attn_diag.inspect(**tensors, **options, certify=10))]
+    assert [c.rows for c in certified if c is not None] == [10, 10, 20]
+    assert all(c is not None and c.held and set(c.worst_ratio) == {"o", "lse", "delta", "dq"} for c in certified)
+    assert all(0 < ratio <= 1 for c in certified if c is not None for ratio in c.worst_ratio.values())
+
+
+def test_grouped_query_heads_are_certified(captures: Path) -> None:
+    diagnosis = inspect_captures([load(captures / "gqa_T200.safetensors")], device="cpu", certify=2)
+    found = [head.certificate for head in heads(diagnosis)]
+    assert [c.rows for c in found if c is not None] == [2] * 8 + [16]
+    assert all(c is not None and c.held for c in found)
+
+
+def test_which_rows_are_certified() -> None:
+    """Half of the count spread evenly, half where the bound of O is largest; rows by number; never unusable ones."""
+    out = torch.zeros(40, 3, dtype=torch.float64)
+    out[[17, 23, 30]] = torch.tensor([[3.0], [2.0], [9.0]], dtype=torch.float64)
+    bounds = HeadBounds(out, out[:, 0], None, None)
+    usable = torch.ones(40, dtype=torch.bool)
+    usable[30] = False
+    assert Certify(4).choose(bounds, usable) == [0, 17, 23, 39]
+    assert Certify(2, frozenset({3, 30})).choose(bounds, usable) == [0, 3, 17]
+    assert Certify(0, Ranges.parse("rows", "5-7")).choose(bounds, usable) == [5, 6, 7]
+    assert Certify(1000).choose(bounds, usable) == [t for t in range(40) if t != 30]
+
+
+def test_rows_that_cannot_be_used_certify_nothing() -> None:
+    tensors = inputs(torch.bfloat16)
+    del tensors["o"]
+    only = Certify(rows=frozenset({5}))
+    head = next(heads(attn_diag.inspect(**tensors, mask=masked_rows(), certify=only)))
+    assert head.certificate == Certificate(0, 128, {}, True)
+    assert "nothing" in (certificate_words(head) or "")
+
+
+def test_pooled_certificates() -> None:
+    parts = [Certificate(3, 128, {"o": 0.1, "lse": 0.5}, True), None, Certificate(4, 128, {"o": 2.0}, False)]
+    assert pool_certificates(parts) == Certificate(7, 128, {"o": 2.0, "lse": 0.5}, False)
+    assert pool_certificates([None]) is None
+
+
+# The command line.
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["attn-diag", "inspect", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_certify_on_the_command_line(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    target, page = tmp_path / "out.json", tmp_path / "out.html"
+    code, out, _ = run("--example", "--certify", 8, "--certify-rows", "0,100-101", "--json", target, "--html", page)
+    assert code == 0
+    line = "rows recomputed in mpmath (128 bits): every error of the float64 reference is within its bound"
+    assert line in " ".join(out.split())
+    assert "the reference's own error has moved these means by at most: " in " ".join(out.split())
+    assert line in page.read_text()
+    document = json.loads(target.read_text())
+    validator = jsonschema.Draft202012Validator(attn_diag.json_schema())
+    validator.validate(document)
+    head = document["captures"][0]["observations"][0]["heads"][0]
+    assert 8 <= head["certificate"]["rows"] <= 11
+    assert head["certificate"]["held"] is True
+    assert all(0 < ratio <= 1 for ratio in head["certificate"]["worst_ratio"].values())
+    assert 0 < head["bias"]["delta"]["reference_bound"] < 1e-8 * head["bias"]["delta"]["standard_error"]
+    # The schema is not satisfied by anything.
+    head["certificate"]["held"] = "perhaps"
+    assert not validator.is_valid(document)
+
+
+def test_without_certify_there_is_no_certificate(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run("--example", "--certify", 0, "--json", "-")
+    assert code == 0
+    head = json.loads(out)["captures"][0]["observations"][0]["heads"][0]
+    assert head["certificate"] is None
+    assert head["bias"]["o_excess"]["reference_bound"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--certify", "-1"), "the number of rows to certify must be 0 or more, got -1"),
+        (("--certify", "many"), "Invalid value for '--certify'"),
+        (("--certify", "1", "--certify-bits", "53"), "must lie between 64 and 32768 bits, got 53"),
+        (("--certify", "1", "--certify-bits", "99999"), "must lie between 64 and 32768 bits, got 99999"),
+        (("--certify-rows", "3,205"), "no row 205 to certify; the capture has rows 0 to 204"),
+        (("--certify-rows", "10-99999999999"), "no row 205 to certify; the capture has rows 0 to 204"),
+        (("--certify-rows", "last"), "--certify-rows takes numbers and ranges such as 0,3-5, got 'last'"),
+    ],
+)
+def test_what_cannot_be_certified_is_exit_2(
+    run: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = run("--example", *arguments)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.replace("│", " ").split())
+    assert "Traceback" not in err
+
+
+def test_what_cannot_be_certified_in_python() -> None:
+    tensors = inputs(torch.bfloat16)
+    with pytest.raises(InputError, match="0 or more, got -3"):
+        attn_diag.inspect(**tensors, causal=True, certify=-3)
+    with pytest.raises(InputError, match="between 64 and 32768 bits, got 63"):
+        Certify(1, bits=63)
+    for row in (T, -1):
+        with pytest.raises(InputError, match=f"no row {row} to certify; the capture has rows 0 to {T - 1}"):
+            attn_diag.inspect(**tensors, causal=True, certify=Certify(rows=frozenset({row})))
+
+
+def test_an_oracle_that_cannot_tell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound of zero beside an irrational truth: no precision decides it; here all that there is are 128 bits."""
+    monkeypatch.setattr("attn_diag.reference.certify.MAX_BITS", 128)
+    monkeypatch.setattr("attn_diag.reference.certify.OracleRow.ends", lambda row, *_: row.out_ends(8))
+    with pytest.raises(InputError, match="--certify: row 0: 128 bits cannot tell whether out is within its bound"):
+        attn_diag.inspect(**inputs(torch.bfloat16), causal=False, certify=Certify(rows=frozenset({0})))
