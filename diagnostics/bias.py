@@ -63,16 +63,13 @@ class FeatureSums:
     cell_sizes: float
 
     @classmethod
-    def of(cls, contributions: Tensor, keys: Tensor, count: int) -> FeatureSums:
-        """Of one head: ``contributions`` [n, D], ``keys`` [n] from 0, ``count`` elements a row."""
-        rows, features = contributions.shape
-        each = count / features
-        present = int(keys.max()) + 1 if rows else 0
-        cells = contributions.new_zeros(present, features).index_add_(0, keys, contributions)
-        sizes = torch.bincount(keys, minlength=present).to(cells.dtype) * each
+    def of(cls, cells: Tensor, rows: Tensor, count: int) -> FeatureSums:
+        """Of one head: ``cells`` [K, D] the errors' sums, ``rows`` [K] each key's rows, ``count`` elements a row."""
+        features = cells.shape[1]
+        sizes = rows * (count / features)
         return cls(
-            sums=contributions.sum(0).cpu().numpy(),
-            sizes=np.full(features, rows * each),
+            sums=cells.sum(0).cpu().numpy(),
+            sizes=np.full(features, float(sizes.sum())),
             cell_squares=_sum_of_squares(cells),
             cell_products=float(cells.sum(1) @ sizes),
             cell_sizes=_sum_of_squares(sizes) * features,
@@ -137,9 +134,17 @@ class SignedErrors:
             count=1,
         )
 
-    def by_feature(self, contributions: Tensor, keys: Tensor) -> SignedErrors:
-        """These errors with the sums of ``contributions`` [n, D], whose row sums they are; ``keys`` [n] as clusters."""
-        return replace(self, features=FeatureSums.of(contributions, keys, self.count))
+    def by_feature(self, cells: Tensor, keys: Tensor) -> SignedErrors:
+        """These errors of one head, with what the features of O contribute to them: ``cells_of`` that and ``keys`` [n].
+
+        Unchanged where that is not most of them: a kernel's delta need not come from the O that it returns.
+        """
+        total = torch.as_tensor(self.total, dtype=cells.dtype, device=cells.device)
+        own = cells.new_zeros(len(cells)).index_add_(0, keys, total)
+        if _sum_of_squares(own - cells.sum(1)) > _sum_of_squares(own) / 4:
+            return self
+        rows = torch.bincount(keys, minlength=len(cells)).to(cells.dtype)
+        return replace(self, features=FeatureSums.of(cells, rows, self.count))
 
     @classmethod
     def join(cls, parts: Sequence[SignedErrors]) -> SignedErrors:
@@ -155,6 +160,12 @@ class SignedErrors:
             count=parts[0].count,
             features=FeatureSums.join(features) if len(features) == len(parts) else None,
         )
+
+
+def cells_of(contributions: Tensor, keys: Tensor) -> Tensor:
+    """Sums [K, D] of ``contributions`` [n, D], by feature, of the rows with the same of ``keys`` [n], 0 <= key < K."""
+    present = int(keys.max()) + 1 if len(keys) else 0
+    return contributions.new_zeros(present, contributions.shape[1]).index_add_(0, keys, contributions)
 
 
 def estimate_bias(

@@ -47,6 +47,13 @@ class HeadTruth:
         return self.inputs.input_format
 
     @cached_property
+    def clusters(self) -> Tensor:
+        """Number of every row's argmax key among those of the usable rows, int64 [Tq]; 0 in other rows."""
+        numbers = torch.zeros_like(self.top_key)
+        numbers[self.usable] = torch.unique(self.top_key[self.usable], return_inverse=True)[1]
+        return numbers
+
+    @cached_property
     def mean_ulp(self) -> dict[str, float]:
         """The mean spacing of the inputs' format at the references of o and dq."""
         known = {"o": self.reference.out, "dq": self.reference.dq}
@@ -99,7 +106,8 @@ class VariantErrors:
 
     By row, [n] float64: ``o`` sums O's errors, ``o_away`` those times the sign of O_ref, ``delta`` is delta's error,
     ``dq`` sums dQ's errors and ``dq_square`` their squares. ``o_square`` sums O's squared errors. ``dw_q`` [D, C].
-    Backward ones are None without dO. ``finite``: every output is.
+    ``delta_cells`` [keys, Dv]: what O's errors contribute to delta's, by argmax key (``HeadTruth.clusters``) and
+    feature, where asked for. Backward ones are None without dO. ``finite``: every output is.
     """
 
     o: Tensor
@@ -107,6 +115,7 @@ class VariantErrors:
     o_square: float
     finite: bool
     delta: Tensor | None = None
+    delta_cells: Tensor | None = None
     dq: Tensor | None = None
     dq_square: Tensor | None = None
     dw_q: Tensor | None = None
@@ -163,10 +172,14 @@ def observed_sizes(capture: Capture, observation: str, batch: int, head: int, tr
 
 
 def measure_variants(
-    truth: HeadTruth, recipes: Sequence[Recipe], advance: Callable[[int], None] | None = None
+    truth: HeadTruth,
+    recipes: Sequence[Recipe],
+    advance: Callable[[int], None] | None = None,
+    *,
+    delta_cells: bool = False,
 ) -> list[VariantErrors]:
     """Run the recipes (of one query block size) side by side over the head; ``advance(rows)`` after every block."""
-    sums = [_Sums(truth) for _ in recipes]
+    sums = [_Sums(truth, delta_cells) for _ in recipes]
     dw_q: Tensor | None = None
     run = partial(map_in_order, parallel=truth.head.q.device.type == "cpu")
     for rows, results in emulate_blocks(recipes, truth.head, run):
@@ -191,8 +204,12 @@ def exact_recipe(recipe: Recipe) -> Recipe:
 
 
 class _Sums:
-    def __init__(self, truth: HeadTruth) -> None:
+    def __init__(self, truth: HeadTruth, delta_cells: bool) -> None:
         self._truth = truth
+        self._delta_cells = None
+        if delta_cells and truth.head.do is not None:
+            keys = int(truth.clusters.max()) + 1 if len(truth.clusters) else 0
+            self._delta_cells = truth.reference.out.new_zeros(keys, truth.head.v.shape[1])
         self._parts: dict[str, list[Tensor]] = {}
         self._o_square = 0.0
         self._finite = True
@@ -213,6 +230,8 @@ class _Sums:
         assert reference.delta is not None
         assert reference.dq is not None
         self._append("delta", result.delta[kept].double() - reference.delta[rows])
+        if self._delta_cells is not None and self._truth.head.do is not None:
+            self._delta_cells.index_add_(0, self._truth.clusters[rows], self._truth.head.do[rows] * error)
         error = result.dq[kept].double() - reference.dq[rows]
         self._finite &= bool(error.sum().isfinite())
         self._append("dq", error.sum(1))
@@ -222,7 +241,9 @@ class _Sums:
     def errors(self, dw_q: Tensor | None) -> VariantErrors:
         """What has been summed up; ``dw_q`` [D, C] dW_Q's error."""
         rows = {name: torch.cat(parts) for name, parts in self._parts.items()}
-        return VariantErrors(**rows, o_square=self._o_square, finite=self._finite, dw_q=dw_q)
+        return VariantErrors(
+            **rows, o_square=self._o_square, finite=self._finite, dw_q=dw_q, delta_cells=self._delta_cells
+        )
 
     def _append(self, name: str, values: Tensor) -> None:
         self._parts.setdefault(name, []).append(values)

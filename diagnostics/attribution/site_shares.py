@@ -168,7 +168,8 @@ class _Game:
     def __init__(self, truth: HeadTruth) -> None:
         self.truth = truth
         self.rows = int(truth.usable.sum())
-        self.clusters = torch.unique(truth.top_key[truth.usable], return_inverse=True)[1].cpu().numpy()
+        # Argmax keys alone: sums by feature as well (``bias.two_way``) would need them of every subset.
+        self.clusters = truth.clusters[truth.usable].cpu().numpy()
         self.floor = None if truth.noise_floor is None else truth.noise_floor[truth.usable]
         # By row: how many elements each has, and in what the mean is stated.
         self.by_row = {"o": (truth.head.v.shape[1], truth.mean_ulp["o"])}

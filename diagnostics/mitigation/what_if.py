@@ -152,7 +152,7 @@ class _Bench:
         self._ulp_sum = float(ulp(out, truth.out_format).sum())
         rounding = round_nearest_even(out, truth.out_format) - out
         self._rounding_away = (rounding * out.sign()).sum(1)
-        _, self._clusters = np.unique(truth.top_key[rows].cpu().numpy(), return_inverse=True)
+        self._clusters = truth.clusters[rows].cpu().numpy()
         self._parallel = truth.head.q.device.type == "cpu"
         self._acting: dict[object, RepeatedMaxima] = {}
 
@@ -195,7 +195,7 @@ class _Bench:
             def advance(rows: int) -> None:
                 self.counter.add(rows * len(keys))
 
-            return measure_variants(truth, [recipes[key] for key in keys], advance)
+            return measure_variants(truth, [recipes[key] for key in keys], advance, delta_cells=True)
 
         measured = map_in_order(work, groups, parallel=self._parallel)
         return {
@@ -241,7 +241,7 @@ class _Bench:
         self.counter.add(2 * len(q))
         rows = original.usable
         change = clipped.reference.out[rows] - original.reference.out[rows]
-        (errors,) = measure_variants(clipped, [baseline], self.counter.add)
+        (errors,) = measure_variants(clipped, [baseline], self.counter.add, delta_cells=True)
         words = f"q and k scaled by {factor:.3g} each, so that the largest score ({max_logit:.4g}) becomes {tau:g}"
         price = Price(words="none in attention: W_q and W_k are scaled after the optimiser's step")
         plan = Plan(f"qk-clip-{tau:g}", words, "clip", (baseline,), price)
@@ -303,13 +303,15 @@ class _Bench:
 
     def _bias_delta(self, truth: HeadTruth, runs: list[VariantErrors]) -> BiasEstimate | None:
         parts = [run.delta for run in runs if run.delta is not None]
-        if not parts or truth.noise_floor is None:
+        cells = [run.delta_cells for run in runs if run.delta_cells is not None]
+        if not parts or not cells or truth.noise_floor is None:
             return None
-        mean = torch.stack(parts).mean(0)
+        mean, keys = torch.stack(parts).mean(0), truth.clusters[truth.usable]
         if not bool(mean.isfinite().all()):
             return None
         errors = SignedErrors.of_rows(mean, truth.noise_floor[truth.usable])
-        return estimate_bias(errors, self._clusters, 0.01, with_drift=False)
+        errors = errors.by_feature(torch.stack(cells).mean(0), keys)
+        return estimate_bias(errors, keys.cpu().numpy(), 0.01, with_drift=False)
 
     def _cost(self, price: Price) -> Cost:
         """Of what fused attention moves: q, k, v, O and L forward; those and dO, delta, dq, dk, dv backward."""
