@@ -134,11 +134,17 @@ class SignedErrors:
             count=1,
         )
 
-    def by_feature(self, cells: Tensor, keys: Tensor) -> SignedErrors:
-        """These errors of one head, with what the features of O contribute to them: ``cells_of`` that and ``keys`` [n].
+    def by_feature(self, contributions: Tensor, keys: Tensor) -> SignedErrors:
+        """These errors of one head, with what the features of O contribute to them, [n, D]; ``keys`` [n] of the rows.
 
         Unchanged where that is not most of them: a kernel's delta need not come from the O that it returns.
         """
+        present = int(keys.max()) + 1 if len(keys) else 0
+        cells = contributions.new_zeros(present, contributions.shape[1]).index_add_(0, keys, contributions)
+        return self.by_cell(cells, keys)
+
+    def by_cell(self, cells: Tensor, keys: Tensor) -> SignedErrors:
+        """The same from the contributions' sums by key and feature, [K, D], 0 <= key < K."""
         total = torch.as_tensor(self.total, dtype=cells.dtype, device=cells.device)
         own = cells.new_zeros(len(cells)).index_add_(0, keys, total)
         if _sum_of_squares(own - cells.sum(1)) > _sum_of_squares(own) / 4:
@@ -160,12 +166,6 @@ class SignedErrors:
             count=parts[0].count,
             features=FeatureSums.join(features) if len(features) == len(parts) else None,
         )
-
-
-def cells_of(contributions: Tensor, keys: Tensor) -> Tensor:
-    """Sums [K, D] of ``contributions`` [n, D], by feature, of the rows with the same of ``keys`` [n], 0 <= key < K."""
-    present = int(keys.max()) + 1 if len(keys) else 0
-    return contributions.new_zeros(present, contributions.shape[1]).index_add_(0, keys, contributions)
 
 
 def estimate_bias(

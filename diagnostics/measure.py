@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.bias import SignedErrors, cells_of
+from attn_diag.bias import SignedErrors
 from attn_diag.certification import Certify, RoundedBound, rounding_of_products, sum_of
 from attn_diag.diagnosis import Certificate, DeltaRounding
 from attn_diag.heads import HeadInputs, all_finite
@@ -250,9 +250,7 @@ def _measure_forward(
     if (out := seen.outputs.get("o")) is not None:
         out = out[rows]
         error, excess = out - rounding.truth, out - rounding.rounded
-        result.errors["o"] = SignedErrors.of_elements(error, rounding.ulp_sum).by_feature(
-            cells_of(error, top_key), top_key
-        )
+        result.errors["o"] = SignedErrors.of_elements(error, rounding.ulp_sum).by_feature(error, top_key)
         result.errors["o_excess"] = SignedErrors.of_elements(excess, rounding.ulp_sum)
         result.errors["o_away_excess"] = SignedErrors.of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
         certain = rounding.certain
@@ -301,8 +299,8 @@ def _measure_backward(
         error = forward_errors.delta_error[rows]
         result.errors["delta"] = SignedErrors.of_rows(error, noise_floor)
         if (out := seen.outputs.get("o")) is not None:
-            cells = cells_of(do * (out[rows] - rounding.truth), top_key)
-            result.errors["delta"] = result.errors["delta"].by_feature(cells, top_key)
+            contributions = do * (out[rows] - rounding.truth)
+            result.errors["delta"] = result.errors["delta"].by_feature(contributions, top_key)
         assert passed.bounds.delta is not None
         own, moved = sum_of(passed.bounds.delta[rows]), rounding.certain.sum(do)
         if "delta" in seen.outputs:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from attn_diag.bias import FLAT_BAND_99, SignedErrors, adjust, cells_of, estimate_bias, mean_test
+from attn_diag.bias import FLAT_BAND_99, SignedErrors, adjust, estimate_bias, mean_test
 
 
 def rows_of(values: np.ndarray) -> SignedErrors:
@@ -169,9 +169,7 @@ def effects(seed: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
 
 def signed(errors: npt.NDArray[np.float64], keys: npt.NDArray[np.int64]) -> SignedErrors:
     values = torch.from_numpy(errors)
-    return SignedErrors.of_elements(values, 1.0).by_feature(
-        cells_of(values, torch.from_numpy(keys)), torch.from_numpy(keys)
-    )
+    return SignedErrors.of_elements(values, 1.0).by_feature(values, torch.from_numpy(keys))
 
 
 def test_two_ways_of_clustering_at_once() -> None:
@@ -229,7 +227,7 @@ def test_features_that_do_not_make_up_the_errors_are_left_out() -> None:
     errors, keys = effects(4)
     total, cells = SignedErrors.of_elements(torch.from_numpy(errors), 1.0), torch.from_numpy(errors)
     by = torch.from_numpy(keys)
-    assert total.by_feature(cells_of(cells, by), by).features is not None
-    assert total.by_feature(cells_of(cells * 1.4, by), by).features is not None
-    assert total.by_feature(cells_of(cells * 1.6, by), by).features is None
-    assert total.by_feature(cells_of(-cells, by), by).features is None
+    assert total.by_feature(cells, by).features is not None
+    assert total.by_feature(cells * 1.4, by).features is not None
+    assert total.by_feature(cells * 1.6, by).features is None
+    assert total.by_feature(-cells, by).features is None

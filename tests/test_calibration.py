@@ -219,12 +219,15 @@ def reported(sample: draws.Sample, out: torch.Tensor) -> HeadDiagnosis:
     return inspect(q, k, v, o=o, do=do, causal=True).captures[0].observations[0].heads[0]
 
 
+def redraw() -> draws.Sample:
+    return next(draws.fresh(draws.read_heads(draws.GAUSSIAN, CPU)[:1], 1, torch.Generator().manual_seed(2)))
+
+
 @cache
 def inspected(
     swap_sign: bool = False,
 ) -> tuple[HeadDiagnosis, dict[str, tuple[SignedErrors, npt.NDArray[np.int64] | None]]]:
-    heads = draws.read_heads(draws.GAUSSIAN, CPU)[:1]
-    sample = next(draws.fresh(heads, 1, torch.Generator().manual_seed(2)))
+    sample = redraw()
     out = draws.kernels_on_fresh(sample, 5)["probs_stochastic"]
     head = reported(sample, out)
     sign = -1 if swap_sign else 1
@@ -250,6 +253,16 @@ def test_the_study_tests_what_inspect_reports(test: str) -> None:
         assert getattr(own, name) == pytest.approx(getattr(shown, name), rel=1e-6), name
     mutant = estimate_bias(*inspected(swap_sign=True)[1][test], 0.01)
     assert mutant.mean != pytest.approx(shown.mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("test", ["o", "delta"])
+def test_the_roundings_own_mean_is_tested_alike(test: str) -> None:
+    """Verdicts compare a kernel's mean with it."""
+    shown = getattr(inspected()[0].rounding_bias, test)
+    sample = redraw()
+    sums = sums_of(test, sample.rounded, sample, sample.top_key[0].numpy())
+    assert shown.standard_error == pytest.approx(float(sums.test().standard_error[0]), rel=1e-6)
+    assert shown.standard_error != pytest.approx(float(Sums(sums.clusters).test().standard_error[0]), rel=1e-6)
 
 
 def test_batches_agree_with_single_data_sets() -> None:

@@ -310,7 +310,7 @@ class _Bench:
         if not bool(mean.isfinite().all()):
             return None
         errors = SignedErrors.of_rows(mean, truth.noise_floor[truth.usable])
-        errors = errors.by_feature(torch.stack(cells).mean(0), keys)
+        errors = errors.by_cell(torch.stack(cells).mean(0), keys)
         return estimate_bias(errors, keys.cpu().numpy(), 0.01, with_drift=False)
 
     def _cost(self, price: Price) -> Cost:
