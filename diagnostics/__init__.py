@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AttnDiagError": "errors",
     "Attribution": "attribution.result",
+    "Certify": "certification",
     "Capture": "capture",
     "Diagnosis": "diagnosis",
     "Dump": "kernels.dump",
@@ -76,6 +77,7 @@ __all__ = [
     "AttnDiagError",
     "Attribution",
     "Capture",
+    "Certify",
     "Diagnosis",
     "Dump",
     "HardwareProfile",

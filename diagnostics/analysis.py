@@ -124,8 +124,7 @@ def inspect_captures(
     if not 0 < level < 1:
         raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
     runner = require_known(engine, recipes)
-    certified = Certify(certify) if isinstance(certify, int) else certify
-    certified = certified if certified is not None and certified.wanted else None
+    certified = Certify.of(certify)
     where = pick_device(device)
     chosen, skipped = list(captures), list(unreadable)
     jobs: list[CaptureJob] = []

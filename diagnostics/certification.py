@@ -41,6 +41,14 @@ class Certify:
                 f"nothing about float64's 53; {DEFAULT_ORACLE_BITS} is usual"
             )
 
+    @classmethod
+    def of(cls, wanted: int | Certify | None) -> Certify | None:
+        """A number of rows as that; None for no row. Raises InputError for anything else."""
+        found = cls(wanted) if isinstance(wanted, int) and not isinstance(wanted, bool) else wanted
+        if found is not None and not isinstance(found, Certify):
+            raise InputError(f"certify must be a number of rows or attn_diag.Certify(rows=…, bits=…), got {wanted!r}")
+        return found if found is not None and found.wanted else None
+
     @property
     def wanted(self) -> bool:
         """Whether any row is asked for."""
@@ -123,6 +131,11 @@ class RoundedBound:
             moved = torch.where(doubtful, ulps + 2 * bound, 0.0)
         signed = float(torch.abs(truth, out=scratch).sub_(bound).amin()) > 0
         return cls(moved, None if signed else truth.abs() <= bound)
+
+    @property
+    def count(self) -> int:
+        """How many roundings are in doubt."""
+        return 0 if self.moved is None else int(self.moved.count_nonzero())
 
     def sum(self, weights: Tensor | None = None) -> float:
         """The sum of ``moved``, or of its products with |``weights``|."""

@@ -236,6 +236,7 @@ class HeadDiagnosis:
 
     ``layer`` and ``head`` are the model's own numbers where the capture states them. ``batch`` is the one
     batch item looked at, None if several are pooled. ``verdict`` is None where the assumption check failed.
+    ``rows_unknown``: left out because float64 cannot say what is true there (an additive mask of -1e38 on all keys).
     """
 
     layer: int | None
@@ -257,6 +258,7 @@ class HeadDiagnosis:
     attribution: None
     verdict: Verdict | None
     certificate: Certificate | None = None
+    rows_unknown: int = 0
 
 
 @dataclass(frozen=True)

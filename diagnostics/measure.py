@@ -60,21 +60,24 @@ class RepeatSums:
 class HeadMeasurement:
     """One observation of one head and sequence, reduced to what is linear in T.
 
-    ``rows`` [n]: the usable rows (finite, with at least one key); arrays in ``errors`` and ``top_key`` [n]
-    follow them. ``reference_bounds``: what the reference's own error can have added to the sum of each of ``errors``.
-    ``dq``, ``dw_q`` are None where they cannot be known.
+    ``rows`` [n]: the usable rows (finite, with at least one key); arrays in ``errors`` and ``top_key`` [n] follow them.
+    ``rows_unknown``: those whose truth float64 cannot tell. ``in_doubt``: elements of RN(O_ref) that the reference's
+    error could change. ``reference_bounds``: what the reference's own error can have added to the sum of each of
+    ``errors``. ``dq``, ``dw_q`` are None where they cannot be known.
     """
 
     batch: int
     head: int
     rows: npt.NDArray[np.int64]
     rows_fully_masked: int
+    rows_unknown: int
     rows_nonfinite: int
     rows_eligible: int
     repeats: dict[str, RepeatSums | None]
     top_key: npt.NDArray[np.int64]
     swamped: tuple[int, int] | None = None
     bit_identical: bool | None = None
+    in_doubt: int = 0
     broken_outputs: dict[str, int] = field(default_factory=dict)
     errors: dict[str, SignedErrors] = field(default_factory=dict)
     reference_bounds: dict[str, float] = field(default_factory=dict)
@@ -195,10 +198,13 @@ def _measure(
     reference, maxima = passed.reference, passed.maxima[seen.name]
     broken = {name: ~_row_finite(values) for name, values in seen.outputs.items()}
     finite = ~inputs.unusable
-    usable = finite & ~reference.fully_masked
+    known = passed.bounds.known_rows
+    usable = finite & ~reference.fully_masked & known
     faulty = {name: int((bad & usable).sum()) for name, bad in broken.items()}
+    before = int(usable.sum())
     for bad in broken.values():
         usable = usable & ~bad
+    lost = before - int(usable.sum())
     # All rows usable, as ever but for masked or non-finite ones: a slice spares copies of every tensor.
     rows = slice(None) if bool(usable.all()) else usable.nonzero()[:, 0]
     kept = torch.arange(len(usable))[rows] if isinstance(rows, slice) else rows.cpu()
@@ -209,7 +215,8 @@ def _measure(
         head=head,
         rows=kept.numpy(),
         rows_fully_masked=int((reference.fully_masked & finite).sum()),
-        rows_nonfinite=len(usable) - int((reference.fully_masked & finite).sum()) - len(kept),
+        rows_unknown=int((finite & ~reference.fully_masked & ~known).sum()),
+        rows_nonfinite=int((~finite).sum()) + lost,
         rows_eligible=int(eligible.sum()),
         repeats={name: _repeat_sums(maxima, name, usable) for name in DEFINITIONS},
         top_key=top_key.cpu().numpy(),
@@ -259,6 +266,7 @@ def _measure_forward(
             "o_excess": certain.sum(),
             "o_away_excess": certain.sum() + certain.turned(excess),
         }
+        result.in_doubt = certain.count
         result.bit_identical = not result.errors["o_excess"].nonzero if len(out) else None
         swamped = swamped_elements(out, rounding.truth, inputs.head.v, top_key).sum(1)[eligible]
         result.swamped = int((swamped == out.shape[1]).sum()), int(swamped.sum())

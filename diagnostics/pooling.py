@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -37,6 +38,7 @@ class Entry:
 
     diagnosis: HeadDiagnosis
     bit_identical: bool | None
+    in_doubt: int
     broken_outputs: dict[str, int]
     sequences: int
 
@@ -68,6 +70,7 @@ class Entry:
             propagation=d.propagation,
             top_rows=d.top_rows,
             bit_identical=self.bit_identical,
+            in_doubt=self.in_doubt,
             broken_outputs=self.broken_outputs,
             swamped_rows=d.swamped.rows if d.swamped else 0,
             sequences=self.sequences,
@@ -106,7 +109,7 @@ def pool(
     }
     if sequences >= MIN_SEQUENCES:
         errors = {n: replace(e, features=None) for n, e in errors.items()}  # shared within a sequence
-    clusters = _Clusters(parts, sequences, k_length)
+    clusters = Clusters([p.top_key for p in parts], [p.batch for p in parts], sequences, k_length)
     biases = {
         n: estimate_bias(e, clusters.of(n), level, with_drift=not n.startswith("rounding")) for n, e in errors.items()
     }
@@ -126,6 +129,7 @@ def pool(
         rows_all=analysed,
         rows_fully_masked=sum(p.rows_fully_masked for p in parts),
         rows_nonfinite=sum(p.rows_nonfinite for p in parts),
+        rows_unknown=sum(p.rows_unknown for p in parts),
         row_maxima=_row_maxima(parts, analysed, eligible),
         swamped=Swamped(sum(r for r, _ in swamped), sum(e for _, e in swamped)) if swamped else None,
         bias=Bias(**{f.name: biases.get(f.name) for f in fields(Bias)}),
@@ -145,7 +149,7 @@ def pool(
         for name, count in part.broken_outputs.items():
             broken[name] = broken.get(name, 0) + count
     same = None if any(i is None for i in identical) else all(identical)
-    return Entry(diagnosis, same, broken, sequences)
+    return Entry(diagnosis, same, sum(p.in_doubt for p in parts), broken, sequences)
 
 
 def _with_reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> BiasEstimate:
@@ -170,19 +174,28 @@ def dw_q_sums(parts: list[HeadMeasurement]) -> GradientSums | None:
     return GradientSums.of(add_parts(projected), atoms=sums)
 
 
-class _Clusters:
-    """Cluster numbers of the pooled rows: by sequence, or by sequence, head and argmax key, or none; see ``bias``."""
+class Clusters:
+    """Cluster numbers of pooled rows: by sequence, or by sequence, head and argmax key, or none; see ``bias``.
 
-    def __init__(self, parts: list[HeadMeasurement], sequences: int, k_length: int) -> None:
+    ``top_keys``: of every sequence and head, its rows' argmax keys; ``batches``: the sequence of each.
+    """
+
+    def __init__(
+        self, top_keys: Sequence[npt.NDArray[np.int64]], batches: Sequence[int], sequences: int, k_length: int
+    ) -> None:
         self._by_sequence: npt.NDArray[np.int64] | None = None
         if sequences >= MIN_SEQUENCES:
-            self._by_sequence = _dense(np.concatenate([np.full(len(p.rows), p.batch) for p in parts]))
-        self._by_key = _dense(np.concatenate([i * k_length + p.top_key for i, p in enumerate(parts)]))
+            numbers = [np.full(len(keys), batch) for keys, batch in zip(top_keys, batches, strict=True)]
+            self._by_sequence = _dense(np.concatenate(numbers))
+        self._by_key = _dense(np.concatenate([i * k_length + keys for i, keys in enumerate(top_keys)]))
 
     def of(self, quantity: str) -> npt.NDArray[np.int64] | None:
+        """The clusters of the rows for one of ``Bias``'s quantities; None: every row its own."""
         if self._by_sequence is not None:
             return self._by_sequence
-        return None if quantity in ("delta_excess", "dq", "lse") else self._by_key
+        if quantity in ("delta_excess", "dq", "lse") or ("excess" in quantity and not self._by_key.any()):
+            return None
+        return self._by_key
 
 
 def _dense(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

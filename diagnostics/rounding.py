@@ -43,7 +43,7 @@ def round_to(x: Values, rounding: str, seed: int = 0) -> Values:
     if isinstance(x, (np.ndarray, np.floating)):
         if x.dtype not in (np.float32, np.float64):
             raise _wrong_input(f"a numpy {x.dtype}")
-        rounded = round_array(np.asarray(x), wanted, seed)
+        rounded = round_array(np.array(x), wanted, seed)  # a copy: "fp64" rounds nothing
         return rounded if isinstance(x, np.ndarray) else x.dtype.type(rounded[()])
     if isinstance(x, float):
         return float(round_array(np.asarray(x), wanted, seed)[()])
@@ -63,6 +63,8 @@ def _round_tensor(x: Tensor, rounding: Rounding | None, seed: int) -> Tensor:
     if x.dtype not in (torch.float32, torch.float64):
         raise _wrong_input(f"a tensor of {x.dtype}")
     x = x.detach()
+    if rounding is None:
+        return x.clone()
     if x.device.type == "cuda":
         try:
             from attn_diag.kernels.backend import interpreted

@@ -56,9 +56,15 @@ _SUGGESTIONS: dict[Label, str] = {
 
 
 def beyond_reference(estimate: BiasEstimate) -> bool:
-    """Whether the reference's own error may matter beside the standard error, so that the test decides nothing."""
-    bound, error = estimate.reference_bound, estimate.standard_error
-    return bound is not None and error is not None and bound > REFERENCE_BELOW * error
+    """Whether the reference's own error may matter beside the standard error, so that the test decides nothing.
+
+    It may not where it is as small beside the mean itself: an error that is the same everywhere has a standard error of
+    next to 0, and is no less certain for that.
+    """
+    bound, error, mean = estimate.reference_bound, estimate.standard_error, estimate.mean
+    if bound is None or error is None:
+        return False
+    return bound > REFERENCE_BELOW * max(error, abs(mean or 0.0))
 
 
 def judge(
@@ -71,6 +77,7 @@ def judge(
     propagation: Propagation,
     top_rows: tuple[TopRow, ...],
     bit_identical: bool | None,
+    in_doubt: int,
     broken_outputs: Mapping[str, int],
     swamped_rows: int,
     sequences: int,
@@ -121,18 +128,38 @@ def judge(
             f"(at least {MIN_EFFECTIVE} needed)"
             f"{f'; rows with most of delta’s squared error: {listed}' if listed else ''}."
         )
-    if not tests and not blurred and bit_identical is None:
+    untested = {n: e for n in PRIMARY if (e := getattr(bias, n)) is not None and e.rms and e.p_value is None}
+    if untested:
         labels.append("undecided")
-        reasons.append("Neither O nor delta was captured (or no row is usable): no bias test is possible.")
+        reasons.append(
+            f"The mean of {', '.join(_NAMES[n] for n in untested)} cannot be tested: there is a single row, sequence "
+            "or feature."
+        )
+    if not tests and not blurred and not untested and bit_identical is None:
+        labels.append("undecided")
+        reasons.append(_nothing_to_test(bias))
     if not labels:
         labels.append("clean")
-    reasons += _context(bias, tests, row_maxima, noise_factor, propagation, bit_identical, labels, scope)
+    exact = _identical_words(in_doubt) if bit_identical else None
+    reasons += _context(bias, tests, row_maxima, noise_factor, propagation, exact, labels, scope)
     if swamped_rows:
         reasons.append(f"{swamped_rows} rows of O equal V of their top key exactly (swamped: a count, not a cause).")
     unique = tuple(dict.fromkeys(labels))
     seen: Literal["none", "seen"] = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
     return Verdict(unique, evidence, tuple(reasons), tuple(_SUGGESTIONS[label] for label in unique))
+
+
+def _nothing_to_test(bias: Bias) -> str:
+    if any(getattr(bias, name) is not None for name in PRIMARY):
+        return "No row of O or delta can be tested: all are fully masked, not finite, or beyond float64."
+    return "Neither O nor delta was captured: no bias test is possible."
+
+
+def _identical_words(in_doubt: int) -> str:
+    if not in_doubt:
+        return "O is bit-identical to correct rounding."
+    return f"O is bit-identical to correct rounding, as far as float64 can tell ({in_doubt} elements are in doubt)."
 
 
 def _blurred(tests: dict[str, BiasEstimate]) -> str:
@@ -223,13 +250,13 @@ def _context(
     row_maxima: RowMaxima,
     noise_factor: float | None,
     propagation: Propagation,
-    bit_identical: bool | None,
+    identical: str | None,
     labels: list[Label],
     scope: str,
 ) -> list[str]:
     words = []
-    if bit_identical:
-        words.append("O is bit-identical to correct rounding.")
+    if identical is not None:
+        words.append(identical)
     if tests and "biased" not in labels and "undecided" not in labels:
         delta = bias.delta or bias.o_excess
         if delta is not None and delta.p_value is not None and delta.minimum_detectable is not None:
@@ -253,7 +280,7 @@ def _context(
         )
     if propagation.dw_q is not None and propagation.dw_q.relative_error is not None:
         words.append(f"dW_Q of this sample is {propagation.dw_q.relative_error:.2%} off.")
-    elif noise_factor is None:
+    elif bias.delta is None and dq is None:
         words.append("Without dO nothing can be said of delta and the gradients.")
     return words
 

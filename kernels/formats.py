@@ -17,7 +17,8 @@ for ``attn_diag.reference.round_nearest_even``:
 - **Subnormals.** Below the smallest normal number the spacing stays what it is there; nothing is flushed to zero.
 - **Overflow** is what passes the largest number when rounded as if larger ones followed. It becomes infinity in
   nearest-even, stochastic and random-sign, and in up and down where they lead away from zero; else the largest number.
-  In e4m3 it becomes +-448 in every mode (.satfinite of NVIDIA's PTX; torch's and ml_dtypes' casts make NaN of it).
+  In e4m3 it becomes +-448 in every mode (.satfinite of NVIDIA's PTX, torch 2.13 on a CPU; older torch's and
+  ml_dtypes' casts make NaN of it).
 - **Infinities** stay, in e4m3 too: -inf marks what is masked.
 - **Zero**, given or underflowed to, has the sign of x in every mode.
 - **NaN** stays NaN; its sign and payload are not specified.

@@ -98,11 +98,6 @@ class AttentionHead:
         """position(t) of every query row, int64 [Tq]; see Masking."""
         return self.masking.row_positions(len(self.q), len(self.k), self.q.device)
 
-    @property
-    def out_shape(self) -> tuple[int, int]:
-        """The shape of O, [Tq, Dv]."""
-        return len(self.q), self.v.shape[1]
-
     @cached_property
     def _position_list(self) -> list[int]:
         return self.positions.tolist()

@@ -80,6 +80,14 @@ class HeadBounds:
     delta: Tensor | None
     dq: Tensor | None
 
+    @property
+    def known_rows(self) -> Tensor:
+        """Where every bound is finite, [Tq]: elsewhere float64 says nothing of the truth."""
+        known = self.out.isfinite().all(1) & self.lse.isfinite()
+        if self.delta is not None and self.dq is not None:
+            known &= self.delta.isfinite() & self.dq.isfinite().all(1)
+        return known
+
 
 class BoundCollector:
     """Takes what the bounds need from each block while the reference streams (with ``gradient_sums``)."""
@@ -104,7 +112,7 @@ class BoundCollector:
         if mask is not None and mask.dtype != torch.bool and block.scores.shape[1]:
             sizes = mask[rows, block.keys].double().abs()
             top = block.row_max.masked_fill(block.fully_masked, 0.0)
-            self._mask[rows] = sizes.masked_fill_(block.scores <= (top - _VANISHES)[:, None], 0.0).amax(1)
+            self._mask[rows] = sizes.masked_fill_(block.scores < (top - _VANISHES)[:, None], 0.0).amax(1)
         if self._gradient is not None:
             assert block.gradient_sums is not None
             for kept, found in zip(self._gradient, block.gradient_sums, strict=True):

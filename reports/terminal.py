@@ -157,7 +157,11 @@ def _detail(head: HeadDiagnosis) -> Iterator[RenderableType]:
                 )
     for note in head.propagation.notes:
         yield words.bullet(" ", note)
-    counted = {"fully masked": head.rows_fully_masked, "not finite": head.rows_nonfinite}
+    counted = {
+        "fully masked": head.rows_fully_masked,
+        "not finite": head.rows_nonfinite,
+        "beyond float64 (huge scores or masks)": head.rows_unknown,
+    }
     if left_out := [f"{count} {why}" for why, count in counted.items() if count]:
         yield words.bullet(" ", f"rows left out: {', '.join(left_out)}; {head.rows_all} analysed")
 

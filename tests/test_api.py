@@ -283,3 +283,36 @@ def test_a_recipe_run_on_all_nan_queries_is_undecided_too() -> None:
     q, k, v, do = (torch.randn(1, 1, 16, 16).bfloat16() for _ in range(4))
     found = attn_diag.inspect(torch.full_like(q, torch.nan), k, v, do=do, device="cpu")
     assert found.labels == {"undecided"}
+
+
+def sink(rounding: str, rows: int = 128) -> attn_diag.HeadDiagnosis:
+    """A head in which one key takes nearly everything in every row, its O rounded as stated."""
+    generator = torch.Generator().manual_seed(11)
+    q, k, v, do = (torch.randn(1, 1, n, 32, generator=generator) for n in (rows, 128, 128, rows))
+    q[..., 0], k[..., 0], k[:, :, 0] = 4.0, 0.0, 0.0
+    k[:, :, 0, 0] = 12.0
+    q, k, v, do = (x.bfloat16() for x in (q, k, v, do))
+    probs = (q.double() @ k.double().mT / 32**0.5).softmax(-1)
+    assert (probs.argmax(-1) == 0).all()
+    o = attn_diag.round_to(probs @ v.double(), rounding).bfloat16()
+    return attn_diag.inspect(q, k, v, o=o, do=do, causal=False).captures[0].observations[0].heads[0]
+
+
+def test_an_attention_sink_is_judged_by_rows_and_features() -> None:
+    """All rows have one argmax key, and so would be one cluster."""
+    right, wrong = sink("bf16"), sink("bf16:toward-zero")
+    assert right.verdict is not None
+    assert wrong.verdict is not None
+    assert "biased" not in right.verdict.labels
+    assert "biased" in wrong.verdict.labels
+    assert right.bias.delta is not None
+    assert right.bias.delta.n_clusters == 32, "features"
+    assert wrong.bias.o_away_excess is not None
+    assert wrong.bias.o_away_excess.n_clusters == 128, "rows"
+
+
+def test_a_single_row_is_no_sample() -> None:
+    found = sink("bf16:toward-zero", rows=1)
+    assert found.verdict is not None
+    assert "undecided" in found.verdict.labels
+    assert any("a single row" in reason for reason in found.verdict.reasons)

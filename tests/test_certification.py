@@ -113,6 +113,66 @@ def test_nothing_is_withheld_on_real_captures(captures: Path) -> None:
     assert max(ratios) * 2.0**29 > 1e-2
 
 
+def truth_of(given: dict[str, Any], mask: Tensor | None = None) -> Tensor:
+    q, k, v = (given[name].double() for name in ("q", "k", "v"))
+    mask = torch.full((T, T), -math.inf).triu(1) if mask is None else mask
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask.double())
+
+
+def test_an_error_that_is_the_same_everywhere_is_judged() -> None:
+    """V = 1.5, and O one spacing too large in every element: the standard error is 0."""
+    given = inputs(torch.bfloat16)
+    given["v"] = torch.full_like(given["v"], 1.5)
+    given["o"] = torch.full_like(given["o"], 1.5 + 2.0**-7)
+    (head, *_) = heads(attn_diag.inspect(**given, causal=True))
+    assert head.verdict is not None
+    assert head.bias.o_excess is not None
+    assert head.bias.o_excess.standard_error == pytest.approx(0, abs=1e-15)
+    assert "biased" in head.verdict.labels
+
+
+@pytest.mark.parametrize("huge", [-1e16, float(torch.finfo(torch.float32).min)])
+@pytest.mark.parametrize(("mode", "label"), [("toward-zero", "biased"), ("nearest-even", "clean")])
+def test_rows_whose_truth_float64_cannot_tell_are_left_out(huge: float, mode: str, label: str) -> None:
+    """Left padding, as Hugging Face's additive masks have it: the first rows see all their keys at ``huge``."""
+    given = inputs(torch.bfloat16)
+    del given["do"]
+    mask = torch.full((T, T), -math.inf).triu(1)
+    mask[:3, :3] += huge
+    mask[3:, :3] = huge
+    given["o"] = attn_diag.round_to(truth_of(given, mask), f"bf16:{mode}").bfloat16()
+    diagnosis = attn_diag.inspect(**given, mask=mask, certify=6)
+    for head in heads(diagnosis):
+        assert head.verdict is not None
+        assert label in head.verdict.labels, head.verdict
+        assert (head.rows_unknown, head.rows_all) == ((3, T - 3) if head.head is not None else (6, 2 * T - 6))
+        assert head.certificate is not None
+        assert head.certificate.held
+    assert "beyond float64" in diagnosis.report()
+
+
+def test_roundings_in_doubt_are_counted() -> None:
+    """fp32's own spacing is so near float64's errors that a few of many roundings are not certain."""
+    given = inputs(torch.float32)
+    given["o"] = truth_of(given).float()
+    bounds, head = [], next(heads(attn_diag.inspect(**given, causal=True)))
+    assert head.verdict is not None
+    assert head.verdict.reasons.count("O is bit-identical to correct rounding.") == 1
+    original = BoundCollector.bounds
+
+    def wide(self: BoundCollector, reference: HeadReference) -> HeadBounds:
+        found = original(self, reference)
+        found.out *= 1e4
+        bounds.append(found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundCollector, "bounds", wide)
+        head = next(heads(attn_diag.inspect(**given, causal=True)))
+    assert head.verdict is not None
+    assert any("as far as float64 can tell" in reason for reason in head.verdict.reasons), head.verdict.reasons
+
+
 def half_as_careful(truth: Tensor, error: Tensor, ulps: Tensor, bound: Tensor) -> RoundedBound:
     doubtful = ulps / 2 - error.abs() <= bound / 2
     return RoundedBound(torch.where(doubtful, ulps + 2 * bound, 0.0), truth.abs() <= bound)
@@ -357,6 +417,10 @@ def test_what_cannot_be_certified_is_exit_2(
 
 
 def test_what_cannot_be_certified_in_python() -> None:
+    for wrong in (1.5, "3", True):
+        with pytest.raises(InputError, match=r"a number of rows or attn_diag.Certify"):
+            attn_diag.inspect(**inputs(torch.bfloat16), causal=True, certify=wrong)  # type: ignore[arg-type]
+    assert attn_diag.Certify is Certify
     tensors = inputs(torch.bfloat16)
     with pytest.raises(InputError, match="0 or more, got -3"):
         attn_diag.inspect(**tensors, causal=True, certify=-3)

@@ -259,3 +259,9 @@ class TestCasts:
             return (x.double() * flips).to(dtype)
 
         assert profile_cast(noisy, "bf16", CPU).rounding is None
+
+
+def test_results_that_are_neither_zero_nor_right_are_named_neither() -> None:
+    for wrong in (math.nan, 2.0**-130):
+        found = profile_exp2(lambda x, wrong=wrong: torch.where(x < -126, wrong, torch.exp2(x)), CPU)  # type: ignore[misc]
+        assert found.subnormal_results is None

@@ -113,3 +113,13 @@ def test_on_a_gpu(mode: Mode) -> None:
             assert torch.equal(on_gpu.cpu(), attn_diag.round_to(x, f"e4m3:{mode}"))
         else:
             assert not torch.equal(on_gpu.cpu(), x)
+
+
+def test_a_format_that_rounds_nothing_still_copies() -> None:
+    x = np.ones(3)
+    y = attn_diag.round_to(x, "fp64")
+    y[0] = 2.0
+    assert x[0] == 1.0
+    z = attn_diag.round_to(given := torch.ones(3, dtype=torch.float64), "fp64")
+    z[0] = 2.0
+    assert given[0] == 1.0

@@ -217,6 +217,9 @@ class TestStore:
         with pytest.raises(InputError, match="cannot write"):
             save_profile(profile())
         assert read_profile(GPU, TORCH, TRITON) is None
+        monkeypatch.setattr("attn_diag.hardware.measure.measure_hardware", profile)
+        with pytest.warns(UserWarning, match="measured but not kept: cannot write"):
+            assert attn_diag.selftest(hardware=True) == profile()
 
 
 @pytest.fixture

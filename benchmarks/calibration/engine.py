@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.bias import PRIMARY, effective, mean_test, two_way
-from attn_diag.measure import HeadMeasurement
-from attn_diag.pooling import _Clusters
+from attn_diag.pooling import Clusters
 from calibration import draws, others
 from calibration.candidates import CANDIDATES
 
@@ -40,9 +39,6 @@ _COMPARED = ("o_flips", "probs_stochastic", "probs_nearest")
 _OTHERS = ("o_stochastic", "rounded")
 # Scores of a batch: as many as a CPU's cache nearly holds, or a sixteenth of a GPU (about 3 GB with temporaries).
 _BATCH_SCORES = {"cpu": 2**18, "cuda": 2**25}
-
-# Per head, what was found batch by batch; ``Outcomes`` holds the same as arrays [heads, redraws].
-Cell = dict[str, list[list[Array]]]
 
 
 @dataclass
@@ -71,8 +67,7 @@ def _concatenated(parts: list[dict[Key, dict[str, Array]]]) -> dict[Key, dict[st
 
 def clusters_of(test: str, top_key: Labels, k_length: int) -> Labels | None:
     """The cluster numbers that the product gives the rows of one head, [T], for this test."""
-    part = HeadMeasurement(0, 0, np.arange(len(top_key)), 0, 0, 0, {}, top_key)
-    return _Clusters([part], 1, k_length).of(test)
+    return Clusters([top_key], [0], 1, k_length).of(test)
 
 
 def cluster_sums(totals: Array, labels: Labels | None, count: int) -> tuple[Array, Array]:

@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from attn_diag.bias import PRIMARY
+from calibration import engine
 from calibration.summary import CONTROL, FORMER_RULE
 
 # A rate with its interval: [share, low, high, n].
 Rate = list[float]
-LEVELS = ("0.01", "0.05")
-PRIMARY = ("delta", "delta_excess", "o_excess", "o_away_excess")
-DESCRIPTIONS = {
-    "o_stochastic": "O rounded stochastically, captured inputs",
-    "o_flips": "5 % of RN(O) moved by ±1 ulp, captured inputs",
-    "probs_stochastic": "P̄ rounded stochastically, fresh inputs",
-    "probs_nearest": "P̄ cast to nearest-even, fresh inputs",
-    "rounded": "O correctly rounded, fresh inputs",
-    "gradients": "dS, dQ, LSE rounded stochastically",
-    "probs_mismatched": "control: l sums the uncast P̄",
-}
+LEVELS = tuple(str(level) for level in engine.LEVELS)
 # The measured power at the stated minimum detectable bias has to lie here.
 POWER = (0.72, 0.88)
 

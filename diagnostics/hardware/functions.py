@@ -24,7 +24,6 @@ CASTS: dict[CastFormat, torch.dtype] = {
     "e5m2": torch.float8_e5m2,
 }
 
-_SMALLEST_NORMAL = 2.0**-126
 # Binades of exp2's arguments: from 2**-30, where 2**x rounds to 1, to 126.
 _BINADES = range(-30, 7)
 _GRID = 2**20
@@ -49,6 +48,7 @@ def profile_exp2(exp2: Exp2, device: torch.device, *, per_binade: int = 2**23) -
     truth = torch.exp2(grid.double())
     integers = torch.arange(-126.0, 1.0, device=device)
     zeros = torch.tensor([0.0, -0.0], device=device)
+    small = torch.tensor([-127.0, -130.0, -140.0, -149.0], device=device)
     return Exp2Profile(
         arguments=count,
         max_error_ulp=worst,
@@ -58,7 +58,7 @@ def profile_exp2(exp2: Exp2, device: torch.device, *, per_binade: int = 2**23) -
         not_nearest=float((got != truth.float()).double().mean()),
         exact_at_zero=bool((exp2(zeros) == 1).all()),
         exact_at_integers=torch.equal(exp2(integers).double(), torch.exp2(integers.double())),
-        subnormal_results=_kept(exp2(torch.tensor([-127.0, -130.0, -140.0, -149.0], device=device))),
+        subnormal_results=_kept(exp2(small), torch.exp2(small.double())),
     )
 
 
@@ -66,7 +66,7 @@ def profile_multiply(multiply: Multiply, device: torch.device) -> Subnormals | N
     """Whether fp32 products keep subnormal results and subnormal operands."""
     x = torch.tensor([2.0**-100, -(2.0**-70), 2.0**-140, 2.0**60], device=device)
     y = torch.tensor([2.0**-40, 2.0**-60, 2.0**60, 2.0**-149], device=device)
-    return _kept(multiply(x, y))
+    return _kept(multiply(x, y), x.double() * y.double())
 
 
 def profile_cast(cast: Cast, fmt: CastFormat, device: torch.device) -> CastProfile:
@@ -104,12 +104,11 @@ def _errors_ulp(got: Tensor, x: Tensor) -> Tensor:
     return (got.double() - torch.exp2(wide)) / torch.exp2(wide.floor() - 23)
 
 
-def _kept(results: Tensor) -> Subnormals | None:
-    """Of results that none of are 0 unless flushed."""
-    zero = (results == 0).tolist()
-    if any(zero) != all(zero):
-        return None
-    return "flushed" if zero[0] else "kept"
+def _kept(results: Tensor, truth: Tensor) -> Subnormals | None:
+    """Whether all results are 0, or all are the ``truth``, which fp32 holds; None where it is neither."""
+    if bool((results == 0).all()):
+        return "flushed"
+    return "kept" if torch.equal(results.double(), truth) else None
 
 
 def _near_numbers(fmt: FloatFormat, device: torch.device) -> tuple[Tensor, Tensor]:

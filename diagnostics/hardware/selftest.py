@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal, overload
 
+from attn_diag.errors import InputError
 from attn_diag.hardware.installation import Installation, check_installation
 from attn_diag.hardware.profile import HardwareProfile
 
@@ -20,7 +22,8 @@ def selftest(*, hardware: bool = False) -> Installation | HardwareProfile:
     ``hardware``: measure the present GPU's sums of products, exp2 and casts instead, and keep the profile in the user's
     cache folder, from which later reports and captures on this GPU name it.
 
-    Raises InputError, with ``hardware``, where there is no CUDA device or Triton, or the profile cannot be kept.
+    Raises InputError, with ``hardware``, where there is no CUDA device or Triton. Warns where the profile cannot
+    be kept.
     """
     if not hardware:
         return check_installation()
@@ -28,5 +31,8 @@ def selftest(*, hardware: bool = False) -> Installation | HardwareProfile:
     from attn_diag.hardware.store import save_profile
 
     profile = measure_hardware()
-    save_profile(profile)
+    try:
+        save_profile(profile)
+    except InputError as error:
+        warnings.warn(f"the profile is measured but not kept: {error}", stacklevel=2)
     return profile
