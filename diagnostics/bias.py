@@ -17,8 +17,8 @@ there; but what the features of a row share, such as an error of l, they do not 
 degrees of freedom: CR1 with G - 1 alarms a little more often where clusters are unequal; degrees of freedom for fully
 correlated clusters alarm hardly ever (0 to 0.4 % at 1 %) where one key has most rows; those from the errors' fourth
 moments and random signs gain nothing. Terms dominated by a few clusters do not raise false alarms. To drop tests with
-fewer than 20 effective terms, as verdicts once did, left O's tests 0 to 0.6 % at 1 %, and next to no planted bias of
-0.1 ulp was found on heads that copy one key.
+fewer than 20 effective terms, as verdicts once did, left O's tests of excess 0 to 0.9 % at 1 %, and next to no planted
+bias of 0.1 ulp was found on heads that copy one key.
 """
 
 from __future__ import annotations

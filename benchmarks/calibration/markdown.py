@@ -63,17 +63,20 @@ def trust(result: dict[str, Any]) -> str:
         "power at the stated minimum detectable bias (80 %)", f"{min(power):.2f} to {max(power):.2f}",
         f"{POWER[0]} to {POWER[1]}",
     ))  # fmt: skip
-    found = [_power(c, "rounded", "along_do", 0.005) for c in result["captures"].values()]
-    rows.append(
-        ("planted 0.005 ulp along dO, found in excess (1 %)", _span(p["delta_excess"][0] for p in found), "≥ 0.99")
-    )
-    rows.append(("the same, found in the raw mean of delta", _span(p["delta"][0] for p in found), "–"))
+    for kernel, words, wanted in (
+        ("rounded", "else correctly rounded", "≥ 0.99"),
+        ("probs_stochastic", "P̄ rounded stochastically", "–"),
+    ):
+        found = [_power(c, kernel, "along_do", 0.005) for c in result["captures"].values()]
+        for test, where in (("delta_excess", "delta's excess"), ("delta", "delta's raw mean")):
+            name = f"planted 0.005 ulp along dO, {words}: found in {where} (1 %)"
+            rows.append((name, _span(p[test][0] for p in found), wanted if test == "delta_excess" else "–"))
     return _table(("question", "measured, lowest to highest over the captures", "wanted"), rows)
 
 
 def _demand(question: str, rates: list[Rate], level: float) -> tuple[str, str, str]:
     above = sum(r[1] > level for r in rates)
-    words = f"{_percent(min(r[0] for r in rates))} to {_percent(max(r[0] for r in rates))}; "
+    words = f"{_span((100 * r[0] for r in rates), 2)} %; "
     return (
         question,
         words + f"{above} of {len(rates)} intervals above (chance: {0.025 * len(rates):.1f})",
