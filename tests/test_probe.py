@@ -422,17 +422,26 @@ def test_what_cannot_be_probed_is_said(case: str) -> None:
         run(fn, **options)
 
 
-def test_nan_in_some_rows_is_a_finding() -> None:
+@pytest.mark.parametrize("always", [True, False], ids=["always NaN", "NaN in every second call"])
+def test_nan_in_some_rows_is_broken_and_not_invariant_only_if_it_changes(always: bool) -> None:
+    calls = iter(range(10**9))
+
     def some(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o = kernel()(q, k, v)
-        o[0, 0, 3] = torch.nan
+        if always or next(calls) % 2 == 0:
+            o[0, 0, 3] = torch.nan
         return o
 
-    found = run(some, probes=["normal", "sign"])
-    assert found["normal"].labels == ("broken",)
-    assert found["normal"].nonfinite == SHAPE[3]
-    assert found["sign"].labels == ("broken", "not-invariant")
-    assert found.summary[0] == "NaN or Inf: normal, sign."
+    found = run(some, probes=["normal", "repeat", "sign"])
+    assert found["repeat"].labels == (("broken",) if always else ("broken", "not-invariant"))
+    assert ("The same call gives different results" in " ".join(found.summary)) == (not always)
+    assert found["repeat"].differing == (0 if always else SHAPE[3])
+    if always:
+        assert found["normal"].labels == ("broken",)
+        assert found["normal"].nonfinite == SHAPE[3]
+        assert found["sign"].labels == ("broken",)
+        assert found["sign"].words.endswith("the same in both calls")
+        assert found.summary == ("NaN or Inf: normal, repeat, sign.",)
 
 
 def test_sdpa_is_a_callable_like_any() -> None:

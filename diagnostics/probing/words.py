@@ -36,14 +36,14 @@ def accuracy_words(found: Finding, level: float) -> str:
 
 def invariance_words(found: Finding) -> str:
     """The verdict on two calls that must agree."""
-    if "broken" in found.labels:
-        return f"NaN or Inf in {found.nonfinite} of {found.elements} elements"
+    broken = f"NaN or Inf in {found.nonfinite} of {found.elements} elements"
     if not found.differing:
-        return "exact: all elements bit-identical"
-    return (
+        return f"{broken}, the same in both calls" if "broken" in found.labels else "exact: all elements bit-identical"
+    moved = (
         f"not invariant: {found.differing} of {found.elements} elements differ, "
         f"by up to {_short(found.max_error_ulp)} ulp"
     )
+    return f"{broken}; {moved}" if "broken" in found.labels else moved
 
 
 def normaliser_words(findings: Sequence[Finding], level: float) -> list[str]:
