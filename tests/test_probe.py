@@ -368,6 +368,13 @@ def test_json_and_report() -> None:
         found["none"]
 
 
+def test_the_shape_may_be_any_sequence() -> None:
+    found = [run(kernel(), probes=["ones"], shape=kind((1, 2, 16, 8))) for kind in (tuple, list, torch.Size)]
+    assert [type(f.shape) for f in found] == [tuple] * 3
+    # Warnings are errors: a list would make Pydantic warn.
+    assert len({f.to_json() for f in found}) == 1
+
+
 def test_progress_counts_probes() -> None:
     steps: list[tuple[int, int]] = []
     run(kernel(), probes=["normal", "sign"], progress=lambda done, total: steps.append((done, total)))
@@ -404,6 +411,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "recipe dtype": ("fa2", {"dtype": torch.float32}, "recipes are run for bfloat16 and float16"),
     "probe": (kernel(), {"probes": ["one"]}, "no probe 'one'; known: normal"),
     "no probe": (kernel(), {"probes": []}, "at least one"),
+    "probes in a string": (kernel(), {"probes": "ones"}, r"a list of names, got the string 'ones'; pass \['ones'\]"),
     "int dtype": (kernel(), {"dtype": torch.int8}, "dtype must be torch.bfloat16"),
     "three sizes": (kernel(), {"shape": (1, 2, 3)}, "four positive integers"),
     "short": (kernel(), {"shape": (1, 2, 3, 16)}, "length T must be at least 16, got 3"),
@@ -420,6 +428,24 @@ def test_what_cannot_be_probed_is_said(case: str) -> None:
     fn, options, message = BAD[case]
     with pytest.raises(attn_diag.InputError, match=message):
         run(fn, **options)
+
+
+@pytest.mark.parametrize("name", [n for n in PROBES if n not in ("repeat", "batch", "sign", "power-of-two")])
+def test_inputs_beyond_the_dtype_name_the_scale_and_are_never_passed_on(name: str) -> None:
+    """Not the kernel but the probe's own q and k would be infinite."""
+
+    def attempt(scale: float) -> attn_diag.ProbeReport:
+        fn = kernel(scale=scale * SHAPE[3] ** 0.5, cast=lambda o: nearest(o, torch.float16))
+        return run(fn, dtype=torch.float16, scale=scale, probes=[name])
+
+    # One that does not use the scale runs with any.
+    if name in ("normal", "ones", "unit-vectors", "ramp", "constant-rows", "outliers"):
+        assert "broken" not in attempt(1e-6).labels
+        return
+    message = rf"probe '{name}': .* within 65504, the largest float16, got .* scale 1e-06; pass a larger scale"
+    with pytest.raises(attn_diag.InputError, match=message):
+        attempt(1e-6)
+    assert "broken" not in attempt(1e-2).labels
 
 
 @pytest.mark.parametrize("always", [True, False], ids=["always NaN", "NaN in every second call"])

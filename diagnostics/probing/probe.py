@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
 from attn_diag.probing import inputs, words
 from attn_diag.probing.catalogue import Probe, choose
-from attn_diag.probing.inputs import Draw
+from attn_diag.probing.inputs import Case, Draw
+from attn_diag.probing.invariance import Pair
 from attn_diag.probing.measure import HeadErrors, confidence, lse_estimate, measure_case, signed_tests
 from attn_diag.probing.result import Assumptions, Finding, Label, ProbeReport, SignedTest
 from attn_diag.probing.subject import DTYPES, Attention, Output, Subject, subject_of
@@ -25,6 +26,8 @@ from attn_diag.reference import AttentionHead, Masking, format_of, reference_hea
 
 if TYPE_CHECKING:
     from attn_diag.progress import Progress
+
+_Inputs = TypeVar("_Inputs", Case, Pair)
 
 DEFAULT_SHAPE = (4, 4, 384, 64)
 # Independent heads: at least so many are drawn, in as many calls as that takes (t with 15 degrees of freedom).
@@ -38,7 +41,7 @@ def probe(
     fn: Attention | str | Recipe,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    shape: tuple[int, int, int, int] = DEFAULT_SHAPE,
+    shape: Sequence[int] = DEFAULT_SHAPE,
     causal: bool | str = "none",
     scale: float | None = None,
     device: str = "auto",
@@ -63,10 +66,10 @@ def probe(
     ``name``: what the report calls fn. ``progress(done, total)`` is called after each probe.
 
     Raises InputError for options that cannot be used, and, naming the probe, where fn raises or returns another shape,
-    dtype or device, and where nothing that it returns is finite.
+    dtype or device, or the scale needs inputs beyond the dtype's range; and where nothing that fn returns is finite.
     """
     where = pick_device(device)
-    chosen = _checked(dtype, shape, level, choose(list(probes) if probes is not None else None), probes is not None)
+    chosen = _checked(dtype, shape, level, choose(probes), probes is not None)
     batch, heads, length, dim = shape
     alpha = 1 / math.sqrt(dim) if scale is None else float(scale)
     if not (math.isfinite(alpha) and alpha > 0):
@@ -92,7 +95,7 @@ def probe(
         backend=subject.backend,
         dtype=DTYPES[dtype],
         out_dtype=run.out_dtype,
-        shape=shape,
+        shape=(batch, heads, length, dim),
         rounds=run.rounds,
         heads=run.rounds * batch * heads,
         seed=seed,
@@ -115,7 +118,7 @@ class _Run:
 
     def check_assumptions(self) -> Assumptions:
         """On N(0,1) inputs: does fn compute what it is assumed to, and if not, what else?"""
-        case = inputs.normal(self.draw)
+        case = _built("normal", inputs.normal, self.draw)
         output = self._call("normal", case.q, case.k, case.values[0])
         self.out_dtype = DTYPES[output.o.dtype]
 
@@ -140,7 +143,7 @@ class _Run:
         assert item.build is not None
         measured: list[HeadErrors] = []
         for _ in range(self.rounds):
-            case = item.build(self.draw)
+            case = _built(item.name, item.build, self.draw)
             outputs = [self._call(item.name, case.q, case.k, v) for v in case.values]
             measured += measure_case(case, outputs, self.draw.scale, self.masking, self.subject.device)
         size = sum(h.size for h in measured)
@@ -169,7 +172,7 @@ class _Run:
     def invariance(self, item: Probe) -> Finding:
         """Two calls that must agree."""
         assert item.pair is not None
-        pair = item.pair(self.draw)
+        pair = _built(item.name, item.pair, self.draw)
         o = [self._call(item.name, *given).o for given in (pair.first, pair.second)]
         first, second = pair.align(o[0].double(), o[1].double())
         finite = first.isfinite() & second.isfinite()
@@ -193,6 +196,14 @@ class _Run:
 
     def _call(self, probe_name: str, q: Tensor, k: Tensor, v: Tensor) -> Output:
         return self.subject(probe_name, (q, k, v))
+
+
+def _built(name: str, build: Callable[[Draw], _Inputs], draw: Draw) -> _Inputs:
+    """The inputs of that probe; its InputError names it."""
+    try:
+        return build(draw)
+    except InputError as error:
+        raise InputError(f"probe '{name}': {error}") from None
 
 
 def _judge(findings: Sequence[Finding], level: float) -> tuple[tuple[Finding, ...], int]:
@@ -225,7 +236,7 @@ def _checked(dtype: torch.dtype, shape: Sequence[int], level: float, chosen: lis
     """The probes that can run. Raises InputError for options that cannot be used."""
     if dtype not in DTYPES:
         raise InputError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
-    if len(shape) != 4 or any(not isinstance(n, int) or n < 1 for n in shape):
+    if not isinstance(shape, Sequence) or len(shape) != 4 or any(not isinstance(n, int) or n < 1 for n in shape):
         raise InputError(f"shape must be four positive integers B, H, T, D, got {shape}")
     for (what, least), got in zip(_SMALLEST.items(), shape[2:], strict=True):
         if got < least:
