@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +24,9 @@ from attn_diag.cli import main
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.probing import measure
 from attn_diag.probing.catalogue import PROBES
+from attn_diag.probing.cause import matches_prediction
 from attn_diag.probing.inputs import Draw, cast_gap
 from attn_diag.probing.probe import MIN_HEADS
-from attn_diag.probing.words import matches_prediction
 from attn_diag.reference import format_of, round_nearest_even
 
 SHAPE = (2, 8, 96, 32)
@@ -172,8 +173,14 @@ def test_fa2_shows_the_normaliser_mismatch_as_predicted(dtype: torch.dtype, caus
         assert matches_prediction(finding), finding
     assert "does not match the weights that multiply V" in found.summary[0]
     repaired = run(replace(attn_diag.preset("fa2"), row_sum_of="cast-probs"), **options)
-    assert repaired.labels <= QUIET
-    assert "The row sum matches the weights" in repaired.summary[1]
+    # O is mended; that l is no longer the sum of P, and L says so.
+    assert repaired.labels <= {*QUIET, "lse-biased"}
+    assert "The row sum matches the weights" in " ".join(repaired.summary)
+    for name, sign in (("normaliser-down", -1), ("normaliser-up", 1)):
+        assert repaired[name].lse is not None
+        assert sign * (repaired[name].lse.mean or 0.0) > (1e-3 if dtype == torch.bfloat16 else 1e-4)
+        assert (repaired[name].lse_test or found[name].lse_test).biased
+        assert not found[name].lse_test.biased
     # The check can fail: without the mismatch the prediction does not hold.
     assert not matches_prediction(repaired["normaliser-up"])
 
@@ -289,7 +296,8 @@ def test_published_recipes_stay_within_rounding_but_for_the_normaliser(recipe: s
     found = run(recipe, shape=(2, 4, 160, 32), causal=causal)
     assert found.backend == "emulation on cpu"
     for finding in found.findings:
-        expected = {"biased"} if finding.predicted is not None and recipe != "lowp-row-sum" else QUIET
+        mismatch = "lse-biased" if recipe == "lowp-row-sum" else "biased"
+        expected = QUIET if finding.predicted is None else {mismatch}
         assert set(finding.labels) <= expected, finding
 
 
@@ -305,19 +313,54 @@ def test_fp32_is_probed_without_the_normaliser() -> None:
     assert found.labels == {"exact"}
 
 
-def test_lse_is_compared_where_it_comes() -> None:
-    def with_lse(shift: float) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        def fn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            scores = q.double() @ k.double().mT / q.shape[-1] ** 0.5
-            return kernel()(q, k, v), (scores.logsumexp(-1) + shift).float()
+def fp32_lse(q: Tensor, k: Tensor, row_sum: Callable[[Tensor], Tensor] = lambda p: p.sum(-1)) -> Tensor:
+    """L as kernels make it: exp2, everything in fp32."""
+    scores = q.float() @ k.float().mT
+    scale = torch.tensor(q.shape[-1] ** -0.5 / math.log(2)).float()
+    largest = scores.amax(-1, keepdim=True)
+    total = row_sum((scores * scale - largest * scale).exp2())
+    return (largest[..., 0] * scale + total.log2()) * math.log(2)
 
-        return fn
 
-    for shift in (0.0, 1e-3):
-        lse = run(with_lse(shift), probes=["normal"])["normal"].lse
-        assert lse is not None
-        assert lse.mean == pytest.approx(shift, abs=1e-6)
-    assert run(kernel(), probes=["normal"])["normal"].lse is None
+# L from q, k; and what its labels must be.
+LSE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], set[str]]] = {
+    "fp32": (fp32_lse, set()),
+    "fp32, flushed": (lambda q, k: fp32_lse(q, k, lambda p: p.masked_fill(p < 2.0**-126, 0).sum(-1)), set()),
+    "float64": (lambda q, k: (q.double() @ k.double().mT / q.shape[-1] ** 0.5).logsumexp(-1), set()),
+    "bf16": (lambda q, k: fp32_lse(q, k).bfloat16(), set()),
+    "zero": (lambda q, k: 0 * fp32_lse(q, k), {"lse-too-large", "lse-biased"}),
+    "base 2": (lambda q, k: fp32_lse(q, k) / math.log(2), {"lse-too-large", "lse-biased"}),
+    "no alpha": (lambda q, k: fp32_lse(q * q.shape[-1] ** 0.5, k), {"lse-too-large", "lse-biased"}),
+    "m alone": (lambda q, k: (q.float() @ k.float().mT / q.shape[-1] ** 0.5).amax(-1), {"lse-too-large", "lse-biased"}),
+    "a key lost": (lambda q, k: fp32_lse(q, k, lambda p: p[..., 1:].sum(-1)), {"lse-too-large", "lse-biased"}),
+    # A cast of the P_bar that l sums may do as much, but not everywhere to one side.
+    "l off by 1e-3": (lambda q, k: fp32_lse(q, k, lambda p: p.sum(-1) * 1.001), {"lse-biased"}),
+    "nan": (lambda q, k: fp32_lse(q, k).index_fill(2, torch.tensor([3]), torch.nan), {"broken"}),
+}
+
+
+@pytest.mark.parametrize("kind", LSE)
+def test_lse_is_judged_where_it_comes(kind: str) -> None:
+    lse, labels = LSE[kind]
+    found = run(lambda q, k, v: (kernel()(q, k, v), lse(q, k)), probes=["normal", "ones", "tails"])
+    assert found.assumptions.ok
+    for finding in found.findings:
+        assert set(finding.labels) == (labels or {"exact"}), finding
+        assert finding.lse_test is not None
+        assert finding.lse_test.fits_base_2 == (kind == "base 2")
+        assert (finding.lse_test.of_budget > 1) == ("lse-too-large" in labels)
+    text = " ".join(found.summary)
+    assert text.startswith("Nothing beyond correct rounding" if not labels else "NaN" if kind == "nan" else "L (lse)")
+    assert ("L ln 2 fits: return the natural logarithm" in text) == (kind == "base 2")
+    report = found.report(80)
+    assert "L of" in report
+    assert max(map(cell_len, report.splitlines())) <= 80
+
+
+def test_where_no_lse_comes_the_report_says_so() -> None:
+    found = run(kernel(), probes=["normal"])
+    assert found["normal"].lse is found["normal"].lse_test is None
+    assert "L (lse) was not judged" in " ".join(found.report().split())
 
 
 def test_wrong_assumptions_are_named() -> None:

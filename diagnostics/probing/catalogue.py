@@ -44,7 +44,7 @@ PROBES = {
 
 
 def choose(names: Iterable[str] | None) -> list[Probe]:
-    """The probes of these names in the catalogue's order; all for None. InputError for unknown names, a str, or none."""
+    """These probes in the catalogue's order; all for None. InputError for unknown names, for a str, and for none."""
     if names is None:
         return list(PROBES.values())
     if isinstance(names, str):

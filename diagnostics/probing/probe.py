@@ -18,8 +18,10 @@ from attn_diag.probing import inputs, words
 from attn_diag.probing.catalogue import Probe, choose
 from attn_diag.probing.inputs import Case, Draw
 from attn_diag.probing.invariance import Pair
-from attn_diag.probing.measure import HeadErrors, confidence, lse_estimate, measure_case, signed_tests
-from attn_diag.probing.result import Assumptions, Finding, Label, ProbeReport, SignedTest
+from attn_diag.probing.lse import lse_test
+from attn_diag.probing.means import confidence
+from attn_diag.probing.measure import HeadErrors, measure_case, signed_tests
+from attn_diag.probing.result import Assumptions, Finding, Label, LseTest, ProbeReport, SignedTest
 from attn_diag.probing.subject import DTYPES, Attention, Output, Subject, subject_of
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, ulp
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from attn_diag.progress import Progress
 
 _Inputs = TypeVar("_Inputs", Case, Pair)
+_Test = TypeVar("_Test", SignedTest, LseTest)
 
 DEFAULT_SHAPE = (4, 4, 384, 64)
 # Independent heads: at least so many are drawn, in as many calls as that takes (t with 15 degrees of freedom).
@@ -151,6 +154,8 @@ class _Run:
         tests = signed_tests(measured, self.level)
         excess, interval = tests[0].excess, confidence(tests[0].excess, self.level)
         mean_size = size / excess.n if excess.n else 0.0
+        lse = [h.lse for h in measured if h.lse is not None]
+        of_lse = lse_test(lse, self.level) if len(lse) == len(measured) else None
         return Finding(
             name=item.name,
             shows=item.shows,
@@ -166,7 +171,8 @@ class _Run:
             relative_ci=(interval[0] / mean_size, interval[1] / mean_size) if interval and mean_size else None,
             predicted=sum(predicted) / size if predicted and size else None,
             tests=tests,
-            lse=lse_estimate(measured, self.level),
+            lse=None if of_lse is None else of_lse.error,
+            lse_test=of_lse,
         )
 
     def invariance(self, item: Probe) -> Finding:
@@ -208,28 +214,39 @@ def _built(name: str, build: Callable[[Draw], _Inputs], draw: Draw) -> _Inputs:
 
 def _judge(findings: Sequence[Finding], level: float) -> tuple[tuple[Finding, ...], int]:
     """Labels and words, after Benjamini-Hochberg over every p-value of the run; and how many there were."""
-    p_values = [t.p_value for f in findings for t in f.tests if t.p_value is not None]
+    every: list[SignedTest | LseTest] = [t for f in findings for t in f.tests]
+    every += [f.lse_test for f in findings if f.lse_test is not None]
+    p_values = [t.p_value for t in every if t.p_value is not None]
     adjusted = iter(adjust(p_values))
+    by_test = {id(t): next(adjusted) for t in every if t.p_value is not None}
+
+    def decided(test: _Test) -> _Test:
+        p_value = by_test.get(id(test))
+        return test if p_value is None else replace(test, p_adjusted=p_value, biased=p_value <= level)
+
     judged = []
     for found in findings:
-        if found.kind == "invariance":
-            judged.append(found)
-            continue
-        tests = tuple(_adjusted(t, None if t.p_value is None else next(adjusted), level) for t in found.tests)
-        labels: list[Label] = ["broken"] if found.nonfinite else []
-        if (found.of_budget or 0.0) > 1:
-            labels.append("too-large")
-        if any(t.biased for t in tests):
-            labels.append("biased")
-        if not labels:
-            labels.append("within-rounding" if found.differing else "exact")
-        found = replace(found, tests=tests, labels=tuple(labels))
-        judged.append(replace(found, words=words.accuracy_words(found, level)))
+        if found.kind == "accuracy":
+            tests = tuple(decided(t) for t in found.tests)
+            of_lse = None if found.lse_test is None else decided(found.lse_test)
+            found = replace(found, tests=tests, lse_test=of_lse)
+            found = replace(found, labels=_accuracy_labels(found))
+            found = replace(found, words=words.accuracy_words(found, level))
+        judged.append(found)
     return tuple(judged), len(p_values)
 
 
-def _adjusted(test: SignedTest, p_value: float | None, level: float) -> SignedTest:
-    return test if p_value is None else replace(test, p_adjusted=p_value, biased=p_value <= level)
+def _accuracy_labels(found: Finding) -> tuple[Label, ...]:
+    lse = found.lse_test
+    wrong: dict[Label, bool] = {
+        "broken": found.nonfinite > 0 or (lse is not None and lse.nonfinite > 0),
+        "too-large": (found.of_budget or 0.0) > 1,
+        "lse-too-large": lse is not None and lse.of_budget > 1,
+        "biased": any(t.biased for t in found.tests),
+        "lse-biased": lse is not None and lse.biased,
+    }
+    labels = tuple(label for label, holds in wrong.items() if holds)
+    return labels or ("within-rounding" if found.differing else "exact",)
 
 
 def _checked(dtype: torch.dtype, shape: Sequence[int], level: float, chosen: list[Probe], by_name: bool) -> list[Probe]:
