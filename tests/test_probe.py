@@ -195,6 +195,103 @@ def test_a_kernel_that_returns_fp32_shows_the_mismatch_too() -> None:
     assert fp32(lambda p: p)["normaliser-up"].labels == ("exact",)
 
 
+def mathematics(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Everything in fp32, alpha too; O in fp32."""
+    return (q.float() @ k.float().mT / q.shape[-1] ** 0.5).softmax(-1) @ v.float()
+
+
+BIASED_IN_FP32 = ["normal", "sinks", "tails", "outliers"]
+
+
+def test_plain_fp32_mathematics_is_not_biased() -> None:
+    """Its O shows alpha's rounding, exp and sums by tenths of a spacing, beyond chance."""
+    found = run(mathematics, shape=(2, 8, 64, 32), probes=[*BIASED_IN_FP32, "normaliser-down", "normaliser-up"])
+    assert found.out_dtype == "fp32"
+    assert found.labels <= QUIET
+    tests = [test for finding in found.findings for test in finding.tests]
+    assert any((test.excess.p_value or 1) < 1e-4 for test in tests), "else it shows nothing"
+    assert all(0 < test.allowed_ulp < 2.0**16 / 4 for test in tests), "a quarter of a BF16 spacing and more would show"
+    assert "The row sum matches the weights" in " ".join(found.summary)
+    report = " ".join(found.report(80).split())
+    assert "An fp32 O shows fp32 arithmetic itself" in report
+    assert "no bias beyond fp32 arithmetic's (±" in report
+
+
+def test_an_fp32_o_is_biased_beyond_what_fp32_makes() -> None:
+    def cast_probs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q.float() @ k.float().mT / q.shape[-1] ** 0.5
+        p = (s - s.amax(-1, keepdim=True)).exp()
+        return p.bfloat16().float() @ v.float() / p.sum(-1, keepdim=True)
+
+    found = run(cast_probs, shape=(2, 8, 64, 32), probes=["normal", "normaliser-down", "normaliser-up"])
+    assert {f.name for f in found.findings if "biased" in f.labels} == {"normaliser-down", "normaliser-up"}
+    assert "does not match the weights" in found.summary[0]
+    twice = run(lambda q, k, v: mathematics(q, k, v) * 1.01, shape=(2, 8, 64, 32), probes=["normal", "sinks"])
+    assert all("biased" in f.labels for f in twice.findings)
+
+
+def test_a_16_bit_o_allows_nothing() -> None:
+    fine = kernel(cast=lambda o: nearest(o, torch.float16))
+    found = run(fine, dtype=torch.float16, shape=(2, 8, 32, 16), probes=["normal"])
+    assert all(test.allowed_ulp == 0 for test in found["normal"].tests)
+
+
+@pytest.mark.parametrize(("flushed_below", "cast"), [(-126, nearest), (-126, Tensor.float), (-100, nearest)])
+def test_a_kernel_may_flush_subnormal_numbers(flushed_below: int, cast: Callable[[Tensor], Tensor]) -> None:
+    """ex2.approx.ftz and CPUs' vectorised exp do; numbers that fp32 keeps must not be lost."""
+
+    def flush(p: Tensor) -> Tensor:
+        return p.masked_fill(p.abs() < 2.0**flushed_below, 0.0)
+
+    scale = 4.0
+    fn = kernel(scale=scale * SHAPE[3] ** 0.5, out=flush, cast=cast, **consistently(flush))
+    finding = run(fn, shape=(2, 8, 64, 32), scale=scale, probes=["unit-vectors"])["unit-vectors"]
+    if flushed_below == -126:
+        assert set(finding.labels) <= QUIET, finding.words
+        assert (finding.max_error_ulp or 0) > 10, "an answer was flushed"
+    else:
+        assert "too-large" in finding.labels
+
+
+OWN_ROUNDING = "biased alike"
+MISMATCH = "The row sum does not match the weights"
+# A kernel, and which of the two sentences its report must have; "" for neither.
+CAUSES: dict[str, tuple[Fn, str, dict[str, Any]]] = {
+    "truncates O": (TRUNCATING, OWN_ROUNDING, {}),
+    "rounds O up": (kernel(cast=rounding("up")), OWN_ROUNDING, {}),
+    "casts P": (CAST_PROBS, MISMATCH, {}),
+    "sums cast P alone": (kernel(row_sum=lambda p: nearest(p).double().sum(-1, keepdim=True)), "", {}),
+    "adds to l": (EPSILON, "", {}),
+    "is right": (kernel(), "", {}),
+    "returns zeros": (lambda q, k, v: torch.zeros_like(q), "", {}),  # noqa: ARG005
+    "is not causal": (CAST_PROBS, "", {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_the_report_speaks_of_l_only_where_l_is_wrong(kind: str) -> None:
+    fn, sentence, options = CAUSES[kind]
+    names = ["normal", "ones", "ramp", "constant-rows", "one-hot", "tails", "normaliser-down", "normaliser-up"]
+    found = run(fn, shape=(2, 8, 64, 32), probes=names, **options)
+    text = " ".join(found.summary)
+    assert [s for s in (OWN_ROUNDING, MISMATCH) if s in text] == ([sentence] if sentence else [])
+    if sentence == OWN_ROUNDING:
+        assert ("toward zero" if kind == "truncates O" else "upward") in text
+        mean = float(text.split("biased alike, by ")[1].split()[0])
+        # Half a spacing; 16 heads of 64 rows and 32 features, which V may share, know it to a few per cent.
+        assert mean == pytest.approx(-0.5 if kind == "truncates O" else 0.5, abs=0.03)
+    if not sentence and "biased" in found.labels:
+        assert "Biased beyond correct rounding: " in text
+    assert found.assumptions.ok == (kind not in ("returns zeros", "is not causal"))
+
+
+@pytest.mark.parametrize(("fn", "speaks"), [(TRUNCATING, False), (CAST_PROBS, True)], ids=["truncates O", "casts P"])
+def test_one_normaliser_probe_needs_another_that_is_not_biased_so(fn: Fn, speaks: bool) -> None:
+    found = run(fn, shape=(2, 8, 64, 32), probes=["constant-rows", "normaliser-down"])
+    assert "biased" in found["normaliser-down"].labels
+    assert (MISMATCH in " ".join(found.summary)) == speaks
+
+
 @pytest.mark.parametrize("scale", [1 / 8, 128**-0.5, 1.0, 0.01])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("sign", [1, -1])
