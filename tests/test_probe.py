@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from rich.cells import cell_len
@@ -19,13 +20,14 @@ from scipy import stats
 from torch import Tensor
 
 import attn_diag
-from attn_diag.bias import estimate_bias
+from attn_diag.bias import SignedErrors, estimate_bias
 from attn_diag.cli import main
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.probing import measure
 from attn_diag.probing.catalogue import PROBES
 from attn_diag.probing.cause import matches_prediction
 from attn_diag.probing.inputs import Draw, cast_gap
+from attn_diag.probing.means import p_beyond
 from attn_diag.probing.probe import MIN_HEADS
 from attn_diag.reference import format_of, round_nearest_even
 
@@ -177,10 +179,11 @@ def test_fa2_shows_the_normaliser_mismatch_as_predicted(dtype: torch.dtype, caus
     assert repaired.labels <= {*QUIET, "lse-biased"}
     assert "The row sum matches the weights" in " ".join(repaired.summary)
     for name, sign in (("normaliser-down", -1), ("normaliser-up", 1)):
-        assert repaired[name].lse is not None
-        assert sign * (repaired[name].lse.mean or 0.0) > (1e-3 if dtype == torch.bfloat16 else 1e-4)
-        assert (repaired[name].lse_test or found[name].lse_test).biased
-        assert not found[name].lse_test.biased
+        moved, kept = repaired[name].lse_test, found[name].lse_test
+        assert moved is not None
+        assert kept is not None
+        assert sign * (moved.error.mean or 0.0) > (1e-3 if dtype == torch.bfloat16 else 1e-4)
+        assert (moved.biased, kept.biased) == (True, False)
     # The check can fail: without the mismatch the prediction does not hold.
     assert not matches_prediction(repaired["normaliser-up"])
 
@@ -197,7 +200,8 @@ def test_a_kernel_that_returns_fp32_shows_the_mismatch_too() -> None:
 
 def mathematics(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Everything in fp32, alpha too; O in fp32."""
-    return (q.float() @ k.float().mT / q.shape[-1] ** 0.5).softmax(-1) @ v.float()
+    p: Tensor = (q.float() @ k.float().mT / q.shape[-1] ** 0.5).softmax(-1)
+    return p @ v.float()
 
 
 BIASED_IN_FP32 = ["normal", "sinks", "tails", "outliers"]
@@ -220,7 +224,7 @@ def test_plain_fp32_mathematics_is_not_biased() -> None:
 def test_an_fp32_o_is_biased_beyond_what_fp32_makes() -> None:
     def cast_probs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s = q.float() @ k.float().mT / q.shape[-1] ** 0.5
-        p = (s - s.amax(-1, keepdim=True)).exp()
+        p: Tensor = (s - s.amax(-1, keepdim=True)).exp()
         return p.bfloat16().float() @ v.float() / p.sum(-1, keepdim=True)
 
     found = run(cast_probs, shape=(2, 8, 64, 32), probes=["normal", "normaliser-down", "normaliser-up"])
@@ -228,6 +232,19 @@ def test_an_fp32_o_is_biased_beyond_what_fp32_makes() -> None:
     assert "does not match the weights" in found.summary[0]
     twice = run(lambda q, k, v: mathematics(q, k, v) * 1.01, shape=(2, 8, 64, 32), probes=["normal", "sinks"])
     assert all("biased" in f.labels for f in twice.findings)
+
+
+@pytest.mark.parametrize("true_mean", [0.9, 1.0, 1.3])
+def test_a_mean_at_the_allowed_one_is_called_bias_no_more_often_than_the_level(true_mean: float) -> None:
+    draws = true_mean + torch.randn(1000, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 4
+    heads = np.arange(16)
+    estimates = [
+        estimate_bias(SignedErrors.of_elements(d[:, None], 0.0), heads, LEVEL, with_drift=False) for d in draws
+    ]
+    p_values = [p_beyond(estimate, 1.0) for estimate in estimates]
+    alarms = sum(p is not None and p <= LEVEL for p in p_values)
+    assert (alarms > stats.binom.ppf(0.999, 1000, LEVEL)) == (true_mean > 1)
+    assert [p_beyond(e, 0.0) for e in estimates] == [e.p_value for e in estimates]
 
 
 def test_a_16_bit_o_allows_nothing() -> None:
@@ -456,7 +473,8 @@ def test_lse_is_judged_where_it_comes(kind: str) -> None:
 
 def test_where_no_lse_comes_the_report_says_so() -> None:
     found = run(kernel(), probes=["normal"])
-    assert found["normal"].lse is found["normal"].lse_test is None
+    assert found["normal"].lse is None
+    assert found["normal"].lse_test is None
     assert "L (lse) was not judged" in " ".join(found.report().split())
 
 

@@ -53,7 +53,7 @@ def _lse_words(lse: LseTest) -> list[str]:
         parts.append(f"L is NaN or Inf in {lse.nonfinite} rows")
     if lse.of_budget > 1:
         base = ", but L ln 2 fits: it is in base 2" if lse.fits_base_2 else ""
-        parts.append(f"L off by up to {_short(lse.max_error)}, {_short(lse.of_budget)} times what fp32 can make{base}")
+        parts.append(f"L off by up to {_short(lse.max_error)}, {_short(lse.of_budget)} times its bound{base}")
     if lse.biased:
         interval = "" if lse.ci is None else f" ({lse.ci[0]:+.2g} to {lse.ci[1]:+.2g})"
         parts.append(f"L biased by {lse.error.mean or 0.0:+.2g}{interval}, p {_p(lse.p_adjusted)}")
