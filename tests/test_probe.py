@@ -238,9 +238,8 @@ def test_an_fp32_o_is_biased_beyond_what_fp32_makes() -> None:
 def test_a_mean_at_the_allowed_one_is_called_bias_no_more_often_than_the_level(true_mean: float) -> None:
     draws = true_mean + torch.randn(1000, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 4
     heads = np.arange(16)
-    estimates = [
-        estimate_bias(SignedErrors.of_elements(d[:, None], 0.0), heads, LEVEL, with_drift=False) for d in draws
-    ]
+    errors = [SignedErrors.of_elements(d[:, None], 0.0) for d in draws]
+    estimates = [estimate_bias(e, heads, LEVEL, with_drift=False) for e in errors]
     p_values = [p_beyond(estimate, 1.0) for estimate in estimates]
     alarms = sum(p is not None and p <= LEVEL for p in p_values)
     assert (alarms > stats.binom.ppf(0.999, 1000, LEVEL)) == (true_mean > 1)
@@ -654,6 +653,7 @@ def test_cli_exit_codes(cli: Callable[..., tuple[int, str, str]]) -> None:
     assert "does not match the weights" in out
     assert cli("fa2", "--probes", "ones,normaliser-up", "--fail-on", "biased")[0] == 1
     assert cli("lowp-row-sum", "--probes", "normaliser-up", "--fail-on", "biased,too-large")[0] == 0
+    assert cli("lowp-row-sum", "--probes", "normaliser-up", "--fail-on", "lse-biased")[0] == 1
 
 
 @pytest.mark.parametrize(
