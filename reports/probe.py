@@ -20,6 +20,8 @@ _STYLES = {
     "within-rounding": "green",
     "biased": "bold yellow",
     "too-large": "bold red",
+    "lse-biased": "bold yellow",
+    "lse-too-large": "bold red",
     "not-invariant": "bold yellow",
     "broken": "bold red",
 }
@@ -52,12 +54,16 @@ def _table(findings: list[Finding], title: str) -> Table | Text:
     table.add_column("probe", no_wrap=True)
     table.add_column(title)
     accuracy = findings[0].kind == "accuracy"
-    for head in ("max\nulp", *(["of the\nbound"] if accuracy else [])):
+    with_lse = any(f.lse_test is not None for f in findings)
+    bounds = ["of the\nbound"] * accuracy + ["L of\nbound"] * with_lse
+    for head in ("max\nulp", *bounds):
         table.add_column(head, justify="right", no_wrap=True)
     for finding in findings:
         text = Text(finding.words, style=_STYLES[finding.labels[0]])
         text.append(f"\n{finding.shows}", style="dim")
         bound = [words.number(finding.of_budget, 2)] if accuracy else []
+        if with_lse:
+            bound.append(words.number(None if finding.lse_test is None else finding.lse_test.of_budget, 2))
         table.add_row(finding.name, text, words.number(finding.max_error_ulp), *bound)
     return table
 
@@ -71,4 +77,23 @@ def _legend(found: ProbeReport) -> str:
         "unless it says upward, with its interval; significant only if mean error and mean excess both are, at level "
         f"{found.level:g} among {found.family_size} tests (Benjamini-Hochberg; heads are the clusters). The bound is "
         "what casts of P̄ and O to the input's format and sums in fp32 can make of one element's error."
+        f"{_fine(found)} {_lse(found)}"
+    )
+
+
+def _fine(found: ProbeReport) -> str:
+    if not any(test.allowed_ulp for finding in found.findings for test in finding.tests):
+        return ""
+    return (
+        f" An {found.out_dtype} O shows fp32 arithmetic itself (alpha's rounding, exp, orders of sums): a mean is bias "
+        "only beyond what that can make."
+    )
+
+
+def _lse(found: ProbeReport) -> str:
+    if not any(finding.lse_test for finding in found.findings):
+        return "L (lse) was not judged: fn returned none as a second output [B, H, T]."
+    return (
+        "L = m + ln l is biased if its mean error is more than fp32 arithmetic makes; its bound also allows a cast of "
+        "the P̄ that l sums."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from rich.cells import cell_len
@@ -18,14 +20,15 @@ from scipy import stats
 from torch import Tensor
 
 import attn_diag
-from attn_diag.bias import estimate_bias
+from attn_diag.bias import SignedErrors, estimate_bias
 from attn_diag.cli import main
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.probing import measure
 from attn_diag.probing.catalogue import PROBES
+from attn_diag.probing.cause import matches_prediction
 from attn_diag.probing.inputs import Draw, cast_gap
+from attn_diag.probing.means import p_beyond
 from attn_diag.probing.probe import MIN_HEADS
-from attn_diag.probing.words import matches_prediction
 from attn_diag.reference import format_of, round_nearest_even
 
 SHAPE = (2, 8, 96, 32)
@@ -172,8 +175,15 @@ def test_fa2_shows_the_normaliser_mismatch_as_predicted(dtype: torch.dtype, caus
         assert matches_prediction(finding), finding
     assert "does not match the weights that multiply V" in found.summary[0]
     repaired = run(replace(attn_diag.preset("fa2"), row_sum_of="cast-probs"), **options)
-    assert repaired.labels <= QUIET
-    assert "The row sum matches the weights" in repaired.summary[1]
+    # O is mended; that l is no longer the sum of P, and L says so.
+    assert repaired.labels <= {*QUIET, "lse-biased"}
+    assert "The row sum matches the weights" in " ".join(repaired.summary)
+    for name, sign in (("normaliser-down", -1), ("normaliser-up", 1)):
+        moved, kept = repaired[name].lse_test, found[name].lse_test
+        assert moved is not None
+        assert kept is not None
+        assert sign * (moved.error.mean or 0.0) > (1e-3 if dtype == torch.bfloat16 else 1e-4)
+        assert (moved.biased, kept.biased) == (True, False)
     # The check can fail: without the mismatch the prediction does not hold.
     assert not matches_prediction(repaired["normaliser-up"])
 
@@ -186,6 +196,116 @@ def test_a_kernel_that_returns_fp32_shows_the_mismatch_too() -> None:
     assert mismatched.out_dtype == "fp32"
     assert matches_prediction(mismatched["normaliser-up"])
     assert fp32(lambda p: p)["normaliser-up"].labels == ("exact",)
+
+
+def mathematics(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Everything in fp32, alpha too; O in fp32."""
+    p: Tensor = (q.float() @ k.float().mT / q.shape[-1] ** 0.5).softmax(-1)
+    return p @ v.float()
+
+
+BIASED_IN_FP32 = ["normal", "sinks", "tails", "outliers"]
+
+
+def test_plain_fp32_mathematics_is_not_biased() -> None:
+    """Its O shows alpha's rounding, exp and sums by tenths of a spacing, beyond chance."""
+    found = run(mathematics, shape=(2, 8, 64, 32), probes=[*BIASED_IN_FP32, "normaliser-down", "normaliser-up"])
+    assert found.out_dtype == "fp32"
+    assert found.labels <= QUIET
+    tests = [test for finding in found.findings for test in finding.tests]
+    assert any((test.excess.p_value or 1) < 1e-4 for test in tests), "else it shows nothing"
+    assert all(0 < test.allowed_ulp < 2.0**16 / 4 for test in tests), "a quarter of a BF16 spacing and more would show"
+    assert "The row sum matches the weights" in " ".join(found.summary)
+    report = " ".join(found.report(80).split())
+    assert "An fp32 O shows fp32 arithmetic itself" in report
+    assert "no bias beyond fp32 arithmetic's (±" in report
+
+
+def test_an_fp32_o_is_biased_beyond_what_fp32_makes() -> None:
+    def cast_probs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q.float() @ k.float().mT / q.shape[-1] ** 0.5
+        p: Tensor = (s - s.amax(-1, keepdim=True)).exp()
+        return p.bfloat16().float() @ v.float() / p.sum(-1, keepdim=True)
+
+    found = run(cast_probs, shape=(2, 8, 64, 32), probes=["normal", "normaliser-down", "normaliser-up"])
+    assert {f.name for f in found.findings if "biased" in f.labels} == {"normaliser-down", "normaliser-up"}
+    assert "does not match the weights" in found.summary[0]
+    twice = run(lambda q, k, v: mathematics(q, k, v) * 1.01, shape=(2, 8, 64, 32), probes=["normal", "sinks"])
+    assert all("biased" in f.labels for f in twice.findings)
+
+
+@pytest.mark.parametrize("true_mean", [0.9, 1.0, 1.3])
+def test_a_mean_at_the_allowed_one_is_called_bias_no_more_often_than_the_level(true_mean: float) -> None:
+    draws = true_mean + torch.randn(1000, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 4
+    heads = np.arange(16)
+    errors = [SignedErrors.of_elements(d[:, None], 0.0) for d in draws]
+    estimates = [estimate_bias(e, heads, LEVEL, with_drift=False) for e in errors]
+    p_values = [p_beyond(estimate, 1.0) for estimate in estimates]
+    alarms = sum(p is not None and p <= LEVEL for p in p_values)
+    assert (alarms > stats.binom.ppf(0.999, 1000, LEVEL)) == (true_mean > 1)
+    assert [p_beyond(e, 0.0) for e in estimates] == [e.p_value for e in estimates]
+
+
+def test_a_16_bit_o_allows_nothing() -> None:
+    fine = kernel(cast=lambda o: nearest(o, torch.float16))
+    found = run(fine, dtype=torch.float16, shape=(2, 8, 32, 16), probes=["normal"])
+    assert all(test.allowed_ulp == 0 for test in found["normal"].tests)
+
+
+@pytest.mark.parametrize(("flushed_below", "cast"), [(-126, nearest), (-126, Tensor.float), (-100, nearest)])
+def test_a_kernel_may_flush_subnormal_numbers(flushed_below: int, cast: Callable[[Tensor], Tensor]) -> None:
+    """ex2.approx.ftz and CPUs' vectorised exp do; numbers that fp32 keeps must not be lost."""
+
+    def flush(p: Tensor) -> Tensor:
+        return p.masked_fill(p.abs() < 2.0**flushed_below, 0.0)
+
+    scale = 4.0
+    fn = kernel(scale=scale * SHAPE[3] ** 0.5, out=flush, cast=cast, **consistently(flush))
+    finding = run(fn, shape=(2, 8, 64, 32), scale=scale, probes=["unit-vectors"])["unit-vectors"]
+    if flushed_below == -126:
+        assert set(finding.labels) <= QUIET, finding.words
+        assert (finding.max_error_ulp or 0) > 10, "an answer was flushed"
+    else:
+        assert "too-large" in finding.labels
+
+
+OWN_ROUNDING = "biased alike"
+MISMATCH = "The row sum does not match the weights"
+# A kernel, and which of the two sentences its report must have; "" for neither.
+CAUSES: dict[str, tuple[Fn, str, dict[str, Any]]] = {
+    "truncates O": (TRUNCATING, OWN_ROUNDING, {}),
+    "rounds O up": (kernel(cast=rounding("up")), OWN_ROUNDING, {}),
+    "casts P": (CAST_PROBS, MISMATCH, {}),
+    "sums cast P alone": (kernel(row_sum=lambda p: nearest(p).double().sum(-1, keepdim=True)), "", {}),
+    "adds to l": (EPSILON, "", {}),
+    "is right": (kernel(), "", {}),
+    "returns zeros": (lambda q, k, v: torch.zeros_like(q), "", {}),  # noqa: ARG005
+    "is not causal": (CAST_PROBS, "", {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_the_report_speaks_of_l_only_where_l_is_wrong(kind: str) -> None:
+    fn, sentence, options = CAUSES[kind]
+    names = ["normal", "ones", "ramp", "constant-rows", "one-hot", "tails", "normaliser-down", "normaliser-up"]
+    found = run(fn, shape=(2, 8, 64, 32), probes=names, **options)
+    text = " ".join(found.summary)
+    assert [s for s in (OWN_ROUNDING, MISMATCH) if s in text] == ([sentence] if sentence else [])
+    if sentence == OWN_ROUNDING:
+        assert ("toward zero" if kind == "truncates O" else "upward") in text
+        mean = float(text.split("biased alike, by ")[1].split()[0])
+        # Half a spacing; 16 heads of 64 rows and 32 features, which V may share, know it to a few per cent.
+        assert mean == pytest.approx(-0.5 if kind == "truncates O" else 0.5, abs=0.03)
+    if not sentence and "biased" in found.labels:
+        assert "Biased beyond correct rounding: " in text
+    assert found.assumptions.ok == (kind not in ("returns zeros", "is not causal"))
+
+
+@pytest.mark.parametrize(("fn", "speaks"), [(TRUNCATING, False), (CAST_PROBS, True)], ids=["truncates O", "casts P"])
+def test_one_normaliser_probe_needs_another_that_is_not_biased_so(fn: Fn, speaks: bool) -> None:
+    found = run(fn, shape=(2, 8, 64, 32), probes=["constant-rows", "normaliser-down"])
+    assert "biased" in found["normaliser-down"].labels
+    assert (MISMATCH in " ".join(found.summary)) == speaks
 
 
 @pytest.mark.parametrize("scale", [1 / 8, 128**-0.5, 1.0, 0.01])
@@ -289,7 +409,8 @@ def test_published_recipes_stay_within_rounding_but_for_the_normaliser(recipe: s
     found = run(recipe, shape=(2, 4, 160, 32), causal=causal)
     assert found.backend == "emulation on cpu"
     for finding in found.findings:
-        expected = {"biased"} if finding.predicted is not None and recipe != "lowp-row-sum" else QUIET
+        mismatch = "lse-biased" if recipe == "lowp-row-sum" else "biased"
+        expected = QUIET if finding.predicted is None else {mismatch}
         assert set(finding.labels) <= expected, finding
 
 
@@ -305,19 +426,55 @@ def test_fp32_is_probed_without_the_normaliser() -> None:
     assert found.labels == {"exact"}
 
 
-def test_lse_is_compared_where_it_comes() -> None:
-    def with_lse(shift: float) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        def fn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            scores = q.double() @ k.double().mT / q.shape[-1] ** 0.5
-            return kernel()(q, k, v), (scores.logsumexp(-1) + shift).float()
+def fp32_lse(q: Tensor, k: Tensor, row_sum: Callable[[Tensor], Tensor] = lambda p: p.sum(-1)) -> Tensor:
+    """L as kernels make it: exp2, everything in fp32."""
+    scores = q.float() @ k.float().mT
+    scale = torch.tensor(q.shape[-1] ** -0.5 / math.log(2)).float()
+    largest = scores.amax(-1, keepdim=True)
+    total = row_sum((scores * scale - largest * scale).exp2())
+    return (largest[..., 0] * scale + total.log2()) * math.log(2)
 
-        return fn
 
-    for shift in (0.0, 1e-3):
-        lse = run(with_lse(shift), probes=["normal"])["normal"].lse
-        assert lse is not None
-        assert lse.mean == pytest.approx(shift, abs=1e-6)
-    assert run(kernel(), probes=["normal"])["normal"].lse is None
+# L from q, k; and what its labels must be.
+LSE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], set[str]]] = {
+    "fp32": (fp32_lse, set()),
+    "fp32, flushed": (lambda q, k: fp32_lse(q, k, lambda p: p.masked_fill(p < 2.0**-126, 0).sum(-1)), set()),
+    "float64": (lambda q, k: (q.double() @ k.double().mT / q.shape[-1] ** 0.5).logsumexp(-1), set()),
+    "bf16": (lambda q, k: fp32_lse(q, k).bfloat16(), set()),
+    "zero": (lambda q, k: 0 * fp32_lse(q, k), {"lse-too-large", "lse-biased"}),
+    "base 2": (lambda q, k: fp32_lse(q, k) / math.log(2), {"lse-too-large", "lse-biased"}),
+    "no alpha": (lambda q, k: fp32_lse(q * q.shape[-1] ** 0.5, k), {"lse-too-large", "lse-biased"}),
+    "m alone": (lambda q, k: (q.float() @ k.float().mT / q.shape[-1] ** 0.5).amax(-1), {"lse-too-large", "lse-biased"}),
+    "a key lost": (lambda q, k: fp32_lse(q, k, lambda p: p[..., 1:].sum(-1)), {"lse-too-large", "lse-biased"}),
+    # A cast of the P_bar that l sums may do as much, but not everywhere to one side.
+    "l off by 1e-3": (lambda q, k: fp32_lse(q, k, lambda p: p.sum(-1) * 1.001), {"lse-biased"}),
+    "nan": (lambda q, k: fp32_lse(q, k).index_fill(2, torch.tensor([3]), torch.nan), {"broken"}),
+}
+
+
+@pytest.mark.parametrize("kind", LSE)
+def test_lse_is_judged_where_it_comes(kind: str) -> None:
+    lse, labels = LSE[kind]
+    found = run(lambda q, k, v: (kernel()(q, k, v), lse(q, k)), probes=["normal", "ones", "tails"])
+    assert found.assumptions.ok
+    for finding in found.findings:
+        assert set(finding.labels) == (labels or {"exact"}), finding
+        assert finding.lse_test is not None
+        assert finding.lse_test.fits_base_2 == (kind == "base 2")
+        assert (finding.lse_test.of_budget > 1) == ("lse-too-large" in labels)
+    text = " ".join(found.summary)
+    assert text.startswith("Nothing beyond correct rounding" if not labels else "NaN" if kind == "nan" else "L (lse)")
+    assert ("L ln 2 fits: return the natural logarithm" in text) == (kind == "base 2")
+    report = found.report(80)
+    assert "L of" in report
+    assert max(map(cell_len, report.splitlines())) <= 80
+
+
+def test_where_no_lse_comes_the_report_says_so() -> None:
+    found = run(kernel(), probes=["normal"])
+    assert found["normal"].lse is None
+    assert found["normal"].lse_test is None
+    assert "L (lse) was not judged" in " ".join(found.report().split())
 
 
 def test_wrong_assumptions_are_named() -> None:
@@ -368,6 +525,13 @@ def test_json_and_report() -> None:
         found["none"]
 
 
+def test_the_shape_may_be_any_sequence() -> None:
+    found = [run(kernel(), probes=["ones"], shape=kind((1, 2, 16, 8))) for kind in (tuple, list, torch.Size)]
+    assert [type(f.shape) for f in found] == [tuple] * 3
+    # Warnings are errors: a list would make Pydantic warn.
+    assert len({f.to_json() for f in found}) == 1
+
+
 def test_progress_counts_probes() -> None:
     steps: list[tuple[int, int]] = []
     run(kernel(), probes=["normal", "sign"], progress=lambda done, total: steps.append((done, total)))
@@ -404,6 +568,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "recipe dtype": ("fa2", {"dtype": torch.float32}, "recipes are run for bfloat16 and float16"),
     "probe": (kernel(), {"probes": ["one"]}, "no probe 'one'; known: normal"),
     "no probe": (kernel(), {"probes": []}, "at least one"),
+    "probes in a string": (kernel(), {"probes": "ones"}, r"a list of names, got the string 'ones'; pass \['ones'\]"),
     "int dtype": (kernel(), {"dtype": torch.int8}, "dtype must be torch.bfloat16"),
     "three sizes": (kernel(), {"shape": (1, 2, 3)}, "four positive integers"),
     "short": (kernel(), {"shape": (1, 2, 3, 16)}, "length T must be at least 16, got 3"),
@@ -422,17 +587,44 @@ def test_what_cannot_be_probed_is_said(case: str) -> None:
         run(fn, **options)
 
 
-def test_nan_in_some_rows_is_a_finding() -> None:
+@pytest.mark.parametrize("name", [n for n in PROBES if n not in ("repeat", "batch", "sign", "power-of-two")])
+def test_inputs_beyond_the_dtype_name_the_scale_and_are_never_passed_on(name: str) -> None:
+    """Not the kernel but the probe's own q and k would be infinite."""
+
+    def attempt(scale: float) -> attn_diag.ProbeReport:
+        fn = kernel(scale=scale * SHAPE[3] ** 0.5, cast=lambda o: nearest(o, torch.float16))
+        return run(fn, dtype=torch.float16, scale=scale, probes=[name])
+
+    # One that does not use the scale runs with any.
+    if name in ("normal", "ones", "unit-vectors", "ramp", "constant-rows", "outliers"):
+        assert "broken" not in attempt(1e-6).labels
+        return
+    message = rf"probe '{name}': .* within 65504, the largest float16, got .* scale 1e-06; pass a larger scale"
+    with pytest.raises(attn_diag.InputError, match=message):
+        attempt(1e-6)
+    assert "broken" not in attempt(1e-2).labels
+
+
+@pytest.mark.parametrize("always", [True, False], ids=["always NaN", "NaN in every second call"])
+def test_nan_in_some_rows_is_broken_and_not_invariant_only_if_it_changes(always: bool) -> None:
+    calls = iter(range(10**9))
+
     def some(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o = kernel()(q, k, v)
-        o[0, 0, 3] = torch.nan
+        if always or next(calls) % 2 == 0:
+            o[0, 0, 3] = torch.nan
         return o
 
-    found = run(some, probes=["normal", "sign"])
-    assert found["normal"].labels == ("broken",)
-    assert found["normal"].nonfinite == SHAPE[3]
-    assert found["sign"].labels == ("broken", "not-invariant")
-    assert found.summary[0] == "NaN or Inf: normal, sign."
+    found = run(some, probes=["normal", "repeat", "sign"])
+    assert found["repeat"].labels == (("broken",) if always else ("broken", "not-invariant"))
+    assert ("The same call gives different results" in " ".join(found.summary)) == (not always)
+    assert found["repeat"].differing == (0 if always else SHAPE[3])
+    if always:
+        assert found["normal"].labels == ("broken",)
+        assert found["normal"].nonfinite == SHAPE[3]
+        assert found["sign"].labels == ("broken",)
+        assert found["sign"].words.endswith("the same in both calls")
+        assert found.summary == ("NaN or Inf: normal, repeat, sign.",)
 
 
 def test_sdpa_is_a_callable_like_any() -> None:
@@ -461,6 +653,7 @@ def test_cli_exit_codes(cli: Callable[..., tuple[int, str, str]]) -> None:
     assert "does not match the weights" in out
     assert cli("fa2", "--probes", "ones,normaliser-up", "--fail-on", "biased")[0] == 1
     assert cli("lowp-row-sum", "--probes", "normaliser-up", "--fail-on", "biased,too-large")[0] == 0
+    assert cli("lowp-row-sum", "--probes", "normaliser-up", "--fail-on", "lse-biased")[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attn_diag.errors import InputError
@@ -42,10 +43,13 @@ PROBES = {
 }
 
 
-def choose(names: list[str] | None) -> list[Probe]:
-    """The probes of these names in the catalogue's order; all for None. InputError for unknown names, or none."""
+def choose(names: Iterable[str] | None) -> list[Probe]:
+    """These probes in the catalogue's order; all for None. InputError for unknown names, for a str, and for none."""
     if names is None:
         return list(PROBES.values())
+    if isinstance(names, str):
+        raise InputError(f"probes must be a list of names, got the string {names!r}; pass [{names!r}]")
+    names = list(names)
     if unknown := [name for name in names if name not in PROBES]:
         raise InputError(f"no probe {', '.join(map(repr, unknown))}; known: {', '.join(PROBES)}")
     if not names:

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from attn_diag.errors import InputError
 from attn_diag.reference import format_of, round_nearest_even, ulp
 
 # V = e_j is asked in so many calls at most; beyond, neighbouring keys share a feature.
@@ -234,8 +235,19 @@ def _for_score(draw: Draw, score: float) -> float:
     return score / (draw.scale * draw.head_dim)
 
 
-def _case(draw: Draw, q: Tensor, k: Tensor, *values: Tensor, predicted: Tensor | None = None) -> Case:
-    def cast(x: Tensor) -> Tensor:
-        return x.to(draw.dtype).contiguous()
+def cast_inputs(draw: Draw, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the kernel's dtype. Raises InputError where that overflows: the scale asks for larger q or k than it has."""
+    cast = tuple(x.to(draw.dtype).contiguous() for x in tensors)
+    if not all(bool(x.isfinite().all()) for x in cast):
+        fmt = format_of(draw.dtype)
+        largest = max(float(x.abs().max()) for x in tensors)
+        raise InputError(
+            f"its scores need q, k and v within {fmt.largest:g}, the largest {str(draw.dtype).removeprefix('torch.')}, "
+            f"got {largest:.3g} with scale {draw.scale:g}; pass a larger scale, another dtype, or leave this probe out"
+        )
+    return cast
 
-    return Case(cast(q), cast(k), tuple(cast(v) for v in values), predicted)
+
+def _case(draw: Draw, q: Tensor, k: Tensor, *values: Tensor, predicted: Tensor | None = None) -> Case:
+    q, k, *values_cast = cast_inputs(draw, q, k, *values)
+    return Case(q, k, tuple(values_cast), predicted)

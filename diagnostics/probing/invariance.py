@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.probing.inputs import Draw
+from attn_diag.probing.inputs import Draw, cast_inputs
 
 # Keys and rows appended by ``length``: a whole tile of every kernel we know.
 _APPENDED = 128
@@ -71,4 +71,5 @@ def power_of_two(draw: Draw) -> Pair:
 
 
 def _cast(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    return q.to(draw.dtype), k.to(draw.dtype), v.to(draw.dtype)
+    q, k, v = cast_inputs(draw, q, k, v)
+    return q, k, v

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from attn_diag.bias import SignedErrors, estimate_bias
-from attn_diag.diagnosis import BiasEstimate
 from attn_diag.parallel import map_in_order
 from attn_diag.probing.budget import error_budget
 from attn_diag.probing.inputs import Case
+from attn_diag.probing.lse import LseErrors
+from attn_diag.probing.means import confidence, p_beyond
 from attn_diag.probing.result import Direction, SignedTest
 from attn_diag.probing.subject import Output
 from attn_diag.reference import (
@@ -28,17 +29,21 @@ from attn_diag.reference import (
     ulp,
 )
 
+# An O whose spacing is no more than 2^8 of fp32's shows what fp32 arithmetic does: orders of sums, exp, alpha's cast.
+_FINE_PRECISION = 23 - 8
+
 
 @dataclass(frozen=True)
 class HeadErrors:
     """One head's errors over the rows that are finite; ``signed`` by (direction, "error" or "excess").
 
     ``size``: sum of |O_ref|; ``square``, ``reference_square``: sums of squared errors and O_ref; ``predicted``: sum of
-    the errors predicted for an l that sums the uncast P_bar; ``both_signs``: whether O_ref has both.
+    the errors predicted for an l that sums the uncast P_bar; ``allowed``: sum of what fp32 arithmetic can make of each
+    error, where O is so fine that it shows, else 0; ``both_signs``: whether O_ref has both.
     """
 
     signed: dict[tuple[Direction, str], SignedErrors]
-    lse: SignedErrors | None
+    lse: LseErrors | None
     elements: int
     differing: int
     nonfinite: int
@@ -48,6 +53,7 @@ class HeadErrors:
     square: float
     reference_square: float
     predicted: float | None
+    allowed: float
     both_signs: bool
 
 
@@ -70,20 +76,24 @@ def _parts(
     q, k = (x[place].to(device).double() for x in (case.q, case.k))
     for v, output in zip(case.values, outputs, strict=True):
         head = AttentionHead(q, k, v[place].to(device).double(), None, scale, masking)
-        lse = None if output.lse is None else output.lse[place].double()
+        lse = None if output.lse is None else output.lse[place]
         yield measure_head(head, output.o[place], lse, format_of(case.q.dtype), case.predicted)
 
 
 def measure_head(
     head: AttentionHead, observed: Tensor, lse: Tensor | None, fmt: FloatFormat, predicted: Tensor | None = None
 ) -> HeadErrors:
-    """``observed`` [T, D] in its own dtype, ``lse`` [T]; ``fmt``: the inputs' format."""
+    """``observed`` [T, D] and ``lse`` [T] in their own dtypes; ``fmt``: the inputs' format."""
     out = format_of(observed.dtype)
+    of_lse = format_of(torch.float32 if lse is None else lse.dtype)
     o = observed.double()
-    budget = torch.empty_like(o)
+    budget, arithmetic = torch.empty_like(o), torch.empty_like(o)
+    lse_budget, lse_arithmetic = torch.empty_like(o[:, 0]), torch.empty_like(o[:, 0])
 
     def see(block: RowBlock) -> None:
-        budget[block.rows] = error_budget(head, block, fmt, out)
+        whole, alone = error_budget(head, block, fmt, out, of_lse)
+        budget[block.rows], arithmetic[block.rows] = whole.o, alone.o
+        lse_budget[block.rows], lse_arithmetic[block.rows] = whole.lse, alone.lse
 
     reference = reference_head(head, see, key_gradients=False)
     rows = o.isfinite().all(1)
@@ -94,13 +104,9 @@ def measure_head(
     for name, values in (("error", error), ("excess", excess)):
         signed["away from zero", name] = SignedErrors.of_elements(values * truth.sign(), float(spacing.sum()))
         signed["upward", name] = SignedErrors.of_elements(values, float(spacing.sum()))
-    lse_errors = None
-    if lse is not None:
-        seen = rows & lse.isfinite()
-        lse_errors = SignedErrors.of_elements((lse - reference.lse)[seen][:, None], 0.0)
     return HeadErrors(
         signed=signed,
-        lse=lse_errors,
+        lse=None if lse is None else LseErrors.of(lse.double(), reference.lse, lse_budget, lse_arithmetic),
         elements=observed.numel(),
         differing=int((excess != 0).sum()) + observed.numel() - o.numel(),
         nonfinite=int((~observed.isfinite()).sum()),
@@ -110,6 +116,7 @@ def measure_head(
         square=float(error.square().sum()),
         reference_square=float(truth.square().sum()),
         predicted=None if predicted is None else float((truth.abs() * predicted.to(rows.device)[rows, None]).sum()),
+        allowed=float(arithmetic[rows].sum()) if out.precision >= _FINE_PRECISION else 0.0,
         both_signs=bool((truth < 0).any()) and bool((truth > 0).any()),
     )
 
@@ -127,35 +134,18 @@ def signed_tests(heads: Sequence[HeadErrors], level: float) -> tuple[SignedTest,
     return tuple(_test(heads, direction, clusters, level) for direction in directions)
 
 
-def lse_estimate(heads: Sequence[HeadErrors], level: float) -> BiasEstimate | None:
-    """The mean of L_obs - L_ref with heads as clusters; None where fn gave no L."""
-    known = [h.lse for h in heads if h.lse is not None]
-    if not known or len(known) < len(heads):
-        return None
-    clusters = np.unique(np.concatenate([np.full(len(e.total), i) for i, e in enumerate(known)]), return_inverse=True)
-    return estimate_bias(SignedErrors.join(known), clusters[1], level, with_drift=False)
-
-
-def confidence(estimate: BiasEstimate, level: float) -> tuple[float, float] | None:
-    """The mean's interval at 1 - level; None without a standard error."""
-    from scipy.special import stdtrit
-
-    if estimate.mean is None or estimate.standard_error is None:
-        return None
-    half = float(stdtrit(estimate.n_clusters - 1, 1 - level / 2)) * estimate.standard_error
-    return estimate.mean - half, estimate.mean + half
-
-
 def _test(heads: Sequence[HeadErrors], direction: Direction, clusters: np.ndarray, level: float) -> SignedTest:
     joined = {name: SignedErrors.join([h.signed[direction, name] for h in heads]) for name in ("error", "excess")}
     error, excess = (estimate_bias(joined[name], clusters, level, with_drift=False) for name in ("error", "excess"))
-    p_values = [e.p_value for e in (error, excess)]
+    allowed = sum(h.allowed for h in heads) / excess.n if excess.n else 0.0
+    p_values = [p_beyond(e, allowed) for e in (error, excess)]
     # An excess without a test is zero everywhere, or there is one head only.
     p_value = None if any(p is None for p in p_values) else max(p for p in p_values if p is not None)
     interval = confidence(excess, level)
     spacing = joined["excess"].unit_scale / excess.n if excess.n else 0.0
     in_ulp = (interval[0] / spacing, interval[1] / spacing) if interval is not None and spacing else None
-    return SignedTest(direction, error, excess, excess.mean_ulp, in_ulp, p_value)
+    allowed_ulp = allowed / spacing if spacing else 0.0
+    return SignedTest(direction, error, excess, excess.mean_ulp, in_ulp, p_value, allowed_ulp=allowed_ulp)
 
 
 def _joined(parts: Sequence[HeadErrors]) -> HeadErrors:
@@ -166,7 +156,7 @@ def _joined(parts: Sequence[HeadErrors]) -> HeadErrors:
     lse = [p.lse for p in parts if p.lse is not None]
     return HeadErrors(
         signed={key: SignedErrors.join([p.signed[key] for p in parts]) for key in first.signed},
-        lse=SignedErrors.join(lse) if lse else None,
+        lse=LseErrors.join(lse) if lse else None,
         elements=sum(p.elements for p in parts),
         differing=sum(p.differing for p in parts),
         nonfinite=sum(p.nonfinite for p in parts),
@@ -176,6 +166,7 @@ def _joined(parts: Sequence[HeadErrors]) -> HeadErrors:
         square=sum(p.square for p in parts),
         reference_square=sum(p.reference_square for p in parts),
         predicted=sum(predicted) if predicted else None,
+        allowed=sum(p.allowed for p in parts),
         both_signs=any(p.both_signs for p in parts),
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +16,21 @@ from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
 from attn_diag.probing import inputs, words
 from attn_diag.probing.catalogue import Probe, choose
-from attn_diag.probing.inputs import Draw
-from attn_diag.probing.measure import HeadErrors, confidence, lse_estimate, measure_case, signed_tests
-from attn_diag.probing.result import Assumptions, Finding, Label, ProbeReport, SignedTest
+from attn_diag.probing.inputs import Case, Draw
+from attn_diag.probing.invariance import Pair
+from attn_diag.probing.lse import lse_test
+from attn_diag.probing.means import confidence
+from attn_diag.probing.measure import HeadErrors, measure_case, signed_tests
+from attn_diag.probing.result import Assumptions, Finding, Label, LseTest, ProbeReport, SignedTest
 from attn_diag.probing.subject import DTYPES, Attention, Output, Subject, subject_of
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, ulp
 
 if TYPE_CHECKING:
     from attn_diag.progress import Progress
+
+_Inputs = TypeVar("_Inputs", Case, Pair)
+_Test = TypeVar("_Test", SignedTest, LseTest)
 
 DEFAULT_SHAPE = (4, 4, 384, 64)
 # Independent heads: at least so many are drawn, in as many calls as that takes (t with 15 degrees of freedom).
@@ -38,7 +44,7 @@ def probe(
     fn: Attention | str | Recipe,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    shape: tuple[int, int, int, int] = DEFAULT_SHAPE,
+    shape: Sequence[int] = DEFAULT_SHAPE,
     causal: bool | str = "none",
     scale: float | None = None,
     device: str = "auto",
@@ -63,10 +69,10 @@ def probe(
     ``name``: what the report calls fn. ``progress(done, total)`` is called after each probe.
 
     Raises InputError for options that cannot be used, and, naming the probe, where fn raises or returns another shape,
-    dtype or device, and where nothing that it returns is finite.
+    dtype or device, or the scale needs inputs beyond the dtype's range; and where nothing that fn returns is finite.
     """
     where = pick_device(device)
-    chosen = _checked(dtype, shape, level, choose(list(probes) if probes is not None else None), probes is not None)
+    chosen = _checked(dtype, shape, level, choose(probes), probes is not None)
     batch, heads, length, dim = shape
     alpha = 1 / math.sqrt(dim) if scale is None else float(scale)
     if not (math.isfinite(alpha) and alpha > 0):
@@ -92,7 +98,7 @@ def probe(
         backend=subject.backend,
         dtype=DTYPES[dtype],
         out_dtype=run.out_dtype,
-        shape=shape,
+        shape=(batch, heads, length, dim),
         rounds=run.rounds,
         heads=run.rounds * batch * heads,
         seed=seed,
@@ -115,7 +121,7 @@ class _Run:
 
     def check_assumptions(self) -> Assumptions:
         """On N(0,1) inputs: does fn compute what it is assumed to, and if not, what else?"""
-        case = inputs.normal(self.draw)
+        case = _built("normal", inputs.normal, self.draw)
         output = self._call("normal", case.q, case.k, case.values[0])
         self.out_dtype = DTYPES[output.o.dtype]
 
@@ -140,7 +146,7 @@ class _Run:
         assert item.build is not None
         measured: list[HeadErrors] = []
         for _ in range(self.rounds):
-            case = item.build(self.draw)
+            case = _built(item.name, item.build, self.draw)
             outputs = [self._call(item.name, case.q, case.k, v) for v in case.values]
             measured += measure_case(case, outputs, self.draw.scale, self.masking, self.subject.device)
         size = sum(h.size for h in measured)
@@ -148,6 +154,8 @@ class _Run:
         tests = signed_tests(measured, self.level)
         excess, interval = tests[0].excess, confidence(tests[0].excess, self.level)
         mean_size = size / excess.n if excess.n else 0.0
+        lse = [h.lse for h in measured if h.lse is not None]
+        of_lse = lse_test(lse, self.level) if len(lse) == len(measured) else None
         return Finding(
             name=item.name,
             shows=item.shows,
@@ -163,18 +171,19 @@ class _Run:
             relative_ci=(interval[0] / mean_size, interval[1] / mean_size) if interval and mean_size else None,
             predicted=sum(predicted) / size if predicted and size else None,
             tests=tests,
-            lse=lse_estimate(measured, self.level),
+            lse=None if of_lse is None else of_lse.error,
+            lse_test=of_lse,
         )
 
     def invariance(self, item: Probe) -> Finding:
         """Two calls that must agree."""
         assert item.pair is not None
-        pair = item.pair(self.draw)
+        pair = _built(item.name, item.pair, self.draw)
         o = [self._call(item.name, *given).o for given in (pair.first, pair.second)]
         first, second = pair.align(o[0].double(), o[1].double())
         finite = first.isfinite() & second.isfinite()
-        # Two equal infinities agree, NaN never does.
-        differs = first != second
+        # What is NaN in both calls is broken, but the same.
+        differs = (first != second) & ~(first.isnan() & second.isnan())
         distance = (second - first)[finite].abs() / ulp(first[finite], format_of(o[0].dtype))
         found = Finding(
             name=item.name,
@@ -195,37 +204,56 @@ class _Run:
         return self.subject(probe_name, (q, k, v))
 
 
+def _built(name: str, build: Callable[[Draw], _Inputs], draw: Draw) -> _Inputs:
+    """The inputs of that probe; its InputError names it."""
+    try:
+        return build(draw)
+    except InputError as error:
+        raise InputError(f"probe '{name}': {error}") from None
+
+
 def _judge(findings: Sequence[Finding], level: float) -> tuple[tuple[Finding, ...], int]:
     """Labels and words, after Benjamini-Hochberg over every p-value of the run; and how many there were."""
-    p_values = [t.p_value for f in findings for t in f.tests if t.p_value is not None]
+    every: list[SignedTest | LseTest] = [t for f in findings for t in f.tests]
+    every += [f.lse_test for f in findings if f.lse_test is not None]
+    p_values = [t.p_value for t in every if t.p_value is not None]
     adjusted = iter(adjust(p_values))
+    by_test = {id(t): next(adjusted) for t in every if t.p_value is not None}
+
+    def decided(test: _Test) -> _Test:
+        p_value = by_test.get(id(test))
+        return test if p_value is None else replace(test, p_adjusted=p_value, biased=p_value <= level)
+
     judged = []
     for found in findings:
-        if found.kind == "invariance":
-            judged.append(found)
-            continue
-        tests = tuple(_adjusted(t, None if t.p_value is None else next(adjusted), level) for t in found.tests)
-        labels: list[Label] = ["broken"] if found.nonfinite else []
-        if (found.of_budget or 0.0) > 1:
-            labels.append("too-large")
-        if any(t.biased for t in tests):
-            labels.append("biased")
-        if not labels:
-            labels.append("within-rounding" if found.differing else "exact")
-        found = replace(found, tests=tests, labels=tuple(labels))
-        judged.append(replace(found, words=words.accuracy_words(found, level)))
+        if found.kind == "accuracy":
+            tests = tuple(decided(t) for t in found.tests)
+            of_lse = None if found.lse_test is None else decided(found.lse_test)
+            found = replace(found, tests=tests, lse_test=of_lse)
+            found = replace(found, labels=_accuracy_labels(found))
+            found = replace(found, words=words.accuracy_words(found, level))
+        judged.append(found)
     return tuple(judged), len(p_values)
 
 
-def _adjusted(test: SignedTest, p_value: float | None, level: float) -> SignedTest:
-    return test if p_value is None else replace(test, p_adjusted=p_value, biased=p_value <= level)
+def _accuracy_labels(found: Finding) -> tuple[Label, ...]:
+    lse = found.lse_test
+    wrong: dict[Label, bool] = {
+        "broken": found.nonfinite > 0 or (lse is not None and lse.nonfinite > 0),
+        "too-large": (found.of_budget or 0.0) > 1,
+        "lse-too-large": lse is not None and lse.of_budget > 1,
+        "biased": any(t.biased for t in found.tests),
+        "lse-biased": lse is not None and lse.biased,
+    }
+    labels = tuple(label for label, holds in wrong.items() if holds)
+    return labels or ("within-rounding" if found.differing else "exact",)
 
 
 def _checked(dtype: torch.dtype, shape: Sequence[int], level: float, chosen: list[Probe], by_name: bool) -> list[Probe]:
     """The probes that can run. Raises InputError for options that cannot be used."""
     if dtype not in DTYPES:
         raise InputError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
-    if len(shape) != 4 or any(not isinstance(n, int) or n < 1 for n in shape):
+    if not isinstance(shape, Sequence) or len(shape) != 4 or any(not isinstance(n, int) or n < 1 for n in shape):
         raise InputError(f"shape must be four positive integers B, H, T, D, got {shape}")
     for (what, least), got in zip(_SMALLEST.items(), shape[2:], strict=True):
         if got < least:

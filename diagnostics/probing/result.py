@@ -12,7 +12,9 @@ from attn_diag.result import Result
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Label = Literal["exact", "within-rounding", "biased", "too-large", "not-invariant", "broken"]
+Label = Literal[
+    "exact", "within-rounding", "biased", "too-large", "lse-biased", "lse-too-large", "not-invariant", "broken"
+]
 Direction = Literal["away from zero", "upward"]
 
 
@@ -24,7 +26,9 @@ class SignedTest:
     O to nearest has no mean excess, one that rounds without bias (stochastically) no mean error; ``p_value`` is the
     larger of the two, the p-value of "one of both is so" (Berger, Technometrics 24 (1982) 295: intersection-union
     test). None where every excess is zero. ``p_adjusted``: after Benjamini-Hochberg over the whole report.
-    ``mean_ulp`` and ``ci_ulp`` (at 1 - level) are those of the excess.
+    ``mean_ulp`` and ``ci_ulp`` (at 1 - level) are those of the excess. An O in fp32 also shows what fp32 arithmetic
+    makes: means up to ``allowed_ulp``, the mean of its bound (``attn_diag.probing.budget``), are no bias then, and
+    the tests ask for more. It is 0 for coarser O.
     """
 
     direction: Direction
@@ -32,6 +36,28 @@ class SignedTest:
     excess: BiasEstimate
     mean_ulp: Number | None
     ci_ulp: tuple[Number, Number] | None
+    p_value: Number | None
+    p_adjusted: Number | None = None
+    biased: bool = False
+    allowed_ulp: Number = 0.0
+
+
+@dataclass(frozen=True)
+class LseTest:
+    """L_obs - L_ref (natural logarithm) over the rows where L is finite; heads are the clusters.
+
+    ``max_error``: the largest; ``of_budget``: as a fraction of what fp32 arithmetic, and a cast of the P_bar that l
+    sums, can make of it. ``p_value`` that the mean is at most ``allowed``, the mean of what fp32 arithmetic alone can
+    make; ``p_adjusted`` as in ``SignedTest``. ``ci`` at 1 - level. ``fits_base_2``: L is too far off, L ln 2 is not.
+    """
+
+    error: BiasEstimate
+    ci: tuple[Number, Number] | None
+    allowed: Number
+    max_error: Number
+    of_budget: Number
+    nonfinite: int
+    fits_base_2: bool
     p_value: Number | None
     p_adjusted: Number | None = None
     biased: bool = False
@@ -47,7 +73,7 @@ class Finding:
     input's format and sums in fp32 can make of it (see ``attn_diag.probing.budget``). ``relative``: mean excess away
     from zero / mean |O_ref|, which is the normaliser's defect where V > 0, with ``relative_ci`` at 1 - level;
     ``predicted``: what it would be with P_bar cast for V but not for l (the normaliser probes).
-    ``lse``: L_obs - L_ref, where fn returns L. The first label is the gravest.
+    ``lse``: L_obs - L_ref, where fn returns L, and ``lse_test``. The first label is the gravest.
     """
 
     name: str
@@ -65,6 +91,7 @@ class Finding:
     predicted: Number | None = None
     tests: tuple[SignedTest, ...] = ()
     lse: BiasEstimate | None = None
+    lse_test: LseTest | None = None
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attn_diag.probing import cause
+
 if TYPE_CHECKING:
-    from attn_diag.probing.result import Assumptions, Finding, SignedTest
+    from attn_diag.probing.result import Assumptions, Finding, LseTest, SignedTest
 
 # More probes of one kind are only counted.
 _NAMED = 6
@@ -15,18 +18,16 @@ _NAMED = 6
 def accuracy_words(found: Finding, level: float) -> str:
     """The verdict on a comparison with the reference, gravest first."""
     parts = []
-    if "broken" in found.labels:
+    if found.nonfinite:
         parts.append(f"NaN or Inf in {found.nonfinite} of {found.elements} elements")
     if "too-large" in found.labels:
         largest, budget = _short(found.max_error_ulp), _short(found.of_budget)
         parts.append(f"errors up to {largest} ulp, {budget} times what casts of P̄ and O and fp32 sums can make")
     parts += [_bias_words(test, level) for test in found.tests if test.biased]
-    if not parts and "exact" in found.labels:
-        return "exact: every element is the correctly rounded one"
     if not parts:
-        shown = found.tests[0] if found.tests else None
-        mean = "" if shown is None or shown.ci_ulp is None else f"; mean {_mean(shown)} ulp"
-        parts.append(f"within rounding, no bias{mean}")
+        parts.append(_quiet_words(found))
+    if found.lse_test is not None:
+        parts += _lse_words(found.lse_test)
     if found.name == "ones" and "biased" in found.labels:
         parts.append("noise in the sum of P alone can do that, for spacing halves below 1")
     if found.name == "unit-vectors" and found.relative_ci is not None:
@@ -34,44 +35,41 @@ def accuracy_words(found: Finding, level: float) -> str:
     return "; ".join(parts)
 
 
+def _quiet_words(found: Finding) -> str:
+    if not found.differing:
+        return "exact: every element is the correctly rounded one"
+    shown = found.tests[0] if found.tests else None
+    if shown is None or shown.ci_ulp is None:
+        return "within rounding, no bias"
+    if shown.allowed_ulp:
+        return f"no bias beyond fp32 arithmetic's (± {shown.allowed_ulp:.2g} ulp); mean {_mean(shown)} ulp"
+    return f"within rounding, no bias; mean {_mean(shown)} ulp"
+
+
+def _lse_words(lse: LseTest) -> list[str]:
+    """What is wrong with L, if anything."""
+    parts = []
+    if lse.nonfinite:
+        parts.append(f"L is NaN or Inf in {lse.nonfinite} rows")
+    if lse.of_budget > 1:
+        base = ", but L ln 2 fits: it is in base 2" if lse.fits_base_2 else ""
+        parts.append(f"L off by up to {_short(lse.max_error)}, {_short(lse.of_budget)} times its bound{base}")
+    if lse.biased:
+        interval = "" if lse.ci is None else f" ({lse.ci[0]:+.2g} to {lse.ci[1]:+.2g})"
+        parts.append(f"L biased by {lse.error.mean or 0.0:+.2g}{interval}, p {_p(lse.p_adjusted)}")
+    return parts
+
+
 def invariance_words(found: Finding) -> str:
     """The verdict on two calls that must agree."""
-    if "broken" in found.labels:
-        return f"NaN or Inf in {found.nonfinite} of {found.elements} elements"
+    broken = f"NaN or Inf in {found.nonfinite} of {found.elements} elements"
     if not found.differing:
-        return "exact: all elements bit-identical"
-    return (
+        return f"{broken}, the same in both calls" if "broken" in found.labels else "exact: all elements bit-identical"
+    moved = (
         f"not invariant: {found.differing} of {found.elements} elements differ, "
         f"by up to {_short(found.max_error_ulp)} ulp"
     )
-
-
-def normaliser_words(findings: Sequence[Finding], level: float) -> list[str]:
-    """Whether the row sum matches the weights that multiply V, of the findings with a prediction."""
-    known = [f for f in findings if f.predicted is not None and f.relative is not None and "broken" not in f.labels]
-    if not known:
-        return []
-    off = [f for f in known if "biased" in f.labels]
-    if not off:
-        return [
-            "The row sum matches the weights that multiply V: normaliser off by "
-            f"{' and '.join(relative_words(f) for f in known)}, where an l that sums P̄ before its cast would give "
-            f"{' and '.join(f'{f.predicted:+.3g}' for f in known)}."
-        ]
-    as_predicted = [f for f in off if matches_prediction(f)]
-    measured = " and ".join(f"{relative_words(f)} ({_rounds(f)})" for f in off)
-    words = (
-        f"The row sum does not match the weights that multiply V: normaliser off by {measured}; intervals at "
-        f"{100 * (1 - level):g} %."
-    )
-    expected = " and ".join(f"{f.predicted:+.4g}" for f in off)
-    if len(as_predicted) == len(known):
-        words += f" That is {expected}, what an l that sums P̄ in fp32 gives while P̄ is cast for P̄V."
-    else:
-        words += (
-            f" It is not {expected}, which an l that sums P̄ in fp32 would give: look at how l is rounded, and at exp."
-        )
-    return [words]
+    return f"{broken}; {moved}" if "broken" in found.labels else moved
 
 
 def summarise(
@@ -83,7 +81,16 @@ def summarise(
         sentences.append(_wrong_function(assumptions))
     elif not any(set(f.labels) - {"exact", "within-rounding"} for f in findings):
         sentences.append(f"Nothing beyond correct rounding was found in {name}.")
-    sentences += normaliser_words(findings, level)
+    # Of another function the predictions do not hold.
+    mismatch = assumptions.ok and cause.shows_mismatch(findings)
+    own = cause.of_own_rounding(findings) if assumptions.ok else None
+    if assumptions.ok:
+        sentences += cause.normaliser_words(findings, level)
+    if own is not None:
+        sentences.append(
+            f"All probes whose O lies anywhere between two numbers are biased alike, by {own[0]:+.2g} ulp ({own[1]}): "
+            "that is O's own rounding, not l or P̄."
+        )
     broken = [f for f in findings if "broken" in f.labels]
     if broken:
         sentences.append(f"NaN or Inf: {_names(broken)}.")
@@ -93,9 +100,11 @@ def summarise(
             "Errors beyond what casts of P̄ and O and sums in fp32 can make (something else is rounded, or lost): "
             f"{_names(large)}."
         )
-    biased = [f for f in findings if "biased" in f.labels and f.predicted is None]
-    if biased:
-        sentences.append(f"Biased beyond correct rounding: {', '.join(_with_mean(f) for f in biased[:_NAMED])}.")
+    biased = [f for f in findings if "biased" in f.labels and not (mismatch and f.predicted is not None)]
+    if biased and own is None:
+        more = f" and {len(biased) - _NAMED} more" if len(biased) > _NAMED else ""
+        sentences.append(f"Biased beyond correct rounding: {', '.join(_with_mean(f) for f in biased[:_NAMED])}{more}.")
+    sentences += _lse_summary(findings)
     moved = [f for f in findings if "not-invariant" in f.labels]
     if any(f.name == "repeat" for f in moved):
         sentences.append(
@@ -111,20 +120,31 @@ def summarise(
     return tuple(sentences)
 
 
-def relative_words(found: Finding) -> str:
-    """A relative defect with its interval."""
-    if found.relative is None:
-        return "unknown"
-    if found.relative_ci is None:
-        return f"{found.relative:+.3g}"
-    return f"{found.relative:+.3g} ({found.relative_ci[0]:+.3g} to {found.relative_ci[1]:+.3g})"
-
-
-def matches_prediction(found: Finding) -> bool:
-    """Whether the predicted relative error lies in the measured interval."""
-    if found.relative_ci is None or found.predicted is None:
-        return False
-    return found.relative_ci[0] <= found.predicted <= found.relative_ci[1]
+def _lse_summary(findings: Sequence[Finding]) -> list[str]:
+    """Where L is wrong; nothing where it is not, or did not come."""
+    known = [(f, f.lse_test) for f in findings if f.lse_test is not None]
+    large = [(f, lse) for f, lse in known if lse.of_budget > 1]
+    sentences = []
+    if large:
+        worst = max(lse.max_error for _, lse in large)
+        # A base fits only if it fits everywhere.
+        base = all(lse.fits_base_2 for _, lse in large)
+        hint = " L ln 2 fits: return the natural logarithm, m + ln l." if base else ""
+        sentences.append(
+            f"L (lse) is off by up to {worst:.3g}, more than fp32 arithmetic and a cast of P̄ can make: "
+            f"{_names([f for f, _ in large])}.{hint}"
+        )
+    biased = [(f, lse) for f, lse in known if lse.biased and lse.of_budget <= 1]
+    if biased:
+        found, lse = max(biased, key=lambda pair: abs(pair[1].error.mean or 0.0))
+        mean = lse.error.mean or 0.0
+        # With l the sum of P̄ cast, L moves by ln(1 + what O would be off by if l alone summed it uncast).
+        cast = "" if found.predicted is None else f" (an l that sums P̄ cast gives {math.log1p(found.predicted):+.2g})"
+        sentences.append(
+            f"L (lse) is biased: {_names([f for f, _ in biased])}; by {mean:+.2g} in {found.name}{cast}, where rows of "
+            f"the exp(S - L) that a backward takes for P sum to 1 {math.expm1(-mean):+.2g}."
+        )
+    return sentences
 
 
 def _wrong_function(assumptions: Assumptions) -> str:
@@ -158,10 +178,6 @@ def _relative_mean(found: Finding) -> str:
 def _with_mean(found: Finding) -> str:
     worst = max((t for t in found.tests if t.biased), key=lambda t: abs(t.mean_ulp or 0.0))
     return f"{found.name} ({worst.mean_ulp or 0.0:+.2g} ulp{' upward' if worst.direction == 'upward' else ''})"
-
-
-def _rounds(found: Finding) -> str:
-    return "casts down" if (found.predicted or 0.0) < 0 else "casts up"
 
 
 def _names(findings: Sequence[Finding]) -> str:
