@@ -13,21 +13,11 @@ two. The rest is evaluated in fixed point with w fractional bits; every error is
 
 Quotients are rounded outwards. A result is rounded to a format where both ends of its enclosure round alike; else w is
 doubled (A. Ziv, ACM Trans. Math. Softw. 17 (1991) 410). That never ends where the true value is a rational number at a
-midpoint, so rational results are recognised: for distinct rational S, numbers exp(S) are linearly independent over the
-rationals (Lindemann-Weierstrass). So
-
-    O_d = r, rational                   iff V_.d has mean r within each group of keys of equal S; delta: likewise, of dP
-    L rational                          iff one key is visible
-    dQ_d = r                            iff for each value s of S_i + S_j the pairs with that sum satisfy
-                                        sum (dP_i - dP_j)(K_id - K_jd) alpha/2 = r (number of pairs)
-
-Under softcap S is not rational. Then keys with the same q.k and the same mask form the groups, the conditions are
-sufficient only, and a midpoint that they miss ends at the cap on w with an error.
+midpoint, so rational results are recognised: ``reference.rational``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -41,6 +31,7 @@ from mpmath import libmp
 
 from attn_diag.reference.attention import AttentionHead
 from attn_diag.reference.exact import Enclosure, IntegerMatrix, dyadic, quotient, round_fraction, scaled
+from attn_diag.reference.rational import RowRationals
 from attn_diag.reference.rounding import FP64, FloatFormat
 
 # float64 has 53 bits, and 11 more leave room for 2 units an exponential in a row of up to 2**9 keys: with less, no
@@ -129,7 +120,7 @@ class OracleRow:
 
     def scores(self, fmt: FloatFormat = FP64) -> list[float]:
         """S of the visible keys (softcap and mask applied)."""
-        return self._many(self.score_ends, fmt, self._exact_score)
+        return self._many(self.score_ends, fmt, self._rational.score)
 
     def row_max(self, fmt: FloatFormat = FP64) -> float:
         """m = max S; -inf in a row without keys."""
@@ -139,26 +130,25 @@ class OracleRow:
         """l = sum exp(S - m)."""
         if not len(self.keys):
             return 0.0
-        return self._many(self.row_sum_ends, fmt, lambda _: self._exact_row_sum())[0]
+        return self._many(self.row_sum_ends, fmt, lambda _: self._rational.row_sum())[0]
 
     def probs(self, fmt: FloatFormat = FP64) -> list[float]:
         """P of the visible keys."""
-        groups = len(self._groups)
-        return self._many(self.probs_ends, fmt, lambda _: Fraction(1, len(self.keys)) if groups == 1 else None)
+        return self._many(self.probs_ends, fmt, lambda _: self._rational.prob())
 
     def lse(self, fmt: FloatFormat = FP64) -> float:
         """L = m + ln l; -inf in a row without keys."""
         if not len(self.keys):
             return -np.inf
-        return self._many(self.lse_ends, fmt, lambda _: self._exact_lse())[0]
+        return self._many(self.lse_ends, fmt, lambda _: self._rational.lse())[0]
 
     def out(self, fmt: FloatFormat = FP64) -> list[float]:
         """O [Dv]."""
-        return self._many(self.out_ends, fmt, lambda d: self._group_mean(self._v, d))
+        return self._many(self.out_ends, fmt, self._rational.out)
 
     def delta(self, fmt: FloatFormat = FP64) -> float:
         """Delta = rowsum(dO o O), of the exact O."""
-        return self._many(self.delta_ends, fmt, lambda _: self._exact_delta())[0]
+        return self._many(self.delta_ends, fmt, lambda _: self._rational.delta())[0]
 
     def dprobs(self, fmt: FloatFormat = FP64) -> list[float]:
         """dP of the visible keys."""
@@ -168,11 +158,11 @@ class OracleRow:
 
     def dscores(self, fmt: FloatFormat = FP64) -> list[float]:
         """dS of the visible keys, the slope of a softcap included."""
-        return self._many(self.dscores_ends, fmt, self._exact_dscore)
+        return self._many(self.dscores_ends, fmt, self._rational.dscore)
 
     def dq(self, fmt: FloatFormat = FP64) -> list[float]:
         """dQ [D]."""
-        return self._many(self.dq_ends, fmt, self._exact_dq)
+        return self._many(self.dq_ends, fmt, self._rational.dq)
 
     def ends(self, output: str, bits: int) -> list[Enclosure]:
         """Enclosures of out, lse, delta or dq at ``bits`` bits; computed once."""
@@ -184,10 +174,10 @@ class OracleRow:
     def exact(self, output: str, i: int) -> Fraction | None:
         """Element i of out, lse, delta or dq where it is known to be rational, else None."""
         if output == "out":
-            return self._group_mean(self._v, i)
+            return self._rational.out(i)
         if output == "dq":
-            return self._exact_dq(i)
-        return self._exact_lse() if output == "lse" else self._exact_delta()
+            return self._rational.dq(i)
+        return self._rational.lse() if output == "lse" else self._rational.delta()
 
     def score_ends(self, bits: int) -> list[Enclosure]:
         """Enclosures of S."""
@@ -320,6 +310,20 @@ class OracleRow:
             x + ((m << (e - exponent)) if m else 0) for x, (m, e) in zip(raw, masks, strict=True)
         ] if masks else raw, exponent
 
+    @cached_property
+    def _rational(self) -> RowRationals:
+        head = self._oracle.head
+        return RowRationals(
+            scores=self._integer_scores if head.softcap is None else None,
+            products=self._raw,
+            mask=self._mask or [0.0] * len(self._raw),
+            dprobs=self._dprobs,
+            dprobs_exponent=self._dprobs_exponent,
+            k=self._k,
+            v=self._v,
+            scale=self._oracle.scale,
+        )
+
     def _plain(self, bits: int) -> _Evaluation:
         scores, exponent = self._integer_scores
         top = max(scores)
@@ -353,104 +357,6 @@ class OracleRow:
         ends = [Enclosure(s - 4, s + 4, -bits - 2) for s in scores]
         shift = scaled(top, -bits - 2)
         return _Evaluation(bits, exponentials, 3, sum(exponentials), shift, ends, slopes)
-
-    @cached_property
-    def _groups(self) -> list[list[int]]:
-        """Visible keys (by their place in ``keys``) of equal S; under softcap, of equal q.k and mask."""
-        found: defaultdict[object, list[int]] = defaultdict(list)
-        if self._oracle.head.softcap is None:
-            scores = self._integer_scores[0]
-            for i, s in enumerate(scores):
-                found[s].append(i)
-            return [found[s] for s in sorted(found, reverse=True)]  # type: ignore[type-var]
-        for i, raw in enumerate(self._raw):
-            found[raw, self._mask[i] if self._mask else 0.0].append(i)
-        return list(found.values())
-
-    def _common_mean(self, values: Sequence[int]) -> Fraction | None:
-        """The mean of ``values`` (by visible key) where it is the same in every group."""
-        means = (Fraction(sum(values[i] for i in group), len(group)) for group in self._groups)
-        first = next(means)
-        return first if all(mean == first for mean in means) else None
-
-    def _group_mean(self, matrix: IntegerMatrix, d: int) -> Fraction | None:
-        mean = self._common_mean([int(x) for x in matrix.array[:, d]])
-        return None if mean is None else mean * scaled(1, matrix.exponent)
-
-    def _exact_delta(self) -> Fraction | None:
-        mean = self._common_mean(self._dprobs)
-        return None if mean is None else mean * scaled(1, self._dprobs_exponent)
-
-    def _exact_score(self, i: int) -> Fraction | None:
-        """S_i where it is rational: without softcap, and where q.k = 0 (tanh of another rational number is not)."""
-        if self._oracle.head.softcap is None:
-            integers, exponent = self._integer_scores
-            return scaled(integers[i], exponent)
-        return None if self._raw[i] else Fraction(self._mask[i] if self._mask else 0)
-
-    def _exact_lse(self) -> Fraction | None:
-        if len(self.keys) > 1:
-            return None
-        return self._exact_score(0)
-
-    def _exact_row_sum(self) -> Fraction | None:
-        return Fraction(len(self.keys)) if len(self._groups) == 1 else None
-
-    def _exact_dscore(self, i: int) -> Fraction | None:
-        """dS_i = P_i (dP_i - delta): zero iff delta is rational and equals dP_i, else rational iff all S are equal.
-
-        For r = dS_i other than zero, r l^2 holds both exp(2 max S) and exp(2 min S), and P_i l (dP_i l - A) lacks one.
-        """
-        if self._common_mean(self._dprobs) == self._dprobs[i]:
-            return Fraction(0)
-        if len(self._groups) > 1:
-            return None
-        n = len(self.keys)
-        value = (self._dprobs[i] - Fraction(sum(self._dprobs), n)) / n
-        return self._unless_sloped(value * scaled(1, self._dprobs_exponent))
-
-    def _unless_sloped(self, value: Fraction) -> Fraction | None:
-        """A value of a row of equal S: under softcap it is multiplied by 1 - tanh^2, irrational unless q.k = 0."""
-        rational = self._oracle.head.softcap is None or not value or not self._raw[0]
-        return value if rational else None
-
-    def _exact_dq(self, d: int) -> Fraction | None:
-        column = [int(x) for x in self._k.array[:, d]]
-        capped = self._oracle.head.softcap is not None
-        if len(set(self._dprobs)) == 1 or (len(set(column)) == 1 and not capped):
-            return Fraction(0)
-        sizes = [len(group) for group in self._groups]
-        sums = [
-            (
-                sum(self._dprobs[i] for i in g),
-                sum(column[i] for i in g),
-                sum(self._dprobs[i] * column[i] for i in g),
-            )
-            for g in self._groups
-        ]
-        numerator, exponent = self._oracle.scale
-        unit = numerator * scaled(1, exponent + self._dprobs_exponent + self._k.exponent)
-
-        def pairs(g: int, h: int) -> int:
-            """sum over i in g, j in h of (dP_i - dP_j)(K_i - K_j)."""
-            (p, k, pk), (p2, k2, pk2) = sums[g], sums[h]
-            return sizes[h] * pk + sizes[g] * pk2 - p * k2 - p2 * k
-
-        mean = Fraction(pairs(0, 0), 2 * sizes[0] ** 2)
-        if len(sizes) == 1:
-            return self._unless_sloped(mean * unit)
-        # The largest sum and the next one belong to one pair of groups each: most rows are refuted here.
-        if capped or Fraction(pairs(0, 1), 2 * sizes[0] * sizes[1]) != mean:
-            return None
-        scores = self._integer_scores[0]
-        level = [scores[g[0]] for g in self._groups]
-        totals: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
-        for g in range(len(sizes)):
-            for h in range(len(sizes)):
-                total = totals[level[g] + level[h]]
-                total[0] += pairs(g, h)
-                total[1] += 2 * sizes[g] * sizes[h]
-        return mean * unit if all(Fraction(*total) == mean for total in totals.values()) else None
 
     def _many(
         self, ends: Callable[[int], list[Enclosure]], fmt: FloatFormat, exact: Callable[[int], Fraction | None]

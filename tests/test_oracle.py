@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, round_nearest_even
 from attn_diag.reference.exact import Enclosure, IntegerMatrix, exact_dot, round_dyadic
 from attn_diag.reference.oracle import HeadOracle, OracleLimitError, OracleRow
+from attn_diag.reference.rational import RowRationals
 from attn_diag.reference.rounding import BF16, E4M3, E5M2, FP16, FP32, FP64
 
 T, D = 24, 6
@@ -197,8 +198,8 @@ def test_rational_values_at_midpoints_end_the_loop(name: str, monkeypatch: pytes
     assert (got if isinstance(got, list) else [got]) == expected
     # Unrecognised they would not end.
     again = midpoint_rows()[name][0]
-    for method in ("_group_mean", "_exact_delta", "_exact_dq"):
-        monkeypatch.setattr(OracleRow, method, lambda *_: None)
+    for method in ("out", "delta", "dq"):
+        monkeypatch.setattr(RowRationals, method, lambda *_: None)
     with pytest.raises(OracleLimitError, match="too close to a midpoint of bf16"):
         getattr(again, output)(BF16)
 
