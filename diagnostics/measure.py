@@ -119,7 +119,7 @@ def measure_head(
     passed = forward.run()
     results = [_measure(inputs, passed, seen, forward.errors.get(seen.name), batch, head, x) for seen in observed]
     if certify is not None:
-        usable = ~inputs.unusable & ~passed.reference.fully_masked
+        usable = ~inputs.unusable & ~passed.reference.fully_masked & passed.bounds.known_rows
         certificate = certify.check(inputs.head, passed.reference, passed.bounds, usable)
         for result in results:
             result.certificate = certificate

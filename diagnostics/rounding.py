@@ -43,7 +43,7 @@ def round_to(x: Values, rounding: str, seed: int = 0) -> Values:
     if isinstance(x, (np.ndarray, np.floating)):
         if x.dtype not in (np.float32, np.float64):
             raise _wrong_input(f"a numpy {x.dtype}")
-        rounded = round_array(np.array(x), wanted, seed)  # a copy: "fp64" rounds nothing
+        rounded = np.array(x) if wanted is None else round_array(np.asarray(x), wanted, seed)
         return rounded if isinstance(x, np.ndarray) else x.dtype.type(rounded[()])
     if isinstance(x, float):
         return float(round_array(np.asarray(x), wanted, seed)[()])

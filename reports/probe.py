@@ -54,7 +54,7 @@ def _table(findings: list[Finding], title: str) -> Table | Text:
     table.add_column("probe", no_wrap=True)
     table.add_column(title)
     accuracy = findings[0].kind == "accuracy"
-    with_lse = any(f.lse_test is not None for f in findings)
+    with_lse = any(f.lse is not None for f in findings)
     bounds = ["of the\nbound"] * accuracy + ["L of\nbound"] * with_lse
     for head in ("max\nulp", *bounds):
         table.add_column(head, justify="right", no_wrap=True)
@@ -63,7 +63,7 @@ def _table(findings: list[Finding], title: str) -> Table | Text:
         text.append(f"\n{finding.shows}", style="dim")
         bound = [words.number(finding.of_budget, 2)] if accuracy else []
         if with_lse:
-            bound.append(words.number(None if finding.lse_test is None else finding.lse_test.of_budget, 2))
+            bound.append(words.number(None if finding.lse is None else finding.lse.of_budget, 2))
         table.add_row(finding.name, text, words.number(finding.max_error_ulp), *bound)
     return table
 
@@ -91,7 +91,7 @@ def _fine(found: ProbeReport) -> str:
 
 
 def _lse(found: ProbeReport) -> str:
-    if not any(finding.lse_test for finding in found.findings):
+    if not any(finding.lse for finding in found.findings):
         return "L (lse) was not judged: fn returned none as a second output [B, H, T]."
     return (
         "L = m + ln l is biased if its mean error is more than fp32 arithmetic makes; its bound also allows a cast of "

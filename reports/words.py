@@ -128,7 +128,8 @@ def certificate_words(head: HeadDiagnosis) -> str | None:
     if found is None:
         return None
     if not found.rows:
-        return "certified: nothing, as none of the rows asked for is analysed (fully masked, or not finite)"
+        why = "fully masked, not finite, or beyond float64"
+        return f"certified: nothing, as none of the rows asked for is analysed ({why})"
     names = {"o": "O", "lse": "L", "delta": "delta", "dq": "dQ"}
     worst = ", ".join(f"{names[name]} {number(ratio, 2)}" for name, ratio in found.worst_ratio.items())
     outcome = "every error of the float64 reference is within its bound" if found.held else "THE BOUND IS VIOLATED"

@@ -148,6 +148,7 @@ def test_rows_whose_truth_float64_cannot_tell_are_left_out(huge: float, mode: st
         assert (head.rows_unknown, head.rows_all) == ((3, T - 3) if head.head is not None else (6, 2 * T - 6))
         assert head.certificate is not None
         assert head.certificate.held
+        assert head.certificate.worst_ratio["o"] > 1e-4, "rows without a bound certify nothing"
     assert "beyond float64" in diagnosis.report()
 
 

@@ -178,7 +178,7 @@ def test_fa2_shows_the_normaliser_mismatch_as_predicted(dtype: torch.dtype, caus
     assert repaired.labels <= {*QUIET, "lse-biased"}
     assert "The row sum matches the weights" in " ".join(repaired.summary)
     for name, sign in (("normaliser-down", -1), ("normaliser-up", 1)):
-        moved, kept = repaired[name].lse_test, found[name].lse_test
+        moved, kept = repaired[name].lse, found[name].lse
         assert moved is not None
         assert kept is not None
         assert sign * (moved.error.mean or 0.0) > (1e-3 if dtype == torch.bfloat16 else 1e-4)
@@ -458,9 +458,9 @@ def test_lse_is_judged_where_it_comes(kind: str) -> None:
     assert found.assumptions.ok
     for finding in found.findings:
         assert set(finding.labels) == (labels or {"exact"}), finding
-        assert finding.lse_test is not None
-        assert finding.lse_test.fits_base_2 == (kind == "base 2")
-        assert (finding.lse_test.of_budget > 1) == ("lse-too-large" in labels)
+        assert finding.lse is not None
+        assert finding.lse.fits_base_2 == (kind == "base 2")
+        assert (finding.lse.of_budget > 1) == ("lse-too-large" in labels)
     text = " ".join(found.summary)
     assert text.startswith("Nothing beyond correct rounding" if not labels else "NaN" if kind == "nan" else "L (lse)")
     assert ("L ln 2 fits: return the natural logarithm" in text) == (kind == "base 2")
@@ -472,7 +472,6 @@ def test_lse_is_judged_where_it_comes(kind: str) -> None:
 def test_where_no_lse_comes_the_report_says_so() -> None:
     found = run(kernel(), probes=["normal"])
     assert found["normal"].lse is None
-    assert found["normal"].lse_test is None
     assert "L (lse) was not judged" in " ".join(found.report().split())
 
 

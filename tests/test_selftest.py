@@ -57,7 +57,7 @@ class TestInstallation:
     def test_this_one_passes_in_seconds(self) -> None:
         found = attn_diag.selftest()
         assert found.passed, [check for check in found.checks if not check.passed]
-        assert len(found.checks) == 15
+        assert len(found.checks) == 16
         assert all(check.cases > 0 for check in found.checks)
         assert found.seconds < 60
 
@@ -88,12 +88,12 @@ class TestInstallation:
         assert found == {"float64 exp, largest error", "float64 log, largest error"}
 
     def test_guard_an_fp32_reference_fails(self) -> None:
-        def single(head: AttentionHead) -> object:
+        def single(head: AttentionHead) -> Any:
             found = reference_head(head)
-            assert found.dq is not None
-            return SimpleNamespace(out=found.out.float(), lse=found.lse.float(), dq=found.dq.float())
+            names = ("out", "lse", "delta", "dq")
+            return SimpleNamespace(**{name: getattr(found, name).float() for name in names})
 
-        assert len(failed(attention_checks(single))) == 3
+        assert len(failed(attention_checks(single))) == 4
 
     def test_guard_nearest_sums_fail(self) -> None:
         core = replace(HOPPER, result=Mode.NEAREST_EVEN)
@@ -111,7 +111,7 @@ class TestCommand:
         target = tmp_path / "selftest.json"
         done = runner.invoke(app, ["selftest", "--json", str(target)])
         assert done.exit_code == 0, done.output
-        assert "all 15 checks passed" in done.output
+        assert "all 16 checks passed" in done.output
         assert "float64 to bf16" in done.output
         written = json.loads(target.read_text())
         assert (written["schema"], written["schema_version"], written["passed"]) == ("attn-diag-selftest", 1, True)

@@ -37,9 +37,9 @@ _FINE_PRECISION = 23 - 8
 class HeadErrors:
     """One head's errors over the rows that are finite; ``signed`` by (direction, "error" or "excess").
 
-    ``size``: sum of |O_ref|; ``square``, ``reference_square``: sums of squared errors and O_ref; ``predicted``: sum of
-    the errors predicted for an l that sums the uncast P_bar; ``allowed``: sum of what fp32 arithmetic can make of each
-    error, where O is so fine that it shows, else 0; ``both_signs``: whether O_ref has both.
+    ``size``: sum of |O_ref|; ``predicted``: sum of the errors predicted for an l that sums the uncast P_bar;
+    ``allowed``: sum of what fp32 arithmetic can make of each error, where O is so fine that it shows, else 0;
+    ``both_signs``: whether O_ref has both.
     """
 
     signed: dict[tuple[Direction, str], SignedErrors]
@@ -50,8 +50,6 @@ class HeadErrors:
     max_error_ulp: float
     of_budget: float
     size: float
-    square: float
-    reference_square: float
     predicted: float | None
     allowed: float
     both_signs: bool
@@ -113,8 +111,6 @@ def measure_head(
         max_error_ulp=_largest(error.abs() / spacing),
         of_budget=_largest(error.abs() / budget),
         size=float(truth.abs().sum()),
-        square=float(error.square().sum()),
-        reference_square=float(truth.square().sum()),
         predicted=None if predicted is None else float((truth.abs() * predicted.to(rows.device)[rows, None]).sum()),
         allowed=float(arithmetic[rows].sum()) if out.precision >= _FINE_PRECISION else 0.0,
         both_signs=bool((truth < 0).any()) and bool((truth > 0).any()),
@@ -163,8 +159,6 @@ def _joined(parts: Sequence[HeadErrors]) -> HeadErrors:
         max_error_ulp=max(p.max_error_ulp for p in parts),
         of_budget=max(p.of_budget for p in parts),
         size=sum(p.size for p in parts),
-        square=sum(p.square for p in parts),
-        reference_square=sum(p.reference_square for p in parts),
         predicted=sum(predicted) if predicted else None,
         allowed=sum(p.allowed for p in parts),
         both_signs=any(p.both_signs for p in parts),

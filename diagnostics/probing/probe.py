@@ -171,8 +171,7 @@ class _Run:
             relative_ci=(interval[0] / mean_size, interval[1] / mean_size) if interval and mean_size else None,
             predicted=sum(predicted) / size if predicted and size else None,
             tests=tests,
-            lse=None if of_lse is None else of_lse.error,
-            lse_test=of_lse,
+            lse=of_lse,
         )
 
     def invariance(self, item: Probe) -> Finding:
@@ -215,7 +214,7 @@ def _built(name: str, build: Callable[[Draw], _Inputs], draw: Draw) -> _Inputs:
 def _judge(findings: Sequence[Finding], level: float) -> tuple[tuple[Finding, ...], int]:
     """Labels and words, after Benjamini-Hochberg over every p-value of the run; and how many there were."""
     every: list[SignedTest | LseTest] = [t for f in findings for t in f.tests]
-    every += [f.lse_test for f in findings if f.lse_test is not None]
+    every += [f.lse for f in findings if f.lse is not None]
     p_values = [t.p_value for t in every if t.p_value is not None]
     adjusted = iter(adjust(p_values))
     by_test = {id(t): next(adjusted) for t in every if t.p_value is not None}
@@ -228,8 +227,8 @@ def _judge(findings: Sequence[Finding], level: float) -> tuple[tuple[Finding, ..
     for found in findings:
         if found.kind == "accuracy":
             tests = tuple(decided(t) for t in found.tests)
-            of_lse = None if found.lse_test is None else decided(found.lse_test)
-            found = replace(found, tests=tests, lse_test=of_lse)
+            of_lse = None if found.lse is None else decided(found.lse)
+            found = replace(found, tests=tests, lse=of_lse)
             found = replace(found, labels=_accuracy_labels(found))
             found = replace(found, words=words.accuracy_words(found, level))
         judged.append(found)
@@ -237,7 +236,7 @@ def _judge(findings: Sequence[Finding], level: float) -> tuple[tuple[Finding, ..
 
 
 def _accuracy_labels(found: Finding) -> tuple[Label, ...]:
-    lse = found.lse_test
+    lse = found.lse
     wrong: dict[Label, bool] = {
         "broken": found.nonfinite > 0 or (lse is not None and lse.nonfinite > 0),
         "too-large": (found.of_budget or 0.0) > 1,

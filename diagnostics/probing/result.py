@@ -73,7 +73,7 @@ class Finding:
     input's format and sums in fp32 can make of it (see ``attn_diag.probing.budget``). ``relative``: mean excess away
     from zero / mean |O_ref|, which is the normaliser's defect where V > 0, with ``relative_ci`` at 1 - level;
     ``predicted``: what it would be with P_bar cast for V but not for l (the normaliser probes).
-    ``lse``: L_obs - L_ref, where fn returns L, and ``lse_test``. The first label is the gravest.
+    ``lse``: where fn returns L. The first label is the gravest.
     """
 
     name: str
@@ -90,8 +90,7 @@ class Finding:
     relative_ci: tuple[Number, Number] | None = None
     predicted: Number | None = None
     tests: tuple[SignedTest, ...] = ()
-    lse: BiasEstimate | None = None
-    lse_test: LseTest | None = None
+    lse: LseTest | None = None
 
 
 @dataclass(frozen=True)

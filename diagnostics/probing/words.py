@@ -26,8 +26,8 @@ def accuracy_words(found: Finding, level: float) -> str:
     parts += [_bias_words(test, level) for test in found.tests if test.biased]
     if not parts:
         parts.append(_quiet_words(found))
-    if found.lse_test is not None:
-        parts += _lse_words(found.lse_test)
+    if found.lse is not None:
+        parts += _lse_words(found.lse)
     if found.name == "ones" and "biased" in found.labels:
         parts.append("noise in the sum of P alone can do that, for spacing halves below 1")
     if found.name == "unit-vectors" and found.relative_ci is not None:
@@ -122,7 +122,7 @@ def summarise(
 
 def _lse_summary(findings: Sequence[Finding]) -> list[str]:
     """Where L is wrong; nothing where it is not, or did not come."""
-    known = [(f, f.lse_test) for f in findings if f.lse_test is not None]
+    known = [(f, f.lse) for f in findings if f.lse is not None]
     large = [(f, lse) for f, lse in known if lse.of_budget > 1]
     sentences = []
     if large:
