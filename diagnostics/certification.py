@@ -16,6 +16,7 @@ from attn_diag.reference.certificate import upper_norm
 
 # The oracle's names and those of the diagnosis.
 _NAMES = {"out": "o", "lse": "lse", "delta": "delta", "dq": "dq"}
+# The oracle's own default, without loading mpmath for it; the command line has it too.
 DEFAULT_ORACLE_BITS = 128
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -22,11 +23,13 @@ from attn_diag.analysis import inspect_captures
 from attn_diag.bias import PRIMARY
 from attn_diag.certification import Certify, RoundedBound, pool_certificates, rounding_of_products
 from attn_diag.cli import main
+from attn_diag.cli.inspect import inspect as command
 from attn_diag.diagnosis import BiasEstimate, Certificate, Diagnosis, HeadDiagnosis
 from attn_diag.ranges import Ranges
 from attn_diag.reference import UNIT, BoundCollector, HeadBounds, HeadReference, format_of, round_nearest_even, ulp
 from attn_diag.reference import attention as forward
 from attn_diag.reference.exact import exact_dot
+from attn_diag.reference.oracle import DEFAULT_BITS
 from attn_diag.reports.words import certificate_words
 from attn_diag.verdict import beyond_reference
 
@@ -430,6 +433,11 @@ def test_what_cannot_be_certified_in_python() -> None:
     for row in (T, -1):
         with pytest.raises(InputError, match=f"no row {row} to certify; the capture has rows 0 to {T - 1}"):
             attn_diag.inspect(**tensors, causal=True, certify=Certify(rows=frozenset({row})))
+
+
+def test_one_default_precision() -> None:
+    of_command = inspect.signature(command).parameters["certify_bits"].default
+    assert Certify(1).bits == of_command == DEFAULT_BITS
 
 
 def test_an_oracle_that_cannot_tell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
