@@ -55,6 +55,7 @@ _HOME = {
     "WhatIf": "mitigation.result",
     "attention": "kernels.attention",
     "attribute": "attribution.attribute",
+    "check_qkv": "drift.check",
     "closed_form": "microscopy.closed_form",
     "examine_addition": "microscopy.addition",
     "identify": "identification.identify",
@@ -70,6 +71,7 @@ _HOME = {
     "repeated_maxima": "analysis",
     "round_to": "rounding",
     "selftest": "hardware.selftest",
+    "trace_dtypes": "drift.trace",
     "what_if": "mitigation.what_if",
 }
 
@@ -90,6 +92,7 @@ __all__ = [
     "WhatIf",
     "attention",
     "attribute",
+    "check_qkv",
     "closed_form",
     "examine_addition",
     "identify",
@@ -105,6 +108,7 @@ __all__ = [
     "repeated_maxima",
     "round_to",
     "selftest",
+    "trace_dtypes",
     "what_if",
 ]
 
