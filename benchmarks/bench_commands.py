@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from attn_diag.attribution.attribute import attribute
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.heads import NonFiniteCensus, read_head
 from attn_diag.identification.identify import identify
 from attn_diag.kernels import emulate_head, preset

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analysis import inspect_captures
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.diagnosis import Diagnosis
 from attn_diag.loading import load
 from attn_diag.reference import AttentionHead, Masking, reference_head

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.loading import load
 
 STRIDE = 5

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from attn_diag.analysis import inspect, inspect_captures, repeated_maxima
     from attn_diag.attribution.attribute import attribute
     from attn_diag.attribution.result import Attribution
-    from attn_diag.capture import Capture
     from attn_diag.capture_job import Selection
+    from attn_diag.captures import Capture
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
     from attn_diag.hardware.profile import HardwareProfile
@@ -42,7 +42,7 @@ _HOME = {
     "AttnDiagError": "errors",
     "Attribution": "attribution.result",
     "Certify": "certification",
-    "Capture": "capture",
+    "Capture": "captures",
     "Diagnosis": "diagnosis",
     "Dump": "kernels.dump",
     "HardwareProfile": "hardware.profile",

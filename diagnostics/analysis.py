@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from attn_diag.capture import DEFAULT_OBSERVATION, Capture
 from attn_diag.capture_job import CaptureJob, Runs, Selection
+from attn_diag.captures import DEFAULT_OBSERVATION, Capture
 from attn_diag.certification import Certify
 from attn_diag.diagnosis import (
     Diagnosis,

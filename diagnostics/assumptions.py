@@ -14,7 +14,7 @@ from typing import get_args
 
 import torch
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.diagnosis import Assumptions, Misfit
 from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_float64, read_head

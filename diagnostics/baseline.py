@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.engines import DEFAULT_RECIPE, require_known, select_recipes
 from attn_diag.errors import InputError
 from attn_diag.identification.recognise import recognise

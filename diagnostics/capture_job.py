@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions, read_lse
 from attn_diag.bias import SignedErrors
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.certification import Certify
 from attn_diag.diagnosis import (
     Assumptions,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.errors import InputError
 from attn_diag.kernels import (
     PRESETS,

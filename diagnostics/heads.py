@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, format_of
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from attn_diag.capture import OBSERVED, Capture, TensorSource
+from attn_diag.captures import OBSERVED, Capture, TensorSource
 from attn_diag.errors import InputError
 from attn_diag.metadata import KEYS, Metadata, refuse_unsupported
 

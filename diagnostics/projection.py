@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.heads import read_float64
 
 # q = x w_q^T in BF16 leaves about half a percent; RoPE, QK-norm or a bias in between leaves of the order of 1.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.heads import HeadInputs, read_float64
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
 from attn_diag.kernels.recipe import FORMATS

@@ -21,7 +21,7 @@ from attn_diag.attribution.result import Attribution, HeadAttribution
 from attn_diag.attribution.shapley import Array, Plan, Subset
 from attn_diag.attribution.site_shares import attribute_sites
 from attn_diag.attribution.sites import rounding_sites, with_low, with_mode
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs
 from attn_diag.kernels import PRESETS, Recipe, Schedule, SoftmaxRule, emulate_head, preset

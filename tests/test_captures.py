@@ -89,7 +89,7 @@ def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attn_diag.capture.save_file", full_disk)
+    monkeypatch.setattr("attn_diag.captures.save_file", full_disk)
     with pytest.raises(InputError, match="No space left"):
         Capture(full()).save(tmp_path / "capture.safetensors")
     assert not list(tmp_path.iterdir())

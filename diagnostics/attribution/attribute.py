@@ -13,8 +13,8 @@ from attn_diag.attribution.result import Attribution, HeadAttribution, RowKind
 from attn_diag.attribution.site_shares import SiteTable, attribute_sites
 from attn_diag.attribution.words import reasons
 from attn_diag.baseline import Baseline, find_baseline, observation_with_o
-from attn_diag.capture import Capture
 from attn_diag.capture_job import Selection, select_heads
+from attn_diag.captures import Capture
 from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import Recipe, emulate_head

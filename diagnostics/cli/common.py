@@ -18,7 +18,7 @@ from attn_diag.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from attn_diag.capture import Capture
+    from attn_diag.captures import Capture
     from attn_diag.progress import Progress
     from attn_diag.ranges import Ranges
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.errors import InputError
 from attn_diag.identification import search
 from attn_diag.identification.agreement import Match, choose_rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from attn_diag.capture import Capture
 from attn_diag.capture_job import Selection, select_heads, select_observations
+from attn_diag.captures import Capture
 from attn_diag.errors import InputError
 from attn_diag.identification.identify import identify
 from attn_diag.identification.result import Identification, Identifications

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.identification import search
 from attn_diag.identification.agreement import spread_rows
 from attn_diag.kernels import Recipe

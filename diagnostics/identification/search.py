@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_head
 from attn_diag.identification.agreement import Match
 from attn_diag.identification.candidates import families, known_name, known_recipes, schedules, variants

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import Format, Mode, Rounding, parse, round_to
 from attn_diag.microscopy.subject import Subject, subject_of

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.diagnosis import Tool
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe, emulate_rows, trace_row

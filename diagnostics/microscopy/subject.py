@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions
 from attn_diag.baseline import Baseline, find_baseline, observation_with_o
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.engines import DEFAULT_RECIPE, require_known
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head

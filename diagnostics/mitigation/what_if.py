@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_diag.assumptions import check_assumptions
 from attn_diag.baseline import find_baseline, observation_with_o
 from attn_diag.bias import SignedErrors, adjust, estimate_bias
-from attn_diag.capture import Capture
+from attn_diag.captures import Capture
 from attn_diag.diagnosis import BiasEstimate
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_head
