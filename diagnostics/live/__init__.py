@@ -1,0 +1,1 @@
+"""Attention calls of a running model, as their kernels saw them: ``capture``, and what the monitor listens to."""
