@@ -410,8 +410,13 @@ SIZES: dict[str, int | float] = {
 def main() -> None:
     options = parser().parse_args()
     received: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)  # the second one ends the process
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda n, _: received.append(n))
+        signal.signal(number, note)
     torch.set_float32_matmul_precision("high")
     place = Place.here(options.device)
     try:
