@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from attn_diag.kernels import Recipe, preset
     from attn_diag.kernels.attention import attention
     from attn_diag.kernels.dump import Dump
+    from attn_diag.live.recorder import capture, last
     from attn_diag.loading import load, load_example
     from attn_diag.microscopy.addition import examine_addition
     from attn_diag.microscopy.closed_form import closed_form
@@ -55,6 +56,7 @@ _HOME = {
     "WhatIf": "mitigation.result",
     "attention": "kernels.attention",
     "attribute": "attribution.attribute",
+    "capture": "live.recorder",
     "check_qkv": "drift.check",
     "closed_form": "microscopy.closed_form",
     "examine_addition": "microscopy.addition",
@@ -63,6 +65,7 @@ _HOME = {
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
+    "last": "live.recorder",
     "load": "loading",
     "load_example": "loading",
     "microscope": "microscopy.microscope",
@@ -92,6 +95,7 @@ __all__ = [
     "WhatIf",
     "attention",
     "attribute",
+    "capture",
     "check_qkv",
     "closed_form",
     "examine_addition",
@@ -100,6 +104,7 @@ __all__ = [
     "inspect",
     "inspect_captures",
     "json_schema",
+    "last",
     "load",
     "load_example",
     "microscope",

@@ -38,7 +38,7 @@ class AttentionCall:
     None where the kernel keeps it to itself; ``mask`` bool (True attends) or additive, broadcastable to
     [B, Hq, Tq, Tk]. After the backward pass dO, dQ, dK, dV likewise; None before, and without one. Of the query
     projection, where it was found: its input ``x`` [B, Tq, C], the rows ``w_q`` [Hq * D, C] of its weight, and after
-    the backward ``dq_pre`` [B, Hq, Tq, D], the gradient at its output, where q is not that output itself. ``refused``: why
+    the backward ``dq_pre`` [B, Hq, Tq, D], the gradient at its output, where q is not x w_q^T itself. ``refused``: why
     attn-diag cannot analyse the call (dropout, sinks), or None.
     """
 
@@ -98,6 +98,10 @@ class Listener(Protocol):
 
     def wants(self, place: Place) -> bool:
         """Whether to be told of the call that is about to run. Asked for every call: no work, no synchronisation."""
+        ...
+
+    def wants_step(self, step: int) -> bool:
+        """Whether any call of this step may be wanted; where not, nothing at all is kept during it."""
         ...
 
     def forward(self, call: AttentionCall) -> None:

@@ -1,0 +1,189 @@
+"""The query projection of an attention module: found by watching which linear layer's output q came from."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Rotations leave the norm of a row as it is; BF16 changes it by less than this.
+_SAME_NORM = 0.02
+_QUERY_NAMES = ("q_proj", "query", "wq", "to_q", "q", "q_lin", "c_q", "q_a_proj", "q_b_proj")
+_FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "wqkv", "in_proj", "query_key_value", "w_pack", "attn_qkv")
+_ROWS = 8
+FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_KEPT = 12
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which columns of a linear layer's output are q.
+
+    ``groups`` 0: all, or the first Hq * D of them (q, k and v one after the other); else the output is
+    [groups, Hq / groups + 2, D]: k and v follow their own queries (GPT-NeoX, InternLM).
+    """
+
+    heads: int
+    dim: int
+    groups: int = 0
+
+    def columns(self, width: int, device: torch.device) -> Tensor | slice:
+        """The columns, of ``width``."""
+        if not self.groups:
+            return slice(0, self.heads * self.dim)
+        numbers = torch.arange(width, device=device).view(self.groups, -1, self.dim)
+        return numbers[:, : self.heads // self.groups].reshape(-1)
+
+    def of(self, y: Tensor) -> Tensor:
+        """q [B, Hq, T, D] out of y [B, T, N]."""
+        picked = y[..., self.columns(y.shape[-1], y.device)]
+        return picked.reshape(*y.shape[:2], self.heads, self.dim).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer, the columns that are q, and whether q is exactly its output (nothing in between)."""
+
+    layer: Any  # a Linear, or transformers' Conv1D
+    slice: Slice
+    exact: bool
+
+    def weight(self) -> Tensor:
+        """w_q [Hq * D, C]."""
+        weight: Tensor = self.layer.weight.detach()
+        # transformers' Conv1D keeps its weight as [C, N].
+        weight = weight.T if _is_conv1d(self.layer) else weight
+        rows = self.slice.columns(weight.shape[0], weight.device)
+        return weight[rows]
+
+    @property
+    def biased(self) -> bool:
+        """Whether it adds a bias."""
+        return getattr(self.layer, "bias", None) is not None
+
+
+@dataclass(eq=False)
+class _Seen:
+    layer: nn.Module
+    name: str
+    x: Tensor
+    y: Tensor
+
+
+class Projections:
+    """Watches the linear layers of a model: at first all of them, then those that made a q."""
+
+    def __init__(self, model: nn.Module) -> None:
+        fast = [m for m in model.modules() if isinstance(m, FAST_PATHS)]
+        # A hook below one of these would take inference off its fast path; and the sites know their projections.
+        left_out = {layer for module in fast for layer in module.modules()}
+        self._names = {
+            layer: clean(name) for name, layer in model.named_modules() if _is_linear(layer) and layer not in left_out
+        }
+        self.recording = False
+        self._handles = {layer: layer.register_forward_hook(self._ran) for layer in self._names}
+        self._recent: deque[_Seen] = deque(maxlen=_KEPT)
+        self._known: dict[str, Projection | None] = {}
+
+    def _ran(self, layer: nn.Module, args: tuple[Any, ...], y: Any) -> None:
+        if self.recording and args and isinstance(args[0], Tensor) and isinstance(y, Tensor):
+            self._recent.append(_Seen(layer, self._names[layer], args[0], y))
+
+    def settle(self) -> None:
+        """Every attention has been seen once: leave the other layers alone."""
+        kept = {found.layer for found in self._known.values() if found is not None}
+        if kept:
+            for layer in list(self._handles):
+                if layer not in kept:
+                    self._handles.pop(layer).remove()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the activations that are held."""
+        self._recent.clear()
+
+    def find(self, module: str, q: Tensor) -> tuple[Projection, Tensor, Tensor] | None:
+        """The projection that made ``q`` [B, H, T, D] in ``module``, its input [B, T, C] and output [B, T, N]."""
+        batch, _, rows, _ = q.shape
+        prefix = f"{module}." if module else ""
+        near = [s for s in reversed(self._recent) if s.name.startswith(prefix) and s.y.numel() % (batch * rows) == 0]
+        if module not in self._known:
+            self._known[module] = _search(near, q)
+        found = self._known[module]
+        if found is None:
+            return None
+        seen = next((s for s in near if s.layer is found.layer), None)
+        if seen is None:
+            return None
+        self._recent.remove(seen)
+        x, y = _by_rows(seen.x, batch, rows), _by_rows(seen.y, batch, rows)
+        return None if x is None or y is None else (found, x, y)
+
+
+def clean(name: str) -> str:
+    """A module's name without what DDP, FSDP, checkpointing and compilation put in between."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPING)
+
+
+_WRAPPING = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or _is_conv1d(layer)
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def _by_rows(t: Tensor, batch: int, rows: int) -> Tensor | None:
+    """[B, T, N] of [B, T, N] or [B * T, N]; None where it is neither."""
+    if t.dim() == 2 and t.shape[0] == batch * rows:
+        return t.view(batch, rows, -1) if t.is_contiguous() else t.reshape(batch, rows, -1)
+    return t if t.dim() == 3 and tuple(t.shape[:2]) == (batch, rows) else None
+
+
+def _slices(width: int, heads: int, dim: int) -> list[Slice]:
+    if width < heads * dim:
+        return []
+    found = [Slice(heads, dim)]
+    kv = width // dim - heads
+    if width % dim == 0 and kv > 0 and kv % 2 == 0 and heads % (kv // 2) == 0:
+        found.append(Slice(heads, dim, groups=kv // 2))
+    return found
+
+
+@torch.no_grad()
+def _search(near: list[_Seen], q: Tensor) -> Projection | None:
+    """By equal values; else by equal norms of rows, which rotations keep; else by the usual names."""
+    batch, heads, rows, dim = q.shape
+    candidates = []
+    for seen in near:
+        y = _by_rows(seen.y, batch, rows)
+        if y is not None:
+            candidates += [(seen, y, part) for part in _slices(y.shape[-1], heads, dim)]
+    wanted = q[:1, :, :_ROWS]
+    parts = [part.of(y[:1, :_ROWS]) for _, y, part in candidates]
+    for (seen, _, part), made in zip(candidates, parts, strict=True):
+        if torch.equal(made.to(q.dtype), wanted):
+            return Projection(seen.layer, part, exact=True)
+    norm = wanted.double().norm(dim=-1)
+    for (seen, _, part), made in zip(candidates, parts, strict=True):
+        off = (made.double().norm(dim=-1) - norm).norm() / norm.norm()
+        if off < _SAME_NORM:
+            return Projection(seen.layer, part, exact=False)
+    for seen, y, part in candidates:
+        last = seen.name.rpartition(".")[2].lower()
+        whole = y.shape[-1] == heads * dim
+        if (last in _QUERY_NAMES and whole) or (last in _FUSED_NAMES and not whole):
+            return Projection(seen.layer, part, exact=False)
+    return None

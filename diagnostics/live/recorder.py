@@ -1,0 +1,403 @@
+"""``attn_diag.capture``: files that ``inspect`` reads, from a running model."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from attn_diag.captures import Capture
+from attn_diag.errors import InputError
+from attn_diag.live.call import AttentionCall, Place
+from attn_diag.live.watch import Watch
+from attn_diag.live.writer import Taken, Writer
+
+_log = logging.getLogger("attn_diag")
+_GIB = 2**30
+# Device memory that may wait for the host at one time.
+_IN_FLIGHT = 4 * _GIB
+_LAST_TIMEOUT = 60.0
+
+Steps = Container[int] | Callable[[int], bool]
+
+_open: list[Recorder] = []
+_newest: list[Capture] = []
+_numbers = count()
+_lock = threading.Lock()
+
+
+class Recorder:
+    """See ``capture``. ``written``: the files so far; ``dropped``: calls that were not recorded, and why."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        path: str | os.PathLike[str],
+        *,
+        steps: Steps | None,
+        layers: Container[int] | None,
+        heads: Iterable[int] | None,
+        batch: Iterable[int] | None,
+        calls: Container[int] | None,
+        ring: int,
+        max_bytes: int,
+        first_step: int,
+    ) -> None:
+        self.folder = Path(path)
+        self.written: list[Path] = []
+        self.dropped: dict[str, int] = {}
+        self._model, self._first_step = model, first_step
+        self._steps, self._layers, self._calls = steps, layers, calls
+        self._heads = None if heads is None else sorted(heads)
+        self._batch = None if batch is None else sorted(batch)
+        self._ring: deque[list[tuple[str, Capture]]] | None = deque(maxlen=ring) if ring else None
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._taken: dict[tuple[str | None, int], Taken] = {}
+        self._step: list[tuple[str, Capture]] = []
+        self._writer = Writer(self._keep, limit=_IN_FLIGHT)
+        self._run = _run_id(self.folder)
+        self._watch: Watch | None = None
+
+    # A context, or start() and close().
+
+    def start(self) -> Self:
+        """Begin. Raises InputError where ``path`` cannot be written, or holds captures of this rank already."""
+        _prepare(self.folder, _rank())
+        self._writer.start()
+        self._watch = Watch(self._model, self, self._first_step)
+        if self._watch.compiled:
+            self._watch.warn_once(COMPILED)
+        self._watch.start()
+        with _lock:
+            _open.append(self)
+        atexit.register(self.close)
+        return self
+
+    def close(self) -> None:
+        """Remove every hook and wait until what was captured is written."""
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        watch.stop()
+        self._submit_open()
+        self._writer.call(self._step_over)
+        self._writer.close()
+        with _lock:
+            _open.remove(self)
+        atexit.unregister(self.close)
+        if not watch.calls_seen:
+            _log.warning(UNSEEN)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            self._submit_open()
+            self.dump(f"{kind.__name__} was raised")
+        self.close()
+
+    @property
+    def step(self) -> int:
+        """The current step."""
+        return self._first_step if self._watch is None else self._watch.step
+
+    def end_step(self) -> None:
+        """Say that a step is over, where no torch.optim optimizer does."""
+        if self._watch is not None:
+            self._watch.end_step()
+
+    def dump(self, reason: str) -> None:
+        """Write what the ring holds; without a ring everything is written anyway. Returns at once."""
+        if self._ring is not None:
+            self._writer.call(lambda: self._empty_ring(reason))
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until everything captured so far is on disk (or in the ring); whether it was in time."""
+        return self._writer.drain(timeout)
+
+    # What the watch calls.
+
+    def wants_step(self, step: int) -> bool:
+        """Whether this step is captured."""
+        if self._bytes >= self._max_bytes and self._ring is None:
+            return False
+        if self._steps is None:
+            return True
+        return bool(self._steps(step)) if callable(self._steps) else step in self._steps
+
+    def wants(self, place: Place) -> bool:
+        """Whether this call is."""
+        chosen = self._layers is None or place.layer in self._layers
+        return chosen and (self._calls is None or place.call in self._calls) and self.wants_step(place.step)
+
+    def forward(self, call: AttentionCall) -> None:
+        """Clone what is chosen of q, k, v, o, LSE, x and w_q."""
+        if call.refused is not None:
+            self._drop(f"{call.place.module or 'attention'}: {call.refused}")
+            return
+        tensors, metadata = self._select(call)
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        if self._ring is None and self._bytes + size > self._max_bytes:
+            self._bytes = self._max_bytes
+            self._drop(f"the limit of {self._max_bytes / _GIB:.3g} GiB is reached (max_bytes)")
+            return
+        self._bytes += size
+        self._taken[call.place.module, call.place.call] = Taken(tensors, metadata, call.place.step, self._name(call))
+
+    def backward(self, call: AttentionCall) -> None:
+        """Clone what is chosen of the gradients, and hand the call over."""
+        taken = self._taken.pop((call.place.module, call.place.call), None)
+        if taken is not None:
+            late, _ = self._select(call)
+            added: dict[str, Tensor] = {name: late[name] for name in ("do", "dq", "dk", "dv", "dq_pre") if name in late}
+            self._bytes += sum(t.numel() * t.element_size() for t in added.values())
+            taken.tensors |= added
+            self._submit(taken)
+
+    def step_ended(self, step: int) -> None:  # noqa: ARG002 - the protocol
+        """Calls without a backward are complete as they are."""
+        self._submit_open()
+        self._writer.call(self._step_over)
+
+    # Ourselves.
+
+    def _select(self, call: AttentionCall) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Clones of the chosen part of what the call has now, and its metadata."""
+        given = call.tensors()
+        batch, heads = given["q"].shape[:2]
+        group = heads // given["k"].shape[1]
+        items = list(range(batch)) if self._batch is None else [b for b in self._batch if b < batch] or [0]
+        first, last = 0, heads
+        if self._heads:
+            # Whole groups: a key head's gradient belongs to all its query heads.
+            first = min(self._heads[0], heads - 1) // group * group
+            last = min(-(-(self._heads[-1] + 1) // group) * group, heads)
+        parts: dict[str, Tensor] = {}
+        for name, t in given.items():
+            part = t
+            if name == "w_q":
+                parts[name] = t[first * call.q.shape[3] : last * call.q.shape[3]].clone()
+                continue
+            if name == "mask":
+                part = t[(None,) * (4 - t.dim())]
+                # Expanded axes hold one mask.
+                for axis in range(4):
+                    part = part.narrow(axis, 0, 1) if part.stride(axis) == 0 else part
+            if part.shape[0] == batch and (name != "mask" or batch > 1):
+                whole = items == list(range(items[0], items[-1] + 1))
+                part = part[items[0] : items[-1] + 1] if whole else torch.stack([part[b] for b in items])
+            if name != "x" and part.shape[1] == heads:
+                part = part[:, first:last]
+            elif name in ("k", "v", "dk", "dv"):
+                part = part[:, first // group : last // group]
+            parts[name] = part.clone(memory_format=torch.contiguous_format)
+        metadata = call.metadata()
+        extra = {**metadata["extra"], "run": self._run, "world_size": str(_world_size())}
+        extra["batch_items"] = ",".join(map(str, items))
+        return parts, {**metadata, "head_offset": first, "rank": _rank(), "extra": extra}
+
+    def _name(self, call: AttentionCall) -> str:
+        where = call.place
+        module = "" if where.module is None else "_" + re.sub(r"[^A-Za-z0-9.]+", "-", where.module or "model")
+        return f"step{where.step:06d}_layer{where.layer:02d}{module}_call{where.call}_rank{_rank()}.safetensors"
+
+    def _submit_open(self) -> None:
+        taken, self._taken = self._taken, {}
+        for one in taken.values():
+            self._submit(one)
+
+    def _submit(self, taken: Taken) -> None:
+        if not self._writer.submit(taken.seal()):
+            self._drop("the disk is slower than the captures: choose fewer steps, layers or batch items")
+
+    def _drop(self, reason: str) -> None:
+        if reason not in self.dropped:
+            _log.warning("not captured: %s", reason)
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    # In the writer's thread.
+
+    def _keep(self, taken: Taken) -> None:
+        capture = Capture.from_tensors(taken.tensors, **taken.metadata)
+        if self._step and self._step[0][1].metadata.step != taken.step:
+            self._step_over()
+        self._step.append((taken.name, capture))
+        if self._ring is None:
+            self._write(taken.name, capture)
+        elif broken := _nonfinite(capture):
+            self._step_over()
+            self._empty_ring(f"{broken} of {taken.name} is not finite")
+
+    def _step_over(self) -> None:
+        if not self._step:
+            return
+        global _newest
+        _newest = [capture for _, capture in self._step]
+        if self._ring is not None:
+            self._ring.append(self._step)
+            self._make_room()
+        self._step = []
+
+    def _make_room(self) -> None:
+        assert self._ring is not None
+        while len(self._ring) > 1 and sum(_size(c) for step in self._ring for _, c in step) > self._max_bytes:
+            self._ring.popleft()
+
+    def _empty_ring(self, reason: str) -> None:
+        assert self._ring is not None
+        self._step_over()
+        steps = list(self._ring)
+        self._ring.clear()
+        for name, capture in (item for step in steps for item in step):
+            notes = "; ".join(filter(None, (capture.metadata.notes, f"written because {reason}")))
+            self._write(name, replace(capture, metadata=replace(capture.metadata, notes=notes)))
+
+    def _write(self, name: str, capture: Capture) -> None:
+        try:
+            self.written.append(capture.save(self.folder / name))
+        except InputError as error:
+            self._drop(str(error))
+
+
+def capture(
+    model: nn.Module | None,
+    path: str | os.PathLike[str],
+    *,
+    steps: Steps | None = None,
+    layers: Container[int] | None = None,
+    heads: Iterable[int] | None = None,
+    batch: Iterable[int] | None = (0,),
+    calls: Container[int] | None = (0,),
+    ring: int = 0,
+    max_bytes: int = _GIB,
+    first_step: int = 0,
+) -> Recorder:
+    """Capture the attention calls of a model while it runs, as files that ``inspect`` reads.
+
+        with attn_diag.capture(model, "captures/", steps=range(0, 10_000, 500), layers={2}):
+            train(model)
+
+    Seen are F.scaled_dot_product_attention (also by way of nn.MultiheadAttention and Hugging Face transformers),
+    FlexAttention, flash_attn, transformers' own implementations (eager and registered ones) and
+    ``attn_diag.attention``; of each q, k, v, o, the LSE where its kernel gives one, after the backward pass dO, dQ,
+    dK, dV and, where the query projection is found, x, w_q and the gradient at its output. Outputs and gradients stay
+    the same bits. Attention inside a compiled graph is not seen.
+
+    Args:
+        model: whose calls; None: all calls of the process, without layers' names, x and w_q.
+        path: a folder; one file for every step, layer, call and rank.
+        steps: which (a container of numbers, or a function of one); None: all. A step ends with an optimizer's
+            ``step()``; without any, every forward of the model is one; see ``Recorder.end_step``.
+        layers: their numbers (as in the module's name).
+        heads: query heads; the smallest range of whole key groups that holds them is taken.
+        batch: which items of the batch; None: all.
+        calls: which calls of a layer within a step (0: the first micro-batch); None: all.
+        ring: keep the last so many captured steps in memory, and write them only on a trigger: ``attn_diag.last()``,
+            ``dump()``, an alarm of ``attn_diag.Monitor``, NaN or Inf in what was captured, an exception.
+        max_bytes: stop at so many bytes of captures (of the ring: forget older steps).
+        first_step: the number of the first step.
+
+    Returns:
+        A context manager (also ``start()`` and ``close()``).
+
+    Raises InputError, on entering, where the folder cannot be written or holds captures of this rank already. Later
+    nothing is raised: what goes wrong is logged (logger "attn_diag") and counted in ``dropped``.
+    """
+    return Recorder(
+        model, path, steps=steps, layers=layers, heads=heads, batch=batch, calls=calls, ring=ring,
+        max_bytes=max_bytes, first_step=first_step,
+    )  # fmt: skip
+
+
+def last() -> list[Capture]:
+    """The captures of the newest complete step, of whatever ``attn_diag.capture`` runs or ran; rings are written.
+
+    For a debugger: ``attn_diag.inspect_captures(attn_diag.last())``. Empty where nothing was captured.
+    """
+    trigger("attn_diag.last() was called")
+    with _lock:
+        running = list(_open)
+    for recorder in running:
+        recorder.drain(_LAST_TIMEOUT)
+    return list(_newest)
+
+
+def trigger(reason: str) -> None:
+    """Have every running ``capture`` write its ring."""
+    with _lock:
+        running = list(_open)
+    for recorder in running:
+        recorder.dump(reason)
+
+
+COMPILED = (
+    "the model is compiled: attention inside compiled graphs is not seen. "
+    'torch.compiler.set_stance("force_eager") around the captured steps runs them uncompiled (with other roundings)'
+)
+UNSEEN = (
+    "no attention call was seen. It may run inside a compiled graph or on the fast path of nn.TransformerEncoder in "
+    "eval mode (torch.backends.mha.set_fastpath_enabled(False)), or call a kernel that is not known here"
+)
+
+
+def _prepare(folder: Path, rank: int) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = next(folder.glob(f"step*_rank{rank}.safetensors"), None)
+    except OSError as error:
+        raise InputError(f"cannot capture into {folder}: {error.strerror}; choose another folder") from None
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"cannot capture into {folder}: no permission to write; choose another folder")
+    if there is not None:
+        raise InputError(f"{folder} holds captures of an earlier run ({there.name}, …); choose a new folder")
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _run_id(folder: Path) -> str:
+    """Eight hex digits, the same on all ranks without asking them: a rank that does not capture would not answer.
+
+    Ranks of one job agree on their rendezvous and on how many captures came before; single processes draw by the clock.
+    """
+    shared = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    mine = shared if _world_size() > 1 else [str(os.getpid()), str(time.time_ns())]
+    text = "\n".join([*mine, str(next(_numbers)), folder.name])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _nonfinite(capture: Capture) -> str | None:
+    """The first output of the kernel that holds a NaN or Inf."""
+    for name in ("o", "do", "dq", "dk", "dv"):
+        tensor = capture.tensors.get(name)
+        if tensor is not None and not bool(tensor[...].isfinite().all()):
+            return name
+    return None
+
+
+def _size(capture: Capture) -> int:
+    return sum(t[...].numel() * t[...].element_size() for t in capture.tensors.values())

@@ -1,0 +1,321 @@
+"""Watches a model's attention calls for one listener: steps, layers, gradients, recomputation."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from attn_diag.live import intercept
+from attn_diag.live.call import AttentionCall, Listener, Place
+from attn_diag.live.projection import FAST_PATHS, Projections, clean
+from attn_diag.live.sites import Fields
+from attn_diag.live.tap import attention_node
+
+# Not warnings: where those are errors, they would reach the training loop.
+_log = logging.getLogger("attn_diag")
+_MAX_FRAMES = 60
+
+# Name of a gradient -> the tensor whose gradient it is, and how to lay it out as [B, H, T, D] (None: it is).
+Graph = dict[str, tuple[Tensor, Callable[[Tensor], Tensor] | None]]
+
+
+class Watch:
+    """Tells ``listener`` of the attention calls of ``model`` (None: of every call) between ``start`` and ``stop``.
+
+    ``step``: a step ends with any torch.optim optimizer's ``step()`` after an attention call, or with ``end_step()``.
+    In a loop that has neither, every forward of the model without gradients is a step. Once a loop trains, forwards
+    of a model in eval mode without gradients (evaluation) are passed over.
+    """
+
+    def __init__(self, model: nn.Module | None, listener: Listener, first_step: int = 0) -> None:
+        self.model, self.listener, self.step = model, listener, first_step
+        self.compiled = model is not None and any(_is_compiled(m) for m in model.modules())
+        self.calls_seen = 0
+        self._names: dict[int, str] = {}
+        self._layers: dict[str | None, int] = {}
+        self._counts: dict[tuple[str | None, bool], int] = defaultdict(int)
+        self._with_gradients: set[tuple[str | None, int]] = set()
+        self._trains = False
+        self._calls_this_step = 0
+        self._pending: dict[int, _Pending] = {}
+        self._lock = threading.RLock()
+        self._handles: list[Any] = []
+        self._projections: Projections | None = None
+        self._warned: set[str] = set()
+
+    def start(self) -> Self:
+        """Install the interception and the hooks."""
+        if self.model is not None:
+            self._names = {id(module): clean(name) for name, module in self.model.named_modules()}
+            # A hook inside a compiled module would have it compiled anew.
+            if not self.compiled:
+                self._projections = Projections(self.model)
+                self._projections.recording = self._wants_step()
+                if not isinstance(self.model, FAST_PATHS):
+                    self._handles.append(self.model.register_forward_pre_hook(self._forward_begins))
+        self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
+        intercept.install(self)
+        return self
+
+    def stop(self) -> None:
+        """Put everything back. Calls whose backward never came are dropped."""
+        intercept.remove(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._projections is not None:
+            self._projections.close()
+        self._drop_pending()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def end_step(self) -> None:
+        """The step is over; an optimizer's ``step()`` does this by itself."""
+        self._drop_pending()
+        ended, self.step = self.step, self.step + 1
+        if self._projections is not None:
+            self._projections.forget()
+            self._projections.settle()
+            self._projections.recording = self._wants_step()
+        self._counts.clear()
+        self._with_gradients.clear()
+        self._calls_this_step = 0
+        intercept.refresh()
+        try:
+            self.listener.step_ended(ended)
+        except Exception as error:
+            self.failed(error)
+
+    def warn_once(self, message: str) -> None:
+        """A warning for the user, the same one only once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            _log.warning(message)
+
+    # What the interception calls.
+
+    def expects(self) -> Place | None:
+        """Where the coming call stands, if the listener wants it."""
+        gradients, recomputing = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
+        module, training = self._module()
+        if self.model is not None and module is None:
+            return None
+        if self._trains and not gradients and not training:
+            return None
+        self._trains = self._trains or (gradients and training)
+        call = self._counts[module, recomputing]
+        if recomputing and (module, call) in self._with_gradients:
+            return None  # checkpointing runs the forward again: its first run is already followed
+        place = Place(self.step, self._layer(module), module, call, gradients)
+        return place if self.listener.wants(place) else None
+
+    def counts(self) -> None:
+        """One more call of the module that makes it."""
+        module, _ = self._module()
+        if self.model is not None and module is None:
+            return
+        recomputing = torch._C._current_graph_task_id() != -1
+        self._counts[module, recomputing] += 1
+        self._calls_this_step += 1
+        self.calls_seen += 1
+
+    def sees(self, place: Place, fields: Fields, result: Any) -> None:
+        """A wanted call has run: tell the listener, and follow its gradients."""
+        fields = dict(fields)
+        graph = fields.pop("graph", None) or {name: (fields[name[-1]], None) for name in ("do", "dq", "dk", "dv")}
+        known = fields.pop("projection", None)
+        detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
+        call = AttentionCall(place=place, **detached)
+        o = result[0] if isinstance(result, tuple) else result
+        pending = _Pending(self, call) if isinstance(o, Tensor) and o.requires_grad else None
+        if known is not None:
+            x, weight, biased = known
+            call.x, call.w_q = _as_product_sees(x), weight.detach()
+            if pending is not None:
+                pending.copy_dq = biased
+        elif self._projections is not None and place.module is not None:
+            found = self._projections.find(place.module, call.q)
+            if found is not None:
+                projection, x, y = found
+                call.x, call.w_q = _as_product_sees(x), projection.weight()
+                if pending is not None:
+                    pending.follow_projection(y, projection)
+        self.listener.forward(call)
+        if pending is not None:
+            self._with_gradients.add((place.module, place.call))
+            with self._lock:
+                self._pending[id(pending)] = pending
+            pending.follow(o, graph)
+
+    def failed(self, error: Exception) -> None:
+        """Our own failure: a warning, never an exception in somebody's training."""
+        self.warn_once(f"a call was not recorded: {type(error).__name__}: {error}")
+
+    # Ourselves.
+
+    def finished(self, pending: _Pending) -> None:
+        """Its gradients are all there."""
+        with self._lock:
+            self._pending.pop(id(pending), None)
+        try:
+            self.listener.backward(pending.call)
+        except Exception as error:
+            self.failed(error)
+
+    def _wants_step(self) -> bool:
+        asked = getattr(self.listener, "wants_step", None)
+        return True if asked is None else bool(asked(self.step))
+
+    def _drop_pending(self) -> None:
+        with self._lock:
+            pending, self._pending = list(self._pending.values()), {}
+        for one in pending:
+            one.give_up()
+
+    def _module(self) -> tuple[str | None, bool]:
+        """The innermost module of the model that is running, and whether it is in training mode."""
+        frame = sys._getframe(2)
+        for _ in range(_MAX_FRAMES):
+            owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+            if isinstance(owner, nn.Module):
+                if self.model is None:
+                    return None, owner.training
+                name = self._names.get(id(owner))
+                if name is not None:
+                    return name, owner.training
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return None, False
+
+    def _layer(self, module: str | None) -> int:
+        if module not in self._layers:
+            number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module or "")
+            wanted = int(number[1]) if number else len(self._layers)
+            taken = set(self._layers.values())
+            self._layers[module] = wanted if wanted not in taken else max(taken) + 1
+        return self._layers[module]
+
+    def _forward_begins(self, model: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002 - a hook's signature
+        if not self._trains and self._calls_this_step:
+            self.end_step()
+
+    def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
+        self._trains = True
+        # Several optimizers may step after one backward.
+        if self._calls_this_step:
+            self.end_step()
+
+
+class _Pending:
+    """A call that waits for its gradients."""
+
+    def __init__(self, watch: Watch, call: AttentionCall) -> None:
+        self.watch, self.call = watch, call
+        self._missing: set[str] = set()
+        self._handles: list[Any] = []
+        self.copy_dq = False
+
+    def follow_projection(self, y: Tensor, projection: Any) -> None:
+        """Have the gradient at the projection's output too, where q is not just that output without a bias."""
+        if projection.exact:
+            self.copy_dq = projection.biased
+            return
+        if not y.requires_grad:
+            return
+        self._missing.add("dq_pre")
+        batch, _, rows, _ = self.call.q.shape
+
+        def arrived(grad: Tensor) -> None:
+            self.call.dq_pre = projection.slice.of(grad.detach().reshape(batch, rows, -1))
+            self._arrived("dq_pre")
+
+        self._handles.append(y.register_hook(self._guarded(arrived)))  # type: ignore[no-untyped-call]
+
+    def follow(self, o: Tensor, graph: Graph) -> None:
+        """Hook the kernel's own autograd node; where there is none, the tensors."""
+        node = attention_node(o)
+        if node is not None:
+            self._missing.add("kernel")
+            self._handles.append(node.register_hook(self._guarded(self._from_node)))
+            return
+        for name, (tensor, lay_out) in graph.items():
+            # One tensor given twice has one gradient for both.
+            shared = sum(tensor is other for other, _ in graph.values()) > 1
+            if tensor.requires_grad and not shared:
+                self._missing.add(name)
+                hook = self._guarded(self._taker(name, lay_out))
+                self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def give_up(self) -> None:
+        """The step is over."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        # A gradient at the projection that never came (a frozen model) does not take the others along.
+        if self.call.do is not None and self._missing:
+            self._missing.clear()
+            self.watch.finished(self)
+
+    def _from_node(self, grads: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
+        c = self.call
+        c.do = _trimmed(outputs[0], c.o)
+        c.dq, c.dk, c.dv = (_trimmed(g, like) for g, like in zip(grads, (c.q, c.k, c.v), strict=False))
+        if self.copy_dq:
+            c.dq_pre = c.dq
+        self._arrived("kernel")
+
+    def _taker(self, name: str, lay_out: Any) -> Any:
+        def arrived(grad: Tensor) -> None:
+            setattr(self.call, name, grad.detach() if lay_out is None else lay_out(grad.detach()))
+            if name == "dq" and self.copy_dq:
+                self.call.dq_pre = self.call.dq
+            self._arrived(name)
+
+        return arrived
+
+    def _guarded(self, hook: Any) -> Any:
+        def run(*args: Any) -> None:
+            try:
+                hook(*args)
+            except Exception as error:
+                self.watch.failed(error)
+
+        return run
+
+    def _arrived(self, name: str) -> None:
+        self._missing.discard(name)
+        if not self._missing:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self.watch.finished(self)
+
+
+def _as_product_sees(x: Tensor) -> Tensor:
+    """The projection's input as autocast casts it before the product."""
+    device = x.device.type
+    return x.detach().to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
+
+
+def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    """A gradient without the kernel's padding of D."""
+    return None if grad is None else grad.detach()[..., : like.shape[-1]]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
