@@ -260,7 +260,9 @@ class _LayerState:
             before, since = float(self.start[0][head]), int(self.start[1][head])
             rate = math.log(share / before) / (step - since) if step > since and before > 0 else math.nan
             allowed = self.rule.healthy_growth
-            parts.append(f"up from {before:.2g} at step {since} (ln grows {rate:.4f} a step, a healthy run's {allowed:g})")
+            parts.append(
+                f"up from {before:.2g} at step {since} (ln grows {rate:.4f} a step, a healthy run's {allowed:g})"
+            )
         if (coherence := values.get("coherence")) is not None:
             parts.append(f"coherence {coherence:.2g}")
         parts += [

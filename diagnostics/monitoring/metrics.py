@@ -147,9 +147,7 @@ def head_sums(sample: Sample, past: Tensor | None = None) -> HeadSums:
     """The sums behind the figures, in about 64 MB of temporaries. ``past`` [Hq, D, c]: see ``HeadSums.metrics``."""
     with torch.no_grad(), torch.autocast(sample.q.device.type, enabled=False):
         heads, step = sample.k.shape[1], heads_at_once(sample)
-        parts = [
-            _FewHeads(sample, slice(start, min(start + step, heads))).run(past) for start in range(0, heads, step)
-        ]
+        parts = [_FewHeads(sample, slice(start, min(start + step, heads))).run(past) for start in range(0, heads, step)]
         sketches = [p.sketches for p in parts if p.sketches is not None]
         return HeadSums(
             sums=torch.cat([p.sums for p in parts]),
@@ -204,7 +202,10 @@ class _FewHeads:
         maxima = torch.stack(largest).amax(0)
         if (projection := sample.projection) is not None:
             self._add(q=projection.q[self._heads], misfit=projection.misfit[self._heads])
-        norms, sketches = torch.full((len(maxima), len(NORMS)), torch.nan, dtype=maxima.dtype, device=maxima.device), None
+        norms, sketches = (
+            torch.full((len(maxima), len(NORMS)), torch.nan, dtype=maxima.dtype, device=maxima.device),
+            None,
+        )
         if lefts:
             norms, sketches = _matrices(torch.cat(lefts, 2), torch.cat(rights))
             if sample.lse is None:

@@ -76,3 +76,21 @@ def _plain(value: float) -> float | str | None:
     if math.isnan(value):
         return None
     return float(f"{value:.9g}") if math.isfinite(value) else str(value)
+
+
+def with_growth(check: Check, before: Check | None) -> Check:
+    """The check with "max_logit_growth" and "dw_q_share_growth", of the logarithm per step since the check ``before``."""
+    known = {} if before is None else {(c.layer, c.module): c for c in before.layers}
+    layers = []
+    for layer in check.layers:
+        old = known.get((layer.layer, layer.module))
+        added = {}
+        for name in ("max_logit", "dw_q_share"):
+            added[f"{name}_growth"] = np.full(layer.heads, math.nan)
+            if before is not None and old is not None and old.heads == layer.heads and check.step > before.step:
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    ratio = layer.values[name] / old.values[name]
+                    growth = np.log(np.where(ratio > 0, ratio, math.nan)) / (check.step - before.step)
+                added[f"{name}_growth"] = growth
+        layers.append(LayerCheck(layer.layer, layer.module, {**layer.values, **added}))
+    return Check(check.step, tuple(layers))

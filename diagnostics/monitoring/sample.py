@@ -47,8 +47,8 @@ class Sample:
         q, w_q = pick.rows(call.q), call.w_q
         if w_q is not None and (type(w_q) not in (Tensor, torch.nn.Parameter) or len(w_q) != q.shape[1] * q.shape[3]):
             w_q = None  # a shard of it
-        x = None if call.x is None or w_q is None or call.dq_pre is not None else pick.rows(call.x, axis=1)
-        return cls(
+        x = None if call.x is None or w_q is None else pick.rows(call.x, axis=1)
+        sample = cls(
             q=q,
             k=pick.all(call.k),
             v=pick.all(call.v),
@@ -57,20 +57,23 @@ class Sample:
             mask=mask,
             x=x,
             projection=None if w_q is None else Projection.of(w_q, q, x),
-            do=None if call.do is None else pick.rows(call.do),
+            do=None,
             q_length=length,
             causal=call.causal,
             scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
             window=call.window,
             softcap=call.softcap,
         )
+        return sample.with_gradient(call)
 
     def with_gradient(self, call: AttentionCall) -> Sample:
         """The same with dO, once the backward has brought it."""
         if call.do is None:
             return self
         pick = _Picker(len(self.q), self.q_length, self.q.shape[2], call.do.device)
-        return replace(self, do=pick.rows(call.do), x=None if call.dq_pre is not None else self.x)
+        # A bias alone leaves dQ the gradient at the projection: the watch then gives the same tensor twice.
+        between = call.dq_pre is not None and call.dq_pre is not call.dq
+        return replace(self, do=pick.rows(call.do), x=None if between else self.x)
 
     def row(self, index: int) -> int:
         """Which query of the sequence sampled row ``index`` is."""
