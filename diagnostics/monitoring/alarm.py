@@ -3,10 +3,10 @@
 A head alarms ("growth") when three things hold at one check:
 
 1. **It matters.** share, the predicted error of dW_Q over dW_Q (of dQ where there is no dW_Q), is ``level`` or more.
-2. **It is more than correct rounding makes.** x = over_floor^2 is the error's square over what one correct rounding of O
-   would leave of it in the mean. Under correct rounding x is, at worst, 2 chi^2_1: the largest noise_factor^2 seen of a
-   correctly rounding kernel is 2 (1.4^2), and a sum of randomly signed atoms that all point one way is a normal
-   variable. So E x^3 <= 120 whatever came before, and with c = 120^(1/3) the CUSUM
+2. **It is more than correct rounding makes.** x = over_floor^2 is the error's square over what one correct rounding
+   of O would leave of it in the mean. Under correct rounding x is, at worst, 2 chi^2_1: the largest noise_factor^2
+   seen of a correctly rounding kernel is 2 (1.4^2), and a sum of randomly signed atoms that all point one way is a
+   normal variable. So E x^3 <= 120 whatever came before, and with c = 120^(1/3) the CUSUM
        X <- max(0, X + min(3 ln(x / c), h / 2))          (h / 2: no single check may alarm)
    stays below h for N checks of H heads with probability 1 - N H exp(-h) at least: exp(X) is no more than the
    Shiryaev-Roberts sum R <- (R + 1) (x / c)^3, R_n - n is a supermartingale, and Doob's inequality bounds its maximum
@@ -19,9 +19,9 @@ A head alarms ("growth") when three things hold at one check:
    such CUSUMs run side by side: of l as it is, quick, and of its moving average, for heads whose share is noisy.
 
 Under "the kernel rounds correctly" (2) alone, under "the kernel is lossy, but the share grows no faster than a healthy
-one" (3) alone keeps alarms below the stated rate, Bonferroni over heads and CUSUMs included. A head alarms once for each
-kind. Two facts need no statistics: NaN or Inf in a row ("nonfinite"), and an error larger than the gradient itself at
-two checks in a row ("overwhelmed").
+one" (3) alone keeps alarms below the stated rate, Bonferroni over heads and CUSUMs included. A head alarms once for
+each kind. Two facts need no statistics: NaN or Inf in a row ("nonfinite"), and an error larger than the gradient itself
+at two checks in a row ("overwhelmed").
 
 All is a pure function of the stream of ``Check``: ``replay`` gives the alarms of a log.
 """
@@ -110,11 +110,11 @@ def growth_thresholds(rule: AlarmRule, tests: int, spacing: float, noise: Values
     eps_n - eps_m - kappa (t_n - t_m), so for any theta > 0, with d = (kappa - healthy_growth) spacing,
         P(W_n >= h) <= sum over k >= 0 of exp(-theta h + theta^2 noise^2 + k (theta^2 wander^2 / 2 - theta d)),
     and N H times that is what is bounded; theta is chosen to make h smallest. ln max(share, floor) moves no more than
-    ln share does, so the floor only makes alarms rarer. A moving average (weights w (1 - w)^j) leaves noise^2 w / (2 - w),
-    and its changes over k checks vary no more than V's own.
+    ln share does, so the floor only makes alarms rarer. A moving average (weights w (1 - w)^j) leaves noise^2 w /
+    (2 - w), and its changes over k checks vary no more than V's own.
     """
     drift = (rule.kappa - rule.healthy_growth) * spacing
-    theta = np.linspace(0.0, 1.0, 202)[1:-1, None] * 2 * drift / np.square(wander)
+    theta = np.geomspace(0.02, 0.98, 40)[:, None] * 2 * drift / np.square(wander)
     rest = -np.expm1(np.square(theta * wander) / 2 - theta * drift)
     bound: Values = (rule.log_odds(tests) - np.log(rest)) / theta + theta * np.square(noise)
     return np.asarray(bound.min(0))
@@ -123,19 +123,16 @@ def growth_thresholds(rule: AlarmRule, tests: int, spacing: float, noise: Values
 def estimate_noise(history: Sequence[Values], rule: AlarmRule) -> tuple[Values, Values]:
     """Noise and wander of ln share [heads] from earlier checks' values [checks][heads]; see ``AlarmRule``.
 
-    With V1, V2 the variances over all heads of differences over one and two checks, about their medians: V1 = wander^2 +
-    2 noise^2 and V2 = 2 wander^2 + 2 noise^2. Both are then scaled by the head's own V1, which counts by its number of
-    differences against twenty of all heads'. Scales are the larger of those from the median and from the 90 % quantile
-    of |difference|: a failing head in twenty changes little, and a heavy tail is heeded.
+    With V1, V2 the variances over all heads of differences over one and two checks, about their medians: V1 = wander^2
+    + 2 noise^2 and V2 = 2 wander^2 + 2 noise^2. Both are then scaled by the head's own V1, which counts by its number
+    of differences against twenty of all heads'. Scales are the larger of those from the median and from the 90 %
+    quantile of |difference|: a failing head in twenty changes little, and a heavy tail is heeded.
     """
     values = np.array(history)
     first = values[1:] - values[:-1]
     one = _pooled(first)
     two = _pooled(values[2:] - values[:-2]) if len(values) > 3 else 2 * one
-    if not one > 0:
-        factor = np.ones(values.shape[1])
-    else:
-        factor = np.sqrt(_shrunk(first, one) / one)
+    factor = np.sqrt(_shrunk(first, one) / one) if one > 0 else np.ones(values.shape[1])
     noise, wander = math.sqrt(max(one - two / 2, 0.0)), math.sqrt(max(two - one, 0.0))
     return np.fmax(noise * factor, rule.least_noise), np.fmax(wander * factor, rule.least_wander)
 
@@ -155,10 +152,19 @@ def _shrunk(differences: Values, pooled: float) -> Values:
 
 
 def _scale(differences: Values) -> Values:
-    """Squared robust scale of each column, NaN left out."""
-    distance = np.abs(differences - np.nanmedian(differences, axis=0))
-    found = [np.nanquantile(distance, p, axis=0) / z for p, z in _QUANTILES]
+    """Squared robust scale of each column, of which NaN is left out."""
+    distance = np.abs(differences - _quantiles(differences, 0.5))
+    found = [_quantiles(distance, p) / z for p, z in _QUANTILES]
     return np.asarray(np.square(np.maximum(*found)))
+
+
+def _quantiles(values: Values, p: float) -> Values:
+    """Of each column, by linear interpolation, as numpy.nanquantile, which takes a Python call for each."""
+    ordered = np.sort(values, axis=0)  # NaN come last
+    at = p * np.maximum(np.isfinite(values).sum(0) - 1, 0)
+    low = at.astype(np.int64)
+    below, above = (np.take_along_axis(ordered, np.minimum(i, len(values) - 1)[None], 0)[0] for i in (low, low + 1))
+    return np.asarray(np.where(at > low, below + (at - low) * (above - below), below))
 
 
 class AlarmState:
@@ -311,7 +317,7 @@ class _LayerState:
 
 
 def _cusum(before: Values, gain: Values, odds: float) -> Values:
-    """One step of a CUSUM of log e-values. Unknown gains change nothing; none counts for more than half the threshold."""
+    """One step of a CUSUM of log e-values; an unknown gain changes nothing, none counts for more than odds / 2."""
     return np.maximum(0.0, before + np.minimum(np.where(np.isnan(gain), 0.0, gain), odds / 2))
 
 

@@ -23,7 +23,7 @@ def standard_error(contributions: Tensor, clusters: Tensor, usable: Tensor) -> T
     ``contributions`` [h, R, F]: what each feature of O adds to a row's error, 0 in unusable rows. Errors may be shared
     within an argmax key and within a feature: ``bias.two_way``; features alone where all rows have one key.
     """
-    heads, rows, features = contributions.shape
+    heads, _, features = contributions.shape
     index = clusters[..., None].expand_as(contributions)
     cells = torch.zeros_like(contributions).scatter_add_(1, index, contributions)  # [h, cluster, F]
     ones = usable.to(contributions.dtype)

@@ -30,18 +30,18 @@ class HeadMetrics:
     """One value a head: float64 tensors [Hq], NaN where something that the figure needs was not there.
 
     ``max_logit``: the largest visible alpha q.k, before softcap and additive masks (Kimi K2's QK-clip, arXiv
-    2507.20534). ``entropy``: mean over rows of -sum P ln P, nats. ``tie_rate``, ``unit_rate``: share of rows whose maximum
-    is repeated, "exact" and "unit" of ``attn_diag.row_maxima``. ``unity_defect``: mean of exp(L_ref - L_obs) - 1, by which
-    the backward's probabilities miss a sum of 1. ``noise_factor``: rms of Delta_delta over its noise floor sigma.
-    ``conditioning``: ||alpha diag(delta) P K|| / ||dQ||. ``delta_bias``: t of the mean of Delta_delta, with
-    ``attn_diag.bias``'s clusters; ``delta_bias_sigma``: that mean in units of sigma. ``dq_share``, ``dw_q_share``: norm of
-    the predicted error of dQ and dW_Q over the reference's norm, from delta alone; ``dq_share_lse``, ``dw_q_share_lse``
-    from delta and LSE. ``dq_over_floor``, ``dw_q_over_floor``: the same error's norm over what one correct rounding of O
-    would leave of it if rows erred independently. ``coherence``: ||sum a||^2 / sum ||a||^2 of the atoms a_t = e_t (x) x_t;
-    1 is what random signs give. ``coherence_with_past``: cosine between E and the average of earlier checks' E;
-    ``past_z``: their inner product in standard deviations of what random signs of the argmax keys' contributions would
-    give. ``w_q_norm``: spectral norm of the head's W_Q. ``nonfinite_rate``: share of rows, of those that see a key,
-    with NaN or Inf.
+    2507.20534). ``entropy``: mean over rows of -sum P ln P, nats. ``tie_rate``, ``unit_rate``: share of rows whose
+    maximum is repeated, "exact" and "unit" of ``attn_diag.row_maxima``. ``unity_defect``: mean of exp(L_ref - L_obs) -
+    1, by which the backward's probabilities miss a sum of 1. ``noise_factor``: rms of Delta_delta over its noise floor
+    sigma. ``conditioning``: ||alpha diag(delta) P K|| / ||dQ||. ``delta_bias``: t of the mean of Delta_delta, with
+    ``attn_diag.bias``'s clusters; ``delta_bias_sigma``: that mean in units of sigma. ``dq_share``, ``dw_q_share``: norm
+    of the predicted error of dQ and dW_Q over the reference's norm, from delta alone; ``dq_share_lse``,
+    ``dw_q_share_lse`` from delta and LSE. ``dq_over_floor``, ``dw_q_over_floor``: the same error's norm over what one
+    correct rounding of O would leave of it if rows erred independently. ``coherence``: ||sum a||^2 / sum ||a||^2 of the
+    atoms a_t = e_t (x) x_t; 1 is what random signs give. ``coherence_with_past``: cosine between E and the average of
+    earlier checks' E; ``past_z``: their inner product in standard deviations of what random signs of the argmax keys'
+    contributions would give. ``w_q_norm``: spectral norm of the head's W_Q. ``nonfinite_rate``: share of rows, of those
+    that see a key, with NaN or Inf.
     """
 
     max_logit: Tensor
@@ -76,15 +76,15 @@ SUMS = (
     "atoms", "dw_q_floor", "misfit", "q", "past_dot", "past_variance",
 )  # fmt: skip
 # Squared norms of matrices, which themselves add up: exact for one rank, from the sketches of several.
-NORMS = ("dw_q", "dw_q_delta", "dw_q_lse")
+NORMS = ("dw_q_delta", "dw_q", "dw_q_lse")
 
 
 @dataclass
 class HeadSums:
     """What the metrics are made of: ``sums`` [Hq, len(SUMS)] adds up over ranks, ``maxima`` [Hq, 2] takes the largest.
 
-    ``norms`` [Hq, 3]: squared norms of dW_Q, of E, and of E with LSE's part, of this rank alone. ``sketches``
-    [3, Hq, D, c] fp32: these matrices, projected; None where there is no dW_Q. Unknown sums are NaN.
+    ``norms`` [Hq, 3]: squared norms of E, of dW_Q, and of E with LSE's part, of this rank alone. ``sketches`` [1 or 3,
+    Hq, D, c] fp32: these matrices, or E alone, projected; None where there is no dW_Q. Unknown sums are NaN.
     """
 
     sums: Tensor
@@ -95,7 +95,7 @@ class HeadSums:
     def metrics(self, past: Tensor | None = None) -> HeadMetrics:
         """The figures. ``past`` [Hq, D, c]: the average of earlier checks' E, as ``past_dot`` was made with."""
         s = dict(zip(SUMS, self.sums.unbind(1), strict=True))
-        dw_q, dw_q_delta, dw_q_lse = self.norms.unbind(1)
+        dw_q_delta, dw_q, dw_q_lse = self.norms.unbind(1)
         through = s["misfit"] <= _MISFIT**2 * s["q"]
         nan = torch.full_like(dw_q, torch.nan)
 
@@ -110,7 +110,7 @@ class HeadSums:
 
         cosine = nan
         if past is not None and self.sketches is not None:
-            own = self.sketches[1].double().square().sum((1, 2))
+            own = self.sketches[0].double().square().sum((1, 2))
             cosine = ratio(s["past_dot"], (own * past.double().square().sum((1, 2))).sqrt())
         return HeadMetrics(
             max_logit=torch.where(s["rows"] > 0, self.maxima[:, 0], nan),
@@ -143,11 +143,17 @@ def head_metrics(
     return head_sums(Sample.of(call, sequences, rows), past).metrics(past)
 
 
-def head_sums(sample: Sample, past: Tensor | None = None) -> HeadSums:
-    """The sums behind the figures, in about 64 MB of temporaries. ``past`` [Hq, D, c]: see ``HeadSums.metrics``."""
+def head_sums(sample: Sample, past: Tensor | None = None, *, alone: bool = True) -> HeadSums:
+    """The sums behind the figures, in about 64 MB of temporaries. ``past`` [Hq, D, c]: see ``HeadSums.metrics``.
+
+    ``alone``: of the sketches only E's is needed, the norms being known already.
+    """
     with torch.no_grad(), torch.autocast(sample.q.device.type, enabled=False):
         heads, step = sample.k.shape[1], heads_at_once(sample)
-        parts = [_FewHeads(sample, slice(start, min(start + step, heads))).run(past) for start in range(0, heads, step)]
+        parts = [
+            _FewHeads(sample, slice(start, min(start + step, heads)), 1 if alone else len(NORMS)).run(past)
+            for start in range(0, heads, step)
+        ]
         sketches = [p.sketches for p in parts if p.sketches is not None]
         return HeadSums(
             sums=torch.cat([p.sums for p in parts]),
@@ -179,9 +185,9 @@ _SIGNS: dict[tuple[int, torch.device], Tensor] = {}
 class _FewHeads:
     """The sums of the query heads that share some key heads, over the sampled sequences."""
 
-    def __init__(self, sample: Sample, kv_heads: slice) -> None:
+    def __init__(self, sample: Sample, kv_heads: slice, sketches: int) -> None:
         group = sample.q.shape[1] // sample.k.shape[1]
-        self._sample, self._kv_heads = sample, kv_heads
+        self._sample, self._kv_heads, self._sketches = sample, kv_heads, sketches
         self._heads = slice(kv_heads.start * group, kv_heads.stop * group)
         self._totals: dict[str, Tensor] = {}
 
@@ -194,11 +200,11 @@ class _FewHeads:
             self._add_forward(sequence, found)
             if sample.do is None:
                 continue
-            left, floor_squares = self._add_backward(sequence, found)
-            if sample.x is not None:
+            x = None if sample.x is None else sample.x[sequence].double()
+            left = self._add_backward(sequence, found, x, past)
+            if x is not None:
                 lefts.append(left)
-                rights.append(x := sample.x[sequence].double())
-                self._add_projected(found, left, floor_squares, x, past)
+                rights.append(x)
         maxima = torch.stack(largest).amax(0)
         if (projection := sample.projection) is not None:
             self._add(q=projection.q[self._heads], misfit=projection.misfit[self._heads])
@@ -207,7 +213,7 @@ class _FewHeads:
             None,
         )
         if lefts:
-            norms, sketches = _matrices(torch.cat(lefts, 2), torch.cat(rights))
+            norms, sketches = _matrices(torch.cat(lefts, 2), torch.cat(rights), self._sketches)
             if sample.lse is None:
                 norms[:, 2] = torch.nan
         unknown = torch.full_like(maxima, torch.nan)
@@ -241,39 +247,33 @@ class _FewHeads:
         assert self._sample.lse is not None
         return torch.expm1(found.lse - self._sample.lse[sequence, self._heads].double())
 
-    def _add_backward(self, sequence: int, found: HeadRows) -> tuple[Tensor, Tensor]:
-        """Adds what needs dO. Returns dQ, e, and e with LSE's part, [3, h, R, D], zero in unusable rows; and the squared
-        length of e that correct rounding would leave, [h, R].
-        """
-        assert found.delta is not None
-        assert found.delta_error is not None
-        assert found.noise_floor is not None
-        assert found.contributions is not None
-        assert found.dq is not None
-        assert found.probs_k is not None
+    def _add_backward(self, sequence: int, found: HeadRows, x: Tensor | None, past: Tensor | None) -> Tensor:
+        """Adds what needs dO; returns e, dQ, and e with LSE's part, [3, h, R, D], zero in unusable rows."""
+        gradient = found.gradient
+        assert gradient is not None
         scale, usable, known = self._sample.scale, found.usable, found.usable[..., None]
-        error = torch.where(usable, found.delta_error, 0.0)
-        floor = torch.where(usable, found.noise_floor, 0.0)
+        error = torch.where(usable, gradient.delta_error, 0.0)
+        floor = torch.where(usable, gradient.noise_floor, 0.0)
         judged = floor > 0
         relative = torch.where(judged, error / floor, 0.0)
-        dq, probs_k = torch.where(known, found.dq, 0.0), torch.where(known, found.probs_k, 0.0)
+        dq, probs_k = torch.where(known, gradient.dq, 0.0), torch.where(known, gradient.probs_k, 0.0)
         direction = probs_k.square().sum(-1) * scale**2  # ||alpha (P K)_t||^2
         by_delta = probs_k * (-scale * error)[..., None]
-        left = torch.stack([dq, by_delta, by_delta])
+        left = torch.stack([by_delta, dq, by_delta])
         if self._sample.lse is not None:
             factor = self._lse_factor(sequence, found)
             left[2] += torch.where(usable & factor.isfinite(), factor, 0.0)[..., None] * (dq + by_delta)
         squares = left.square().sum((2, 3))
         clusters = dense_clusters(found.top_key, usable)
-        contributions = torch.where(known, found.contributions, 0.0)
+        contributions = torch.where(known, gradient.contributions, 0.0)
         bias, rows = error.sum(1), usable.to(error.dtype).sum(1)
         floor_squares = floor.square() * direction
         self._add(
             noise=relative.square().sum(1),
             noise_rows=judged.to(error.dtype).sum(1),
-            delta_dq=(torch.where(usable, found.delta, 0.0).square() * direction).sum(1),
-            dq=squares[0],
-            dq_delta=squares[1],
+            delta_dq=(torch.where(usable, gradient.delta, 0.0).square() * direction).sum(1),
+            dq=squares[1],
+            dq_delta=squares[0],
             dq_floor=floor_squares.sum(1),
             bias=bias,
             bias_sigma=relative.sum(1),
@@ -285,37 +285,37 @@ class _FewHeads:
         )
         if self._sample.lse is not None:
             self._add(dq_lse=squares[2])
-        return left, floor_squares
+        if x is not None:
+            length = x.square().sum(1)
+            lengths = (by_delta.square().sum(2) * length).sum(1)
+            self._add(atoms=lengths, dw_q_floor=(floor_squares * length).sum(1))
+            if past is not None:
+                self._add_past(by_delta, sketch(x), past[self._heads].double(), clusters)
+        return left
 
-    def _add_projected(
-        self, found: HeadRows, left: Tensor, floor_squares: Tensor, x: Tensor, past: Tensor | None
-    ) -> None:
-        """Adds what needs x [R, C]; ``past`` [Hq, D, c]."""
-        length = x.square().sum(1)
-        self._add(atoms=(left[1].square().sum(2) * length).sum(1), dw_q_floor=(floor_squares * length).sum(1))
-        if past is None:
-            return
-        # <a_t, M> = e_t . M x_t
-        moved = (past[self._heads].double() @ sketch(x).T).mT  # [h, R, D]
-        products = (left[1] * moved).sum(2)
-        clusters = dense_clusters(found.top_key, found.usable)
+    def _add_past(self, error: Tensor, x: Tensor, past: Tensor, clusters: Tensor) -> None:
+        """<E, M> with M = ``past`` [h, D, c] is a sum of <a_t, M> = e_t . M x_t; ``error`` [h, R, D], ``x`` [R, c]."""
+        products = (error * (past @ x.T).mT).sum(2)
         by_key = torch.zeros_like(products).scatter_add_(1, clusters, products)
         self._add(past_dot=products.sum(1), past_variance=by_key.square().sum(1))
 
 
-def _matrices(left: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """dW_Q, E and E with LSE's part from rows [3, h, n, D] and x [n, C]: squared norms [h, 3], sketches [3, h, D, c]."""
+def _matrices(left: Tensor, x: Tensor, sketches: int) -> tuple[Tensor, Tensor]:
+    """E, dW_Q, E with LSE's part from rows [3, h, n, D] and x [n, C]: squared norms [h, 3], sketches [n, h, D, c].
+
+    ``sketches``: of how many of them.
+    """
     step = max(1, TEMPORARIES // (3 * 8 * left.shape[3] * x.shape[1]))
     norms = []
     for start in range(0, left.shape[1], step):
         products = left[:, start : start + step].mT @ x
         norms.append(products.square_().sum((2, 3)).T)
         del products
-    return torch.cat(norms), (left.mT @ sketch(x)).float()
+    return torch.cat(norms), (left[:sketches].mT @ sketch(x)).float()
 
 
 def _bias_variance(s: dict[str, Tensor]) -> Tensor:
-    """Of delta's errors' sum: of 8 sequences or more from their sums (CR2 of equal clusters), else from each one's own."""
+    """Of delta's errors' sum: of 8 sequences or more from their sums (CR2 of equal clusters), else of each its own."""
     n, groups = s["rows"], s["groups"]
     mean = s["bias"] / n
     between = s["group_squares"] - 2 * mean * s["group_products"] + mean.square() * s["group_sizes"]

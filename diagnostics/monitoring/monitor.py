@@ -34,8 +34,8 @@ _NEWEST = 0.1
 _HISTORY = 1000
 
 UNSEEN = (
-    "the monitor saw no attention call at step {step}. Inside a compiled graph attention is not seen: compile all but the "
-    'attention, or run monitored steps uncompiled under torch.compiler.set_stance("force_eager"), whose roundings '
+    "the monitor saw no attention call at step {step}. Inside a compiled graph attention is not seen: compile all but "
+    'the attention, or run monitored steps uncompiled under torch.compiler.set_stance("force_eager"), whose roundings '
     "differ. It may also call a kernel that is not known here"
 )
 COMPILED = (
@@ -52,13 +52,13 @@ class Monitor:
             train_step(batch)
             logger.log(monitor.metrics())
 
-    On a monitored step the first micro-batch's call of each layer is compared with float64, for a sample of rows, on the
-    device; results are read at a later step, so that no step waits for them. Outputs and gradients stay the same bits,
-    and nothing is raised in the training loop: what goes wrong is logged (logger "attn_diag").
+    On a monitored step the first micro-batch's call of each layer is compared with float64, for a sample of rows, on
+    the device; results are read at a later step, so that no step waits for them. Outputs and gradients stay the same
+    bits, and nothing is raised in the training loop: what goes wrong is logged (logger "attn_diag").
 
-    With torch.distributed running, the sums of all ranks are added up (``attn_diag.monitoring.reduction``): every rank
-    must have a monitor with the same options, and gets the same results. Where ranks do not all hold the same heads (tensor
-    parallelism), ``process_group`` must be the data-parallel group.
+    With torch.distributed initialised before, the sums of all ranks are added up (``monitoring.reduction``): every rank
+    must have a monitor with the same options, and gets the same results. Where ranks do not all hold the same heads
+    (tensor parallelism), ``process_group`` must be the data-parallel group.
 
     Args:
         model: whose calls; None: all calls of the process, without layers' names and dW_Q.
@@ -107,10 +107,7 @@ class Monitor:
         self._past: dict[tuple[int, str | None], Tensor] = {}
         self._sent: deque[_Sent] = deque()
         self._trains = False
-        self._reduction: Reduction | None = None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            world = torch.distributed.get_world_size(process_group)
-            self._reduction = Reduction(process_group) if world > 1 else None
+        self._reduction = None if _alone(process_group) else Reduction(process_group)
         self._log_path = _prepared(log)
         self._watch: Watch | None = Watch(model, self, first_step)
         if self._watch.compiled:
@@ -140,9 +137,10 @@ class Monitor:
     def metrics(self, *, per_head: bool = False, wait: bool = False) -> dict[str, float]:
         """The newest check's figures under flat names, for any logger; empty before the first.
 
-        "attn/max_logit/max" and "/mean" over all heads (see ``HeadMetrics`` for the figures; what nothing is known of is
-        left out), "attn/alarm" how many alarms that check raised, "attn/step" its step. ``per_head``: also
-        "attn/layer02/head07/max_logit". ``wait``: for a check that is still being computed; without it nothing waits.
+        "attn/max_logit/max" and "/mean" over all heads ("/min" too for some; see ``HeadMetrics`` for the figures; what
+        nothing is known of is left out), "attn/alarm" how many alarms that check raised, "attn/step" its step.
+        ``per_head``: also "attn/layer02/head07/max_logit". ``wait``: for a check that is still being computed; without
+        it nothing waits.
         """
         self._read(wait=wait)
         return flat_metrics(self.history[-1], self._raised_at_newest, per_head=per_head) if self.history else {}
@@ -185,13 +183,18 @@ class Monitor:
         key = call.place.layer, call.place.module
         sample = self._open.pop(key, None)
         if sample is not None:
-            self._done[key] = head_sums(sample.with_gradient(call), self._past.get(key))
+            self._done[key] = head_sums(sample.with_gradient(call), self._past.get(key), alone=self._reduction is None)
 
     def step_ended(self, step: int) -> None:
         """Send off what this step brought, and read what earlier ones did."""
+        # The collective comes first: whatever fails on one rank, the others must not wait for it.
+        if self.wants_step(step):
+            self._finish(step)
         self._read(wait=False)
-        if not self.wants_step(step):
-            return
+
+    # Ourselves.
+
+    def _finish(self, step: int) -> None:
         done, self._done = self._done, {}
         self._taken.clear()
         self._open.clear()
@@ -203,11 +206,8 @@ class Monitor:
         found = {key: sums.metrics(self._past.get(key)) for key, sums in sorted(done.items(), key=_order)}
         for key, sums in done.items():
             if sums.sketches is not None:
-                self._remember(key, sums.sketches[1])
+                self._remember(key, sums.sketches[0])
         self._sent.append(_Sent(step, found))
-        self._read(wait=False)
-
-    # Ourselves.
 
     def _reduce(
         self, reduction: Reduction, done: dict[tuple[int, str | None], HeadSums]
@@ -221,7 +221,7 @@ class Monitor:
     def _device(self, done: Mapping[tuple[int, str | None], HeadSums]) -> torch.device:
         for sums in done.values():
             return sums.sums.device
-        if torch.cuda.is_available() and "nccl" in torch.distributed.get_backend():
+        if torch.cuda.is_available() and torch.distributed.get_backend() == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -239,13 +239,21 @@ class Monitor:
         while self._sent and (wait or self._sent[0].ready()):
             check = self._sent.popleft().check(self.history[-1] if self.history else None)
             self.history.append(check)
-            if self._log_path is not None:
-                with self._log_path.open("a") as file:
-                    file.write(check.to_json() + "\n")
+            self._write(check)
             found = self._alarm_state.update(check)
             self._raised_at_newest = len(found)
             for alarm in found:
                 self._raise(alarm)
+
+    def _write(self, check: Check) -> None:
+        if self._log_path is None:
+            return
+        try:
+            with self._log_path.open("a") as file:
+                file.write(check.to_json() + "\n")
+        except OSError as error:
+            self._warn(f"the monitor's log is not written any more: {error}")
+            self._log_path = None
 
     def _raise(self, alarm: Alarm) -> None:
         self.alarms.append(alarm)
@@ -276,12 +284,12 @@ class _Sent:
         if packed.device.type == "cuda":
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._host.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(packed.device))
 
     def ready(self) -> bool:
         """Whether they have arrived; does not wait."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def check(self, before: Check | None) -> Check:
         """The check; waits where they have not. ``before``: the one before it."""
@@ -299,6 +307,12 @@ class _Sent:
 def _order(item: tuple[tuple[int, str | None], HeadSums]) -> tuple[int, str]:
     (layer, module), _ = item
     return layer, module or ""
+
+
+def _alone(group: ProcessGroup | None) -> bool:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    return torch.distributed.get_world_size(group) < 2
 
 
 def _prepared(log: str | os.PathLike[str] | None) -> Path | None:

@@ -42,7 +42,7 @@ class Check:
         return sum(layer.heads for layer in self.layers)
 
     def to_json(self) -> str:
-        """One line: {"step", "layers": [{"layer", "module", "metrics": {name: [value a head]}}]}; null where unknown."""
+        """One line: {"step", "layers": [{"layer", "module", "metrics": {name: [a number a head, null: unknown]}}]}."""
         layers = [
             {"layer": c.layer, "module": c.module, "metrics": {n: [_plain(x) for x in v] for n, v in c.values.items()}}
             for c in self.layers
@@ -75,11 +75,13 @@ def read_log(path: str | os.PathLike[str]) -> Iterator[Check]:
 def _plain(value: float) -> float | str | None:
     if math.isnan(value):
         return None
-    return float(f"{value:.9g}") if math.isfinite(value) else str(value)
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return float(f"{value:.9g}")
 
 
 def with_growth(check: Check, before: Check | None) -> Check:
-    """The check with "max_logit_growth" and "dw_q_share_growth", of the logarithm per step since the check ``before``."""
+    """The check with "max_logit_growth" and "dw_q_share_growth": of the logarithm, per step since ``before``."""
     known = {} if before is None else {(c.layer, c.module): c for c in before.layers}
     layers = []
     for layer in check.layers:

@@ -17,8 +17,8 @@ class Sample:
 
     q, o, do [S, Hq, R, D or Dv], k [S, Hk, Tk, D], v [S, Hk, Tk, Dv], lse [S, Hq, R], x [S, R, C]. ``mask`` [1 or S, 1
     or Hq, 1 or R, 1 or Tk], bool (True attends) or additive. Row r is query ``row(r)`` of ``q_length``. ``do`` None: no
-    backward was seen. ``x`` None also where q is known not to be the projection's output itself (there is a ``dq_pre``):
-    dW_Q does not follow from dQ there.
+    backward was seen. ``x`` None also where q is known not to be the projection's output itself (there is another
+    ``dq_pre``): dW_Q does not follow from dQ there.
     """
 
     q: Tensor

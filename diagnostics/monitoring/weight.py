@@ -1,6 +1,6 @@
-"""What is told of a layer's W_Q while it is there: spectral norms, and whether q is its output. No waiting for the device.
+"""What is told of a layer's W_Q while it is there: spectral norms, and whether q is its output.
 
-A sharded model has its weights only during the forward, so this is done then.
+The host never waits. A sharded model has its weights only during the forward, so this is done then.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def spectral_norms(weight: Tensor) -> Tensor:
 def _norms(weight: Tensor) -> Tensor:
     gram = weight @ weight.mT
     power = gram
-    for _ in range(_SQUARINGS):
-        power = power / power.square().sum((1, 2), keepdim=True).sqrt()
-        power = power @ power
+    for i in range(_SQUARINGS):
+        if i % 3 == 0:  # each squaring of a matrix of norm 1 leaves D^(-1/2) of it at least
+            power = power / torch.linalg.vector_norm(power, dim=(1, 2), keepdim=True)
+        power = torch.bmm(power, power)
     trace = power.diagonal(dim1=1, dim2=2).sum(1)
     # W = 0 gives 0 / 0.
     norms = ((gram * power).sum((1, 2)) / trace).clamp_(min=0.0).sqrt_()

@@ -1,0 +1,245 @@
+"""The alarm: its stated rate holds on simulated healthy runs, and growth like the known failure's is found in time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attn_diag.monitoring import alarm as alarm_module
+from attn_diag.monitoring.alarm import Alarm, AlarmRule, AlarmState, estimate_noise, growth_thresholds, replay
+from attn_diag.monitoring.record import Check, LayerCheck, Values, read_log, with_growth
+
+HEADS = 144
+# Worst head's share in the failing arm A of our own runs, by step; loss and gradient norm leave their trend at 600.
+FAILING = {0: 0.001, 200: 0.018, 300: 0.05, 400: 0.15, 500: 0.40, 600: 60.0}
+# The healthy one's.
+HEALTHY = {0: 0.0008, 400: 0.008, 1000: 0.035, 1800: 0.07, 2000: 0.10, 2500: 0.16}
+
+
+def course(known: dict[int, float], steps: Values) -> Values:
+    return np.exp(np.interp(steps, list(known), np.log(list(known.values()))))
+
+
+def checks(steps: Values, **values: Values) -> Iterator[Check]:
+    """One layer; every metric [checks, heads]."""
+    for i, step in enumerate(steps):
+        yield Check(int(step), (LayerCheck(2, "h.2.attn", {name: v[i] for name, v in values.items()}),))
+
+
+def run(
+    seed: int, every: int, until: int, *, failing: bool, lossy: bool, noise: float = 0.1
+) -> tuple[Values, dict[str, Values]]:
+    """Streams of a model's heads; of a failing one head 7 grows. ``lossy``: errors ten times those of rounding O."""
+    rng = np.random.default_rng(seed)
+    steps = np.arange(0, until, every, dtype=np.float64)
+    share = course(HEALTHY, steps)[:, None] * np.exp(rng.normal(-1, 0.5, HEADS).clip(max=0))
+    if failing:
+        share[:, 7] = course(FAILING, steps)
+    shape = share.shape
+    over = np.abs(rng.normal(0, 1, shape)) * math.sqrt(2) * (10.0 if lossy else 1.0)
+    return steps, {
+        "dw_q_share": share * np.exp(rng.normal(0, noise, shape)),
+        "dw_q_over_floor": over,
+        "past_z": rng.normal(0, 1, shape),
+    }
+
+
+@pytest.mark.parametrize("every", [25, 50])
+@pytest.mark.parametrize("noise", [0.05, 0.1, 0.15])
+def test_growth_like_the_known_failure_is_found_150_steps_ahead(every: int, noise: float) -> None:
+    for seed in range(3):
+        steps, values = run(seed, every, 550, failing=True, lossy=True, noise=noise)
+        found = replay(checks(steps, **values))
+        assert {(a.kind, a.layer, a.head, a.module) for a in found} == {("growth", 2, 7, "h.2.attn")}
+        assert 250 < found[0].step <= 450
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_healthy_runs_stay_silent(lossy: bool) -> None:
+    for seed in range(3):
+        steps, values = run(seed, 25, 2500, failing=False, lossy=lossy)
+        assert replay(checks(steps, **values)) == ()
+
+
+@pytest.mark.parametrize("missing", ["growth", "witness", "level"])
+def test_each_of_the_three_conditions_is_needed(missing: str) -> None:
+    steps, values = run(0, 25, 550, failing=True, lossy=missing != "witness")
+    if missing == "growth":
+        values["dw_q_share"][:, 7] = 0.3
+    if missing == "level":
+        values["dw_q_share"][:, 7] *= 0.099 / values["dw_q_share"][:, 7].max()
+    assert not [a for a in replay(checks(steps, **values)) if a.kind == "growth"]
+
+
+def test_errors_of_one_sign_are_a_witness_too() -> None:
+    steps, values = run(0, 25, 550, failing=True, lossy=False)
+    assert not [a for a in replay(checks(steps, **values)) if a.kind == "growth"]
+    values["past_z"][:, 7] += 3
+    assert [a.head for a in replay(checks(steps, **values)) if a.kind == "growth"] == [7]
+
+
+# The stated rate. 10,000 streams that are tested as if each were alone: a rate of RATE false alarms in 1,000 checks of
+# one head is that of 10,000 RATE in 1,000 checks of all.
+STREAMS, CHECKS, RATE = 10_000, 60, 1.0
+BOUND = STREAMS * CHECKS / 1000 * RATE
+
+
+def limit(expected: float) -> float:
+    """What a Poisson number of this mean exceeds once in 30,000."""
+    return expected + 4 * math.sqrt(expected)
+
+
+def witnesses(rule: AlarmRule, over: Values, z: Values) -> int:
+    """How many streams' witnesses pass their threshold."""
+    state = AlarmState(rule)
+    steps = np.arange(len(over), dtype=np.float64)
+    for check in checks(steps, dw_q_share=np.ones_like(over), dw_q_over_floor=over, past_z=z):
+        state._layers[2, "h.2.attn"] = layer = state._layers.get((2, "h.2.attn")) or alarm_module._LayerState(
+            STREAMS, rule
+        )
+        layer.update(check.step, check.layers[0], rule.log_odds(2 * STREAMS))
+        passed = (layer.excess >= layer.odds) | (layer.sign >= layer.odds)
+        layer.raised |= {("passed", int(i)) for i in np.flatnonzero(passed)}
+    return len(layer.raised)
+
+
+@pytest.mark.parametrize("mutant", [None, "twice the floor", "one sign"])
+def test_the_witnesses_rate_under_correct_rounding(mutant: str | None) -> None:
+    rng = np.random.default_rng(1)
+    rule = AlarmRule(false_alarm_rate=RATE * STREAMS)
+    # The worst case of the derivation: all atoms along one direction, noise_factor^2 = 2.
+    over = math.sqrt(2) * np.abs(rng.normal(0, 1, (CHECKS, STREAMS))) * (2 if mutant == "twice the floor" else 1)
+    z = rng.choice([-1.0, 1.0], (CHECKS, STREAMS)) + (mutant == "one sign")
+    found = witnesses(rule, over, z)
+    assert (found <= limit(BOUND)) == (mutant is None), f"{found} of {STREAMS}, at most {BOUND:.0f} were stated"
+    if mutant is None:
+        assert found > 0, "a rate so far above what happens says nothing"
+
+
+def growth_alarms(rule: AlarmRule, drift: float, noise: float, wander: float, every: int, seed: int) -> int:
+    """Streams of a steadily lossy kernel that pass the growth threshold, with the witness on and the level reached."""
+    rng = np.random.default_rng(seed)
+    steps = np.arange(CHECKS, dtype=np.float64) * every
+    lasting = np.cumsum(rng.normal(drift * every, wander, (CHECKS, STREAMS)), 0) + rng.normal(0, 0.5, STREAMS)
+    share = np.exp(lasting + rng.normal(0, noise, lasting.shape)) * 0.2
+    over = np.full_like(share, 30.0)
+    found = replay(checks(steps, dw_q_share=share, dw_q_over_floor=over), rule)
+    return sum(a.kind == "growth" for a in found)
+
+
+@pytest.mark.parametrize(("noise", "wander"), [(0.2, 0.02), (0.1, 0.15)])
+def test_growths_rate_for_a_share_that_grows_as_in_a_healthy_run(noise: float, wander: float) -> None:
+    rule = AlarmRule(false_alarm_rate=RATE * STREAMS)
+    assert growth_alarms(rule, rule.healthy_growth, noise, wander, 50, seed=2) <= limit(BOUND)
+
+
+@pytest.mark.parametrize("mutant", ["faster", "noise unheeded"])
+def test_growths_rate_can_be_exceeded(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = AlarmRule(false_alarm_rate=RATE * STREAMS)
+    drift = rule.healthy_growth
+    if mutant == "faster":
+        drift = rule.failing_growth
+    else:
+        small = np.full(STREAMS, 0.02)
+        monkeypatch.setattr(alarm_module, "estimate_noise", lambda *_: (small, small))
+    assert growth_alarms(rule, drift, 0.2, 0.02, 50, seed=2) > limit(BOUND)
+
+
+def test_noise_and_wander_are_told_apart() -> None:
+    rng = np.random.default_rng(3)
+    for noise, wander in ((0.3, 0.05), (0.05, 0.2), (0.1, 0.1)):
+        lasting = np.cumsum(rng.normal(0.03, wander, (20, 2000)), 0)
+        values = lasting + rng.normal(0, noise, lasting.shape)
+        values[3, 5] = math.nan
+        found = estimate_noise(list(values), AlarmRule())
+        # A robust variance of 38,000 differences, half of them independent, is known to 1.5 %.
+        known = 3 * 0.015 * (2 * noise**2 + wander**2)
+        assert np.median(found[0]) ** 2 == pytest.approx(noise**2, abs=known)
+        assert np.median(found[1]) ** 2 == pytest.approx(wander**2, abs=2 * known)
+    values[:, 9] = np.cumsum(rng.normal(0, 2, 20))
+    own = estimate_noise(list(values), AlarmRule())
+    assert own[1][9] > 3 * np.median(own[1])
+
+
+def test_thresholds_rise_with_noise_and_with_the_number_of_tests() -> None:
+    def h(noise: float, wander: float, tests: int = 288, **changes: Any) -> float:
+        rule = replace(AlarmRule(), **changes)
+        return float(growth_thresholds(rule, tests, 50, np.array([noise]), np.array([wander]))[0])
+
+    assert h(0.05, 0.05) < h(0.2, 0.05) < h(0.2, 0.2) < h(0.2, 0.2, 10**5)
+    assert h(0.1, 0.1, false_alarm_rate=1) < h(0.1, 0.1)
+    # Without wander it is the bound of one difference of two noises, 2 noise sqrt(ln(N H / rate)).
+    assert h(0.1, 0.02) == pytest.approx(2 * 0.1 * math.sqrt(AlarmRule().log_odds(288)), rel=0.05)
+
+
+def test_missing_metrics_do_no_harm() -> None:
+    steps, values = run(0, 25, 550, failing=True, lossy=True)
+    unknown = np.full_like(values["dw_q_share"], math.nan)
+    renamed = {
+        "dq_share": values["dw_q_share"], "dq_over_floor": values["dw_q_over_floor"], "dw_q_share": unknown,
+        "dw_q_over_floor": unknown, "past_z": unknown,
+    }  # fmt: skip
+    found = replay(checks(steps, **renamed))
+    assert [(a.kind, a.head) for a in found] == [("growth", 7)]
+    assert "dQ's norm" in found[0].reason
+    assert replay(checks(steps, max_logit=unknown)) == ()
+    # A layer, or one head, that is not seen at some checks; and none at all.
+    values["dw_q_share"][5:8] = math.nan
+    seen = [c if c.step != 200 else Check(200, ()) for c in checks(steps, **values)]
+    assert [(a.kind, a.head) for a in replay(seen)] == [("growth", 7)]
+
+
+def test_facts_that_need_no_statistics() -> None:
+    share = np.array([[0.1, 1.5], [0.1, 0.9], [0.1, 1.1], [0.1, 1.2], [0.1, 3.0]])
+    broken = np.array([[0, 0], [0, 0], [0.25, 0], [0.5, 0], [0, 0]])
+    found = replay(checks(np.arange(5.0) * 50, dw_q_share=share, nonfinite_rate=broken))
+    assert [(a.kind, a.step, a.head) for a in found] == [("nonfinite", 100, 0), ("overwhelmed", 150, 1)]
+    assert "25.0%" in found[0].reason
+
+
+def test_an_alarm_says_what_where_and_what_to_do(tmp_path: Any) -> None:
+    steps, values = run(0, 25, 550, failing=True, lossy=True)
+    values |= {n: np.full_like(values["past_z"], v) for n, v in (("max_logit", 57.25), ("noise_factor", 11.0))}
+    stream = list(checks(steps, **values))
+    found = replay(stream)
+    (alarm,) = found
+    assert isinstance(alarm, Alarm)
+    text = str(alarm)
+    for part in (
+        f"step {alarm.step}",
+        "layer 2 head 7 (h.2.attn)",
+        "dW_Q's norm",
+        "max logit 57.2",
+        "noise factor 11",
+        "inspect",
+    ):
+        assert part in text
+    assert alarm.values["growth_cusum"] >= alarm.values["growth_threshold"]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(c.to_json() + "\n" for c in stream) + '{"step": 6')
+    assert list(map(str, replay(read_log(path)))) == [text]
+
+
+def test_a_check_survives_its_log() -> None:
+    layer = LayerCheck(1, None, {"max_logit": np.array([1.25, math.nan, math.inf])})
+    back = Check.from_json(Check(50, (layer,)).to_json())
+    assert back.step == 50
+    assert back.layers[0].module is None
+    np.testing.assert_array_equal(back.layers[0].values["max_logit"], layer.values["max_logit"])
+
+
+def test_growth_is_the_logarithms_per_step() -> None:
+    def check(step: int, logits: list[float]) -> Check:
+        values = {"max_logit": np.array(logits), "dw_q_share": np.array([math.nan, 0.1])}
+        return Check(step, (LayerCheck(0, "a", values),))
+
+    found = with_growth(check(100, [2.0, -1.0]), check(50, [1.0, 3.0])).layers[0].values
+    assert found["max_logit_growth"][0] == pytest.approx(math.log(2) / 50)
+    assert math.isnan(found["max_logit_growth"][1])
+    assert found["dw_q_share_growth"][1] == 0
+    assert np.isnan(with_growth(check(100, [2.0, -1.0]), None).layers[0].values["max_logit_growth"]).all()
