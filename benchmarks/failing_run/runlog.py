@@ -3,7 +3,7 @@
     {"header": {...}}                                   configuration, recipes, versions, device; again after a resume
     {"step": 0, "loss": 9.7, "grad_norm": 4.1, "lr": 5e-07, "seconds": 0.27}        steps count from 0
     {"monitor": 50, "names": [...], "values": [...]}    names only where they differ from the row before
-    {"alarm": {"step": 450, "layer": 2, "head": 7, "reason": "..."}}
+    {"alarm": {"kind": "growth", "step": 450, "layer": 2, "head": 7, "reason": "...", "seen": 451}}
     {"end": "finished", "step": 1100}                   or "departed", "stopped by a signal": step is the next one
 
 Steps are the optimizer's; their loss is that of the weights before the step. Numbers have six digits, the monitor's

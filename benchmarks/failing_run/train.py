@@ -306,7 +306,7 @@ class Record:
             self._read_monitor(row["step"])
 
     def _read_monitor(self, step: int) -> None:
-        # Whether its steps count from 0 or from 1 is the monitor's business.
+        # A check of an earlier step may come late.
         if step % self.options.monitor_every in (0, self.options.monitor_every - 1):
             metrics = self.monitor.metrics()
             if metrics and repr(metrics) != self._metrics and self.log is not None:
@@ -314,7 +314,7 @@ class Record:
             self._metrics = repr(metrics)
         for alarm in self.monitor.alarms[self._alarms :]:
             if self.log is not None:
-                named = {name: getattr(alarm, name) for name in ("step", "layer", "head", "reason")}
+                named = {name: getattr(alarm, name) for name in ("kind", "step", "layer", "head", "reason")}
                 self.log.write({"alarm": named | {"seen": step}})
         self._alarms = len(self.monitor.alarms)
 
@@ -326,6 +326,8 @@ class Record:
 
 def train(options: argparse.Namespace, place: Place, received: list[int]) -> str:
     """The run; returns how it ended. ``received``: signals; with one in it the run ends after the step at work."""
+    if options.compile and (options.capture_steps or options.monitor_every):
+        raise ValueError("hooks are not put into compiled modules: choose --compile, or the monitor and captures")
     tokens = load_tokens(options.tokens, options.vocabulary)
     corpus = {"file": options.tokens.name, "count": len(tokens), "crc32": zlib.crc32(tokens.tobytes())}
     trainer = Trainer(options, place, tokens)
@@ -338,7 +340,7 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
         if place.rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
             log = stack.enter_context(Writer(path, trainer.step if options.resume else None))
-        record = Record(log, watching(stack, trainer, options.out / f"{name}_captures"), options)
+        record = Record(log, watching(stack, trainer, name), options)
         if log is not None:
             for done in RunLog.read(path).steps if trainer.step else ():
                 record.watch.update(*done)
@@ -366,15 +368,21 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
     return end
 
 
-def watching(stack: ExitStack, trainer: Trainer, folder: Path) -> Any:
-    """Enters the monitor (returned) and the capture that the options ask for, until the stack closes."""
-    options = trainer.options
+def watching(stack: ExitStack, trainer: Trainer, name: str) -> Any:
+    """Enters the monitor (returned) and the capture that the options ask for, until the stack closes.
+
+    The monitor's own log, with every head, is OUT/monitor/ARM_seedSEED.jsonl; captures are in
+    OUT/captures/ARM_seedSEED_fromSTEP, since a folder takes those of one piece of a run.
+    """
+    options, first = trainer.options, trainer.step
     if options.capture_steps:
+        folder = options.out / "captures" / f"{name}_from{first}"
         steps, layers = options.capture_steps, options.capture_layers
-        stack.enter_context(attn_diag.capture(trainer.model, folder, steps=steps, layers=layers))
+        stack.enter_context(attn_diag.capture(trainer.model, folder, steps=steps, layers=layers, first_step=first))
     if not options.monitor_every:
         return None
-    return stack.enter_context(attn_diag.Monitor(trainer.model, every=options.monitor_every))
+    log = options.out / "monitor" / f"{name}.jsonl"
+    return stack.enter_context(attn_diag.Monitor(trainer.model, every=options.monitor_every, first_step=first, log=log))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -393,7 +401,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--capture-layers", type=int, nargs="*", metavar="LAYER", help="default: all")
     p.add_argument("--print-every", type=int, default=20, metavar="STEPS")
     p.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    p.add_argument("--compile", action="store_true", help="torch.compile all but the attention")
+    p.add_argument("--compile", action="store_true", help="all but the attention; without monitor and captures")
     sizes = p.add_argument_group("sizes and rates")
     for name, default in SIZES.items():
         sizes.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
