@@ -82,7 +82,7 @@ class AttentionCall:
             "layer": self.place.layer,
             "step": self.place.step,
             "kernel": self.kernel,
-            "device": str(self.q.device) if self.q.device.type == "cpu" else torch.cuda.get_device_name(self.q.device),
+            "device": torch.cuda.get_device_name(self.q.device) if self.q.is_cuda else self.q.device.type,
             "torch": torch.__version__,
             "notes": "; ".join(self.notes) or None,
             "extra": extra,
