@@ -83,7 +83,7 @@ def test_transformers(kind: str, how: str, padded: bool, autocast: bool, tmp_pat
     for layer, (capture, seen) in enumerate(zip(captures, witness.seen, strict=True)):
         agree(capture, seen)
         meta = capture.metadata
-        print(kind,how,meta.kernel, meta.causal, capture.tensors.keys())
+        print(kind, how, meta.kernel, meta.causal, capture.tensors.keys())
         assert (meta.layer, meta.step, meta.rank, meta.extra["call"]) == (layer, 0, 0, "0")
         assert meta.extra["batch_items"] == "0,1"
         assert_projection(capture, again.model.get_submodule(tiny.attentions[layer]), weights, autocast)
@@ -104,7 +104,7 @@ def agree(capture: Capture, seen: dict[str, Tensor]) -> None:
                 mine = mine.unflatten(1, (expected.shape[1], -1))
                 mine = mine.sum(2) if key[0] == "d" else mine[:, :, 0]
             assert mine.shape == expected.shape
-            assert torch.equal(mine, expected), (key, (mine-expected).abs().max())
+            assert torch.equal(mine, expected), (key, (mine - expected).abs().max())
 
 
 def assert_projection(capture: Capture, attention: nn.Module, gradients: dict[str, Tensor], autocast: bool) -> None:

@@ -198,7 +198,7 @@ class Recorder:
                 part = part[:, first // group : last // group]
             elif name != "x" and part.shape[1] == heads:
                 part = part[:, first:last]
-            parts[name] = _clone(part)
+            parts[name] = _clone(part.to(call.x_dtype) if name == "x" else part)
         return parts
 
     def _chosen_items(self, call: AttentionCall) -> list[int]:

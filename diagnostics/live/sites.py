@@ -109,9 +109,14 @@ def _unshared(inputs: Iterable[tuple[str, tuple[Tensor, LayOut]]]) -> Graph:
 
 def as_autocast(t: Tensor) -> Tensor:
     """As autocast casts it for a matrix product, or for an attention function that casts what it is given."""
+    return t.to(autocast_dtype(t))
+
+
+def autocast_dtype(t: Tensor) -> torch.dtype:
+    """The dtype that autocast gives it there."""
     device = t.device.type
     autocast = t.dtype != torch.float64 and torch.is_autocast_enabled(device)
-    return t.to(torch.get_autocast_dtype(device)) if autocast else t
+    return torch.get_autocast_dtype(device) if autocast else t.dtype
 
 
 def _refusals(dropout: float | None, **others: object) -> str | None:

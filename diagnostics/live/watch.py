@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from attn_diag.live import intercept
 from attn_diag.live.call import AttentionCall, Listener, Place
 from attn_diag.live.projection import FAST_PATHS, Projections, clean
-from attn_diag.live.sites import Fields, Graph, LayOut, as_autocast
+from attn_diag.live.sites import Fields, Graph, LayOut, autocast_dtype
 from attn_diag.live.tap import attention_node
 
 # Not warnings: where those are errors, they would reach the training loop.
@@ -143,14 +143,14 @@ class Watch:
         pending = _Pending(self, call) if isinstance(o, Tensor) and o.requires_grad else None
         if known is not None:
             x, weight, biased = known
-            call.x, call.w_q = as_autocast(x.detach()), weight.detach()
+            call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), weight.detach()
             if pending is not None:
                 pending.copy_dq = biased
         elif self._projections is not None and place.module is not None:
             found = self._projections.find(place.module, call.q)
             if found is not None:
                 projection, x, y = found
-                call.x, call.w_q = as_autocast(x.detach()), projection.weight()
+                call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), projection.weight()
                 if pending is not None:
                     pending.follow_projection(y, projection)
         self.listener.forward(call)
