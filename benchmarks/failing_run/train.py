@@ -42,8 +42,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from arms import ARMS, Attend
-from departure import Watch
-from runlog import RunLog, Writer
+from runlog import Record, RunLog, Writer
 from torch.nn.parallel import DistributedDataParallel
 
 import attn_diag
@@ -290,40 +289,6 @@ def header(trainer: Trainer, corpus: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Record:
-    """Writes what a step brought to the log, and knows when the run has left its trend. Without a log it only asks the
-    monitor, whose answer may be a reduction over all processes."""
-
-    def __init__(self, log: Writer | None, monitor: Any, options: argparse.Namespace) -> None:
-        self.log, self.monitor, self.options, self.watch = log, monitor, options, Watch()
-        self._metrics, self._alarms = "", 0
-
-    def step(self, row: dict[str, Any]) -> None:
-        if self.log is not None:
-            self.watch.update(row["step"], row["loss"], row["grad_norm"])
-            self.log.write(row)
-        if self.monitor is not None:
-            self._read_monitor(row["step"])
-
-    def _read_monitor(self, step: int) -> None:
-        # A check of an earlier step may come late.
-        if step % self.options.monitor_every in (0, self.options.monitor_every - 1):
-            metrics = self.monitor.metrics()
-            if metrics and repr(metrics) != self._metrics and self.log is not None:
-                self.log.write_monitor(step, metrics)
-            self._metrics = repr(metrics)
-        for alarm in self.monitor.alarms[self._alarms :]:
-            if self.log is not None:
-                named = {name: getattr(alarm, name) for name in ("kind", "step", "layer", "head", "reason")}
-                self.log.write({"alarm": named | {"seen": step}})
-        self._alarms = len(self.monitor.alarms)
-
-    def enough(self, step: int) -> bool:
-        """Whether the run left its trend so long ago that ``step`` need not be done."""
-        first = self.watch.first
-        return first is not None and step > first.step + self.options.stop_after
-
-
 def train(options: argparse.Namespace, place: Place, received: list[int]) -> str:
     """The run; returns how it ended. ``received``: signals; with one in it the run ends after the step at work."""
     if options.compile and (options.capture_steps or options.monitor_every):
@@ -340,7 +305,7 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
         if place.rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
             log = stack.enter_context(Writer(path, trainer.step if options.resume else None))
-        record = Record(log, watching(stack, trainer, name), options)
+        record = Record(log, watching(stack, trainer, name), options.monitor_every, options.stop_after)
         if log is not None:
             for done in RunLog.read(path).steps if trainer.step else ():
                 record.watch.update(*done)
