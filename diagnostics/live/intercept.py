@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -86,12 +86,10 @@ def _replace() -> None:
 
 
 def _wrapper_of(value: Any) -> Function | None:
-    if not callable(value) or isinstance(value, type):
+    # Other callables may do anything when they are hashed: a Triton kernel compiles its cache key.
+    if not isinstance(value, (FunctionType, BuiltinFunctionType)):
         return None
-    try:
-        found = _wrappers.get(value)
-    except TypeError:  # not hashable
-        return None
+    found = _wrappers.get(value)
     if found is None and isinstance(value, FunctionType):
         # torch.compile(flex_attention) is a function of its own around the one we know.
         inner = vars(value).get("_torchdynamo_orig_callable")

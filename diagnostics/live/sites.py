@@ -7,9 +7,10 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -397,6 +398,9 @@ def functions() -> Iterator[tuple[Site, Function]]:
     """Every attention function that is loaded now."""
     from torch.nn import functional
 
+    # Ours is imported when it is first used: by then the call would be over.
+    with suppress(ImportError):
+        import_module("attn_diag.kernels.attention")
     yield SDPA, functional.scaled_dot_product_attention
     yield _MULTI_HEAD, functional.multi_head_attention_forward
     for module, site, names in (

@@ -241,6 +241,8 @@ class Watch:
         # Several optimizers may step after one backward.
         if self._calls_this_step:
             self.end_step()
+        else:
+            intercept.refresh()
 
 
 class _Pending:
