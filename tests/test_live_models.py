@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import HEADS, TRANSFORMERS, WIDTH, Tiny, transformers_model
 from torch import Tensor, nn
 
 import attn_diag
 from attn_diag.assumptions import check_assumptions
 from attn_diag.captures import Capture
 from attn_diag.loading import find_captures
-from tiny_models import HEADS, TRANSFORMERS, WIDTH, Tiny, transformers_model
 
 pytest.importorskip("transformers")
 
@@ -216,6 +216,7 @@ def test_a_registered_implementation_keeps_its_name_and_mask(tmp_path: Path) -> 
     def plain(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        assert isinstance(module, nn.Module)
         masks.append(attention_mask)
         group = query.shape[1] // key.shape[1]
         keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -257,7 +258,7 @@ def test_generation_makes_a_step_of_every_token(tmp_path: Path) -> None:
         assert checked.ok, checked.message
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag on create_block")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag on")
 def test_flex_attention_of_transformers(tmp_path: Path) -> None:
     # On the CPU FlexAttention has no backward.
     tiny = transformers_model("mistral", "flex_attention", padded=True)
