@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -166,7 +167,7 @@ class Capture:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the capture as safetensors, complete or not at all, and return its path.
 
-        Raises InputError where the folder cannot be written.
+        Raises InputError where the folder cannot be written, or the disk is full.
         """
         target = Path(path)
         tensors = {name: tensor[...].contiguous().cpu() for name, tensor in self.tensors.items()}
@@ -175,7 +176,10 @@ class Capture:
         for name, tensor in tensors.items():
             if storages.count(tensor.untyped_storage().data_ptr()) > 1:
                 tensors[name] = tensor.clone()
-        write_atomically(target, lambda temporary: save_file(tensors, temporary, self.metadata.to_text()))
+        try:
+            write_atomically(target, lambda temporary: save_file(tensors, temporary, self.metadata.to_text()))
+        except SafetensorError as error:  # safetensors' own, also for a full disk
+            raise InputError(f"cannot write {target}: {error}") from None
         return target
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ class _Seen:
 class Projections:
     """Watches the linear layers of a model: at first all of them, then those that made a q."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, guarded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         fast = [m for m in model.modules() if isinstance(m, FAST_PATHS)]
         # A hook below one of these would take inference off its fast path; and the sites know their projections.
         left_out = {layer for module in fast for layer in module.modules()}
@@ -84,7 +85,7 @@ class Projections:
             layer: clean(name) for name, layer in model.named_modules() if _is_linear(layer) and layer not in left_out
         }
         self.recording = False
-        self._handles = {layer: layer.register_forward_hook(self._ran) for layer in self._names}
+        self._handles = {layer: layer.register_forward_hook(guarded(self._ran)) for layer in self._names}
         self._recent: deque[_Seen] = deque(maxlen=_KEPT)
         self._known: dict[str, Projection | None] = {}
 

@@ -77,11 +77,12 @@ class Recorder:
     def start(self) -> Self:
         """Begin. Raises InputError where ``path`` cannot be written, or holds captures of this rank already."""
         _prepare(self.folder, _rank())
+        watch = Watch(self._model, self, self._first_step)
+        watch.start()
+        if watch.compiled:
+            watch.warn_once(COMPILED)
+        self._watch = watch
         self._writer.start()
-        self._watch = Watch(self._model, self, self._first_step)
-        if self._watch.compiled:
-            self._watch.warn_once(COMPILED)
-        self._watch.start()
         with _lock:
             _open.append(self)
         atexit.register(self.close)
@@ -93,12 +94,12 @@ class Recorder:
         if watch is None:
             return
         watch.stop()
+        atexit.unregister(self.close)
+        with _lock:
+            _open.remove(self)
         self._submit_open()
         self._writer.call(self._step_over)
         self._writer.close()
-        with _lock:
-            _open.remove(self)
-        atexit.unregister(self.close)
         if not watch.calls_seen:
             _log.warning(UNSEEN)
 
@@ -278,7 +279,9 @@ class Recorder:
 
     def _write(self, name: str, capture: Capture) -> None:
         try:
-            self.written.append(capture.save(self.folder / name))
+            path = capture.save(self.folder / name)
+            if path not in self.written:
+                self.written.append(path)
         except InputError as error:
             self._drop(str(error))
 

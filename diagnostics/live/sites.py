@@ -260,8 +260,9 @@ def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | 
     q, k, v, module = options["query"], options["key"], options["value"], options["module"]
     o, more_results = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
     mask, window = options.get("attention_mask"), options.get("sliding_window")
-    # FlexAttention's LSE comes where others return their weights.
-    lse = next((t for t in more_results if isinstance(t, Tensor) and t.shape == q.shape[:3]), None)
+    # FlexAttention's LSE comes where others return their weights; transformers rounds it to the dtype of v.
+    wide = (torch.float32, torch.float64)
+    lse = next((t for t in more_results if isinstance(t, Tensor) and t.shape == q.shape[:3] and t.dtype in wide), None)
     found: Fields = {
         "kernel": f"transformers {getattr(getattr(module, 'config', None), '_attn_implementation', None)}",
         "q": as_autocast(q),

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
@@ -53,22 +53,30 @@ class Watch:
         self._warned: set[str] = set()
 
     def start(self) -> Self:
-        """Install the interception and the hooks."""
+        """Install the interception and the hooks; all of them, or none and an exception."""
+        try:
+            self._install()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _install(self) -> None:
         if self.model is not None:
             self._names = {id(module): clean(name) for name, module in self.model.named_modules()}
             # A hook inside a compiled module would have it compiled anew.
             if not self.compiled:
-                self._projections = Projections(self.model)
+                self._projections = Projections(self.model, self.guarded)
                 self._projections.recording = self._wants_step()
                 if not isinstance(self.model, FAST_PATHS):
-                    self._handles.append(self.model.register_forward_pre_hook(self._forward_begins))
-                    self._handles.append(self.model.register_forward_hook(self._forward_ended))
-        self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
+                    begins, ended = self.guarded(self._forward_begins), self.guarded(self._forward_ended)
+                    self._handles.append(self.model.register_forward_pre_hook(begins))
+                    self._handles.append(self.model.register_forward_hook(ended))
+        self._handles.append(register_optimizer_step_post_hook(self.guarded(self._optimizer_stepped)))
         intercept.install(self)
-        return self
 
     def stop(self) -> None:
-        """Put everything back. Calls whose backward never came are dropped."""
+        """Put everything back. Of calls whose backward is not over, what came is told."""
         intercept.remove(self)
         for handle in self._handles:
             handle.remove()
@@ -95,10 +103,7 @@ class Watch:
         self._with_gradients.clear()
         self._calls_this_step = 0
         intercept.refresh()
-        try:
-            self.listener.step_ended(ended)
-        except Exception as error:
-            self.failed(error)
+        self.guarded(self.listener.step_ended)(ended)
 
     def warn_once(self, message: str) -> None:
         """A warning for the user, the same one only once."""
@@ -170,14 +175,22 @@ class Watch:
         """Its gradients are all there."""
         with self._lock:
             self._pending.pop(id(pending), None)
-        try:
-            self.listener.backward(pending.call)
-        except Exception as error:
-            self.failed(error)
+        self.guarded(self.listener.backward)(pending.call)
+
+    def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
+        """``what``, with our own failures logged instead of raised; it returns None then."""
+
+        def run(*args: Any) -> Any:
+            try:
+                return what(*args)
+            except Exception as error:
+                self.failed(error)
+                return None
+
+        return run
 
     def _wants_step(self) -> bool:
-        asked = getattr(self.listener, "wants_step", None)
-        return True if asked is None else bool(asked(self.step))
+        return bool(self.guarded(self.listener.wants_step)(self.step))
 
     def _drop_pending(self) -> None:
         with self._lock:
@@ -268,19 +281,19 @@ class _Pending:
             self.call.dq_pre = projection.slice.of(grad.detach().reshape(batch, rows, -1))
             self._arrived("dq_pre")
 
-        self._handles.append(y.register_hook(self._guarded(arrived)))  # type: ignore[no-untyped-call]
+        self._handles.append(y.register_hook(self.watch.guarded(arrived)))  # type: ignore[no-untyped-call]
 
     def follow(self, o: Tensor, graph: Graph) -> None:
         """Hook the kernel's own autograd node; where there is none, the tensors."""
         node = attention_node(o)
         if node is not None:
             self._missing.add("kernel")
-            self._handles.append(node.register_hook(self._guarded(self._from_node)))
+            self._handles.append(node.register_hook(self.watch.guarded(self._from_node)))
             return
         for name, (tensor, lay_out) in graph.items():
             if tensor.requires_grad:
                 self._missing.add(name)
-                hook = self._guarded(self._taker(name, lay_out))
+                hook = self.watch.guarded(self._taker(name, lay_out))
                 self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def give_up(self) -> None:
@@ -312,15 +325,6 @@ class _Pending:
             self._arrived(name)
 
         return arrived
-
-    def _guarded(self, hook: Any) -> Any:
-        def run(*args: Any) -> None:
-            try:
-                hook(*args)
-            except Exception as error:
-                self.watch.failed(error)
-
-        return run
 
     def _arrived(self, name: str) -> None:
         self._missing.discard(name)
