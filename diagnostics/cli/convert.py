@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import typer
 from attn_diag.cli import common
 
 
-class _Kind(str, Enum):
+class _Kind(StrEnum):
     """Whose dump it is."""
 
     auto = "auto"

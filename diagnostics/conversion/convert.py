@@ -71,9 +71,9 @@ def convert(
             failed(error)
     if len(errors) == 1 and not writer.taken:
         raise errors[0]
-    for error in errors:
+    for problem in errors:
         if skip is not None:
-            skip(error)
+            skip(problem)
     return writer.finish()
 
 

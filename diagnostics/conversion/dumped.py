@@ -76,9 +76,15 @@ class DumpedCall:
 
     def to_capture(self, wanted: Wanted) -> tuple[Capture, tuple[str, ...]]:
         """The capture, and the notes that it carries. Raises InputError where the tensors do not fit each other."""
+        try:
+            return self._captured(wanted)
+        except InputError as error:
+            raise InputError(f"{self.source}: {error}") from None
+
+    def _captured(self, wanted: Wanted) -> tuple[Capture, tuple[str, ...]]:
         stated = {**self.stated, **wanted.stated}
         layouts = (stated.pop("layout"),) if "layout" in stated else self.layouts
-        causals = (stated.pop("causal"),) if "causal" in stated else self.causals
+        causals = _causals_of(stated.pop("causal")) if "causal" in stated else self.causals
         bases = (stated.pop("lse_base"),) if "lse_base" in stated else self.lse_bases
         readings: list[Capture] = []
         errors: list[InputError] = []
@@ -90,7 +96,7 @@ class DumpedCall:
             except InputError as error:
                 errors.append(error)
         if not readings:
-            raise InputError(f"{self.source}: {errors[0]}")
+            raise errors[0]
         capture, chosen = _settled(_with_causals(readings, causals), len(readings) > 1, len(causals) > 1)
         capture, based = _with_base(capture, bases)
         if len(readings) == 1 and len(layouts) > 1:
@@ -159,8 +165,8 @@ def _shaped(dumped: Mapping[str, Tensor], layout: Layout, head_dim: int | None) 
     for name in ("q", "k", "v"):
         if name in tensors:
             heads = tensors["k"].shape[2] if name == "v" and "k" in tensors and tensors["k"].ndim == 4 else None
-            tensors[name], words = _four_axes(name, tensors[name], layout, head_dim, heads)
-            said += words
+            tensors[name], done = _four_axes(name, tensors[name], layout, head_dim, heads)
+            said += [done] if done else []
     if not {"q", "k", "v"} <= tensors.keys():
         return tensors, said  # Capture says what is missing
     heads_axis = 1 if layout == "BHTD" else 2
@@ -169,29 +175,27 @@ def _shaped(dumped: Mapping[str, Tensor], layout: Layout, head_dim: int | None) 
     like = {"o": (*q.shape[:3], features), "do": (*q.shape[:3], features)}
     like |= {"dq": tuple(q.shape), "dq_pre": tuple(q.shape), "dk": tuple(k.shape), "dv": tuple(v.shape)}
     for name, tensor in tensors.items():
-        base = name.rpartition(".")[2]
+        base, words = name.rpartition(".")[2], None
         if base in like:
             tensors[name], words = _as_expected(name, tensor, like[base], heads_axis)
         elif base in _HEADS_AND_ROWS:
             tensors[name], words = _as_rows(name, tensor, (batch, heads, rows))
         elif name == "x" and tensor.ndim == 2:
-            tensors[name], words = tensor[None], "x: batch axis added"
-        else:
-            words = None
+            tensors[name], words = tensor[None], f"x {list(tensor.shape)}: batch axis added"
         said += [words] if words else []
     return tensors, said
 
 
 def _four_axes(
     name: str, tensor: Tensor, layout: Layout, head_dim: int | None, heads: int | None
-) -> tuple[Tensor, list[str]]:
+) -> tuple[Tensor, str | None]:
     """q, k or v with four axes. ``heads``: of v, which may have features of its own, where k's are known."""
     shape = list(tensor.shape)
     if tensor.ndim == 4:
-        return tensor, []
+        return tensor, None
     together = head_dim is not None and shape[-1] != head_dim
     if tensor.ndim == 3 and not together:
-        return tensor[None], [f"{name} {shape}: batch axis added"]
+        return tensor[None], f"{name} {shape}: batch axis added"
     if tensor.ndim not in (2, 3):
         raise InputError(f"{name} must have 2 to 4 axes, got shape {shape}")
     if head_dim is None:
@@ -203,8 +207,8 @@ def _four_axes(
         raise InputError(f"{name} has {shape[-1]} features, which heads of {width} do not divide; correct --head-dim")
     if layout == "BHTD":
         raise InputError(f"{name} has shape {shape}, heads and features in one axis: its layout is BTHD")
-    split = tensor.unflatten(-1, (-1, width))
-    return (split if split.ndim == 4 else split[None]), [f"{name} {shape}: split into heads of {width}"]
+    split = tensor.reshape(*shape[:-1], -1, width)
+    return (split if split.ndim == 4 else split[None]), f"{name} {shape}: split into heads of {width}"
 
 
 def _as_expected(name: str, tensor: Tensor, expected: tuple[int, ...], heads_axis: int) -> tuple[Tensor, str | None]:
@@ -230,7 +234,7 @@ def _readings(tensor: Tensor, heads: int, features: int) -> Iterator[tuple[Tenso
     if tensor.ndim == 3:
         yield tensor[None], ["batch axis added"]
     if tensor.ndim in (2, 3) and tensor.shape[-1] == heads * features:
-        split = tensor.unflatten(-1, (heads, features))
+        split = tensor.reshape(*tensor.shape[:-1], heads, features)
         added = ["batch axis added"] if split.ndim == 3 else []
         yield (split[None] if split.ndim == 3 else split), ["split into heads", *added]
 
@@ -246,14 +250,14 @@ def _as_rows(name: str, tensor: Tensor, expected: tuple[int, int, int]) -> tuple
     if bare.ndim == 2:
         choices.append((bare.T[None], "batch axis added, heads and time swapped"))
         if bare.shape[0] == expected[0] * expected[1]:
-            choices.append((bare.unflatten(0, expected[:2]), "batch and heads split"))
+            choices.append((bare.reshape(*expected[:2], -1), "batch and heads split"))
     for candidate, words in choices:
         if tuple(candidate.shape) == expected:
             return candidate, f"{name} {list(tensor.shape)}: {words}"
     raise InputError(f"{name} must have shape [B, H, T] = {list(expected)}, got {list(tensor.shape)}")
 
 
-def causals_of(stated: object) -> tuple[Causal, ...]:
+def _causals_of(stated: object) -> tuple[Causal, ...]:
     """What a dump's own ``causal`` may mean: True leaves the alignment open. Raises InputError for other values."""
     if isinstance(stated, bool):
         return ("top-left", "bottom-right") if stated else ("none",)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from attn_diag.loading import named_errors, unpickle
 
 _LAYER = re.compile(r"(?:^|[._])layers?[._]?(\d+)")
 _RADIX = re.compile(r"\.attn(?:_mha)?\.(inputs\.0|inputs\.1|inputs\.2|output)$")
+_HOOKED = "non_intrusive__"
 _OF_RADIX = {"inputs.0": "q", "inputs.1": "k", "inputs.2": "v", "output": "o"}
 _NO_CONTEXT = ("name", "dump_index", "recompute_status", "step", "forward_pass_id", "rank", "layer_id")
 _LENGTHS = ("seq_lens", "extend_seq_lens")
@@ -139,8 +139,10 @@ def read_calls(files: Sequence[DumpFile], prefix: str, names: Mapping[str, str])
 
 def _leaves(files: Sequence[DumpFile]) -> list[Leaf]:
     """One leaf for every name."""
-    first = {file.name: file for file in reversed(files)}
-    return [Leaf(name, _last_part(name), file.call, partial(file.read)) for name, file in reversed(first.items())]
+    first: dict[str, DumpFile] = {}
+    for file in files:
+        first.setdefault(file.name, file)
+    return [Leaf(name, _last_part(name), file.call, file.read) for name, file in first.items()]
 
 
 def _last_part(name: str) -> str:
@@ -149,7 +151,8 @@ def _last_part(name: str) -> str:
     radix = _RADIX.search(name)
     if radix is not None:
         return gradient + _OF_RADIX[radix[1]]
-    return gradient + name.removeprefix("grad__").rpartition(".")[2]
+    # Of other modules, the hooks' names say only that it is an input or an output.
+    return "" if _HOOKED in name else gradient + name.removeprefix("grad__").rpartition(".")[2]
 
 
 def _occurrences(

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_diag.conversion.dumped import DumpedCall, causals_of
+from attn_diag.conversion.dumped import DumpedCall
 from attn_diag.conversion.names import Leaf, ambiguous, choose, matches, refuse_packed, role_of
 from attn_diag.errors import InputError
 from attn_diag.loading import named_errors, require_regular_file, unpickle
@@ -24,6 +24,7 @@ from attn_diag.loading import named_errors, require_regular_file, unpickle
 SUFFIXES = (".pt", ".pth")
 _LAYER = re.compile(r"(?:^|[._])(?:layers?|blocks?|h)[._]?(\d+)")
 _STEP = re.compile(r"(?:^|[._])(?:steps?|iter(?:ation)?)[._]?(\d+)")
+_PLACE = re.compile(r"(?!.*(?:step|iter|call|rank|batch|sample|seq))(?:.*\.)?(\d+)", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.*[a-z])_?(\d+)", re.IGNORECASE)
 _BY_POSITION = ("q", "k", "v", "o")
 # What may be shared by all calls of a file.
@@ -57,10 +58,14 @@ def read_calls(path: Path, name: str, names: Mapping[str, str]) -> Iterator[Dump
     """
     require_regular_file(path)
     with named_errors(path):
-        leaves, scalars = _walk(unpickle(path))
+        content = unpickle(path)
+    try:
+        leaves, scalars = _walk(content)
         calls = _calls(leaves, names)
         for call, chosen in calls.items():
             yield _dumped(path, name, call, chosen, scalars, leaves, alone=len(calls) == 1)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def _dumped(
@@ -82,22 +87,18 @@ def _dumped(
     for key, pattern in (("layer", _LAYER), ("step", _STEP)):
         if key not in stated and (found := pattern.search(of_q)) is not None:
             stated[key] = int(found[1])
-    if "layer" not in stated and len(call) == 1 and call[0].isdecimal():
-        stated["layer"] = int(call[0])
-        notes.append(f"layer={call[0]}: its place in the list")
+    if "layer" not in stated and len(call) == 1 and (place := _PLACE.fullmatch(call[0])) is not None:
+        stated["layer"] = int(place[1])
+        notes.append(f"layer={place[1]} assumed: the call's number in the file")
     used = {leaf.path for leaf in chosen.values()}
     if alone and (left := [leaf.path for leaf in leaves if leaf.path not in used]):
         notes.append(f"left out: {', '.join(left)}")
-    causals = causals_of(stated.pop("causal")) if "causal" in stated else None
-    base = stated.pop("lse_base", None)
     return DumpedCall(
         name=name if alone else f"{name}_{re.sub(r'[^A-Za-z0-9._-]', '_', where) or 'call'}",
         source=str(path) if alone else f"{path}[{where}]",
         tensors={role: leaf.read() for role, leaf in chosen.items()},
         stated=stated,
         notes=tuple(note for note in notes if note),
-        **({} if causals is None else {"causals": causals}),
-        **({} if base is None else {"lse_bases": (str(base),)}),
     )
 
 
@@ -116,7 +117,7 @@ def _walk(content: object) -> tuple[list[Leaf], list[_Scalar]]:
             names = _positions(value) if not any(role_of(part) for part in parts) else None
             for number, item in enumerate(value):
                 visit(item, (*parts, names[number] if names else str(number)))
-        elif value is not None and value is not False and parts:
+        elif value and parts:  # dropout_p=0.0 asks for nothing
             refuse_packed(parts[-1])
         if not isinstance(value, Tensor | dict) and value is not None and parts and _is_scalar(parts):
             key = next(key for key, aliases in _SCALARS.items() if parts[-1].lower() in aliases)
@@ -226,7 +227,7 @@ def _stated(scalars: list[_Scalar]) -> dict[str, Any]:
             elif scalar.key in ("layer", "step", "head_offset"):
                 stated[scalar.key] = int(value)
             else:
-                stated[scalar.key] = value
+                stated[scalar.key] = value if scalar.key == "causal" else str(value)
         except (TypeError, ValueError):
             raise InputError(f"{scalar.key}={value!r} cannot be read") from None
     return {key: value for key, value in stated.items() if value is not None}
