@@ -19,6 +19,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag import InputError, convert, inspect_captures, load
+from attn_diag.assumptions import check_assumptions
 from attn_diag.captures import Capture
 from attn_diag.cli import main
 from attn_diag.conversion.names import Leaf, choose, parse_map, role_of
@@ -53,8 +54,8 @@ def inputs(heads: int = 4, kv_heads: int = 2, rows: int = 24, keys: int = 24, ba
 
 
 def holds(capture: Capture) -> bool | None:
-    """Whether ``inspect`` finds O and LSE to be what the metadata say."""
-    return inspect_captures([capture], device="cpu").captures[0].assumptions.ok
+    """Whether the check that ``inspect`` makes first finds O and LSE to be what the metadata say."""
+    return check_assumptions(capture, list(capture.observations), torch.device("cpu")).ok
 
 
 def inner(capture: Capture, name: str) -> Tensor:
@@ -77,8 +78,6 @@ class Explosive:
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.system, (f"touch {self.path}",)
 
-
-# --- FlashInfer ---------------------------------------------------------------------------------------------
 
 PREFILL = (
     "(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: Optional[torch.Tensor] = None, "
@@ -339,9 +338,6 @@ def test_flashinfer_pickle_that_would_run_code(tmp_path: Path) -> None:
     assert not (tmp_path / "boom").exists()
 
 
-# --- SGLang -------------------------------------------------------------------------------------------------
-
-
 class SglangDumper:
     """Writes as ``_Dumper.dump`` of SGLang does: 2025's bare tensors, or 2026's value and meta."""
 
@@ -385,6 +381,7 @@ def test_sglang_layers_steps_and_ranks(tmp_path: Path, version: int) -> None:
                 # RadixAttention's output has heads and features together.
                 dumper.dump("attn_output", tokens_first(o, together=True), step=step, rank=rank, layer_id=layer)
                 dumper.dump("mlp_output", torch.randn(5, 5), step=step, rank=rank, layer_id=layer)
+    dumper.dump("input_ids", torch.arange(9), step=3)  # a forward pass without attention is passed over
     written = convert(tmp_path / "d", tmp_path / "c")
     assert len(written) == 8
     assert written[0].name == "step000001_rank0_layer00.safetensors"
@@ -507,9 +504,6 @@ def test_sglang_names_that_need_a_mapping(tmp_path: Path) -> None:
     assert not (tmp_path / "boom").exists()
 
 
-# --- torch.save ---------------------------------------------------------------------------------------------
-
-
 def named(tensors: tuple[Tensor, ...], *names: str) -> dict[str, Any]:
     return dict(zip(names, tensors, strict=True))
 
@@ -572,6 +566,20 @@ def test_torch_dicts_told_apart_by_their_own_names(tmp_path: Path) -> None:
     torch.save({"encoder": first, "decoder": second}, tmp_path / "dump.pth")
     written = convert(tmp_path / "dump.pth", tmp_path / "c")
     assert [path.name for path in written] == ["dump_encoder.safetensors", "dump_decoder.safetensors"]
+
+
+def test_torch_metadata_of_each_call(tmp_path: Path) -> None:
+    """What a dict states is of the calls below it; what lies beside them is of all."""
+    first, second = (named(t[:3], "q", "k", "v") for t in layer_tensors(2))
+    content = {
+        "encoder": {**first, "causal": False},
+        "decoder": {**second, "is_causal": torch.tensor(True), "sm_scale": torch.tensor(0.5)},
+        "config": {"softcap": 30.0, "window_size": torch.tensor([4, 0])},
+    }
+    torch.save(content, tmp_path / "dump.pt")
+    encoder, decoder = (load(path).metadata for path in convert(tmp_path / "dump.pt", tmp_path / "c"))
+    assert (encoder.causal, encoder.scale, encoder.softcap, encoder.window) == ("none", None, 30.0, (4, 0))
+    assert (decoder.causal, decoder.scale, decoder.softcap, decoder.window) == ("top-left", 0.5, 30.0, (4, 0))
 
 
 @pytest.mark.parametrize("layout", ["BHTD", "BTHD"])
@@ -754,9 +762,6 @@ def test_the_kind_can_be_forced(tmp_path: Path) -> None:
         convert(tmp_path / "d", tmp_path / "e", kind="flashinfer")
     with pytest.raises(InputError, match="kind must be one of auto"):
         convert(tmp_path / "d", tmp_path / "e", kind="vllm")  # type: ignore[arg-type]
-
-
-# --- names and the command line -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

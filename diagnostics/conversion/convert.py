@@ -193,6 +193,8 @@ def _sglang_readers(path: Path, wanted: Wanted) -> list[_Reader]:
     if not groups:
         raise InputError(f"{path}: no file of SGLang's dumper in this directory (name=…___rank=…___dump_index=….pt)")
     sglang.require_matches(groups, wanted.names)
+    # Forward passes without any attention are passed over; where there are no others, the reader says why.
+    groups = [files for files in groups if sglang.holds_call(files, wanted.names)] or groups
     several = len({files[0].path.parent for files in groups}) > 1
 
     def reader(files: list[sglang.DumpFile]) -> _Reader:

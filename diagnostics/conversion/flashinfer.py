@@ -70,23 +70,18 @@ def read_call(folder: Path) -> DumpedCall:
     inputs = _tensors(folder, "inputs")
     if inputs is None:
         raise InputError(f"{folder}: no inputs.pt or inputs.safetensors: the process died before they were written")
-    arguments = _arguments(record, inputs, folder)
     outputs = _tensors(folder, "outputs") or {}
-    try:
+    with named_errors(folder / METADATA):
+        arguments = _arguments(record, inputs)
         tensors, stated = _call(function, arguments, outputs)
-    except InputError as error:
-        raise InputError(f"{folder}: {error}") from None
-    version = record.get("versions", {}).get("flashinfer")
-    notes = [f"converted from FlashInfer's dump {folder.name} ({function}, flashinfer {version})"]
+        stated |= _provenance(record, function, arguments)
+        notes = [
+            f"converted from FlashInfer's dump {folder.name} ({function}, flashinfer {_version(record, 'flashinfer')})"
+        ]
     if not outputs:
         notes.append(f"no output: execution_status is {record.get('execution_status', 'not stated')}")
     if arguments.get("use_fp16_qk_reduction"):
         notes.append("use_fp16_qk_reduction was on")
-    backend = arguments.get("backend", "auto")
-    details = record.get("tensor_details", {})
-    device = next((d["device"] for key in ("arg_0", "kwarg_q") if (d := details.get(key)) is not None), None)
-    stated |= {"kernel": f"flashinfer.{function} ({backend})", "device": device}
-    stated["torch"] = record.get("versions", {}).get("torch")
     replay = folder.parent.name == "graph_flushes"
     return DumpedCall(
         name=f"{folder.parent.parent.name}_{folder.name}" if replay else folder.name,
@@ -98,6 +93,19 @@ def read_call(folder: Path) -> DumpedCall:
         lse_bases=("2",) if "lse" in tensors else ("e",),
         notes=(*notes, *(["lse_base=2: FlashInfer's convention"] if "lse" in tensors else [])),
     )
+
+
+def _provenance(record: Mapping[str, Any], function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernel, device and torch, as metadata."""
+    details = record.get("tensor_details", {})
+    device = next((d["device"] for key in ("arg_0", "kwarg_q") if (d := details.get(key)) is not None), None)
+    kernel = f"flashinfer.{function} ({arguments.get('backend', 'auto')})"
+    return {"kernel": kernel, "device": device, "torch": _version(record, "torch")}
+
+
+def _version(record: Mapping[str, Any], package: str) -> str | None:
+    version: str | None = record.get("versions", {}).get(package)
+    return version
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -126,7 +134,7 @@ def _tensors(folder: Path, kind: str) -> dict[str, Tensor] | None:
     return None
 
 
-def _arguments(record: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
+def _arguments(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the function was called with, by the names of its parameters; defaults as its signature states them."""
     names, arguments = _parameters(str(record.get("function_signature", "")))
     given = {**record.get("input_metadata", {}), **tensors}
@@ -136,7 +144,7 @@ def _arguments(record: Mapping[str, Any], tensors: Mapping[str, Tensor], folder:
             arguments[name] = value
         elif kind == "arg" and name.isdecimal():
             if int(name) >= len(names):
-                raise InputError(f"{folder}: the function's signature does not say what argument {name} is")
+                raise InputError(f"the function's signature does not say what argument {name} is")
             arguments[names[int(name)]] = value
     return arguments
 

@@ -37,9 +37,7 @@ _ALONE = {
 }
 _GRADIENT = re.compile(r"(?:grad_+(?P<after>.+)|(?P<before>.+?)_+grad)")
 _GRADIENT_OF = {"o": "do", "q": "dq", "k": "dk", "v": "dv"}
-_PACKED = re.compile(
-    r"cu_?seq_?lens?(_[a-z]+)*|(?:qo|kv|paged_kv|mask)_indptr(_buf)?|max_seqlens?(_[a-z]+)*", re.IGNORECASE
-)
+_PACKED = re.compile(r"cu_?seq_?lens?(_[a-z]+)*|(?:qo|kv|paged_kv|mask)_indptr(_buf)?", re.IGNORECASE)
 _PAGED = re.compile(
     r"(?:paged_)?kv_indices|block_tables?|page_tables?|paged_kv_.*|kv_cache|paged_kv_cache", re.IGNORECASE
 )

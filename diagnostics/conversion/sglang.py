@@ -137,6 +137,17 @@ def read_calls(files: Sequence[DumpFile], prefix: str, names: Mapping[str, str])
         yield from _occurrences(where, prefix, members, roles, note)
 
 
+def holds_call(files: Sequence[DumpFile], names: Mapping[str, str]) -> bool:
+    """Whether there is an attention call in this forward pass, or something that cannot be told apart from one."""
+    by_call: dict[tuple[str, ...], list[DumpFile]] = {}
+    for file in files:
+        by_call.setdefault(file.call, []).append(file)
+    try:
+        return any({"q", "k", "v"} <= choose(_leaves(members), names).keys() for members in by_call.values())
+    except InputError:
+        return True
+
+
 def _leaves(files: Sequence[DumpFile]) -> list[Leaf]:
     """One leaf for every name."""
     first: dict[str, DumpFile] = {}

@@ -14,18 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_diag.conversion.dumped import DumpedCall
 from attn_diag.conversion.names import Leaf, ambiguous, choose, matches, refuse_packed, role_of
 from attn_diag.errors import InputError
 from attn_diag.loading import named_errors, require_regular_file, unpickle
+from attn_diag.metadata import refuse_unsupported
 
 SUFFIXES = (".pt", ".pth")
 _LAYER = re.compile(r"(?:^|[._])(?:layers?|blocks?|h)[._]?(\d+)")
 _STEP = re.compile(r"(?:^|[._])(?:steps?|iter(?:ation)?)[._]?(\d+)")
 _PLACE = re.compile(r"(?!.*(?:step|iter|call|rank|batch|sample|seq))(?:.*\.)?(\d+)", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.*[a-z])_?(\d+)", re.IGNORECASE)
+_LISTED = 8
 _BY_POSITION = ("q", "k", "v", "o")
 # What may be shared by all calls of a file.
 _SHARED = ("mask", "q_positions")
@@ -44,11 +47,21 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class _Scalar:
-    """A number or word that a dump states: one of ``_SCALARS``, of the calls below ``call``."""
+    """A number or word that a dump states: one of ``_SCALARS``, in the dict at ``folder``."""
 
     key: str
     value: Any
-    call: tuple[str, ...]
+    folder: tuple[str, ...]
+
+    def is_of(self, leaf: Leaf, others: list[Leaf]) -> bool:
+        """Whether it describes the call of ``leaf`` (its q) rather than one of ``others``."""
+        if self._is_above(leaf):
+            return True
+        numbers = _numbers(self.folder)
+        return numbers == leaf.call[: len(numbers)] and not any(self._is_above(other) for other in others)
+
+    def _is_above(self, leaf: Leaf) -> bool:
+        return tuple(leaf.path.split("."))[: len(self.folder)] == self.folder
 
 
 def read_calls(path: Path, name: str, names: Mapping[str, str]) -> Iterator[DumpedCall]:
@@ -63,7 +76,9 @@ def read_calls(path: Path, name: str, names: Mapping[str, str]) -> Iterator[Dump
         leaves, scalars = _walk(content)
         calls = _calls(leaves, names)
         for call, chosen in calls.items():
-            yield _dumped(path, name, call, chosen, scalars, leaves, alone=len(calls) == 1)
+            others = [roles["q"] for key, roles in calls.items() if key != call]
+            stated = _stated([scalar for scalar in scalars if scalar.is_of(chosen["q"], others)])
+            yield _dumped(path, name, call, chosen, stated, [] if others else leaves)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -73,12 +88,10 @@ def _dumped(
     name: str,
     call: tuple[str, ...],
     chosen: Mapping[str, Leaf],
-    scalars: list[_Scalar],
+    stated: dict[str, Any],
     leaves: list[Leaf],
-    *,
-    alone: bool,
 ) -> DumpedCall:
-    stated = _stated([s for s in scalars if s.call == call[: len(s.call)] or alone])
+    """``leaves``: all that the file holds, where this is its only call."""
     where = ".".join(call)
     of_q = chosen["q"].path
     notes = [f"converted from torch.save file {path.name}"]
@@ -91,11 +104,12 @@ def _dumped(
         stated["layer"] = int(place[1])
         notes.append(f"layer={place[1]} assumed: the call's number in the file")
     used = {leaf.path for leaf in chosen.values()}
-    if alone and (left := [leaf.path for leaf in leaves if leaf.path not in used]):
-        notes.append(f"left out: {', '.join(left)}")
+    if left := [leaf.path for leaf in leaves if leaf.path not in used]:
+        more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
+        notes.append(f"left out: {', '.join(left[:_LISTED])}{more}")
     return DumpedCall(
-        name=name if alone else f"{name}_{re.sub(r'[^A-Za-z0-9._-]', '_', where) or 'call'}",
-        source=str(path) if alone else f"{path}[{where}]",
+        name=name if leaves else f"{name}_{re.sub(r'[^A-Za-z0-9._-]', '_', where) or 'call'}",
+        source=str(path) if leaves else f"{path}[{where}]",
         tensors={role: leaf.read() for role, leaf in chosen.items()},
         stated=stated,
         notes=tuple(note for note in notes if note),
@@ -108,6 +122,8 @@ def _walk(content: object) -> tuple[list[Leaf], list[_Scalar]]:
     scalars: list[_Scalar] = []
 
     def visit(value: object, parts: tuple[str, ...]) -> None:
+        if isinstance(value, Tensor) and _is_scalar(parts) and value.numel() <= 2:
+            value = value.flatten().tolist() if value.numel() > 1 else value.item()
         if isinstance(value, Tensor):
             leaves.append(_leaf(value, parts))
         elif isinstance(value, dict):
@@ -118,10 +134,10 @@ def _walk(content: object) -> tuple[list[Leaf], list[_Scalar]]:
             for number, item in enumerate(value):
                 visit(item, (*parts, names[number] if names else str(number)))
         elif value and parts:  # dropout_p=0.0 asks for nothing
-            refuse_packed(parts[-1])
+            refuse_unsupported(parts[-1])
         if not isinstance(value, Tensor | dict) and value is not None and parts and _is_scalar(parts):
             key = next(key for key, aliases in _SCALARS.items() if parts[-1].lower() in aliases)
-            scalars.append(_Scalar(key, value, _numbers(parts[:-1])))
+            scalars.append(_Scalar(key, value, parts[:-1]))
 
     visit(content, ())
     return leaves, scalars
@@ -155,7 +171,7 @@ def _leaf(value: Tensor, parts: tuple[str, ...]) -> Leaf:
 
 
 def _dense(value: Tensor, path: str) -> Tensor:
-    if value.layout.__repr__() != "torch.strided" or value.is_nested or value.is_meta:
+    if value.layout != torch.strided or value.is_nested or value.is_meta:
         raise InputError(f"{path} is sparse, nested or without data; expected a dense tensor: save one")
     return value.detach()
 
@@ -217,13 +233,14 @@ def _grouped(
 def _stated(scalars: list[_Scalar]) -> dict[str, Any]:
     """Metadata keywords from what a file states. Raises InputError for values that cannot be read."""
     stated: dict[str, Any] = {}
-    for scalar in sorted(scalars, key=lambda s: len(s.call)):
+    for scalar in sorted(scalars, key=lambda s: len(s.folder)):
         value = scalar.value
         try:
             if scalar.key == "window":
                 stated["window"] = _window(value)
             elif scalar.key in ("scale", "softcap"):
-                stated[scalar.key] = float(value) or None
+                # A softcap of 0 is how kernels say that there is none.
+                stated[scalar.key] = float(value) if scalar.key == "scale" or float(value) else None
             elif scalar.key in ("layer", "step", "head_offset"):
                 stated[scalar.key] = int(value)
             else:
@@ -236,6 +253,6 @@ def _stated(scalars: list[_Scalar]) -> dict[str, Any]:
 def _window(value: Any) -> tuple[int, int] | None:
     """(left, right) as FlashAttention has it; one number W is Hugging Face's: the last W keys."""
     if isinstance(value, list | tuple):
-        left, right = (int(n) for n in value)
+        left, right = (-1 if n is None else int(n) for n in value)
         return None if (left, right) == (-1, -1) else (left, right)
     return (int(value) - 1, -1)
