@@ -63,7 +63,7 @@ def half_written(paths: Iterable[str | Path]) -> list[InputError]:
     complaints = []
     for file in sorted({f for path in map(Path, paths) if path.is_dir() for f in path.rglob(f".*{PARTIAL}")}):
         named = _HALF_WRITTEN.fullmatch(file.name)
-        if named is not None and not _is_newer(file.with_name(named[1]), file):
+        if named is not None and not _was_completed(file.with_name(named[1]), file):
             complaints.append(
                 InputError(
                     f"{file}: {named[1]} was being written when the process died (or still is: look again then); "
@@ -73,8 +73,12 @@ def half_written(paths: Iterable[str | Path]) -> list[InputError]:
     return complaints
 
 
-def _is_newer(file: Path, other: Path) -> bool:
-    return file.exists() and file.stat().st_mtime_ns >= other.stat().st_mtime_ns
+def _was_completed(file: Path, partial: Path) -> bool:
+    """Whether ``file`` was completed after ``partial`` was last written to; a live writer may rename it meanwhile."""
+    try:
+        return file.stat().st_mtime_ns >= partial.stat().st_mtime_ns
+    except FileNotFoundError:
+        return not partial.exists()
 
 
 def load(path: str | Path, **options: Any) -> Capture:
