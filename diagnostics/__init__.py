@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attn_diag.attribution.result import Attribution
     from attn_diag.capture_job import Selection
     from attn_diag.captures import Capture
+    from attn_diag.conversion.convert import convert
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
     from attn_diag.hardware.profile import HardwareProfile
@@ -61,6 +62,7 @@ _HOME = {
     "capture": "live.recorder",
     "check_qkv": "drift.check",
     "closed_form": "microscopy.closed_form",
+    "convert": "conversion.convert",
     "examine_addition": "microscopy.addition",
     "identify": "identification.identify",
     "identify_captures": "identification.many",
@@ -101,6 +103,7 @@ __all__ = [
     "capture",
     "check_qkv",
     "closed_form",
+    "convert",
     "examine_addition",
     "identify",
     "identify_captures",

@@ -24,6 +24,7 @@ from attn_diag.measure import collector_of
 from attn_diag.pooling import adjust_family
 from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool, pick_device
+from attn_diag.ranks import merged_over_ranks
 from attn_diag.reference import reference_head
 from attn_diag.row_maxima import DEFINITIONS, Repeats
 from attn_diag.verdict import summarise
@@ -108,6 +109,7 @@ def inspect_captures(
     unreadable: Sequence[str] = (),
     skip: Callable[[InputError], None] | None = None,
     certify: int | Certify | None = None,
+    merge_ranks: bool = True,
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
 
@@ -116,7 +118,8 @@ def inspect_captures(
     captured observations, where they are known and need not be recognised. ``progress(done, total)`` is called after
     every head. ``unreadable`` lists inputs that could not be read, for the summary. ``skip(error)`` is called for a
     capture among several that lacks the observation, heads or batch items selected, or whose dtype no recipe covers;
-    it is listed as unreadable too. ``certify``: see ``inspect``.
+    it is listed as unreadable too. ``certify``: see ``inspect``. ``merge_ranks``: captures that differ only in their
+    rank become one (see ``attn_diag.ranks``), whose batch items (or heads) are those of all ranks.
 
     Raises InputError for unknown recipes, for rows or a precision that cannot be certified and, without ``skip`` or
     where no capture is left, for what it would skip.
@@ -126,7 +129,9 @@ def inspect_captures(
     runner = require_known(engine, recipes)
     certified = Certify.of(certify)
     where = pick_device(device)
-    chosen, skipped = list(captures), list(unreadable)
+    chosen, skipped, merging = list(captures), list(unreadable), list[str]()
+    if merge_ranks:
+        chosen, merging = merged_over_ranks(chosen)
     jobs: list[CaptureJob] = []
     for capture in chosen:
         try:
@@ -150,7 +155,8 @@ def inspect_captures(
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
     results = tuple(job.result(judged) for job in jobs)
     entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
-    warnings = tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
+    warnings = tuple(merging)
+    warnings += tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
     warnings += tuple(
         f"{source}: {name} H{head.head}: {head.verdict.reasons[0]}"
         for source, name, head in entries

@@ -20,7 +20,7 @@ from attn_diag.reference import format_of
 
 OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre")
 DEFAULT_OBSERVATION = "observed"
-_INPUTS = ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "q_descale", "k_descale", "v_descale")
+INPUTS = ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "q_descale", "k_descale", "v_descale")
 _FLOATS = (
     torch.bfloat16,
     torch.float16,
@@ -212,7 +212,7 @@ class _Validator:
         if base == "q_positions":
             if dtype.is_floating_point or dtype == torch.bool:
                 raise InputError(f"q_positions must be integers, got {_short(dtype)}")
-        elif base in _INPUTS + OBSERVED and dtype not in _FLOATS and not (base == "mask" and dtype == torch.bool):
+        elif base in INPUTS + OBSERVED and dtype not in _FLOATS and not (base == "mask" and dtype == torch.bool):
             raise InputError(
                 f"{name} has dtype {_short(dtype)}; expected floating point ({', '.join(map(_short, _FLOATS))})"
             )
