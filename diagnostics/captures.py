@@ -292,6 +292,7 @@ class _Validator:
         shapes = {
             "o": [c.batch, c.q_heads, c.q_length, dv],
             "dq": [c.batch, c.q_heads, c.q_length, c.head_dim],
+            "dq_pre": [c.batch, c.q_heads, c.q_length, c.head_dim],
             "dk": [c.batch, c.kv_heads, c.k_length, c.head_dim],
             "dv": [c.batch, c.kv_heads, c.k_length, dv],
         }

@@ -1,0 +1,252 @@
+"""Measuring the map between projection and attention on one pass of the model, and testing it on the other.
+
+Without a norm R and the factor g come from the backward, dq_pre = g R^T dq, which a bias does not touch; the forward
+must then have R^T q - g y constant over the rows. With a norm they come from the forward, and the backward, with
+nothing left to choose, must have J^T dq = dq_pre. Both passes are tested head by head, against ``rounding``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.pullback.jacobian import HeadRows, Norm, Pullback, normalise
+from attn_diag.pullback.rotation import Pairs, Rotation, partner_by_modulus
+from attn_diag.pullback.rounding import Formats, backward_variance, forward_variance
+
+_NORMS = {"rms": "QK-norm (RMSNorm)", "layer": "QK-norm (LayerNorm)"}
+# More than the five unknowns that a pair of features has at most, so that a forward can contradict them.
+MIN_ROWS = 8
+# Where rounding may make up half of what is compared, nothing is shown: an unrelated x would be off by 1.4.
+_BLIND = 0.5
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A family of maps to try: which norm, and whether pairs of features turn."""
+
+    norm: Norm
+    rotated: bool
+
+
+# From the plainest on: the first that fits is taken.
+KINDS = tuple(Kind(norm, rotated) for norm in ("none", "rms", "layer") for rotated in (False, True))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two things that should agree are apart, and how far rounding lets them be; relative norms."""
+
+    off: float
+    allowed: float
+
+    @classmethod
+    def of(cls, difference: Tensor, variance: Tensor, size: float, freedom: float = 1.0) -> Agreement:
+        """From tensors of equal shape; ``size``: the norm to compare with, ``freedom``: makes up for fitted numbers."""
+        if not size:
+            return cls(0.0 if not bool(difference.any()) else math.inf, 0.0)
+        return cls(float(difference.norm()) * freedom / size, math.sqrt(float(variance.sum())) / size)
+
+    @property
+    def holds(self) -> bool:
+        """Whether they agree, and that means something."""
+        return self.off <= self.allowed < _BLIND
+
+    @property
+    def ratio(self) -> float:
+        """Off over allowed, above 1 where it does not hold; the larger the worse."""
+        if not self.off < math.inf:
+            return math.inf
+        if not self.allowed:
+            return math.inf if self.off else 0.0
+        return max(self.off / self.allowed, self.allowed / _BLIND)
+
+    def __str__(self) -> str:
+        return f"{self.off:.2%} off, {self.allowed:.2%} allowed"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Both passes' agreements in one head; ``backward`` None where dq_pre was not captured."""
+
+    forward: Agreement
+    backward: Agreement | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether both agree."""
+        return self.forward.holds and (self.backward is None or self.backward.holds)
+
+    @property
+    def worst(self) -> tuple[str, Agreement]:
+        """The pass that agrees worse."""
+        if self.backward is None or self.forward.ratio > self.backward.ratio:
+            return "forward", self.forward
+        return "backward", self.backward
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One kind of map as measured in one sequence: what its heads share. ``gain`` [D] without a norm, else None."""
+
+    kind: Kind
+    rotation: Rotation | None
+    gain: Tensor | None
+
+    @property
+    def words(self) -> str:
+        """What it is called."""
+        words = [] if self.kind.norm == "none" else [_NORMS[self.kind.norm]]
+        words += [] if self.rotation is None else [f"a rotary embedding ({self.rotation.pairs.words})"]
+        return " and ".join(words) or "at most a bias"
+
+    def of_head(self, head: HeadRows) -> Pullback:
+        """The map of one head; with a norm its g and b are measured on the head itself."""
+        unit, size = normalise(head.y, self.kind.norm)
+        gain, bias = self.gain, torch.zeros_like(unit[0])
+        if gain is None:
+            gain, bias = _gain(head, unit, self.kind, self.rotation.pairs if self.rotation else None)
+        elif bool(head.usable.any()):
+            kept = self._kept(head)
+            difference = (self._unrotate(head.q) - gain * unit) * kept
+            bias = difference.sum(0) / kept.sum(0).clamp(min=1)
+        return Pullback(self.kind.norm, self.rotation, gain, bias, unit, size)
+
+    def verify(self, head: HeadRows, formats: Formats) -> Verified:
+        """Test both passes in one head."""
+        pullback, kept = self.of_head(head), self._kept(head)
+        z, rows = pullback.unrotate(head.q), float(head.usable.sum())
+        variance = forward_variance(pullback, head, formats.working)
+        if self.rotation is not None and self.kind.norm == "none":
+            variance += self.rotation.uncertainty(z)
+        # What the rows differ in: a large bias must not make up for a y that is not seen.
+        varying = pullback.gain * pullback.unit * kept
+        if self.kind.norm == "none":
+            varying = (varying - varying.sum(0) / kept.sum(0).clamp(min=1)) * kept
+        difference = z - pullback.gain * pullback.unit - pullback.bias
+        freedom = math.sqrt(rows / max(rows - 1, 1)) if self.kind.norm == "none" else 1.0
+        forward = Agreement.of(difference * kept, variance * kept, float(varying.norm()), freedom)
+        if head.dq is None or head.dq_pre is None:
+            return Verified(forward, None)
+        variance = backward_variance(pullback, head, formats)
+        if self.rotation is not None and self.kind.norm != "none":
+            variance += self.rotation.uncertainty(head.dq) * (pullback.gain / pullback.size).square()
+        used = head.usable[:, None]
+        return Verified(
+            forward,
+            Agreement.of((pullback(head.dq) - head.dq_pre) * used, variance * used, float(head.dq_pre.norm())),
+        )
+
+    def _unrotate(self, values: Tensor) -> Tensor:
+        return values if self.rotation is None else self.rotation.back(values)
+
+    def _kept(self, head: HeadRows) -> Tensor:
+        """Elements of the forward that can be compared, [T, D]: of usable rows, with a known angle."""
+        kept = head.usable[:, None].expand_as(head.q)
+        return kept if self.rotation is None else kept & self.rotation.known(head.q)
+
+
+def bias_alone(head_dim: int, device: torch.device) -> Fit:
+    """q = y + b: what can be seen without dq_pre."""
+    return Fit(Kind("none", False), None, torch.ones(head_dim, dtype=torch.float64, device=device))
+
+
+def measure(kind: Kind, heads: Sequence[HeadRows], formats: Formats) -> Fit:
+    """Measure a map of this kind on some heads of one sequence, with dq and dq_pre, at least one of them not 0."""
+    if kind.norm == "none":
+        return _measure_backward(kind, heads, formats)
+    if not kind.rotated:
+        return Fit(kind, None, None)
+    units = [normalise(head.y, kind.norm)[0] for head in heads]
+    pairs = Pairs.of_partner(_partner_by_fit(heads, units, kind.norm), heads[0].q.shape[1])
+    z = []
+    for head, unit in zip(heads, units, strict=True):
+        gain, bias = _gain(head, unit, kind, pairs)
+        z.append(gain * unit + bias)
+    rotation = Rotation.measure(pairs, z, [head.q for head in heads])
+    fit = Fit(kind, rotation, None)
+    noise = [forward_variance(fit.of_head(head), head, formats.working) for head in heads]
+    return replace(fit, rotation=Rotation.measure(pairs, z, [head.q for head in heads], noise))
+
+
+def _measure_backward(kind: Kind, heads: Sequence[HeadRows], formats: Formats) -> Fit:
+    before = [head.dq for head in heads if head.dq is not None]
+    after = [head.dq_pre for head in heads if head.dq_pre is not None]
+    gain = torch.ones_like(before[0][0])
+    if not kind.rotated:
+        return Fit(kind, None, gain * (_dot(before, after) / _dot(before, before)))
+    pairs = Pairs.of_partner(partner_by_modulus(before, after), len(gain))
+    # A scaled rotary embedding may carry a factor (YaRN), which features that do not turn lack.
+    turning, rest = slice(0, pairs.features), slice(pairs.features, None)
+    squares = _dot([b[:, turning] for b in before], [b[:, turning] for b in before])
+    gain[turning] = math.sqrt(_dot([a[:, turning] for a in after], [a[:, turning] for a in after]) / squares)
+    if (squares := _dot([b[:, rest] for b in before], [b[:, rest] for b in before])) > 0:
+        gain[rest] = _dot([b[:, rest] for b in before], [a[:, rest] for a in after]) / squares
+    # dq_pre is dq turned back: what is measured is R^T.
+    fit = Fit(kind, Rotation.measure(pairs, before, after).inverse(), gain)
+    noise = [backward_variance(fit.of_head(head), head, formats) for head in heads]
+    return replace(fit, rotation=Rotation.measure(pairs, before, after, noise).inverse())
+
+
+def _gain(head: HeadRows, unit: Tensor, kind: Kind, pairs: Pairs | None) -> tuple[Tensor, Tensor]:
+    """g and b [D] of q = R (g o u + b), by least squares over the rows.
+
+    In features that turn only the modulus is known before R is: |q|^2 is linear in the squares of g and, with a bias,
+    in g o b. Their signs are lost: g is taken as positive, and where it is not, the tests fail.
+    """
+    usable = head.usable
+    u, q = unit[usable], head.q[usable]
+    gain, bias = torch.ones_like(unit[0]), torch.zeros_like(unit[0])
+    with_bias = kind.norm == "layer"
+    columns = [u.T] + [torch.ones_like(u.T)] * with_bias
+    found = _solve(torch.stack(columns, 2), q.T)
+    gain, bias = found[:, 0].clone(), found[:, 1].clone() if with_bias else bias
+    if pairs is not None:
+        found = _modulus_fit(u[:, pairs.first], u[:, pairs.second], pairs.sum(q.square()), with_bias)[0]
+        for place, which in ((pairs.first, 0), (pairs.second, 1)):
+            gain[place] = found[:, which].clamp(min=0).sqrt()
+            if with_bias:
+                bias[place] = found[:, 2 + which] / (2 * gain[place])
+    return gain, bias
+
+
+def _partner_by_fit(heads: Iterable[HeadRows], units: Iterable[Tensor], norm: Norm) -> int:
+    """The feature that turns with feature 0: with the right one |q|^2 follows from u; see ``partner_by_modulus``."""
+    wrong: Tensor | None = None
+    for head, unit in zip(heads, units, strict=True):
+        u, square = unit[head.usable], head.q[head.usable].square()
+        half = u.shape[1] // 2
+        _, left = _modulus_fit(
+            u[:, :1].expand(-1, half), u[:, 1 : half + 1], square[:, :1] + square[:, 1 : half + 1], norm == "layer"
+        )
+        wrong = left if wrong is None else wrong + left
+    assert wrong is not None
+    return 1 + int(wrong.argmin())
+
+
+def _modulus_fit(first: Tensor, second: Tensor, square: Tensor, with_bias: bool) -> tuple[Tensor, Tensor]:
+    """Coefficients [P, 2 or 5] of ``square`` [n, P] in u^2 (and u, and 1) of the pairs' features, [n, P] each.
+
+    Also what is left, [P], over what there was. An error of rounding is a part of |q|^2, so rows weigh by its inverse.
+    """
+    a, b, square = first.T, second.T, square.T
+    weight = 1 / (square + square.mean(1, keepdim=True))
+    columns = [a.square(), b.square()] + ([a, b, torch.ones_like(a)] if with_bias else [])
+    matrix, target = torch.stack(columns, 2) * weight[:, :, None], square * weight
+    found = _solve(matrix, target)
+    left = (target - (matrix @ found[:, :, None])[:, :, 0]).square().sum(1)
+    return found, left / target.square().sum(1)
+
+
+def _solve(matrix: Tensor, target: Tensor) -> Tensor:
+    """Least squares, [P, n, k] and [P, n] to [P, k]; by way of a pseudo-inverse, as a column may be all zero."""
+    normal = matrix.mT @ matrix
+    return (torch.linalg.pinv(normal, hermitian=True) @ (matrix.mT @ target[:, :, None]))[:, :, 0]
+
+
+def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    return sum(float((x * y).sum()) for x, y in zip(a, b, strict=True))
