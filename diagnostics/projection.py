@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_diag.captures import Capture
 from attn_diag.heads import read_float64
-from attn_diag.pullback.fit import KINDS, MIN_ROWS, Fit, Kind, Verified, bias_alone, measure
+from attn_diag.pullback.fit import KINDS, Fit, Kind, Verified, bias_alone, measure
 from attn_diag.pullback.jacobian import HeadRows, Pullback
 from attn_diag.pullback.rotation import ALL_ROWS
 from attn_diag.pullback.rounding import Formats, product_variance
@@ -43,17 +43,22 @@ class Projection:
     """Whether dW_Q follows from dQ, and how. ``note``: why not, or what lies between; None for nothing."""
 
     note: str | None
-    known: bool
     _reader: _Reader | None = None
     _fits: dict[int, Fit] = field(default_factory=dict)
 
+    @property
+    def known(self) -> bool:
+        """Whether dW_Q follows."""
+        return self._reader is not None
+
     def head(self, batch: int, head: int) -> HeadProjection | None:
         """Of one of the heads and batch items that were looked at; None where dW_Q does not follow."""
-        if not self.known or self._reader is None:
+        if self._reader is None:
             return None
-        fit = self._fits.get(batch)
-        pullback = None if fit is None else fit.of_head(self._reader.rows(batch, head))
-        return HeadProjection(self._reader.x(batch), pullback)
+        x, fit = self._reader.x(batch), self._fits.get(batch)
+        if fit is None:
+            return HeadProjection(x)
+        return HeadProjection(x, fit.shared or fit.of_head(self._reader.rows(batch, head)))
 
 
 def find_projection(capture: Capture, batches: Sequence[int], heads: Sequence[int], device: torch.device) -> Projection:
@@ -63,24 +68,27 @@ def find_projection(capture: Capture, batches: Sequence[int], heads: Sequence[in
     observation: they are a property of the model, whatever kernel was observed.
     """
     if "x" not in capture.tensors or "w_q" not in capture.tensors:
-        return Projection("dW_Q: not computed, x or w_q was not captured", known=False)
+        return Projection("dW_Q: not computed, x or w_q was not captured")
     reader = _Reader(capture, device)
-    misfit = reader.misfit(batches, heads)
-    if misfit <= _TOLERANCE:
-        return Projection(None, known=True, _reader=reader)
-    gap = f"dW_Q: not computed, q is not x w_q^T (off by {misfit:.0%}): RoPE, QK-norm or a bias lies between"
     search = _Search(reader, batches, heads)
-    if capture.q_length < MIN_ROWS:
-        return Projection(f"{gap}; {capture.q_length} rows are too few to find out which", known=False)
-    kinds: Sequence[Kind | None] = (None,) if reader.observation is None else KINDS
+    misfit = reader.misfit(batches, heads)
+    plain = misfit <= _TOLERANCE
+    if plain and (reader.observation is None or search.same_gradient()):
+        return Projection(None, reader)
     tried = []
-    for kind in kinds:
+    for kind in KINDS if reader.observation is not None else (None,):
+        if kind is not None and kind.rotated and capture.head_dim < 2:  # a pair takes two
+            continue
         found = search.try_kind(kind)
         if found.holds:
-            return Projection(found.note, known=True, _reader=reader, _fits=found.fits)
+            return Projection(found.note, reader, found.fits)
         tried.append(found.failure)
-    hint = "; capture dq_pre (and dq) to see through RoPE and QK-norm" if reader.observation is None else ""
-    return Projection(f"{gap}; tried: {'; '.join(tried)}{hint}", known=False)
+    if plain:
+        gap = f"q is x w_q^T (up to {misfit:.1%}), but dq_pre is not dq"
+    else:
+        gap = f"q is not x w_q^T (off by {misfit:.0%}): RoPE, QK-norm or a bias lies between"
+    hint = "" if reader.observation is not None else "; capture dq_pre (and dq) to see through RoPE and QK-norm"
+    return Projection(f"dW_Q: not computed, {gap}; tried: {'; '.join(tried)}{hint}")
 
 
 class _Reader:
@@ -96,10 +104,14 @@ class _Reader:
         self._working = format_of(capture.tensors["q"].dtype)
         pre = None if self.observation is None else capture.tensors[capture.key(self.observation, "dq_pre")]
         self.formats = Formats(self._working, self._working if pre is None else format_of(pre.dtype))
+        self._last: tuple[int, Tensor] | None = None
 
     def x(self, batch: int) -> Tensor:
-        """x of one sequence, [Tq, C] float64."""
-        return self._capture.tensors["x"][batch].to(self._device).double()
+        """x of one sequence, [Tq, C] float64; the heads of a sequence share it."""
+        last = self._last  # another thread may replace it
+        if last is None or last[0] != batch:
+            self._last = last = batch, self._capture.tensors["x"][batch].to(self._device).double()
+        return last[1]
 
     def weight(self, head: int) -> Tensor:
         """w_q of one head, [D, C] float64."""
@@ -171,6 +183,15 @@ class _Search:
     def __init__(self, reader: _Reader, batches: Sequence[int], heads: Sequence[int]) -> None:
         self._reader, self._batches, self._heads = reader, batches, heads
 
+    def same_gradient(self) -> bool:
+        """Whether dq_pre is dq in every head."""
+        for batch in self._batches:
+            for head in self._heads:
+                found = self._bias_alone().verify(self._reader.rows(batch, head), self._reader.formats)
+                if found.backward is not None and not found.backward.holds:
+                    return False
+        return True
+
     def try_kind(self, kind: Kind | None) -> _Tried:
         """Measure, then test every head; None: a bias, without dq_pre. Stops at the first head that fails."""
         fits: dict[int, Fit] = {}
@@ -179,7 +200,9 @@ class _Search:
         for batch in self._batches:
             fit = self._fit(kind, batch)
             if fit is None:
-                return _Tried({}, "dq_pre", None, f"too few finite rows, or dq or dq_pre is 0, in batch item {batch}")
+                assert kind is not None
+                reason = f"no head of batch item {batch} has the {kind.min_rows} rows it takes, and a gradient"
+                return _Tried({}, kind.words, None, reason)
             fits[batch], words = fit, fit.words
             for head in self._heads:
                 found = fit.verify(self._reader.rows(batch, head), self._reader.formats)
@@ -194,15 +217,18 @@ class _Search:
     def _fit(self, kind: Kind | None, batch: int) -> Fit | None:
         """What the heads share, measured on the first few of them that have a gradient; None where none has."""
         if kind is None:
-            first = self._reader.weight(self._heads[0])
-            return bias_alone(len(first), first.device)
+            return self._bias_alone()
         sample = []
         for head in self._heads:
             rows = self._reader.rows(batch, head)
             assert rows.dq is not None
             assert rows.dq_pre is not None
-            if int(rows.usable.sum()) >= MIN_ROWS and bool(rows.dq.any()) and bool(rows.dq_pre.any()):
+            if int(rows.usable.sum()) >= kind.min_rows and bool(rows.dq.any()) and bool(rows.dq_pre.any()):
                 sample.append(rows)
             if len(sample) == _MEASURED_HEADS:
                 break
         return measure(kind, sample, self._reader.formats) if sample else None
+
+    def _bias_alone(self) -> Fit:
+        weight = self._reader.weight(self._heads[0])
+        return bias_alone(len(weight), weight.device)

@@ -19,10 +19,12 @@ from attn_diag.pullback.rotation import Pairs, Rotation, partner_by_modulus
 from attn_diag.pullback.rounding import Formats, backward_variance, forward_variance
 
 _NORMS = {"rms": "QK-norm (RMSNorm)", "layer": "QK-norm (LayerNorm)"}
-# More than the five unknowns that a pair of features has at most, so that a forward can contradict them.
-MIN_ROWS = 8
+# Rows for every unknown that is fitted to a feature or a pair: then fitting adds an eighth to the errors' variance.
+_ROWS_PER_UNKNOWN = 8
 # Where rounding may make up half of what is compared, nothing is shown: an unrelated x would be off by 1.4.
 _BLIND = 0.5
+# A measured factor this near to 1 is not worth a word.
+_NEAR_ONE = 0.01
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,18 @@ class Kind:
 
     norm: Norm
     rotated: bool
+
+    @property
+    def words(self) -> str:
+        """What it is called."""
+        words = [] if self.norm == "none" else [_NORMS[self.norm]]
+        words += ["a rotary embedding"] if self.rotated else []
+        return " and ".join(words) or "at most a bias"
+
+    @property
+    def min_rows(self) -> int:
+        """So many rows it takes: without a norm a bias is fitted, with one see ``_modulus_fit``."""
+        return _ROWS_PER_UNKNOWN * {"none": 1, "rms": 2, "layer": 5}[self.norm]
 
 
 # From the plainest on: the first that fits is taken.
@@ -66,7 +80,8 @@ class Agreement:
         return max(self.off / self.allowed, self.allowed / _BLIND)
 
     def __str__(self) -> str:
-        return f"{self.off:.2%} off, {self.allowed:.2%} allowed"
+        off = f"{self.off:.0%}" if self.off > 1 else f"{100 * self.off:.2g} %"
+        return f"{off} off, {100 * self.allowed:.2g} % allowed"
 
 
 @dataclass(frozen=True)
@@ -100,9 +115,16 @@ class Fit:
     @property
     def words(self) -> str:
         """What it is called."""
-        words = [] if self.kind.norm == "none" else [_NORMS[self.kind.norm]]
-        words += [] if self.rotation is None else [f"a rotary embedding ({self.rotation.pairs.words})"]
-        return " and ".join(words) or "at most a bias"
+        pairs = "" if self.rotation is None else f" ({self.rotation.pairs.words})"
+        factor = 1.0 if self.gain is None else float(self.gain[0])
+        return self.kind.words + pairs + (f" and a factor of {factor:.4g}" if abs(factor - 1) > _NEAR_ONE else "")
+
+    @property
+    def shared(self) -> Pullback | None:
+        """J^T where it is the same in all heads: without a norm, and then y and the bias play no part in it."""
+        if self.gain is None:
+            return None
+        return Pullback("none", self.rotation, self.gain, *(self.gain.new_zeros(0) for _ in range(3)))
 
     def of_head(self, head: HeadRows) -> Pullback:
         """The map of one head; with a norm its g and b are measured on the head itself."""
@@ -135,11 +157,13 @@ class Fit:
         variance = backward_variance(pullback, head, formats)
         if self.rotation is not None and self.kind.norm != "none":
             variance += self.rotation.uncertainty(head.dq) * (pullback.gain / pullback.size).square()
-        used = head.usable[:, None]
-        return Verified(
-            forward,
-            Agreement.of((pullback(head.dq) - head.dq_pre) * used, variance * used, float(head.dq_pre.norm())),
-        )
+        used = head.usable
+        if self.kind.norm != "none":
+            # Where y is 0 the Jacobian is that of the norm's epsilon, and q shows no angle; x is 0 there, or w_q.
+            used = used & pullback.unit.any(1)
+            used = used if self.rotation is None else used & self.rotation.seen.all(1)
+        difference, expected = (pullback(head.dq) - head.dq_pre)[used], head.dq_pre[used]
+        return Verified(forward, Agreement.of(difference, variance[used], float(expected.norm())))
 
     def _unrotate(self, values: Tensor) -> Tensor:
         return values if self.rotation is None else self.rotation.back(values)
@@ -210,7 +234,7 @@ def _gain(head: HeadRows, unit: Tensor, kind: Kind, pairs: Pairs | None) -> tupl
         for place, which in ((pairs.first, 0), (pairs.second, 1)):
             gain[place] = found[:, which].clamp(min=0).sqrt()
             if with_bias:
-                bias[place] = found[:, 2 + which] / (2 * gain[place])
+                bias[place] = torch.where(gain[place] > 0, found[:, 2 + which] / (2 * gain[place]), 0.0)
     return gain, bias
 
 

@@ -147,15 +147,16 @@ def half_ulp_square(values: Tensor, fmt: FloatFormat) -> Tensor:
 def partner_by_modulus(before: list[Tensor], after: list[Tensor]) -> int:
     """The feature that turns with feature 0, if ``after`` is ``before`` ([T, D] each, one a head) turned and scaled.
 
-    Only of the right pair is the modulus kept; those who turn little in all rows cannot be told apart, but feature 0
-    turns fastest. 1, or at most D/2: those are the layouts in use.
+    Only of the right pair the modulus follows; pairs that turn little in all rows could not be told apart, but feature
+    0 turns fastest. 1, or at most D/2: those are the layouts in use.
     """
-    scale = sum(float(a.square().sum()) for a in after) / sum(float(b.square().sum()) for b in before)
     half = before[0].shape[1] // 2
-    wrong, whole = (before[0].new_zeros(half) for _ in range(2))
-    for b, a in zip(before, after, strict=True):
-        expected = scale * (b[:, :1].square() + b[:, 1 : half + 1].square())
-        found = a[:, :1].square() + a[:, 1 : half + 1].square()
-        wrong += (found - expected).square().sum(0)
-        whole += (found + expected).square().sum(0)
-    return 1 + int((wrong / whole.clamp(min=torch.finfo(torch.float64).tiny)).argmin())
+
+    def squares(tensors: list[Tensor]) -> Tensor:
+        joined = torch.cat(tensors).square()
+        return joined[:, :1] + joined[:, 1 : half + 1]
+
+    given, found = squares(before), squares(after)
+    # The cosine of the angle between the two, over all rows and heads: 1 where one is a multiple of the other.
+    cosine = (given * found).sum(0) / (given.norm(dim=0) * found.norm(dim=0))
+    return 1 + int(cosine.nan_to_num(0.0).argmax())
