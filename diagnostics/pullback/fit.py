@@ -162,6 +162,8 @@ class Fit:
             # Where y is 0 the Jacobian is that of the norm's epsilon, and q shows no angle; x is 0 there, or w_q.
             used = used & pullback.unit.any(1)
             used = used if self.rotation is None else used & self.rotation.seen.all(1)
+        if not bool(used.any()) and bool(head.dq_pre.any()):
+            return Verified(forward, Agreement(math.inf, 0.0))
         difference, expected = (pullback(head.dq) - head.dq_pre)[used], head.dq_pre[used]
         return Verified(forward, Agreement.of(difference, variance[used], float(expected.norm())))
 
@@ -213,7 +215,13 @@ def _measure_backward(kind: Kind, heads: Sequence[HeadRows], formats: Formats) -
     # dq_pre is dq turned back: what is measured is R^T.
     fit = Fit(kind, Rotation.measure(pairs, before, after).inverse(), gain)
     noise = [backward_variance(fit.of_head(head), head, formats) for head in heads]
-    return replace(fit, rotation=Rotation.measure(pairs, before, after, noise).inverse())
+    rotation = Rotation.measure(pairs, before, after, noise).inverse()
+    if bool(rotation.seen.all()):
+        return replace(fit, rotation=rotation)
+    # Rows without a gradient (a causal mask's first, a prompt left out of the loss): their angles from the forward.
+    maps = [fit.of_head(head) for head in heads]
+    forward = Rotation.measure(pairs, [m.gain * m.unit + m.bias for m in maps], [head.q for head in heads])
+    return replace(fit, rotation=rotation.filled_from(forward))
 
 
 def _gain(head: HeadRows, unit: Tensor, kind: Kind, pairs: Pairs | None) -> tuple[Tensor, Tensor]:
@@ -268,8 +276,8 @@ def _modulus_fit(first: Tensor, second: Tensor, square: Tensor, with_bias: bool)
 
 def _solve(matrix: Tensor, target: Tensor) -> Tensor:
     """Least squares, [P, n, k] and [P, n] to [P, k]; by way of a pseudo-inverse, as a column may be all zero."""
-    normal = matrix.mT @ matrix
-    return (torch.linalg.pinv(normal, hermitian=True) @ (matrix.mT @ target[:, :, None]))[:, :, 0]
+    inverse: Tensor = torch.linalg.pinv(matrix.mT @ matrix, hermitian=True)
+    return (inverse @ (matrix.mT @ target[:, :, None]))[:, :, 0]
 
 
 def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:

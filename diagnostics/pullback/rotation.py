@@ -73,7 +73,7 @@ class Rotation:
     """R: row t's pair i is multiplied by ``turn[t, i]`` (complex128 of modulus 1).
 
     ``variance`` [T, pairs]: of the measured angle, in radians squared. ``seen`` [T, pairs]: False where the data say
-    nothing about the angle (``turn`` is 1 there).
+    nothing about the angle (``turn`` is 1 there, or from elsewhere).
     """
 
     pairs: Pairs
@@ -104,6 +104,10 @@ class Rotation:
     def inverse(self) -> Rotation:
         """R^T."""
         return replace(self, turn=self.turn.conj().resolve_conj())
+
+    def filled_from(self, other: Rotation) -> Rotation:
+        """With ``other``'s angles where this one has none; they stay marked as not seen."""
+        return replace(self, turn=torch.where(self.seen, self.turn, other.turn))
 
     def back(self, values: Tensor, rows: Rows = ALL_ROWS) -> Tensor:
         """R^T values, [n, D] float64; ``rows``: which n rows of the sequence they are."""
