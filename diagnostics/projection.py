@@ -182,12 +182,14 @@ class _Search:
 
     def __init__(self, reader: _Reader, batches: Sequence[int], heads: Sequence[int]) -> None:
         self._reader, self._batches, self._heads = reader, batches, heads
+        # Of one batch item: the heads that what they share is measured on.
+        self._sample: tuple[int, dict[int, HeadRows]] | None = None
 
     def same_gradient(self) -> bool:
         """Whether dq_pre is dq in every head."""
         for batch in self._batches:
             for head in self._heads:
-                found = self._bias_alone().verify(self._reader.rows(batch, head), self._reader.formats)
+                found = self._bias_alone().verify(self._rows(batch, head), self._reader.formats)
                 if found.backward is not None and not found.backward.holds:
                     return False
         return True
@@ -198,14 +200,14 @@ class _Search:
         worst: tuple[Verified, str] | None = None
         words = ""
         for batch in self._batches:
-            fit = self._fit(kind, batch)
+            fit = self._bias_alone() if kind is None else self._measure(kind, batch)
             if fit is None:
                 assert kind is not None
                 reason = f"no head of batch item {batch} has the {kind.min_rows} rows it takes, and a gradient"
                 return _Tried({}, kind.words, None, reason)
             fits[batch], words = fit, fit.words
             for head in self._heads:
-                found = fit.verify(self._reader.rows(batch, head), self._reader.formats)
+                found = fit.verify(self._rows(batch, head), self._reader.formats)
                 place = f"head {head}" + (f", batch item {batch}" if len(self._batches) > 1 else "")
                 if worst is None or found.worst[1].ratio > worst[0].worst[1].ratio:
                     worst = found, place
@@ -214,21 +216,29 @@ class _Search:
         assert worst is not None
         return _Tried(fits, words, *worst)
 
-    def _fit(self, kind: Kind | None, batch: int) -> Fit | None:
-        """What the heads share, measured on the first few of them that have a gradient; None where none has."""
-        if kind is None:
-            return self._bias_alone()
-        sample = []
+    def _bias_alone(self) -> Fit:
+        weight = self._reader.weight(self._heads[0])
+        return bias_alone(len(weight), weight.device)
+
+    def _measure(self, kind: Kind, batch: int) -> Fit | None:
+        """What the heads share; None where no head has rows enough."""
+        if self._sample is None or self._sample[0] != batch:
+            self._sample = batch, self._first_with_gradient(batch)
+        sample = [rows for rows in self._sample[1].values() if int(rows.usable.sum()) >= kind.min_rows]
+        return measure(kind, sample, self._reader.formats) if sample else None
+
+    def _first_with_gradient(self, batch: int) -> dict[int, HeadRows]:
+        found: dict[int, HeadRows] = {}
         for head in self._heads:
             rows = self._reader.rows(batch, head)
             assert rows.dq is not None
             assert rows.dq_pre is not None
-            if int(rows.usable.sum()) >= kind.min_rows and bool(rows.dq.any()) and bool(rows.dq_pre.any()):
-                sample.append(rows)
-            if len(sample) == _MEASURED_HEADS:
+            if bool(rows.dq.any()) and bool(rows.dq_pre.any()):
+                found[head] = rows
+            if len(found) == _MEASURED_HEADS:
                 break
-        return measure(kind, sample, self._reader.formats) if sample else None
+        return found
 
-    def _bias_alone(self) -> Fit:
-        weight = self._reader.weight(self._heads[0])
-        return bias_alone(len(weight), weight.device)
+    def _rows(self, batch: int, head: int) -> HeadRows:
+        known = self._sample[1] if self._sample is not None and self._sample[0] == batch else {}
+        return known[head] if head in known else self._reader.rows(batch, head)

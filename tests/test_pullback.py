@@ -217,12 +217,12 @@ def test_errors_of_dw_q_are_those_of_autograd(case: str) -> None:
         assert found.unexplained_with_casts is not None
 
 
-def rows_off(run: Run, pull: Callable[[Tensor], Tensor]) -> float:
-    """How far head 0 of sequence 0 is pulled back off the truth: random errors, relative norm."""
+def rows_off(run: Run, pull: Callable[[Tensor], Tensor], head: int = 0) -> float:
+    """How far a head of sequence 0 is pulled back off the truth: random errors, relative norm."""
     n = run.layer
     errors = torch.randn(n.batch, n.heads, n.length, n.d, generator=torch.Generator().manual_seed(7)).double()
-    expected = run.pull(errors)[0, 0]
-    return float((pull(errors[0, 0]) - expected).norm() / expected.norm())
+    expected = run.pull(errors)[0, head]
+    return float((pull(errors[0, head]) - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -479,6 +479,22 @@ def test_rows_without_a_gradient_or_with_nan(layer: Layer) -> None:
             assert math.isfinite(head.propagation.dw_q.relative_error)
 
 
+@pytest.mark.parametrize("layer", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("value", [math.nan, 0.0], ids=["nan", "zero"])
+def test_a_head_without_anything(layer: Layer, value: float) -> None:
+    """One that is all NaN says nothing against the others; nor one that is 0 throughout."""
+    run, changed = run_layer(layer), {}
+    for name in ("q", "dq", "dq_pre"):
+        changed[name] = run.tensors[name].clone()
+        changed[name][:, 0] = value
+    weight = run.tensors["w_q"].clone()
+    weight[: layer.d] *= 1 if math.isnan(value) else 0
+    found = run.find(**changed, w_q=weight)
+    other = found.head(0, 1)
+    assert other is not None, found.note
+    assert rows_off(run, other.pull, head=1) < 0.01
+
+
 def test_padding_whose_input_is_zero() -> None:
     """There y is 0, and the Jacobian of its norm is 1/sqrt(epsilon) large; with x = 0 it does not reach dW_Q."""
     run = run_layer(QWEN3)
@@ -511,6 +527,18 @@ def test_attribution_and_what_if_pull_back_too() -> None:
     emulated = inspect_captures([run.capture(o=None, dq=None, dq_pre=None)], recipes=["fa2"], device="cpu")
     assert emulated.captures[0].observations[0].heads[0].propagation.dw_q is None  # nothing to see the map by
     assert tried.baseline.errors.dw_q == pytest.approx(attributed.totals["dw_q"].error, rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["llama", "cohere"])
+def test_the_gpu_finds_the_same(case: str) -> None:
+    run = run_layer(CASES[case][0])
+    capture, places = run.capture(), (range(2), range(4))
+    on_gpu, on_cpu = (find_projection(capture, *places, torch.device(d)).head(0, 0) for d in ("cuda", "cpu"))
+    assert on_gpu is not None
+    assert on_cpu is not None
+    errors = torch.randn(96, 32, generator=torch.Generator().manual_seed(1)).double()
+    torch.testing.assert_close(on_gpu.pull(errors.cuda()).cpu(), on_cpu.pull(errors), rtol=1e-9, atol=1e-12)
 
 
 def test_dq_pre_must_be_shaped_like_q() -> None:

@@ -208,10 +208,11 @@ def _measure_backward(kind: Kind, heads: Sequence[HeadRows], formats: Formats) -
     pairs = Pairs.of_partner(partner_by_modulus(before, after), len(gain))
     # A scaled rotary embedding may carry a factor (YaRN), which features that do not turn lack.
     turning, rest = slice(0, pairs.features), slice(pairs.features, None)
-    squares = _dot([b[:, turning] for b in before], [b[:, turning] for b in before])
-    gain[turning] = math.sqrt(_dot([a[:, turning] for a in after], [a[:, turning] for a in after]) / squares)
-    if (squares := _dot([b[:, rest] for b in before], [b[:, rest] for b in before])) > 0:
-        gain[rest] = _dot([b[:, rest] for b in before], [a[:, rest] for a in after]) / squares
+    for place in (turning, rest):
+        given, found = [b[:, place] for b in before], [a[:, place] for a in after]
+        if squares := _dot(given, given):
+            turned = math.sqrt(_dot(found, found) * squares)
+            gain[place] = (turned if place == turning else _dot(given, found)) / squares
     # dq_pre is dq turned back: what is measured is R^T.
     fit = Fit(kind, Rotation.measure(pairs, before, after).inverse(), gain)
     noise = [backward_variance(fit.of_head(head), head, formats) for head in heads]
@@ -230,14 +231,11 @@ def _gain(head: HeadRows, unit: Tensor, kind: Kind, pairs: Pairs | None) -> tupl
     In features that turn only the modulus is known before R is: |q|^2 is linear in the squares of g and, with a bias,
     in g o b. Their signs are lost: g is taken as positive, and where it is not, the tests fail.
     """
-    usable = head.usable
-    u, q = unit[usable], head.q[usable]
-    gain, bias = torch.ones_like(unit[0]), torch.zeros_like(unit[0])
+    u, q = unit[head.usable], head.q[head.usable]
     with_bias = kind.norm == "layer"
-    columns = [u.T] + [torch.ones_like(u.T)] * with_bias
-    found = _solve(torch.stack(columns, 2), q.T)
-    gain, bias = found[:, 0].clone(), found[:, 1].clone() if with_bias else bias
-    if pairs is not None:
+    found = _solve(torch.stack([u.T, torch.ones_like(u.T)] if with_bias else [u.T], 2), q.T)
+    gain, bias = found[:, 0].clone(), found[:, 1].clone() if with_bias else torch.zeros_like(unit[0])
+    if pairs is not None and len(q):
         found = _modulus_fit(u[:, pairs.first], u[:, pairs.second], pairs.sum(q.square()), with_bias)[0]
         for place, which in ((pairs.first, 0), (pairs.second, 1)):
             gain[place] = found[:, which].clamp(min=0).sqrt()
@@ -263,15 +261,17 @@ def _partner_by_fit(heads: Iterable[HeadRows], units: Iterable[Tensor], norm: No
 def _modulus_fit(first: Tensor, second: Tensor, square: Tensor, with_bias: bool) -> tuple[Tensor, Tensor]:
     """Coefficients [P, 2 or 5] of ``square`` [n, P] in u^2 (and u, and 1) of the pairs' features, [n, P] each.
 
-    Also what is left, [P], over what there was. An error of rounding is a part of |q|^2, so rows weigh by its inverse.
+    Also what is left, [P], over what there was, infinite where that is nothing. An error of rounding is a part of
+    |q|^2, so rows weigh by its inverse.
     """
     a, b, square = first.T, second.T, square.T
-    weight = 1 / (square + square.mean(1, keepdim=True))
+    weight = square + square.mean(1, keepdim=True)
+    weight = torch.where(weight > 0, 1 / weight, 0.0)
     columns = [a.square(), b.square()] + ([a, b, torch.ones_like(a)] if with_bias else [])
     matrix, target = torch.stack(columns, 2) * weight[:, :, None], square * weight
     found = _solve(matrix, target)
     left = (target - (matrix @ found[:, :, None])[:, :, 0]).square().sum(1)
-    return found, left / target.square().sum(1)
+    return found, (left / target.square().sum(1)).nan_to_num(torch.inf)
 
 
 def _solve(matrix: Tensor, target: Tensor) -> Tensor:

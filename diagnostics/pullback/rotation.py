@@ -121,12 +121,12 @@ class Rotation:
 
         Rounded are the cosine, the sine and the two products; the last sum is left to the caller.
         """
-        squares = self.pairs.join(values)
+        joined = self.pairs.join(values)
         found = torch.zeros_like(values)
         cos, sin = self.turn.real.contiguous(), self.turn.imag.contiguous()
         for near, far, place in (
-            (squares.real, squares.imag, self.pairs.first),
-            (squares.imag, squares.real, self.pairs.second),
+            (joined.real, joined.imag, self.pairs.first),
+            (joined.imag, joined.real, self.pairs.second),
         ):
             for factor, value in ((cos, near), (sin, far)):
                 found[:, place] += half_ulp_square(factor, fmt) * value.square()
