@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -123,8 +124,13 @@ def run_layer(layer: Layer, *, do_of: Callable[[Tensor], Tensor] = lambda do: do
     x, w_q = draw(n.batch, n.length, n.channels), draw(n.heads * n.d, n.channels) / math.sqrt(n.channels)
     k, v = (draw(n.batch, n.kv_heads, n.length, n.d).to(n.dtype) for _ in range(2))
     do = do_of(draw(n.batch, n.heads, n.length, n.d)).to(n.dtype)
-    x, w_q = x.to(n.dtype), w_q.to(n.dtype)
-    y = (x @ w_q.T).requires_grad_()
+    return run_on(layer, x.to(n.dtype), w_q.to(n.dtype), k, v, do)
+
+
+def run_on(layer: Layer, x: Tensor, w_q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Run:
+    """The same on given tensors; ``w_q`` may be wider, as under autocast."""
+    n = layer
+    y = (x @ w_q.to(n.dtype).T).requires_grad_()
     q = layer.queries(y)
     q.retain_grad()
     o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -203,18 +209,23 @@ def heads_of(capture: attn_diag.Capture, **selection: Any) -> list[HeadDiagnosis
     return [h for h in found.captures[0].observations[0].heads if h.head is not None]
 
 
+def figures(head: HeadDiagnosis) -> tuple[float | None, ...]:
+    """What ``dw_q_truth`` gives, as reported."""
+    found = head.propagation.dw_q
+    assert found is not None, head.propagation.notes
+    return found.relative_error, found.predicted_relative_error, found.coherence
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_errors_of_dw_q_are_those_of_autograd(case: str) -> None:
     layer, words = CASES[case]
     run = run_layer(layer)
     for head, expected in zip(heads_of(run.capture()), dw_q_truth(run), strict=True):
-        found = head.propagation.dw_q
-        assert found is not None, head.propagation.notes
         assert words in head.propagation.notes[0]
-        got = (found.relative_error, found.predicted_relative_error, found.coherence)
-        assert got == pytest.approx(expected, rel=NORMS), case
-        assert found.shares is not None
-        assert found.unexplained_with_casts is not None
+        assert figures(head) == pytest.approx(expected, rel=NORMS)
+        assert head.propagation.dw_q is not None
+        assert head.propagation.dw_q.shares is not None
+        assert head.propagation.dw_q.unexplained_with_casts is not None
 
 
 def rows_off(run: Run, pull: Callable[[Tensor], Tensor], head: int = 0) -> float:
@@ -223,6 +234,35 @@ def rows_off(run: Run, pull: Callable[[Tensor], Tensor], head: int = 0) -> float
     errors = torch.randn(n.batch, n.heads, n.length, n.d, generator=torch.Generator().manual_seed(7)).double()
     expected = run.pull(errors)[0, head]
     return float((pull(errors[0, head]) - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("wrong", [lambda e: e, lambda e: e.flip(0)], ids=["not-pulled-back", "rows-exchanged"])
+def test_norms_see_errors_that_are_not_pulled_back(
+    case: str, wrong: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_layer(CASES[case][0])
+    right = HeadProjection.pull
+    # Half of the rows: a factor alone, as OPT's, would cancel.
+    monkeypatch.setattr(
+        HeadProjection,
+        "pull",
+        lambda self, e, rows=slice(None): torch.cat([right(self, e, rows)[:48], wrong(e)[48:]]),
+    )
+    found = [figures(head) for head in heads_of(run.capture())]
+    assert any(got != pytest.approx(truth, rel=NORMS) for got, truth in zip(found, dw_q_truth(run), strict=True))
+
+
+@pytest.mark.parametrize("norm", [None, "rms"])
+@pytest.mark.parametrize("name", ["gpt2_step731_L2H4", "failing_step500_L2H7"])
+def test_real_inputs_behind_a_rotary_embedding(captures: Path, name: str, norm: Literal["rms"] | None) -> None:
+    """x, w_q, k, v and dO of trained heads, whose rows differ in size by orders of magnitude."""
+    stored = attn_diag.load(captures / f"{name}.safetensors").tensors
+    x, w_q, k, v, do = (stored[tensor][...] for tensor in ("x", "w_q", "k", "v", "do"))
+    layer = Layer(64, 1, 1, 1, len(x[0]), x.shape[2], "half", rotated=64, norm=norm)
+    run = run_on(layer, x, w_q, k, v, do)
+    (head,) = heads_of(run.capture())
+    assert figures(head) == pytest.approx(dw_q_truth(run)[0], rel=NORMS)
 
 
 @pytest.mark.parametrize("case", CASES)
