@@ -212,7 +212,7 @@ class _Search:
                 if worst is None or found.worst[1].ratio > worst[0].worst[1].ratio:
                     worst = found, place
                 if not found.holds:
-                    return _Tried(fits, words, found, place)
+                    return _Tried(fits, fit.kind.words, found, place)
         assert worst is not None
         return _Tried(fits, words, *worst)
 

@@ -23,6 +23,8 @@ _NORMS = {"rms": "QK-norm (RMSNorm)", "layer": "QK-norm (LayerNorm)"}
 _ROWS_PER_UNKNOWN = 8
 # Where rounding may make up half of what is compared, nothing is shown: an unrelated x would be off by 1.4.
 _BLIND = 0.5
+# Above it percents are shown as whole numbers.
+_PERCENTS = 0.1
 # A measured factor this near to 1 is not worth a word.
 _NEAR_ONE = 0.01
 
@@ -80,8 +82,8 @@ class Agreement:
         return max(self.off / self.allowed, self.allowed / _BLIND)
 
     def __str__(self) -> str:
-        off = f"{self.off:.0%}" if self.off > 1 else f"{100 * self.off:.2g} %"
-        return f"{off} off, {100 * self.allowed:.2g} % allowed"
+        off, allowed = (f"{100 * part:{'.0f' if part > _PERCENTS else '.2g'}} %" for part in (self.off, self.allowed))
+        return f"{off} off, {allowed} allowed"
 
 
 @dataclass(frozen=True)
