@@ -49,6 +49,7 @@ def inspect(
     dv: Tensor | None = None,
     x: Tensor | None = None,
     w_q: Tensor | None = None,
+    dq_pre: Tensor | None = None,
     mask: Tensor | None = None,
     causal: bool | str = False,
     scale: float | None = None,
@@ -66,7 +67,8 @@ def inspect(
 
     q [B, H, T, D], k, v [B, Hk, Tk, D] in the dtype the kernel saw (BF16, FP16, FP32, FP64); o, do, dq like q;
     dk, dv like k; lse [B, H, T] (natural logarithm) and delta [B, H, T] fp32; x [B, T, C] and w_q [D * H, C]:
-    the query projection's input and weight. ``layout`` "BTHD" for tensors with heads and time swapped.
+    the query projection's input and weight; dq_pre like q: the gradient of the projection's output, by which dW_Q is
+    known also where RoPE or QK-norm follow it. ``layout`` "BTHD" for tensors with heads and time swapped.
     ``causal``: True where Tq = Tk, else "top-left" or "bottom-right". Without any output the recipes (default
     fa2) are run by ``engine`` ("emulation" or "triton") and judged instead; with one, ``recipes`` adds them beside
     it. ``level``: significance after Benjamini-Hochberg. ``certify``: recompute that many rows of every head (or
@@ -80,7 +82,7 @@ def inspect(
     if causal is True and q.shape[1 if layout == "BTHD" else 2] != k.shape[1 if layout == "BTHD" else 2]:
         raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
     tensors = {"q": q, "k": k, "v": v, "do": do, "x": x, "w_q": w_q, "mask": mask}
-    tensors |= {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
+    tensors |= {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "dq_pre": dq_pre}
     alignment = causal if isinstance(causal, str) else ("top-left" if causal else "none")
     options = {"causal": alignment, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
     made_by = {}

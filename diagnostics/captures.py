@@ -55,8 +55,9 @@ class Capture:
     ``tensors`` maps the names of capture format 1 to tensors (or lazy sources of them): ``q k v`` are
     required, [B, H, T, D] (or [B, T, H, D] with ``metadata.layout`` "BTHD"), k and v with Hk heads, Hq a
     multiple of Hk; ``do`` like o; ``x`` [B, Tq, C]; ``w_q`` [D * heads, C]; ``mask`` broadcastable to
-    [B, H, Tq, Tk]; ``q_positions`` [Tq]. ``o dq dk dv`` are laid out like the inputs, ``lse delta`` are
-    [B, Hq, Tq] in either layout. A bare output belongs to the observation "observed", "flash.o" to "flash".
+    [B, H, Tq, Tk]; ``q_positions`` [Tq]. ``o dq dk dv`` are laid out like the inputs, so is ``dq_pre``, the gradient
+    of the query projection's output (before RoPE and QK-norm); ``lse delta`` are [B, Hq, Tq] in either layout. A bare
+    output belongs to the observation "observed", "flash.o" to "flash".
     FP8 inputs need ``q_descale``, ``k_descale`` and ``v_descale``, [B, heads] or one number each.
 
     Raises InputError where tensors are missing, contradict each other, or are of a kind that is not supported.
@@ -296,6 +297,7 @@ class _Validator:
         shapes = {
             "o": [c.batch, c.q_heads, c.q_length, dv],
             "dq": [c.batch, c.q_heads, c.q_length, c.head_dim],
+            "dq_pre": [c.batch, c.q_heads, c.q_length, c.head_dim],
             "dk": [c.batch, c.kv_heads, c.k_length, c.head_dim],
             "dv": [c.batch, c.kv_heads, c.k_length, dv],
         }
