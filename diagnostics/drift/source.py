@@ -3,46 +3,46 @@
 from __future__ import annotations
 
 import linecache
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_OURS = str(Path(__file__).parent.parent)
-_TORCH = str(Path(torch.__file__).parent)
+from attn_diag.drift.result import SourceLine
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_NOT_THE_USERS = (_TORCH, str(Path(__file__).parent.parent) + os.sep)
+_EVAL_FRAME = str(Path(_TORCH, "_dynamo", "eval_frame.py"))
+_FLEX = str(Path(_TORCH, "nn", "attention", "flex_attention.py"))
 
 
-@dataclass(frozen=True)
-class SourceLine:
-    """Where a call stands: ``text`` is the line, stripped."""
-
-    file: str
-    line: int
-    function: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+def is_users(code: CodeType) -> bool:
+    """Neither torch's code nor this package's."""
+    return not code.co_filename.startswith(_NOT_THE_USERS)
 
 
-def user_frame() -> FrameType | None:
-    """The innermost frame that is neither torch's nor this package's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
-        frame = frame.f_back
-    return frame
+def compiled_function(frame: FrameType) -> str | None:
+    """The function wrapped by torch.compile, inside which a frame runs; None elsewhere.
+
+    Also None for the wrapper that an eager ``flex_attention`` makes of itself: the user compiled nothing there.
+    """
+    inner, outer = frame, frame.f_back
+    while outer is not None:
+        if outer.f_code.co_filename == _EVAL_FRAME:
+            return None if inner.f_code.co_filename == _FLEX else frame.f_code.co_qualname
+        inner, outer = outer, outer.f_back
+    return None
 
 
-def source_line(frame: FrameType) -> SourceLine:
-    """The line that ``frame`` is at."""
-    code = frame.f_code
-    text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
-    return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname, text)
+@lru_cache(maxsize=4096)
+def source_line(code: CodeType, instruction: int) -> SourceLine:
+    """The line of an instruction (``frame.f_lasti``)."""
+    line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
+    return SourceLine(code.co_filename, line, code.co_qualname, linecache.getline(code.co_filename, line).strip())
 
 
 def name_of(tensor: Tensor, frame: FrameType | None) -> str | None:
@@ -53,15 +53,39 @@ def name_of(tensor: Tensor, frame: FrameType | None) -> str | None:
         if value is tensor:
             return name
     for owner, value in frame.f_locals.items():
-        for name, member in _members(value):
-            if member is tensor:
-                return f"{owner}.{name}"
+        if (path := _path_to(tensor, value)) is not None:
+            return f"{owner}.{path}"
     return None
 
 
-def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.nn.Module):
-        yield from value.named_parameters()
-        yield from value.named_buffers()
-    if hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from vars(value).items()
+def _path_to(tensor: Tensor, owner: Any) -> str | None:
+    """The attribute of a variable that is the tensor; of a module, also its submodules' (no names are made up to then)."""
+    if isinstance(owner, Tensor) or isinstance(owner, type) or not hasattr(owner, "__dict__"):
+        return None
+    for name, value in vars(owner).items():
+        if value is tensor:
+            return name
+    if isinstance(owner, torch.nn.Module):
+        for table in (owner._parameters, owner._buffers):
+            for name, value in table.items():
+                if value is tensor:
+                    return name
+        for name, child in owner._modules.items():
+            if child is not None and (path := _path_to(tensor, child)) is not None:
+                return f"{name}.{path}"
+    return None
+
+
+def operation_name(func: Any) -> str:
+    """As the user would write it: "Tensor.addcmul", "linear", "aten.mul.Tensor"."""
+    if isinstance(func, torch._ops.OpOverload):
+        return str(func)
+    owner = getattr(func, "__self__", None)
+    if getattr(func, "__name__", "") == "__get__" and owner is not None:
+        return f"Tensor.{getattr(owner, '__name__', 'a property')}"
+    name = str(getattr(func, "__name__", func))
+    return f"Tensor.{name}" if hasattr(func, "__objclass__") or hasattr(Tensor, name) and _is_method(func) else name
+
+
+def _is_method(func: Any) -> bool:
+    return getattr(Tensor, getattr(func, "__name__", ""), None) is func
