@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,22 +16,21 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.drift.result import AttentionCall, DtypeDrift, DtypeEvent, SourceLine, Step
-
-_AUTOCAST = {"float16": "FP16", "bfloat16": "BF16"}
+    from attn_diag.drift.result import AttentionCall, DtypeDrift, DtypeEvent, SourceLine
 
 
 def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
     yield Rule(Text(f"dtypes of {found.source}", overflow="ellipsis"), align="left")
-    yield Text(f"{found.operations} operations, {found.attention_calls} attention calls", style="bold")
+    calls = f"{found.attention_calls} attention call{'s' * (found.attention_calls != 1)}"
+    yield Text(f"{found.operations} operations with floating results, {calls}", style="bold")
     for sentence in found.summary:
         yield words.bullet("-", sentence)
     for call in found.calls:
         yield Text("")
         yield from _call(call)
-    explained = {cause.source for call in found.calls for cause in call.causes.values()}
-    reaching = [e for e in found.findings if e.severity != "elsewhere" and e.source not in explained]
+    explained = {(c.source, c.operation) for call in found.calls for causes in call.causes.values() for c in causes}
+    reaching = [e for e in found.findings if e.severity != "elsewhere" and (e.source, e.operation) not in explained]
     elsewhere = [e for e in found.findings if e.severity == "elsewhere"]
     if reaching:
         yield Text("\nThese reach q, k or v too:", style="bold")
@@ -49,61 +49,58 @@ def _call(call: AttentionCall) -> Iterator[RenderableType]:
     head = "MIXED CALL" if call.differing else "NOT AUTOCAST'S DTYPE"
     yield Text.assemble((f"{head}  ", style), (_where(call.source), "bold"), _times(call.count))
     yield _indented(Text(call.words))
-    for name in call.dtypes:
-        if name in call.differing or not call.differing:
-            yield _indented(_path(name, call))
-    yield _indented(Text.assemble(("fix  ", "bold green"), call.fix))
+    wanted = call.differing or tuple(call.dtypes)
+    if not any(call.paths.get(name) for name in wanted):
+        # What differs comes from outside: perhaps it is the others that changed.
+        wanted = tuple(call.dtypes)
+    for name in wanted:
+        yield from map(_indented, _path(name, call))
+    grid = _grid()
+    grid.add_row(Text("fix", style="bold green"), Text(call.fix))
+    yield _indented(grid)
 
 
-def _path(name: str, call: AttentionCall) -> RenderableType:
-    """How q, k or v came by its dtype, the cause first."""
-    steps = call.paths.get(name, ())
+def _path(name: str, call: AttentionCall) -> Iterator[RenderableType]:
+    """How q, k or v came by its dtype, the cause first; steps of one line together."""
+    steps, causes = call.paths.get(name, ()), call.causes.get(name, ())
     if not steps:
-        return Text(f"{name} had {call.dtypes[name]} before the trace began, or was made where it cannot see.")
-    table = _grid()
-    table.add_row(Text(f"{name}'s path", style="bold"), "", "")
-    for i, step in enumerate(steps):
-        table.add_row(*_step(step, cause=i == 0 and name in call.causes))
-    cause = call.causes.get(name)
-    if cause is not None:
-        operands = Text("of " + ", ".join(map(str, cause.operands)), style="dim")
-        table.rows[0].end_section = False
-        grid = Table.grid()
-        grid.add_row(table)
-        grid.add_row(Padding(operands, (0, 0, 0, 2)))
-        return grid
-    return table
-
-
-def _step(step: Step, *, cause: bool) -> tuple[Text, Text, Text]:
-    style = "red" if cause else ""
-    text = "" if step.source is None else step.source.text
-    return (
-        Text(f"  {step.operation} -> {step.dtype}", style=style),
-        Text(_where(step.source), style=style),
-        Text(text, style=style),
-    )
+        yield Text(f"{name} was {call.dtypes[name]} before the trace began, or was made where it cannot see.")
+        return
+    yield Text.assemble((name, "bold"), f" is {call.dtypes[name]} since")
+    grid = _grid()
+    for i, (source, together) in enumerate(groupby(steps, key=lambda step: step.source)):
+        operations = ", ".join(step.operation for step in together)
+        if i == 0 and causes:
+            operations = operations.replace(causes[0].operation, f"{causes[0].operation}({_operands(causes[0])})", 1)
+        what = Text("" if source is None else source.text, style="red" if i == 0 else "")
+        what.append(f"\n{operations}", style="dim")
+        grid.add_row(Text(f"  {_where(source)}", style="red" if i == 0 else ""), what)
+    yield grid
+    for cause in causes[1:]:
+        yield Text(f"    also from {cause.operation}({_operands(cause)}), {_where(cause.source)}", style="dim")
 
 
 def _events(events: list[DtypeEvent], *, fixes: bool) -> Iterator[RenderableType]:
     table = _grid()
     for event in events:
-        operands = ", ".join(f"{o.name or '…'} {o.dtype}" for o in event.operands)
-        what = Text(f"{event.operation}({operands}) -> {event.result}{_times(event.count)}")
-        if event.source is not None:
-            what.append(f"\n{event.source.text}", style="dim")
+        what = Text("" if event.source is None else event.source.text)
+        what.append(f"\n{event.operation}({_operands(event)}) -> {event.result}{_times(event.count)}", style="dim")
         if fixes:
             what.append(f"\n{event.fix}", style="green")
         table.add_row(Text(f"  {_where(event.source)}"), what)
     yield table
 
 
+def _operands(event: DtypeEvent) -> str:
+    return ", ".join(f"{o.name or '…'} {o.dtype}{list(o.shape)}" for o in event.operands)
+
+
 def _legend(found: DtypeDrift) -> str:
     by_design = sum(event.count for event in found.by_design)
     return (
-        f"Not listed: {by_design} casts that the code asks for or that autocast makes by its rules. Expected of q, k and "
-        "v: autocast's dtype, else the narrowest among them. Not seen: backward passes on a GPU, other threads, and what "
-        "operators, autograd Functions and nn.MultiheadAttention compute inside."
+        f"Not listed: changes of dtype that the code asks for, or autocast's rules ({by_design}). Expected of q, k and "
+        "v: autocast's dtype, else the narrowest among them. Not seen: backward passes on a GPU, other threads, and "
+        "what operators, autograd Functions and nn.MultiheadAttention compute inside."
     )
 
 

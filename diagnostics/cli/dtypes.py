@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -17,7 +19,7 @@ SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 def dtypes(
     script: Annotated[Path, typer.Argument(help="A Python script, run as __main__. Options of attn-diag precede it.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="For the script.")] = None,
     fail_on: Annotated[
         str | None,
         typer.Option(
@@ -39,7 +41,9 @@ def dtypes(
 
     wanted = common.labels(fail_on, get_args(Severity))
     common.require_apart([t for t in [common.json_target(json)] if t is not None], [script])
-    run = run_script(script, arguments or [])
+    # Stdout carries the JSON alone.
+    with redirect_stdout(sys.stderr) if json == "-" else nullcontext():
+        run = run_script(script, arguments or [])
     common.deliver(run.drift, json)
     if wanted & run.drift.labels:
         raise typer.Exit(1)

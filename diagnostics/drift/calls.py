@@ -32,7 +32,7 @@ class Call:
         one = len(set(dtypes.values())) == 1
         self.differing = () if one else tuple(n for n, d in dtypes.items() if d != self.expected)
         self.paths: dict[str, tuple[Step, ...]] = {}
-        self.causes: dict[str, Change] = {}
+        self.causes: dict[str, tuple[Change, ...]] = {}
 
 
 class CallLog:
@@ -91,13 +91,12 @@ class CallLog:
             made = self._history.of(x)
             if made is None:
                 continue
-            change = made.origin().change
             if call.count == 1:
                 call.paths[name] = made.path()
-                if change is not None:
-                    call.causes[name] = change
-            if change is not None and name in (call.differing or "qkv"):
-                (change.reaches_mixed if call.differing else change.reaches_alike).add(name)
+                call.causes[name] = made.changes
+            if name in (call.differing or "qkv"):
+                for change in made.changes:
+                    (change.reaches_mixed if call.differing else change.reaches_alike).add(name)
 
     def _place(self) -> tuple[CodeType | None, int]:
         frame = self._history.user_frame()

@@ -21,12 +21,25 @@ from attn_diag.drift.result import Kind, Operand, SourceLine, Step
 from attn_diag.drift.source import compiled_function, is_users, name_of, operation_name, source_line
 
 _LONGEST_PATH = 64
+# A residual stream goes back to all of its additions; this many are kept.
+_MOST_CHANGES = 16
 
 
 class Change:
     """One call in the user's code that changes dtypes: counted, and marked by the attention calls that it reaches."""
 
-    __slots__ = ("count", "func", "kind", "operands", "reaches_alike", "reaches_mixed", "regime", "result", "source")
+    __slots__ = (
+        "alone",
+        "count",
+        "func",
+        "kind",
+        "operands",
+        "reaches_alike",
+        "reaches_mixed",
+        "regime",
+        "result",
+        "source",
+    )
 
     def __init__(
         self,
@@ -41,12 +54,17 @@ class Change:
         self.operands, self.source, self.count = operands, source, 0
         self.reaches_mixed: set[str] = set()
         self.reaches_alike: set[str] = set()
+        self.alone = (self,)
 
 
 class Made:
-    """How a tensor was made: the call, the change of dtype there (if any), else the operand that it has its dtype of."""
+    """How a tensor was made: the call, the operand whose dtype it took, and the changes of dtype behind its own.
 
-    __slots__ = ("change", "code", "depth", "dtype", "func", "instruction", "previous", "tensor")
+    ``previous`` is None after a change; ``changes`` are those that its dtype goes back to, along every operand of that
+    dtype, the first along ``previous``.
+    """
+
+    __slots__ = ("changes", "code", "depth", "dtype", "func", "instruction", "previous", "tensor")
 
     def __init__(
         self,
@@ -56,10 +74,10 @@ class Made:
         code: CodeType | None,
         instruction: int,
         previous: Made | None,
-        change: Change | None,
+        changes: tuple[Change, ...],
     ) -> None:
         self.tensor, self.dtype, self.func, self.code, self.instruction = tensor, dtype, func, code, instruction
-        self.previous, self.change, self.depth = previous, change, 0
+        self.previous, self.changes, self.depth = previous, changes, 0
         if previous is not None:
             self.depth = previous.depth + 1
             if self.depth > _LONGEST_PATH:
@@ -115,6 +133,7 @@ class History:
             return
         self.operations += 1
         previous, mixed, table = None, False, self._made
+        changes: tuple[Change, ...] = ()
         given = tensors(args, kwargs)
         for x in given:
             if x is result:
@@ -123,10 +142,11 @@ class History:
             other = PRECISION.get(x.dtype)
             if other is not dtype:
                 mixed = mixed or other is not None
-            elif previous is None:
-                previous = table.get(id(x))
-                if previous is not None and previous.tensor() is not x:
-                    previous = None
+            elif (made := table.get(id(x))) is not None and made.tensor() is x:
+                if previous is None or (made.changes and not changes):
+                    previous, changes = made, made.changes
+                elif made.changes is not changes:
+                    changes = _union(changes, made.changes)
         frame, change = self.user_frame(), None
         code, instruction = (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
         if mixed:
@@ -137,8 +157,8 @@ class History:
             change = self._changes[key]
             if change is not None:
                 change.count += 1
-                previous = None
-        table[id(result)] = Made(ref(result), dtype, func, code, instruction, previous, change)
+                previous, changes = None, change.alone
+        table[id(result)] = Made(ref(result), dtype, func, code, instruction, previous, changes)
 
     def _change(
         self,
@@ -177,6 +197,10 @@ class History:
                 return frame
             frame = frame.f_back
         return None
+
+
+def _union(some: tuple[Change, ...], others: tuple[Change, ...]) -> tuple[Change, ...]:
+    return (*some, *(change for change in others if change not in some))[:_MOST_CHANGES]
 
 
 def tensors(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:

@@ -95,8 +95,8 @@ class AttentionCall:
 
     ``expected``: autocast's dtype where one of them has it, else the narrowest; ``differing``: those of another.
     ``paths``: of each of q, k and v, from the operation that gave it its dtype (the cause) to the call; empty where it
-    was made outside the trace. ``causes``: the first of these, where that changed the dtype. ``outcome``: "autocast":
-    autocast cast all three inside the call; "raised"; "accepted": the operation took them as they were.
+    was made outside the trace. ``causes``: the changes of dtype that each goes back to, first that of its path.
+    ``outcome``: "autocast": autocast cast all three inside the call; "raised"; "accepted": it took them as they were.
     """
 
     operation: str
@@ -106,7 +106,7 @@ class AttentionCall:
     differing: tuple[str, ...]
     outcome: Outcome
     paths: dict[str, tuple[Step, ...]]
-    causes: dict[str, DtypeEvent]
+    causes: dict[str, tuple[DtypeEvent, ...]]
     source: SourceLine | None
     count: int
     words: str

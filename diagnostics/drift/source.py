@@ -30,10 +30,12 @@ def compiled_function(frame: FrameType) -> str | None:
 
     Also None for the wrapper that an eager ``flex_attention`` makes of itself: the user compiled nothing there.
     """
-    inner, outer = frame, frame.f_back
+    wrapped, inner, outer = frame, frame, frame.f_back
     while outer is not None:
         if outer.f_code.co_filename == _EVAL_FRAME:
-            return None if inner.f_code.co_filename == _FLEX else frame.f_code.co_qualname
+            return None if inner.f_code.co_filename == _FLEX else wrapped.f_code.co_qualname
+        if is_users(outer.f_code):
+            wrapped = outer
         inner, outer = outer, outer.f_back
     return None
 
@@ -59,8 +61,8 @@ def name_of(tensor: Tensor, frame: FrameType | None) -> str | None:
 
 
 def _path_to(tensor: Tensor, owner: Any) -> str | None:
-    """The attribute of a variable that is the tensor; of a module, also its submodules' (no names are made up to then)."""
-    if isinstance(owner, Tensor) or isinstance(owner, type) or not hasattr(owner, "__dict__"):
+    """The attribute of a variable (of a module: also of its submodules) that is the tensor. Builds no name in vain."""
+    if isinstance(owner, (Tensor, type)) or not hasattr(owner, "__dict__"):
         return None
     for name, value in vars(owner).items():
         if value is tensor:
@@ -80,12 +82,8 @@ def operation_name(func: Any) -> str:
     """As the user would write it: "Tensor.addcmul", "linear", "aten.mul.Tensor"."""
     if isinstance(func, torch._ops.OpOverload):
         return str(func)
-    owner = getattr(func, "__self__", None)
-    if getattr(func, "__name__", "") == "__get__" and owner is not None:
-        return f"Tensor.{getattr(owner, '__name__', 'a property')}"
     name = str(getattr(func, "__name__", func))
-    return f"Tensor.{name}" if hasattr(func, "__objclass__") or hasattr(Tensor, name) and _is_method(func) else name
-
-
-def _is_method(func: Any) -> bool:
-    return getattr(Tensor, getattr(func, "__name__", ""), None) is func
+    if name == "__get__":
+        # A property's getter is bound to its descriptor.
+        return f"Tensor.{getattr(func.__self__, '__name__', 'a property')}"
+    return f"Tensor.{name}" if getattr(Tensor, name, None) is func else name

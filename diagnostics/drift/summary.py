@@ -59,7 +59,7 @@ def _call(call: Call) -> AttentionCall:
     if not call.differing:
         # All alike, and not autocast's.
         expected = regime or expected
-    causes = {name: event_of(change) for name, change in call.causes.items()}
+    causes = {name: tuple(map(event_of, changes)) for name, changes in call.causes.items()}
     return AttentionCall(
         operation=call.operation,
         dtypes=dtypes,

@@ -6,6 +6,7 @@ A torch function mode sees the calls as the user wrote them, before autocast and
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,8 +44,7 @@ class DtypeTrace:
     def cause(self, tensor: Tensor) -> DtypeEvent | None:
         """The operation that changed the dtype to that of ``tensor``, if there was one inside the context."""
         made = self._history.of(tensor)
-        change = None if made is None else made.origin().change
-        return None if change is None else event_of(change)
+        return None if made is None or not made.changes else event_of(made.changes[0])
 
     def result(self) -> DtypeDrift:
         """What was seen so far, with JSON and a report."""
@@ -82,7 +82,7 @@ def trace_dtypes(source: str = "trace_dtypes") -> Iterator[DtypeTrace]:
         with torch.compiler.set_stance("force_eager"), _Mode(trace):
             yield trace
     except BaseException as error:
-        trace._error = type(error).__name__
+        trace._error = "".join(traceback.format_exception_only(error)).strip().split("\n")[0]
         trace._calls.note_error(error)
         raise
     finally:

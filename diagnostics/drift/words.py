@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 from attn_diag.drift.result import AttentionCall, DtypeEvent, Kind, Operand, Outcome, SourceLine, Step
 
 
@@ -28,14 +30,25 @@ def _unnamed(operand: Operand, like: str) -> str:
     return f".to({like}) on the {operand.dtype} intermediate{made}"
 
 
-def call_fix(dtypes: dict[str, str], expected: str, differing: tuple[str, ...], causes: dict[str, DtypeEvent]) -> str:
+def call_fix(
+    dtypes: dict[str, str], expected: str, differing: tuple[str, ...], causes: dict[str, tuple[DtypeEvent, ...]]
+) -> str:
     """What to do about a call whose q, k and v differ, or have not autocast's dtype."""
     wrong = differing or tuple(dtypes)
-    fixes = [causes[name].fix for name in wrong if name in causes and causes[name].kind in ("widened", "narrowed")]
+    events = [event for name in wrong for event in causes.get(name, ()) if event.kind in ("widened", "narrowed")]
     like = next((f"{name}.dtype" for name in dtypes if dtypes[name] == expected), f"torch.{expected}")
     casts = ", ".join(f"{name} = {name}.to({like})" for name in wrong)
-    either = f"Or, at the call: {casts}." if fixes else f"Before the call: {casts}."
-    return " ".join([*dict.fromkeys(fixes), either])
+    either = f"Or, at the call: {casts}." if events else f"Before the call: {casts}."
+    return " ".join([*_together([event.fix for event in events]), either])
+
+
+def _together(fixes: list[str]) -> list[str]:
+    """Fixes that begin alike, up to the colon, in one sentence."""
+    parts: dict[str, dict[str, None]] = {}
+    for fix in fixes:
+        head, colon, tail = fix.partition(": ")
+        parts.setdefault(head + colon, {}).update(dict.fromkeys(tail.removesuffix(".").split(", ")))
+    return [f"{head}{', '.join(tails)}." if head.endswith(": ") else head for head, tails in parts.items()]
 
 
 def call_words(
@@ -69,7 +82,7 @@ def summary(
     """The outcome in sentences, the gravest first."""
     found = []
     if error is not None:
-        found.append(f"Ended early by {error}; this is what was seen until then.")
+        found.append(f"Ended early ({error}); this is what was seen until then.")
     mixed = [call for call in calls if call.differing]
     alike = [call for call in calls if not call.differing]
     for call in mixed:
@@ -97,14 +110,14 @@ def summary(
         found.append(f"q, k and v share one dtype in {calls_seen}.")
     if compiled:
         found.append(
-            f"Compiled by torch.compile, but run eagerly for this trace: {', '.join(compiled)}. Inside a compiled graph "
-            "operations cannot be seen; values may differ from the graph's in their last bits."
+            f"Compiled by torch.compile, but run eagerly for this trace: {', '.join(compiled)}. Inside a compiled "
+            "graph no operation could be seen; values may differ from the graph's in their last bits."
         )
     return tuple(found)
 
 
 def _cause(name: str, call: AttentionCall) -> str:
-    event = call.causes.get(name)
+    event = next(iter(call.causes.get(name, ())), None)
     given = f"{name} is {call.dtypes[name]}"
     if event is None:
         steps: tuple[Step, ...] = call.paths.get(name, ())
@@ -117,10 +130,10 @@ def _cause(name: str, call: AttentionCall) -> str:
 
 
 def listed(names: tuple[str, ...]) -> str:
-    """"q", "q and k", "q, k and v"."""
+    """ "q", "q and k", "q, k and v"."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def place(source: SourceLine) -> str:
-    """The file's last two parts, and the line: sentences stay short; the full path stands with the path."""
-    return f"{'/'.join(source.file.replace(chr(92), '/').split('/')[-1:])}:{source.line}"
+    """The file's name and the line: sentences stay short."""
+    return f"{PurePath(source.file).name}:{source.line}"
