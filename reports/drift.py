@@ -74,10 +74,12 @@ def _path(name: str, call: AttentionCall) -> Iterator[RenderableType]:
             operations = operations.replace(causes[0].operation, f"{causes[0].operation}({_operands(causes[0])})", 1)
         what = Text("" if source is None else source.text, style="red" if i == 0 else "")
         what.append(f"\n{operations}", style="dim")
+        if i == 0:
+            for cause in causes[1:]:
+                elsewhere = "" if cause.source == source else f" at {_where(cause.source)}"
+                what.append(f"\nand from {cause.operation}({_operands(cause)}){elsewhere}", style="dim")
         grid.add_row(Text(f"  {_where(source)}", style="red" if i == 0 else ""), what)
     yield grid
-    for cause in causes[1:]:
-        yield Text(f"    also from {cause.operation}({_operands(cause)}), {_where(cause.source)}", style="dim")
 
 
 def _events(events: list[DtypeEvent], *, fixes: bool) -> Iterator[RenderableType]:
