@@ -39,7 +39,8 @@ class TimeMix(nn.Module):
         r, k, v = self.r(x), self.k(x), self.v(x)
         a = torch.sigmoid(self.w(x))
         k = k.addcmul(k * (a - 1), self.k_a.to(k.dtype) if self.cast else self.k_a)  # the line
-        return tuple(t.view(2, -1, 4, 16).transpose(1, 2) for t in (r, k, v))  # type: ignore[return-value]
+        r, k, v = (t.view(2, -1, 4, 16).transpose(1, 2) for t in (r, k, v))
+        return r, k, v
 
 
 def line_of(text: str, of: Any = TimeMix) -> int:
@@ -195,7 +196,8 @@ def test_what_mixes_q_k_and_v(change: Change) -> None:
     assert all(len(call.causes[name]) == (2 if change is rotary else 1) for name in reaches)
     assert {e.severity for e in trace.findings} == {"mixed"}
     with torch.autocast("cpu", BF16), trace_dtypes() as trace:
-        F.scaled_dot_product_attention(*(x.to(BF16) for x in change(q, k, v)))
+        q, k, v = (x.to(BF16) for x in change(q, k, v))
+        F.scaled_dot_product_attention(q, k, v)
     assert trace.result().labels <= {"elsewhere"}
 
 
@@ -226,8 +228,9 @@ def test_a_rotary_embedding_applied_to_all_three_is_no_mix_but_wide() -> None:
 
 
 def test_an_fp32_model_without_autocast_is_clean() -> None:
+    q, k, v = halves("q", "k", "v", dtype=FP32)
     with trace_dtypes() as trace:
-        F.scaled_dot_product_attention(*(x * 2 for x in halves("q", "k", "v", dtype=FP32)))
+        F.scaled_dot_product_attention(q * 2, k, v)
     assert trace.result().labels == frozenset()
     assert trace.result().attention_calls == 1
 
@@ -322,6 +325,15 @@ def test_regions_without_autocast_have_no_regime() -> None:
     assert [(e.operation, e.kind, e.regime) for e in trace.result().by_design] == [("linear", "policy", "bfloat16")]
 
 
+def test_numbers_and_tensors_at_one_line() -> None:
+    """What one call of a line showed is not taken for another's whose operands are 0-dimensional."""
+    operands = [(torch.ones((), dtype=BF16), torch.ones(4)), (torch.ones(4, dtype=BF16), torch.ones(4))]
+    with trace_dtypes() as trace:
+        for a, b in operands:
+            assert (a * b).dtype == FP32
+    assert [e.count for e in trace.findings] == [1]
+
+
 def test_devices_without_autocast_are_followed() -> None:
     with torch.autocast("cpu", BF16), trace_dtypes() as trace:
         on_meta = torch.ones(4, device="meta", dtype=BF16) * torch.ones(4, device="meta")
@@ -331,11 +343,17 @@ def test_devices_without_autocast_are_followed() -> None:
 
 
 def test_named_where_the_user_sees_them(model: TimeMix) -> None:
-    outer = nn.ModuleDict({"inner": model})
+    """A variable, else an attribute of one, also of a module inside a module."""
+    outer, parameter = nn.Sequential(nn.Identity(), model), model.k_a
     with trace_dtypes() as trace:
         half = torch.ones(64, dtype=BF16)
-        half * outer["inner"].k_a
-    assert [o.name for o in trace.findings[0].operands] == ["half", "model.k_a"]
+        half * parameter
+        del parameter
+        half * model.k_a
+        del model
+        half * outer[1].get_parameter("k_a")
+    assert [e.operands[0].name for e in trace.findings] == ["half", "half", "half"]
+    assert [e.operands[1].name for e in trace.findings] == ["parameter", "model.k_a", "outer.1.k_a"]
     made = trace.findings[0].operands[0].made
     assert made is not None
     assert made.text.startswith("half = torch.ones")
@@ -384,7 +402,7 @@ class Chunk(torch.autograd.Function):
 def test_an_operator_behind_an_autograd_function() -> None:
     q, k, v = halves("q", "k", "v")
     with torch.autocast("cpu", BF16), trace_dtypes() as trace:
-        Flash.apply(q, k * torch.ones(16), v)
+        Flash.apply(q, k * torch.ones(16), v)  # type: ignore[no-untyped-call]
     (call,) = trace.result().mixed_calls
     assert (call.differing, call.outcome) == (("k",), "accepted")
     assert "_flash_attn_forward" in call.operation
@@ -394,13 +412,13 @@ def test_an_operator_behind_an_autograd_function() -> None:
 def test_a_kernel_that_asserts_is_found_by_its_traceback() -> None:
     q, k, v = halves("q", "k", "v")
     with pytest.raises(AssertionError), torch.autocast("cpu", BF16), trace_dtypes() as trace:
-        Chunk.apply(q, k * torch.ones(16), v)
+        Chunk.apply(q, k * torch.ones(16), v)  # type: ignore[no-untyped-call]
     (call,) = trace.result().mixed_calls
     assert (call.differing, call.outcome, call.operation) == (("k",), "raised", "Chunk.forward")
     assert call.causes["k"][0].operation == "Tensor.mul"
     assert "AssertionError" in str(trace.result().error)
     with pytest.raises(ZeroDivisionError), trace_dtypes() as trace:
-        Chunk.apply(q, k, 1 / 0)
+        Chunk.apply(q, k, 1 / 0)  # type: ignore[no-untyped-call]
     assert trace.result().calls == ()
 
 
@@ -462,6 +480,18 @@ def test_transformers_attention_is_followed(cache: bool) -> None:
 # The trace itself.
 
 
+def test_a_transformer_encoder_trains_the_same() -> None:
+    """nn.MultiheadAttention is one operation here: not looked into, and not taken for an attention call."""
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(64, 4, dropout=0.0, batch_first=True), torch.randn(2, 16, 64)
+    with torch.autocast("cpu", BF16):
+        plain = layer(x)
+        with trace_dtypes() as trace:
+            assert torch.equal(layer(x), plain)
+    assert trace.result().attention_calls == 0
+    assert any("No attention call was recognised" in sentence for sentence in trace.result().summary)
+
+
 def test_values_and_gradients_are_not_touched(model: TimeMix) -> None:
     x = torch.randn(2, 8, 64)
 
@@ -490,7 +520,7 @@ def test_nothing_stays_behind_after_an_exception(model: TimeMix) -> None:
     before = dict(vars(model.k_a)), torch._dynamo.eval_frame._stance.stance
     with pytest.raises(RuntimeError, match="of the user's"):
         fails()
-    assert torch.overrides._get_current_function_mode() is None
+    assert torch.overrides._get_current_function_mode() is None  # type: ignore[no-untyped-call]
     assert active_trace() is None
     assert (dict(vars(model.k_a)), torch._dynamo.eval_frame._stance.stance) == before
 
@@ -535,25 +565,40 @@ def test_other_threads_are_left_alone() -> None:
     assert "No operation of torch was seen" in trace.result().summary[0]
 
 
-def test_traces_in_two_threads_at_once() -> None:
-    both = threading.Barrier(2)
-    found: dict[int, tuple[str, ...]] = {}
+def test_traces_that_overlap_in_two_threads() -> None:
+    """Each sees its own thread; the first to begin ends first, and compiled code is eager until the other ends."""
+    began, ended = threading.Event(), threading.Event()
+    found: list[DtypeDrift] = []
 
-    def work(wanted: int) -> None:
-        with trace_dtypes() as trace:
-            both.wait()
-            for _ in range(wanted):
-                torch.ones(4, dtype=BF16) * torch.ones(4)
-            both.wait()
-        found[wanted] = tuple(f"{e.count}" for e in trace.findings)
+    def work() -> None:
+        with trace_dtypes() as inner:
+            began.set()
+            ended.wait(60)
+            torch.ones(4, dtype=BF16) * torch.ones(4)
+        found.append(inner.result())
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 2)]
-    for thread in threads:
+    thread = threading.Thread(target=work)
+    with trace_dtypes() as outer:
         thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {1: ("1",), 2: ("2",)}
+        assert began.wait(60)
+        torch.cat([torch.ones(4, dtype=BF16), torch.ones(4)])
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    ended.set()
+    thread.join()
     assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert [e.operation for e in outer.findings] == ["cat"]
+    assert [e.operation for e in found[0].findings] == ["Tensor.mul"]
+
+
+def test_an_optimizer_step_of_many_tensors() -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(300)]
+    for p in parameters:
+        p.grad = torch.ones(2)
+    optimizer = torch.optim.AdamW(parameters, foreach=True)
+    with trace_dtypes() as trace:
+        optimizer.step()
+    assert trace.findings == ()
+    assert trace.result().operations < 10 * len(parameters)
 
 
 def test_generators_are_seen_while_they_run_inside() -> None:
@@ -611,7 +656,7 @@ def test_json_round_trip(model: TimeMix) -> None:
     found = trace.result()
     assert DtypeDrift.from_json(found.to_json()) == found
     assert "addcmul" in trace._repr_html_()
-    assert "1 operations" in repr(DtypeTrace()) or "0 operations" in repr(DtypeTrace())
+    assert "0 operations" in repr(DtypeTrace())
 
 
 # check_qkv

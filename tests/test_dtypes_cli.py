@@ -147,11 +147,12 @@ def test_causes_of_exceptions_are_shown_too(run: Callable[..., Done]) -> None:
     ],
 )
 def test_the_scripts_own_exit_is_honoured(run: Callable[..., Done], leaving: str, code: int, said: str) -> None:
-    done = run(f"import sys, torch\ntorch.ones(3)\n{leaving}\nprint('not reached')")
+    done = run(f"import sys, torch\ntorch.ones(3) + 0\n{leaving}\nprint('not reached')")
     assert done.code == code
     assert said in done.err
-    assert "1 operations" in done.out
+    assert "2 operations" in done.out
     assert "not reached" not in done.out
+    assert ("Ended early" in done.out) == bool(code)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from attn_diag.drift.source import is_users
 
@@ -18,6 +18,9 @@ _NOT = re.compile("multi_head|encoder_layer|backward|mask", re.IGNORECASE)
 _KEYWORDS = (("query", "key", "value"), ("q", "k", "v"))
 # Linear attention calls its query a receptance.
 _LOCALS = (*_KEYWORDS, ("r", "k", "v"))
+
+# Not through torch.nn.functional: somebody may have put a wrapper there.
+_SDPA = torch._C._nn.scaled_dot_product_attention
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -31,7 +34,7 @@ def is_attention(func: Callable[..., Any]) -> bool:
 
 def is_sdpa(func: Callable[..., Any]) -> bool:
     """Is it PyTorch's, all of whose inputs autocast casts?"""
-    return func is F.scaled_dot_product_attention
+    return func is _SDPA
 
 
 def qkv_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Triple | None:

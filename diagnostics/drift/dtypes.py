@@ -63,7 +63,7 @@ def expected_dtype(dtypes: Sequence[torch.dtype], regime: torch.dtype | None) ->
 
     Not the majority: a rotary embedding with fp32 cos and sin promotes two of the three.
     """
-    if regime in dtypes:
+    if regime is not None and regime in dtypes:
         return regime
     return min(dtypes, key=lambda d: (d.itemsize, -dtypes.count(d)))
 
@@ -71,3 +71,8 @@ def expected_dtype(dtypes: Sequence[torch.dtype], regime: torch.dtype | None) ->
 def short(dtype: torch.dtype) -> str:
     """Without "torch."."""
     return str(dtype).removeprefix("torch.")
+
+
+def short_or_none(dtype: torch.dtype | None) -> str | None:
+    """The same, of a regime that may be off."""
+    return None if dtype is None else short(dtype)

@@ -151,7 +151,8 @@ class History:
         code, instruction = (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
         if mixed:
             # The same call with the same dtypes did the same: only the first is looked at closely.
-            key = (func, id(code), instruction, dtype, *[x.dtype for x in given])
+            signature = [(x.dtype, x.ndim == 0) for x in given]
+            key = (func, id(code), instruction, dtype, *signature)
             if key not in self._changes:
                 self._changes[key] = self._change(func, args, kwargs or {}, given, result, frame)
             change = self._changes[key]

@@ -56,7 +56,7 @@ class DtypeEvent:
     ``severity``: "mixed": it is why q, k and v of some attention call differ; "alike": it reaches q, k or v of a call
     whose q, k and v have one dtype, but not autocast's; "elsewhere": neither.
     ``reaches``: which of q, k and v, in the calls of that severity. ``regime``: autocast's dtype where the operation
-    stood, None outside. ``count``: how often this very call did it. ``fix``: what to do, in words.
+    first stood, None outside. ``count``: how often this very call did it. ``fix``: what to do, in words.
     """
 
     kind: Kind

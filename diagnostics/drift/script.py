@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import traceback
@@ -13,7 +14,7 @@ from attn_diag.drift.result import DtypeDrift
 from attn_diag.drift.trace import trace_dtypes
 from attn_diag.errors import InputError
 
-_OURS = str(Path(attn_diag.__file__).parent)
+_OURS = str(Path(attn_diag.__file__).parent) + os.sep
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _RAISED = 1  # as Python exits
 
@@ -73,9 +74,8 @@ def _exit_code(stopped: SystemExit) -> int:
 
 def _show(error: Exception, file: str) -> None:
     """The traceback that the script alone would have had: from its first line on, and without this package's frames."""
-    shown: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
-    assert shown is not None
-    whole, part = shown, shown
+    whole = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = whole
     while part is not None:
         first = next((i for i, frame in enumerate(part.stack) if frame.filename == file), 0)
         kept = [frame for frame in part.stack[first:] if not frame.filename.startswith(_OURS)]

@@ -51,22 +51,23 @@ def name_of(tensor: Tensor, frame: FrameType | None) -> str | None:
     """What the frame calls a tensor: a variable, or an attribute of one (a module's parameter or buffer)."""
     if frame is None:
         return None
-    for name, value in frame.f_locals.items():
+    variables = list(frame.f_locals.items())
+    for name, value in variables:
         if value is tensor:
             return name
-    for owner, value in frame.f_locals.items():
+    for owner, value in variables:
         if (path := _path_to(tensor, value)) is not None:
             return f"{owner}.{path}"
     return None
 
 
-def _path_to(tensor: Tensor, owner: Any) -> str | None:
+def _path_to(tensor: Tensor, owner: object) -> str | None:
     """The attribute of a variable (of a module: also of its submodules) that is the tensor. Builds no name in vain."""
     if isinstance(owner, (Tensor, type)) or not hasattr(owner, "__dict__"):
         return None
-    for name, value in vars(owner).items():
+    for name, value in list(vars(owner).items()):
         if value is tensor:
-            return name
+            return str(name)
     if isinstance(owner, torch.nn.Module):
         for table in (owner._parameters, owner._buffers):
             for name, value in table.items():

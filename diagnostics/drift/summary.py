@@ -6,7 +6,7 @@ import torch
 
 from attn_diag.drift import words
 from attn_diag.drift.calls import Call, CallLog
-from attn_diag.drift.dtypes import short
+from attn_diag.drift.dtypes import short, short_or_none
 from attn_diag.drift.history import Change, History
 from attn_diag.drift.result import AttentionCall, DtypeDrift, DtypeEvent, Severity
 from attn_diag.drift.source import operation_name
@@ -36,7 +36,7 @@ def summarise(source: str, history: History, log: CallLog, error: str | None) ->
 
 def event_of(change: Change) -> DtypeEvent:
     """A change as the result has it."""
-    result, regime = short(change.result), change.regime and short(change.regime)
+    result, regime = short(change.result), short_or_none(change.regime)
     severity: Severity = "mixed" if change.reaches_mixed else "alike" if change.reaches_alike else "elsewhere"
     reached = change.reaches_mixed or change.reaches_alike
     return DtypeEvent(
@@ -55,7 +55,7 @@ def event_of(change: Change) -> DtypeEvent:
 
 def _call(call: Call) -> AttentionCall:
     dtypes = {name: short(dtype) for name, dtype in call.dtypes.items()}
-    regime, expected = call.regime and short(call.regime), short(call.expected)
+    regime, expected = short_or_none(call.regime), short(call.expected)
     if not call.differing:
         # All alike, and not autocast's.
         expected = regime or expected

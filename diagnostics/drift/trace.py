@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attn_diag.drift.calls import CallLog
+from attn_diag.drift.eager import eagerly
 from attn_diag.drift.history import History
 from attn_diag.drift.result import DtypeDrift, DtypeEvent, Step
 from attn_diag.drift.summary import event_of, summarise
@@ -71,17 +72,21 @@ def trace_dtypes(source: str = "trace_dtypes") -> Iterator[DtypeTrace]:
 
     ``source``: what the report is headed with. Values are not touched, but two kinds of code take another route here:
     functions wrapped by torch.compile run eagerly (the report names them; inside a graph nothing could be seen), and
-    nn.MultiheadAttention leaves its fused inference path. Not seen: other threads (a backward pass on a GPU), and what
-    operators, autograd Functions and nn.MultiheadAttention compute inside. An attention of that kind is found if it
-    raises; ``attn_diag.check_qkv`` before it makes it known in any case. Some microseconds a call.
+    nn.MultiheadAttention and encoder layers in eval mode leave their fused path. Not seen: other threads (a backward
+    pass on a GPU), and what operators, autograd Functions and nn.MultiheadAttention compute inside. An attention of
+    that kind is found if it raises; ``attn_diag.check_qkv`` before it makes it known in any case. Some microseconds a
+    call; the first trace of a process imports torch._dynamo, a second or two.
     """
     trace = DtypeTrace(source)
     outer = active_trace()
     _ACTIVE.trace = trace
     try:
-        with torch.compiler.set_stance("force_eager"), _Mode(trace):
+        with eagerly(), _Mode(trace):
             yield trace
     except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            # sys.exit(0) is how many scripts end.
+            raise
         trace._error = "".join(traceback.format_exception_only(error)).strip().split("\n")[0]
         trace._calls.note_error(error)
         raise
@@ -116,6 +121,9 @@ class _Mode(TorchFunctionMode):
             self._calls.note(func, args, kwargs)
             self._note(func, args, kwargs, result)
         elif isinstance(result, (tuple, list)) and result.__class__ is not torch.Size:
+            if getattr(func, "__name__", "").startswith("_foreach"):
+                # An optimizer's: hundreds of tensors at once, and each keeps its dtype.
+                return result
             self._calls.note(func, args, kwargs)
             for x in result:
                 if isinstance(x, Tensor):

@@ -130,7 +130,7 @@ def _cause(name: str, call: AttentionCall) -> str:
 
 
 def listed(names: tuple[str, ...]) -> str:
-    """ "q", "q and k", "q, k and v"."""
+    """In words: q; q and k; q, k and v."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
