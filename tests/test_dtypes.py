@@ -659,6 +659,30 @@ def test_json_round_trip(model: TimeMix) -> None:
     assert "0 operations" in repr(DtypeTrace())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_on_a_gpu(model: TimeMix, dtype: torch.dtype) -> None:
+    """The addcmul line; and layer_norm, which autocast computes in fp32 there: a QK-norm of q alone is a mixed call."""
+    model, x = model.cuda(), torch.randn(2, 8, 64, device="cuda")
+
+    def forward(norm: bool) -> Tensor:
+        q, k, v = model(x)
+        k = k if not norm else k.to(q.dtype)
+        return F.scaled_dot_product_attention(F.layer_norm(q, (16,)) if norm else q, k, v)
+
+    with torch.autocast("cuda", dtype):
+        plain = forward(norm=False)
+        with trace_dtypes() as trace:
+            assert torch.equal(forward(norm=False), plain)
+        (call,) = trace.result().mixed_calls
+        assert (call.differing, call.causes["k"][0].operation) == (("k",), "Tensor.addcmul")
+        with trace_dtypes() as trace:
+            forward(norm=True)
+        (call,) = trace.result().mixed_calls
+        assert call.differing == ("q",)
+        assert [(c.operation, c.kind) for c in call.causes["q"]] == [("layer_norm", "policy")]
+
+
 # check_qkv
 
 
