@@ -63,7 +63,7 @@ class CallLog:
             self.add(operation_name(func), qkv, "raised", *self._place())
             self._noted_error = id(error)
 
-    def note_error(self, error: BaseException) -> None:
+    def note_error(self, error: Exception) -> None:
         """What ended the trace: perhaps a kernel's assertion about q, k and v."""
         if id(error) != self._noted_error and (found := mixed_in_traceback(error.__traceback__)) is not None:
             operation, qkv, frame, instruction = found

@@ -27,7 +27,7 @@ _ACTIVE = threading.local()
 class DtypeTrace:
     """Filled while the context runs; ``result()`` at any time. Keeps no tensor alive."""
 
-    def __init__(self, source: str = "trace_dtypes") -> None:
+    def __init__(self, source: str = "the traced block") -> None:
         self._source, self._history = source, History()
         self._calls = CallLog(self._history)
         self._error: str | None = None
@@ -63,7 +63,7 @@ class DtypeTrace:
 
 
 @contextmanager
-def trace_dtypes(source: str = "trace_dtypes") -> Iterator[DtypeTrace]:
+def trace_dtypes(source: str = "the traced block") -> Iterator[DtypeTrace]:
     """Watch the dtypes of everything that this thread computes.
 
         with torch.autocast("cuda", torch.float16), attn_diag.trace_dtypes() as t:
@@ -88,7 +88,8 @@ def trace_dtypes(source: str = "trace_dtypes") -> Iterator[DtypeTrace]:
             # sys.exit(0) is how many scripts end.
             raise
         trace._error = "".join(traceback.format_exception_only(error)).strip().split("\n")[0]
-        trace._calls.note_error(error)
+        if isinstance(error, Exception):
+            trace._calls.note_error(error)
         raise
     finally:
         _ACTIVE.trace = outer

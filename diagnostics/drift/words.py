@@ -113,7 +113,8 @@ def summary(
             f"Compiled by torch.compile, but run eagerly for this trace: {', '.join(compiled)}. Inside a compiled "
             "graph no operation could be seen; values may differ from the graph's in their last bits."
         )
-    return tuple(found)
+    # One place may be called in two ways: under autocast, and without.
+    return tuple(dict.fromkeys(found))
 
 
 def _cause(name: str, call: AttentionCall) -> str:
