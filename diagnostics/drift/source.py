@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import os
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -40,9 +39,8 @@ def compiled_function(frame: FrameType) -> str | None:
     return None
 
 
-@lru_cache(maxsize=4096)
 def source_line(code: CodeType, instruction: int) -> SourceLine:
-    """The line of an instruction (``frame.f_lasti``)."""
+    """The line of an instruction (``frame.f_lasti``). Not cached by code: equal code may stand in several files."""
     line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
     return SourceLine(code.co_filename, line, code.co_qualname, linecache.getline(code.co_filename, line).strip())
 
