@@ -435,9 +435,14 @@ def test_a_kernel_that_asserts_is_found_by_its_traceback() -> None:
 
 
 def test_a_call_that_raises_is_noted_once() -> None:
+    """Seen as it is called, it is not found a second time in the traceback, where q, k and v are variables too."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
     q, k, v = halves("q", "k", "v")
     with pytest.raises(RuntimeError, match="dtype"), trace_dtypes() as trace:
-        F.scaled_dot_product_attention(q, k * torch.ones(16), v)
+        attend(q, k * torch.ones(16), v)
     assert [(c.differing, c.outcome, c.count) for c in trace.result().calls] == [(("k",), "raised", 1)]
 
 
@@ -546,6 +551,18 @@ def test_no_tensor_is_kept_alive() -> None:
         gc.collect()
         assert gone() is None
     assert len(trace.findings) == 1
+
+
+def test_a_tensor_at_a_dead_ones_address_has_no_history() -> None:
+    half, wide = torch.ones(4, dtype=BF16), torch.ones(4)
+    with trace_dtypes() as trace:
+        made = [half * wide for _ in range(100)]
+    addresses = set(map(id, made))
+    assert all(trace.path(x) for x in made)
+    made.clear()
+    later = [x for x in [torch.ones(4) for _ in range(200)] if id(x) in addresses]
+    assert later, "no address was used again: the test shows nothing"
+    assert not any(trace.path(x) for x in later)
 
 
 def test_a_recurrence_keeps_its_origin_and_a_bounded_history() -> None:
