@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from attn_diag.captures import Capture
     from attn_diag.conversion.convert import convert
     from attn_diag.diagnosis import Diagnosis, json_schema
+    from attn_diag.drift.check import check_qkv
+    from attn_diag.drift.result import DtypeDrift
+    from attn_diag.drift.trace import trace_dtypes
     from attn_diag.errors import AttnDiagError, InputError
     from attn_diag.hardware.profile import HardwareProfile
     from attn_diag.hardware.selftest import selftest
@@ -47,6 +50,7 @@ _HOME = {
     "Certify": "certification",
     "Capture": "captures",
     "Diagnosis": "diagnosis",
+    "DtypeDrift": "drift.result",
     "Dump": "kernels.dump",
     "HardwareProfile": "hardware.profile",
     "Identification": "identification.result",
@@ -88,6 +92,7 @@ __all__ = [
     "Capture",
     "Certify",
     "Diagnosis",
+    "DtypeDrift",
     "Dump",
     "HardwareProfile",
     "Identification",
