@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from attn_diag.attribution.result import Attribution
     from attn_diag.capture_job import Selection
     from attn_diag.captures import Capture
+    from attn_diag.conversion.convert import convert
     from attn_diag.diagnosis import Diagnosis, json_schema
+    from attn_diag.drift.check import check_qkv
+    from attn_diag.drift.result import DtypeDrift
+    from attn_diag.drift.trace import trace_dtypes
     from attn_diag.errors import AttnDiagError, InputError
     from attn_diag.hardware.profile import HardwareProfile
     from attn_diag.hardware.selftest import selftest
@@ -46,6 +50,7 @@ _HOME = {
     "Certify": "certification",
     "Capture": "captures",
     "Diagnosis": "diagnosis",
+    "DtypeDrift": "drift.result",
     "Dump": "kernels.dump",
     "HardwareProfile": "hardware.profile",
     "Identification": "identification.result",
@@ -61,6 +66,7 @@ _HOME = {
     "capture": "live.recorder",
     "check_qkv": "drift.check",
     "closed_form": "microscopy.closed_form",
+    "convert": "conversion.convert",
     "examine_addition": "microscopy.addition",
     "identify": "identification.identify",
     "identify_captures": "identification.many",
@@ -86,6 +92,7 @@ __all__ = [
     "Capture",
     "Certify",
     "Diagnosis",
+    "DtypeDrift",
     "Dump",
     "HardwareProfile",
     "Identification",
@@ -101,6 +108,7 @@ __all__ = [
     "capture",
     "check_qkv",
     "closed_form",
+    "convert",
     "examine_addition",
     "identify",
     "identify_captures",

@@ -24,6 +24,7 @@ from attn_diag.measure import collector_of
 from attn_diag.pooling import adjust_family
 from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool, pick_device
+from attn_diag.ranks import merged_over_ranks
 from attn_diag.reference import reference_head
 from attn_diag.row_maxima import DEFINITIONS, Repeats
 from attn_diag.verdict import summarise
@@ -48,6 +49,7 @@ def inspect(
     dv: Tensor | None = None,
     x: Tensor | None = None,
     w_q: Tensor | None = None,
+    dq_pre: Tensor | None = None,
     mask: Tensor | None = None,
     causal: bool | str = False,
     scale: float | None = None,
@@ -65,7 +67,8 @@ def inspect(
 
     q [B, H, T, D], k, v [B, Hk, Tk, D] in the dtype the kernel saw (BF16, FP16, FP32, FP64); o, do, dq like q;
     dk, dv like k; lse [B, H, T] (natural logarithm) and delta [B, H, T] fp32; x [B, T, C] and w_q [D * H, C]:
-    the query projection's input and weight. ``layout`` "BTHD" for tensors with heads and time swapped.
+    the query projection's input and weight; dq_pre like q: the gradient of the projection's output, by which dW_Q is
+    known also where RoPE or QK-norm follow it. ``layout`` "BTHD" for tensors with heads and time swapped.
     ``causal``: True where Tq = Tk, else "top-left" or "bottom-right". Without any output the recipes (default
     fa2) are run by ``engine`` ("emulation" or "triton") and judged instead; with one, ``recipes`` adds them beside
     it. ``level``: significance after Benjamini-Hochberg. ``certify``: recompute that many rows of every head (or
@@ -79,7 +82,7 @@ def inspect(
     if causal is True and q.shape[1 if layout == "BTHD" else 2] != k.shape[1 if layout == "BTHD" else 2]:
         raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
     tensors = {"q": q, "k": k, "v": v, "do": do, "x": x, "w_q": w_q, "mask": mask}
-    tensors |= {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
+    tensors |= {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "dq_pre": dq_pre}
     alignment = causal if isinstance(causal, str) else ("top-left" if causal else "none")
     options = {"causal": alignment, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
     made_by = {}
@@ -108,6 +111,7 @@ def inspect_captures(
     unreadable: Sequence[str] = (),
     skip: Callable[[InputError], None] | None = None,
     certify: int | Certify | None = None,
+    merge_ranks: bool = True,
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
 
@@ -116,7 +120,8 @@ def inspect_captures(
     captured observations, where they are known and need not be recognised. ``progress(done, total)`` is called after
     every head. ``unreadable`` lists inputs that could not be read, for the summary. ``skip(error)`` is called for a
     capture among several that lacks the observation, heads or batch items selected, or whose dtype no recipe covers;
-    it is listed as unreadable too. ``certify``: see ``inspect``.
+    it is listed as unreadable too. ``certify``: see ``inspect``. ``merge_ranks``: captures that differ only in their
+    rank become one (see ``attn_diag.ranks``), whose batch items (or heads) are those of all ranks.
 
     Raises InputError for unknown recipes, for rows or a precision that cannot be certified and, without ``skip`` or
     where no capture is left, for what it would skip.
@@ -126,7 +131,9 @@ def inspect_captures(
     runner = require_known(engine, recipes)
     certified = Certify.of(certify)
     where = pick_device(device)
-    chosen, skipped = list(captures), list(unreadable)
+    chosen, skipped, merging = list(captures), list(unreadable), list[str]()
+    if merge_ranks:
+        chosen, merging = merged_over_ranks(chosen)
     jobs: list[CaptureJob] = []
     for capture in chosen:
         try:
@@ -150,7 +157,8 @@ def inspect_captures(
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
     results = tuple(job.result(judged) for job in jobs)
     entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
-    warnings = tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
+    warnings = tuple(merging)
+    warnings += tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
     warnings += tuple(
         f"{source}: {name} H{head.head}: {head.verdict.reasons[0]}"
         for source, name, head in entries

@@ -90,14 +90,14 @@ def _message(check: Misfit) -> str:
 
 
 def _check_out(capture: Capture, observation: str, device: torch.device) -> Misfit | None:
-    stated = _out_fit(capture, observation, device)
+    stated = out_fit(capture, observation, device)
     if stated is None:
         return None
     if stated.ok:
         return Misfit(observation, "o", stated.error, ok=True)
     best: tuple[float, str] | None = None
     for reading in _readings(capture):
-        other = _out_fit(reading.capture, observation, device)
+        other = out_fit(reading.capture, observation, device)
         if other is not None and other.ok and (best is None or other.error < best[0]):
             best = other.error, reading.words
     return Misfit(observation, "o", stated.error, False, best and best[1], best and best[0])
@@ -105,14 +105,14 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
 
 def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misfit | None:
     stated = capture.metadata.lse_base
-    error = _lse_error(capture, observation, device)
+    error = lse_error(capture, observation, device)
     if error is None:
         return None
     if error <= TOLERANCE:
         return Misfit(observation, "lse", error, ok=True)
     base: LseBase = "2" if stated == "e" else "e"
     flipped = replace(capture, metadata=replace(capture.metadata, lse_base=base))
-    other = _lse_error(flipped, observation, device)
+    other = lse_error(flipped, observation, device)
     if other is not None and other <= TOLERANCE:
         return Misfit(observation, "lse", error, False, f"lse_base={base}", other)
     return Misfit(observation, "lse", error, ok=False)
@@ -182,7 +182,7 @@ def _sample(capture: Capture) -> Iterator[tuple[int, int, torch.Tensor]]:
 
 
 @dataclass(frozen=True)
-class _Fit:
+class Fit:
     """O's error, and that of the reference once it is rounded to O's format, both over the norm of the reference.
 
     ``error`` is infinite where O must be 0 and is not.
@@ -197,7 +197,7 @@ class _Fit:
         return self.error <= TOLERANCE + self.rounding
 
 
-def _out_fit(capture: Capture, observation: str, device: torch.device) -> _Fit | None:
+def out_fit(capture: Capture, observation: str, device: torch.device) -> Fit | None:
     """How well O fits the metadata, from the sampled rows; None where no row can tell."""
     fmt = format_of(capture.tensors[capture.key(observation, "o")].dtype)
     wrong = right = rounding = 0.0
@@ -220,11 +220,11 @@ def _out_fit(capture: Capture, observation: str, device: torch.device) -> _Fit |
     if not compared:
         return None
     if not right:
-        return _Fit(math.inf if wrong else 0.0, 0.0)
-    return _Fit(math.sqrt(wrong / right), math.sqrt(rounding / right))
+        return Fit(math.inf if wrong else 0.0, 0.0)
+    return Fit(math.sqrt(wrong / right), math.sqrt(rounding / right))
 
 
-def _lse_error(capture: Capture, observation: str, device: torch.device) -> float | None:
+def lse_error(capture: Capture, observation: str, device: torch.device) -> float | None:
     """Norm of LSE's error over the norm of LSE, the latter at least 1: LSE may well be near 0. None as for O."""
     wrong = right = 0.0
     compared = 0

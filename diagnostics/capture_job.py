@@ -32,7 +32,7 @@ from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, dw_q_sums, pool, unclustered
-from attn_diag.projection import projection_input, projection_note
+from attn_diag.projection import Projection, find_projection
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.ranges import Ranges
 from attn_diag.reference import HeadReference, format_of, ulp
@@ -108,7 +108,7 @@ class CaptureJob:
         self.notes: list[str] = []
         self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
         self.assumptions: Assumptions
-        self._projection_fits = False
+        self._projection: Projection | None = None
 
     @property
     def head_count(self) -> int:
@@ -118,7 +118,9 @@ class CaptureJob:
     def run(self) -> Iterable[int]:
         """Do the work; yields the number of heads done since the last time."""
         self.assumptions = check_assumptions(self.capture, self.captured, self.device)
-        self._projection_fits = self._check_projection()
+        if "do" in self.capture.tensors:
+            self._projection = find_projection(self.capture, self.batches, self.heads, self.device)
+            self.notes += [] if self._projection.note is None else [self._projection.note]
         for name in self.captured:
             if name in self.recognised:
                 continue
@@ -196,7 +198,8 @@ class CaptureJob:
         for head in group.heads:
             inputs = read_head(self.capture, group.batch, head, self.device, result.census)
             observed = self._observed(inputs, group.batch, head, result.census, want_keys=whole)
-            reference, parts = measure_head(inputs, observed, group.batch, head, self._x(group.batch), self.certify)
+            projection = self._projection.head(group.batch, head) if self._projection is not None else None
+            reference, parts = measure_head(inputs, observed, group.batch, head, projection, self.certify)
             unusable |= bool(inputs.unusable.any())
             for seen, part in zip(observed, parts, strict=True):
                 if part.keys is not None and part.keys.dk_delta is not None:
@@ -332,23 +335,6 @@ class CaptureJob:
         return KvHeadDiagnosis(
             kv_head + offset // self.group, query_heads, KvBias(**biases), self._extra(name, [kv_head])
         )
-
-    def _captured(self, output: str) -> bool:
-        return any(output in self.capture.observations[name] for name in self.captured)
-
-    def _x(self, batch: int) -> Tensor | None:
-        if not self._projection_fits:
-            return None
-        return projection_input(self.capture, batch, self.device)
-
-    def _check_projection(self) -> bool:
-        """Whether q = x w_q^T, so that dW_Q = sum of dQ (x) x; else the reason is noted."""
-        if "do" not in self.capture.tensors:
-            return False
-        note = projection_note(self.capture, self.batches, self.heads, self.device, dq_pre=self._captured("dq_pre"))
-        if note is not None:
-            self.notes.append(note)
-        return note is None
 
 
 def select_observations(capture: Capture, wanted: str | None) -> list[str]:

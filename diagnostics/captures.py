@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from attn_diag.reference import format_of
 
 OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre")
 DEFAULT_OBSERVATION = "observed"
-_INPUTS = ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "q_descale", "k_descale", "v_descale")
+INPUTS = ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "q_descale", "k_descale", "v_descale")
 _FLOATS = (
     torch.bfloat16,
     torch.float16,
@@ -54,8 +55,9 @@ class Capture:
     ``tensors`` maps the names of capture format 1 to tensors (or lazy sources of them): ``q k v`` are
     required, [B, H, T, D] (or [B, T, H, D] with ``metadata.layout`` "BTHD"), k and v with Hk heads, Hq a
     multiple of Hk; ``do`` like o; ``x`` [B, Tq, C]; ``w_q`` [D * heads, C]; ``mask`` broadcastable to
-    [B, H, Tq, Tk]; ``q_positions`` [Tq]. ``o dq dk dv`` are laid out like the inputs, ``lse delta`` are
-    [B, Hq, Tq] in either layout. A bare output belongs to the observation "observed", "flash.o" to "flash".
+    [B, H, Tq, Tk]; ``q_positions`` [Tq]. ``o dq dk dv`` are laid out like the inputs, so is ``dq_pre``, the gradient
+    of the query projection's output (before RoPE and QK-norm); ``lse delta`` are [B, Hq, Tq] in either layout. A bare
+    output belongs to the observation "observed", "flash.o" to "flash".
     FP8 inputs need ``q_descale``, ``k_descale`` and ``v_descale``, [B, heads] or one number each.
 
     Raises InputError where tensors are missing, contradict each other, or are of a kind that is not supported.
@@ -166,7 +168,7 @@ class Capture:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the capture as safetensors, complete or not at all, and return its path.
 
-        Raises InputError where the folder cannot be written.
+        Raises InputError where the folder cannot be written, or the disk is full.
         """
         target = Path(path)
         tensors = {name: tensor[...].contiguous().cpu() for name, tensor in self.tensors.items()}
@@ -175,7 +177,10 @@ class Capture:
         for name, tensor in tensors.items():
             if storages.count(tensor.untyped_storage().data_ptr()) > 1:
                 tensors[name] = tensor.clone()
-        write_atomically(target, lambda temporary: save_file(tensors, temporary, self.metadata.to_text()))
+        try:
+            write_atomically(target, lambda temporary: save_file(tensors, temporary, self.metadata.to_text()))
+        except SafetensorError as error:  # safetensors' own, also for a full disk
+            raise InputError(f"cannot write {target}: {error}") from None
         return target
 
     @property
@@ -208,7 +213,7 @@ class _Validator:
         if base == "q_positions":
             if dtype.is_floating_point or dtype == torch.bool:
                 raise InputError(f"q_positions must be integers, got {_short(dtype)}")
-        elif base in _INPUTS + OBSERVED and dtype not in _FLOATS and not (base == "mask" and dtype == torch.bool):
+        elif base in INPUTS + OBSERVED and dtype not in _FLOATS and not (base == "mask" and dtype == torch.bool):
             raise InputError(
                 f"{name} has dtype {_short(dtype)}; expected floating point ({', '.join(map(_short, _FLOATS))})"
             )
@@ -292,6 +297,7 @@ class _Validator:
         shapes = {
             "o": [c.batch, c.q_heads, c.q_length, dv],
             "dq": [c.batch, c.q_heads, c.q_length, c.head_dim],
+            "dq_pre": [c.batch, c.q_heads, c.q_length, c.head_dim],
             "dk": [c.batch, c.kv_heads, c.k_length, c.head_dim],
             "dv": [c.batch, c.kv_heads, c.k_length, dv],
         }

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from attn_diag.errors import InputError
 
+# What ends the name of a file that is still being written: ".<final name>.<random>.partial".
+PARTIAL = ".partial"
+
 
 def require_writable(target: Path) -> None:
     """Raise InputError now, before hours of work, if ``target`` could not be written."""
@@ -34,6 +37,7 @@ def _is_special(target: Path) -> bool:
 def write_atomically(target: Path, write: Callable[[str], object]) -> None:
     """Call ``write`` with a temporary path beside ``target``, then rename: no reader ever sees half a file.
 
+    A process that is killed meanwhile leaves its temporary file behind, hidden: ".<target's name>.<random>.partial".
     A device or a pipe is written to directly: a rename would put a file in its place, for root even in /dev.
     """
     if _is_special(target):
@@ -44,7 +48,7 @@ def write_atomically(target: Path, write: Callable[[str], object]) -> None:
         return
     target = _destination(target)
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=PARTIAL)
         os.close(handle)
     except OSError as error:
         raise InputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import stat
 import warnings
 import zipfile
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from attn_diag.captures import OBSERVED, Capture, TensorSource
 from attn_diag.errors import InputError
+from attn_diag.files import PARTIAL
 from attn_diag.metadata import KEYS, Metadata, refuse_unsupported
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
 _EXAMPLE = Path(__file__).parent / "data" / "gpt2_step731_L2H4_rows.safetensors"
+_HALF_WRITTEN = re.compile(rf"\.(.+({'|'.join(map(re.escape, SUFFIXES))}))\.[^.]+{re.escape(PARTIAL)}")
 _STATED_BY_DEFAULT = ("layout", "causal", "scale")
 
 
@@ -45,9 +48,37 @@ def find_captures(paths: Iterable[str | Path]) -> list[Path]:
         inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and not p.name.startswith("."))
         inside = [p for p in inside if not p.is_dir()]
         if not inside:
-            raise InputError(f"{path}: no captures in this directory (looked for {', '.join(SUFFIXES)})")
+            partial = next((f"; {error}" for error in half_written([path])), "")
+            raise InputError(f"{path}: no captures in this directory (looked for {', '.join(SUFFIXES)}){partial}")
         found += inside
     return found
+
+
+def half_written(paths: Iterable[str | Path]) -> list[InputError]:
+    """A complaint for every capture below the directories among ``paths`` that was never completed.
+
+    A capture is written as ".<name>.<random>.partial" and renamed when it is complete (``files.write_atomically``).
+    One that was completed later under the same name is no longer missed.
+    """
+    complaints = []
+    for file in sorted({f for path in map(Path, paths) if path.is_dir() for f in path.rglob(f".*{PARTIAL}")}):
+        named = _HALF_WRITTEN.fullmatch(file.name)
+        if named is not None and not _was_completed(file.with_name(named[1]), file):
+            complaints.append(
+                InputError(
+                    f"{file}: {named[1]} was being written when the process died (or still is: look again then); "
+                    "its step is lost, the other files are complete"
+                )
+            )
+    return complaints
+
+
+def _was_completed(file: Path, partial: Path) -> bool:
+    """Whether ``file`` was completed after ``partial`` was last written to; a live writer may rename it meanwhile."""
+    try:
+        return file.stat().st_mtime_ns >= partial.stat().st_mtime_ns
+    except FileNotFoundError:
+        return not partial.exists()
 
 
 def load(path: str | Path, **options: Any) -> Capture:
@@ -58,12 +89,12 @@ def load(path: str | Path, **options: Any) -> Capture:
     fit each other. A pickle that would run code is refused and never executed. A pipe is never opened.
     """
     path = Path(path)
-    _require_regular_file(path)
+    require_regular_file(path)
     if path.suffix not in SUFFIXES:
         raise InputError(f"{path}: not a capture; expected a file ending in {', '.join(SUFFIXES)}")
     if path.stat().st_size == 0:
         raise InputError(f"{path}: the file is empty")
-    with _named_errors(path):
+    with named_errors(path):
         reader = {".safetensors": _read_safetensors, ".npz": _read_npz}.get(path.suffix, _read_pt)
         tensors, text, notes = reader(path)
         # A scale or window kept as an array is metadata all the same, and must not be overlooked.
@@ -98,7 +129,8 @@ def _mode(path: Path) -> int:
         raise InputError(f"{path}: cannot be opened: {error.strerror}") from None
 
 
-def _require_regular_file(path: Path) -> None:
+def require_regular_file(path: Path) -> None:
+    """Raise InputError for what is not there, is no regular file (a pipe, a folder), or may not be read."""
     # Opening a pipe without a writer would wait for one for ever.
     mode = _mode(path)
     if not stat.S_ISREG(mode):
@@ -109,7 +141,7 @@ def _require_regular_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
+def named_errors(path: Path) -> Iterator[None]:
     """Name the file in every complaint, and turn whatever a parser raises on untrusted bytes into an InputError."""
     try:
         yield
@@ -164,12 +196,13 @@ def _read_safetensors(path: Path) -> _Read:
     return tensors, handle.metadata() or {}, []
 
 
-def _read_pt(path: Path) -> _Read:
+def unpickle(path: Path) -> Any:
+    """What ``torch.save`` wrote, on the CPU. Raises InputError where reading it would run code: it is never run."""
     try:
         with warnings.catch_warnings():
             # About how the file was pickled: nothing that its reader can change.
             warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if "weights_only" in str(error).lower() or "unsupported" in str(error).lower():
             raise InputError(
@@ -177,6 +210,10 @@ def _read_pt(path: Path) -> _Read:
                 "with torch.save, or a safetensors file"
             ) from None
         raise
+
+
+def _read_pt(path: Path) -> _Read:
+    content = unpickle(path)
     if not isinstance(content, dict):
         raise InputError(f"expected a dict of tensors, got {type(content).__name__}")
     tensors: dict[str, TensorSource] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +15,7 @@ from attn_diag.diagnosis import Certificate, DeltaRounding
 from attn_diag.heads import HeadInputs, all_finite
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import base, parse, rounds_monotonically
+from attn_diag.projection import HeadProjection
 from attn_diag.propagation import BackwardCollector, ForwardErrors, GradientSums, Parts, dq_parts, project
 from attn_diag.reference import (
     BoundCollector,
@@ -108,16 +108,18 @@ def measure_head(
     observed: list[ObservedHead],
     batch: int,
     head: int,
-    x: Tensor | None,
+    projection: HeadProjection | None,
     certify: Certify | None = None,
 ) -> tuple[HeadReference, list[HeadMeasurement]]:
     """Stream the reference of one head once and measure every observation against it.
 
-    ``x`` [Tq, C] float64: the projection's input where dW_Q is wanted. ``certify``: rows to recompute by the oracle.
+    ``projection``: where dW_Q is wanted. ``certify``: rows to recompute by the oracle.
     """
     forward = _ForwardPass(inputs, observed)
     passed = forward.run()
-    results = [_measure(inputs, passed, seen, forward.errors.get(seen.name), batch, head, x) for seen in observed]
+    results = [
+        _measure(inputs, passed, seen, forward.errors.get(seen.name), batch, head, projection) for seen in observed
+    ]
     if certify is not None:
         usable = ~inputs.unusable & ~passed.reference.fully_masked & passed.bounds.known_rows
         certificate = certify.check(inputs.head, passed.reference, passed.bounds, usable)
@@ -193,7 +195,7 @@ def _measure(
     forward_errors: ForwardErrors | None,
     batch: int,
     head: int,
-    x: Tensor | None,
+    projection: HeadProjection | None,
 ) -> HeadMeasurement:
     reference, maxima = passed.reference, passed.maxima[seen.name]
     broken = {name: ~_row_finite(values) for name, values in seen.outputs.items()}
@@ -228,7 +230,7 @@ def _measure(
     )
     _measure_forward(result, inputs, passed, seen, rounding, rows, top_key, eligible[rows])
     if inputs.head.do is not None:
-        _measure_backward(result, inputs, passed, seen, forward_errors, rounding, rows, top_key, x)
+        _measure_backward(result, inputs, passed, seen, forward_errors, rounding, rows, top_key, projection)
     return result
 
 
@@ -286,7 +288,7 @@ def _measure_backward(
     rounding: _Rounding,
     rows: Rows,
     top_key: Tensor,
-    x: Tensor | None,
+    projection: HeadProjection | None,
 ) -> None:
     head, reference = inputs.head, passed.reference
     assert head.do is not None
@@ -337,13 +339,15 @@ def _measure_backward(
         result.reference_bounds["dq"] = sum_of(passed.bounds.dq[rows])
         result.errors["dq"] = SignedErrors.of_elements(dq[rows] - truth, float(ulp(truth, seen.formats["dq"]).sum()))
     parts = _dq_parts(inputs, passed, seen, forward_errors)
-    kept = _rows_of(parts, rows)
+    kept = parts if isinstance(rows, slice) else parts.map(lambda tensor: tensor[rows])
     result.dq = GradientSums.of(kept, floor=floor)
     result.conditioning = float((reference.delta[rows].square() * direction).sum()), result.dq.reference
-    if x is not None:
-        result.dw_q = project(kept, x[rows])
-        if (delta := kept.parts["delta"]) is not None:
-            result.atoms = delta, x[rows]
+    if projection is not None:
+        x = projection.x[rows]
+        pulled = kept.map(lambda errors: projection.pull(errors, rows))
+        result.dw_q = project(pulled, x)
+        if (delta := pulled.parts["delta"]) is not None:
+            result.atoms = delta, x
     result.keys = passed.backward.get(seen.name)
 
 
@@ -363,22 +367,6 @@ def _dq_parts(inputs: HeadInputs, passed: _Pass, seen: ObservedHead, forward_err
         collected,
         observed,
         seen.formats.get("dq"),
-    )
-
-
-def _rows_of(parts: Parts, rows: Rows) -> Parts:
-    if isinstance(rows, slice):
-        return parts
-
-    def pick(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[rows]
-
-    names: Mapping[str, Tensor | None] = parts.parts
-    return Parts(
-        parts.reference[rows],
-        pick(parts.observed),
-        {n: pick(t) for n, t in names.items()},
-        pick(parts.predicted),
     )
 
 

@@ -10,13 +10,14 @@ order; the exact factor makes the parts add up):
                   P' = cast(exp(S - L_obs));  dV' = cast(P'^T dO)
 
 With softcap P in the delta terms becomes P o (1 - (S/c)^2). The delta identity is Qiu & Yao's, arXiv
-2510.04212, section 3.2. dW_Q = sum over rows of dQ (x) x carries every part over linearly.
+2510.04212, section 3.2. dW_Q = sum over rows of dQ (x) x carries every part over linearly, and so does the transposed
+Jacobian of what may lie between (``attn_diag.pullback``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +57,15 @@ class Parts:
     observed: Tensor | None
     parts: dict[str, Tensor | None]
     predicted: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Parts:
+        """Every tensor that is known through a linear ``function``."""
+
+        def apply(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else function(tensor)
+
+        parts = {name: apply(part) for name, part in self.parts.items()}
+        return Parts(function(self.reference), apply(self.observed), parts, apply(self.predicted))
 
 
 class BackwardCollector:

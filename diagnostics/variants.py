@@ -16,6 +16,7 @@ from attn_diag.heads import HeadInputs, read_float64
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
 from attn_diag.kernels.recipe import FORMATS
 from attn_diag.parallel import map_in_order
+from attn_diag.projection import HeadProjection
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_head, ulp
 
 
@@ -25,7 +26,7 @@ class HeadTruth:
 
     ``usable`` [Tq]: rows with finite inputs and at least one key. ``top_key`` [Tq]: the key of the largest score;
     ``top_prob`` [Tq] its probability. ``noise_floor`` [Tq]: sigma_t, the standard deviation that one correct rounding
-    of O gives delta (None without dO). ``x`` [Tq, C]: the projection's input where dW_Q is wanted.
+    of O gives delta (None without dO). ``projection``: where dW_Q is wanted.
     """
 
     inputs: HeadInputs
@@ -34,7 +35,7 @@ class HeadTruth:
     top_key: Tensor
     top_prob: Tensor
     noise_floor: Tensor | None
-    x: Tensor | None
+    projection: HeadProjection | None
 
     @property
     def head(self) -> AttentionHead:
@@ -61,10 +62,20 @@ class HeadTruth:
 
     @cached_property
     def dw_q(self) -> Tensor | None:
-        """dW_Q = dQ^T x of this head and sequence, [D, C]; None where x or dO is not known."""
-        if self.x is None or self.reference.dq is None:
+        """dW_Q = J^T dQ^T x of this head and sequence, [D, C]; None where the projection or dO is not known."""
+        if self.reference.dq is None:
             return None
-        return self.reference.dq[self.usable].T @ self.x[self.usable]
+        return self.project([self.reference.dq[self.usable]], self.usable)
+
+    def project(self, errors: Sequence[Tensor], rows: Tensor) -> Tensor | None:
+        """Errors of dQ, [n, D] each, carried over to dW_Q, one [D, C] below the other; None where it is not known.
+
+        ``rows``: which n rows they are, as indices or bool [Tq].
+        """
+        if self.projection is None or not errors:
+            return None
+        pulled = [self.projection.pull(error, rows) for error in errors]
+        return torch.cat(pulled, 1).T @ self.projection.x[rows]
 
     @cached_property
     def norms(self) -> dict[str, float]:
@@ -78,9 +89,11 @@ class HeadTruth:
 
 
 def head_truth(
-    inputs: HeadInputs, x: Tensor | None = None, observe: Callable[[RowBlock], None] | None = None
+    inputs: HeadInputs,
+    projection: HeadProjection | None = None,
+    observe: Callable[[RowBlock], None] | None = None,
 ) -> HeadTruth:
-    """Stream the reference of one head once. ``x`` [Tq, C] float64; ``observe`` is called with every block."""
+    """Stream the reference of one head once. ``observe`` is called with every block."""
     head = inputs.head
     top_key = torch.zeros(len(head.q), dtype=torch.int64, device=head.q.device)
     top_prob = head.q.new_zeros(len(head.q))
@@ -97,7 +110,7 @@ def head_truth(
     if head.do is not None:
         floor = (head.do * ulp(reference.out, inputs.input_format)).square().sum(1).div(12).sqrt()
     usable = ~inputs.unusable & ~reference.fully_masked
-    return HeadTruth(inputs, reference, usable, top_key, top_prob, floor, None if head.do is None else x)
+    return HeadTruth(inputs, reference, usable, top_key, top_prob, floor, projection)
 
 
 @dataclass
@@ -166,8 +179,9 @@ def observed_sizes(capture: Capture, observation: str, batch: int, head: int, tr
         rows = finite(dq)
         error, exact = (dq - reference.dq)[rows], reference.dq[rows]
         found["dq"] = _ratio(error, exact)
-        if truth.x is not None:
-            found["dw_q"] = _ratio(error.T @ truth.x[rows], exact.T @ truth.x[rows])
+        projected, reference_dw_q = truth.project([error], rows), truth.project([exact], rows)
+        if projected is not None and reference_dw_q is not None:
+            found["dw_q"] = _ratio(projected, reference_dw_q)
     return found
 
 
@@ -185,9 +199,9 @@ def measure_variants(
     for rows, results in emulate_blocks(recipes, truth.head, run):
         dq = [total.add(rows, result) for total, result in zip(sums, results, strict=True)]
         known = [error for error in dq if error is not None]
-        if truth.x is not None and known:
-            # One product for all recipes.
-            part = torch.cat(known, 1).T @ truth.x[rows[truth.usable[rows]]]
+        # One product for all recipes.
+        part = truth.project(known, rows[truth.usable[rows]])
+        if part is not None:
             dw_q = part if dw_q is None else dw_q.add_(part)
         if advance is not None:
             advance(len(rows))

@@ -1,17 +1,29 @@
-"""Dtype drift: the line at which a tensor became wider, under autocast on the CPU."""
+"""Dtype drift: the line at which a tensor became wider, and the attention calls whose q, k and v differ by it."""
 
 from __future__ import annotations
 
+import gc
 import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
-import attn_diag
-from attn_diag import InputError, check_qkv, trace_dtypes
+from attn_diag import DtypeDrift, InputError, check_qkv, trace_dtypes
+from attn_diag.drift.attention import is_attention
+from attn_diag.drift.history import _LONGEST_PATH
+from attn_diag.drift.trace import DtypeTrace, active_trace
 
 HALVES = [torch.bfloat16, torch.float16]
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class TimeMix(nn.Module):
@@ -27,11 +39,12 @@ class TimeMix(nn.Module):
         r, k, v = self.r(x), self.k(x), self.v(x)
         a = torch.sigmoid(self.w(x))
         k = k.addcmul(k * (a - 1), self.k_a.to(k.dtype) if self.cast else self.k_a)  # the line
-        return tuple(t.view(2, -1, 4, 16).transpose(1, 2) for t in (r, k, v))  # type: ignore[return-value]
+        r, k, v = (t.view(2, -1, 4, 16).transpose(1, 2) for t in (r, k, v))
+        return r, k, v
 
 
-def line_of(text: str) -> int:
-    lines, start = inspect.getsourcelines(TimeMix)
+def line_of(text: str, of: Any = TimeMix) -> int:
+    lines, start = inspect.getsourcelines(of)
     return start + next(i for i, line in enumerate(lines) if text in line)
 
 
@@ -41,22 +54,38 @@ def model() -> TimeMix:
     return TimeMix()
 
 
+def halves(*names: str, dtype: torch.dtype = BF16) -> Iterator[Tensor]:
+    return (torch.randn(1, 2, 8, 16).to(dtype) for _ in names)
+
+
+# The RWKV-7 case.
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_the_line_that_promotes_k(model: TimeMix, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype), trace_dtypes() as trace:
         q, k, v = model(torch.randn(2, 8, 64))
+        F.scaled_dot_product_attention(q, k, v)
     (event,) = trace.findings
-    assert (event.kind, event.operation, event.result) == ("widened", "torch.Tensor.addcmul", "float32")
+    assert (event.kind, event.severity, event.reaches) == ("widened", "mixed", ("k",))
+    assert (event.operation, event.result) == ("Tensor.addcmul", "float32")
     assert event.source is not None
     assert (event.source.file, event.source.line) == (__file__, line_of("# the line"))
     assert [o.name for o in event.operands] == ["k", None, "self.k_a"]
-    assert "self.k_a" in event.fix()
+    half = str(dtype).removeprefix("torch.")
+    assert event.fix == f"Cast to {half} first: self.k_a.to(k.dtype)."
     assert trace.cause(k) == event
     assert trace.cause(q) != event
-    assert [step.split()[0] for step in trace.path(k)] == [
-        "torch.Tensor.addcmul", "torch.Tensor.view", "torch.Tensor.transpose",
-    ]  # fmt: skip
-    with pytest.raises(InputError, match=r"(?s)k: float32.*test_dtypes.py:.*addcmul.*Cast self.k_a"):
+
+    (call,) = trace.result().mixed_calls
+    assert call.dtypes == {"q": half, "k": "float32", "v": half}
+    assert (call.differing, call.expected, call.outcome, call.regime) == (("k",), half, "autocast", half)
+    assert [step.operation for step in call.paths["k"]] == ["Tensor.addcmul", "Tensor.view", "Tensor.transpose"]
+    assert trace.path(k) == call.paths["k"]
+    assert call.causes["k"] == (event,)
+    assert "self.k_a.to(k.dtype)" in call.fix
+    assert "k = k.to(q.dtype)" in call.fix
+    with pytest.raises(InputError, match=r"(?s)k: float32.*Tensor.addcmul.*test_dtypes.py:.*Cast to .*self.k_a"):
         check_qkv(q, k, v, trace)
 
 
@@ -64,46 +93,655 @@ def test_the_line_that_promotes_k(model: TimeMix, dtype: torch.dtype) -> None:
 def test_the_fix_leaves_nothing_to_find(model: TimeMix, dtype: torch.dtype) -> None:
     model.cast = True
     with torch.autocast("cpu", dtype), trace_dtypes() as trace:
-        check_qkv(*model(torch.randn(2, 8, 64)))
+        q, k, v = model(torch.randn(2, 8, 64))
+        check_qkv(q, k, v)
+        F.scaled_dot_product_attention(q, k, v)
+    found = trace.result()
+    assert (found.findings, found.calls, found.labels, found.attention_calls) == ((), (), frozenset(), 2)
+    assert found.summary == ("q, k and v share one dtype in each of 2 attention calls.",)
+
+
+def test_repeated_calls_are_counted(model: TimeMix) -> None:
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        for _ in range(3):
+            F.scaled_dot_product_attention(*model(torch.randn(2, 8, 64)))
+    assert [e.count for e in trace.findings] == [3]
+    assert [c.count for c in trace.result().calls] == [3]
+
+
+# Other ways in which q, k and v come to differ. Each changes them and says: severity, kind, operation, what it reaches.
+
+Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def qk_norm_of_q(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide = q.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6), k, v
+
+
+def qk_norm_with_fp32_weight(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    weight, wide = torch.ones(16), q.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(q.dtype)
+    return weight * normed, k, v
+
+
+def rotary(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    angle = torch.arange(8.0)[:, None] * torch.logspace(0, -1, 16)
+    cos, sin = angle.cos(), angle.sin()
+
+    def turned(x: Tensor) -> Tensor:
+        half = torch.cat([-x[..., 8:], x[..., :8]], -1)
+        return x * cos + half * sin
+
+    return turned(q), turned(k), v
+
+
+def one_element_buffer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    buffer = torch.tensor([0.125])
+    return q * buffer, k, v
+
+
+def asked_for(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q, k, v.float()
+
+
+def by_policy(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return F.avg_pool3d(q, 1), k, v
+
+
+def where(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q, torch.where(k > 0, k, torch.zeros(16)), v
+
+
+def wide_cache(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    cache = torch.zeros(1, 2, 4, 16)
+    return q, torch.cat([cache, k], 2), torch.cat([cache, v], 2)
+
+
+def complex_rotary(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    turn = torch.polar(torch.ones(8, 8), torch.randn(8, 8))
+    return torch.view_as_real(torch.view_as_complex(q.float().view(1, 2, 8, 8, 2)) * turn).flatten(-2), k, v
+
+
+CASES: dict[Change, tuple[str, str, tuple[str, ...]]] = {
+    qk_norm_of_q: ("cast", "Tensor.float", ("q",)),
+    qk_norm_with_fp32_weight: ("widened", "Tensor.mul", ("q",)),
+    rotary: ("widened", "Tensor.mul", ("q", "k")),
+    one_element_buffer: ("widened", "Tensor.mul", ("q",)),
+    asked_for: ("cast", "Tensor.float", ("v",)),
+    by_policy: ("policy", "avg_pool3d", ("q",)),
+    where: ("widened", "where", ("k",)),
+    wide_cache: ("widened", "cat", ("k", "v")),
+    complex_rotary: ("cast", "Tensor.float", ("q",)),
+}
+
+
+@pytest.mark.parametrize("change", CASES, ids=lambda c: c.__name__)
+def test_what_mixes_q_k_and_v(change: Change) -> None:
+    """``differing`` are those that changed, also where they are two of three; and none, once they are cast back."""
+    kind, operation, reaches = CASES[change]
+    q, k, v = halves("q", "k", "v")
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        F.scaled_dot_product_attention(*change(q, k, v))
+    (call,) = trace.result().mixed_calls
+    assert call.differing == reaches
+    for name in reaches:
+        cause = call.causes[name][0]
+        assert (cause.kind, cause.operation, cause.severity) == (kind, operation, "mixed")
+        assert cause.source is not None
+        lines, start = inspect.getsourcelines(change)
+        assert cause.source.line in range(start, start + len(lines))
+        assert call.paths[name][0].operation == operation
+    # A rotary embedding promotes twice: by cos, and by sin.
+    assert all(len(call.causes[name]) == (2 if change is rotary else 1) for name in reaches)
+    assert {e.severity for e in trace.findings} == {"mixed"}
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        q, k, v = (x.to(BF16) for x in change(q, k, v))
+        F.scaled_dot_product_attention(q, k, v)
+    assert trace.result().labels <= {"elsewhere"}
+
+
+def test_a_cache_in_another_dtype_that_is_written_in_place() -> None:
+    """The cache keeps its dtype: nothing is promoted, but q differs from it; where the cache was made is named."""
+    q, k, v = halves("q", "k", "v")
+    with trace_dtypes() as trace:
+        cache = torch.zeros(2, 1, 2, 8, 16, dtype=torch.float16)
+        cache[0, :, :, :8], cache[1, :, :, :8] = k, v
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.scaled_dot_product_attention(q, cache[0], cache[1])
+    (call,) = trace.result().calls
+    assert (call.dtypes["q"], call.dtypes["k"], call.outcome) == ("bfloat16", "float16", "raised")
+    assert call.paths["k"][0].operation == "zeros"
     assert trace.findings == ()
 
 
-def test_values_are_not_touched(model: TimeMix) -> None:
+def test_a_rotary_embedding_applied_to_all_three_is_no_mix_but_wide() -> None:
+    q, k, v = halves("q", "k", "v")
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        cos = torch.ones(16)
+        F.scaled_dot_product_attention(q * cos, k * cos, v * cos)
+    found = trace.result()
+    assert found.labels == {"alike"}
+    assert [e.reaches for e in found.findings] == [("q",), ("k",), ("v",)]
+    (call,) = found.calls
+    assert (call.differing, call.expected) == ((), "bfloat16")
+
+
+def test_an_fp32_model_without_autocast_is_clean() -> None:
+    q, k, v = halves("q", "k", "v", dtype=FP32)
+    with trace_dtypes() as trace:
+        F.scaled_dot_product_attention(q * 2, k, v)
+    assert trace.result().labels == frozenset()
+    assert trace.result().attention_calls == 1
+
+
+def test_residuals_are_told_from_what_reaches_attention(model: TimeMix) -> None:
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        x = torch.randn(2, 8, 64)
+        x = x + model.r(x)
+        q, k, v = model(x)
+        F.scaled_dot_product_attention(q, k, v)
+    assert [(e.operation, e.severity, e.reaches) for e in trace.findings] == [
+        ("Tensor.addcmul", "mixed", ("k",)),
+        ("Tensor.add", "elsewhere", ()),
+    ]
+
+
+def test_what_is_cast_back_reaches_nothing() -> None:
+    q, k, v = halves("q", "k", "v")
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        F.scaled_dot_product_attention((q * torch.ones(16)).to(BF16), k, v)
+    assert [(e.severity, e.count) for e in trace.findings] == [("elsewhere", 1)]
+
+
+# What is no finding.
+
+
+def quiet(work: Callable[[Tensor, Tensor], object]) -> DtypeDrift:
+    half, wide = torch.ones(4, 4, dtype=BF16), torch.ones(4, 4)
+    with trace_dtypes() as trace:
+        work(half, wide)
+    assert trace._history.operations
+    return trace.result()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda half, _: half * torch.tensor(2.0),
+        lambda half, _: half * 2.5,
+        lambda half, _: half.masked_fill(half > 0, float("-inf")),
+        lambda half, wide: half.add_(wide),
+        lambda half, wide: half.copy_(wide),
+        lambda half, wide: half.__setitem__(0, wide[0]) or half + half,
+        lambda half, wide: torch.add(half, half, out=wide),
+        lambda half, _: half * torch.arange(4),
+        lambda half, _: half * torch.ones(4, dtype=torch.bool),
+        lambda half, _: half[torch.arange(2)],
+        lambda half, _: torch.stack([half, half]).chunk(2),
+        lambda half, wide: (half.to(BF16), wide.float()),
+    ],
+    ids=[
+        "0-dimensional", "number", "infinity", "in place", "copy_", "setitem", "out=", "integers", "bools", "index",
+        "lists", "casts to the same",
+    ],
+)  # fmt: skip
+def test_what_changes_no_dtype_is_no_event(work: Callable[[Tensor, Tensor], object]) -> None:
+    found = quiet(work)
+    assert found.findings == ()
+    assert found.by_design == ()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda half, wide: half * wide,
+        lambda half, wide: torch.cat([half, wide]),
+        lambda half, wide: torch.stack([half, wide]),
+        lambda half, wide: torch.where(half > 0, half, wide),
+        lambda half, wide: torch.lerp(half.float(), wide, 0.5) + half,
+        lambda half, _: half + half.half(),
+        lambda half, _: half * torch.tensor([2.0]),
+        lambda half, wide: half[:, :2].T * wide[:2],
+    ],
+    ids=["mul", "cat", "stack", "where", "lerp", "two halves", "one element", "views"],
+)
+def test_promotion_is_one_finding(work: Callable[[Tensor, Tensor], object]) -> None:
+    """The same list of calls with promotion in each: the test above can fail."""
+    (event,) = quiet(work).findings
+    assert (event.kind, event.result, event.count) == ("widened", "float32", 1)
+    assert event.fix
+
+
+def test_regions_without_autocast_have_no_regime() -> None:
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        x = torch.randn(4, 8)
+        narrow = F.linear(x, torch.randn(8, 8))
+        with torch.autocast("cpu", enabled=False):
+            F.linear(x, torch.randn(8, 8))
+            narrow * x[:, :8]
+        narrow * x[:, :8]
+    assert [e.regime for e in trace.findings] == [None, "bfloat16"]
+    assert [(e.operation, e.kind, e.regime) for e in trace.result().by_design] == [("linear", "policy", "bfloat16")]
+
+
+def test_numbers_and_tensors_at_one_line() -> None:
+    """What one call of a line showed is not taken for another's whose operands are 0-dimensional."""
+    operands = [(torch.ones((), dtype=BF16), torch.ones(4)), (torch.ones(4, dtype=BF16), torch.ones(4))]
+    with trace_dtypes() as trace:
+        for a, b in operands:
+            assert (a * b).dtype == FP32
+    assert [e.count for e in trace.findings] == [1]
+
+
+def test_devices_without_autocast_are_followed() -> None:
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        on_meta = torch.ones(4, device="meta", dtype=BF16) * torch.ones(4, device="meta")
+        on_cpu = torch.ones(4, dtype=BF16) * torch.ones(4)
+    assert on_meta.dtype == on_cpu.dtype == FP32
+    assert [e.regime for e in trace.findings] == [None, "bfloat16"]
+
+
+def test_named_where_the_user_sees_them(model: TimeMix) -> None:
+    """A variable, else an attribute of one, also of a module inside a module."""
+    outer, parameter = nn.Sequential(nn.Identity(), model), model.k_a
+    with trace_dtypes() as trace:
+        half = torch.ones(64, dtype=BF16)
+        half * parameter
+        del parameter
+        half * model.k_a
+        del model
+        half * outer[1].get_parameter("k_a")
+    assert [e.operands[0].name for e in trace.findings] == ["half", "half", "half"]
+    assert [e.operands[1].name for e in trace.findings] == ["parameter", "model.k_a", "outer.1.k_a"]
+    made = trace.findings[0].operands[0].made
+    assert made is not None
+    assert made.text.startswith("half = torch.ones")
+
+
+def test_equal_code_in_two_files() -> None:
+    """Code objects compare equal whatever file they come from; their lines must not be taken for one another's."""
+    code = "def promote(x, y):\n    return x * y"
+    half, wide = torch.ones(4, dtype=BF16), torch.ones(4)
+    with trace_dtypes() as trace:
+        for file in ("one.py", "two.py"):
+            names: dict[str, Any] = {}
+            exec(compile(code, file, "exec"), names)
+            names["promote"](half, wide)
+    assert [e.source.file for e in trace.findings if e.source] == ["one.py", "two.py"]
+
+
+# Attention that is not PyTorch's SDPA.
+
+
+def test_eager_and_compiled_flex_attention() -> None:
+    q, k, v = (torch.randn(1, 1, 128, 16) for _ in range(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = flex_attention(q, k, v)
+        with trace_dtypes() as trace:
+            assert torch.equal(flex_attention(q, k, v), plain)
+            assert trace.result().compiled == ()
+            assert torch.equal(torch.compile(flex_attention, backend="eager")(q, k, v), plain)
+            assert trace.result().attention_calls == 2
+            flex_attention(q, (k * torch.ones(16, dtype=torch.float64)).requires_grad_(False), v)
+    (call,) = trace.result().calls
+    assert call.differing == ("k",)
+
+
+@torch.library.custom_op("attn_diag_test::_flash_attn_forward", mutates_args=())
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return q * scale + k + v, q.sum(-1)
+
+
+class Flash(torch.autograd.Function):
+    """As FlashAttention's: no torch function, with an operator inside."""
+
+    @staticmethod
+    def forward(_ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return torch.ops.attn_diag_test._flash_attn_forward(q, k, v, 1.0)[0]
+
+
+class Chunk(torch.autograd.Function):
+    """As the Triton kernels of flash-linear-attention: an assertion inside, and nothing that a trace could see."""
+
+    @staticmethod
+    def forward(_ctx: Any, r: Tensor, k: Tensor, v: Tensor) -> Any:
+        assert r.dtype == k.dtype == v.dtype, "r, k and v should have one dtype"
+        return v.clone()
+
+
+def test_an_operator_behind_an_autograd_function() -> None:
+    q, k, v = halves("q", "k", "v")
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        Flash.apply(q, k * torch.ones(16), v)  # type: ignore[no-untyped-call]
+    (call,) = trace.result().mixed_calls
+    assert (call.differing, call.outcome) == (("k",), "accepted")
+    assert "_flash_attn_forward" in call.operation
+    assert call.causes["k"][0].operation == "Tensor.mul"
+
+
+def test_a_kernel_that_asserts_is_found_by_its_traceback() -> None:
+    q, k, v = halves("q", "k", "v")
+    with pytest.raises(AssertionError), torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        Chunk.apply(q, k * torch.ones(16), v)  # type: ignore[no-untyped-call]
+    (call,) = trace.result().mixed_calls
+    assert (call.differing, call.outcome, call.operation) == (("k",), "raised", "Chunk.forward")
+    assert call.causes["k"][0].operation == "Tensor.mul"
+    assert "AssertionError" in str(trace.result().error)
+    with pytest.raises(ZeroDivisionError), trace_dtypes() as trace:
+        Chunk.apply(q, k, 1 / 0)  # type: ignore[no-untyped-call]
+    assert trace.result().calls == ()
+
+
+def test_a_call_that_raises_is_noted_once() -> None:
+    """Seen as it is called, it is not found a second time in the traceback, where q, k and v are variables too."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = halves("q", "k", "v")
+    with pytest.raises(RuntimeError, match="dtype"), trace_dtypes() as trace:
+        attend(q, k * torch.ones(16), v)
+    assert [(c.differing, c.outcome, c.count) for c in trace.result().calls] == [(("k",), "raised", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("scaled_dot_product_attention", True),
+        ("_flash_attn_varlen_forward", True),
+        ("sdpa_kernel_forward", True),
+        ("_scaled_dot_product_flash_attention_backward", False),
+        ("multi_head_attention_forward", False),
+        ("softmax", False),
+    ],
+)
+def test_names_of_attention(name: str, expected: bool) -> None:
+    def func() -> None: ...
+
+    func.__name__ = name
+    assert is_attention(func) is expected
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["without cache", "with cache"])
+def test_transformers_attention_is_followed(cache: bool) -> None:
+    """A Llama under autocast: fp32 cos and sin promote q and k. An empty fp32 cache promotes v too, so none differs."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama import modeling_llama
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, attn_implementation="sdpa",
+    )  # fmt: skip
+    llama, tokens = transformers.LlamaForCausalLM(config).eval(), torch.arange(8)[None]
+    with torch.no_grad(), torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        llama(tokens, use_cache=cache)
+    found = trace.result()
+    assert found.attention_calls == 2
+    (call,) = found.calls
+    assert call.count == 2
+    assert call.differing == (() if cache else ("q", "k"))
+    for name, by in (("q", ["q", "cos", None, "sin"]), ("k", ["k", "cos", None, "sin"])):
+        causes = call.causes[name]
+        assert [o.name for c in causes for o in c.operands] == by
+        for cause in causes:
+            assert (cause.operation, cause.kind) == ("Tensor.mul", "widened")
+            assert cause.source is not None
+            assert cause.source.file == modeling_llama.__file__
+            assert cause.source.function == "apply_rotary_pos_emb"
+    assert [c.operation for c in call.causes["v"]] == (["cat"] if cache else ["linear"])
+    assert "cos.to(q.dtype)" in call.fix
+
+
+# The trace itself.
+
+
+def test_a_transformer_encoder_trains_the_same() -> None:
+    """nn.MultiheadAttention is one operation here: not looked into, and not taken for an attention call."""
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(64, 4, dropout=0.0, batch_first=True), torch.randn(2, 16, 64)
+    with torch.autocast("cpu", BF16):
+        plain = layer(x)
+        with trace_dtypes() as trace:
+            assert torch.equal(layer(x), plain)
+    assert trace.result().attention_calls == 0
+    assert any("No attention call was recognised" in sentence for sentence in trace.result().summary)
+
+
+def test_values_and_gradients_are_not_touched(model: TimeMix) -> None:
     x = torch.randn(2, 8, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = model(x)
-        with trace_dtypes():
-            traced = model(x)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", BF16):
+            out = checkpoint(lambda y: F.scaled_dot_product_attention(*model(y)), x, use_reentrant=False)
+            out.float().square().mean().backward()
+        return [out, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    plain = step()
+    with trace_dtypes() as trace:
+        traced = step()
+    assert len(plain) == 6
     assert all(torch.equal(a, b) for a, b in zip(plain, traced, strict=True))
+    assert trace.findings[0].operation == "Tensor.addcmul"
 
 
-def test_nothing_stays_behind_after_an_exception() -> None:
+def test_nothing_stays_behind_after_an_exception(model: TimeMix) -> None:
     def fails() -> None:
-        with trace_dtypes():
+        with trace_dtypes() as trace:
+            assert active_trace() is trace
+            model(torch.randn(2, 8, 64))
             raise RuntimeError("of the user's")
 
+    before = dict(vars(model.k_a)), torch._dynamo.eval_frame._stance.stance
     with pytest.raises(RuntimeError, match="of the user's"):
         fails()
-    assert torch.overrides._get_current_function_mode() is None
+    assert torch.overrides._get_current_function_mode() is None  # type: ignore[no-untyped-call]
+    assert active_trace() is None
+    assert (dict(vars(model.k_a)), torch._dynamo.eval_frame._stance.stance) == before
 
 
-def test_scalars_promote_nothing() -> None:
+def test_no_tensor_is_kept_alive() -> None:
     with trace_dtypes() as trace:
-        torch.ones(3, dtype=torch.bfloat16) * torch.tensor(2.0)
-    assert trace.events == ()
+        x = torch.ones(4, dtype=BF16)
+        y = x * torch.ones(4)
+        gone = weakref.ref(y)
+        del y
+        gc.collect()
+        assert gone() is None
+    assert len(trace.findings) == 1
 
 
-def test_repeated_lines_are_counted(model: TimeMix) -> None:
-    with torch.autocast("cpu", torch.bfloat16), trace_dtypes() as trace:
+def test_a_tensor_at_a_dead_ones_address_has_no_history() -> None:
+    half, wide = torch.ones(4, dtype=BF16), torch.ones(4)
+    with trace_dtypes() as trace:
+        made = [half * wide for _ in range(100)]
+    addresses = set(map(id, made))
+    assert all(trace.path(x) for x in made)
+    made.clear()
+    later = [x for x in [torch.ones(4) for _ in range(200)] if id(x) in addresses]
+    assert later, "no address was used again: the test shows nothing"
+    assert not any(trace.path(x) for x in later)
+
+
+def test_a_recurrence_keeps_its_origin_and_a_bounded_history() -> None:
+    with trace_dtypes() as trace:
+        state = torch.ones(4, dtype=BF16) * torch.ones(4)
+        for _ in range(10 * _LONGEST_PATH):
+            state = state + 1
+    path = trace.path(state)
+    assert len(path) <= _LONGEST_PATH + 1
+    assert path[0].operation == "Tensor.mul"
+    cause = trace.cause(state)
+    assert cause is not None
+    assert cause.operation == "Tensor.mul"
+
+
+def test_other_threads_are_left_alone() -> None:
+    seen = []
+
+    def work() -> None:
+        seen.append(active_trace())
+        torch.ones(4, dtype=BF16) * torch.ones(4)
+
+    with trace_dtypes() as trace:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [None]
+    assert trace.result().operations == 0
+    assert "No operation of torch was seen" in trace.result().summary[0]
+
+
+def test_traces_that_overlap_in_two_threads() -> None:
+    """Each sees its own thread; the first to begin ends first, and compiled code is eager until the other ends."""
+    began, ended = threading.Event(), threading.Event()
+    found: list[DtypeDrift] = []
+
+    def work() -> None:
+        with trace_dtypes() as inner:
+            began.set()
+            ended.wait(60)
+            torch.ones(4, dtype=BF16) * torch.ones(4)
+        found.append(inner.result())
+
+    thread = threading.Thread(target=work)
+    with trace_dtypes() as outer:
+        thread.start()
+        assert began.wait(60)
+        torch.cat([torch.ones(4, dtype=BF16), torch.ones(4)])
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    ended.set()
+    thread.join()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert [e.operation for e in outer.findings] == ["cat"]
+    assert [e.operation for e in found[0].findings] == ["Tensor.mul"]
+
+
+def test_an_optimizer_step_of_many_tensors() -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(300)]
+    for p in parameters:
+        p.grad = torch.ones(2)
+    optimizer = torch.optim.AdamW(parameters, foreach=True)
+    with trace_dtypes() as trace:
+        optimizer.step()
+    assert trace.findings == ()
+    assert trace.result().operations < 10 * len(parameters)
+
+
+def test_generators_are_seen_while_they_run_inside() -> None:
+    def batches() -> Iterator[Tensor]:
         for _ in range(3):
-            model(torch.randn(2, 8, 64))
-    assert [e.count for e in trace.findings] == [3]
+            yield torch.ones(4, dtype=BF16) * torch.ones(4)
+
+    source = batches()
+    next(source)
+    with trace_dtypes() as trace:
+        next(source)
+    next(source)
+    assert [e.count for e in trace.findings] == [1]
+
+
+def test_nested_traces_both_see() -> None:
+    with trace_dtypes() as outer:
+        with trace_dtypes() as inner:
+            torch.ones(4, dtype=BF16) * torch.ones(4)
+        assert active_trace() is outer
+    assert len(inner.findings) == len(outer.findings) == 1
+
+
+def test_compiled_functions_run_eagerly_and_are_named() -> None:
+    """Under the trace a compiled model is seen, and said to be; after it, it runs compiled as before."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def drifting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k * torch.ones(16), v)
+
+    q, k, v = halves("q", "k", "v")
+    with torch.autocast("cpu", BF16):
+        compiled = drifting(q, k, v)
+        with trace_dtypes() as trace:
+            drifting(q, k, v)
+        frames = torch._dynamo.utils.counters["frames"]["ok"]
+        assert torch.equal(drifting(q, k, v), compiled)
+        assert torch._dynamo.utils.counters["frames"]["ok"] == frames, "compiled again"
+    found = trace.result()
+    assert [name.split(".")[-1] for name in found.compiled] == ["drifting"]
+    assert any("run eagerly" in sentence for sentence in found.summary)
+    assert found.mixed_calls[0].causes["k"][0].operation == "Tensor.mul"
+
+
+def test_compiled_modules_are_named(model: TimeMix) -> None:
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        torch.compile(model, backend="eager")(torch.randn(2, 8, 64))
+    assert trace.result().compiled == ("TimeMix.forward",)
+    assert [e.operation for e in trace.findings] == ["Tensor.addcmul"]
+
+
+def test_json_round_trip(model: TimeMix) -> None:
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        F.scaled_dot_product_attention(*model(torch.randn(2, 8, 64)))
+    found = trace.result()
+    assert DtypeDrift.from_json(found.to_json()) == found
+    assert "addcmul" in trace._repr_html_()
+    assert "0 operations" in repr(DtypeTrace())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_on_a_gpu(model: TimeMix, dtype: torch.dtype) -> None:
+    """The addcmul line; and layer_norm, which autocast computes in fp32 there: a QK-norm of q alone is a mixed call."""
+    model, x = model.cuda(), torch.randn(2, 8, 64, device="cuda")
+
+    def forward(norm: bool) -> Tensor:
+        q, k, v = model(x)
+        k = k if not norm else k.to(q.dtype)
+        return F.scaled_dot_product_attention(F.layer_norm(q, (16,)) if norm else q, k, v)
+
+    with torch.autocast("cuda", dtype):
+        plain = forward(norm=False)
+        with trace_dtypes() as trace:
+            assert torch.equal(forward(norm=False), plain)
+        (call,) = trace.result().mixed_calls
+        assert (call.differing, call.causes["k"][0].operation) == (("k",), "Tensor.addcmul")
+        with trace_dtypes() as trace:
+            forward(norm=True)
+        (call,) = trace.result().mixed_calls
+        assert call.differing == ("q",)
+        assert [(c.operation, c.kind) for c in call.causes["q"]] == [("layer_norm", "policy")]
+
+
+# check_qkv
 
 
 def test_check_qkv_without_a_trace() -> None:
-    q, k, v = (torch.ones(1, 1, 2, 4, dtype=d) for d in (torch.float16, torch.float32, torch.float16))
+    q, k, v = (torch.ones(1, 1, 2, 4, dtype=d) for d in (torch.float16, FP32, torch.float16))
     with pytest.raises(InputError, match=r"got q: float16, k: float32, v: float16\. Cast k \(k.to\(q.dtype\)\)"):
         check_qkv(q, k, v)
+    with pytest.raises(InputError, match=r"Cast q and k \(q.to\(v.dtype\), k.to\(v.dtype\)\)"):
+        check_qkv(k, k, v)
     check_qkv(q, q, v)
     with pytest.raises(InputError, match="floating-point"):
-        attn_diag.check_qkv(q.long(), k, v)
+        check_qkv(q.long(), k, v)
+    with pytest.raises(InputError, match="one device, got q: cpu, k: meta"):
+        check_qkv(q, q.to("meta"), v)
+
+
+def test_check_qkv_knows_the_trace_around_it(model: TimeMix) -> None:
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        q, k, v = model(torch.randn(2, 8, 64))
+        with pytest.raises(InputError, match=r"(?s)Tensor.addcmul.*k = k.addcmul.*self.k_a.to\(k.dtype\)"):
+            check_qkv(q, k, v)
+    (call,) = trace.result().mixed_calls
+    assert (call.operation, call.outcome, call.differing) == ("check_qkv", "raised", ("k",))
+
+
+def test_check_qkv_breaks_no_graph() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        check_qkv(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = halves("q", "k", "v")
+    assert torch.equal(attend(q, k, v), F.scaled_dot_product_attention(q, k, v))

@@ -27,6 +27,7 @@ ALLOWED = {
     "reports": (
         "attn_diag.reports",
         "attn_diag.diagnosis",
+        "attn_diag.drift.result",
         "attn_diag.microscopy.addition",
         "attn_diag.attribution.result",
         "attn_diag.hardware.installation",
@@ -44,6 +45,7 @@ FACES = {
     "attribution/result.py",
     "cli/inspect.py",
     "diagnosis.py",
+    "drift/result.py",
     "hardware/installation.py",
     "hardware/profile.py",
     "identification/result.py",

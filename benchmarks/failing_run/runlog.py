@@ -3,7 +3,7 @@
     {"header": {...}}                                   configuration, recipes, versions, device; again after a resume
     {"step": 0, "loss": 9.7, "grad_norm": 4.1, "lr": 5e-07, "seconds": 0.27}        steps count from 0
     {"monitor": 50, "names": [...], "values": [...]}    names only where they differ from the row before
-    {"alarm": {"step": 450, "layer": 2, "head": 7, "reason": "..."}}
+    {"alarm": {"kind": "growth", "step": 450, "layer": 2, "head": 7, "reason": "...", "seen": 451}}
     {"end": "finished", "step": 1100}                   or "departed", "stopped by a signal": step is the next one
 
 Steps are the optimizer's; their loss is that of the weights before the step. Numbers have six digits, the monitor's
@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from departure import Watch
 
 
 def plain(value: Any, digits: int = 6) -> Any:
@@ -69,6 +71,40 @@ class Writer:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+class Record:
+    """Writes what a step brought to the log, and knows when the run has left its trend. Without a log it only asks the
+    monitor, whose answer may be a reduction over all processes."""
+
+    def __init__(self, log: Writer | None, monitor: Any, every: int, stop_after: int) -> None:
+        self.log, self.monitor, self.every, self.stop_after, self.watch = log, monitor, every, stop_after, Watch()
+        self._metrics, self._alarms = "", 0
+
+    def step(self, row: dict[str, Any]) -> None:
+        if self.log is not None:
+            self.watch.update(row["step"], row["loss"], row["grad_norm"])
+            self.log.write(row)
+        if self.monitor is not None:
+            self._read_monitor(row["step"])
+
+    def _read_monitor(self, step: int) -> None:
+        # A check of an earlier step may come late.
+        if step % self.every in (0, self.every - 1):
+            metrics = self.monitor.metrics()
+            if metrics and repr(metrics) != self._metrics and self.log is not None:
+                self.log.write_monitor(step, metrics)
+            self._metrics = repr(metrics)
+        for alarm in self.monitor.alarms[self._alarms :]:
+            if self.log is not None:
+                named = {name: getattr(alarm, name) for name in ("kind", "step", "layer", "head", "reason")}
+                self.log.write({"alarm": named | {"seen": step}})
+        self._alarms = len(self.monitor.alarms)
+
+    def enough(self, step: int) -> bool:
+        """Whether the run left its trend so long ago that ``step`` need not be done."""
+        first = self.watch.first
+        return first is not None and step > first.step + self.stop_after
 
 
 @dataclass

@@ -58,7 +58,7 @@ def _alarm(log: RunLog) -> str:
     if not log.alarms:
         return "silent"
     first: dict[str, Any] = log.alarms[0]
-    return f"{first['step']}: layer {first['layer']}, head {first['head']} ({first['reason']})"
+    return f"{first['step']}: layer {first['layer']}, head {first['head']} ({first['kind']})"
 
 
 def main() -> None:

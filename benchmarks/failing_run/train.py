@@ -42,8 +42,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from arms import ARMS, Attend
-from departure import Watch
-from runlog import RunLog, Writer
+from runlog import Record, RunLog, Writer
 from torch.nn.parallel import DistributedDataParallel
 
 import attn_diag
@@ -290,42 +289,10 @@ def header(trainer: Trainer, corpus: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Record:
-    """Writes what a step brought to the log, and knows when the run has left its trend. Without a log it only asks the
-    monitor, whose answer may be a reduction over all processes."""
-
-    def __init__(self, log: Writer | None, monitor: Any, options: argparse.Namespace) -> None:
-        self.log, self.monitor, self.options, self.watch = log, monitor, options, Watch()
-        self._metrics, self._alarms = "", 0
-
-    def step(self, row: dict[str, Any]) -> None:
-        if self.log is not None:
-            self.watch.update(row["step"], row["loss"], row["grad_norm"])
-            self.log.write(row)
-        if self.monitor is not None:
-            self._read_monitor(row["step"])
-
-    def _read_monitor(self, step: int) -> None:
-        # Whether its steps count from 0 or from 1 is the monitor's business.
-        if step % self.options.monitor_every in (0, self.options.monitor_every - 1):
-            metrics = self.monitor.metrics()
-            if metrics and repr(metrics) != self._metrics and self.log is not None:
-                self.log.write_monitor(step, metrics)
-            self._metrics = repr(metrics)
-        for alarm in self.monitor.alarms[self._alarms :]:
-            if self.log is not None:
-                named = {name: getattr(alarm, name) for name in ("step", "layer", "head", "reason")}
-                self.log.write({"alarm": named | {"seen": step}})
-        self._alarms = len(self.monitor.alarms)
-
-    def enough(self, step: int) -> bool:
-        """Whether the run left its trend so long ago that ``step`` need not be done."""
-        first = self.watch.first
-        return first is not None and step > first.step + self.options.stop_after
-
-
 def train(options: argparse.Namespace, place: Place, received: list[int]) -> str:
     """The run; returns how it ended. ``received``: signals; with one in it the run ends after the step at work."""
+    if options.compile and (options.capture_steps or options.monitor_every):
+        raise ValueError("hooks are not put into compiled modules: choose --compile, or the monitor and captures")
     tokens = load_tokens(options.tokens, options.vocabulary)
     corpus = {"file": options.tokens.name, "count": len(tokens), "crc32": zlib.crc32(tokens.tobytes())}
     trainer = Trainer(options, place, tokens)
@@ -338,7 +305,7 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
         if place.rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
             log = stack.enter_context(Writer(path, trainer.step if options.resume else None))
-        record = Record(log, watching(stack, trainer, options.out / f"{name}_captures"), options)
+        record = Record(log, watching(stack, trainer, name), options.monitor_every, options.stop_after)
         if log is not None:
             for done in RunLog.read(path).steps if trainer.step else ():
                 record.watch.update(*done)
@@ -366,15 +333,21 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
     return end
 
 
-def watching(stack: ExitStack, trainer: Trainer, folder: Path) -> Any:
-    """Enters the monitor (returned) and the capture that the options ask for, until the stack closes."""
-    options = trainer.options
+def watching(stack: ExitStack, trainer: Trainer, name: str) -> Any:
+    """Enters the monitor (returned) and the capture that the options ask for, until the stack closes.
+
+    The monitor's own log, with every head, is OUT/monitor/ARM_seedSEED.jsonl; captures are in
+    OUT/captures/ARM_seedSEED_fromSTEP, since a folder takes those of one piece of a run.
+    """
+    options, first = trainer.options, trainer.step
     if options.capture_steps:
+        folder = options.out / "captures" / f"{name}_from{first}"
         steps, layers = options.capture_steps, options.capture_layers
-        stack.enter_context(attn_diag.capture(trainer.model, folder, steps=steps, layers=layers))
+        stack.enter_context(attn_diag.capture(trainer.model, folder, steps=steps, layers=layers, first_step=first))
     if not options.monitor_every:
         return None
-    return stack.enter_context(attn_diag.Monitor(trainer.model, every=options.monitor_every))
+    log = options.out / "monitor" / f"{name}.jsonl"
+    return stack.enter_context(attn_diag.Monitor(trainer.model, every=options.monitor_every, first_step=first, log=log))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -393,7 +366,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--capture-layers", type=int, nargs="*", metavar="LAYER", help="default: all")
     p.add_argument("--print-every", type=int, default=20, metavar="STEPS")
     p.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    p.add_argument("--compile", action="store_true", help="torch.compile all but the attention")
+    p.add_argument("--compile", action="store_true", help="all but the attention; without monitor and captures")
     sizes = p.add_argument_group("sizes and rates")
     for name, default in SIZES.items():
         sizes.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)

@@ -20,7 +20,7 @@ from attn_diag.heads import NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import collector_of
 from attn_diag.progress import Progress, part_of
-from attn_diag.projection import projection_input, projection_note
+from attn_diag.projection import Projection, find_projection
 from attn_diag.provenance import backend_name, describe_tool, pick_device
 from attn_diag.reference import RowBlock
 from attn_diag.row_maxima import RowMaximaCollector, swamped_elements
@@ -59,18 +59,17 @@ def attribute(
         if found.ok is False:
             raise InputError(f"{capture.source}: {found.message}")
     notes: list[str] = []
-    has_x = False
+    projection = None
     if "do" in capture.tensors:
-        note = projection_note(capture, batches, heads, where)
-        has_x = note is None
-        notes += [] if note is None else [note]
+        projection = find_projection(capture, batches, heads, where)
+        notes += [] if projection.note is None else [projection.note]
     else:
         notes.append("delta, dQ and dW_Q: not attributed, dO was not captured")
     results = []
     places = [(batch, head) for batch in batches for head in heads]
     for number, (batch, head) in enumerate(places):
         baseline = find_baseline(capture, recipe, name, batch, head, where)
-        job = _HeadJob(capture, name, baseline, batch, head, where, has_x=has_x)
+        job = _HeadJob(capture, name, baseline, batch, head, where, projection)
         results.append(job.run(level, tuple(notes), part_of(progress, number, len(places))))
     return Attribution(
         tool=describe_tool(where),
@@ -91,15 +90,15 @@ class _HeadJob:
         batch: int,
         head: int,
         device: torch.device,
-        *,
-        has_x: bool,
+        projection: Projection | None,
     ) -> None:
         self.capture, self.observation, self.baseline = capture, observation, baseline
         self.batch, self.number, self.device = batch, head, device
         self.inputs = read_head(capture, batch, head, device, NonFiniteCensus())
         self._maxima = collector_of(self.inputs, None)
         self._direction = 0.0
-        self.truth = head_truth(self.inputs, projection_input(capture, batch, device) if has_x else None, self._observe)
+        found = None if projection is None else projection.head(batch, head)
+        self.truth = head_truth(self.inputs, found, self._observe)
         if not bool(self.truth.usable.any()):
             raise InputError(f"{capture.source}: head {head}: no row is finite and sees a key: nothing to attribute")
 

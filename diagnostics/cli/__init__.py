@@ -10,6 +10,8 @@ import typer
 
 from attn_diag import __version__
 from attn_diag.cli.attribute import attribute
+from attn_diag.cli.convert import convert
+from attn_diag.cli.dtypes import SETTINGS, dtypes
 from attn_diag.cli.env import env
 from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
@@ -35,6 +37,8 @@ app.command()(attribute)
 app.command("what-if")(what_if)
 app.command()(microscope)
 app.command()(probe)
+app.command()(convert)
+app.command(context_settings=SETTINGS)(dtypes)
 app.command()(selftest)
 app.command()(env)
 

@@ -92,7 +92,7 @@ def open_captures(
     paths: list[Path], *, example: bool, layers: Ranges | None, options: dict[str, Any]
 ) -> tuple[list[Capture], list[str]]:
     """Open every capture; what is missing or cannot be read is named on stderr, and is an error if nothing can."""
-    from attn_diag.loading import find_captures, load, load_example
+    from attn_diag.loading import find_captures, half_written, load, load_example
     from attn_diag.metadata import Metadata
 
     # Said once, not of every file.
@@ -107,6 +107,8 @@ def open_captures(
             files += find_captures([path])
         except InputError as error:
             failures.append(error)
+        else:
+            failures += half_written([path])
     # A file that is named twice, as itself and through its directory, counts once.
     once: dict[Path, Path] = {}
     for file in files:

@@ -40,6 +40,9 @@ def inspect(
     ] = 0,
     certify_rows: Annotated[str | None, typer.Option(help="Recompute these rows too, such as 0,17,100-120.")] = None,
     certify_bits: Annotated[int, typer.Option(help="Working precision of --certify, in bits.")] = 128,
+    merge_ranks: Annotated[
+        bool, typer.Option(help="Captures that differ only in their rank become one, with all their batch items.")
+    ] = True,
     level: common.Level = 0.01,
     device: common.Device = "auto",
     layout: common.Layout = None,
@@ -67,6 +70,7 @@ def inspect(
         diagnosis = inspect_captures(
             captures, selection=selection, recipes=recipe or (), engine=engine, level=level, device=device,
             progress=progress, unreadable=unreadable, skip=common.complain, certify=certified,
+            merge_ranks=merge_ranks,
         )  # fmt: skip
     for warning in diagnosis.summary.warnings:
         print(f"attn-diag: {warning}", file=sys.stderr)

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from attn_diag.drift.trace import DtypeTrace
+from attn_diag.drift.dtypes import autocast_dtype, expected_dtype, short
+from attn_diag.drift.trace import DtypeTrace, active_trace
+from attn_diag.drift.words import listed
 from attn_diag.errors import InputError
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, trace: DtypeTrace | None = None) -> None:
     """Raise InputError unless q, k and v share a floating dtype and a device.
 
-    ``trace``: of a ``trace_dtypes`` under which they were made; the message then names the line at which the odd one
-    changed. A mixed call is otherwise noticed far away, in the kernel, or not at all.
+    A mixed call is otherwise noticed far away, in the kernel, or not at all. Inside ``trace_dtypes`` (or with the
+    ``trace`` under which they were made) the message names the line at which the odd one changed, and the trace learns
+    that here is an attention. Costs a microsecond; inside a compiled graph it is checked once, while compiling.
     """
     tensors = {"q": q, "k": k, "v": v}
     for name, x in tensors.items():
         if not x.is_floating_point():
             raise InputError(f"{name} must be a floating-point tensor, got {x.dtype}")
     if len({x.device for x in tensors.values()}) > 1:
-        listed = ", ".join(f"{n}: {x.device}" for n, x in tensors.items())
-        raise InputError(f"q, k and v must be on one device, got {listed}")
-    if len({x.dtype for x in tensors.values()}) == 1:
-        return
+        got = ", ".join(f"{n}: {x.device}" for n, x in tensors.items())
+        raise InputError(f"q, k and v must be on one device, got {got}")
+    running = None if torch.compiler.is_compiling() else active_trace()
+    error = None
+    if len({x.dtype for x in tensors.values()}) > 1:
+        error = InputError(_message(tensors, trace or running))
+    if running is not None:
+        running._calls.check((q, k, v), error)
+    if error is not None:
+        raise error
+
+
+def _message(tensors: dict[str, Tensor], trace: DtypeTrace | None) -> str:
     dtypes = [x.dtype for x in tensors.values()]
-    common = max(set(dtypes), key=lambda d: (dtypes.count(d), -d.itemsize))
-    odd = [name for name, x in tensors.items() if x.dtype != common]
-    listed = ", ".join(f"{n}: {str(x.dtype).removeprefix('torch.')}" for n, x in tensors.items())
-    message = f"q, k and v must have one dtype, got {listed}."
+    expected = expected_dtype(dtypes, autocast_dtype(tensors["q"].device.type))
+    like = "qkv"[dtypes.index(expected)]
+    odd = tuple(name for name, x in tensors.items() if x.dtype != expected)
+    got = ", ".join(f"{n}: {short(x.dtype)}" for n, x in tensors.items())
+    parts = [f"q, k and v must have one dtype, got {got}."]
     for name in odd:
         event = trace.cause(tensors[name]) if trace is not None else None
         if event is not None:
-            message += f" {name} became {event.result} at {event.sentence()}. {event.fix()}"
-        else:
-            other = "qkv"[dtypes.index(common)]
-            message += f" Cast {name} ({name}.to({other}.dtype)); attn_diag.trace_dtypes finds where it changed."
-    raise InputError(message)
+            line = "" if event.source is None else f"\n    {event.source.text}\n"
+            parts.append(f"{name}: {event.sentence()}:{line}{event.fix}")
+    if len(parts) == 1:
+        casts = ", ".join(f"{name}.to({like}.dtype)" for name in odd)
+        parts.append(f"Cast {listed(odd)} ({casts}); attn_diag.trace_dtypes finds where it changed.")
+    return " ".join(parts)

@@ -3,65 +3,86 @@
 from __future__ import annotations
 
 import linecache
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_OURS = str(Path(__file__).parent.parent)
-_TORCH = str(Path(torch.__file__).parent)
+from attn_diag.drift.result import SourceLine
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_NOT_THE_USERS = (_TORCH, str(Path(__file__).parent.parent) + os.sep)
+_EVAL_FRAME = str(Path(_TORCH, "_dynamo", "eval_frame.py"))
+_FLEX = str(Path(_TORCH, "nn", "attention", "flex_attention.py"))
 
 
-@dataclass(frozen=True)
-class SourceLine:
-    """Where a call stands: ``text`` is the line, stripped."""
-
-    file: str
-    line: int
-    function: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+def is_users(code: CodeType) -> bool:
+    """Neither torch's code nor this package's."""
+    return not code.co_filename.startswith(_NOT_THE_USERS)
 
 
-def user_frame() -> FrameType | None:
-    """The innermost frame that is neither torch's nor this package's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
-        frame = frame.f_back
-    return frame
+def compiled_function(frame: FrameType) -> str | None:
+    """The function wrapped by torch.compile, inside which a frame runs; None elsewhere.
+
+    Also None for the wrapper that an eager ``flex_attention`` makes of itself: the user compiled nothing there.
+    """
+    wrapped, inner, outer = frame, frame, frame.f_back
+    while outer is not None:
+        if outer.f_code.co_filename == _EVAL_FRAME:
+            return None if inner.f_code.co_filename == _FLEX else wrapped.f_code.co_qualname
+        if is_users(outer.f_code):
+            wrapped = outer
+        inner, outer = outer, outer.f_back
+    return None
 
 
-def source_line(frame: FrameType) -> SourceLine:
-    """The line that ``frame`` is at."""
-    code = frame.f_code
-    text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
-    return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname, text)
+def source_line(code: CodeType, instruction: int) -> SourceLine:
+    """The line of an instruction (``frame.f_lasti``). Not cached by code: equal code may stand in several files."""
+    line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
+    return SourceLine(code.co_filename, line, code.co_qualname, linecache.getline(code.co_filename, line).strip())
 
 
 def name_of(tensor: Tensor, frame: FrameType | None) -> str | None:
     """What the frame calls a tensor: a variable, or an attribute of one (a module's parameter or buffer)."""
     if frame is None:
         return None
-    for name, value in frame.f_locals.items():
+    variables = list(frame.f_locals.items())
+    for name, value in variables:
         if value is tensor:
             return name
-    for owner, value in frame.f_locals.items():
-        for name, member in _members(value):
-            if member is tensor:
-                return f"{owner}.{name}"
+    for owner, value in variables:
+        if (path := _path_to(tensor, value)) is not None:
+            return f"{owner}.{path}"
     return None
 
 
-def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.nn.Module):
-        yield from value.named_parameters()
-        yield from value.named_buffers()
-    if hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from vars(value).items()
+def _path_to(tensor: Tensor, owner: object) -> str | None:
+    """The attribute of a variable (of a module: also of its submodules) that is the tensor. Builds no name in vain."""
+    if isinstance(owner, (Tensor, type)) or not hasattr(owner, "__dict__"):
+        return None
+    for name, value in list(vars(owner).items()):
+        if value is tensor:
+            return str(name)
+    if isinstance(owner, torch.nn.Module):
+        for table in (owner._parameters, owner._buffers):
+            for name, value in table.items():
+                if value is tensor:
+                    return name
+        for name, child in owner._modules.items():
+            if child is not None and (path := _path_to(tensor, child)) is not None:
+                return f"{name}.{path}"
+    return None
+
+
+def operation_name(func: Any) -> str:
+    """As the user would write it: "Tensor.addcmul", "linear", "aten.mul.Tensor"."""
+    if isinstance(func, torch._ops.OpOverload):
+        return str(func)
+    name = str(getattr(func, "__name__", func))
+    if name == "__get__":
+        # A property's getter is bound to its descriptor.
+        return f"Tensor.{getattr(func.__self__, '__name__', 'a property')}"
+    return f"Tensor.{name}" if getattr(Tensor, name, None) is func else name

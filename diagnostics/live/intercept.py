@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -35,15 +36,23 @@ class Observer(Protocol):
         """A wanted call has run."""
         ...
 
-    def failed(self, error: Exception) -> None:
-        """Something of ours went wrong; the training loop must not notice."""
+    def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
+        """``what``, with its failures kept from the training loop."""
         ...
+
+
+@dataclass(frozen=True)
+class _Pair:
+    site: Site
+    original: Function
+    wrapper: Function
 
 
 _lock = threading.RLock()
 _observers: list[Observer] = []
-_wrappers: dict[Function, Function] = {}
-_replaced: list[tuple[Namespace, str, Function]] = []
+# By identity: hashing or comparing whatever lies in other people's modules would run their code.
+_wrappers: dict[int, _Pair] = {}
+_replaced: list[tuple[Namespace, str, _Pair]] = []
 _modules_seen = 0
 _thread = threading.local()
 
@@ -52,7 +61,11 @@ def install(observer: Observer) -> None:
     """Begin to tell ``observer`` of calls."""
     with _lock:
         _observers.append(observer)
-        _replace()
+        try:
+            _replace()
+        except BaseException:
+            remove(observer)
+            raise
 
 
 def remove(observer: Observer) -> None:
@@ -73,65 +86,65 @@ def refresh() -> None:
 
 def _replace() -> None:
     global _modules_seen
-    ours = set(_wrappers.values())
+    ours = {id(pair.wrapper) for pair in _wrappers.values()}
     for site, function in functions():
-        if function not in ours and function not in _wrappers:
-            _wrappers[function] = _wrapper(site, function)
+        if id(function) not in ours:
+            _wrap(site, function)
     for space in namespaces():
         for name, value in list(space.items()):
-            if (wrapper := _wrapper_of(value)) is not None:
-                _replaced.append((space, name, value))
-                space[name] = wrapper
+            if (pair := _pair_of(value)) is not None:
+                _replaced.append((space, name, pair))
+                space[name] = pair.wrapper
     _modules_seen = len(sys.modules)
 
 
-def _wrapper_of(value: Any) -> Function | None:
-    if not callable(value) or isinstance(value, type):
-        return None
-    try:
-        found = _wrappers.get(value)
-    except TypeError:  # not hashable
-        return None
-    if found is None and isinstance(value, FunctionType):
-        # torch.compile(flex_attention) is a function of its own around the one we know.
-        inner = vars(value).get("_torchdynamo_orig_callable")
-        if inner is not None and inner in _wrappers:
-            found = _wrappers[value] = _wrapper(_site_of(inner), value)
+def _wrap(site: Site, function: Function) -> _Pair:
+    if id(function) not in _wrappers:
+        _wrappers[id(function)] = _Pair(site, function, _wrapper(site, function))
+    return _wrappers[id(function)]
+
+
+def _pair_of(value: Any) -> _Pair | None:
+    """Of a known function; torch.compile(flex_attention) is a function of its own around one."""
+    found = _wrappers.get(id(value))
+    if found is None and type(value) is FunctionType:
+        inner = _wrappers.get(id(vars(value).get("_torchdynamo_orig_callable")))
+        found = None if inner is None else _wrap(inner.site, value)
     return found
 
 
-def _site_of(function: Function) -> Site:
-    site: Site = vars(_wrappers[function])["site"]
-    return site
-
-
 def _restore() -> None:
-    originals = {wrapper: function for function, wrapper in _wrappers.items()}
-    for space, name, function in reversed(_replaced):
-        if space.get(name) in originals:
-            space[name] = function
+    for space, name, pair in reversed(_replaced):
+        if space.get(name) is pair.wrapper:
+            space[name] = pair.original
     _replaced.clear()
     # A module that was imported meanwhile may have taken a wrapper along.
+    ours = {id(pair.wrapper): pair for pair in _wrappers.values()}
     for space in namespaces():
         for name, value in list(space.items()):
-            if isinstance(value, FunctionType) and value in originals:
-                space[name] = originals[value]
+            if id(value) in ours:
+                space[name] = ours[id(value)].original
+    _wrappers.clear()
 
 
 def _wrapper(site: Site, function: Function) -> Function:
     @functools.wraps(function)
     def observed(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _observers:
+        if torch.compiler.is_compiling() or not _observers or _in_cuda_graph():
             return function(*args, **kwargs)
         return _run(site, function, args, kwargs)
 
-    vars(observed)["site"] = site
     return observed
+
+
+def _in_cuda_graph() -> bool:
+    """Whether a CUDA graph is being recorded: what we add would be recorded too, and replayed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _run(site: Site, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     observers = tuple(_observers)
-    tokens = [_guarded(observer, observer.expects) for observer in observers]
+    tokens = [observer.guarded(observer.expects)() for observer in observers]
     before = getattr(_thread, "calls", 0)
     tap = Tap()
     if site.tapped and any(token is not None for token in tokens):
@@ -146,13 +159,13 @@ def _run(site: Site, function: Function, args: tuple[Any, ...], kwargs: dict[str
         if token is None:
             continue
         if fields is None:
-            fields = _guarded(observer, _read, site, function, args, kwargs, result, tap)
+            fields = observer.guarded(_read)(site, function, args, kwargs, result, tap)
         if fields is None:
             return result
-        _guarded(observer, observer.sees, token, fields, result)
+        observer.guarded(observer.sees)(token, fields, result)
     _thread.calls = before + 1
     for observer in observers:
-        _guarded(observer, observer.counts)
+        observer.guarded(observer.counts)()
     return result
 
 
@@ -161,11 +174,3 @@ def _read(
 ) -> Fields | None:
     with torch.no_grad():
         return site.read(bind(function, site, args, kwargs), result, tap)
-
-
-def _guarded(observer: Observer, what: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return what(*args)
-    except Exception as error:
-        observer.failed(error)
-        return None

@@ -12,7 +12,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions
 from attn_diag.baseline import find_baseline, observation_with_o
@@ -38,7 +37,7 @@ from attn_diag.mitigation.result import Candidate, Cost, Equivalence, Errors, St
 from attn_diag.mitigation.stabilised import RepeatedMaxima, beta_limits, repeated_maxima_as_run
 from attn_diag.mitigation.words import summarise
 from attn_diag.parallel import map_in_order
-from attn_diag.projection import projection_input, projection_note
+from attn_diag.projection import HeadProjection, find_projection
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import round_nearest_even, ulp
 from attn_diag.variants import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
@@ -88,8 +87,7 @@ def what_if(
             raise InputError(f"{capture.source}: {assumptions.message}")
     baseline = find_baseline(capture, recipe, chosen, batch, head, where)
     inputs = read_head(capture, batch, head, where, NonFiniteCensus())
-    x = _projection_input(capture, batch, head, where, notes)
-    truth = head_truth(inputs, x)
+    truth = head_truth(inputs, _projection(capture, batch, head, where, notes))
     if not bool(truth.usable.any()):
         raise InputError(f"{capture.source}: head {head}: every row is fully masked, or has NaN or Inf in its inputs")
     unit = _score_unit(baseline.recipe, inputs)
@@ -237,7 +235,7 @@ class _Bench:
         factor = math.sqrt(tau / max_logit)
         inputs, original = self.truth.inputs, self.truth
         q, k = (round_nearest_even(t * factor, inputs.input_format) for t in (inputs.head.q, inputs.head.k))
-        clipped = head_truth(replace(inputs, head=replace(inputs.head, q=q, k=k)), original.x)
+        clipped = head_truth(replace(inputs, head=replace(inputs.head, q=q, k=k)), original.projection)
         self.counter.add(2 * len(q))
         rows = original.usable
         change = clipped.reference.out[rows] - original.reference.out[rows]
@@ -468,13 +466,13 @@ def _check_options(capture: Capture, batch: int, head: int, betas: Sequence[floa
         raise InputError(f"seeds must not be negative, got {seeds}; 0 leaves stochastic rounding out")
 
 
-def _projection_input(capture: Capture, batch: int, head: int, device: torch.device, notes: list[str]) -> Tensor | None:
-    """x [Tq, C] where dW_Q = dQ^T x holds; else a note says why not."""
+def _projection(
+    capture: Capture, batch: int, head: int, device: torch.device, notes: list[str]
+) -> HeadProjection | None:
+    """How dW_Q follows from dQ, or None; a note says what lies between, or why it does not follow."""
     if "do" not in capture.tensors:
         notes.append("no dO was captured: candidates are ranked by O's error, and nothing is said of gradients")
         return None
-    note = projection_note(capture, [batch], [head], device)
-    if note is not None:
-        notes.append(note)
-        return None
-    return projection_input(capture, batch, device)
+    projection = find_projection(capture, [batch], [head], device)
+    notes += [] if projection.note is None else [projection.note]
+    return projection.head(batch, head)

@@ -47,7 +47,7 @@ class Sample:
         q, w_q = pick.rows(call.q), call.w_q
         if w_q is not None and (type(w_q) not in (Tensor, torch.nn.Parameter) or len(w_q) != q.shape[1] * q.shape[3]):
             w_q = None  # a shard of it
-        x = None if call.x is None or w_q is None else pick.rows(call.x, axis=1)
+        x = None if call.x is None or w_q is None else pick.rows(call.x, axis=1).to(call.x_dtype)
         sample = cls(
             q=q,
             k=pick.all(call.k),

@@ -1,0 +1,69 @@
+"""``attn-diag convert``: other tools' dumps in, captures out."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attn_diag.cli import common
+
+
+class _Kind(StrEnum):
+    """Whose dump it is."""
+
+    auto = "auto"
+    flashinfer = "flashinfer"
+    sglang = "sglang"
+    torch = "torch"
+
+
+def convert(
+    path: Annotated[Path, typer.Argument(help="A dump: its folder, or a file written with torch.save.")],
+    out: Annotated[Path, typer.Argument(help="A folder for one capture a call; or a .safetensors file for one call.")],
+    kind: Annotated[
+        _Kind, typer.Option("--from", help="Whose dump: FlashInfer's flight recorder, SGLang's dumper, or torch.save.")
+    ] = _Kind.auto,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="NAME=KEY", help="Which tensor is which, such as q=layers.*.query (repeatable)."),
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Only this layer; or the layer of the only call, where the dump states none.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option("--head-dim", help="Features of a head, where heads and features share one axis.")
+    ] = None,
+    lse_base: Annotated[str | None, typer.Option("--lse-base", help="e or 2, instead of what fits.")] = None,
+    layout: common.Layout = None,
+    causal: common.Causal = None,
+    scale: common.Scale = None,
+    window: common.Window = None,
+    softcap: common.Softcap = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files.")] = False,
+    debug: common.Debug = False,  # noqa: ARG001
+) -> None:
+    """Convert dumps of FlashInfer, SGLang or torch.save to captures that inspect reads; every guess is printed."""
+    from attn_diag.conversion.convert import convert as run
+    from attn_diag.conversion.names import parse_map
+    from attn_diag.errors import InputError
+
+    options = common.metadata_options(layout, causal, scale, window, softcap)
+    failed: list[InputError] = []
+
+    def skip(error: InputError) -> None:
+        failed.append(error)
+        common.complain(error)
+
+    def told(written: Path, notes: tuple[str, ...]) -> None:
+        typer.echo(f"{written}")
+        for note in notes:
+            typer.echo(f"  {note}")
+
+    run(
+        path, out, kind=kind.value, names=parse_map(names or ()), layer=layer, head_dim=head_dim, lse_base=lse_base,
+        force=force, skip=skip, told=told, **options,
+    )  # fmt: skip
+    raise typer.Exit(2 if failed else 0)

@@ -1,0 +1,129 @@
+"""The report of ``dtypes``: mixed calls with the path that made them so, then what else drifts; from 80 columns on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from attn_diag.reports import words
+
+if TYPE_CHECKING:
+    from attn_diag.drift.result import AttentionCall, DtypeDrift, DtypeEvent, SourceLine
+
+
+def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
+    """The report, piece by piece, for a rich console."""
+    yield Rule(Text(f"dtypes of {found.source}", overflow="ellipsis"), align="left")
+    calls = f"{found.attention_calls} attention call{'s' * (found.attention_calls != 1)}"
+    yield Text(f"{found.operations} operations with floating results, {calls}", style="bold")
+    for sentence in found.summary:
+        yield words.bullet("-", sentence)
+    for call in found.calls:
+        yield Text("")
+        yield from _call(call)
+    explained = {(c.source, c.operation) for call in found.calls for causes in call.causes.values() for c in causes}
+    reaching = [e for e in found.findings if e.severity != "elsewhere" and (e.source, e.operation) not in explained]
+    elsewhere = [e for e in found.findings if e.severity == "elsewhere"]
+    if reaching:
+        yield Text("\nThese reach q, k or v too:", style="bold")
+        yield from _events(reaching, fixes=True)
+    if elsewhere:
+        yield Text("\nAlso widened, but reaching no attention call:", style="bold")
+        yield from _events(elsewhere, fixes=False)
+    yield Text("")
+    yield Text(_legend(found), style="dim")
+    triton = f", triton {found.tool.triton}" if found.tool.triton else ""
+    yield Text(f"attn-diag {found.tool.version}, torch {found.tool.torch}{triton}", style="dim")
+
+
+def _call(call: AttentionCall) -> Iterator[RenderableType]:
+    style = "bold red" if call.differing else "bold yellow"
+    head = "MIXED CALL" if call.differing else "NOT AUTOCAST'S DTYPE"
+    yield Text.assemble((f"{head}  ", style), (_where(call.source), "bold"), _times(call.count))
+    yield _indented(Text(call.words))
+    wanted = call.differing or tuple(call.dtypes)
+    if not any(call.paths.get(name) for name in wanted):
+        # What differs comes from outside: perhaps it is the others that changed.
+        wanted = tuple(call.dtypes)
+    for name in wanted:
+        yield from map(_indented, _path(name, call))
+    grid = _grid()
+    grid.add_row(Text("fix", style="bold green"), Text(call.fix))
+    yield _indented(grid)
+
+
+def _path(name: str, call: AttentionCall) -> Iterator[RenderableType]:
+    """How q, k or v came by its dtype, the cause first; steps of one line together."""
+    steps, causes = call.paths.get(name, ()), call.causes.get(name, ())
+    if not steps:
+        yield Text(f"{name} was {call.dtypes[name]} before the trace began, or was made where it cannot see.")
+        return
+    yield Text.assemble((name, "bold"), f" is {call.dtypes[name]} since")
+    grid = _grid()
+    for i, (source, together) in enumerate(groupby(steps, key=lambda step: step.source)):
+        operations = ", ".join(step.operation for step in together)
+        if i == 0 and causes:
+            operations = operations.replace(causes[0].operation, f"{causes[0].operation}({_operands(causes[0])})", 1)
+        what = Text("" if source is None else source.text, style="red" if i == 0 else "")
+        what.append(f"\n{operations}", style="dim")
+        if i == 0:
+            for cause in causes[1:]:
+                elsewhere = "" if cause.source == source else f" at {_where(cause.source)}"
+                what.append(f"\nand from {cause.operation}({_operands(cause)}){elsewhere}", style="dim")
+        grid.add_row(Text(f"  {_where(source)}", style="red" if i == 0 else ""), what)
+    yield grid
+
+
+def _events(events: list[DtypeEvent], *, fixes: bool) -> Iterator[RenderableType]:
+    table = _grid()
+    for event in events:
+        what = Text("" if event.source is None else event.source.text)
+        what.append(f"\n{event.operation}({_operands(event)}) -> {event.result}{_times(event.count)}", style="dim")
+        if fixes:
+            what.append(f"\n{event.fix}", style="green")
+        table.add_row(Text(f"  {_where(event.source)}"), what)
+    yield table
+
+
+def _operands(event: DtypeEvent) -> str:
+    return ", ".join(f"{o.name or '…'} {o.dtype}{list(o.shape)}" for o in event.operands)
+
+
+def _legend(found: DtypeDrift) -> str:
+    by_design = sum(event.count for event in found.by_design)
+    return (
+        f"Not listed: changes of dtype that the code asks for, or autocast's rules ({by_design}). Expected of q, k and "
+        "v: autocast's dtype, else the narrowest among them. Not seen: backward passes on a GPU, other threads, and "
+        "what operators, autograd Functions and nn.MultiheadAttention compute inside."
+    )
+
+
+def _where(source: SourceLine | None) -> str:
+    """The file as seen from the working directory, where it lies below it; else its last three parts."""
+    if source is None:
+        return "?"
+    file = Path(source.file)
+    try:
+        return f"{file.relative_to(Path.cwd())}:{source.line}"
+    except (ValueError, OSError):
+        return f"{Path(*file.parts[-3:])}:{source.line}" if len(file.parts) > 4 else f"{file}:{source.line}"
+
+
+def _times(count: int) -> str:
+    return f" ({count}×)" if count > 1 else ""
+
+
+def _indented(renderable: RenderableType) -> RenderableType:
+    return Padding(renderable, (0, 0, 0, 2))
+
+
+def _grid() -> Table:
+    return Table.grid(padding=(0, 2))

@@ -1,0 +1,421 @@
+"""Every way in which code calls attention: torch's functions under any name, flash_attn's, our own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import BATCH, HEADS, LENGTH, WIDTH, nano_gpt, next_token_loss, padding, tokens, transformer_encoder
+from torch import Tensor, nn
+from torch.nn import functional
+
+# The name that nothing but a search of this module's variables finds.
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import attn_diag
+from attn_diag.assumptions import check_assumptions
+from attn_diag.captures import Capture
+
+DIM = WIDTH // HEADS
+
+
+def inputs(seed: int = 0, heads: int = HEADS, layout: str = "BHTD") -> Tensor:
+    shape = (BATCH, heads, LENGTH, DIM) if layout == "BHTD" else (BATCH, LENGTH, heads, DIM)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def holds(capture: Capture) -> bool:
+    checked = check_assumptions(capture, ["observed"], torch.device("cpu"))
+    assert checked.ok is not None, checked.message
+    return checked.ok
+
+
+def only(recorder: Any) -> Capture:
+    assert not recorder.dropped
+    (path,) = recorder.written
+    return attn_diag.load(path)
+
+
+def captured_call(call: Callable[[], Tensor], folder: Path, upstream: Callable[[Tensor], Tensor]) -> Capture:
+    """One call outside any module, with its backward."""
+    with attn_diag.capture(None, folder, batch=None) as recorder:
+        o = call()
+        (o * upstream(o)).sum().backward()
+    return only(recorder)
+
+
+def weights_of(o: Tensor) -> Tensor:
+    """dO: the loss is its inner product with o."""
+    return torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).to(o.dtype)
+
+
+def assert_gradients(capture: Capture, q: Tensor, k: Tensor, v: Tensor, turn: bool = False) -> None:
+    for name, t in (("dq", q), ("dk", k), ("dv", v)):
+        assert t.grad is not None
+        assert torch.equal(capture.tensors[name][...], t.grad.transpose(1, 2) if turn else t.grad)
+
+
+def bias() -> Tensor:
+    return 2 * torch.randn(BATCH, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5))
+
+
+# Arguments of scaled_dot_product_attention, and of which the key heads are.
+SDPA_CALLS: dict[str, tuple[dict[str, Any], int]] = {
+    "plain": ({}, HEADS),
+    "causal": ({"is_causal": True}, HEADS),
+    "scale": ({"scale": 0.7}, HEADS),
+    "bool mask": ({"attn_mask": torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(3)}, HEADS),
+    "float mask": ({"attn_mask": bias()}, HEADS),
+    "mask that learns": ({"attn_mask": bias().requires_grad_()}, HEADS),
+    "grouped": ({"enable_gqa": True, "is_causal": True}, 2),
+}
+
+
+@pytest.mark.parametrize("how", ["by name", "of the module"])
+@pytest.mark.parametrize("backend", ["default", "math"])
+@pytest.mark.parametrize("case", SDPA_CALLS)
+def test_scaled_dot_product_attention(case: str, backend: str, how: str, tmp_path: Path) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    options, key_heads = SDPA_CALLS[case]
+    q, k, v = inputs(1), inputs(2, key_heads), inputs(3, key_heads)
+
+    def call() -> Tensor:
+        function = sdpa if how == "by name" else functional.scaled_dot_product_attention
+        backends = [SDPBackend.MATH] if backend == "math" else list(SDPBackend.__members__.values())
+        with sdpa_kernel(backends):
+            return function(q, k, v, **options)
+
+    capture = captured_call(call, tmp_path, weights_of)
+    assert holds(capture)
+    assert_gradients(capture, q, k, v)
+    tensors = capture.tensors
+    assert torch.equal(tensors["do"][...], weights_of(tensors["o"][...]))
+    assert all(torch.equal(tensors[name][...], t) for name, t in (("q", q), ("k", k), ("v", v)))
+    assert torch.equal(tensors["o"][...], call())
+    assert ("math" in str(capture.metadata.kernel)) == ("lse" not in tensors)
+
+
+def test_one_tensor_given_twice(tmp_path: Path) -> None:
+    # What arrives at it is the sum of two gradients: with the math path neither is known.
+    q, k = inputs(1), inputs(2)
+
+    def call() -> Tensor:
+        return sdpa(q, k, k, attn_mask=bias().requires_grad_())
+
+    capture = captured_call(call, tmp_path, weights_of)
+    assert {"do", "dq"} <= capture.tensors.keys()
+    assert not {"dk", "dv"} & capture.tensors.keys()
+
+
+class Late(nn.Module):
+    """Imports its function while it runs."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from torch.nn.functional import scaled_dot_product_attention as late
+
+        return late(q, k, v)
+
+
+def test_a_name_imported_meanwhile(tmp_path: Path) -> None:
+    model = Late()
+    with attn_diag.capture(model, tmp_path) as recorder:
+        model(inputs(1), inputs(2), inputs(3)).sum().backward()
+    assert holds(only(recorder))
+
+
+def test_dropout_is_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with attn_diag.capture(None, tmp_path) as recorder:
+        sdpa(inputs(1), inputs(2), inputs(3), dropout_p=0.25)
+    assert not recorder.written
+    assert "attention dropout 0.25 is on" in caplog.text
+    assert list(recorder.dropped.values()) == [1]
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bool": {"attn_mask": torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(2)},
+    "float": {"attn_mask": bias()[0, 0]},
+    "per head": {"attn_mask": bias().flatten(0, 1)},
+    "padding": {"key_padding_mask": padding() == 0},
+    "bool and padding": {
+        "attn_mask": torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(2),
+        "key_padding_mask": padding() == 0,
+    },
+}
+
+
+@pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "batch second"])
+@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_multi_head_attention(mask: str, need_weights: bool, batch_first: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first)
+    nn.init.normal_(attention.in_proj_bias)
+    x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    optimizer = torch.optim.SGD(attention.parameters(), lr=0.0)
+    with attn_diag.capture(attention, tmp_path, batch=None) as recorder:
+        given = x if batch_first else x.transpose(0, 1)
+        o, _ = attention(given, given, given, need_weights=need_weights, **MASKS[mask])
+        o.square().sum().backward()
+        optimizer.step()
+    capture = only(recorder)
+    assert holds(capture)
+    # dW_Q from what was captured is the projection's own gradient, whatever q is multiplied by before its products.
+    tensors = {name: t[...] for name, t in capture.tensors.items()}
+    gradient = torch.einsum("bhtd,btc->hdc", tensors["dq_pre"], tensors["x"]).flatten(0, 1)
+    weight = attention.in_proj_weight
+    factor = float(tensors["w_q"].norm() / weight.detach()[:WIDTH].norm())
+    assert weight.grad is not None
+    torch.testing.assert_close(gradient * factor, weight.grad[:WIDTH], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tensors["w_q"], weight.detach()[:WIDTH] * factor)
+    # q is x w_q^T and a bias, which is the same in all rows.
+    q = tensors["q"].transpose(1, 2).flatten(2)
+    constant = q - tensors["x"] @ tensors["w_q"].T
+    torch.testing.assert_close(constant, constant[:1, :1].expand_as(constant), rtol=1e-4, atol=1e-5)
+    assert factor == pytest.approx(DIM**-0.5 if need_weights else 1.0)
+
+
+def test_the_encoder_of_torch(tmp_path: Path) -> None:
+    tiny = transformer_encoder()
+    with attn_diag.capture(tiny.model, tmp_path) as recorder:
+        tiny.loss(tiny.model).backward()
+    captures = [attn_diag.load(path) for path in sorted(recorder.written)]
+    assert [c.metadata.extra["module"] for c in captures] == list(tiny.attentions)
+    assert all(holds(c) for c in captures)
+    assert all({"x", "w_q", "dq_pre", "mask"} <= c.tensors.keys() for c in captures)
+
+
+def test_the_fast_path_stays_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = transformer_encoder().model.eval()
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    with torch.no_grad():
+        fast = model(x)
+        with attn_diag.capture(model, tmp_path) as recorder:
+            watched = model(x)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            slow = model(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert torch.equal(fast, watched)
+    assert not torch.equal(fast, slow), "the two paths agree: this test shows nothing"
+    assert not recorder.written
+    assert "fast path of nn.TransformerEncoder" in caplog.text
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_a_nano_gpt_loop(checkpointing: bool | None, tmp_path: Path) -> None:
+    """Autocast, accumulation over two micro-batches, evaluation before and in between: its calls count for nothing."""
+    model = nano_gpt(checkpointing).model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def evaluate() -> None:
+        model.eval()
+        # Reentrant checkpointing warns where nothing has a gradient.
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            next_token_loss(model, tokens(99))
+        model.train()
+
+    with attn_diag.capture(model, tmp_path, steps={1, 2}, calls=None, batch=None) as recorder:
+        evaluate()
+        evaluate()
+        for step in range(4):
+            if step == 2:
+                evaluate()
+            for micro in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = next_token_loss(model, tokens(2 * step + micro))
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    captures = [attn_diag.load(path) for path in sorted(recorder.written)]
+    found = [(c.metadata.step, c.metadata.layer, c.metadata.extra["call"]) for c in captures]
+    assert found == [(step, layer, call) for step in (1, 2) for layer in (0, 1) for call in ("0", "1")]
+    for capture in captures:
+        assert capture.tensors["q"].dtype == torch.bfloat16
+        assert {"lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre"} <= capture.tensors.keys()
+        assert holds(capture)
+    # Each call of a layer is another batch.
+    assert not torch.equal(captures[0].tensors["q"][...], captures[1].tensors["q"][...])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("options", ["plain", "block mask", "bias", "softcap"])
+def test_flex_attention(options: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from torch.nn.attention import flex_attention as flex
+
+    def score_mod(score: Tensor, *at: Tensor) -> Tensor:
+        _, h, q, k = at
+        if options == "softcap":
+            return 5 * torch.tanh(score / 5)
+        return score + (h + 1) * (k - q) / 10
+
+    given: dict[str, Any] = {"enable_gqa": True}
+    if options in ("bias", "softcap"):
+        given["score_mod"] = score_mod
+    if options == "block mask":
+        given["block_mask"] = flex.create_block_mask(
+            lambda _b, _h, q, k: (q >= k) & (q - k < 5), BATCH, None, LENGTH, LENGTH, device="cpu"
+        )
+    q, k, v = (t.detach() for t in (inputs(1), inputs(2, 2), inputs(3, 2)))
+    with torch.no_grad(), attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        flex.flex_attention(q, k, v, **given)
+    if options == "softcap":
+        assert "score_mod that is not an addition" in caplog.text
+        assert not recorder.written
+    else:
+        assert holds(only(recorder))
+        assert ("mask" in only(recorder).tensors) == (options != "plain")
+
+
+class _Flash(torch.autograd.Function):
+    """Attention in flash_attn's way: [B, T, H, D], and the LSE kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
+        if causal:
+            keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+            scores = scores.masked_fill(~keep, -math.inf)
+        lse = scores.logsumexp(-1)
+        o = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), v)
+        ctx.save_for_backward(q, k, v, o, lse, scores)
+        ctx.scale = scale
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, scores = ctx.saved_tensors
+        probs = (scores - lse[..., None]).exp()
+        dp = torch.einsum("bqhd,bkhd->bhqk", do, v)
+        ds = probs * (dp - (do * o).sum(-1).transpose(1, 2)[..., None])
+        dq = ctx.scale * torch.einsum("bhqk,bkhd->bqhd", ds, k)
+        dk = ctx.scale * torch.einsum("bhqk,bqhd->bkhd", ds, q)
+        return dq, dk, torch.einsum("bhqk,bqhd->bkhd", probs, do), None, None
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """The signature of flash_attn 2.8."""
+    assert (dropout_p, window_size, softcap, alibi_slopes, deterministic) == (0.0, (-1, -1), 0.0, None, False)
+    o, lse = _Flash.apply(q, k, v, softmax_scale or q.shape[-1] ** -0.5, causal)  # type: ignore[no-untyped-call]
+    return (o, lse, None) if return_attn_probs else o
+
+
+# What follows the packed argument, or q and kv, is the same.
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(*qkv.unbind(2), *rest)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, *kv.unbind(2), *rest)
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    for module in (package, interface):
+        for function in (flash_attn_func, flash_attn_qkvpacked_func, flash_attn_kvpacked_func):
+            setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield package
+    assert vars(package)["flash_attn_func"] is flash_attn_func
+
+
+@pytest.mark.parametrize("probs", [False, True], ids=["o", "o and lse"])
+@pytest.mark.parametrize("packing", ["", "qkvpacked_", "kvpacked_"], ids=["separate", "qkv", "kv"])
+def test_flash_attn(packing: str, probs: bool, flash_attn: ModuleType, tmp_path: Path) -> None:
+    q, k, v = (inputs(seed, layout="BTHD") for seed in (1, 2, 3))
+
+    def call() -> Tensor:
+        function = getattr(flash_attn, f"flash_attn_{packing}func")
+        parts = {"": (q, k, v), "qkvpacked_": (torch.stack([q, k, v], 2),), "kvpacked_": (q, torch.stack([k, v], 2))}
+        result = function(*parts[packing], softmax_scale=0.3, causal=True, return_attn_probs=probs)
+        o: Tensor = result[0] if probs else result
+        return o
+
+    capture = captured_call(call, tmp_path, weights_of)
+    assert holds(capture)
+    assert (capture.metadata.kernel, capture.metadata.causal) == ("flash_attn", "bottom-right")
+    assert_gradients(capture, q, k, v, turn=True)
+    assert capture.tensors["lse"].shape == (BATCH, HEADS, LENGTH)
+    o = capture.tensors["o"][...].transpose(1, 2)
+    assert torch.equal(capture.tensors["do"][...].transpose(1, 2), weights_of(o))
+
+
+def test_our_own_operator(tmp_path: Path) -> None:
+    script = """
+import sys, torch, attn_diag
+from attn_diag.assumptions import check_assumptions
+q, k, v = (torch.randn(1, 2, 32, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+with attn_diag.capture(None, sys.argv[1]) as recorder:
+    for step in range(2):
+        # Imported here and now; what a step imports is seen from the next step on.
+        o = attn_diag.attention(q, k, v, recipe="fa2", causal="top-left")
+        k.grad = None
+        o.sum().backward()
+        recorder.end_step()
+(path,) = recorder.written
+capture = attn_diag.load(path)
+assert {"q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"} <= capture.tensors.keys(), capture.tensors.keys()
+assert torch.equal(capture.tensors["dk"][...], k.grad)
+assert "fa2" in capture.metadata.kernel
+assert check_assumptions(capture, ["observed"], torch.device("cpu")).ok
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_axes_and_three(tmp_path: Path) -> None:
+    """Calls without a head axis: one head of each sequence."""
+    with attn_diag.capture(None, tmp_path, batch=None, calls=None) as recorder:
+        for axes in (2, 3):
+            q, k, v = (torch.randn(2, 5, 4)[(0,) * (3 - axes)].requires_grad_() for _ in range(3))
+            sdpa(q, k, v).sum().backward()
+    captures = [attn_diag.load(path) for path in sorted(recorder.written)]
+    assert [tuple(c.tensors["q"].shape) for c in captures] == [(1, 1, 5, 4), (2, 1, 5, 4)]
+    assert all(holds(c) for c in captures)
+    assert all({"do", "dq", "dk", "dv"} <= c.tensors.keys() for c in captures)
+
+
+def test_a_call_that_cannot_be_read_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from attn_diag.live import sites
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(sites, "_fused", broken)
+    with caplog.at_level(logging.WARNING), attn_diag.capture(None, tmp_path):
+        for _ in range(3):
+            sdpa(inputs(1), inputs(2), inputs(3))
+    assert caplog.text.count("not today") == 1

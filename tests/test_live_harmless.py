@@ -1,0 +1,344 @@
+"""A captured run is the same run, bit for bit, and nothing of ours is left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LENGTH, TRANSFORMERS, Tiny, nano_gpt, next_token_loss, tokens, transformer_encoder
+from tiny_models import transformers_model as transformers_tiny
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import attn_diag
+from attn_diag.live import intercept, recorder
+
+KINDS: dict[str, Callable[[], Tiny]] = {
+    "nano_gpt": nano_gpt,
+    "checkpoint": lambda: nano_gpt(False),
+    "reentrant": lambda: nano_gpt(True),
+    "nn.TransformerEncoder": transformer_encoder,
+}
+_HUGGING_FACE = [(kind, how) for kind in TRANSFORMERS for how in ("sdpa", "eager")]
+
+
+def is_wrapper(value: Any) -> bool:
+    # Nothing is asked of other people's objects: some answer with a warning.
+    return (
+        type(value) is FunctionType
+        and value.__code__.co_filename == intercept.__file__
+        and value.__code__.co_name == "observed"
+    )
+
+
+def traces() -> list[str]:
+    """Everything of ours that is in modules, tables, or torch's global hooks now."""
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    found = []
+    for name, loaded in list(sys.modules.items()):
+        space = getattr(loaded, "__dict__", None)
+        for key, value in list(space.items()) if isinstance(space, dict) else []:
+            if is_wrapper(value):
+                found.append(f"{name}.{key}")
+    table = sys.modules.get("transformers.modeling_utils")
+    if table is not None:
+        for key, value in vars(table)["AttentionInterface"]._global_mapping.items():
+            if is_wrapper(value):
+                found.append(f"AttentionInterface {key}")
+    for holder in (module, optimizer):
+        for key, value in vars(holder).items():
+            if key.startswith("_global_") and "hooks" in key and value:
+                found.append(key)
+    found += [thread.name for thread in threading.enumerate() if "attn-diag" in thread.name]
+    found += ["observer"] * len(intercept._observers) + ["open capture"] * len(recorder._open)
+    return found
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    return [
+        f"{name}.{key}"
+        for name, part in model.named_modules()
+        for key, value in vars(part).items()
+        if "hooks" in key and value
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    yield
+    assert not traces()
+
+
+def test_traces_are_found_while_it_runs(tmp_path: Path) -> None:
+    """The guard of every other test here can fail."""
+    model = nano_gpt().model
+    with attn_diag.capture(model, tmp_path):
+        while_running = traces()
+        assert hooks_of(model)
+    assert {"torch.nn.functional.scaled_dot_product_attention", "attn-diag writer", "observer"} <= set(while_running)
+    assert f"{__name__}.sdpa" in while_running
+    assert "_global_optimizer_post_hooks" in while_running
+    assert not hooks_of(model)
+
+
+def train(tiny: Tiny, around: Any, *, autocast: bool = False) -> list[Tensor]:
+    """Three steps of two micro-batches: losses and, at last, gradients and parameters."""
+    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
+    bits: list[Tensor] = []
+    with around:
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = tiny.loss(tiny.model)
+                loss.backward()
+                bits.append(loss.detach())
+            with torch.no_grad():
+                tiny.model.eval()
+                bits.append(tiny.loss(tiny.model))
+                tiny.model.train()
+            optimizer.step()
+    gradients = [p.grad.clone() for p in tiny.model.parameters() if p.grad is not None]
+    return [*bits, *gradients, *(p.detach().clone() for p in tiny.model.parameters())]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def check_same(make: Callable[[], Tiny], folder: Path, autocast: bool) -> None:
+    alone = train(make(), contextlib.nullcontext(), autocast=autocast)
+    assert same(alone, train(make(), contextlib.nullcontext(), autocast=autocast)), "the run itself is not repeatable"
+    tiny = make()
+    capture = attn_diag.capture(tiny.model, folder, batch=None, calls=None)
+    assert same(alone, train(tiny, capture, autocast=autocast))
+    assert len(capture.written) == 3 * 2 * len(tiny.attentions)
+    assert not capture.dropped
+    assert not hooks_of(tiny.model)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_stay(kind: str, autocast: bool, tmp_path: Path) -> None:
+    check_same(KINDS[kind], tmp_path, autocast)
+
+
+@pytest.mark.parametrize(("kind", "how"), _HUGGING_FACE, ids=["-".join(case) for case in _HUGGING_FACE])
+def test_bits_stay_in_transformers(kind: str, how: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    check_same(lambda: transformers_tiny(kind, how), tmp_path, autocast=True)
+
+
+def test_a_changed_bit_is_seen() -> None:
+    tiny = nano_gpt()
+    alone = train(nano_gpt(), contextlib.nullcontext())
+    handle = tiny.model.get_submodule("h.1.attn.c_proj").register_forward_hook(lambda *given: given[2] * (1 + 2**-20))
+    changed = train(tiny, contextlib.nullcontext())
+    handle.remove()
+    assert not same(alone, changed)
+
+
+class _StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [_StopError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["model", "loop", "backward"])
+def test_nothing_stays_after_an_exception(where: str, error: type[BaseException], tmp_path: Path) -> None:
+    tiny = nano_gpt()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    if where == "model":
+        tiny.model.get_submodule("h.1.mlp").register_forward_hook(fail)
+    mine = hooks_of(tiny.model)
+    recording = attn_diag.capture(tiny.model, tmp_path, batch=None)
+
+    def run() -> None:
+        with recording:
+            loss = tiny.loss(tiny.model)
+            if where == "backward":
+                loss.register_hook(fail)
+            if where != "loop":
+                loss.backward()
+            fail()
+
+    with pytest.raises(error):
+        run()
+    assert hooks_of(tiny.model) == mine
+    # What was seen until then is written.
+    assert recording.written
+
+
+@pytest.mark.parametrize("part", ["Watch", "_prepare", "Projections", "install"])
+def test_nothing_stays_where_it_cannot_start(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_diag.live import watch
+
+    def fail(*_: object) -> None:
+        raise _StopError
+
+    home: Any = {"Watch": recorder, "_prepare": recorder, "Projections": watch, "install": intercept}[part]
+    monkeypatch.setattr(home, part, fail)
+    tiny = nano_gpt()
+    with pytest.raises(_StopError), attn_diag.capture(tiny.model, tmp_path):
+        pytest.fail("it must not start")
+    assert not hooks_of(tiny.model)
+    tiny.loss(tiny.model)
+
+
+@pytest.mark.parametrize("order", ["nested", "crossed"])
+def test_two_at_once(order: str, tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+    every = attn_diag.capture(tiny.model, tmp_path / "every", batch=None).start()
+    step(tiny, optimizer)
+    second = attn_diag.capture(tiny.model, tmp_path / "second", layers={1}).start()
+    step(tiny, optimizer)
+    (second if order == "nested" else every).close()
+    step(tiny, optimizer)
+    (every if order == "nested" else second).close()
+    step(tiny, optimizer)
+    assert [len(every.written), len(second.written)] == ([6, 1] if order == "nested" else [4, 2])
+    mine, theirs = (attn_diag.load(folder.written[-1]) for folder in (every, second))
+    assert mine.metadata.extra["run"] != theirs.metadata.extra["run"]
+    assert not hooks_of(tiny.model)
+
+
+def step(tiny: Tiny, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    tiny.loss(tiny.model).backward()
+    optimizer.step()
+
+
+def test_shapes_dtype_and_device_change_between_steps(tmp_path: Path) -> None:
+    model = nano_gpt().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lengths = (20, 13, 1, 17)
+    with attn_diag.capture(model, tmp_path, layers={0}, batch=None) as recording:
+        for number, length in enumerate(lengths):
+            if number == 3:
+                model.double()
+            next_token_loss(model, tokens(number)[: 2 - number % 2, :length]).backward()
+            optimizer.step()
+        model.to("meta")
+        model(tokens().to("meta"))
+    captures = [attn_diag.load(path) for path in sorted(recording.written)]
+    found = [(c.q_length, c.batch, c.tensors["q"].dtype) for c in captures[:4]]
+    single, double = torch.float32, torch.float64
+    assert found == [(20, 2, single), (13, 1, single), (1, 2, single), (17, 1, double)]
+    assert not hooks_of(model)
+
+
+BROKEN = ["wants", "wants_step", "forward", "backward", "step_ended"]
+
+
+@pytest.mark.parametrize("callback", BROKEN)
+def test_a_listener_that_raises_is_only_logged(
+    callback: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = train(nano_gpt(), contextlib.nullcontext())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("ours, not theirs")
+
+    monkeypatch.setattr(recorder.Recorder, callback, fail)
+    tiny = nano_gpt()
+    assert same(alone, train(tiny, attn_diag.capture(tiny.model, tmp_path)))
+    assert 1 <= caplog.text.count("ours, not theirs") <= 2
+
+
+def test_hooks_that_raise_are_only_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from attn_diag.live import projection, watch
+
+    alone = train(nano_gpt(), contextlib.nullcontext())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("ours, not theirs")
+
+    monkeypatch.setattr(projection.Projections, "find", fail)
+    monkeypatch.setattr(watch._Pending, "_from_node", fail)
+    monkeypatch.setattr(projection, "_Seen", fail)
+    tiny = nano_gpt()
+    assert same(alone, train(tiny, attn_diag.capture(tiny.model, tmp_path)))
+    assert "ours, not theirs" in caplog.text
+
+
+def test_warnings_as_errors_do_not_stop_training(tmp_path: Path) -> None:
+    script = """
+import sys, torch, attn_diag
+from tiny_models import nano_gpt, transformer_encoder
+for number, tiny in enumerate((nano_gpt(), nano_gpt(False), transformer_encoder())):
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+    with attn_diag.capture(tiny.model, f"{sys.argv[1]}/{number}", max_bytes=10_000) as recorder:
+        for _ in range(2):
+            tiny.loss(tiny.model).backward()
+            optimizer.step()
+    assert recorder.dropped, "nothing to be warned of"
+print("trained")
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "trained\n", done.stderr
+
+
+def test_a_compiled_model_runs_as_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = nano_gpt()
+    compiled = torch.compile(tiny.model, fullgraph=True, backend="aot_eager")
+    alone = tiny.loss(compiled)
+    with attn_diag.capture(compiled, tmp_path) as recording:
+        watched = tiny.loss(compiled)
+    assert torch.equal(alone, watched)
+    assert torch.equal(alone, tiny.loss(compiled))
+    assert not recording.written
+    assert "the model is compiled" in caplog.text
+    assert not hooks_of(tiny.model)
+
+
+def test_nothing_is_kept_alive(tmp_path: Path) -> None:
+    """Neither by what was not chosen, nor by a step that is over, nor by a look at a loop's variables."""
+    tiny = nano_gpt()
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+    seen: list[weakref.ref[Tensor]] = []
+    tiny.model.get_submodule("h.0.attn").register_forward_hook(lambda *given: seen.append(weakref.ref(given[2])))
+    tiny.model.get_submodule("head").register_forward_hook(lambda *given: seen.append(weakref.ref(given[2])))
+    with attn_diag.capture(tiny.model, tmp_path, steps={0, 1}):
+        for _ in range(3):
+            step(tiny, optimizer)
+            gc.collect()
+            assert not [ref for ref in seen if ref() is not None]
+
+
+class Loop:
+    """A trainer: not a module, but with a self."""
+
+    def run(self, folder: Path) -> weakref.ref[Tensor]:
+        x = torch.randn(1, 2, LENGTH, 8, requires_grad=True)
+        with attn_diag.capture(None, folder):
+            for _ in range(2):
+                large = torch.ones(1000)
+                sdpa(x, x, x)
+            alive = weakref.ref(large)
+            del large
+            return alive
+
+
+def test_a_loop_that_frees_a_tensor_frees_it(tmp_path: Path) -> None:
+    assert Loop().run(tmp_path)() is None

@@ -1,0 +1,275 @@
+"""End to end: models run, their attention is captured, and the files say what an independent witness saw."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import HEADS, TRANSFORMERS, WIDTH, Tiny, transformers_model
+from torch import Tensor, nn
+
+import attn_diag
+from attn_diag.assumptions import check_assumptions
+from attn_diag.captures import Capture
+from attn_diag.loading import find_captures
+
+pytest.importorskip("transformers")
+
+
+def captured(tiny: Tiny, folder: Path, *, autocast: bool = False, steps: int = 1, **options: Any) -> list[Capture]:
+    """The files of a short training run, in order of step and layer."""
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.0)
+    with attn_diag.capture(tiny.model, folder, **{"batch": None, **options}) as recorder:
+        for _ in range(steps):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = tiny.loss(tiny.model)
+            loss.backward()
+            optimizer.step()
+    assert not recorder.dropped
+    return [attn_diag.load(path) for path in sorted(recorder.written)]
+
+
+class Witness:
+    """q, k, v and o of transformers' attention functions, with their gradients, by functions put in by hand."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module, implementation: str) -> Iterator[None]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        eager = implementation == "eager"
+        home = vars(sys.modules[type(model).__module__]) if eager else ALL_ATTENTION_FUNCTIONS._global_mapping
+        name = "eager_attention_forward" if eager else implementation
+        original = home[name]
+
+        def spy(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = original(module, query, key, value, *args, **kwargs)
+            record = {"q": query, "k": key, "v": value, "o": result[0]}
+            for t in record.values():
+                t.retain_grad()
+            self.seen.append(record)
+            return result
+
+        home[name] = spy
+        try:
+            yield
+        finally:
+            home[name] = original
+
+
+CASES = [(kind, how) for kind in TRANSFORMERS for how in ("sdpa", "eager")]
+
+
+@pytest.mark.parametrize(("padded", "autocast"), [(False, False), (True, True)], ids=["full", "padded-autocast"])
+@pytest.mark.parametrize(("kind", "how"), CASES, ids=["-".join(case) for case in CASES])
+def test_transformers(kind: str, how: str, padded: bool, autocast: bool, tmp_path: Path) -> None:
+    tiny, witness = transformers_model(kind, how, padded=padded), Witness()
+    with witness.watching(tiny.model, how), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = tiny.loss(tiny.model)
+    loss.backward()
+    captures = captured(transformers_model(kind, how, padded=padded), tmp_path / "captures", autocast=autocast)
+    assert [c.metadata.extra["module"] for c in captures] == list(tiny.attentions)
+    for layer, (capture, seen) in enumerate(zip(captures, witness.seen, strict=True)):
+        assert not disagreements(capture, seen)
+        assert_metadata(capture, layer, masked=padded or kind == "mistral" or (how == "eager" and kind != "bert"))
+        attention = tiny.model.get_submodule(tiny.attentions[layer])
+        assert dw_q_error(capture, *query_weight(attention)) < (2**-7 if autocast else 1e-5)
+        checked = check_assumptions(capture, ["observed"], torch.device("cpu"))
+        assert checked.ok, checked.message
+        assert ("lse" in capture.tensors) == (how == "sdpa")
+
+
+def disagreements(capture: Capture, seen: dict[str, Tensor]) -> list[str]:
+    """Names of tensors, gradients too, that are not the witness's bit for bit."""
+    wrong = []
+    for name in ("q", "k", "v", "o"):
+        for key, t in ((name, seen[name]), (f"d{name}", seen[name].grad)):
+            assert t is not None
+            # Autocast has products see what is cast; the witness stands before that.
+            expected = (t.transpose(1, 2) if name == "o" else t).to(capture.tensors["q"].dtype)
+            mine = capture.tensors[key][...]
+            if mine.shape[1] > expected.shape[1]:
+                # A kernel without GQA is given repeated keys.
+                mine = mine.unflatten(1, (expected.shape[1], -1))
+                mine = mine.sum(2) if key[0] == "d" else mine[:, :, 0]
+            if not torch.equal(mine, expected):
+                wrong.append(key)
+    return wrong
+
+
+def assert_metadata(capture: Capture, layer: int, *, masked: bool) -> None:
+    meta = capture.metadata
+    assert (meta.layer, meta.step, meta.rank, meta.head_offset, meta.layout) == (layer, 0, 0, 0, "BHTD")
+    assert meta.extra.items() >= {"call": "0", "batch_items": "0,1", "world_size": "1"}.items()
+    assert len(meta.extra["run"]) == 8
+    assert capture.scale == pytest.approx((WIDTH // HEADS) ** -0.5)
+    assert (meta.device, meta.torch) == ("cpu", torch.__version__)
+    bert = "bert" in meta.extra["module"]
+    assert ("mask" in capture.tensors) or not masked
+    assert meta.causal == ("none" if "mask" in capture.tensors or bert else "top-left")
+
+
+def query_weight(attention: nn.Module) -> tuple[Tensor, Tensor]:
+    """The rows of a projection's weight that make q, [H * D, C], and their gradient, by what is known of each kind."""
+    for name in ("q_proj", "query", "query_key_value", "c_attn"):
+        if (layer := getattr(attention, name, None)) is not None:
+            break
+    pair = (layer.weight.detach(), layer.weight.grad)
+    if name == "query_key_value":
+        rows = [t.view(HEADS, 3, -1, WIDTH)[:, 0].reshape(WIDTH, WIDTH) for t in pair]
+    elif name == "c_attn":
+        rows = [(t.T if type(layer).__name__ == "Conv1D" else t)[:WIDTH] for t in pair]
+    else:
+        rows = list(pair)
+    return rows[0], rows[1]
+
+
+def dw_q_error(capture: Capture, weight: Tensor, gradient: Tensor) -> float:
+    """Of dW_Q as the sum of captured gradients times x, relative to autograd's; w_q must be the weight itself."""
+    assert torch.equal(capture.tensors["w_q"][...], weight)
+    pre = capture.tensors["dq_pre" if "dq_pre" in capture.tensors else "dq"][...].double()
+    made = torch.einsum("bhtd,btc->hdc", pre, capture.tensors["x"][...].double()).flatten(0, 1)
+    return float((made - gradient).norm() / gradient.norm())
+
+
+MUTANTS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "k and v exchanged": lambda t: t | {"k": t["v"], "v": t["k"]},
+    "heads of q in another order": lambda t: t | {"q": t["q"].flip(1)},
+    "do of the other sequence": lambda t: t | {"do": t["do"].flip(0)},
+    "dq of the other sign": lambda t: t | {"dq": -t["dq"]},
+    "dk off by one bit": lambda t: t | {"dk": t["dk"].view(torch.int32).bitwise_xor(1).view(torch.float32)},
+    "dv doubled": lambda t: t | {"dv": 2 * t["dv"]},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Capture, dict[str, Tensor]]:
+    """The model after its backward pass, its first layer's capture, and what the witness saw there."""
+    tiny, witness = transformers_model("llama", "sdpa"), Witness()
+    with witness.watching(tiny.model, "sdpa"):
+        loss = tiny.loss(tiny.model)
+    loss.backward()
+    captures = captured(transformers_model("llama", "sdpa"), tmp_path_factory.mktemp("llama") / "captures")
+    return tiny, captures[0], witness.seen[0]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_comparison_rejects(mutant: str, llama: tuple[Tiny, Capture, dict[str, Tensor]]) -> None:
+    _, capture, seen = llama
+    tensors = {name: t[...] for name, t in capture.tensors.items()}
+    assert not disagreements(capture, seen)
+    assert disagreements(replace(capture, tensors=MUTANTS[mutant](tensors)), seen)
+
+
+def test_the_gradient_before_rope_is_needed(llama: tuple[Tiny, Capture, dict[str, Tensor]]) -> None:
+    tiny, capture, _ = llama
+    weight, gradient = query_weight(tiny.model.get_submodule(tiny.attentions[0]))
+    assert dw_q_error(capture, weight, gradient) < 1e-5
+    without = {name: t for name, t in capture.tensors.items() if name != "dq_pre"}
+    assert dw_q_error(replace(capture, tensors=without), weight, gradient) > 0.5
+
+
+def test_grouped_heads_stay_grouped(llama: tuple[Tiny, Capture, dict[str, Tensor]]) -> None:
+    _, capture, _ = llama
+    assert (capture.q_heads, capture.kv_heads) == (4, 2)
+
+
+def test_a_window_is_in_the_mask(tmp_path: Path) -> None:
+    tiny = transformers_model("mistral", "sdpa")
+    capture = captured(tiny, tmp_path / "captures")[0]
+    assert check_assumptions(capture, ["observed"], torch.device("cpu")).ok
+    mask = capture.tensors["mask"][...]
+    rows, keys = torch.arange(20)[:, None], torch.arange(20)
+    assert torch.equal(mask[0, 0], (keys <= rows) & (rows - keys < 7))
+    # Without it the same figures must not pass.
+    wrong = replace(capture, tensors=dict(capture.tensors) | {"mask": torch.ones(20, 20, dtype=torch.bool).tril()})
+    assert not check_assumptions(wrong, ["observed"], torch.device("cpu")).ok
+
+
+def test_inspect_reads_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "captures"
+    captured(transformers_model("gpt2", "sdpa"), folder, steps=2, batch=[1], layers={1}, heads=[2])
+    captures = [attn_diag.load(path) for path in find_captures([folder])]
+    assert [(c.metadata.step, c.metadata.layer) for c in captures] == [(0, 1), (1, 1)]
+    diagnosis = attn_diag.inspect_captures(captures)
+    for one in diagnosis.captures:
+        assert one.assumptions.ok, one.assumptions.message
+        head = one.observations[0].heads[0]
+        assert (head.layer, head.head) == (1, 2)
+        assert head.noise_factor is not None
+
+
+def test_a_registered_implementation_keeps_its_name_and_mask(tmp_path: Path) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    masks: list[Tensor | None] = []
+
+    def plain(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        assert isinstance(module, nn.Module)
+        masks.append(attention_mask)
+        group = query.shape[1] // key.shape[1]
+        keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = query @ keys.mT * kwargs["scaling"]
+        assert attention_mask is not None
+        scores = scores.masked_fill(~attention_mask, -torch.inf)
+        return (scores.softmax(-1) @ values).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("plain_for_this_test", plain)
+    AttentionMaskInterface.register("plain_for_this_test", sdpa_mask)
+    try:
+        tiny = transformers_model("llama", "plain_for_this_test", padded=True)
+        captures = captured(tiny, tmp_path / "captures")
+    finally:
+        del AttentionInterface._global_mapping["plain_for_this_test"]
+        del AttentionMaskInterface._global_mapping["plain_for_this_test"]
+    assert all(mask is not None for mask in masks)
+    assert len(captures) == len(masks) == 2
+    for capture, mask in zip(captures, masks, strict=True):
+        assert capture.metadata.kernel == "transformers plain_for_this_test"
+        assert mask is not None
+        assert torch.equal(capture.tensors["mask"][...], mask)
+        assert {"do", "dq", "dk", "dv", "dq_pre"} <= capture.tensors.keys()
+        assert capture.kv_heads == 2
+        checked = check_assumptions(capture, ["observed"], torch.device("cpu"))
+        assert checked.ok, checked.message
+
+
+def test_generation_makes_a_step_of_every_token(tmp_path: Path) -> None:
+    tiny = transformers_model("gpt2", "sdpa")
+    model: Any = tiny.model.eval()
+    with attn_diag.capture(model, tmp_path / "captures", layers={0}) as recorder:
+        model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    captures = [attn_diag.load(path) for path in recorder.written]
+    assert [(c.metadata.step, c.q_length, c.k_length) for c in captures] == [(0, 5, 5), (1, 1, 6), (2, 1, 7), (3, 1, 8)]
+    for capture in captures:
+        assert not {"do", "dq"} & capture.tensors.keys()
+        checked = check_assumptions(capture, ["observed"], torch.device("cpu"))
+        assert checked.ok, checked.message
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag on")
+def test_flex_attention_of_transformers(tmp_path: Path) -> None:
+    # On the CPU FlexAttention has no backward.
+    tiny = transformers_model("mistral", "flex_attention", padded=True)
+    tiny.model.requires_grad_(False)
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch.no_grad(),
+        attn_diag.capture(tiny.model, tmp_path / "captures", batch=None) as recorder,
+    ):
+        tiny.loss(tiny.model)
+    assert len(recorder.written) == 2
+    for path in recorder.written:
+        checked = check_assumptions(attn_diag.load(path), ["observed"], torch.device("cpu"))
+        assert checked.ok, checked.message
