@@ -208,15 +208,12 @@ class _FewHeads:
         maxima = torch.stack(largest).amax(0)
         if (projection := sample.projection) is not None:
             self._add(q=projection.q[self._heads], misfit=projection.misfit[self._heads])
-        norms, sketches = (
-            torch.full((len(maxima), len(NORMS)), torch.nan, dtype=maxima.dtype, device=maxima.device),
-            None,
-        )
+        unknown = torch.full_like(maxima, torch.nan)
+        norms, sketches = torch.stack([unknown] * len(NORMS), 1), None
         if lefts:
-            norms, sketches = _matrices(torch.cat(lefts, 2), torch.cat(rights), self._sketches)
+            norms, sketches = _matrices(_joined(lefts, 2), _joined(rights, 0), self._sketches)
             if sample.lse is None:
                 norms[:, 2] = torch.nan
-        unknown = torch.full_like(maxima, torch.nan)
         weight = unknown if projection is None else projection.norms[self._heads]
         sums = torch.stack([self._totals.get(name, unknown) for name in SUMS], 1)
         return HeadSums(sums, torch.stack([maxima, weight], 1), norms, sketches)
@@ -298,6 +295,11 @@ class _FewHeads:
         products = (error * (past @ x.T).mT).sum(2)
         by_key = torch.zeros_like(products).scatter_add_(1, clusters, products)
         self._add(past_dot=products.sum(1), past_variance=by_key.square().sum(1))
+
+
+def _joined(parts: list[Tensor], axis: int) -> Tensor:
+    """``torch.cat``, without a copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
 def _matrices(left: Tensor, x: Tensor, sketches: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ _NEWEST = 0.1
 _HISTORY = 1000
 
 UNSEEN = (
-    "the monitor saw no attention call at step {step}. Inside a compiled graph attention is not seen: compile all but "
+    "a monitored step had no attention call that is seen. Inside a compiled graph attention is not seen: compile all but "
     'the attention, or run monitored steps uncompiled under torch.compiler.set_stance("force_eager"), whose roundings '
     "differ. It may also call a kernel that is not known here"
 )
@@ -75,7 +75,7 @@ class Monitor:
         process_group: ranks to add up over; None: all.
         first_step: the number of the first step.
 
-    Raises InputError for numbers below 1 and a log that cannot be written.
+    Raises InputError for numbers below 1, a rate that is not above 0, and a log that cannot be written.
     """
 
     def __init__(
@@ -96,6 +96,8 @@ class Monitor:
         for name, number in (("every", every), ("sequences", sequences), ("rows", rows)):
             if number < 1:
                 raise InputError(f"{name} must be at least 1, got {number}")
+        if not false_alarm_rate > 0:
+            raise InputError(f"false_alarm_rate must be above 0, got {false_alarm_rate}; 0.01 in 1,000 checks is usual")
         self.every, self.alarms = every, list[Alarm]()
         self.history: deque[Check] = deque(maxlen=_HISTORY)
         self._sequences, self._rows, self._layers, self._on_alarm = sequences, rows, layers, on_alarm
@@ -201,7 +203,7 @@ class Monitor:
         if self._reduction is not None:
             done = self._reduce(self._reduction, done)
         if not done:
-            self._warn(UNSEEN.format(step=step))
+            self._warn(UNSEEN)
             return
         found = {key: sums.metrics(self._past.get(key)) for key, sums in sorted(done.items(), key=_order)}
         for key, sums in done.items():

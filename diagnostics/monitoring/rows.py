@@ -75,6 +75,7 @@ def measure_rows(sample: Sample, sequence: int, kv_heads: slice) -> HeadRows:
     k, v = (t[sequence, kv_heads].double() for t in (sample.k, sample.v))
     blocks = [_block(sample, sequence, heads, rows, k, v) for rows in _blocks(sample, heads.stop - heads.start)]
     b = {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0]}
+    del blocks
     fmt = format_of(sample.q.dtype)
     row_max, row_sum = b["row_max"], b["row_sum"]
     sees_key = row_max != -torch.inf  # NaN is left to ``usable``
