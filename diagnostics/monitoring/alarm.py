@@ -6,10 +6,11 @@ A head alarms ("growth") when three things hold at one check:
 2. **It is more than correct rounding makes.** x = over_floor^2 is the error's square over what one correct rounding
    of O would leave of it in the mean. Under correct rounding x is, at worst, 2 chi^2_1: the largest noise_factor^2
    seen of a correctly rounding kernel is 2 (1.4^2), and a sum of randomly signed atoms that all point one way is a
-   normal variable. So E x^3 <= 120 whatever came before, and with c = 120^(1/3) the CUSUM
-       X <- max(0, X + min(3 ln(x / c), h / 2))          (h / 2: no single check may alarm)
+   normal variable. So E x^3 <= 120 whatever came before, g = 1/4 + 3/4 x^3 / 120 has a mean of 1 at most (the
+   quarter keeps one small x from undoing all), and the CUSUM
+       X <- max(0, X + min(ln g, h / 2))          (h / 2: no single check may alarm)
    stays below h for N checks of H heads with probability 1 - N H exp(-h) at least: exp(X) is no more than the
-   Shiryaev-Roberts sum R <- (R + 1) (x / c)^3, R_n - n is a supermartingale, and Doob's inequality bounds its maximum
+   Shiryaev-Roberts sum R <- (R + 1) g, R_n - n is a supermartingale, and Doob's inequality bounds its maximum
    (Shin, Ramdas & Rinaldo, "E-detectors", arXiv 2203.03532). The same with z = ``past_z`` for errors of one sign: sums
    of randomly signed terms are sub-Gaussian, E exp(z - 1/2) <= 1, so Z <- max(0, Z + min(z - 1/2, h / 2)). Either will
    do.
@@ -40,9 +41,9 @@ from attn_diag.monitoring.record import Check, LayerCheck, Values
 
 Kind = Literal["growth", "overwhelmed", "nonfinite"]
 
-# (E (2 chi^2_1)^3)^(1/3), E (chi^2_1)^3 = 15.
-_FLOOR_POWER = 3
-_FLOOR_REFERENCE = 120.0 ** (1 / 3)
+# E (2 chi^2_1)^3 = 8 * 15.
+_THIRD_MOMENT = 120.0
+_HEDGE = 0.25
 _SIGN_REFERENCE = 0.5
 # |N(0, 1)| is below the second number with the probability that is the first.
 _QUANTILES = ((0.5, 0.6745), (0.9, 1.6449))
@@ -230,8 +231,8 @@ class _LayerState:
         self.share = share = layer.values.get(f"{self.name}_share", unknown)
         over = layer.values.get(f"{self.name}_over_floor", unknown)
         self.odds = odds
-        with np.errstate(invalid="ignore", divide="ignore"):
-            excess = _FLOOR_POWER * np.log(np.maximum(over, _TINY) ** 2 / _FLOOR_REFERENCE)
+        with np.errstate(over="ignore"):
+            excess = np.log(_HEDGE + (1 - _HEDGE) * over**6 / _THIRD_MOMENT)
         self.excess = _cusum(self.excess, excess, odds)
         self.sign = _cusum(self.sign, layer.values.get("past_z", unknown) - _SIGN_REFERENCE, odds)
         known = np.isfinite(share)

@@ -34,7 +34,7 @@ _NEWEST = 0.1
 _HISTORY = 1000
 
 UNSEEN = (
-    "a monitored step had no attention call that is seen. Inside a compiled graph attention is not: compile all but the "
+    "a monitored step had no attention call that is seen. Inside a compiled graph none is: compile all but the "
     'attention, or run monitored steps uncompiled under torch.compiler.set_stance("force_eager"), whose roundings '
     "differ. It may also call a kernel that is not known here"
 )
