@@ -136,6 +136,8 @@ class Watch:
         self._counts[_key(owner), recomputing] += 1
         self._calls_this_step += 1
         self.calls_seen += 1
+        if self._projections is not None:
+            self._projections.forget()  # also the projections of calls that nobody wanted
 
     def sees(self, place: Place, fields: Fields, result: Any) -> None:
         """A wanted call has run: tell the listener, and follow its gradients."""
