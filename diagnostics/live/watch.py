@@ -155,7 +155,9 @@ class Watch:
             found = self._projections.find(place.module, call.q)
             if found is not None:
                 projection, x, y = found
-                call.x, call.w_q = as_autocast(x.detach()), projection.weight()
+                call.x, call.w_q = as_autocast(x), projection.weight()
+                if call.w_q is None:
+                    call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
                 if pending is not None:
                     pending.follow_projection(y, projection)
         self.listener.forward(call)
