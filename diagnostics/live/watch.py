@@ -158,6 +158,8 @@ class Watch:
             if found is not None:
                 projection, x, y = found
                 call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), projection.weight()
+                if call.w_q is None:
+                    call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
                 if pending is not None:
                     pending.follow_projection(y, projection)
         self.listener.forward(call)
