@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from attn_diag.attribution.result import Attribution
     from attn_diag.capture_job import Selection
     from attn_diag.captures import Capture
+    from attn_diag.debugging.breaking import break_if, last_finding
+    from attn_diag.debugging.explain import explain
+    from attn_diag.debugging.finding import Finding
+    from attn_diag.debugging.result import Explanation
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.errors import AttnDiagError, InputError
     from attn_diag.hardware.profile import HardwareProfile
@@ -46,6 +50,8 @@ _HOME = {
     "Capture": "captures",
     "Diagnosis": "diagnosis",
     "Dump": "kernels.dump",
+    "Explanation": "debugging.result",
+    "Finding": "debugging.finding",
     "HardwareProfile": "hardware.profile",
     "Identification": "identification.result",
     "InputError": "errors",
@@ -56,16 +62,19 @@ _HOME = {
     "WhatIf": "mitigation.result",
     "attention": "kernels.attention",
     "attribute": "attribution.attribute",
+    "break_if": "debugging.breaking",
     "capture": "live.recorder",
     "check_qkv": "drift.check",
     "closed_form": "microscopy.closed_form",
     "examine_addition": "microscopy.addition",
+    "explain": "debugging.explain",
     "identify": "identification.identify",
     "identify_captures": "identification.many",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
     "last": "live.recorder",
+    "last_finding": "debugging.breaking",
     "load": "loading",
     "load_example": "loading",
     "microscope": "microscopy.microscope",
@@ -85,6 +94,8 @@ __all__ = [
     "Certify",
     "Diagnosis",
     "Dump",
+    "Explanation",
+    "Finding",
     "HardwareProfile",
     "Identification",
     "InputError",
@@ -95,16 +106,19 @@ __all__ = [
     "WhatIf",
     "attention",
     "attribute",
+    "break_if",
     "capture",
     "check_qkv",
     "closed_form",
     "examine_addition",
+    "explain",
     "identify",
     "identify_captures",
     "inspect",
     "inspect_captures",
     "json_schema",
     "last",
+    "last_finding",
     "load",
     "load_example",
     "microscope",

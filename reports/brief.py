@@ -20,8 +20,11 @@ _COLUMNS = "{:<9}{:<17}{:>7}{:>8}{:>9}{:>9}  "
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 
 
-def brief(diagnosis: Diagnosis) -> str:
-    """The summary, the worst heads, why the worst one is, and what to type next."""
+def brief(diagnosis: Diagnosis, found: str = "this") -> str:
+    """The summary, the worst heads, why the worst one is, and what to type next.
+
+    ``found``: an expression for the diagnosis.
+    """
     lines = wrapped(f"Diagnosis: {diagnosis.summary.sentence}", _SUMMARY)
     s = diagnosis.summary
     warnings = [*s.warnings, *(f"not read: {u}" for u in s.unreadable)]
@@ -36,7 +39,7 @@ def brief(diagnosis: Diagnosis) -> str:
     if ranked:
         lines += _table(ranked)
         lines += _worst(ranked[0][2])
-    return "\n".join([*lines, *_next(ranked)])
+    return "\n".join([*lines, *_next(ranked, found)])
 
 
 def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
@@ -63,7 +66,7 @@ def _name(source: str) -> str:
 def _table(ranked: list[Entry]) -> list[str]:
     shown = ranked if len(ranked) <= _HEADS else ranked[: _HEADS - 1]
     lines = [_COLUMNS.format("head", "verdict", "noise", "condit.", "dQ off", "dW_Q off") + "where"]
-    # Only what tells the entries apart, where the line has no room for all of it.
+    # Only what tells the entries apart: the line has no room for more.
     observations, sources = {o.name for _, o, _ in ranked}, {c.source for c, _, _ in ranked}
     lines += [_row(entry, observation=len(observations) > 1, source=len(sources) > 1) for entry in shown]
     if rest := ranked[len(shown) :]:
@@ -91,8 +94,8 @@ def _row(entry: Entry, *, observation: bool, source: bool) -> str:
     )
     step = capture.metadata.get("step")
     where = [f"step {step}"] if step else []
-    where += [made.name] if observation or not source else []
-    where += [_name(capture.source)] if source or not observation else []
+    where += [made.name] if observation else []
+    where += [_name(capture.source)] if source else []
     return _cut(cells + words.printable(", ".join(where)), WIDTH)
 
 
@@ -105,7 +108,7 @@ def _worst(head: HeadDiagnosis) -> Iterator[str]:
         yield from wrapped(f"> {head.verdict.suggestions[0]}", _SUGGESTION)
 
 
-def _next(ranked: list[Entry]) -> list[str]:
+def _next(ranked: list[Entry], found: str) -> list[str]:
     explain = ""
     if ranked:
         _, worst, head = ranked[0]
@@ -114,4 +117,4 @@ def _next(ranked: list[Entry]) -> list[str]:
             arguments.append(f"observation={worst.name!r}")
         explain = f"print(attn_diag.explain(found, {', '.join(arguments)})); "
     # At a pdb prompt d is "down", and q is "quit".
-    return wrapped(f"Next (found is this diagnosis): {explain}print(found.report())", _NEXT)
+    return wrapped(f"Next, with found = {found}: {explain}print(found.report())", _NEXT)

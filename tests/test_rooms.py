@@ -29,6 +29,7 @@ ALLOWED = {
         "attn_diag.diagnosis",
         "attn_diag.microscopy.addition",
         "attn_diag.attribution.result",
+        "attn_diag.debugging.result",
         "attn_diag.hardware.installation",
         "attn_diag.hardware.profile",
         "attn_diag.identification.result",
@@ -43,6 +44,8 @@ ALLOWED = {
 FACES = {
     "attribution/result.py",
     "cli/inspect.py",
+    "debugging/finding.py",
+    "debugging/result.py",
     "diagnosis.py",
     "hardware/installation.py",
     "hardware/profile.py",

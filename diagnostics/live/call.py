@@ -39,7 +39,8 @@ class AttentionCall:
     [B, Hq, Tq, Tk]. After the backward pass dO, dQ, dK, dV likewise; None before, and without one. Of the query
     projection, where it was found: its input ``x`` [B, Tq, C], the rows ``w_q`` [Hq * D, C] of its weight, and after
     the backward ``dq_pre`` [B, Hq, Tq, D], the gradient at its output, where q is not x w_q^T itself. ``refused``: why
-    attn-diag cannot analyse the call (dropout, sinks), or None.
+    attn-diag cannot analyse the call (dropout, sinks), or None. ``awaits_backward``: whether o takes part in autograd,
+    so that ``Listener.backward`` may follow.
     """
 
     place: Place
@@ -62,6 +63,7 @@ class AttentionCall:
     w_q: Tensor | None = None
     dq_pre: Tensor | None = None
     refused: str | None = None
+    awaits_backward: bool = False
     notes: list[str] = field(default_factory=list)
 
     def tensors(self) -> dict[str, Tensor]:
