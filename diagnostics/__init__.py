@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from attn_diag.microscopy.microscope import Microscope, microscope
     from attn_diag.mitigation.result import WhatIf
     from attn_diag.mitigation.what_if import what_if
+    from attn_diag.monitoring.monitor import Monitor
     from attn_diag.probing.probe import probe
     from attn_diag.probing.result import ProbeReport
     from attn_diag.rounding import round_to
@@ -56,6 +57,7 @@ _HOME = {
     "Identification": "identification.result",
     "InputError": "errors",
     "Microscope": "microscopy.microscope",
+    "Monitor": "monitoring.monitor",
     "ProbeReport": "probing.result",
     "Recipe": "kernels",
     "Selection": "capture_job",
@@ -100,6 +102,7 @@ __all__ = [
     "Identification",
     "InputError",
     "Microscope",
+    "Monitor",
     "ProbeReport",
     "Recipe",
     "Selection",

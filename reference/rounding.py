@@ -69,7 +69,7 @@ def format_of(dtype: torch.dtype) -> FloatFormat:
     return _FORMATS[dtype]
 
 
-def round_nearest_even(x: Tensor, fmt: FloatFormat) -> Tensor:
+def round_nearest_even(x: Tensor, fmt: FloatFormat, *, wait: bool = True) -> Tensor:
     """``x`` (float64, any shape) rounded once to ``fmt``, to nearest, ties to even; the result is float64.
 
     Subnormals are rounded to the format's smallest spacing, the sign of zero is kept, NaN and infinities stay. Finite
@@ -77,6 +77,9 @@ def round_nearest_even(x: Tensor, fmt: FloatFormat) -> Tensor:
 
     The rounding is one float64 addition: with C = 1.5 * 2**52 * spacing(x), the sum x + C has exactly that
     spacing, so IEEE addition itself rounds x to nearest-even, and subtracting C is exact.
+
+    ``wait``: look whether anything is too large before dealing with it, which on a GPU makes the host wait. False does
+    the same without looking, in three more passes.
     """
     if x.dtype != torch.float64:
         raise TypeError(f"round_nearest_even expects float64, got {x.dtype}; convert it first (exactly)")
@@ -93,12 +96,13 @@ def round_nearest_even(x: Tensor, fmt: FloatFormat) -> Tensor:
     rounded.copysign_(x)
     if rounded.numel() == 0:
         return rounded
-    lowest, highest = rounded.aminmax()
-    if not (lowest >= -fmt.largest and highest <= fmt.largest):  # also entered where NaN hides the extremes
-        limit = fmt.largest if fmt.saturates else torch.inf
-        over = (rounded.abs() > fmt.largest) & x.isfinite()
-        rounded = torch.where(over, torch.full_like(x, limit).copysign_(x), rounded)
-    return rounded
+    if wait:
+        lowest, highest = rounded.aminmax()
+        if lowest >= -fmt.largest and highest <= fmt.largest:  # not so where NaN hides the extremes
+            return rounded
+    limit = fmt.largest if fmt.saturates else torch.inf
+    over = (rounded.abs() > fmt.largest) & x.isfinite()
+    return torch.where(over, torch.full_like(x, limit).copysign_(x), rounded)
 
 
 def ulp(x: Tensor, fmt: FloatFormat) -> Tensor:

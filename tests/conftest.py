@@ -20,6 +20,9 @@ ROOT = Path(__file__).parent.parent
 # With the repository root on sys.path a bare ``import kernels`` would find our folder, not Hugging Face's package.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
+# Test modules are imported by path; what several of them share is imported by name.
+sys.path.append(str(ROOT / "tests"))
+
 
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"

@@ -37,10 +37,10 @@ class AttentionCall:
     q [B, Hq, Tq, D], k, v [B, Hk, Tk, D], o [B, Hq, Tq, Dv] in the kernel's dtype, lse [B, Hq, Tq] natural logarithm or
     None where the kernel keeps it to itself; ``mask`` bool (True attends) or additive, broadcastable to
     [B, Hq, Tq, Tk]. After the backward pass dO, dQ, dK, dV likewise; None before, and without one. Of the query
-    projection, where it was found: its input ``x`` [B, Tq, C], the rows ``w_q`` [Hq * D, C] of its weight, and after
-    the backward ``dq_pre`` [B, Hq, Tq, D], the gradient at its output, where q is not x w_q^T itself. ``refused``: why
-    attn-diag cannot analyse the call (dropout, sinks), or None. ``awaits_backward``: whether o takes part in autograd,
-    so that ``Listener.backward`` may follow.
+    projection, where it was found: its input ``x`` [B, Tq, C] (which the product saw as ``x_dtype``: cast what is kept
+    of it), the rows ``w_q`` [Hq * D, C] of its weight, and after the backward ``dq_pre`` [B, Hq, Tq, D], the gradient
+    at its output, where q is not x w_q^T itself. ``refused``: why attn-diag cannot analyse the call (dropout, sinks),
+    or None. ``awaits_backward``: whether o takes part in autograd, so that ``Listener.backward`` may follow.
     """
 
     place: Place
@@ -60,6 +60,7 @@ class AttentionCall:
     dk: Tensor | None = None
     dv: Tensor | None = None
     x: Tensor | None = None
+    x_dtype: torch.dtype | None = None
     w_q: Tensor | None = None
     dq_pre: Tensor | None = None
     refused: str | None = None
@@ -84,7 +85,7 @@ class AttentionCall:
             "layer": self.place.layer,
             "step": self.place.step,
             "kernel": self.kernel,
-            "device": str(self.q.device) if self.q.device.type == "cpu" else torch.cuda.get_device_name(self.q.device),
+            "device": torch.cuda.get_device_name(self.q.device) if self.q.is_cuda else self.q.device.type,
             "torch": torch.__version__,
             "notes": "; ".join(self.notes) or None,
             "extra": extra,
@@ -92,7 +93,10 @@ class AttentionCall:
 
     def capture(self) -> Capture:
         """As a Capture in memory, of the tensors as they are now. Raises InputError where they do not fit."""
-        return Capture.from_tensors(dict(self.tensors()), **self.metadata())
+        tensors: dict[str, Tensor | None] = {**self.tensors()}
+        if self.x is not None:
+            tensors["x"] = self.x.to(self.x_dtype)
+        return Capture.from_tensors(tensors, **self.metadata())
 
 
 class Listener(Protocol):

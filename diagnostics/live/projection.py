@@ -112,7 +112,7 @@ class Projections:
         self._recent.clear()
 
     def find(self, module: str, q: Tensor) -> tuple[Projection, Tensor, Tensor] | None:
-        """The projection that made ``q`` [B, H, T, D] in ``module``, its input [B, T, C] and output [B, T, N]."""
+        """The projection that made ``q`` [B, H, T, D] in ``module``, its input [B, T, C], and its output as it was."""
         batch, _, rows, _ = q.shape
         prefix = f"{module}." if module else ""
         near = [s for s in reversed(self._recent) if s.name.startswith(prefix) and s.y.numel() % (batch * rows) == 0]
@@ -125,8 +125,8 @@ class Projections:
         if seen is None:
             return None
         self._recent.remove(seen)
-        x, y = _by_rows(seen.x, batch, rows), _by_rows(seen.y, batch, rows)
-        return None if x is None or y is None else (found, x, y)
+        x = _by_rows(seen.x.detach(), batch, rows)
+        return None if x is None else (found, x, seen.y)
 
 
 def clean(name: str) -> str:
@@ -148,7 +148,7 @@ def _is_conv1d(layer: nn.Module) -> bool:
 def _by_rows(t: Tensor, batch: int, rows: int) -> Tensor | None:
     """[B, T, N] of [B, T, N] or [B * T, N]; None where it is neither."""
     if t.dim() == 2 and t.shape[0] == batch * rows:
-        return t.view(batch, rows, -1) if t.is_contiguous() else t.reshape(batch, rows, -1)
+        return t.reshape(batch, rows, -1)
     return t if t.dim() == 3 and tuple(t.shape[:2]) == (batch, rows) else None
 
 
@@ -167,7 +167,8 @@ def _search(near: list[_Seen], q: Tensor) -> Projection | None:
     """By equal values; else by equal norms of rows, which rotations keep; else by the usual names."""
     batch, heads, rows, dim = q.shape
     candidates = []
-    for seen in near:
+    # Usual names first: at initialisation several projections may be zero, and equal.
+    for seen in sorted(near, key=lambda seen: seen.name.rpartition(".")[2].lower() not in _QUERY_NAMES + _FUSED_NAMES):
         y = _by_rows(seen.y, batch, rows)
         if y is not None:
             candidates += [(seen, y, part) for part in _slices(y.shape[-1], heads, dim)]

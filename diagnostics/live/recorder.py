@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -66,7 +66,7 @@ class Recorder:
         self._batch = None if batch is None else sorted(batch)
         self._ring: deque[list[tuple[str, Capture]]] | None = deque(maxlen=ring) if ring else None
         self._max_bytes, self._bytes = max_bytes, 0
-        self._taken: dict[tuple[str | None, int], Taken] = {}
+        self._taken: dict[tuple[int, int], Taken] = {}
         self._step: list[tuple[str, Capture]] = []
         self._writer = Writer(self._keep, limit=_IN_FLIGHT)
         self._run = _run_id(self.folder)
@@ -150,21 +150,20 @@ class Recorder:
         if call.refused is not None:
             self._drop(f"{call.place.module or 'attention'}: {call.refused}")
             return
-        tensors, metadata = self._select(call)
+        tensors, metadata = self._select(call, call.tensors()), self._metadata(call)
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         if self._ring is None and self._bytes + size > self._max_bytes:
             self._bytes = self._max_bytes
             self._drop(f"the limit of {self._max_bytes / _GIB:.3g} GiB is reached (max_bytes)")
             return
         self._bytes += size
-        self._taken[call.place.module, call.place.call] = Taken(tensors, metadata, call.place.step, self._name(call))
+        self._taken[call.place.layer, call.place.call] = Taken(tensors, metadata, call.place.step, self._name(call))
 
     def backward(self, call: AttentionCall) -> None:
         """Clone what is chosen of the gradients, and hand the call over."""
-        taken = self._taken.pop((call.place.module, call.place.call), None)
+        taken = self._taken.pop((call.place.layer, call.place.call), None)
         if taken is not None:
-            late, _ = self._select(call)
-            added: dict[str, Tensor] = {name: late[name] for name in ("do", "dq", "dk", "dv", "dq_pre") if name in late}
+            added = self._select(call, {name: t for name, t in call.tensors().items() if name not in taken.tensors})
             self._bytes += sum(t.numel() * t.element_size() for t in added.values())
             taken.tensors |= added
             self._submit(taken)
@@ -176,22 +175,17 @@ class Recorder:
 
     # Ourselves.
 
-    def _select(self, call: AttentionCall) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Clones of the chosen part of what the call has now, and its metadata."""
-        given = call.tensors()
-        batch, heads = given["q"].shape[:2]
-        group = heads // given["k"].shape[1]
-        items = list(range(batch)) if self._batch is None else [b for b in self._batch if b < batch] or [0]
-        first, last = 0, heads
-        if self._heads:
-            # Whole groups: a key head's gradient belongs to all its query heads.
-            first = min(self._heads[0], heads - 1) // group * group
-            last = min(-(-(self._heads[-1] + 1) // group) * group, heads)
+    def _select(self, call: AttentionCall, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Clones of the chosen part of the call's tensors ``given``."""
+        batch, heads = call.q.shape[:2]
+        group = heads // call.k.shape[1]
+        items, (first, last) = self._chosen_items(call), self._chosen_heads(call)
+        together = items == list(range(items[0], items[-1] + 1))
         parts: dict[str, Tensor] = {}
         for name, t in given.items():
             part = t
             if name == "w_q":
-                parts[name] = t[first * call.q.shape[3] : last * call.q.shape[3]].clone()
+                parts[name] = _clone(t[first * call.q.shape[3] : last * call.q.shape[3]])
                 continue
             if name == "mask":
                 part = t[(None,) * (4 - t.dim())]
@@ -199,17 +193,32 @@ class Recorder:
                 for axis in range(4):
                     part = part.narrow(axis, 0, 1) if part.stride(axis) == 0 else part
             if part.shape[0] == batch and (name != "mask" or batch > 1):
-                whole = items == list(range(items[0], items[-1] + 1))
-                part = part[items[0] : items[-1] + 1] if whole else torch.stack([part[b] for b in items])
-            if name != "x" and part.shape[1] == heads:
-                part = part[:, first:last]
-            elif name in ("k", "v", "dk", "dv"):
+                part = part[items[0] : items[-1] + 1] if together else torch.stack([part[b] for b in items])
+            if name in ("k", "v", "dk", "dv"):
                 part = part[:, first // group : last // group]
-            parts[name] = part.clone(memory_format=torch.contiguous_format)
+            elif name != "x" and part.shape[1] == heads:
+                part = part[:, first:last]
+            parts[name] = _clone(part.to(call.x_dtype) if name == "x" else part)
+        return parts
+
+    def _chosen_items(self, call: AttentionCall) -> list[int]:
+        batch = call.q.shape[0]
+        return list(range(batch)) if self._batch is None else [b for b in self._batch if b < batch] or [0]
+
+    def _chosen_heads(self, call: AttentionCall) -> tuple[int, int]:
+        """The first, and the one after the last: whole groups, as a key head's gradient belongs to all of its group."""
+        heads = call.q.shape[1]
+        if not self._heads:
+            return 0, heads
+        group = heads // call.k.shape[1]
+        first = min(self._heads[0], heads - 1) // group * group
+        return first, min(-(-(self._heads[-1] + 1) // group) * group, heads)
+
+    def _metadata(self, call: AttentionCall) -> dict[str, Any]:
         metadata = call.metadata()
         extra = {**metadata["extra"], "run": self._run, "world_size": str(_world_size())}
-        extra["batch_items"] = ",".join(map(str, items))
-        return parts, {**metadata, "head_offset": first, "rank": _rank(), "extra": extra}
+        extra["batch_items"] = ",".join(map(str, self._chosen_items(call)))
+        return {**metadata, "head_offset": self._chosen_heads(call)[0], "rank": _rank(), "extra": extra}
 
     def _name(self, call: AttentionCall) -> str:
         where = call.place
@@ -388,6 +397,13 @@ def _run_id(folder: Path) -> str:
     mine = shared if _world_size() > 1 else [str(os.getpid()), str(time.time_ns())]
     text = "\n".join([*mine, str(next(_numbers)), folder.name])
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _clone(part: Tensor) -> Tensor:
+    """A copy in order of its axes, on the current stream; the original's memory waits for that stream too."""
+    if part.is_cuda:
+        part.record_stream(torch.cuda.current_stream(part.device))
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _nonfinite(capture: Capture) -> str | None:

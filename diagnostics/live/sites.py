@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from attn_diag.live.tap import Tap
 
-# Everything an AttentionCall holds but its place and gradients, by name; and, where the site knows better than the
-# watch: "graph" (the tensors in autograd's graph behind do, dq, dk, dv, and how to lay their gradients out) and
-# "projection" (x, w_q, whether a bias is added).
+# Everything an AttentionCall holds but its place and gradients, by name; "graph", where those gradients arrive; and,
+# where the site knows better than the watch, "projection" (x, w_q, whether a bias is added).
 Fields = dict[str, Any]
+# do, dq, dk, dv -> the tensor in autograd's graph that gets this gradient, and what makes [B, H, T, D] of it.
+LayOut = Callable[[Tensor], Tensor]
+Graph = dict[str, tuple[Tensor, LayOut]]
 Namespace = dict[str, Any]
 Function = Callable[..., Any]
 
@@ -80,6 +82,43 @@ def _fused(tap: Tap, q: Tensor, v: Tensor) -> Fields:
     }
 
 
+def _unchanged(t: Tensor) -> Tensor:
+    return t
+
+
+def _turned(t: Tensor) -> Tensor:
+    """[B, H, T, D] of [B, T, H, D]."""
+    return t.transpose(1, 2)
+
+
+def _gradients(o: Tensor, q: Tensor, k: Tensor, v: Tensor, lay_out: LayOut = _unchanged) -> Graph:
+    """Where the gradients arrive, all laid out alike."""
+    inputs: Graph = {"dq": (q, lay_out), "dk": (k, lay_out), "dv": (v, lay_out)}
+    return {"do": (o, lay_out), **_unshared(inputs.items())}
+
+
+def _unshared(inputs: Iterable[tuple[str, tuple[Tensor, LayOut]]]) -> Graph:
+    """Without tensors given twice: theirs is one gradient for both."""
+    every = dict(inputs)
+    return {
+        name: (t, lay_out)
+        for name, (t, lay_out) in every.items()
+        if sum(t is other and lay_out is of_other for other, of_other in every.values()) == 1
+    }
+
+
+def as_autocast(t: Tensor) -> Tensor:
+    """As autocast casts it for a matrix product, or for an attention function that casts what it is given."""
+    return t.to(autocast_dtype(t))
+
+
+def autocast_dtype(t: Tensor) -> torch.dtype:
+    """The dtype that autocast gives it there."""
+    device = t.device.type
+    autocast = t.dtype != torch.float64 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else t.dtype
+
+
 def _refusals(dropout: float | None, **others: object) -> str | None:
     if dropout:
         return f"attention dropout {dropout:g} is on: run with dropout 0 to analyse it"
@@ -96,10 +135,11 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
     spread = (slice(None), None) if q.dim() == 3 else lead
     found: Fields = {
         "kernel": "torch SDPA math",
-        "q": q[spread],
-        "k": k[spread],
-        "v": v[spread],
+        "q": as_autocast(q[spread]),
+        "k": as_autocast(k[spread]),
+        "v": as_autocast(v[spread]),
         "o": result[spread],
+        "graph": _gradients(result, q, k, v, lambda t: t[spread]),
         "mask": mask if mask is None or q.dim() != 3 or mask.dim() < 3 else mask[:, None],
         "causal": "top-left" if a["is_causal"] else "none",
         "scale": a["scale"],
@@ -113,12 +153,14 @@ def _read_own(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
 
     names = [r.name if isinstance(r, Recipe) else r for r in (a["recipe"], a["backward_recipe"] or a["recipe"])]
     o = result[0] if isinstance(result, tuple) else result
-    q, k, v = (a[name] if a["layout"] == "BHTD" else a[name].transpose(1, 2) for name in "qkv")
+    lay_out = _unchanged if a["layout"] == "BHTD" else _turned
+    q, k, v = (lay_out(a[name]) for name in "qkv")
     found: Fields = {
         "q": q,
         "k": k,
         "v": v,
-        "o": o if a["layout"] == "BHTD" else o.transpose(1, 2),
+        "o": lay_out(o),
+        "graph": _gradients(o, a["q"], a["k"], a["v"], lay_out),
         "causal": a["causal"],
         "scale": a["scale"],
         "window": a["window"],
@@ -204,19 +246,29 @@ def _additive(mask: Tensor | None, padding: Tensor | None, batch: int, heads: in
     return total
 
 
+def _read_eager(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
+    """transformers' eager_attention_forward masks by the mask it is given alone."""
+    found = _read_transformers(a, result, tap)
+    return None if found is None else found | {"kernel": "transformers eager", "causal": "none", "window": None}
+
+
 def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
     """Hugging Face's convention: q [B, H, T, D], the result [B, T, H, D] first of a tuple."""
     more = a.get("kwargs") or {}
     options = {**more, **{name: value for name, value in a.items() if name != "kwargs"}}
     q, k, v, module = options["query"], options["key"], options["value"], options["module"]
-    mask, o = options.get("attention_mask"), result[0] if isinstance(result, tuple) else result
-    window = options.get("sliding_window")
+    o, more_results = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+    mask, window = options.get("attention_mask"), options.get("sliding_window")
+    # FlexAttention's LSE comes where others return their weights.
+    lse = next((t for t in more_results if isinstance(t, Tensor) and t.shape == q.shape[:3]), None)
     found: Fields = {
-        "kernel": f"transformers {getattr(module.config, '_attn_implementation', None) or 'eager'}",
-        "q": q,
-        "k": k,
-        "v": v,
+        "kernel": f"transformers {getattr(getattr(module, 'config', None), '_attn_implementation', None)}",
+        "q": as_autocast(q),
+        "k": as_autocast(k),
+        "v": as_autocast(v),
         "o": o.transpose(1, 2),
+        "lse": lse,
+        "graph": _gradients(o, q, k, v) | {"do": (o, _turned)},
         "scale": options.get("scaling"),
         "softcap": options.get("softcap"),
         "refused": _refusals(
@@ -255,6 +307,7 @@ def _read_flex(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  #
         "k": k,
         "v": v,
         "o": o,
+        "graph": _gradients(o, q, k, v),
         "lse": getattr(aux, "lse", aux),
         "mask": mask,
         "scale": a["scale"],
@@ -290,20 +343,24 @@ def _score_bias(score_mod: Callable[..., Tensor], q: Tensor, k: Tensor) -> Tenso
 
 
 def _read_flash_attn(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
-    packed = a.get("qkv")
-    if packed is not None:
-        q, k, v = packed.unbind(2)
-    else:
-        q, (k, v) = a["q"], a["kv"].unbind(2) if "kv" in a else (a["k"], a["v"])
     o = result[0] if isinstance(result, tuple) else result
+    # Of a packed argument each part's gradient is the same part of its gradient.
+    if "qkv" in a:
+        inputs = [(a["qkv"], _part(number)) for number in range(3)]
+    elif "kv" in a:
+        inputs = [(a["q"], _turned), (a["kv"], _part(0)), (a["kv"], _part(1))]
+    else:
+        inputs = [(a[name], _turned) for name in "qkv"]
+    q, k, v = (lay_out(t) for t, lay_out in inputs)
     window = tuple(a.get("window_size") or (-1, -1))
     return {
         "kernel": "flash_attn",
-        "q": q.transpose(1, 2),
-        "k": k.transpose(1, 2),
-        "v": v.transpose(1, 2),
+        "q": q,
+        "k": k,
+        "v": v,
         "o": o.transpose(1, 2),
-        "lse": _saved_lse(o, q.shape[0], q.shape[2], q.shape[1]),
+        "graph": {"do": (o, _turned), **_unshared(zip(("dq", "dk", "dv"), inputs, strict=True))},
+        "lse": _saved_lse(o, tuple(q.shape[:3])),
         "causal": "bottom-right" if a.get("causal") else "none",
         "scale": a.get("softmax_scale"),
         "window": None if window == (-1, -1) else window,
@@ -312,18 +369,24 @@ def _read_flash_attn(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | No
     }
 
 
-def _saved_lse(o: Tensor, batch: int, heads: int, rows: int) -> Tensor | None:
-    """The LSE that an autograd.Function kept for its backward: the one fp32 tensor of that shape."""
+def _part(number: int) -> LayOut:
+    """[B, H, T, D] of one of the tensors packed as [B, T, 2 or 3, H, D]."""
+    return lambda packed: packed[:, :, number].transpose(1, 2)
+
+
+def _saved_lse(o: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """The LSE [B, H, Tq] that an autograd.Function kept for its backward: the one fp32 tensor of that shape."""
     if o.grad_fn is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None  # unpacking under saved-tensor hooks would run them
     kept = [t for t in getattr(o.grad_fn, "saved_tensors", ()) if t is not None and t.dtype == torch.float32]
-    fitting = [t for t in kept if tuple(t.shape) == (batch, heads, rows)]
+    fitting = [t for t in kept if tuple(t.shape) == shape]
     return fitting[0].detach() if len(fitting) == 1 else None
 
 
 SDPA = Site("scaled_dot_product_attention", _read_sdpa)
 _MULTI_HEAD = Site("multi_head_attention_forward", _read_multi_head)
 _OWN = Site("attn_diag.attention", _read_own)
+_EAGER = Site("transformers eager", _read_eager, tapped=False)
 _TRANSFORMERS = Site("transformers", _read_transformers, tapped=False)
 _FLEX = Site("flex_attention", _read_flex, tapped=False)
 _FLASH_ATTN = Site("flash_attn", _read_flash_attn, tapped=False)
@@ -348,7 +411,7 @@ def functions() -> Iterator[tuple[Site, Function]]:
                 yield site, function
     for name, loaded in list(sys.modules.items()):
         if name.startswith("transformers.") and (eager := vars(loaded).get("eager_attention_forward")) is not None:
-            yield _TRANSFORMERS, eager
+            yield _EAGER, eager
     for key, function in _transformers_implementations().items():
         # sdpa ends in scaled_dot_product_attention, which knows more.
         if key != "sdpa" and callable(function):

@@ -7,8 +7,8 @@ import re
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Sequence
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -18,33 +18,32 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from attn_diag.live import intercept
 from attn_diag.live.call import AttentionCall, Listener, Place
 from attn_diag.live.projection import FAST_PATHS, Projections, clean
-from attn_diag.live.sites import Fields
+from attn_diag.live.sites import Fields, Graph, LayOut, autocast_dtype
 from attn_diag.live.tap import attention_node
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
 _MAX_FRAMES = 60
 
-# Name of a gradient -> the tensor whose gradient it is, and how to lay it out as [B, H, T, D] (None: it is).
-Graph = dict[str, tuple[Tensor, Callable[[Tensor], Tensor] | None]]
-
 
 class Watch:
     """Tells ``listener`` of the attention calls of ``model`` (None: of every call) between ``start`` and ``stop``.
 
     ``step``: a step ends with any torch.optim optimizer's ``step()`` after an attention call, or with ``end_step()``.
-    In a loop that has neither, every forward of the model without gradients is a step. Once a loop trains, forwards
-    of a model in eval mode without gradients (evaluation) are passed over.
+    In a loop that has neither, every forward of the model is a step. Once a loop trains, calls without gradients
+    (evaluation) are neither told of nor counted, and the steps before, if there were any, count as none.
     """
 
     def __init__(self, model: nn.Module | None, listener: Listener, first_step: int = 0) -> None:
         self.model, self.listener, self.step = model, listener, first_step
         self.compiled = model is not None and any(_is_compiled(m) for m in model.modules())
         self.calls_seen = 0
+        self._first_step = first_step
         self._names: dict[int, str] = {}
-        self._layers: dict[str | None, int] = {}
-        self._counts: dict[tuple[str | None, bool], int] = defaultdict(int)
-        self._with_gradients: set[tuple[str | None, int]] = set()
+        self._layers: dict[int | None, int] = {}
+        self._counts: dict[tuple[int | None, bool], int] = defaultdict(int)
+        self._with_gradients: set[tuple[int, int]] = set()
+        self._no_modules: set[CodeType] = set()
         self._trains = False
         self._calls_this_step = 0
         self._pending: dict[int, _Pending] = {}
@@ -63,6 +62,7 @@ class Watch:
                 self._projections.recording = self._wants_step()
                 if not isinstance(self.model, FAST_PATHS):
                     self._handles.append(self.model.register_forward_pre_hook(self._forward_begins))
+                    self._handles.append(self.model.register_forward_hook(self._forward_ended))
         self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
         intercept.install(self)
         return self
@@ -111,32 +111,31 @@ class Watch:
     def expects(self) -> Place | None:
         """Where the coming call stands, if the listener wants it."""
         gradients, recomputing = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
-        module, training = self._module()
-        if self.model is not None and module is None:
+        owner = self._owner()
+        self._notice_training(owner)
+        if self._passes_over(owner):
             return None
-        if self._trains and not gradients and not training:
-            return None
-        self._trains = self._trains or (gradients and training)
-        call = self._counts[module, recomputing]
-        if recomputing and (module, call) in self._with_gradients:
+        module, layer = self._names.get(id(owner)), self._layer(owner)
+        call = self._counts[_key(owner), recomputing]
+        if recomputing and (layer, call) in self._with_gradients:
             return None  # checkpointing runs the forward again: its first run is already followed
-        place = Place(self.step, self._layer(module), module, call, gradients)
+        place = Place(self.step, layer, module, call, gradients)
         return place if self.listener.wants(place) else None
 
     def counts(self) -> None:
         """One more call of the module that makes it."""
-        module, _ = self._module()
-        if self.model is not None and module is None:
+        owner = self._owner()
+        if self._passes_over(owner):
             return
         recomputing = torch._C._current_graph_task_id() != -1
-        self._counts[module, recomputing] += 1
+        self._counts[_key(owner), recomputing] += 1
         self._calls_this_step += 1
         self.calls_seen += 1
 
     def sees(self, place: Place, fields: Fields, result: Any) -> None:
         """A wanted call has run: tell the listener, and follow its gradients."""
         fields = dict(fields)
-        graph = fields.pop("graph", None) or {name: (fields[name[-1]], None) for name in ("do", "dq", "dk", "dv")}
+        graph: Graph = fields.pop("graph")
         known = fields.pop("projection", None)
         detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
         call = AttentionCall(place=place, **detached)
@@ -145,19 +144,19 @@ class Watch:
         pending = _Pending(self, call) if call.awaits_backward else None
         if known is not None:
             x, weight, biased = known
-            call.x, call.w_q = _as_product_sees(x), weight.detach()
+            call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), weight.detach()
             if pending is not None:
                 pending.copy_dq = biased
         elif self._projections is not None and place.module is not None:
             found = self._projections.find(place.module, call.q)
             if found is not None:
                 projection, x, y = found
-                call.x, call.w_q = _as_product_sees(x), projection.weight()
+                call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), projection.weight()
                 if pending is not None:
                     pending.follow_projection(y, projection)
         self.listener.forward(call)
         if pending is not None:
-            self._with_gradients.add((place.module, place.call))
+            self._with_gradients.add((place.layer, place.call))
             with self._lock:
                 self._pending[id(pending)] = pending
             pending.follow(o, graph)
@@ -187,33 +186,56 @@ class Watch:
         for one in pending:
             one.give_up()
 
-    def _module(self) -> tuple[str | None, bool]:
-        """The innermost module of the model that is running, and whether it is in training mode."""
-        frame = sys._getframe(2)
-        for _ in range(_MAX_FRAMES):
-            owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
-            if isinstance(owner, nn.Module):
-                if self.model is None:
-                    return None, owner.training
-                name = self._names.get(id(owner))
-                if name is not None:
-                    return name, owner.training
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-        return None, False
+    def _passes_over(self, owner: nn.Module | None) -> bool:
+        if self.model is not None and owner is None:
+            return True
+        return self._trains and not torch.is_grad_enabled()
 
-    def _layer(self, module: str | None) -> int:
-        if module not in self._layers:
-            number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module or "")
-            wanted = int(number[1]) if number else len(self._layers)
+    def _owner(self) -> nn.Module | None:
+        """The innermost module (of the model, where there is one) that is running."""
+        frame: FrameType | None = sys._getframe(2)
+        for _ in range(_MAX_FRAMES):
+            if frame is None:
+                break
+            code = frame.f_code
+            # Before Python 3.13 a look at a frame's variables keeps them alive: not those of training loops.
+            if code.co_varnames[:1] == ("self",) and code not in self._no_modules:
+                owner = frame.f_locals.get("self")
+                if not isinstance(owner, nn.Module):
+                    self._no_modules.add(code)
+                elif self.model is None or id(owner) in self._names:
+                    return owner
+            frame = frame.f_back
+        return None
+
+    def _layer(self, owner: nn.Module | None) -> int:
+        key = _key(owner)
+        if key not in self._layers:
+            number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self._names.get(id(owner), ""))
+            stated = getattr(owner, "layer_idx", None)
+            wanted = stated if isinstance(stated, int) else int(number[1]) if number else len(self._layers)
             taken = set(self._layers.values())
-            self._layers[module] = wanted if wanted not in taken else max(taken) + 1
-        return self._layers[module]
+            self._layers[key] = wanted if wanted not in taken else max(taken) + 1
+        return self._layers[key]
 
     def _forward_begins(self, model: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002 - a hook's signature
+        self._notice_training(model)
         if not self._trains and self._calls_this_step:
             self.end_step()
+
+    def _notice_training(self, module: nn.Module | None) -> None:
+        if self._trains or module is None or not (module.training and torch.is_grad_enabled()):
+            return
+        if self._calls_this_step:
+            self.end_step()
+        self._trains, self.step = True, self._first_step
+        if self._projections is not None:
+            self._projections.recording = self._wants_step()
+
+    def _forward_ended(self, model: nn.Module, args: tuple[Any, ...], result: Any) -> None:  # noqa: ARG002
+        # What the last linear layers hold, logits among it, is not kept through the backward.
+        if self._projections is not None:
+            self._projections.forget()
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
         self._trains = True
@@ -255,9 +277,7 @@ class _Pending:
             self._handles.append(node.register_hook(self._guarded(self._from_node)))
             return
         for name, (tensor, lay_out) in graph.items():
-            # One tensor given twice has one gradient for both.
-            shared = sum(tensor is other for other, _ in graph.values()) > 1
-            if tensor.requires_grad and not shared:
+            if tensor.requires_grad:
                 self._missing.add(name)
                 hook = self._guarded(self._taker(name, lay_out))
                 self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
@@ -280,9 +300,12 @@ class _Pending:
             c.dq_pre = c.dq
         self._arrived("kernel")
 
-    def _taker(self, name: str, lay_out: Any) -> Any:
+    def _taker(self, name: str, lay_out: LayOut) -> Any:
+        # Behind a cast of autocast a gradient comes widened; it has only the bits of what the kernel saw.
+        dtype = getattr(self.call, name[-1]).dtype
+
         def arrived(grad: Tensor) -> None:
-            setattr(self.call, name, grad.detach() if lay_out is None else lay_out(grad.detach()))
+            setattr(self.call, name, lay_out(grad.detach()).to(dtype))
             if name == "dq" and self.copy_dq:
                 self.call.dq_pre = self.call.dq
             self._arrived(name)
@@ -307,10 +330,8 @@ class _Pending:
             self.watch.finished(self)
 
 
-def _as_product_sees(x: Tensor) -> Tensor:
-    """The projection's input as autocast casts it before the product."""
-    device = x.device.type
-    return x.detach().to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
+def _key(owner: nn.Module | None) -> int | None:
+    return None if owner is None else id(owner)
 
 
 def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:

@@ -1,0 +1,125 @@
+"""The log of a run: one JSON object a line, written as it happens, so that a killed run keeps what it had.
+
+    {"header": {...}}                                   configuration, recipes, versions, device; again after a resume
+    {"step": 0, "loss": 9.7, "grad_norm": 4.1, "lr": 5e-07, "seconds": 0.27}        steps count from 0
+    {"monitor": 50, "names": [...], "values": [...]}    names only where they differ from the row before
+    {"alarm": {"kind": "growth", "step": 450, "layer": 2, "head": 7, "reason": "...", "seen": 451}}
+    {"end": "finished", "step": 1100}                   or "departed", "stopped by a signal": step is the next one
+
+Steps are the optimizer's; their loss is that of the weights before the step. Numbers have six digits, the monitor's
+four; those that are not finite are the strings "NaN", "Infinity", "-Infinity". A line that a kill cut short is left out
+when read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+def plain(value: Any, digits: int = 6) -> Any:
+    """``value`` with floats rounded to significant digits, and those that JSON does not have as strings."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {key: plain(item, digits) for key, item in value.items()}
+    return [plain(item, digits) for item in value] if isinstance(value, list | tuple) else value
+
+
+class Writer:
+    """Appends rows to a log. ``resume_at``: keep what an earlier piece logged of the steps before this one."""
+
+    def __init__(self, path: Path, resume_at: int | None = None) -> None:
+        kept = []
+        if path.exists():
+            if resume_at is None:
+                raise FileExistsError(f"{path.name} exists already; give --resume, or another --out")
+            kept = [row for row in rows_of(path) if _belongs(row, resume_at)]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(_line(row) for row in kept))
+        partial.replace(path)
+        self._file = path.open("a", buffering=1)
+        self._names = next((row["names"] for row in reversed(kept) if "names" in row), None)
+
+    def write(self, row: dict[str, Any], digits: int = 6) -> None:
+        """Append one row; it is in the file when this returns."""
+        self._file.write(_line(plain(row, digits)))
+
+    def write_monitor(self, step: int, metrics: dict[str, float]) -> None:
+        """What the monitor saw, read after ``step``."""
+        names = list(metrics)
+        row = {"monitor": step} | ({} if names == self._names else {"names": names})
+        self._names = names
+        self.write(row | {"values": list(metrics.values())}, digits=4)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is not None:
+            self.write({"end": f"{kind.__name__}: {error}"[:300]})
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+@dataclass
+class RunLog:
+    """A log read back. ``steps``: (step, loss, gradient norm); ``monitor``: metrics by step; ``seconds``: by step."""
+
+    name: str
+    headers: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[tuple[int, float, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    monitor: dict[int, dict[str, float]] = field(default_factory=dict)
+    alarms: list[dict[str, Any]] = field(default_factory=list)
+    end: str = "cut off"
+
+    @classmethod
+    def read(cls, path: Path) -> RunLog:
+        """Raises ValueError for a file without a header."""
+        log = cls(path.stem)
+        names: list[str] = []
+        for row in rows_of(path):
+            if "header" in row:
+                log.headers.append(row["header"])
+            elif "loss" in row:
+                log.steps.append((row["step"], float(row["loss"]), float(row["grad_norm"])))
+                log.seconds.append(row["seconds"])
+            elif "monitor" in row:
+                names = row.get("names", names)
+                log.monitor[row["monitor"]] = dict(zip(names, map(float, row["values"]), strict=True))
+            elif "alarm" in row:
+                log.alarms.append(row["alarm"])
+            elif "end" in row:
+                log.end = row["end"]
+        if not log.headers:
+            raise ValueError(f"{path.name} has no header: not the log of a run")
+        return log
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a log, without the last one where a kill cut it short."""
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _belongs(row: dict[str, Any], resume_at: int) -> bool:
+    """Whether a row is of the steps before ``resume_at``. Ends are not kept: the run goes on."""
+    if "header" in row:
+        return bool(row["header"].get("first_step", 0) < resume_at)
+    step = row.get("monitor", row.get("alarm", row).get("step", resume_at))
+    return "end" not in row and int(step) < resume_at

@@ -1,0 +1,563 @@
+"""benchmarks/failing_run: the departure's definition, logs, arms, resuming, processes, the queue and the table.
+
+Every check is also given something wrong, and must reject it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import attn_diag
+from attn_diag.kernels.recipe import Recipe
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
+import departure
+import launch
+import summary
+import train
+from arms import ARMS
+from departure import Departure, Watch, departures
+from runlog import RunLog, Writer
+
+FOLDER = Path(train.__file__).parent
+Rows = list[tuple[int, float, float]]
+
+
+# --- The definition of a departure ---
+
+
+def on_trend(steps: int, seed: int = 0, noise: float = 0.02) -> Rows:
+    """The first steps of a healthy run: the loss falls from 9.7 to 4, the gradient norm from 8 to 0.6."""
+    draw = random.Random(seed)
+    return [
+        (s, 4 + 5.7 * 0.98**s + draw.gauss(0, noise), (0.6 + 7.4 * 0.9**s) * draw.lognormvariate(0, 0.3))
+        for s in range(steps)
+    ]
+
+
+def changed(rows: Rows, at: range, loss: float = 0.0, factor: float = 1.0) -> Rows:
+    return [(s, x + loss, n * factor) if s in at else (s, x, n) for s, x, n in rows]
+
+
+CALM = on_trend(400)
+CASES: dict[str, tuple[Rows, list[Departure]]] = {
+    "calm": (CALM, []),
+    "noisy": (on_trend(400, seed=1, noise=0.3), []),
+    "level shift": (changed(CALM, range(300, 400), loss=1.0), [Departure(300, "loss")]),
+    "slow rise": (changed(CALM, range(310, 315), loss=0.5), [Departure(310, "loss")]),
+    "four steps high": (changed(CALM, range(300, 304), loss=1.0), []),
+    "norm 15 times": (changed(CALM, range(300, 301), factor=8.0), []),
+    "norm 50 times": (changed(CALM, range(300, 301), factor=50.0), [Departure(300, "gradient norm")]),
+    "high before there is a trend": (changed(CALM, range(40, 46), loss=3.0, factor=60.0), []),
+    "not a number, at once": (changed(CALM, range(5, 400), loss=float("nan")), [Departure(5, "non-finite")]),
+    "infinite norm": (changed(CALM, range(300, 400), factor=float("inf")), [Departure(300, "non-finite")]),
+    "norm, then loss before it was certain": (
+        changed(changed(CALM, range(300, 400), loss=1.0), range(302, 303), factor=50.0),
+        [Departure(300, "loss"), Departure(302, "gradient norm")],
+    ),
+}
+
+
+class MovingLimit(Watch):
+    """Wrong: the steps that are too high raise their own limit."""
+
+    def update(self, step: int, loss: float, grad_norm: float) -> None:
+        above, self._above = self._above, 0
+        super().update(step, loss, grad_norm)
+        self._above = above + 1 if self._above else 0
+        if self._above == departure.PERSISTENCE:
+            self._note(step - departure.PERSISTENCE + 1, "loss")
+
+
+class NoHistoryNeeded(Watch):
+    """Wrong: compares from the third step on."""
+
+    def update(self, step: int, loss: float, grad_norm: float) -> None:
+        if len(self._norms) > 2 and grad_norm > departure.FACTOR * statistics.median(self._norms):
+            self._note(step, "gradient norm")
+        super().update(step, loss, grad_norm)
+
+
+def found_by(watch: Watch, rows: Rows) -> list[Departure]:
+    for row in rows:
+        watch.update(*row)
+    return sorted(watch.found, key=lambda d: d.step)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_departures(case: str) -> None:
+    rows, expected = CASES[case]
+    assert departures(rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PERSISTENCE", 3), ("PERSISTENCE", 8), ("FACTOR", 5.0), ("FACTOR", 100.0), ("DEVIATIONS", 1e3)]
+)
+def test_other_thresholds_fail_the_cases(name: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departure, name, value)
+    assert any(departures(rows) != expected for rows, expected in CASES.values())
+
+
+@pytest.mark.parametrize("wrong", [MovingLimit, NoHistoryNeeded])
+def test_other_rules_fail_the_cases(wrong: type[Watch]) -> None:
+    assert any(found_by(wrong(), rows) != expected for rows, expected in CASES.values())
+
+
+def test_early_training_is_no_departure() -> None:
+    for seed in range(5):
+        assert departures(on_trend(1100, seed)) == []
+
+
+# --- The log ---
+
+
+def write_log(path: Path, rows: Rows, alarms: tuple[int, ...] = (), every: int = 50) -> None:
+    with Writer(path) as log:
+        log.write({"header": {"run": {"arm": "A", "seed": 3}, "monitor_every": every, "first_step": 0}})
+        for step, loss, norm in rows:
+            log.write({"step": step, "loss": loss, "grad_norm": norm, "lr": step * 5e-7, "seconds": 0.271828})
+            if every and step % every == 0:
+                log.write_monitor(step, {f"layer2/head{h}/max_logit": 10 + step / 7 + h for h in range(144)})
+            if step in alarms:
+                log.write(
+                    {"alarm": {"kind": "growth", "step": step, "layer": 2, "head": 7, "reason": "so", "seen": step}}
+                )
+        log.write({"end": "departed", "step": len(rows)})
+
+
+def test_a_log_reads_back_and_is_small(tmp_path: Path) -> None:
+    rows = changed(on_trend(1100), range(1000, 1100), loss=float("nan"), factor=float("inf"))
+    write_log(tmp_path / "run.jsonl", rows, alarms=(450,))
+    log = RunLog.read(tmp_path / "run.jsonl")
+    assert (tmp_path / "run.jsonl").stat().st_size < 300_000
+    assert [s for s, _, _ in log.steps] == list(range(1100))
+    assert log.steps[500][1] == pytest.approx(rows[500][1], rel=1e-5)
+    assert log.steps[500][1] != rows[500][1]  # six digits
+    assert np.isnan(log.steps[1050][1])
+    assert log.steps[1050][2] == float("inf")
+    assert sorted(log.monitor) == list(range(0, 1100, 50))
+    assert log.monitor[700]["layer2/head3/max_logit"] == 113.0
+    assert [a["step"] for a in log.alarms] == [450]
+    assert log.end == "departed"
+
+
+def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write_log(path, on_trend(10))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b'{"step":7') + 20])
+    log = RunLog.read(path)
+    assert [s for s, _, _ in log.steps] == list(range(7))
+    assert log.end == "cut off"
+
+
+def test_an_existing_log_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write_log(path, on_trend(10))
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError, match="--resume"):
+        Writer(path)
+    assert path.read_bytes() == before
+
+
+def test_a_resumed_log_has_every_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write_log(path, on_trend(120), alarms=(30, 110))
+    with Writer(path, resume_at=101) as log:
+        log.write({"header": {"first_step": 101}})
+        log.write({"step": 101, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "seconds": 1.0})
+        log.write_monitor(150, RunLog.read(path).monitor[50])
+    read = RunLog.read(path)
+    assert [s for s, _, _ in read.steps] == list(range(102))
+    assert ([a["step"] for a in read.alarms], sorted(read.monitor), len(read.headers)) == ([30], [0, 50, 100, 150], 2)
+
+
+def test_an_exception_is_in_the_log(tmp_path: Path) -> None:
+    def fail() -> None:
+        with Writer(tmp_path / "run.jsonl") as log:
+            log.write({"header": {}})
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert RunLog.read(tmp_path / "run.jsonl").end == "RuntimeError: out of memory"
+
+
+def test_a_file_without_header_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text('{"step":0,"loss":1,"grad_norm":1,"seconds":1}\n')
+    with pytest.raises(ValueError, match="no header"):
+        RunLog.read(tmp_path / "other.jsonl")
+
+
+# --- The table ---
+
+
+def test_the_table(tmp_path: Path) -> None:
+    write_log(tmp_path / "failing.jsonl", CASES["level shift"][0], alarms=(120, 130))
+    write_log(tmp_path / "calm.jsonl", CALM)
+    write_log(tmp_path / "unwatched.jsonl", CALM, every=0)
+    calm, failing, unwatched = (summary.row(log) for log in summary.read(tmp_path))
+    assert failing["left its trend at"] == "300 (loss)"
+    assert failing["first alarm"] == "120: layer 2, head 7 (growth)"
+    assert failing["lead, steps"] == "180"
+    assert float(failing["last loss"]) == pytest.approx(4.01, abs=0.02)  # before the departure
+    assert (calm["left its trend at"], calm["first alarm"], calm["lead, steps"]) == ("–", "silent", "–")
+    assert unwatched["first alarm"] == "not monitored"
+    lines = summary.table(summary.read(tmp_path)).splitlines()
+    assert len(lines) == 5
+    assert len({line.count("|") for line in lines}) == 1
+
+
+# --- The arms ---
+
+# What is rounded elsewhere than in arm A's forward.
+AGAINST_A = {
+    "A-fp32-accumulators": {"accumulator", "row_sum"},
+    "A-delta-fp32": set(),
+    "B": {"scores", "difference"},
+    "B-fp32-accumulator": {"scores", "difference", "accumulator"},
+    "B-fp32-row-sum": {"scores", "difference", "row_sum"},
+    "stabilised": {"softmax"},
+    "stabilised-beta8": {"softmax"},
+}
+
+
+def sites_that_differ(one: Recipe | None, other: Recipe | None) -> set[str]:
+    assert one is not None
+    assert other is not None
+    names = [f.name for f in fields(Recipe) if f.init and f.name not in ("name", "summary")]
+    return {name for name in names if getattr(one, name) != getattr(other, name)}
+
+
+@pytest.mark.parametrize("name", AGAINST_A)
+def test_an_arm_differs_from_a_in_the_named_sites_alone(name: str) -> None:
+    assert sites_that_differ(ARMS[name].forward, ARMS["A"].forward) == AGAINST_A[name]
+    wrong = "qiu2025" if name != "qiu2025" else "A"
+    assert sites_that_differ(ARMS[wrong].forward, ARMS["A"].forward) != AGAINST_A[name]
+
+
+def test_arm_a_rounds_what_it_says_and_nothing_else() -> None:
+    a = ARMS["A"].forward
+    assert a is not None
+    rounded = {f.name for f in fields(Recipe) if f.init and getattr(a, f.name) == "bf16" and f.name != "input"}
+    # probs (P_bar for the tensor core) and the backward's casts: as in every BF16 kernel.
+    assert rounded == {"scores", "difference", "accumulator", "row_sum", "out"} | {
+        "probs", "backward_probs", "dscores", "dq"
+    }  # fmt: skip
+    assert (a.row_max, a.softmax.kind) == ("fp32", "safe")
+    assert ARMS["A"].backward.backward_scores == "fp32"
+    assert ARMS["A"].backward.delta_from == "rounded-o"
+
+
+# --- Training ---
+
+VOCABULARY, CONTEXT = 61, 64
+CPU = train.Place(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text with structure: every token is followed by one of two."""
+    draw = np.random.default_rng(0)
+    text = np.cumsum(draw.integers(1, 3, 4000)) % VOCABULARY
+    path = tmp_path_factory.mktemp("tokens") / "tokens.npy"
+    np.save(path, text.astype(np.uint16))
+    return path
+
+
+def arguments(tokens: Path, out: Path, arm: str, *more: str) -> list[str]:
+    tiny = {
+        "layers": 1, "heads": 1, "width": 32, "context": CONTEXT, "vocabulary": VOCABULARY, "sequences": 4,
+        "micro-batch": 2, "warmup": 4, "learning-rate": 0.01, "steps": 3, "print-every": 1000,
+    }  # fmt: skip
+    sizes = [str(part) for name, value in tiny.items() for part in (f"--{name}", value)]
+    return ["--arm", arm, "--tokens", str(tokens), "--out", str(out), "--device", "cpu", *sizes, *more]
+
+
+def run(tokens: Path, out: Path, arm: str, *more: str, received: list[int] | None = None) -> tuple[str, RunLog]:
+    options = train.parser().parse_args(arguments(tokens, out, arm, *more))
+    end = train.train(options, CPU, received or [])
+    return end, RunLog.read(out / f"{arm}_seed{options.seed}.jsonl")
+
+
+def losses(log: RunLog) -> list[float]:
+    return [loss for _, loss, _ in log.steps]
+
+
+SMALL = ("--sequences", "1", "--steps", "3")
+
+
+@pytest.fixture(scope="module")
+def healthy_losses(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    """Of two seeds."""
+    out = tmp_path_factory.mktemp("healthy")
+    return [losses(run(tokens, out, "healthy", *SMALL, "--seed", seed)[1]) for seed in "01"]
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_trains(arm: str, tokens: Path, tmp_path: Path, healthy_losses: list[list[float]]) -> None:
+    end, log = run(tokens, tmp_path, arm, *SMALL)
+    (healthy, *_), (other_seed, *_) = healthy_losses
+    assert (end, log.end, len(log.steps)) == ("finished", "finished", 3)
+    assert losses(log)[0] == pytest.approx(np.log(VOCABULARY), rel=0.05)
+    # The same weights and data: before the first update only the roundings of one layer's attention differ. BF16
+    # keeps 2**-9 of O; the loss sees that through a residual branch that is small at the start.
+    assert losses(log)[0] == pytest.approx(healthy, abs=2**-9)
+    assert other_seed != pytest.approx(healthy, abs=2**-9)
+    header = log.headers[0]
+    assert (header["run"]["arm"], header["run"]["seed"], header["first_step"]) == (arm, 0, 0)
+    assert header["tokens"] == {"file": "tokens.npy", "count": 4000, "crc32": header["tokens"]["crc32"]}
+
+
+def test_training_lowers_the_loss(tokens: Path, tmp_path: Path) -> None:
+    _, log = run(tokens, tmp_path, "healthy", "--steps", "20")
+    assert losses(log)[-1] < 0.85 * losses(log)[0]
+    _, still = run(tokens, tmp_path / "still", "healthy", "--steps", "20", "--learning-rate", "0.0")
+    assert losses(still)[-1] > 0.85 * losses(still)[0]
+
+
+def test_gradient_accumulation_changes_nothing(tokens: Path, tmp_path: Path) -> None:
+    def norms(name: str, size: str) -> list[float]:
+        return [n for _, _, n in run(tokens, tmp_path / name, "healthy", "--micro-batch", size)[1].steps]
+
+    # 3 + 1 sequences: the parts weigh by their size. BF16 products see the same numbers in another order.
+    assert norms("parts", "3") == pytest.approx(norms("whole", "4"), rel=2**-8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "sum", lambda sizes: next(iter(sizes)), raising=False)  # the first part's size for all
+        assert norms("wrong", "3") != pytest.approx(norms("again", "4"), rel=2**-8)
+
+
+def checkpointed(path: Path) -> list[Tensor]:
+    """Weights and optimizer state of a checkpoint."""
+    state = torch.load(path, weights_only=True)
+    moments = [value for per in state["optimizer"]["state"].values() for value in per.values()]
+    return [*state["model"].values(), *moments]
+
+
+def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("forgotten", [None, "load_state_dict", "step"])
+def test_a_resumed_run_goes_on_bit_for_bit(forgotten: str | None, tokens: Path, tmp_path: Path) -> None:
+    save = ("--checkpoint-every", "2")
+    run(tokens, tmp_path / "whole", "healthy", "--steps", "6", *save)
+    run(tokens, tmp_path / "parts", "healthy", "--steps", "3", *save)
+    with pytest.MonkeyPatch.context() as patch:
+        if forgotten == "load_state_dict":
+            patch.setattr(torch.optim.AdamW, "load_state_dict", lambda *_: None)
+        if forgotten == "step":
+            patch.setattr(
+                train, "sequence_starts", lambda seed, step, *sizes, f=train.sequence_starts: f(seed, step % 3, *sizes)
+            )
+        end, log = run(tokens, tmp_path / "parts", "healthy", "--steps", "6", "--resume", *save)
+    whole = RunLog.read(tmp_path / "whole" / "healthy_seed0.jsonl")
+    same = same_bits(
+        checkpointed(tmp_path / "whole" / "healthy_seed0.pt"), checkpointed(tmp_path / "parts" / "healthy_seed0.pt")
+    )
+    assert (end, len(log.headers), log.headers[1]["first_step"]) == ("finished", 2, 3)
+    assert (same, log.steps == whole.steps) == ((True, True) if forgotten is None else (False, False))
+
+
+def test_a_checkpoint_of_another_run_is_refused(tokens: Path, tmp_path: Path) -> None:
+    run(tokens, tmp_path, "healthy", "--checkpoint-every", "2")
+    with pytest.raises(ValueError, match="is of the run"):
+        run(tokens, tmp_path, "healthy", "--resume", "--clip", "2.0")
+
+
+def test_a_signal_ends_the_run_after_its_step(tokens: Path, tmp_path: Path) -> None:
+    end, log = run(tokens, tmp_path, "healthy", "--checkpoint-every", "50", received=[15])
+    assert (end, log.end, len(log.steps)) == ("stopped by a signal", "stopped by a signal", 1)
+    assert (tmp_path / "healthy_seed0.pt").exists()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@dataclass(frozen=True)
+class Breaking:
+    """Arm "healthy" that gives NaN from a call on (two micro-batches a step, one layer: two calls a step)."""
+
+    at_call: int
+    calls: list[int] = field(default_factory=list)
+    words: str = "breaks"
+    forward: None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.calls.append(1)
+        return ARMS["healthy"].attend(q, k, v) * (1.0 if len(self.calls) <= self.at_call else float("nan"))
+
+
+def test_a_failed_run_ends_soon_after(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARMS, "A", Breaking(8))
+    end, log = run(tokens, tmp_path, "A", "--steps", "30", "--stop-after", "5")
+    assert departures(log.steps) == [Departure(4, "non-finite")]
+    assert (end, log.end, log.steps[-1][0]) == ("departed", "departed", 9)
+    assert summary.row(log)["left its trend at"] == "4 (non-finite)"
+
+
+# --- Monitor and capture ---
+
+
+@dataclass
+class Alarm:
+    step: int
+    kind: str = "growth"
+    layer: int = 2
+    head: int = 7
+    reason: str = "so"
+
+
+class FakeMonitor:
+    """What the script relies on of ``attn_diag.Monitor``."""
+
+    def __init__(self, model: torch.nn.Module, every: int, *, first_step: int, log: Path) -> None:
+        assert isinstance(model, train.GPT)
+        self.every, self.steps, self.log, self.alarms, self.closed = every, first_step, log, list[Alarm](), False
+        self.hook = register_optimizer_step_post_hook(self._stepped)
+        FakeMonitor.last = self
+
+    last: FakeMonitor
+
+    def _stepped(self, *_: Any) -> None:
+        self.steps += 1
+        if self.steps == 6:
+            self.alarms.append(Alarm(self.steps - 1))
+
+    def metrics(self) -> dict[str, float]:
+        newest = self.steps - 1 - (self.steps - 1) % self.every
+        return {"attn/step": float(newest), "attn/entropy/max": float("nan")}
+
+    def __enter__(self) -> FakeMonitor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.hook.remove()
+        self.closed = True
+
+
+def test_the_monitor_is_logged_and_closed(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attn_diag, "Monitor", FakeMonitor, raising=False)
+    run(tokens, tmp_path, "healthy", "--steps", "4", "--monitor-every", "3", "--checkpoint-every", "10")
+    assert FakeMonitor.last.closed
+    _, log = run(tokens, tmp_path, "healthy", "--steps", "10", "--monitor-every", "3", "--resume")
+    assert {step: m["attn/step"] for step, m in log.monitor.items()} == {0: 0.0, 3: 3.0, 5: 3.0, 6: 6.0, 9: 9.0}
+    assert log.alarms == [{"kind": "growth", "step": 5, "layer": 2, "head": 7, "reason": "so", "seen": 5}]
+    assert FakeMonitor.last.closed
+    assert FakeMonitor.last.log == tmp_path / "monitor" / "healthy_seed0.jsonl"
+    with pytest.raises(ValueError, match="choose --compile"):
+        run(tokens, tmp_path / "compiled", "healthy", "--compile", "--monitor-every", "3")
+
+
+def test_captures_are_asked_for(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class FakeCapture:
+        def __init__(self, model: torch.nn.Module, path: Path, **options: Any) -> None:
+            asked.append({"model": type(model).__name__, "folder": path.name} | options)
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None:
+            asked.append({"closed": True})
+
+    monkeypatch.setattr(attn_diag, "capture", FakeCapture, raising=False)
+    run(tokens, tmp_path, "healthy", "--capture-steps", "1", "2", "--capture-layers", "0")
+    assert asked == [
+        {"model": "GPT", "folder": "healthy_seed0_from0", "steps": [1, 2], "layers": [0], "first_step": 0},
+        {"closed": True},
+    ]
+    run(tokens, tmp_path, "fa2", "--steps", "1")
+    assert len(asked) == 2
+
+
+# --- Several processes ---
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_processes_together_see_the_step_once(world: int) -> None:
+    whole = train.sequence_starts(7, 12, 160, 10_000, 64)
+    shares = [train.Place(rank, world, torch.device("cpu")).share(whole) for rank in range(world)]
+    assert torch.equal(torch.cat(shares), whole)
+    assert not torch.equal(whole, train.sequence_starts(7, 13, 160, 10_000, 64))
+    assert not torch.equal(whole, train.sequence_starts(8, 12, 160, 10_000, 64))
+
+
+def test_sequences_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be shared"):
+        train.Place(0, 3, torch.device("cpu")).share(torch.arange(160))
+
+
+def test_two_processes_do_what_one_does(tokens: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(FOLDER / "train.py"), *arguments(tokens, tmp_path / "two", "healthy", "--steps", "5")]
+    done = subprocess.run(command + script, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    two = RunLog.read(tmp_path / "two" / "healthy_seed0.jsonl")
+    _, one = run(tokens, tmp_path / "one", "healthy", "--steps", "5")
+    _, other = run(tokens, tmp_path / "one", "healthy", "--steps", "5", "--seed", "1")
+    assert two.headers[0]["world"] == 2
+    # fp32 sums in another order, through five updates.
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    assert losses(two) != pytest.approx(losses(other), rel=1e-4)
+
+
+# --- The queue ---
+
+SLEEPER = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("ended after its step", flush=True), sys.exit(0)))
+print("at work", flush=True)
+time.sleep({seconds})
+print("finished", flush=True)
+sys.exit({code})
+"""
+
+
+def sleeper(seconds: float, code: int = 0) -> list[str]:
+    return [sys.executable, "-c", SLEEPER.format(seconds=seconds, code=code)]
+
+
+def test_the_queue_runs_all_on_every_device(tmp_path: Path) -> None:
+    slots = launch.Slots(["0", "1"], tmp_path)
+    began = time.monotonic()
+    assert launch.run_all({f"run{i}": sleeper(1) for i in range(4)}, slots, 60)
+    assert slots.codes == {f"run{i}": 0 for i in range(4)}
+    assert 2 <= time.monotonic() - began < 4  # two by two
+
+
+def test_a_failed_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slots = launch.Slots([""], tmp_path)
+    assert not launch.run_all({"bad": sleeper(0, 3), "good": sleeper(0)}, slots, 60)
+    assert slots.codes == {"bad": 3, "good": 0}
+    assert "bad: exit code 3; at work" in capsys.readouterr().out
+
+
+def test_at_the_limit_runs_end_after_their_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slots = launch.Slots([""], tmp_path)
+    began = time.monotonic()
+    assert not launch.run_all({"long": sleeper(60), "waiting": sleeper(60)}, slots, 1.0)
+    assert time.monotonic() - began < 10
+    assert (tmp_path / "long.txt").read_text() == "at work\nended after its step\n"
+    assert slots.codes == {"long": 0}
+    assert "waiting: not started" in capsys.readouterr().out
+
+
+def test_launched_runs_come_out_as_a_table(tokens: Path, tmp_path: Path) -> None:
+    rest = arguments(tokens, tmp_path, "healthy", "--steps", "2")[2:]  # without the arm
+    where = ["--arms", "healthy", "--seeds", "1", "--out", str(tmp_path)]
+    command = [sys.executable, str(FOLDER / "launch.py"), *where, "--", *rest]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].split("|")[1:4] == [" healthy ", " 1 ", " 2 "]

@@ -1,0 +1,156 @@
+"""Tiny models of several kinds, each with a batch and a loss: what the tests of ``attn_diag.live`` run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+BATCH, LENGTH, WIDTH, HEADS, VOCABULARY = 2, 20, 32, 4, 61
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """``loss(model)`` runs a forward; ``attentions`` are the dotted names of the modules that call attention."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module], Tensor]
+    attentions: tuple[str, ...]
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def padding() -> Tensor:
+    """[B, T], 1 where there is a token: the second sequence is shorter, padded on its right."""
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, -6:] = 0
+    return mask
+
+
+# What transformers calls it -> (configuration, name of a layer's attention with its number left open).
+_SHAPE = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+_ROTARY = _SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("Llama", _ROTARY, "model.layers.{}.self_attn"),
+    "mistral": ("Mistral", _ROTARY | {"sliding_window": 7}, "model.layers.{}.self_attn"),
+    "qwen3": ("Qwen3", _ROTARY | {"head_dim": 8}, "model.layers.{}.self_attn"),
+    "gpt_neox": (
+        "GPTNeoX",
+        _SHAPE | {"intermediate_size": 48, "max_position_embeddings": 64, "rotary_pct": 0.5},
+        "gpt_neox.layers.{}.attention",
+    ),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": 64}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "transformer.h.{}.attn",
+    ),
+    "bert": (
+        "Bert",
+        _SHAPE | {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "bert.encoder.layer.{}.attention.self",
+    ),
+}  # fmt: skip
+
+
+def transformers_model(kind: str, implementation: str, *, padded: bool = False, seed: int = 0) -> Tiny:
+    """A randomly initialised model of two layers. ``implementation``: sdpa, eager, or a registered name."""
+    import transformers
+
+    family, options, name = TRANSFORMERS[kind]
+    config = getattr(transformers, f"{family}Config")(**options, attn_implementation=implementation)
+    head = "ForMaskedLM" if kind == "bert" else "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+    torch.manual_seed(seed)
+    model: nn.Module = getattr(transformers, f"{family}{head}")(config)
+    # Ordinary initialisations leave biases zero and scores all alike.
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
+
+    def loss(run: nn.Module) -> Tensor:
+        ids, mask = tokens(), padding() if padded else None
+        labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+        result: Tensor = run(input_ids=ids, attention_mask=mask, labels=labels).loss
+        return result
+
+    return Tiny(model, loss, tuple(name.format(layer) for layer in range(2)))
+
+
+class CausalSelfAttention(nn.Module):
+    """nanoGPT's, with the function in a variable of this module's."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=bias)
+        self.c_proj = nn.Linear(WIDTH, WIDTH, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.c_attn(x).split(width, dim=2)
+        q, k, v = (part.view(batch, length, HEADS, width // HEADS).transpose(1, 2) for part in parts)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.c_proj(y.transpose(1, 2).reshape(batch, length, width))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(WIDTH), CausalSelfAttention(), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        result: Tensor = x + self.mlp(self.ln_2(x))
+        return result
+
+
+class NanoGPT(nn.Module):
+    """``checkpointing``: None, or what torch.utils.checkpoint calls use_reentrant."""
+
+    def __init__(self, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.h = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.wte(ids) + self.wpe.weight[: ids.shape[1]]
+        for block in self.h:
+            x = block(x) if self.checkpointing is None else checkpoint(block, x, use_reentrant=self.checkpointing)
+        result: Tensor = self.head(x)
+        return result
+
+
+def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(ids)
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def nano_gpt(checkpointing: bool | None = None, seed: int = 0) -> Tiny:
+    torch.manual_seed(seed)
+    return Tiny(NanoGPT(checkpointing), lambda run: next_token_loss(run, tokens()), ("h.0.attn", "h.1.attn"))
+
+
+def transformer_encoder(seed: int = 0) -> Tiny:
+    """torch's own, in training mode, with a padding mask."""
+    torch.manual_seed(seed)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+
+    def loss(run: nn.Module) -> Tensor:
+        result: Tensor = run(x, src_key_padding_mask=padding() == 0).square().mean()
+        return result
+
+    return Tiny(model, loss, ("layers.0.self_attn", "layers.1.self_attn"))
