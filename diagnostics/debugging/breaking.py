@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.analysis import DEFAULT_LEVEL, inspect_captures
 from attn_diag.capture_job import Selection
-from attn_diag.captures import Capture
 from attn_diag.debugging.conditions import Conditions
 from attn_diag.debugging.finding import Finding
 from attn_diag.debugging.stopping import at_next_instruction, users_frame
@@ -176,8 +175,9 @@ class Breakpoint:
     def _hold(self, call: AttentionCall, judged: str, reasons: list[str], diagnosis: Diagnosis | None) -> None:
         capture, refused = None, call.refused
         try:
-            tensors = {name: t.detach().clone() for name, t in call.tensors().items()}
-            capture = Capture.from_tensors(dict(tensors), **call.metadata())
+            seen = call.capture()
+            # What the model goes on to use may change before anybody looks.
+            capture = replace(seen, tensors={name: t[...].clone() for name, t in seen.tensors.items()})
         except InputError as error:
             refused = refused or str(error)
         self.found += 1
@@ -258,7 +258,7 @@ def break_if(
     Args:
         biased, lossy, ill_conditioned, undecided: labels of any head (see ``inspect``).
         nonfinite: NaN or Inf in q, k, v, o, LSE, dO, dQ, dK or dV.
-        max_logit: a score (scale included, before a softcap) above it, on a visible key.
+        max_logit: a score alpha q.k above it, of a visible key, before a softcap and additive masks.
         predicate: called with the Diagnosis of a call; what it raises is raised in the program.
         model: whose calls; None: all of the process, without x and w_q.
         layers: their numbers; None: all.

@@ -78,9 +78,9 @@ def first_nonfinite(call: AttentionCall, names: tuple[str, ...]) -> str | None:
 
 @torch.no_grad()
 def largest_logit(call: AttentionCall) -> tuple[float, int]:
-    """The largest score alpha q k^T (with an additive mask, before a softcap) of all visible keys, and its head.
+    """The largest alpha q.k of all visible keys, before a softcap and additive masks, and its head (of the call).
 
-    In float64; NaN scores are passed over. -inf where no row sees a key.
+    In float64; NaN is passed over. -inf where no row sees a key.
     """
     (batch, heads, rows, dim), keys = call.q.shape, call.k.shape[2]
     scale = dim**-0.5 if call.scale is None else call.scale
@@ -102,7 +102,9 @@ def largest_logit(call: AttentionCall) -> tuple[float, int]:
                 scores.masked_fill_(key < at - left, -torch.inf)
             if call.mask is not None:
                 mask = call.mask.expand(batch, heads, rows, keys)[item, :, chunk]
-                scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+                # Hugging Face writes the lowest number of the format for -inf.
+                hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+                scores.masked_fill_(hidden, -torch.inf)
             best = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).amax((1, 2))
             value, head = best.max(0)
             if float(value) > largest:

@@ -156,8 +156,8 @@ def _bias(head: HeadDiagnosis, level: float, sequences: int) -> Iterator[str]:
     chance = "the chance of such a mean without bias, corrected (Benjamini-Hochberg) for all tests of the run"
     if guilty:
         listed = "; ".join(_mean(n, tests[n]) for n in guilty)
-        yield f"Yes. Bias is a mean error that differs from zero beyond chance. So it does, at level {level:g}, for"
-        yield f"{listed}. (Adjusted p: {chance}.)"
+        yield f"Yes. Bias is a mean error that differs from zero beyond chance; found at level {level:g} in: {listed}."
+        yield f"(Adjusted p: {chance}.)"
     elif "undecided" not in head.verdict.labels:
         yield "No bias, a mean error that differs from zero beyond chance, was found: adjusted p is above"
         yield f"{level:g} in {len(tests) - len(natural)} tests ({chance})."

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-_NOT_USERS = ("attn_diag", "torch")
+_NOT_USERS = ("attn_diag", "torch", "threading", "concurrent")
 
 
 def users_frame() -> FrameType | None:
-    """The innermost frame of this thread that is neither ours nor torch's; None in a thread of autograd's own."""
+    """The innermost frame of this thread that is neither ours nor torch's; None in a thread that has none of its own,
+    as those of autograd.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
         frame = frame.f_back
