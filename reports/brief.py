@@ -13,8 +13,8 @@ from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Obse
 from attn_diag.reports import words
 
 WIDTH = 80
-# Lines that each part may take; with those of ``break_if`` before them (4) they stay within 25.
-_SUMMARY, _WARNINGS, _UNJUDGED, _HEADS, _REASON, _SUGGESTION, _NEXT = 3, 2, 2, 6, 3, 2, 2
+# Lines that each part may take; with a head line, and the 5 of ``break_if`` before them, they are 25 at most.
+_SUMMARY, _WARNINGS, _UNJUDGED, _HEADS, _REASON, _SUGGESTION, _NEXT = 3, 2, 2, 5, 3, 2, 2
 _COLUMNS = "{:<9}{:<17}{:>7}{:>8}{:>9}{:>9}  "
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]

@@ -25,6 +25,7 @@ from attn_diag.analysis import inspect_captures
 from attn_diag.captures import Captures
 from attn_diag.debugging.conditions import largest_logit
 from attn_diag.debugging.stopping import at_next_instruction, users_frame
+from attn_diag.diagnosis import GradientError
 from attn_diag.live.call import AttentionCall, Place
 from attn_diag.reports import brief
 from attn_diag.reports.brief import wrapped
@@ -35,7 +36,7 @@ LONG = "a_very_long_name_of_a_kernel_or_a_file_that_goes_on_and_on_" * 5
 # What is printed.
 
 
-def inputs(heads: int = 2, rows: int = 32, seed: int = 0) -> dict[str, Tensor]:
+def inputs(heads: int = 2, rows: int = 32, seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     q, k, v, do = (torch.randn(1, heads, rows, 16, generator=generator).bfloat16() for _ in range(4))
     o = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -94,6 +95,10 @@ CASES: dict[str, Callable[[Diagnosis], Diagnosis]] = {
         ),
     ),
     "nothing": lambda d: replace(d, captures=()),
+    "everything at once": lambda d: replace(
+        CASES["long reasons"](d),
+        summary=replace(d.summary, sentence=LONG * 9, unreadable=(LONG,) * 50, warnings=(LONG,) * 50),
+    ),
 }
 
 
@@ -120,6 +125,21 @@ def test_a_diagnosis_takes_at_most_25_lines(small: Diagnosis, case: str) -> None
 def test_the_limit_can_be_broken(small: Diagnosis, case: str) -> None:
     assert too_much(CASES[case](small).report(80), width=79)
     assert too_much("x" * 81)
+
+
+def test_an_error_that_is_nan_comes_first(small: Diagnosis) -> None:
+    def with_errors(*errors: float) -> list[int | None]:
+        one = many(small, heads=len(errors))
+        (made,) = one.captures[0].observations
+        heads = tuple(
+            replace(h, propagation=replace(h.propagation, dq=GradientError(relative_error=e)))
+            for h, e in zip(made.heads, errors, strict=False)
+        )
+        changed = replace(one.captures[0], observations=(replace(made, heads=heads),))
+        return [head.head for _, _, head in replace(one, captures=(changed,)).ranked()]
+
+    assert with_errors(0.1, 0.5, float("nan"), 0.3, 0.4) == [2, 1, 4, 3, 0]
+    assert with_errors(0.1, 0.5, 0.0, 0.3, 0.4) == [1, 4, 3, 0, 2]
 
 
 def test_wrapping_keeps_the_words() -> None:
@@ -318,7 +338,8 @@ class Run:
 
     def __init__(self, layers: int = 2) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(Attention() for _ in range(layers))).bfloat16()
+        self.attentions = [Attention() for _ in range(layers)]
+        self.model = nn.Sequential(*self.attentions).bfloat16()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.x = torch.randn(2, 48, 32).bfloat16()
         self.losses: list[Tensor] = []
@@ -396,7 +417,8 @@ CHOICES: dict[str, tuple[dict[str, Any], int]] = {
 def test_what_is_looked_at(run: Run, choice: str) -> None:
     options, expected = CHOICES[choice]
     found: list[Finding] = []
-    with break_if(**({"predicate": always, "model": run.model, "hook": found.append} | options)):
+    given: dict[str, Any] = {"predicate": always, "model": run.model, "hook": found.append}
+    with break_if(**(given | options)):
         for _ in range(3):
             run.step()
     assert len(found) == expected
@@ -424,7 +446,7 @@ def test_what_the_user_raises_is_raised_in_the_program(run: Run, hook: Any) -> N
 def test_nonfinite_stops_where_it_arises(run: Run) -> None:
     found: list[Finding] = []
     with torch.no_grad():
-        run.model[1].qkv.weight[70, 3] = torch.inf  # type: ignore[union-attr, index, operator]
+        run.attentions[1].qkv.weight[70, 3] = torch.inf
     with break_if(nonfinite=True, model=run.model, hook=found.append), torch.no_grad():
         run.model(run.x)
     assert [f.place.layer for f in found] == [1]
@@ -442,7 +464,7 @@ def test_nonfinite_gradients(run: Run) -> None:
 
 def test_dropout_is_not_analysed_but_its_tensors_are_seen(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     found: list[Finding] = []
-    run.model[0].dropout = 0.5  # type: ignore[union-attr]
+    run.attentions[0].dropout = 0.5
     with (
         caplog.at_level(logging.WARNING, "attn_diag"),
         break_if(predicate=always, max_logit=-1.0, model=run.model, layers={0}, hook=found.append),
@@ -461,7 +483,8 @@ def planted(q: Tensor, k: Tensor, v: Tensor, rounding: str) -> Tensor:
     scores = q.double() @ k.double().mT / q.shape[3] ** 0.5
     exact = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.double()
     rounded = attn_diag.round_to(exact.detach(), rounding)
-    return (exact + (rounded - exact.detach())).bfloat16()
+    o: Tensor = (exact + (rounded - exact.detach())).bfloat16()
+    return o
 
 
 @pytest.mark.parametrize(("rounding", "stops"), [("bf16:toward-zero", 1), ("bf16", 0)])
@@ -473,13 +496,13 @@ def test_a_directed_rounding_is_stopped_at_and_the_right_one_is_not(
         assert is_causal
         return planted(query, key, value, rounding)
 
-    module = sys.modules["torch.nn.functional"]
+    module: Any = sys.modules["torch.nn.functional"]
     monkeypatch.setattr(module, "scaled_dot_product_attention", kernel)
     found: list[Finding] = []
     given = inputs(heads=2, rows=256)
     q, k, v = (given[name].requires_grad_(gradients) for name in "qkv")
     with break_if(biased=True, hook=found.append):
-        o = module.scaled_dot_product_attention(q, k, v, is_causal=True)  # type: ignore[attr-defined]
+        o = module.scaled_dot_product_attention(q, k, v, is_causal=True)
         if gradients:
             (o * given["do"]).sum().backward()
     assert len(found) == stops
@@ -488,13 +511,14 @@ def test_a_directed_rounding_is_stopped_at_and_the_right_one_is_not(
         assert (found[0].judged == "after its backward") == gradients
 
 
-def test_another_thread_waits_for_the_users_own(run: Run) -> None:
+def test_another_thread_waits_for_the_users_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, where gradients come in threads that have no frame of the user's."""
     found: list[tuple[str, Finding]] = []
     point = break_if(predicate=always, layers={0}, hook=lambda f: found.append((threading.current_thread().name, f)))
     with point:
         calls: list[AttentionCall] = []
-        original, point.backward = point.backward, calls.append  # type: ignore[method-assign]
+        original = point.backward
+        monkeypatch.setattr(point, "backward", calls.append)
         loss = run.model(run.x).float().square().mean()
         loss.backward()
         (call,) = calls
@@ -569,7 +593,12 @@ def test_what_stays_behind_would_be_seen(run: Run) -> None:
 
 def test_disarmed_it_stops_no_more(run: Run) -> None:
     found: list[Finding] = []
-    with break_if(predicate=always, model=run.model, hook=lambda f: (found.append(f), f.disarm())) as point:
+
+    def stop_once(finding: Finding) -> None:
+        found.append(finding)
+        finding.disarm()
+
+    with break_if(predicate=always, model=run.model, hook=stop_once) as point:
         for _ in range(3):
             run.step()
     assert len(found) == 2, "what one backward found is handed over together"
@@ -584,7 +613,7 @@ def test_the_capture_is_a_copy(run: Run) -> None:
     kept = found[0].capture.tensors["w_q"][...].clone()
     run.step()
     assert torch.equal(found[0].capture.tensors["w_q"][...], kept)
-    assert not torch.equal(run.model[0].qkv.weight[:32], kept)  # type: ignore[union-attr, index]
+    assert not torch.equal(run.attentions[0].qkv.weight[:32], kept)
 
 
 def test_seen_by_a_debugger_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

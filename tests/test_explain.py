@@ -206,7 +206,7 @@ def test_the_check_of_words_and_labels_can_fail(labels: Any) -> None:
     assert contradictions(replace(explain(diagnosed("gpt2_step731_L2H4")), labels=labels))
 
 
-def tensors(heads: int = 2) -> dict[str, torch.Tensor]:
+def tensors(heads: int = 2) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     q, k, v, do = (torch.randn(1, heads, 64, 16, generator=generator).bfloat16() for _ in range(4))
     o = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)

@@ -30,7 +30,7 @@ _last: Finding | None = None
 
 
 class Breakpoint:
-    """See ``break_if``. ``judged``: how many calls were looked at; ``found``: how many times a condition held."""
+    """See ``break_if``. ``judged``: how many times a call was looked at; ``found``: how many times a condition held."""
 
     def __init__(
         self,
@@ -117,6 +117,8 @@ class Breakpoint:
     def step_ended(self, step: int) -> None:  # noqa: ARG002 - the protocol
         """Calls whose backward never came."""
         assert self._watch is not None
+        for call in self._without_backward.values():
+            call.x = call.w_q = None  # the optimizer has changed the weight since
         self._judge_without_backward(self._watch)
 
     # Ourselves.
@@ -255,6 +257,9 @@ def break_if(
     Every inspected call is a family of tests of its own: on unbiased data up to ``level`` of the calls stop for
     ``biased``. Over thousands of calls choose a smaller one (1e-6).
 
+    Without a terminal (torchrun, a batch job) give a ``hook``: a debugger that finds no input ends the program, and
+    other ranks wait while one is stopped.
+
     Args:
         biased, lossy, ill_conditioned, undecided: labels of any head (see ``inspect``).
         nonfinite: NaN or Inf in q, k, v, o, LSE, dO, dQ, dK or dV.
@@ -266,7 +271,7 @@ def break_if(
         every: look at every so many steps (a step ends with an optimizer's ``step()``).
         level: significance after Benjamini-Hochberg, as of ``inspect``.
         hook: called with each Finding in place of the debugger, in the user's frame: what it raises is raised there.
-            ``hook=pytest.fail`` makes a test of it.
+            ``hook=lambda finding: pytest.fail(str(finding))`` makes a test of it.
 
     Returns:
         A context manager (also ``start()`` and ``close()``).

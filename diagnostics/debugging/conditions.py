@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from attn_diag.diagnosis import Diagnosis, Label
 from attn_diag.live.call import AttentionCall
+from attn_diag.metadata import Causal
 from attn_diag.reference import Masking
 
 _FORWARD, _BACKWARD = ("q", "k", "v", "o", "lse"), ("do", "dq", "dk", "dv")
@@ -84,7 +86,7 @@ def largest_logit(call: AttentionCall) -> tuple[float, int]:
     """
     (batch, heads, rows, dim), keys = call.q.shape, call.k.shape[2]
     scale = dim**-0.5 if call.scale is None else call.scale
-    masking = Masking(causal="none" if call.causal == "none" else call.causal, window=call.window)  # type: ignore[arg-type]
+    masking = Masking(causal=cast(Causal, call.causal), window=call.window)
     positions = masking.row_positions(rows, keys, call.q.device)
     left, right = masking.reach
     key = torch.arange(keys, device=call.q.device)
