@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -603,6 +605,51 @@ def test_disarmed_it_stops_no_more(run: Run) -> None:
             run.step()
     assert len(found) == 2, "what one backward found is handed over together"
     assert point.found == 2
+
+
+def test_the_last_finding_keeps_no_model() -> None:
+    run = Run()
+    with break_if(predicate=always, model=run.model, hook=len_of):
+        run.step()
+    kept = weakref.ref(run.model)
+    del run
+    gc.collect()
+    assert kept() is None
+    assert attn_diag.last_finding() is not None
+
+
+def test_calls_without_a_verdict_are_said_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """A label that cannot be given must not look like one that does not hold."""
+    run.attentions[0].dropout = 0.5
+    with caplog.at_level(logging.WARNING, "attn_diag"), break_if(lossy=True, model=run.model, hook=pytest.fail):
+        for _ in range(3):
+            run.step()
+    said = [r.message for r in caplog.records]
+    assert len(said) == 1
+    assert "a call of 0 is not judged: attention dropout 0.5 is on" in said[0]
+
+
+def test_a_kernel_of_another_function_gets_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query * 3 + key - value
+
+    module: Any = functional
+    monkeypatch.setattr(module, "scaled_dot_product_attention", wrong)
+    given = inputs()
+    with caplog.at_level(logging.WARNING, "attn_diag"), break_if(lossy=True, biased=True, hook=pytest.fail):
+        for _ in range(2):
+            module.scaled_dot_product_attention(given["q"], given["k"], given["v"])
+    assert len(caplog.records) == 1
+    assert "no verdict on attention: O of 'observed' is" in caplog.text
+
+
+def test_in_inference_mode(run: Run) -> None:
+    found: list[Finding] = []
+    with break_if(predicate=always, model=run.model, hook=found.append), torch.inference_mode():
+        run.model(run.x)
+    assert len(found) == 2
 
 
 def test_the_capture_is_a_copy(run: Run) -> None:

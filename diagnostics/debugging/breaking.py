@@ -48,11 +48,13 @@ class Breakpoint:
         self._every, self._level, self._hook = every, level, hook
         self._watch: Watch | None = None
         self._handle: Any = None
-        self._armed = True
+        # Findings hold this, not the breakpoint: the last one lives on, and the model need not.
+        self._disarmed = threading.Event()
         self._waiting: list[Finding | Exception] = []
         self._on_its_way = False
         self._without_backward: dict[int, AttentionCall] = {}
         self._thread = threading.local()
+        self._said: set[str] = set()
 
     # A context, or start() and close().
 
@@ -80,8 +82,7 @@ class Breakpoint:
 
     def disarm(self) -> None:
         """Stop no more; at a prompt: ``attn_diag.last_finding().disarm()``."""
-        self._armed = False
-        self._waiting.clear()
+        self._disarmed.set()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -93,7 +94,7 @@ class Breakpoint:
 
     def wants_step(self, step: int) -> bool:
         """Every so many steps."""
-        return self._armed and step % self._every == 0
+        return not self._disarmed.is_set() and step % self._every == 0
 
     def wants(self, place: Place) -> bool:
         """The layers asked for; and, as this is asked in the user's own thread, stop for what another one found."""
@@ -145,13 +146,15 @@ class Breakpoint:
             with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
                 self.judged += 1
                 reasons = [] if only_inspect else self._conditions.of_tensors(call, after_backward=after_backward)
-                diagnosis = None
-                if call.refused is None and (inspect or reasons):
-                    diagnosis = self._diagnose(call, required=not reasons)
+                diagnosis, refused = None, call.refused
+                if refused is None and (inspect or reasons):
+                    diagnosis, refused = self._diagnose(call)
                 if inspect and diagnosis is not None:
                     reasons += self._of_diagnosis(diagnosis)
+                elif inspect:
+                    self._warn(f"a call of {call.place.module or 'attention'} is not judged: {refused}")
                 if reasons:
-                    self._hold(call, judged, reasons, diagnosis)
+                    self._hold(call, judged, reasons, diagnosis, refused)
         finally:
             self._thread.judging = False
 
@@ -163,19 +166,27 @@ class Breakpoint:
             self._stop_if_found()
             return []
 
-    def _diagnose(self, call: AttentionCall, *, required: bool) -> Diagnosis | None:
-        """The call inspected. Where it cannot be, None if there is something to stop for anyway."""
+    def _diagnose(self, call: AttentionCall) -> tuple[Diagnosis | None, str | None]:
+        """The call inspected; or None, and why it cannot be."""
+        chosen = None if self._batch is None else self._batch & set(range(call.q.shape[0])) or frozenset({0})
         try:
-            chosen = None if self._batch is None else self._batch & set(range(call.q.shape[0])) or frozenset({0})
-            selection = Selection(batches=chosen)
-            return inspect_captures([call.capture()], selection=selection, level=self._level)
-        except InputError:
-            if required:
-                raise
-            return None
+            found = inspect_captures([call.capture()], selection=Selection(batches=chosen), level=self._level)
+        except InputError as error:
+            return None, str(error)
+        assumptions = found.captures[0].assumptions
+        if assumptions.ok is False:
+            self._warn(f"no verdict on {call.place.module or 'attention'}: {assumptions.message}")
+        return found, None
 
-    def _hold(self, call: AttentionCall, judged: str, reasons: list[str], diagnosis: Diagnosis | None) -> None:
-        capture, refused = None, call.refused
+    def _warn(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            _log.warning(message)
+
+    def _hold(
+        self, call: AttentionCall, judged: str, reasons: list[str], diagnosis: Diagnosis | None, refused: str | None
+    ) -> None:
+        capture = None
         try:
             seen = call.capture()
             # What the model goes on to use may change before anybody looks.
@@ -184,7 +195,7 @@ class Breakpoint:
             refused = refused or str(error)
         self.found += 1
         finding = Finding(
-            tuple(reasons), call.place, judged, call.kernel, capture, diagnosis, refused, disarm=self.disarm
+            tuple(reasons), call.place, judged, call.kernel, capture, diagnosis, refused, disarm=self._disarmed.set
         )
         self._waiting.append(finding)
         self._stop_if_found()
@@ -199,6 +210,8 @@ class Breakpoint:
         """In the user's frame: hand over what was found."""
         global _last
         waiting, self._waiting, self._on_its_way = self._waiting, [], False
+        if self._disarmed.is_set():
+            return
         found = [one for one in waiting if isinstance(one, Finding)]
         if found and self._hook is not None:
             for finding in found:
@@ -207,8 +220,9 @@ class Breakpoint:
         elif found:
             worst = min(found, key=_rank)
             _last = replace(worst, also=tuple(one for one in found if one is not worst))
-            print(_last)
+            # The debugger comes first: it only sets a trace here, and under pytest it ends the capture of output.
             sys.breakpointhook()
+            print(_last)
         for error in waiting:
             if isinstance(error, Exception):
                 raise error

@@ -40,7 +40,7 @@ class Finding:
         head = f"attn_diag.break_if: {'; '.join(self.reasons)}"
         where = f"Layer {p.layer}{module}, call {p.call} of step {p.step}, {self.kernel}; judged {self.judged}.{more}"
         lines = [*wrapped(head, 2), *wrapped(where, 2)]
-        lines += wrapped("attn_diag.last_finding(): .capture.save(path) keeps the tensors; .disarm()", 1)
+        lines += wrapped("import attn_diag; attn_diag.last_finding(): .capture.save(path), .disarm()", 1)
         if self.diagnosis is None:
             return "\n".join([*lines, *wrapped(f"Not analysed: {self.refused}", 3)])
         return "\n".join([*lines, brief(self.diagnosis, "attn_diag.last_finding().diagnosis")])

@@ -213,7 +213,10 @@ def _trigger(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator
             f"delta off by 0.1 %, dQ would be off by {_percent(1e-3 * head.conditioning)}."
         )
         if head.conditioning > _ILL_ABOVE:
-            yield "So dQ is a small difference of large terms, as in rows that put nearly all weight on one key."
+            yield (
+                "So dQ is a small difference of large terms (rows that put nearly all weight on one key are the usual "
+                "reason)."
+            )
     top = sum(row.share for row in head.top_rows)
     if head.top_rows and top >= _FEW_ROWS:
         rows = ", ".join(f"{row.row} ({row.share:.0%})" for row in head.top_rows)
