@@ -534,6 +534,33 @@ def test_another_thread_waits_for_the_users_own(run: Run, monkeypatch: pytest.Mo
     assert len(found) == 1
 
 
+@pytest.mark.gpu
+def test_on_cuda_the_program_stops_in_its_own_thread() -> None:
+    plain, watched = Run(), Run()
+    for run in (plain, watched):
+        run.model.cuda()
+        run.x = run.x.cuda()
+    threads: list[str] = []
+    found: list[Finding] = []
+
+    def note(finding: Finding) -> None:
+        threads.append(threading.current_thread().name)
+        found.append(finding)
+
+    plain.step()
+    with break_if(predicate=always, model=watched.model, hook=note):
+        watched.step()
+        assert threads == [threading.main_thread().name] * 2, "behind the optimizer's step at the latest"
+    assert {f.judged for f in found} == {"after its backward"}
+    assert torch.equal(plain.losses[0], watched.losses[0])
+    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def fail(found: Finding) -> None:
+    pytest.fail(str(found))
+
+
 def len_of(found: Finding) -> int:
     return len(str(found))
 
@@ -621,7 +648,7 @@ def test_the_last_finding_keeps_no_model() -> None:
 def test_calls_without_a_verdict_are_said_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """A label that cannot be given must not look like one that does not hold."""
     run.attentions[0].dropout = 0.5
-    with caplog.at_level(logging.WARNING, "attn_diag"), break_if(lossy=True, model=run.model, hook=pytest.fail):
+    with caplog.at_level(logging.WARNING, "attn_diag"), break_if(lossy=True, model=run.model, hook=fail):
         for _ in range(3):
             run.step()
     said = [r.message for r in caplog.records]
@@ -638,7 +665,7 @@ def test_a_kernel_of_another_function_gets_no_verdict(
     module: Any = functional
     monkeypatch.setattr(module, "scaled_dot_product_attention", wrong)
     given = inputs()
-    with caplog.at_level(logging.WARNING, "attn_diag"), break_if(lossy=True, biased=True, hook=pytest.fail):
+    with caplog.at_level(logging.WARNING, "attn_diag"), break_if(lossy=True, biased=True, hook=fail):
         for _ in range(2):
             module.scaled_dot_product_attention(given["q"], given["k"], given["v"])
     assert len(caplog.records) == 1
