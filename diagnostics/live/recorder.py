@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from attn_diag.captures import Capture
+from attn_diag.captures import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.live.call import AttentionCall, Place
 from attn_diag.live.watch import Watch
@@ -352,7 +352,7 @@ def last() -> list[Capture]:
         running = list(_open)
     for recorder in running:
         recorder.drain(_LAST_TIMEOUT)
-    return list(_newest)
+    return Captures(_newest)
 
 
 def trigger(reason: str) -> None:

@@ -147,7 +147,8 @@ class Watch:
         detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
         call = AttentionCall(place=place, **detached)
         o = result[0] if isinstance(result, tuple) else result
-        pending = _Pending(self, call) if isinstance(o, Tensor) and o.requires_grad else None
+        call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
+        pending = _Pending(self, call) if call.awaits_backward else None
         if known is not None:
             x, weight, biased = known
             call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), weight.detach()
