@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from attn_diag.capture_job import Selection
     from attn_diag.captures import Capture
     from attn_diag.conversion.convert import convert
+    from attn_diag.debugging.breaking import break_if, last_finding
+    from attn_diag.debugging.explain import explain
+    from attn_diag.debugging.finding import Finding
+    from attn_diag.debugging.result import Explanation
     from attn_diag.diagnosis import Diagnosis, json_schema
     from attn_diag.drift.check import check_qkv
     from attn_diag.drift.result import DtypeDrift
@@ -52,6 +56,8 @@ _HOME = {
     "Diagnosis": "diagnosis",
     "DtypeDrift": "drift.result",
     "Dump": "kernels.dump",
+    "Explanation": "debugging.result",
+    "Finding": "debugging.finding",
     "HardwareProfile": "hardware.profile",
     "Identification": "identification.result",
     "InputError": "errors",
@@ -63,17 +69,20 @@ _HOME = {
     "WhatIf": "mitigation.result",
     "attention": "kernels.attention",
     "attribute": "attribution.attribute",
+    "break_if": "debugging.breaking",
     "capture": "live.recorder",
     "check_qkv": "drift.check",
     "closed_form": "microscopy.closed_form",
     "convert": "conversion.convert",
     "examine_addition": "microscopy.addition",
+    "explain": "debugging.explain",
     "identify": "identification.identify",
     "identify_captures": "identification.many",
     "inspect": "analysis",
     "inspect_captures": "analysis",
     "json_schema": "diagnosis",
     "last": "live.recorder",
+    "last_finding": "debugging.breaking",
     "load": "loading",
     "load_example": "loading",
     "microscope": "microscopy.microscope",
@@ -94,6 +103,8 @@ __all__ = [
     "Diagnosis",
     "DtypeDrift",
     "Dump",
+    "Explanation",
+    "Finding",
     "HardwareProfile",
     "Identification",
     "InputError",
@@ -105,17 +116,20 @@ __all__ = [
     "WhatIf",
     "attention",
     "attribute",
+    "break_if",
     "capture",
     "check_qkv",
     "closed_form",
     "convert",
     "examine_addition",
+    "explain",
     "identify",
     "identify_captures",
     "inspect",
     "inspect_captures",
     "json_schema",
     "last",
+    "last_finding",
     "load",
     "load_example",
     "microscope",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class TensorSource(Protocol):
     def __getitem__(self, index: Any) -> Tensor: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Capture:
     """Inputs and observations of one attention layer.
 
@@ -84,6 +85,15 @@ class Capture:
             profile = stored_profile(given["q"].device)
             metadata["hardware"] = None if profile is None else profile.note()
         return cls(given, Metadata(**metadata))
+
+    def __repr__(self) -> str:
+        m, q = self.metadata, self.tensors["q"]
+        parts = [f"{name} {value}" for name in ("step", "layer") if (value := getattr(m, name)) is not None]
+        parts += [m.extra["module"]] if m.extra.get("module") else []
+        parts += [f"call {m.extra['call']}"] if m.extra.get("call", "0") != "0" else []
+        parts += [f"rank {m.rank}"] if m.rank else []
+        parts += [f"q {m.layout} {list(q.shape)} {_short(q.dtype)}", " ".join(n for n in self.tensors if n != "q")]
+        return f"<Capture {', '.join(parts)}; {self.source}>"
 
     @property
     def batch(self) -> int:
@@ -186,6 +196,28 @@ class Capture:
     @property
     def _head_axis(self) -> int:
         return 1 if self.metadata.layout == "BHTD" else 2
+
+
+class Captures(list[Capture]):
+    """A list that reads well at a prompt: one line a capture, at most 25 lines of 80 columns."""
+
+    def __repr__(self) -> str:
+        lines = [_one_line(repr(capture)) for capture in self[:_LISTED]]
+        if len(self) > _LISTED:
+            lines.append(f"… and {len(self) - _LISTED} more")
+        lines.append("attn_diag.inspect_captures(…) judges them; [i].save(path) keeps one." if self else "")
+        return "\n".join([f"{len(self)} capture{'s' * (len(self) != 1)}{':' if self else ''}", *lines]).rstrip()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+_LISTED, _WIDTH = 20, 80
+
+
+def _one_line(text: str) -> str:
+    plain = "".join(c if c.isprintable() else "�" for c in text)
+    return plain if len(plain) <= _WIDTH else plain[: _WIDTH - 1] + "…"
 
 
 class _Validator:

@@ -5,6 +5,7 @@ A quantity that needs a tensor the capture lacks is None, never 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -261,6 +262,16 @@ class HeadDiagnosis:
     rows_unknown: int = 0
 
 
+def severity(head: HeadDiagnosis) -> tuple[int, float]:
+    """Sorts the worst first: biased or lossy, ill-conditioned, undecided, no verdict, clean; then by dQ's error."""
+    order = ("biased", "lossy", "ill_conditioned", "undecided", None, "clean")
+    found = head.verdict.labels if head.verdict else (None,)
+    dq = head.propagation.dq
+    error = (dq.relative_error or dq.predicted_relative_error or 0.0) if dq else 0.0
+    # NaN would leave a sort in any order.
+    return min(order.index(label) for label in found), -math.inf if math.isnan(error) else -error
+
+
 @dataclass(frozen=True)
 class KvBias:
     """Signed error of dK and dV. No test: one query row's error hits every key, keys are not independent."""
@@ -404,6 +415,10 @@ class Diagnosis:
                 for head in observation.heads:
                     if head.head is not None:
                         yield capture, observation, head
+
+    def ranked(self) -> list[tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]]:
+        """The entries, the worst first: by label, then by dQ's error."""
+        return sorted(self.entries(), key=lambda entry: severity(entry[2]))
 
     @property
     def labels(self) -> frozenset[Label]:

@@ -219,7 +219,7 @@ def _biased(
             f"{'noise floors' if name.startswith('delta') else 'ulp'}, adjusted p = {estimate.p_adjusted:.2g}; {scope})"
         )
         rounding = rounding_bias.delta if name == "delta" else None
-        if rounding is not None and _explains(rounding, estimate, level):
+        if rounding is not None and explained_by_rounding(rounding, estimate, level):
             words.append(f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel.")
         else:
             found = True
@@ -238,7 +238,8 @@ def _leans_on_few(estimate: BiasEstimate, level: float) -> bool:
     return not found and estimate.n_eff is not None and estimate.n_eff < MIN_EFFECTIVE
 
 
-def _explains(rounding: BiasEstimate, total: BiasEstimate, level: float) -> bool:
+def explained_by_rounding(rounding: BiasEstimate, total: BiasEstimate, level: float) -> bool:
+    """Whether correct rounding of O alone has a mean like that of delta's ``total`` error, and as significant."""
     significant = rounding.p_value is not None and rounding.p_value <= level
     same_sign = (rounding.mean or 0.0) * (total.mean or 0.0) > 0
     return significant and same_sign and abs(rounding.mean or 0.0) >= abs(total.mean or 0.0) / 2

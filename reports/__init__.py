@@ -1,6 +1,7 @@
 """Telling people: terminal, HTML and JSON renderings of a Diagnosis. No statistics, no kernels, no files."""
 
+from attn_diag.reports.brief import brief
 from attn_diag.reports.html import html_document, html_fragment
-from attn_diag.reports.terminal import brief, terminal_renderables, terminal_text
+from attn_diag.reports.terminal import terminal_renderables, terminal_text
 
 __all__ = ["brief", "html_document", "html_fragment", "terminal_renderables", "terminal_text"]

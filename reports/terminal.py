@@ -11,26 +11,12 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis, severity
 from attn_diag.reports import words
 
 _STYLES = {"clean": "green", "lossy": "bold red", "ill_conditioned": "bold yellow", "biased": "bold red"}
 _MAX_ROWS = 16
 _MAX_DETAILS = 3
-
-
-def brief(diagnosis: Diagnosis) -> str:
-    """A few lines for a debugger prompt: the summary and the worst heads."""
-    lines = [f"Diagnosis: {diagnosis.summary.sentence}"]
-    for _, observation, head in sorted(diagnosis.entries(), key=lambda e: _severity(e[2]))[:4]:
-        dq = head.propagation.dq
-        error = words.percent(dq.relative_error if dq else None)
-        lines.append(
-            f"  {observation.name} {words.head_name(head)}: {words.labels(head)}; "
-            f"noise factor {words.number(head.noise_factor)}, "
-            f"conditioning {words.number(head.conditioning)}, dQ off {error}"
-        )
-    return "\n".join([*lines, "  print(d.report()) shows all; d.to_json() exports it."])
 
 
 def terminal_text(diagnosis: Diagnosis, width: int = 100) -> str:
@@ -76,7 +62,7 @@ def _observation(observation: ObservationDiagnosis, *, judged: bool) -> Iterator
         yield Text("  no verdict: correct the assumptions first")
         return
     single = [h for h in observation.heads if h.head is not None]
-    worst = sorted(single, key=_severity)
+    worst = sorted(single, key=severity)
     yield _overview([*worst[:_MAX_ROWS], *([observation.pooled] if len(single) > 1 else [])])
     if len(single) > _MAX_ROWS:
         yield Text(f"  {len(single) - _MAX_ROWS} more heads in --json", style="dim")
@@ -174,12 +160,3 @@ def _tests(head: HeadDiagnosis) -> Table:
     for name in words.TESTS:
         table.add_row(*words.test_cells(name, getattr(head.bias, name)))
     return table
-
-
-def _severity(head: HeadDiagnosis) -> tuple[int, float]:
-    """Sorts the worst first: biased or lossy, ill-conditioned, undecided, clean; then by dQ's error."""
-    order = ("biased", "lossy", "ill_conditioned", "undecided", "clean")
-    found = head.verdict.labels if head.verdict else ("clean",)
-    dq = head.propagation.dq
-    error = (dq.relative_error or dq.predicted_relative_error or 0.0) if dq else 0.0
-    return min(order.index(label) for label in found), -error

@@ -53,6 +53,11 @@ def signed(value: float | None) -> str:
     return DASH if value is None else f"{value:+.2g}"
 
 
+def printable(text: str) -> str:
+    """A name of the user's on one line: without line breaks and control characters."""
+    return "".join(c if c.isprintable() else "�" for c in text)
+
+
 def head_name(head: HeadDiagnosis) -> str:
     """L2H4, H4 or "all"."""
     if head.head is None:

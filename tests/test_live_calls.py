@@ -50,7 +50,7 @@ def captured_call(call: Callable[[], Tensor], folder: Path, upstream: Callable[[
     """One call outside any module, with its backward."""
     with attn_diag.capture(None, folder, batch=None) as recorder:
         o = call()
-        (o * upstream(o)).sum().backward()
+        torch.autograd.backward((o * upstream(o)).sum())
     return only(recorder)
 
 
@@ -130,7 +130,7 @@ class Late(nn.Module):
 def test_a_name_imported_meanwhile(tmp_path: Path) -> None:
     model = Late()
     with attn_diag.capture(model, tmp_path) as recorder:
-        model(inputs(1), inputs(2), inputs(3)).sum().backward()
+        torch.autograd.backward(model(inputs(1), inputs(2), inputs(3)).sum())
     assert holds(only(recorder))
 
 
@@ -167,7 +167,7 @@ def test_multi_head_attention(mask: str, need_weights: bool, batch_first: bool, 
     with attn_diag.capture(attention, tmp_path, batch=None) as recorder:
         given = x if batch_first else x.transpose(0, 1)
         o, _ = attention(given, given, given, need_weights=need_weights, **MASKS[mask])
-        o.square().sum().backward()
+        torch.autograd.backward(o.square().sum())
         optimizer.step()
     capture = only(recorder)
     assert holds(capture)
@@ -189,7 +189,7 @@ def test_multi_head_attention(mask: str, need_weights: bool, batch_first: bool, 
 def test_the_encoder_of_torch(tmp_path: Path) -> None:
     tiny = transformer_encoder()
     with attn_diag.capture(tiny.model, tmp_path) as recorder:
-        tiny.loss(tiny.model).backward()
+        torch.autograd.backward(tiny.loss(tiny.model))
     captures = [attn_diag.load(path) for path in sorted(recorder.written)]
     assert [c.metadata.extra["module"] for c in captures] == list(tiny.attentions)
     assert all(holds(c) for c in captures)
@@ -236,7 +236,7 @@ def test_a_nano_gpt_loop(checkpointing: bool | None, tmp_path: Path) -> None:
             for micro in range(2):
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = next_token_loss(model, tokens(2 * step + micro))
-                loss.backward()
+                torch.autograd.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
     captures = [attn_diag.load(path) for path in sorted(recorder.written)]
@@ -324,7 +324,8 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(*qkv.unbind(2), *rest)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *rest)
 
 
 def flash_attn_kvpacked_func(
@@ -333,7 +334,8 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, *kv.unbind(2), *rest)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *rest)
 
 
 @pytest.fixture
@@ -399,7 +401,7 @@ def test_two_axes_and_three(tmp_path: Path) -> None:
     with attn_diag.capture(None, tmp_path, batch=None, calls=None) as recorder:
         for axes in (2, 3):
             q, k, v = (torch.randn(2, 5, 4)[(0,) * (3 - axes)].requires_grad_() for _ in range(3))
-            sdpa(q, k, v).sum().backward()
+            torch.autograd.backward(sdpa(q, k, v).sum())
     captures = [attn_diag.load(path) for path in sorted(recorder.written)]
     assert [tuple(c.tensors["q"].shape) for c in captures] == [(1, 1, 5, 4), (2, 1, 5, 4)]
     assert all(holds(c) for c in captures)

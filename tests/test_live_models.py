@@ -29,7 +29,7 @@ def captured(tiny: Tiny, folder: Path, *, autocast: bool = False, steps: int = 1
         for _ in range(steps):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = tiny.loss(tiny.model)
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
     assert not recorder.dropped
     return [attn_diag.load(path) for path in sorted(recorder.written)]
@@ -74,7 +74,7 @@ def test_transformers(kind: str, how: str, padded: bool, autocast: bool, tmp_pat
     tiny, witness = transformers_model(kind, how, padded=padded), Witness()
     with witness.watching(tiny.model, how), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = tiny.loss(tiny.model)
-    loss.backward()
+    torch.autograd.backward(loss)
     captures = captured(transformers_model(kind, how, padded=padded), tmp_path / "captures", autocast=autocast)
     assert [c.metadata.extra["module"] for c in captures] == list(tiny.attentions)
     for layer, (capture, seen) in enumerate(zip(captures, witness.seen, strict=True)):
@@ -98,7 +98,7 @@ def disagreements(capture: Capture, seen: dict[str, Tensor]) -> list[str]:
             mine = capture.tensors[key][...]
             if mine.shape[1] > expected.shape[1]:
                 # A kernel without GQA is given repeated keys.
-                mine = mine.unflatten(1, (expected.shape[1], -1))
+                mine = mine.reshape(len(mine), expected.shape[1], -1, *mine.shape[2:])
                 mine = mine.sum(2) if key[0] == "d" else mine[:, :, 0]
             if not torch.equal(mine, expected):
                 wrong.append(key)
@@ -119,9 +119,8 @@ def assert_metadata(capture: Capture, layer: int, *, masked: bool) -> None:
 
 def query_weight(attention: nn.Module) -> tuple[Tensor, Tensor]:
     """The rows of a projection's weight that make q, [H * D, C], and their gradient, by what is known of each kind."""
-    for name in ("q_proj", "query", "query_key_value", "c_attn"):
-        if (layer := getattr(attention, name, None)) is not None:
-            break
+    name = next(n for n in ("q_proj", "query", "query_key_value", "c_attn") if hasattr(attention, n))
+    layer: Any = getattr(attention, name)
     pair = (layer.weight.detach(), layer.weight.grad)
     if name == "query_key_value":
         rows = [t.view(HEADS, 3, -1, WIDTH)[:, 0].reshape(WIDTH, WIDTH) for t in pair]
@@ -156,7 +155,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Capture, dict
     tiny, witness = transformers_model("llama", "sdpa"), Witness()
     with witness.watching(tiny.model, "sdpa"):
         loss = tiny.loss(tiny.model)
-    loss.backward()
+    torch.autograd.backward(loss)
     captures = captured(transformers_model("llama", "sdpa"), tmp_path_factory.mktemp("llama") / "captures")
     return tiny, captures[0], witness.seen[0]
 

@@ -30,6 +30,7 @@ ALLOWED = {
         "attn_diag.drift.result",
         "attn_diag.microscopy.addition",
         "attn_diag.attribution.result",
+        "attn_diag.debugging.result",
         "attn_diag.hardware.installation",
         "attn_diag.hardware.profile",
         "attn_diag.identification.result",
@@ -44,6 +45,8 @@ ALLOWED = {
 FACES = {
     "attribution/result.py",
     "cli/inspect.py",
+    "debugging/finding.py",
+    "debugging/result.py",
     "diagnosis.py",
     "drift/result.py",
     "hardware/installation.py",

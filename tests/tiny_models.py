@@ -72,7 +72,7 @@ def transformers_model(kind: str, implementation: str, *, padded: bool = False, 
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.15)
 
     def loss(run: nn.Module) -> Tensor:
         ids, mask = tokens(), padding() if padded else None

@@ -40,7 +40,7 @@ class AttentionCall:
     projection, where it was found: its input ``x`` [B, Tq, C] (which the product saw as ``x_dtype``: cast what is kept
     of it), the rows ``w_q`` [Hq * D, C] of its weight, and after the backward ``dq_pre`` [B, Hq, Tq, D], the gradient
     at its output, where q is not x w_q^T itself. ``refused``: why attn-diag cannot analyse the call (dropout, sinks),
-    or None.
+    or None. ``awaits_backward``: whether o takes part in autograd, so that ``Listener.backward`` may follow.
     """
 
     place: Place
@@ -64,6 +64,7 @@ class AttentionCall:
     w_q: Tensor | None = None
     dq_pre: Tensor | None = None
     refused: str | None = None
+    awaits_backward: bool = False
     notes: list[str] = field(default_factory=list)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -139,7 +139,7 @@ def _wrapper(site: Site, function: Function) -> Function:
 
 def _in_cuda_graph() -> bool:
     """Whether a CUDA graph is being recorded: what we add would be recorded too, and replayed."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _run(site: Site, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -52,9 +52,11 @@ class Projection:
     slice: Slice
     exact: bool
 
-    def weight(self) -> Tensor:
-        """w_q [Hq * D, C]."""
+    def weight(self) -> Tensor | None:
+        """w_q [Hq * D, C]; None where this rank holds a shard only, as FSDP leaves it between uses."""
         weight: Tensor = self.layer.weight.detach()
+        if hasattr(weight, "to_local") or weight.dim() != 2:
+            return None
         # transformers' Conv1D keeps its weight as [C, N].
         weight = weight.T if _is_conv1d(self.layer) else weight
         rows = self.slice.columns(weight.shape[0], weight.device)

@@ -7,12 +7,11 @@ import hashlib
 import logging
 import os
 import re
+import secrets
 import threading
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from attn_diag.captures import Capture
+from attn_diag.captures import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.live.call import AttentionCall, Place
 from attn_diag.live.watch import Watch
@@ -36,7 +35,7 @@ Steps = Container[int] | Callable[[int], bool]
 
 _open: list[Recorder] = []
 _newest: list[Capture] = []
-_numbers = count()
+_begun: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
@@ -65,11 +64,11 @@ class Recorder:
         self._heads = None if heads is None else sorted(heads)
         self._batch = None if batch is None else sorted(batch)
         self._ring: deque[list[tuple[str, Capture]]] | None = deque(maxlen=ring) if ring else None
-        self._max_bytes, self._bytes = max_bytes, 0
+        self._max_bytes, self._bytes, self._full = max_bytes, 0, False
         self._taken: dict[tuple[int, int], Taken] = {}
         self._step: list[tuple[str, Capture]] = []
         self._writer = Writer(self._keep, limit=_IN_FLIGHT)
-        self._run = _run_id(self.folder)
+        self._run = ""
         self._watch: Watch | None = None
 
     # A context, or start() and close().
@@ -77,6 +76,7 @@ class Recorder:
     def start(self) -> Self:
         """Begin. Raises InputError where ``path`` cannot be written, or holds captures of this rank already."""
         _prepare(self.folder, _rank())
+        self._run = _run_id(self.folder.name)
         watch = Watch(self._model, self, self._first_step)
         watch.start()
         if watch.compiled:
@@ -135,7 +135,7 @@ class Recorder:
 
     def wants_step(self, step: int) -> bool:
         """Whether this step is captured."""
-        if self._bytes >= self._max_bytes and self._ring is None:
+        if self._full:
             return False
         if self._steps is None:
             return True
@@ -152,9 +152,13 @@ class Recorder:
             self._drop(f"{call.place.module or 'attention'}: {call.refused}")
             return
         tensors, metadata = self._select(call, call.tensors()), self._metadata(call)
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
-        if self._ring is None and self._bytes + size > self._max_bytes:
-            self._bytes = self._max_bytes
+        size = _bytes_of(tensors)
+        if call.place.gradients:
+            # Those to come: of q, k, v and o, and perhaps of the projection's output.
+            late = ("q", "k", "v", "o", *(("q",) if call.x is not None else ()))
+            size += _bytes_of({str(i): tensors[name] for i, name in enumerate(late)})
+        if self._bytes + size > self._max_bytes:
+            self._full = True
             self._drop(f"the limit of {self._max_bytes / _GIB:.3g} GiB is reached (max_bytes)")
             return
         self._bytes += size
@@ -164,15 +168,17 @@ class Recorder:
         """Clone what is chosen of the gradients, and hand the call over."""
         taken = self._taken.pop((call.place.layer, call.place.call), None)
         if taken is not None:
-            added = self._select(call, {name: t for name, t in call.tensors().items() if name not in taken.tensors})
-            self._bytes += sum(t.numel() * t.element_size() for t in added.values())
-            taken.tensors |= added
+            late = {name: t for name, t in call.tensors().items() if name not in taken.tensors}
+            taken.tensors |= self._select(call, late)
             self._submit(taken)
 
     def step_ended(self, step: int) -> None:  # noqa: ARG002 - the protocol
         """Calls without a backward are complete as they are."""
         self._submit_open()
         self._writer.call(self._step_over)
+        if self._ring is not None:
+            # The limit is that of every step here, and of the ring.
+            self._bytes, self._full = 0, False
 
     # Ourselves.
 
@@ -346,7 +352,7 @@ def last() -> list[Capture]:
         running = list(_open)
     for recorder in running:
         recorder.drain(_LAST_TIMEOUT)
-    return list(_newest)
+    return Captures(_newest)
 
 
 def trigger(reason: str) -> None:
@@ -391,15 +397,25 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _run_id(folder: Path) -> str:
-    """Eight hex digits, the same on all ranks without asking them: a rank that does not capture would not answer.
+def _run_id(folder: str) -> str:
+    """Eight hex digits, the same on all ranks that capture: the first to come says which.
 
-    Ranks of one job agree on their rendezvous and on how many captures came before; single processes draw by the clock.
+    Nobody waits for anybody, as not every rank need capture; a capture is told from others by its folder's name and
+    by how many of that name this rank has begun.
     """
-    shared = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
-    mine = shared if _world_size() > 1 else [str(os.getpid()), str(time.time_ns())]
-    text = "\n".join([*mine, str(next(_numbers)), folder.name])
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    mine = secrets.token_hex(4)
+    if _world_size() == 1:
+        return mine
+    key = f"attn_diag/{folder}/{_begun[folder]}"
+    _begun[folder] += 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        try:
+            store = torch.distributed.distributed_c10d._get_default_store()
+            return str(store.compare_set(key, "", mine).decode())
+        except Exception as error:  # a store of another kind
+            _log.info("no run number from the process group's store: %s", error)
+    agreed = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    return hashlib.sha256("\n".join([*agreed, key]).encode()).hexdigest()[:8]
 
 
 def _clone(part: Tensor) -> Tensor:
@@ -416,6 +432,10 @@ def _nonfinite(capture: Capture) -> str | None:
         if tensor is not None and not bool(tensor[...].isfinite().all()):
             return name
     return None
+
+
+def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def _size(capture: Capture) -> int:

@@ -136,6 +136,8 @@ class Watch:
         self._counts[_key(owner), recomputing] += 1
         self._calls_this_step += 1
         self.calls_seen += 1
+        if self._projections is not None:
+            self._projections.forget()  # also the projections of calls that nobody wanted
 
     def sees(self, place: Place, fields: Fields, result: Any) -> None:
         """A wanted call has run: tell the listener, and follow its gradients."""
@@ -145,7 +147,8 @@ class Watch:
         detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
         call = AttentionCall(place=place, **detached)
         o = result[0] if isinstance(result, tuple) else result
-        pending = _Pending(self, call) if isinstance(o, Tensor) and o.requires_grad else None
+        call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
+        pending = _Pending(self, call) if call.awaits_backward else None
         if known is not None:
             x, weight, biased = known
             call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), weight.detach()
@@ -156,6 +159,8 @@ class Watch:
             if found is not None:
                 projection, x, y = found
                 call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), projection.weight()
+                if call.w_q is None:
+                    call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
                 if pending is not None:
                     pending.follow_projection(y, projection)
         self.listener.forward(call)

@@ -1,0 +1,53 @@
+"""What a breakpoint found: the call, its tensors and its diagnosis."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from attn_diag.captures import Capture
+from attn_diag.diagnosis import Diagnosis
+from attn_diag.live.call import Place
+
+
+@dataclass(frozen=True, repr=False)
+class Finding:
+    """An attention call for which a condition of ``break_if`` held. Printed, it takes at most 25 lines.
+
+    ``reasons``: which conditions, in words. ``place``: step, layer, module, call. ``judged``: on what. ``capture``: a
+    copy of the call's tensors as they were then (``capture.save(path)`` keeps it for the command line), None where they
+    do not fit each other. ``diagnosis``: None where attn-diag cannot analyse the call; ``refused`` says why. ``also``:
+    other calls that were found before the program could be stopped. ``disarm()``: the breakpoint stops no more.
+    """
+
+    reasons: tuple[str, ...]
+    place: Place
+    judged: str
+    kernel: str
+    capture: Capture | None
+    diagnosis: Diagnosis | None
+    refused: str | None = None
+    also: tuple[Finding, ...] = ()
+    disarm: Callable[[], None] = field(default=lambda: None, compare=False)
+
+    def __str__(self) -> str:
+        from attn_diag.reports.brief import brief, wrapped
+
+        p = self.place
+        module = f" ({p.module})" if p.module else ""
+        more = f" {len(self.also)} more in .also." if self.also else ""
+        head = f"attn_diag.break_if: {'; '.join(self.reasons)}"
+        where = f"Layer {p.layer}{module}, call {p.call} of step {p.step}, {self.kernel}; judged {self.judged}.{more}"
+        lines = [*wrapped(head, 2), *wrapped(where, 2)]
+        lines += wrapped("import attn_diag; attn_diag.last_finding(): .capture.save(path), .disarm()", 1)
+        if self.diagnosis is None:
+            return "\n".join([*lines, *wrapped(f"Not analysed: {self.refused}", 3)])
+        return "\n".join([*lines, brief(self.diagnosis, "attn_diag.last_finding().diagnosis")])
+
+    def __repr__(self) -> str:
+        p = self.place
+        return f"<Finding: {'; '.join(self.reasons)}; layer {p.layer}, call {p.call} of step {p.step}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"

@@ -1,0 +1,807 @@
+"""At a debugger's prompt: what is printed, and ``break_if``."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+
+import attn_diag
+from attn_diag import Capture, Diagnosis, Finding, InputError, break_if
+from attn_diag.analysis import inspect_captures
+from attn_diag.captures import Captures
+from attn_diag.debugging.conditions import largest_logit
+from attn_diag.debugging.stopping import at_next_instruction, users_frame
+from attn_diag.diagnosis import GradientError
+from attn_diag.live.call import AttentionCall, Place
+from attn_diag.reports import brief
+from attn_diag.reports.brief import wrapped
+
+LONG = "a_very_long_name_of_a_kernel_or_a_file_that_goes_on_and_on_" * 5
+
+
+# What is printed.
+
+
+def inputs(heads: int = 2, rows: int = 32, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(1, heads, rows, 16, generator=generator).bfloat16() for _ in range(4))
+    o = scaled_dot_product_attention(q, k, v, is_causal=True)
+    return {"q": q, "k": k, "v": v, "o": o, "do": do}
+
+
+@pytest.fixture(scope="module")
+def small() -> Diagnosis:
+    return attn_diag.inspect(**inputs(), causal=True)
+
+
+def many(found: Diagnosis, heads: int = 1, captures: int = 1, name: str = "", source: str = "x") -> Diagnosis:
+    """The first head of a diagnosis, many times over."""
+    (observation,) = found.captures[0].observations
+    one = replace(observation.heads[0], layer=11)
+    single = tuple(replace(one, head=i) for i in range(heads))
+    observation = replace(observation, name=name or observation.name, heads=(*single, observation.pooled))
+    capture = replace(found.captures[0], observations=(observation,))
+    return replace(found, captures=tuple(replace(capture, source=f"{source}{i}") for i in range(captures)))
+
+
+CASES: dict[str, Callable[[Diagnosis], Diagnosis]] = {
+    "as it is": lambda d: d,
+    "144 heads": lambda d: many(d, heads=144),
+    "300 captures": lambda d: many(d, captures=300),
+    "long names": lambda d: many(d, heads=9, captures=9, name=LONG, source=f"/tmp/{LONG}/{LONG}"),
+    "a name of several lines": lambda d: many(d, heads=9, name="a\nb\n" * 20, source="\x1b[31m\n" * 9),
+    "wide characters": lambda d: many(d, heads=9, captures=3, name="注意力" * 30, source="测" * 90),
+    "unreadable files": lambda d: replace(
+        many(d, heads=99), summary=replace(d.summary, unreadable=(LONG,) * 50, warnings=(LONG,) * 50)
+    ),
+    "a long sentence": lambda d: replace(d, summary=replace(d.summary, sentence=LONG * 9)),
+    "long reasons": lambda d: replace(
+        d,
+        captures=tuple(
+            replace(
+                c,
+                assumptions=replace(c.assumptions, ok=False, message=LONG * 3),
+                observations=tuple(
+                    replace(
+                        o,
+                        heads=tuple(
+                            replace(
+                                h,
+                                verdict=replace(h.verdict, reasons=(LONG * 9,), suggestions=(LONG * 9,))
+                                if h.verdict
+                                else None,
+                            )
+                            for h in o.heads
+                        ),
+                    )
+                    for o in c.observations
+                ),
+            )
+            for c in many(d, heads=50).captures
+        ),
+    ),
+    "nothing": lambda d: replace(d, captures=()),
+    "everything at once": lambda d: replace(
+        CASES["long reasons"](d),
+        summary=replace(d.summary, sentence=LONG * 9, unreadable=(LONG,) * 50, warnings=(LONG,) * 50),
+    ),
+}
+
+
+def too_much(text: str, lines: int = 25, width: int = 80) -> list[str]:
+    from rich.cells import cell_len
+
+    found = [line for line in text.splitlines() if cell_len(line) > width]
+    return found + text.splitlines()[lines:]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_diagnosis_takes_at_most_25_lines(small: Diagnosis, case: str) -> None:
+    diagnosis = CASES[case](small)
+    assert not too_much(repr(diagnosis))
+    assert "report()" in repr(diagnosis)
+    place = Place(10**6, 11, LONG, 3, True)
+    finding = Finding((LONG, LONG), place, "after its backward", LONG, None, diagnosis)
+    assert not too_much(str(finding)), str(finding)
+    assert not too_much(str(replace(finding, diagnosis=None, refused=LONG * 9)))
+    assert "\n" not in repr(finding)
+
+
+@pytest.mark.parametrize("case", ["144 heads", "long names"])
+def test_the_limit_can_be_broken(small: Diagnosis, case: str) -> None:
+    assert too_much(CASES[case](small).report(80), width=79)
+    assert too_much("x" * 81)
+
+
+def test_an_error_that_is_nan_comes_first(small: Diagnosis) -> None:
+    def with_errors(*errors: float) -> list[int | None]:
+        one = many(small, heads=len(errors))
+        (made,) = one.captures[0].observations
+        heads = tuple(
+            replace(h, propagation=replace(h.propagation, dq=GradientError(relative_error=e)))
+            for h, e in zip(made.heads, errors, strict=False)
+        )
+        changed = replace(one.captures[0], observations=(replace(made, heads=heads),))
+        return [head.head for _, _, head in replace(one, captures=(changed,)).ranked()]
+
+    assert with_errors(0.1, 0.5, float("nan"), 0.3, 0.4) == [2, 1, 4, 3, 0]
+    assert with_errors(0.1, 0.5, 0.0, 0.3, 0.4) == [1, 4, 3, 0, 2]
+
+
+def test_wrapping_keeps_the_words() -> None:
+    text = "one two three " * 12
+    assert " ".join(line.strip() for line in wrapped(text, 9)) == text.strip()
+    assert wrapped(text, 2)[-1].endswith("…")
+
+
+def test_the_worst_first_and_what_to_type_next(captures: Path) -> None:
+    found = inspect_captures([attn_diag.load(captures / "kernels_pair_T512.safetensors")], device="cpu")
+    lines = repr(found).splitlines()
+    assert "stable" in lines[3]
+    assert "lossy, biased" in lines[3]
+    assert "explain(found, 1" in repr(found)
+    assert "observation='stable'" in repr(found)
+    rows = [entry[2] for entry in found.ranked()]
+    assert [h.verdict.labels[0] for h in rows if h.verdict] == ["lossy"] * 4 + ["ill_conditioned"] * 4
+    reversed_first = replace(found, captures=tuple(reversed(found.captures)))
+    assert brief(reversed_first) == brief(found), "the order of the file does not matter"
+
+
+def captures_of(count: int, source: str = "memory") -> Captures:
+    extra = {"module": "model.layers.0.self_attn", "call": "2"}
+    one = Capture.from_tensors(inputs(), causal="top-left", layer=0, step=7, extra=extra)
+    return Captures([replace(one, source=source)] * count)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 20, 21, 500])
+def test_a_list_of_captures(count: int) -> None:
+    shown = repr(captures_of(count, source=LONG))
+    assert not too_much(shown)
+    assert str(count) in shown
+    if count:
+        assert "step 7, layer 0, model.layers.0.self_attn, call 2, q BHTD [1, 2, 32, 16] bfloat16" in repr(
+            captures_of(1)[0]
+        )
+        assert "step 7, layer 0, model.layers.0.self_attn" in shown
+    assert too_much(list.__repr__(captures_of(500)))
+
+
+TAG = "<script>alert(1)</script>"
+
+
+def test_notebooks_escape_names() -> None:
+    given = {n if n != "o" else f"{TAG}.o": t for n, t in inputs().items()}
+    capture = Capture.from_tensors(given, causal="top-left", step=1, kernel=TAG, extra={"module": TAG})
+    capture = replace(capture, source=f"{TAG}.safetensors")
+    diagnosis = inspect_captures([capture])
+    finding = Finding((TAG,), Place(0, 0, TAG, 0, True), "after its forward", TAG, capture, diagnosis)
+    for shown in (diagnosis, Captures([capture]), finding):
+        page = shown._repr_html_()
+        assert "<script" not in page
+        assert "&lt;script&gt;" in page
+    assert "<script" in TAG, "what is looked for"
+
+
+# A program that is stopped.
+
+PROGRAM = """
+import sys
+import torch, attn_diag
+from torch.nn.functional import scaled_dot_product_attention
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 96, bias=False)
+    def forward(self, x):
+        secret = "of the user's frame"
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(Attention(), Attention()).bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x = torch.randn(1, 48, 32).bfloat16()
+
+def train(steps):
+    for step in range(steps):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        after = "the backward"
+        optimizer.step()
+    print("trained")
+"""
+
+
+def at_prompt(program: str, commands: list[str], path: Path, **environment: str) -> str:
+    script = path / "program.py"
+    script.write_text(PROGRAM + program)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        input="\n".join([*commands, ""]),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "COLUMNS": "80", "PYTHONBREAKPOINT": "", **environment},
+    )
+    return done.stdout + done.stderr
+
+
+def answers(output: str) -> list[str]:
+    """What was printed after each prompt."""
+    return [part.strip("\n") for part in output.split("(Pdb) ")[1:]]
+
+
+def test_inspect_at_a_pdb_prompt(tmp_path: Path) -> None:
+    program = """
+heads = {n: torch.randn(1, 144, 24, 16).bfloat16() for n in ("q", "k", "v", "do")}
+o = scaled_dot_product_attention(heads["q"], heads["k"], heads["v"], is_causal=True)
+with attn_diag.capture(model, sys.argv[0] + ".captures"):
+    train(2)
+breakpoint()
+print("end")
+"""
+    output = at_prompt(
+        program,
+        [
+            "attn_diag.inspect(**heads, o=o, causal=True)",
+            "attn_diag.last()",
+            "attn_diag.inspect_captures(attn_diag.last())",
+            "found = attn_diag.inspect(**heads, o=o, causal=True)",
+            "print(attn_diag.explain(found, 3))",
+            "c",
+        ],
+        tmp_path,
+    )
+    inspected, listed, of_run, nothing, explained = answers(output)[:5]
+    assert inspected.startswith("Diagnosis: 144 heads judged"), output
+    assert not too_much(inspected)
+    assert len(inspected.splitlines()) > 8
+    assert listed.startswith("2 captures:")
+    assert not too_much(listed)
+    assert of_run.startswith("Diagnosis: 4 heads judged")
+    assert not too_much(of_run)
+    assert nothing == ""
+    assert explained.startswith("observed, head 3:")
+
+
+def test_break_if_stops_in_the_users_frame(tmp_path: Path) -> None:
+    output = at_prompt(
+        "with attn_diag.break_if(max_logit=0.01, model=model):\n    train(1)\nprint(sys.gettrace())",
+        ["p secret, q.shape", "attn_diag.last_finding()", "attn_diag.last_finding().disarm()", "c"],
+        tmp_path,
+    )
+    opened, variables, finding, _, end = [output.split("(Pdb) ")[0], *answers(output)]
+    assert not too_much("\n".join(opened.splitlines()[:-3])), "pdb adds three lines"
+    assert "-> return scaled_dot_product_attention(q, k, v" in opened
+    assert variables == '("of the user\'s frame", torch.Size([1, 2, 48, 16]))'
+    assert finding.startswith("<Finding: max_logit: ")
+    assert end == "trained\nNone"
+
+
+def test_break_if_stops_behind_the_backward(tmp_path: Path) -> None:
+    output = at_prompt(
+        "with attn_diag.break_if(predicate=lambda d: True, model=model):\n    train(2)",
+        ["n", "p after", "len(attn_diag.last_finding().also)", "attn_diag.last_finding().capture", "c", "q"],
+        tmp_path,
+    )
+    opened, found = output.split("(Pdb) ")[0], answers(output)
+    assert "judged after its backward" in " ".join(opened.split())
+    assert '-> after = "the backward"' in opened
+    assert found[1] == "'the backward'"
+    assert found[2] == "1", "both layers were found in this backward"
+    assert " do dq dk dv x w_q" in " ".join(found[3].split())
+    assert "step 1" in found[4], "it goes on to the next step"
+    assert "BdbQuit" in found[5], "quitting ends the program"
+    assert "trained" not in output
+
+
+def test_break_if_honours_pythonbreakpoint(tmp_path: Path) -> None:
+    program = "with attn_diag.break_if(max_logit=0.01, model=model):\n    train(1)"
+    output = at_prompt(program, [], tmp_path, PYTHONBREAKPOINT="0")
+    assert "trained" in output
+    assert "attn_diag.break_if: max_logit" in output
+
+
+# In this process, with a hook.
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96, bias=False)
+        self.dropout = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        return o.transpose(1, 2).flatten(2)
+
+
+class Run:
+    """A small training run."""
+
+    def __init__(self, layers: int = 2) -> None:
+        torch.manual_seed(0)
+        self.attentions = [Attention() for _ in range(layers)]
+        self.model = nn.Sequential(*self.attentions).bfloat16()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.x = torch.randn(2, 48, 32).bfloat16()
+        self.losses: list[Tensor] = []
+
+    def step(self) -> None:
+        loss = self.model(self.x).float().square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.detach())
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+def always(diagnosis: Diagnosis) -> bool:
+    return bool(diagnosis.captures)
+
+
+def never(diagnosis: Diagnosis) -> bool:
+    return not diagnosis.captures
+
+
+def test_judged_after_the_backward_where_there_is_one(run: Run) -> None:
+    found: list[Finding] = []
+    with break_if(predicate=always, model=run.model, hook=found.append) as point:
+        run.step()
+        with torch.no_grad():
+            run.model(run.x)
+    assert [f.judged for f in found] == ["after its backward"] * 2, "evaluation in a loop that trains is passed over"
+    assert (point.judged, point.found) == (4, 2)
+    assert [f.place.layer for f in found] == [1, 0]
+    for finding in found:
+        assert finding.diagnosis is not None
+        assert finding.diagnosis.captures[0].observations[0].heads[0].noise_factor is not None
+        assert finding.capture is not None
+        assert {"do", "dq", "x", "w_q"} <= set(finding.capture.tensors)
+    assert attn_diag.last_finding() is found[-1]
+
+
+def test_without_a_backward_o_is_judged(run: Run) -> None:
+    found: list[Finding] = []
+    with break_if(predicate=always, model=run.model, hook=found.append), torch.no_grad():
+        run.model(run.x)
+        assert [f.judged for f in found] == ["after its forward"] * 2, "at once"
+    with break_if(predicate=always, model=run.model, hook=found.append):
+        run.model(run.x)
+        assert len(found) == 2, "a backward may come"
+    assert [f.judged for f in found[2:]] == ["after its forward, as no backward came"] * 2
+
+
+def test_plain_tensors_and_no_model() -> None:
+    found: list[Finding] = []
+    given = inputs()
+    with break_if(predicate=always, hook=found.append):
+        functional.scaled_dot_product_attention(given["q"], given["k"], given["v"])
+    assert [f.judged for f in found] == ["after its forward"]
+
+
+CHOICES: dict[str, tuple[dict[str, Any], int]] = {
+    "every step": ({}, 6),
+    "a predicate that says no": ({"predicate": never}, 0),
+    "one layer": ({"layers": {1}}, 3),
+    "every other step": ({"every": 2}, 4),
+    "a label that nothing carries": ({"predicate": None, "ill_conditioned": True}, 0),
+    "a logit that nothing reaches": ({"predicate": None, "max_logit": 1e6}, 0),
+    "a logit that all reach": ({"predicate": None, "max_logit": -1.0}, 6),
+    "finite": ({"predicate": None, "nonfinite": True}, 0),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_what_is_looked_at(run: Run, choice: str) -> None:
+    options, expected = CHOICES[choice]
+    found: list[Finding] = []
+    given: dict[str, Any] = {"predicate": always, "model": run.model, "hook": found.append}
+    with break_if(**(given | options)):
+        for _ in range(3):
+            run.step()
+    assert len(found) == expected
+
+
+@pytest.mark.parametrize("hook", [pytest.fail, None], ids=["hook", "predicate"])
+def test_what_the_user_raises_is_raised_in_the_program(run: Run, hook: Any) -> None:
+    def wrong(diagnosis: Diagnosis) -> bool:
+        raise LookupError(f"of the predicate: {diagnosis.summary.sentence}")
+
+    expected = LookupError if hook is None else pytest.fail.Exception
+    given: dict[str, Any] = {"predicate": wrong}
+    if hook is not None:
+        given = {"predicate": always, "hook": lambda found: hook(str(found))}
+    point = break_if(model=run.model, **given)
+    with pytest.raises(expected) as raised, point:
+        run.step()
+    lines = [f"{entry.frame.code.path}:{entry.lineno}" for entry in raised.traceback]
+    assert any(Path(__file__).name in line for line in lines)
+    assert not torch.is_grad_enabled() or sys.gettrace() is None
+    run.step()
+    assert len(run.losses) == 1, "the step it was raised in did not end, the next one did"
+
+
+def test_nonfinite_stops_where_it_arises(run: Run) -> None:
+    found: list[Finding] = []
+    with torch.no_grad():
+        run.attentions[1].qkv.weight[70, 3] = torch.inf
+    with break_if(nonfinite=True, model=run.model, hook=found.append), torch.no_grad():
+        run.model(run.x)
+    assert [f.place.layer for f in found] == [1]
+    assert found[0].reasons[0].startswith("nonfinite: v holds")
+    assert "q, k are finite" in found[0].reasons[0]
+
+
+def test_nonfinite_gradients(run: Run) -> None:
+    found: list[Finding] = []
+    with break_if(nonfinite=True, model=run.model, hook=found.append):
+        (run.model(run.x) * torch.inf).sum().backward()
+    assert {f.place.layer for f in found} == {0, 1}
+    assert found[0].reasons[0].startswith("nonfinite: do holds")
+
+
+def test_dropout_is_not_analysed_but_its_tensors_are_seen(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    found: list[Finding] = []
+    run.attentions[0].dropout = 0.5
+    with (
+        caplog.at_level(logging.WARNING, "attn_diag"),
+        break_if(predicate=always, max_logit=-1.0, model=run.model, layers={0}, hook=found.append),
+        torch.no_grad(),
+    ):
+        run.model(run.x)
+    assert len(found) == 1
+    assert found[0].diagnosis is None
+    assert "dropout" in (found[0].refused or "")
+    assert "dropout" in str(found[0])
+
+
+def planted(q: Tensor, k: Tensor, v: Tensor, rounding: str) -> Tensor:
+    """A kernel whose O is rounded once, in a mode of choice; its gradient is that of exact attention."""
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    scores = q.double() @ k.double().mT / q.shape[3] ** 0.5
+    exact = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.double()
+    rounded = attn_diag.round_to(exact.detach(), rounding)
+    o: Tensor = (exact + (rounded - exact.detach())).bfloat16()
+    return o
+
+
+@pytest.mark.parametrize(("rounding", "stops"), [("bf16:toward-zero", 1), ("bf16", 0)])
+@pytest.mark.parametrize("gradients", [True, False], ids=["trained", "inference"])
+def test_a_directed_rounding_is_stopped_at_and_the_right_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, rounding: str, stops: int, gradients: bool
+) -> None:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = True) -> Tensor:
+        assert is_causal
+        return planted(query, key, value, rounding)
+
+    module: Any = sys.modules["torch.nn.functional"]
+    monkeypatch.setattr(module, "scaled_dot_product_attention", kernel)
+    found: list[Finding] = []
+    given = inputs(heads=2, rows=256)
+    q, k, v = (given[name].requires_grad_(gradients) for name in "qkv")
+    with break_if(biased=True, hook=found.append):
+        o = module.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if gradients:
+            (o * given["do"]).sum().backward()
+    assert len(found) == stops
+    if stops:
+        assert found[0].reasons[0].startswith("biased: head ")
+        assert (found[0].judged == "after its backward") == gradients
+
+
+def test_another_thread_waits_for_the_users_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where gradients come in threads that have no frame of the user's."""
+    found: list[tuple[str, Finding]] = []
+    point = break_if(predicate=always, layers={0}, hook=lambda f: found.append((threading.current_thread().name, f)))
+    with point:
+        calls: list[AttentionCall] = []
+        original = point.backward
+        monkeypatch.setattr(point, "backward", calls.append)
+        loss = run.model(run.x).float().square().mean()
+        loss.backward()
+        (call,) = calls
+        foreign = threading.Thread(target=original, args=(call,), name="autograd")
+        foreign.start()
+        foreign.join()
+        assert point.found == 1
+        assert not found, "nothing of the user's to stop in"
+        run.optimizer.step()
+        assert [name for name, _ in found] == [threading.main_thread().name]
+    assert len(found) == 1
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_program_stops_in_its_own_thread() -> None:
+    plain, watched = Run(), Run()
+    for run in (plain, watched):
+        run.model.cuda()
+        run.x = run.x.cuda()
+    threads: list[str] = []
+    found: list[Finding] = []
+
+    def note(finding: Finding) -> None:
+        threads.append(threading.current_thread().name)
+        found.append(finding)
+
+    plain.step()
+    with break_if(predicate=always, model=watched.model, hook=note):
+        watched.step()
+        assert threads == [threading.main_thread().name] * 2, "behind the optimizer's step at the latest"
+    assert {f.judged for f in found} == {"after its backward"}
+    assert torch.equal(plain.losses[0], watched.losses[0])
+    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def fail(found: Finding) -> None:
+    pytest.fail(str(found))
+
+
+def len_of(found: Finding) -> int:
+    return len(str(found))
+
+
+def state(run: Run) -> tuple[Any, ...]:
+    hooks = [
+        len(getattr(m, name))
+        for m in run.model.modules()
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    ]
+    from torch.optim import optimizer
+
+    return (
+        functional.scaled_dot_product_attention,
+        scaled_dot_product_attention,
+        hooks,
+        len(optimizer._global_optimizer_post_hooks),
+        sys.gettrace(),
+        sys._getframe(1).f_trace,
+        threading.active_count(),
+    )
+
+
+@pytest.mark.parametrize("how", ["judged", "stopped", "raised"])
+def test_same_bits_and_nothing_stays_behind(how: str) -> None:
+    plain, watched = Run(), Run()
+    before = state(watched)
+    torch.manual_seed(1)
+    for _ in range(2):
+        plain.step()
+    generator = torch.get_rng_state()
+    torch.manual_seed(1)
+    with break_if(predicate=never if how == "judged" else always, max_logit=1e9, nonfinite=True, model=watched.model,
+                  hook=len_of):  # fmt: skip
+        for _ in range(2):
+            watched.step()
+    assert torch.equal(generator, torch.get_rng_state())
+    if how == "raised":
+        with (
+            pytest.raises(ZeroDivisionError),
+            break_if(predicate=always, model=watched.model, hook=lambda f: 1 / (f is None)),
+        ):
+            watched.model(watched.x).sum().backward()
+        watched.optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(plain.losses, watched.losses, strict=True))
+    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert state(watched) == before
+
+
+def test_what_stays_behind_would_be_seen(run: Run) -> None:
+    before = state(run)
+    point = break_if(predicate=never, model=run.model).start()
+    assert state(run) != before
+    point.close()
+    point.close()
+    assert state(run) == before
+
+
+def test_disarmed_it_stops_no_more(run: Run) -> None:
+    found: list[Finding] = []
+
+    def stop_once(finding: Finding) -> None:
+        found.append(finding)
+        finding.disarm()
+
+    with break_if(predicate=always, model=run.model, hook=stop_once) as point:
+        for _ in range(3):
+            run.step()
+    assert len(found) == 2, "what one backward found is handed over together"
+    assert point.found == 2
+
+
+def test_the_last_finding_keeps_no_model() -> None:
+    run = Run()
+    with break_if(predicate=always, model=run.model, hook=len_of):
+        run.step()
+    kept = weakref.ref(run.model)
+    del run
+    gc.collect()
+    assert kept() is None
+    assert attn_diag.last_finding() is not None
+
+
+def test_calls_without_a_verdict_are_said_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """A label that cannot be given must not look like one that does not hold."""
+    run.attentions[0].dropout = 0.5
+    with caplog.at_level(logging.WARNING, "attn_diag"), break_if(lossy=True, model=run.model, hook=fail):
+        for _ in range(3):
+            run.step()
+    said = [r.message for r in caplog.records]
+    assert len(said) == 1
+    assert "a call of 0 is not judged: attention dropout 0.5 is on" in said[0]
+
+
+def test_a_kernel_of_another_function_gets_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query * 3 + key - value
+
+    module: Any = functional
+    monkeypatch.setattr(module, "scaled_dot_product_attention", wrong)
+    given = inputs()
+    with caplog.at_level(logging.WARNING, "attn_diag"), break_if(lossy=True, biased=True, hook=fail):
+        for _ in range(2):
+            module.scaled_dot_product_attention(given["q"], given["k"], given["v"])
+    assert len(caplog.records) == 1
+    assert "no verdict on attention: O of 'observed' is" in caplog.text
+
+
+def test_in_inference_mode(run: Run) -> None:
+    found: list[Finding] = []
+    with break_if(predicate=always, model=run.model, hook=found.append), torch.inference_mode():
+        run.model(run.x)
+    assert len(found) == 2
+
+
+def test_the_capture_is_a_copy(run: Run) -> None:
+    found: list[Finding] = []
+    with break_if(predicate=always, model=run.model, layers={0}, hook=found.append):
+        run.step()
+    assert found[0].capture is not None
+    kept = found[0].capture.tensors["w_q"][...].clone()
+    run.step()
+    assert torch.equal(found[0].capture.tensors["w_q"][...], kept)
+    assert not torch.equal(run.attentions[0].qkv.weight[:32], kept)
+
+
+def test_seen_by_a_debugger_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """sys.breakpointhook is what is called, as if the user's frame had called breakpoint()."""
+    frames: list[FrameType | None] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: frames.append(users_frame()))
+    with break_if(predicate=always, model=run.model, layers={0}):
+        run.step()
+    (frame,) = frames
+    assert frame is not None
+    assert capsys.readouterr().out.startswith(
+        "attn_diag.break_if: always(diagnosis) holds\nLayer 0 (0), call 0 of step 0"
+    )
+
+
+def test_nothing_seen_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "attn_diag"), break_if(nonfinite=True):
+        pass
+    assert "no attention call was seen" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "nothing to break on: give biased, lossy"),
+        ({"biased": True, "level": 0.0}, "level must lie between 0 and 1"),
+        ({"biased": True, "every": 0}, "every must be 1"),
+        ({"max_logit": float("nan")}, "max_logit must be a number"),
+        ({"biased": True, "model": "gpt2"}, "model must be a torch.nn.Module"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        break_if(**options)
+
+
+# The pieces.
+
+
+def masks() -> Iterator[tuple[str, dict[str, Any]]]:
+    mask = torch.zeros(24, 40)
+    mask[:, 30:] = torch.finfo(torch.float32).min
+    yield "none", {}
+    yield "causal", {"causal": "bottom-right"}
+    yield "top-left", {"causal": "top-left"}
+    yield "window", {"window": (5, 3)}
+    yield "causal window", {"causal": "bottom-right", "window": (5, 0)}
+    yield "bool", {"mask": mask == 0}
+    yield "additive", {"mask": mask}
+    yield "scale", {"scale": 2.0, "causal": "top-left"}
+
+
+def dense_logit(call: AttentionCall) -> tuple[float, int]:
+    """The same by loops over rows and keys."""
+    best, where, shift = -float("inf"), 0, 0 if call.causal == "top-left" else 16
+    left, right = call.window or (-1, -1)
+    right = 0 if call.causal != "none" else right
+    for head in range(4):
+        scores = call.q[0, head].double() @ call.k[0, head // 2].double().T
+        scores *= 0.25 if call.scale is None else call.scale
+        for t in range(24):
+            for j in range(40):
+                seen = (left < 0 or j >= t + shift - left) and (right < 0 or j <= t + shift + right)
+                seen &= call.mask is None or bool(
+                    call.mask[t, j] if call.mask.dtype == torch.bool else call.mask[t, j] == 0
+                )
+                if seen and float(scores[t, j]) > best:
+                    best, where = float(scores[t, j]), head
+    return best, where
+
+
+@pytest.mark.parametrize(("name", "options"), list(masks()))
+def test_the_largest_logit(name: str, options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(len(name))
+    q, k = torch.randn(1, 4, 24, 16, generator=generator), torch.randn(1, 2, 40, 16, generator=generator)
+    call = AttentionCall(Place(0, 0, None, 0, False), "test", q, k, k, q, **options)
+    assert largest_logit(call) == pytest.approx(dense_logit(call))
+    if options:
+        assert largest_logit(replace(call, causal="none", window=None, mask=None, scale=9.0)) != largest_logit(call)
+
+
+def test_an_action_in_the_users_frame() -> None:
+    steps: list[str] = []
+
+    def library() -> int:
+        frame = sys._getframe(1)
+        at_next_instruction(frame, lambda: steps.append(f"in {frame.f_code.co_name} after {steps}"))
+        steps.append("library")
+        return 1
+
+    def user() -> int:
+        return library()
+
+    before = sys.gettrace()
+    assert user() == 1
+    assert steps == ["library", "in user after ['library']"]
+    assert sys.gettrace() is before
+
+
+def test_a_trace_function_is_put_back() -> None:
+    events: list[str] = []
+
+    def tracer(*event: Any) -> None:
+        events.append(event[1])
+
+    def user() -> None:
+        at_next_instruction(sys._getframe(), lambda: None)
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        user()
+        assert sys.gettrace() is tracer
+    finally:
+        sys.settrace(before)
+    assert "call" in events

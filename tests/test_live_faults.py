@@ -1,0 +1,362 @@
+"""What goes wrong while a run is captured: the run goes on, and what was complete stays readable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Tiny, nano_gpt
+
+import attn_diag
+from attn_diag.captures import Capture
+from attn_diag.errors import InputError
+from attn_diag.live import recorder as recording
+from attn_diag.live.writer import Taken, Writer
+
+
+def steps(tiny: Tiny, count: int = 1) -> None:
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+    for _ in range(count):
+        optimizer.zero_grad()
+        torch.autograd.backward(tiny.loss(tiny.model))
+        optimizer.step()
+
+
+def script(text: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", text, str(folder)]
+    return subprocess.run(
+        command, env=os.environ | paths | environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+FULL = """
+import logging, resource, signal, sys, torch, attn_diag
+from tiny_models import nano_gpt
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+logging.basicConfig(level=logging.WARNING)
+tiny = nano_gpt()
+optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+with attn_diag.capture(tiny.model, sys.argv[1]) as recorder:
+    for step in range(3):
+        tiny.loss(tiny.model).backward()
+        optimizer.step()
+        recorder.drain()
+        # From now on no file can grow beyond this.
+        limit = 4096 if step == 0 else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+print([path.name[:10] for path in recorder.written], list(recorder.dropped.values()))
+"""
+
+
+def test_a_full_disk_costs_its_step_alone(tmp_path: Path) -> None:
+    done = script(FULL, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['step000000', 'step000000', 'step000002', 'step000002'] [1, 1]", done.stderr
+    assert "cannot write" in done.stderr
+    assert "File too large" in done.stderr
+    # Nothing half-written stays.
+    assert len(files(tmp_path)) == 4
+    for path in tmp_path.iterdir():
+        attn_diag.load(path).tensors["q"][...]
+
+
+@pytest.mark.parametrize("kind", ["OSError", "SafetensorError"])
+def test_a_save_that_fails_says_why(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import SafetensorError
+
+    from attn_diag import captures
+
+    def fail(*_: object) -> None:
+        if kind == "OSError":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise SafetensorError("Error while serializing: IoError(No space left on device)")
+
+    monkeypatch.setattr(captures, "save_file", fail)
+    capture = Capture.from_tensors({name: torch.zeros(1, 1, 2, 4) for name in "qkv"})
+    with pytest.raises(InputError, match=r"cannot write .*No space left on device"):
+        capture.save(tmp_path / "one.safetensors")
+    assert not files(tmp_path)
+
+
+KILLED = """
+import os, signal, sys, time, torch, attn_diag
+from attn_diag import captures
+from tiny_models import nano_gpt
+write = captures.save_file
+def half(tensors, path, metadata):
+    write(tensors, path, metadata)
+    if "step000002" in path:
+        os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+captures.save_file = half
+tiny = nano_gpt()
+optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+with attn_diag.capture(tiny.model, sys.argv[1]):
+    for step in range(50):
+        tiny.loss(tiny.model).backward()
+        optimizer.step()
+        time.sleep(0.05)
+"""
+
+
+def test_killed_while_writing(tmp_path: Path) -> None:
+    done = script(KILLED, tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    whole = sorted(tmp_path.glob("*.safetensors"))
+    assert [path.name[:10] for path in whole] == ["step000000"] * 2 + ["step000001"] * 2
+    # The file that was being written does not go by the name of a capture.
+    assert len(files(tmp_path)) == 5
+    diagnosis = attn_diag.inspect_captures([attn_diag.load(path) for path in whole])
+    assert all(one.assumptions.ok for one in diagnosis.captures)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, file = nano_gpt(), tmp_path / "file"
+    file.touch()
+    with pytest.raises(InputError, match=r"cannot capture into .*; choose another folder"):
+        attn_diag.capture(tiny.model, file / "below").start()
+    with pytest.raises(InputError, match=r"cannot capture into .*; choose another folder"):
+        attn_diag.capture(tiny.model, file).start()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(InputError, match="no permission to write"):
+        attn_diag.capture(tiny.model, tmp_path / "locked").start()
+
+
+def test_a_folder_that_vanishes_is_no_reason_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny, folder = nano_gpt(), tmp_path / "captures"
+    with attn_diag.capture(tiny.model, folder) as recorder:
+        folder.rmdir()
+        steps(tiny, 2)
+    assert not recorder.written
+    assert sum(recorder.dropped.values()) == 4
+    assert "cannot write" in caplog.text
+
+
+def test_captures_of_an_earlier_run_are_not_mixed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path):
+        steps(tiny)
+    before = files(tmp_path)
+    with pytest.raises(InputError, match=r"holds captures of an earlier run .*choose a new folder"):
+        attn_diag.capture(tiny.model, tmp_path).start()
+    # Another rank's are no obstacle.
+    monkeypatch.setenv("RANK", "1")
+    with attn_diag.capture(tiny.model, tmp_path):
+        steps(tiny)
+    assert files(tmp_path)[::2] == before
+
+
+def test_the_byte_cap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path / "free", batch=None) as free:
+        steps(tiny, 3)
+    size = sum(t[...].nbytes for path in free.written[:2] for t in attn_diag.load(path).tensors.values())
+    # The gradients of a call are counted before they come: one at the projection more than there is, at most.
+    limit = size * 9 // 4
+    with attn_diag.capture(tiny.model, tmp_path / "capped", batch=None, max_bytes=limit) as capped:
+        steps(tiny, 3)
+    assert [path.name for path in capped.written] == [path.name for path in free.written[:4]]
+    kept = sum(t[...].nbytes for path in capped.written for t in attn_diag.load(path).tensors.values())
+    assert kept <= limit
+    assert "(max_bytes)" in caplog.text
+
+
+def taken(number: int, size: int = 1000) -> Taken:
+    tensors = {name: torch.zeros(1, 1, size // 4, 1) for name in "qkv"}
+    return Taken(tensors, {}, number, f"step{number}")
+
+
+def test_a_slow_disk_fills_no_memory() -> None:
+    release, kept = threading.Event(), []
+
+    def keep(one: Taken) -> None:
+        release.wait(10)
+        kept.append(one.step)
+
+    writer = Writer(keep, limit=10_000)
+    writer.start()
+    accepted = [number for number in range(20) if writer.submit(taken(number))]
+    # 3,000 bytes each; one more may already be in the thread's hands.
+    assert 3 <= len(accepted) <= 4
+    release.set()
+    assert writer.drain(10)
+    assert kept == accepted
+    assert writer.submit(taken(99))
+    writer.close()
+    assert kept[-1] == 99
+
+
+def test_a_slow_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recording, "_IN_FLIGHT", 150_000)
+    release = threading.Event()
+    save = Capture.save
+
+    def slow(self: Capture, path: Path) -> Path:
+        release.wait(20)
+        return save(self, path)
+
+    monkeypatch.setattr(Capture, "save", slow)
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path, batch=None) as recorder:
+        steps(tiny, 5)
+        release.set()
+    assert "the disk is slower than the captures" in caplog.text
+    assert recorder.written
+    assert len(recorder.written) + sum(recorder.dropped.values()) == 10
+
+
+def test_training_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, entered = threading.Event(), threading.Event()
+    save = Capture.save
+
+    def blocked(self: Capture, path: Path) -> Path:
+        entered.set()
+        assert release.wait(30)
+        return save(self, path)
+
+    monkeypatch.setattr(Capture, "save", blocked)
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path) as recorder:
+        # It would wait for ever: only what comes after lets the disk go on.
+        steps(tiny, 3)
+        assert entered.wait(10)
+        assert not recorder.drain(0.05)
+        assert not recorder.written
+        release.set()
+    assert len(recorder.written) == 6
+
+
+# The ring.
+
+
+def test_the_ring_writes_nothing_without_a_trigger(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path, ring=3):
+        steps(tiny, 5)
+    assert not files(tmp_path)
+
+
+def test_the_ring_on_demand(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path, ring=2) as recorder:
+        steps(tiny, 5)
+        recorder.dump("I wanted to see it")
+        recorder.drain()
+        found = [attn_diag.load(path) for path in sorted(recorder.written)]
+        steps(tiny, 1)
+    # Older steps are forgotten, and the later one was not asked for.
+    assert [(c.metadata.step, c.metadata.layer) for c in found] == [(3, 0), (3, 1), (4, 0), (4, 1)]
+    assert len(files(tmp_path)) == 4
+    assert all(c.metadata.notes == "written because I wanted to see it" for c in found)
+
+
+def test_last(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path, ring=2, batch=None):
+        steps(tiny, 3)
+        captures = attn_diag.last()
+        again = attn_diag.last()
+    assert [(c.metadata.step, c.metadata.layer) for c in sorted(captures, key=lambda c: c.metadata.layer or 0)] == [
+        (2, 0),
+        (2, 1),
+    ]
+    assert [c.metadata.step for c in again] == [2, 2]
+    assert len(files(tmp_path)) == 4
+    assert all({"o", "do", "dq", "x", "w_q"} <= c.tensors.keys() for c in captures)
+    diagnosis = attn_diag.inspect_captures(captures)
+    assert all(one.assumptions.ok for one in diagnosis.captures)
+
+
+def test_last_without_a_ring(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path, layers={1}):
+        steps(tiny, 2)
+        (capture,) = attn_diag.last()
+        assert (capture.metadata.step, capture.metadata.layer) == (1, 1)
+        steps(tiny, 1)
+        (capture,) = attn_diag.last()
+        assert capture.metadata.step == 2
+
+
+@pytest.mark.parametrize("broken", ["o", "do"])
+def test_the_ring_on_a_nan(broken: str, tmp_path: Path) -> None:
+    tiny = nano_gpt()
+
+    def spoil(_: nn.Module, given: Any, __: Any) -> Any:
+        return tuple(g * torch.nan for g in given)
+
+    with attn_diag.capture(tiny.model, tmp_path, ring=2) as recorder:
+        steps(tiny, 3)
+        assert recorder.drain(10)
+        assert not files(tmp_path)
+        if broken == "o":
+            with torch.no_grad():
+                weight: Any = tiny.model.get_submodule("h.1.attn.c_attn").weight
+                weight[-1] = torch.nan
+        else:
+            handle = tiny.model.get_submodule("h.1.mlp").register_full_backward_hook(spoil)
+        steps(tiny, 1)
+        assert recorder.drain(10)
+        names = files(tmp_path)
+        if broken == "do":
+            handle.remove()
+    # The steps that led there, and the one itself.
+    assert {name[:10] for name in names} >= {"step000002", "step000003"}
+    notes = [attn_diag.load(tmp_path / name).metadata.notes for name in names]
+    assert all(note is not None and "is not finite" in note for note in notes)
+
+
+class _LoopError(Exception):
+    pass
+
+
+def test_the_ring_on_an_exception(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    recorder = attn_diag.capture(tiny.model, tmp_path, ring=2)
+
+    def run() -> None:
+        with recorder:
+            steps(tiny, 3)
+            tiny.loss(tiny.model)
+            raise _LoopError
+
+    with pytest.raises(_LoopError):
+        run()
+    found = [attn_diag.load(path) for path in sorted(recorder.written)]
+    # The forward that was under way too, as far as it came.
+    assert [c.metadata.step for c in found] == [2, 2, 3, 3]
+    assert "do" not in found[-1].tensors
+    assert all("_LoopError was raised" in str(c.metadata.notes) for c in found)
+
+
+def test_the_ring_keeps_within_its_bytes(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path / "one", batch=None) as one:
+        steps(tiny, 1)
+    size = sum(t[...].nbytes for path in one.written for t in attn_diag.load(path).tensors.values())
+    with attn_diag.capture(tiny.model, tmp_path / "ring", ring=10, batch=None, max_bytes=size * 5 // 2) as ring:
+        steps(tiny, 5)
+        ring.dump("look")
+    assert {attn_diag.load(path).metadata.step for path in ring.written} == {3, 4}
+    # A single step beyond the limit is not kept whole either.
+    with attn_diag.capture(tiny.model, tmp_path / "small", ring=10, batch=None, max_bytes=size - 1) as small:
+        steps(tiny, 2)
+        small.dump("look")
+    assert sum(t[...].nbytes for path in small.written for t in attn_diag.load(path).tensors.values()) < size
+    assert small.written
+    assert small.dropped

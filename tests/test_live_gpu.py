@@ -1,0 +1,261 @@
+"""On a GPU: what SDPA's backends and FlexAttention give, streams, graphs, devices; the same bits as without capture."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import nano_gpt, next_token_loss, same, tokens, train
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+
+import attn_diag
+from attn_diag.assumptions import check_assumptions
+from attn_diag.captures import Capture
+
+pytestmark = pytest.mark.gpu
+LENGTH = 333
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+compiled_flex: Any = None
+
+
+def inputs(key_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(dim)
+    shapes = [(2, heads, LENGTH, dim) for heads in (4, key_heads, key_heads)]
+    q, k, v = (torch.randn(shape, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def only(recorder: Any) -> Capture:
+    assert not recorder.dropped
+    (path,) = recorder.written
+    return attn_diag.load(path)
+
+
+def holds(capture: Capture) -> bool:
+    checked = check_assumptions(capture, ["observed"], torch.device("cuda"))
+    assert checked.ok, checked.message
+    return checked.ok
+
+
+def exact_lse(capture: Capture) -> Tensor:
+    q, k = (capture.tensors[name][...].double() for name in "qk")
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q @ k.mT * capture.scale
+    if capture.metadata.causal != "none":
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2], ids=["", "grouped"])
+@pytest.mark.parametrize("dim", [64, 72, 80, 128])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends(backend: str, dim: int, key_heads: int, tmp_path: Path) -> None:
+    q, k, v = inputs(key_heads, dim)
+    upstream = torch.randn(2, 4, LENGTH, dim, device="cuda", dtype=torch.bfloat16)
+    with sdpa_kernel(BACKENDS[backend]):
+        try:
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=key_heads < 4)
+        except RuntimeError as error:
+            pytest.skip(f"{backend} does not take these inputs here: {error}")
+        with attn_diag.capture(None, tmp_path, batch=None) as recorder:
+            o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=key_heads < 4)
+            torch.autograd.backward(o, upstream)
+    capture = only(recorder)
+    assert capture.metadata.kernel == f"torch SDPA {backend}"
+    assert holds(capture)
+    tensors = {name: t[...] for name, t in capture.tensors.items()}
+    assert torch.equal(tensors["o"], o.detach().cpu())
+    assert torch.equal(tensors["do"], upstream.cpu())
+    assert torch.equal(tensors["q"], q.detach().cpu())
+    for name, t in (("dq", q), ("dk", k), ("dv", v)):
+        assert t.grad is not None
+        mine, theirs = tensors[name], t.grad.cpu()
+        if mine.shape == theirs.shape:
+            assert torch.equal(mine, theirs), name
+        else:
+            # A backend without grouped heads is given repeated keys; their gradients are summed afterwards, in BF16.
+            summed = mine.double().unflatten(1, (theirs.shape[1], -1)).sum(2)
+            assert float((summed - theirs).norm() / summed.norm()) < 2**-7
+    assert ("lse" in tensors) == (backend != "math")
+    if "lse" in tensors:
+        assert tensors["lse"].shape == (2, 4, LENGTH)
+        assert tensors["lse"].dtype == torch.float32
+        # exp and log of the fused kernels are approximations of 2 ulp in fp32; LSE is below 10.
+        torch.testing.assert_close(tensors["lse"].double(), exact_lse(capture), rtol=0, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "block mask"])
+def test_compiled_flex_attention(masked: bool, tmp_path: Path) -> None:
+    global compiled_flex
+    compiled_flex = torch.compile(flex_attention.flex_attention)
+    q, k, v = inputs(2, 64)
+    block_mask = None
+    if masked:
+        block_mask = flex_attention.create_block_mask(
+            lambda _b, _h, row, key: (row >= key) & (row - key < 100), None, None, LENGTH, LENGTH, device="cuda"
+        )
+    with attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        o, lse = compiled_flex(q, k, v, block_mask=block_mask, enable_gqa=True, return_lse=True)
+        torch.autograd.backward(o, torch.ones_like(o))
+    capture = only(recorder)
+    assert holds(capture)
+    assert torch.equal(capture.tensors["lse"][...], lse.detach().cpu())
+    for name, t in (("dq", q), ("dk", k), ("dv", v)):
+        assert t.grad is not None
+        assert torch.equal(capture.tensors[name][...], t.grad.cpu()), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("how", ["sdpa", "eager", "flex_attention"])
+def test_transformers(how: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, attn_implementation=how,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ids = torch.randint(64, (2, 256), device="cuda")
+    with attn_diag.capture(model, tmp_path, batch=None) as recorder:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        torch.autograd.backward(loss)
+        optimizer.step()
+    captures = [attn_diag.load(path) for path in sorted(recorder.written)]
+    assert len(captures) == 2
+    for layer, capture in enumerate(captures):
+        assert holds(capture)
+        assert {"do", "dq", "dk", "dv", "x", "w_q", "dq_pre"} <= capture.tensors.keys()
+        tensors = {name: capture.tensors[name][...].double() for name in ("dq_pre", "x")}
+        made = torch.einsum("bhtd,btc->hdc", tensors["dq_pre"], tensors["x"]).flatten(0, 1)
+        exact = model.get_submodule(f"model.layers.{layer}.self_attn.q_proj").weight.grad.cpu()
+        # The product of BF16 factors is rounded to BF16 once.
+        assert float((made - exact).norm() / made.norm()) < 2**-8
+
+
+@pytest.fixture
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.filterwarnings("ignore:.*deterministic", "ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_bits_stay(checkpointing: bool | None, backend: str, tmp_path: Path) -> None:
+    def run(folder: Path | None) -> list[Tensor]:
+        tiny = nano_gpt(checkpointing)
+        tiny.model.cuda()
+        around: Any = contextlib.nullcontext()
+        if folder is not None:
+            around = attn_diag.capture(tiny.model, folder, batch=None, calls=None)
+        with sdpa_kernel([BACKENDS[backend], SDPBackend.MATH], set_priority=True):
+            return train(tiny, around, autocast=True)
+
+    alone = run(None)
+    assert same(alone, run(None)), "the run itself is not repeatable"
+    assert same(alone, run(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 12
+
+
+def test_a_compiled_model_runs_as_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = nano_gpt()
+    compiled: Any = torch.compile(tiny.model.cuda())
+    with torch.no_grad():
+        alone = compiled(tokens().cuda())
+        with attn_diag.capture(compiled, tmp_path):
+            watched = compiled(tokens().cuda())
+    assert torch.equal(alone, watched)
+    assert "the model is compiled" in caplog.text
+
+
+def test_other_streams(tmp_path: Path) -> None:
+    """Two calls at once on two streams, whose tensors are freed and overwritten as soon as they may be."""
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+    expected: dict[int, tuple[Tensor, Tensor]] = {}
+    with attn_diag.capture(None, tmp_path, batch=None, calls=None) as recorder:
+        for number in range(8):
+            stream = streams[number % 2]
+            with torch.cuda.stream(stream):
+                base = torch.full((2, 4, 1024, 64), 0.25 * number, device="cuda", dtype=torch.bfloat16)
+                noise = torch.randn_like(base)
+                q, k, v = ((base + noise * scale).requires_grad_() for scale in (0.1, 0.2, 0.3))
+                o = functional.scaled_dot_product_attention(q, k, v)
+                torch.autograd.backward(o, noise)
+                assert k.grad is not None
+                expected[number] = (q.detach().cpu(), k.grad.cpu())
+                del q, k, v, o, base, noise
+                torch.full((64, 1024, 1024), torch.nan, device="cuda")
+    captures = [attn_diag.load(path) for path in recorder.written]
+    found = {int(c.metadata.extra["call"]): c for c in captures}
+    assert sorted(found) == sorted(expected)
+    for number, (q, dk) in expected.items():
+        assert torch.equal(found[number].tensors["q"][...], q)
+        assert torch.equal(found[number].tensors["dk"][...], dk)
+
+
+def test_a_cuda_graph_is_left_alone(tmp_path: Path) -> None:
+    q, k, v = (t.detach() for t in inputs(4, 64))
+    functional.scaled_dot_product_attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with attn_diag.capture(None, tmp_path) as recorder:
+        with torch.cuda.graph(graph):
+            o = functional.scaled_dot_product_attention(q, k, v)
+        graph.replay()
+    assert not recorder.written
+    assert torch.equal(o, functional.scaled_dot_product_attention(q, k, v))
+
+
+def test_a_model_that_moves(tmp_path: Path) -> None:
+    model = nano_gpt().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attn_diag.capture(model, tmp_path, layers={0}) as recorder:
+        for device in ("cpu", "cuda", "cpu"):
+            model.to(device)
+            torch.autograd.backward(next_token_loss(model, tokens().to(device)))
+            optimizer.step()
+            optimizer.zero_grad()
+    devices = [attn_diag.load(path).metadata.device for path in sorted(recorder.written)]
+    assert devices == ["cpu", torch.cuda.get_device_name(), "cpu"]
+
+
+def test_steps_that_are_not_captured_do_not_wait(tmp_path: Path) -> None:
+    model = nano_gpt().model.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = tokens().cuda()
+
+    def step() -> None:
+        torch.autograd.backward(next_token_loss(model, ids))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with attn_diag.capture(model, tmp_path, steps={0, 3}) as recorder:
+        step()
+        assert recorder.drain(60)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+            step()
+            # The mode itself works.
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                ids.sum().item()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        step()
+    assert len(recorder.written) == 4
