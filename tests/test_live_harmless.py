@@ -16,7 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LENGTH, TRANSFORMERS, Tiny, nano_gpt, next_token_loss, tokens, transformer_encoder
+from tiny_models import (
+    LENGTH,
+    TRANSFORMERS,
+    Tiny,
+    nano_gpt,
+    next_token_loss,
+    same,
+    tokens,
+    train,
+    transformer_encoder,
+)
 from tiny_models import transformers_model as transformers_tiny
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -92,31 +102,6 @@ def test_traces_are_found_while_it_runs(tmp_path: Path) -> None:
     assert f"{__name__}.sdpa" in while_running
     assert "_global_optimizer_post_hooks" in while_running
     assert not hooks_of(model)
-
-
-def train(tiny: Tiny, around: Any, *, autocast: bool = False) -> list[Tensor]:
-    """Three steps of two micro-batches: losses and, at last, gradients and parameters."""
-    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
-    bits: list[Tensor] = []
-    with around:
-        for _ in range(3):
-            optimizer.zero_grad()
-            for _ in range(2):
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss = tiny.loss(tiny.model)
-                torch.autograd.backward(loss)
-                bits.append(loss.detach())
-            with torch.no_grad():
-                tiny.model.eval()
-                bits.append(tiny.loss(tiny.model))
-                tiny.model.train()
-            optimizer.step()
-    gradients = [p.grad.clone() for p in tiny.model.parameters() if p.grad is not None]
-    return [*bits, *gradients, *(p.detach().clone() for p in tiny.model.parameters())]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def check_same(make: Callable[[], Tiny], folder: Path, autocast: bool) -> None:
