@@ -140,11 +140,11 @@ def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 def nano_gpt(checkpointing: bool | None = None, seed: int = 0) -> Tiny:
     torch.manual_seed(seed)
-    return Tiny(
-        NanoGPT(checkpointing),
-        lambda run: next_token_loss(run, tokens().to(next(run.parameters()).device)),
-        ("h.0.attn", "h.1.attn"),
-    )
+
+    def loss(run: nn.Module) -> Tensor:
+        return next_token_loss(run, tokens().to(next(run.parameters()).device))
+
+    return Tiny(NanoGPT(checkpointing), loss, ("h.0.attn", "h.1.attn"))
 
 
 def transformer_encoder(seed: int = 0) -> Tiny:

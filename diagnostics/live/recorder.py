@@ -93,6 +93,8 @@ class Recorder:
         watch, self._watch = self._watch, None
         if watch is None:
             return
+        if watch.never_stepped:
+            _log.warning(UNSTEPPED)
         watch.stop()
         atexit.unregister(self.close)
         with _lock:
@@ -370,6 +372,11 @@ COMPILED = (
 UNSEEN = (
     "no attention call was seen. It may run inside a compiled graph or on the fast path of nn.TransformerEncoder in "
     "eval mode (torch.backends.mha.set_fastpath_enabled(False)), or call a kernel that is not known here"
+)
+
+UNSTEPPED = (
+    "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() of what "
+    "attn_diag.capture returned after every step"
 )
 
 
