@@ -314,7 +314,7 @@ def test_nothing_is_kept_alive(tmp_path: Path) -> None:
 class Loop:
     """A trainer: not a module, but with a self."""
 
-    def run(self, folder: Path) -> weakref.ref[Tensor]:
+    def frees(self, folder: Path) -> bool:
         x = torch.randn(1, 2, LENGTH, 8, requires_grad=True)
         with attn_diag.capture(None, folder):
             for _ in range(2):
@@ -322,8 +322,17 @@ class Loop:
                 sdpa(x, x, x)
             alive = weakref.ref(large)
             del large
-            return alive
+            return alive() is None
 
 
 def test_a_loop_that_frees_a_tensor_frees_it(tmp_path: Path) -> None:
-    assert Loop().run(tmp_path)() is None
+    assert Loop().frees(tmp_path)
+
+
+def test_logits_go_with_their_forward(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    with torch.no_grad(), attn_diag.capture(tiny.model, tmp_path):
+        logits = tiny.model(tokens())
+        alive = weakref.ref(logits)
+        del logits
+        assert alive() is None
