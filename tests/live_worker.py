@@ -1,4 +1,4 @@
-"""One rank of a run that test_live_distributed starts: python live_worker.py ddp|fsdp|fsdp_finely FOLDER."""
+"""One rank of a run that test_live_distributed starts: python live_worker.py FOLDER."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ def train(how: str, folder: Path | None) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    how, folder = sys.argv[1], Path(sys.argv[2])
+    folder = Path(sys.argv[1])
     distributed.init_process_group("gloo")
-    alone = train(how, None)
-    only_one = folder / "alone" if distributed.get_rank() == 1 else None
-    for watched in (train(how, folder / "both"), train(how, only_one)):
-        assert len(alone) == len(watched) > 3
-        assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True)), "the captured run is another run"
+    for how in ("ddp", "fsdp", "fsdp_finely"):
+        alone = train(how, None)
+        only_one = folder / how / "alone" if distributed.get_rank() == 1 else None
+        for watched in (train(how, folder / how / "both"), train(how, only_one)):
+            assert len(alone) == len(watched) > 3
+            assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True)), f"another run with {how}"
     distributed.destroy_process_group()
 
 

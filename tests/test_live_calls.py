@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -421,3 +422,60 @@ def test_a_call_that_cannot_be_read_is_named_once(
         for _ in range(3):
             sdpa(inputs(1), inputs(2), inputs(3))
     assert caplog.text.count("not today") == 1
+
+
+@pytest.mark.parametrize("default_device", [False, True], ids=["", "in a mode"])
+@pytest.mark.parametrize(
+    ("variant", "keys"),
+    [("upper_left", LENGTH), ("upper_left", 7), ("upper_left", 29), ("lower_right", LENGTH), ("lower_right", 29)],
+)
+def test_a_bias_that_is_no_mask(variant: str, keys: int, default_device: bool, tmp_path: Path) -> None:
+    """torch.nn.attention.bias asks whether the function that is called is the one of torch.nn.functional."""
+    from torch.nn.attention import bias as biases
+
+    causal = getattr(biases, f"causal_{variant}")(LENGTH, keys)
+    q, k, v = inputs(1), inputs(2)[:, :, :1].repeat(1, 1, keys, 1), torch.randn(BATCH, HEADS, keys, DIM)
+    k = k + torch.randn(k.shape)
+    alone = sdpa(q, k, v, causal)
+    mode = torch.device("cpu") if default_device else contextlib.nullcontext()
+    with mode, attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        watched = functional.scaled_dot_product_attention(q, k, v, causal)
+        assert functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
+    assert torch.equal(alone, watched)
+    capture = only(recorder)
+    assert capture.metadata.causal == {"upper_left": "top-left", "lower_right": "bottom-right"}[variant]
+    assert holds(capture)
+
+
+class Table(torch.Tensor):
+    """A subclass that finds its implementations in a table, as many do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in TABLE:
+            return torch.zeros(1)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+TABLE = {functional.scaled_dot_product_attention}
+
+
+def test_a_table_of_functions_finds_it(tmp_path: Path) -> None:
+    q = inputs(1).detach().as_subclass(Table)  # type: ignore[arg-type]
+    with attn_diag.capture(None, tmp_path):
+        assert sdpa(q, q, q).shape == (1,)
+
+
+def test_a_loop_without_an_optimizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path / "told"):
+        for _ in range(2):
+            torch.autograd.backward(tiny.loss(tiny.model))
+    assert "call end_step()" in caplog.text
+    caplog.clear()
+    with attn_diag.capture(tiny.model, tmp_path / "stepped") as recorder:
+        for _ in range(2):
+            torch.autograd.backward(tiny.loss(tiny.model))
+            recorder.end_step()
+    assert not caplog.text
+    assert {attn_diag.load(path).metadata.step for path in recorder.written} == {0, 1}

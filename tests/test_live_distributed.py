@@ -17,24 +17,27 @@ from attn_diag.assumptions import check_assumptions
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
 
-def run(how: str, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes captured; that it changed no bit they have checked themselves."""
+    folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).parent / "live_worker.py"), how, str(folder)]
+    command = [sys.executable, str(Path(__file__).parent / "live_worker.py"), str(folder)]
     workers = [
         subprocess.Popen(command, env=os.environ | shared | {"RANK": rank}, stderr=subprocess.PIPE, text=True)
         for rank in ("0", "1")
     ]
-    errors = [worker.communicate(timeout=120)[1] for worker in workers]
+    errors = [worker.communicate(timeout=180)[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], "\n".join(errors)
+    return folder
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp_finely"])
-def test_ranks(how: str, tmp_path: Path) -> None:
-    run(how, tmp_path)
-    captures = [attn_diag.load(path) for path in sorted((tmp_path / "both").iterdir())]
+def test_ranks(how: str, folder: Path) -> None:
+    captures = [attn_diag.load(path) for path in sorted((folder / how / "both").iterdir())]
     found = [(c.metadata.step, c.metadata.layer, c.metadata.rank) for c in captures]
     assert found == [(step, layer, rank) for step in range(3) for layer in range(2) for rank in range(2)]
     extras = [c.metadata.extra for c in captures]
@@ -49,6 +52,6 @@ def test_ranks(how: str, tmp_path: Path) -> None:
     # Each rank has its own batch.
     assert not torch.equal(captures[0].tensors["q"][...], captures[1].tensors["q"][...])
     # One rank may capture alone: nobody waits for the others.
-    alone = [attn_diag.load(path) for path in (tmp_path / "alone").iterdir()]
+    alone = [attn_diag.load(path) for path in (folder / how / "alone").iterdir()]
     assert {c.metadata.rank for c in alone} == {1}
     assert {c.metadata.extra["run"] for c in alone}.isdisjoint(extra["run"] for extra in extras)

@@ -16,7 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LENGTH, TRANSFORMERS, Tiny, nano_gpt, next_token_loss, tokens, transformer_encoder
+from tiny_models import (
+    LENGTH,
+    TRANSFORMERS,
+    Tiny,
+    nano_gpt,
+    next_token_loss,
+    same,
+    tokens,
+    train,
+    transformer_encoder,
+)
 from tiny_models import transformers_model as transformers_tiny
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -92,31 +102,6 @@ def test_traces_are_found_while_it_runs(tmp_path: Path) -> None:
     assert f"{__name__}.sdpa" in while_running
     assert "_global_optimizer_post_hooks" in while_running
     assert not hooks_of(model)
-
-
-def train(tiny: Tiny, around: Any, *, autocast: bool = False) -> list[Tensor]:
-    """Three steps of two micro-batches: losses and, at last, gradients and parameters."""
-    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
-    bits: list[Tensor] = []
-    with around:
-        for _ in range(3):
-            optimizer.zero_grad()
-            for _ in range(2):
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss = tiny.loss(tiny.model)
-                torch.autograd.backward(loss)
-                bits.append(loss.detach())
-            with torch.no_grad():
-                tiny.model.eval()
-                bits.append(tiny.loss(tiny.model))
-                tiny.model.train()
-            optimizer.step()
-    gradients = [p.grad.clone() for p in tiny.model.parameters() if p.grad is not None]
-    return [*bits, *gradients, *(p.detach().clone() for p in tiny.model.parameters())]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def check_same(make: Callable[[], Tiny], folder: Path, autocast: bool) -> None:
@@ -329,7 +314,7 @@ def test_nothing_is_kept_alive(tmp_path: Path) -> None:
 class Loop:
     """A trainer: not a module, but with a self."""
 
-    def run(self, folder: Path) -> weakref.ref[Tensor]:
+    def frees(self, folder: Path) -> bool:
         x = torch.randn(1, 2, LENGTH, 8, requires_grad=True)
         with attn_diag.capture(None, folder):
             for _ in range(2):
@@ -337,8 +322,17 @@ class Loop:
                 sdpa(x, x, x)
             alive = weakref.ref(large)
             del large
-            return alive
+            return alive() is None
 
 
 def test_a_loop_that_frees_a_tensor_frees_it(tmp_path: Path) -> None:
-    assert Loop().run(tmp_path)() is None
+    assert Loop().frees(tmp_path)
+
+
+def test_logits_go_with_their_forward(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    with torch.no_grad(), attn_diag.capture(tiny.model, tmp_path):
+        logits = tiny.model(tokens())
+        alive = weakref.ref(logits)
+        del logits
+        assert alive() is None

@@ -257,7 +257,11 @@ def test_generation_makes_a_step_of_every_token(tmp_path: Path) -> None:
         assert checked.ok, checked.message
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag on")
+@pytest.mark.filterwarnings(
+    "ignore:flex_attention called without torch.compile",
+    "ignore:_compile flag on create_block",
+    "ignore:`torch.jit.script_method` is deprecated",
+)
 def test_flex_attention_of_transformers(tmp_path: Path) -> None:
     # On the CPU FlexAttention has no backward.
     tiny = transformers_model("mistral", "flex_attention", padded=True)

@@ -75,7 +75,8 @@ def transformers_model(kind: str, implementation: str, *, padded: bool = False, 
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.15)
 
     def loss(run: nn.Module) -> Tensor:
-        ids, mask = tokens(), padding() if padded else None
+        device = next(run.parameters()).device
+        ids, mask = tokens().to(device), padding().to(device) if padded else None
         labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
         result: Tensor = run(input_ids=ids, attention_mask=mask, labels=labels).loss
         return result
@@ -139,7 +140,11 @@ def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 def nano_gpt(checkpointing: bool | None = None, seed: int = 0) -> Tiny:
     torch.manual_seed(seed)
-    return Tiny(NanoGPT(checkpointing), lambda run: next_token_loss(run, tokens()), ("h.0.attn", "h.1.attn"))
+
+    def loss(run: nn.Module) -> Tensor:
+        return next_token_loss(run, tokens().to(next(run.parameters()).device))
+
+    return Tiny(NanoGPT(checkpointing), loss, ("h.0.attn", "h.1.attn"))
 
 
 def transformer_encoder(seed: int = 0) -> Tiny:
@@ -154,3 +159,29 @@ def transformer_encoder(seed: int = 0) -> Tiny:
         return result
 
     return Tiny(model, loss, ("layers.0.self_attn", "layers.1.self_attn"))
+
+
+def train(tiny: Tiny, around: Any, *, autocast: bool = False) -> list[Tensor]:
+    """Three steps of two micro-batches, evaluation in between: losses and, at last, gradients and parameters."""
+    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
+    bits: list[Tensor] = []
+    device = next(tiny.model.parameters()).device
+    with around:
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                    loss = tiny.loss(tiny.model)
+                torch.autograd.backward(loss)
+                bits.append(loss.detach())
+            with torch.no_grad():
+                tiny.model.eval()
+                bits.append(tiny.loss(tiny.model))
+                tiny.model.train()
+            optimizer.step()
+    gradients = [p.grad.clone() for p in tiny.model.parameters() if p.grad is not None]
+    return [*bits, *gradients, *(p.detach().clone() for p in tiny.model.parameters())]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

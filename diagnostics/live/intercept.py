@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attn_diag.live.sites import Fields, Function, Namespace, Site, bind, functions, inside, namespaces
+from attn_diag.live.sites import SDPA, Fields, Function, Namespace, Site, bind, functions, inside, namespaces
 from attn_diag.live.tap import Tap
 
 
@@ -132,9 +132,35 @@ def _wrapper(site: Site, function: Function) -> Function:
     def observed(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _observers or _in_cuda_graph():
             return function(*args, **kwargs)
-        return _run(site, function, args, kwargs)
+        called = function
+        if site is SDPA and torch.overrides.has_torch_function((*args, *kwargs.values())):
+            called = _as_it_was(function)
+        return _run(site, called, args, kwargs)
 
     return observed
+
+
+def _as_it_was(function: Function) -> Function:
+    """``function`` with every name meaning it again while it runs.
+
+    Tensor subclasses and torch-function modes are told of the builtin, and some ask whether it *is*
+    torch.nn.functional.scaled_dot_product_attention: torch.nn.attention.bias attends to everything if it is not.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            replaced = [(space, name, pair) for space, name, pair in _replaced if space.get(name) is pair.wrapper]
+            for space, name, pair in replaced:
+                space[name] = pair.original
+            try:
+                return function(*args, **kwargs)
+            finally:
+                for space, name, pair in replaced:
+                    if space.get(name) is pair.original:
+                        space[name] = pair.wrapper
+
+    return called
 
 
 def _in_cuda_graph() -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 import re
-import secrets
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from attn_diag.captures import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.live.call import AttentionCall, Place
+from attn_diag.live.ranks import rank, run_id, world_size
 from attn_diag.live.watch import Watch
 from attn_diag.live.writer import Taken, Writer
 
@@ -35,7 +34,6 @@ Steps = Container[int] | Callable[[int], bool]
 
 _open: list[Recorder] = []
 _newest: list[Capture] = []
-_begun: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
@@ -75,8 +73,8 @@ class Recorder:
 
     def start(self) -> Self:
         """Begin. Raises InputError where ``path`` cannot be written, or holds captures of this rank already."""
-        _prepare(self.folder, _rank())
-        self._run = _run_id(self.folder.name)
+        _prepare(self.folder, rank())
+        self._run = run_id(self.folder.name)
         watch = Watch(self._model, self, self._first_step)
         watch.start()
         if watch.compiled:
@@ -93,6 +91,8 @@ class Recorder:
         watch, self._watch = self._watch, None
         if watch is None:
             return
+        if watch.never_stepped:
+            _log.warning(UNSTEPPED)
         watch.stop()
         atexit.unregister(self.close)
         with _lock:
@@ -223,14 +223,14 @@ class Recorder:
 
     def _metadata(self, call: AttentionCall) -> dict[str, Any]:
         metadata = call.metadata()
-        extra = {**metadata["extra"], "run": self._run, "world_size": str(_world_size())}
+        extra = {**metadata["extra"], "run": self._run, "world_size": str(world_size())}
         extra["batch_items"] = ",".join(map(str, self._chosen_items(call)))
-        return {**metadata, "head_offset": self._chosen_heads(call)[0], "rank": _rank(), "extra": extra}
+        return {**metadata, "head_offset": self._chosen_heads(call)[0], "rank": rank(), "extra": extra}
 
     def _name(self, call: AttentionCall) -> str:
         where = call.place
         module = "" if where.module is None else "_" + re.sub(r"[^A-Za-z0-9.]+", "-", where.module or "model")
-        return f"step{where.step:06d}_layer{where.layer:02d}{module}_call{where.call}_rank{_rank()}.safetensors"
+        return f"step{where.step:06d}_layer{where.layer:02d}{module}_call{where.call}_rank{rank()}.safetensors"
 
     def _submit_open(self) -> None:
         taken, self._taken = self._taken, {}
@@ -320,7 +320,8 @@ def capture(
         model: whose calls; None: all calls of the process, without layers' names, x and w_q.
         path: a folder; one file for every step, layer, call and rank.
         steps: which (a container of numbers, or a function of one); None: all. A step ends with an optimizer's
-            ``step()``; without any, every forward of the model is one; see ``Recorder.end_step``.
+            ``step()``; without any, every forward of the model is one; see ``Recorder.end_step``. Once a loop trains,
+            evaluation without gradients is passed over: it neither counts nor is captured.
         layers: their numbers (as in the module's name).
         heads: query heads; the smallest range of whole key groups that holds them is taken.
         batch: which items of the batch; None: all.
@@ -372,6 +373,11 @@ UNSEEN = (
     "eval mode (torch.backends.mha.set_fastpath_enabled(False)), or call a kernel that is not known here"
 )
 
+UNSTEPPED = (
+    "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() of what "
+    "attn_diag.capture returned after every step"
+)
+
 
 def _prepare(folder: Path, rank: int) -> None:
     try:
@@ -383,39 +389,6 @@ def _prepare(folder: Path, rank: int) -> None:
         raise InputError(f"cannot capture into {folder}: no permission to write; choose another folder")
     if there is not None:
         raise InputError(f"{folder} holds captures of an earlier run ({there.name}, …); choose a new folder")
-
-
-def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
-def _world_size() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _run_id(folder: str) -> str:
-    """Eight hex digits, the same on all ranks that capture: the first to come says which.
-
-    Nobody waits for anybody, as not every rank need capture; a capture is told from others by its folder's name and
-    by how many of that name this rank has begun.
-    """
-    mine = secrets.token_hex(4)
-    if _world_size() == 1:
-        return mine
-    key = f"attn_diag/{folder}/{_begun[folder]}"
-    _begun[folder] += 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        try:
-            store = torch.distributed.distributed_c10d._get_default_store()
-            return str(store.compare_set(key, "", mine).decode())
-        except Exception as error:  # a store of another kind
-            _log.info("no run number from the process group's store: %s", error)
-    agreed = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
-    return hashlib.sha256("\n".join([*agreed, key]).encode()).hexdigest()[:8]
 
 
 def _clone(part: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attn_diag.live.tap import Tap
 
@@ -129,6 +130,10 @@ def _refusals(dropout: float | None, **others: object) -> str | None:
 
 def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
     q, k, v, mask = a["query"], a["key"], a["value"], a["attn_mask"]
+    causal = "top-left" if a["is_causal"] else "none"
+    if isinstance(mask, CausalBias):
+        causal = "bottom-right" if mask.variant == CausalVariant.LOWER_RIGHT else "top-left"
+        mask = None
     if any(t.is_nested for t in (q, k, v)) or not 2 <= q.dim() <= 4:
         return None
     lead = (None,) * (4 - q.dim())
@@ -142,7 +147,7 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         "o": result[spread],
         "graph": _gradients(result, q, k, v, lambda t: t[spread]),
         "mask": mask if mask is None or q.dim() != 3 or mask.dim() < 3 else mask[:, None],
-        "causal": "top-left" if a["is_causal"] else "none",
+        "causal": causal,
         "scale": a["scale"],
         "refused": _refusals(a["dropout_p"]),
     }

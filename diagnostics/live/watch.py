@@ -105,6 +105,11 @@ class Watch:
         intercept.refresh()
         self.guarded(self.listener.step_ended)(ended)
 
+    @property
+    def never_stepped(self) -> bool:
+        """Whether a module was called again and again, with gradients, and no step ever ended."""
+        return self._trains and self.step == self._first_step and max(self._counts.values(), default=0) > 1
+
     def warn_once(self, message: str) -> None:
         """A warning for the user, the same one only once."""
         if message not in self._warned:
