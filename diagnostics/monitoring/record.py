@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -65,8 +66,8 @@ class Check:
 
 
 def read_log(path: str | os.PathLike[str]) -> Iterator[Check]:
-    """The checks of a monitor's log, in order; a last line that was cut off while being written is left out."""
-    with Path(path).open() as file:
+    """The checks of a monitor's log (also of one packed with xz), in order; without a last line that was cut off."""
+    with lzma.open(path, "rt") if Path(path).suffix == ".xz" else Path(path).open() as file:
         for line in file:
             if line.endswith("\n"):
                 yield Check.from_json(line)
