@@ -297,6 +297,23 @@ def test_a_compiled_model_runs_as_it_did(tmp_path: Path, caplog: pytest.LogCaptu
     assert not hooks_of(tiny.model)
 
 
+def test_a_compiled_function_around_a_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody can know beforehand that this model is compiled: our hooks are traced, and must leave nothing there."""
+    model = nano_gpt().model
+
+    def forward(ids: Tensor) -> Any:
+        return model(ids)
+
+    compiled: Any = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    alone = compiled(tokens())
+    with attn_diag.capture(model, tmp_path) as recording:
+        watched = compiled(tokens())
+    assert torch.equal(alone, watched)
+    assert torch.equal(alone, compiled(tokens()))
+    assert not recording.written
+    assert "It may run inside a compiled graph" in caplog.text
+
+
 def test_nothing_is_kept_alive(tmp_path: Path) -> None:
     """Neither by what was not chosen, nor by a step that is over, nor by a look at a loop's variables."""
     tiny = nano_gpt()

@@ -191,6 +191,8 @@ class Watch:
         """``what``, with our own failures logged instead of raised; it returns None then."""
 
         def run(*args: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return None  # a graph is traced, with our hooks in it: nothing of ours belongs there
             try:
                 return what(*args)
             except Exception as error:
