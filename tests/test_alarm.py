@@ -97,7 +97,9 @@ def limit(expected: float) -> float:
 def witnesses(rule: AlarmRule, over: Values, z: Values) -> int:
     """How many streams' witnesses pass their threshold."""
     state, passed = LayerState(STREAMS, rule), np.zeros(STREAMS, dtype=bool)
-    for check in checks(np.arange(len(over)), dw_q_share=np.ones_like(over), dw_q_over_floor=over, past_z=z):
+    for check in checks(
+        np.arange(len(over), dtype=np.float64), dw_q_share=np.ones_like(over), dw_q_over_floor=over, past_z=z
+    ):
         state.update(check.step, check.layers[0], rule.log_odds(2 * STREAMS))
         passed |= state.witnessed
     return int(passed.sum())

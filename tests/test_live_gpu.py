@@ -176,6 +176,7 @@ def test_bits_stay(checkpointing: bool | None, backend: str, tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_a_compiled_model_runs_as_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny = nano_gpt()
     compiled: Any = torch.compile(tiny.model.cuda())
