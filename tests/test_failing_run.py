@@ -5,12 +5,13 @@ Every check is also given something wrong, and must reject it.
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,15 +24,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import attn_diag
 from attn_diag.kernels.recipe import Recipe
+from attn_diag.monitoring.alarm import AlarmRule
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
+import alarms
 import departure
 import launch
 import summary
 import train
 from arms import ARMS
 from departure import Departure, Watch, departures
-from runlog import RunLog, Writer
+from runlog import RunLog, Writer, plain
 
 FOLDER = Path(train.__file__).parent
 Rows = list[tuple[int, float, float]]
@@ -561,3 +564,35 @@ def test_launched_runs_come_out_as_a_table(tokens: Path, tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].split("|")[1:4] == [" healthy ", " 1 ", " 2 "]
+
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "failing_run"
+
+
+def test_the_committed_table_is_what_the_committed_logs_say() -> None:
+    rule = AlarmRule()
+    again = plain({"rule": asdict(rule), "runs": [asdict(row) for row in alarms.replay_folder(RESULTS, rule)]})
+    assert again == json.loads((RESULTS / "alarms.json").read_text())
+
+
+def test_the_alarm_comes_in_time_on_every_seed_and_never_without_a_failure() -> None:
+    runs = [run for run in alarms.replay_folder(RESULTS, AlarmRule()) if run.every == 25]
+    assert len(runs) == 6
+    for run in runs:
+        if run.run.startswith("A"):
+            assert run.lead is not None
+            assert run.lead >= 150
+        else:
+            assert run.steps >= 1000
+            assert run.departure is None
+            assert run.alarm is None
+            assert run.witness < 0.5
+
+
+def test_monitored_runs_are_the_runs_that_were_not() -> None:
+    for seed in (1, 2):
+        whole, first = (RunLog.read(RESULTS / f"A_seed{seed}{part}.jsonl") for part in ("", "_first480"))
+        assert len(first.steps) == 480
+        assert first.steps == whole.steps[:480]
+        assert first.monitor
+        assert not whole.monitor

@@ -238,6 +238,7 @@ def test_a_model_that_moves(tmp_path: Path) -> None:
     assert devices == ["cpu", torch.cuda.get_device_name(), "cpu"]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_steps_that_are_not_captured_do_not_wait(tmp_path: Path) -> None:
     model = nano_gpt().model.cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -411,6 +411,7 @@ def test_a_rank_that_misses_a_layer_does_not_stop_the_other(two_ranks: Path) -> 
     assert [len(c.layers) for c in seen_by(two_ranks, "silent")] == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_waits_and_memory_is_bounded() -> None:
     from attn_diag.live.call import Place

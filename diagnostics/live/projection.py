@@ -176,13 +176,13 @@ def _search(near: list[_Seen], q: Tensor) -> Projection | None:
         if y is not None:
             candidates += [(seen, y, part) for part in _slices(y.shape[-1], heads, dim)]
     wanted = q[:1, :, :_ROWS]
-    parts = [part.of(y[:1, :_ROWS]) for _, y, part in candidates]
-    for (seen, _, part), made in zip(candidates, parts, strict=True):
-        if torch.equal(made.to(q.dtype), wanted):
+    # Each comparison waits for the device: the usual case needs one.
+    for seen, y, part in candidates:
+        if torch.equal(part.of(y[:1, :_ROWS]).to(q.dtype), wanted):
             return Projection(seen.layer, part, exact=True)
     norm = wanted.double().norm(dim=-1)
-    for (seen, _, part), made in zip(candidates, parts, strict=True):
-        off = (made.double().norm(dim=-1) - norm).norm() / norm.norm()
+    for seen, y, part in candidates:
+        off = (part.of(y[:1, :_ROWS]).double().norm(dim=-1) - norm).norm() / norm.norm()
         if off < _SAME_NORM:
             return Projection(seen.layer, part, exact=False)
     for seen, y, part in candidates:

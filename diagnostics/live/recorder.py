@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -74,6 +75,8 @@ class Recorder:
     def start(self) -> Self:
         """Begin. Raises InputError where ``path`` cannot be written, or holds captures of this rank already."""
         _prepare(self.folder, rank())
+        # What a Capture imports when it is made: in the writer's thread that would hold up a captured step.
+        import_module("attn_diag.hardware.store")
         self._run = run_id(self.folder.name)
         watch = Watch(self._model, self, self._first_step)
         watch.start()

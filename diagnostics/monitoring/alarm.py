@@ -107,6 +107,17 @@ class AlarmState:
             found += state.alarms(check.step, layer)
         return tuple(found)
 
+    @property
+    def witness(self) -> float:
+        """The largest of all heads' witnesses over their threshold; 1: an error is more than correct rounding makes."""
+        return max((float(s.largest / s.odds) for s in self._layers.values()), default=0.0)
+
+    @property
+    def share(self) -> float:
+        """The largest averaged share."""
+        averages = [float(np.nanmax(s.average)) for s in self._layers.values() if np.isfinite(s.average).any()]
+        return math.exp(max(averages)) if averages else 0.0
+
 
 class LayerState:
     """What the rule remembers of one layer's heads, [Hq] each."""
@@ -117,6 +128,11 @@ class LayerState:
         self.average, self.lowest = np.full(heads, math.nan), np.full(heads, math.inf)
         self.checks, self.above, self.lowest_at = (np.zeros(heads, dtype=np.int64) for _ in range(3))
         self._raised: set[tuple[str, int]] = set()
+
+    @property
+    def largest(self) -> float:
+        """Of the heads' witnesses."""
+        return float(max(self.excess.max(), self.sign.max()))
 
     @property
     def witnessed(self) -> npt.NDArray[np.bool_]:
