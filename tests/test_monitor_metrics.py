@@ -398,3 +398,17 @@ def _delta_error(sample: Sample) -> Tensor:
     gradient = rows_module.measure_rows(sample, 0, slice(0, 2)).gradient
     assert gradient is not None
     return gradient.contributions / sample.do[0].double()
+
+
+@pytest.mark.parametrize("lowest", [-math.inf, torch.finfo(torch.bfloat16).min], ids=["-inf", "finfo.min"])
+def test_keys_that_an_additive_mask_hides_have_no_logit(lowest: float) -> None:
+    hidden = torch.ones(63, 63, dtype=torch.bool).triu(1)
+    call = made_call(mask=torch.zeros(1, 1, 63, 63, dtype=torch.bfloat16).masked_fill(hidden, lowest))
+    call.k[:, :, -1] = 100  # seen by the last row alone
+    call.q[:, :, -1] = 0
+    heads = call.q.shape[1]
+    k = call.k.double().repeat_interleave(heads // call.k.shape[1], 1)
+    logits = (call.q.double() @ k.mT)[0] / math.sqrt(call.q.shape[-1])
+    expected = logits.masked_fill(hidden, -math.inf).amax((1, 2))
+    assert (logits.amax((1, 2)) > 10 * expected).all()
+    torch.testing.assert_close(head_metrics(call).max_logit, expected, rtol=CLOSE, atol=0)

@@ -197,7 +197,10 @@ def _mask(
     additive = mask is not None and mask.dtype != torch.bool
     slope = largest = None
     if sample.softcap is not None or additive:
-        seen = scores if mask is None else scores.masked_fill(~mask if not additive else mask == -torch.inf, -torch.inf)
+        seen = scores
+        if mask is not None:
+            # Hugging Face writes the lowest number of the format for -inf.
+            seen = scores.masked_fill(mask <= torch.finfo(mask.dtype).min / 2 if additive else ~mask, -torch.inf)
         largest = (seen if hidden is None else seen.masked_fill(hidden, -torch.inf)).amax(-1)
         del seen
     if sample.softcap is not None:
