@@ -98,7 +98,7 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
     best: tuple[float, str] | None = None
     for reading in _readings(capture):
         other = out_fit(reading.capture, observation, device)
-        if other is not None and other.ok and (best is None or other.error < best[0]):
+        if other is not None and other.ok and (best is None or other.error < 0.9 * best[0]):
             best = other.error, reading.words
     return Misfit(observation, "o", stated.error, False, best and best[1], best and best[0])
 

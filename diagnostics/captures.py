@@ -202,11 +202,13 @@ class Captures(list[Capture]):
     """A list that reads well at a prompt: one line a capture, at most 25 lines of 80 columns."""
 
     def __repr__(self) -> str:
+        if not self:
+            return "no captures: nothing was captured yet"
         lines = [_one_line(repr(capture)) for capture in self[:_LISTED]]
         if len(self) > _LISTED:
             lines.append(f"… and {len(self) - _LISTED} more")
-        lines.append("attn_diag.inspect_captures(…) judges them; [i].save(path) keeps one." if self else "")
-        return "\n".join([f"{len(self)} capture{'s' * (len(self) != 1)}{':' if self else ''}", *lines]).rstrip()
+        lines.append("attn_diag.inspect_captures(…) judges them; [i].save(path) keeps one.")
+        return "\n".join([f"{len(self)} capture{'s' * (len(self) != 1)}:", *lines])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"

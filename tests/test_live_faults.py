@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -361,3 +362,82 @@ def test_the_ring_keeps_within_its_bytes(tmp_path: Path) -> None:
     assert sum(t[...].nbytes for path in small.written for t in attn_diag.load(path).tensors.values()) < size
     assert small.written
     assert small.dropped
+
+
+WRONG = {
+    "steps, a text": {"steps": "all"},
+    "steps, one": {"steps": 500},
+    "layers, one": {"layers": 2},
+    "calls, one": {"calls": 0},
+    "heads below 0": {"heads": [-1]},
+    "heads, one": {"heads": 1},
+    "batch below 0": {"batch": {-2}},
+    "batch, none": {"batch": []},
+    "ring below 0": {"ring": -1},
+    "no bytes": {"max_bytes": 0},
+}
+
+
+@pytest.mark.parametrize("options", WRONG.values(), ids=list(WRONG))
+def test_choices_that_cannot_be_are_refused_before_the_run(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        attn_diag.capture(nano_gpt().model, tmp_path, **options)
+    with pytest.raises(InputError, match="torch.nn.Module"):
+        attn_diag.capture("model", tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layers": {7}}, "no call fitted steps, layers and calls; seen were layers 0, 1"),
+        ({"steps": range(100, 200)}, "no call fitted"),
+        ({"heads": {9}}, r"heads \[9\], but the call has 0 to 3"),
+        ({"batch": {5}}, r"batch \[5\], but the call has 0 to 1"),
+    ],
+)
+def test_choices_that_fit_nothing_are_told(
+    options: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path, **options):
+        steps(tiny, 2)
+    assert files(tmp_path) == []
+    assert re.search(words, caplog.text)
+
+
+STARTED = """
+import sys, torch, attn_diag
+from tiny_models import nano_gpt
+tiny = nano_gpt()
+optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+attn_diag.capture(tiny.model, sys.argv[1], ring=2).start()
+for step in range(6):
+    tiny.loss(tiny.model).backward()
+    optimizer.step()
+if len(sys.argv) == 2:
+    raise RuntimeError("of the user's")
+"""
+
+
+def test_the_ring_on_an_exception_after_start(tmp_path: Path) -> None:
+    done = script(STARTED, tmp_path)
+    assert "RuntimeError: of the user's" in done.stderr
+    assert [name[:10] for name in files(tmp_path)] == ["step000004", "step000004", "step000005", "step000005"]
+    notes = attn_diag.load(next(tmp_path.iterdir())).metadata.notes
+    assert notes is not None
+    assert "RuntimeError was raised" in notes
+
+
+def test_a_program_that_ends_well_writes_no_ring(tmp_path: Path) -> None:
+    done = script(STARTED.replace("len(sys.argv) == 2", "False"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path) == []
+
+
+def test_what_the_prompt_shows(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    with attn_diag.capture(tiny.model, tmp_path) as recorder:
+        steps(tiny, 2)
+        recorder.drain()
+        assert re.fullmatch(r"<capture into .*: step 2, 4 files written>", repr(recorder))
+        assert [c.metadata.layer for c in attn_diag.last()] == [0, 1]

@@ -191,7 +191,7 @@ def test_options_choose_steps_layers_and_samples() -> None:
     assert [layer.layer for layer in monitor.history[0].layers] == [1]
     assert monitor.history[0].layers[0].module == "h.1.attn"
     for wrong in ({"every": 0}, {"rows": 0}, {"sequences": -1}):
-        with pytest.raises(attn_diag.InputError, match="at least 1"):
+        with pytest.raises(attn_diag.InputError, match="1 or more"):
             Monitor(model, **wrong)  # type: ignore[arg-type]
     with pytest.raises(attn_diag.InputError, match="above 0"):
         Monitor(model, false_alarm_rate=0)
@@ -444,3 +444,19 @@ def test_on_a_gpu_nothing_waits_and_memory_is_bounded() -> None:
 
 if __name__ == "__main__":
     one_rank(int(sys.argv[3]), int(sys.argv[1]), Path(sys.argv[2]))
+
+
+def test_a_monitor_that_sees_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    watched, trained = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with attn_diag.Monitor(watched, every=1):
+        for step in range(4):
+            torch.autograd.backward(trained(torch.ones(2, 4)).sum())
+            optimizer.step()
+            assert ("no attention call" in caplog.text) == (step >= 2)
+
+
+def test_choices_that_cannot_be_are_refused() -> None:
+    for wrong in ({"layers": 1}, {"every": 2.5}, {"every": "50"}):
+        with pytest.raises(attn_diag.InputError, match=next(iter(wrong))):
+            attn_diag.Monitor(nn.Linear(2, 2), **wrong)  # type: ignore[arg-type]

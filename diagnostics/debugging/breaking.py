@@ -22,7 +22,8 @@ from attn_diag.debugging.stopping import at_next_instruction, users_frame
 from attn_diag.diagnosis import Diagnosis, Label, severity
 from attn_diag.errors import InputError
 from attn_diag.live.call import AttentionCall, Place
-from attn_diag.live.recorder import COMPILED, UNSEEN
+from attn_diag.live.choices import require_container
+from attn_diag.live.notices import COMPILED, UNSEEN
 from attn_diag.live.watch import Watch
 
 _log = logging.getLogger("attn_diag")
@@ -42,6 +43,7 @@ class Breakpoint:
         level: float,
         hook: Callable[[Finding], object] | None,
     ) -> None:
+        require_container("layers", layers)
         self.judged = self.found = 0
         self._conditions, self._model, self._layers = conditions, model, layers
         self._batch = None if batch is None else frozenset(batch)

@@ -20,8 +20,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, trace: DtypeTrace | None = None) 
     """
     tensors = {"q": q, "k": k, "v": v}
     for name, x in tensors.items():
-        if not x.is_floating_point():
-            raise InputError(f"{name} must be a floating-point tensor, got {x.dtype}")
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise InputError(f"{name} must be a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     if len({x.device for x in tensors.values()}) > 1:
         got = ", ".join(f"{n}: {x.device}" for n, x in tensors.items())
         raise InputError(f"q, k and v must be on one device, got {got}")

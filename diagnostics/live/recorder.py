@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import re
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from attn_diag.captures import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.live.call import AttentionCall, Place
+from attn_diag.live.choices import indices, require_container
+from attn_diag.live.notices import COMPILED, UNSEEN, UNSTEPPED
 from attn_diag.live.ranks import rank, run_id, world_size
 from attn_diag.live.watch import Watch
 from attn_diag.live.writer import Taken, Writer
@@ -55,19 +58,25 @@ class Recorder:
         max_bytes: int,
         first_step: int,
     ) -> None:
+        for name, chosen in (("layers", layers), ("calls", calls), ("steps", None if callable(steps) else steps)):
+            require_container(name, chosen)
+        if model is not None and not isinstance(model, nn.Module):
+            raise InputError(f"model must be a torch.nn.Module, or None for all calls, got {type(model).__name__}")
+        if ring < 0 or max_bytes < 1:
+            raise InputError(f"ring must be 0 or more and max_bytes 1 or more, got {ring} and {max_bytes}")
         self.folder = Path(path)
         self.written: list[Path] = []
         self.dropped: dict[str, int] = {}
         self._model, self._first_step = model, first_step
         self._steps, self._layers, self._calls = steps, layers, calls
-        self._heads = None if heads is None else sorted(heads)
-        self._batch = None if batch is None else sorted(batch)
+        self._heads, self._batch = indices("heads", heads), indices("batch", batch)
         self._ring: deque[list[tuple[str, Capture]]] | None = deque(maxlen=ring) if ring else None
         self._max_bytes, self._bytes, self._full = max_bytes, 0, False
         self._taken: dict[tuple[int, int], Taken] = {}
         self._step: list[tuple[str, Capture]] = []
         self._writer = Writer(self._keep, limit=_IN_FLIGHT)
         self._run = ""
+        self._chosen = False
         self._watch: Watch | None = None
 
     # A context, or start() and close().
@@ -86,7 +95,7 @@ class Recorder:
         self._writer.start()
         with _lock:
             _open.append(self)
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
         return self
 
     def close(self) -> None:
@@ -97,7 +106,7 @@ class Recorder:
         if watch.never_stepped:
             _log.warning(UNSTEPPED)
         watch.stop()
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         with _lock:
             _open.remove(self)
         self._submit_open()
@@ -105,6 +114,17 @@ class Recorder:
         self._writer.close()
         if not watch.calls_seen:
             _log.warning(UNSEEN)
+        elif not self._chosen:
+            seen = ", ".join(map(str, watch.layers))
+            _log.warning("nothing was captured: no call fitted steps, layers and calls; seen were layers %s", seen)
+
+    def _at_exit(self) -> None:
+        # After start() nobody tells of an exception; the interpreter keeps the one that ends the program.
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is not None:
+            self._submit_open()
+            self.dump(f"{type(error).__name__} was raised")
+        self.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -114,6 +134,10 @@ class Recorder:
             self._submit_open()
             self.dump(f"{kind.__name__} was raised")
         self.close()
+
+    def __repr__(self) -> str:
+        lost = f", {sum(self.dropped.values())} calls dropped" if self.dropped else ""
+        return f"<capture into {self.folder}: step {self.step}, {len(self.written)} files written{lost}>"
 
     @property
     def step(self) -> int:
@@ -151,9 +175,14 @@ class Recorder:
 
     def forward(self, call: AttentionCall) -> None:
         """Clone what is chosen of q, k, v, o, LSE, x and w_q."""
+        self._chosen = True
         if call.refused is not None:
             self._drop(f"{call.place.module or 'attention'}: {call.refused}")
             return
+        for name, wanted, there in (("heads", self._heads, call.q.shape[1]), ("batch", self._batch, len(call.q))):
+            if wanted is not None and wanted[0] >= there:
+                self._drop(f"{call.place.module or 'attention'}: {name} {wanted}, but the call has 0 to {there - 1}")
+                return
         tensors, metadata = self._select(call, call.tensors()), self._metadata(call)
         size = _bytes_of(tensors)
         if call.place.gradients:
@@ -162,7 +191,7 @@ class Recorder:
             size += _bytes_of({str(i): tensors[name] for i, name in enumerate(late)})
         if self._bytes + size > self._max_bytes:
             self._full = True
-            self._drop(f"the limit of {self._max_bytes / _GIB:.3g} GiB is reached (max_bytes)")
+            self._drop(f"the limit of {self._max_bytes / 2**20:,.4g} MiB is reached (max_bytes)")
             return
         self._bytes += size
         self._taken[call.place.layer, call.place.call] = Taken(tensors, metadata, call.place.step, self._name(call))
@@ -213,7 +242,7 @@ class Recorder:
 
     def _chosen_items(self, call: AttentionCall) -> list[int]:
         batch = call.q.shape[0]
-        return list(range(batch)) if self._batch is None else [b for b in self._batch if b < batch] or [0]
+        return list(range(batch)) if self._batch is None else [b for b in self._batch if b < batch]
 
     def _chosen_heads(self, call: AttentionCall) -> tuple[int, int]:
         """The first, and the one after the last: whole groups, as a key head's gradient belongs to all of its group."""
@@ -221,7 +250,7 @@ class Recorder:
         if not self._heads:
             return 0, heads
         group = heads // call.k.shape[1]
-        first = min(self._heads[0], heads - 1) // group * group
+        first = self._heads[0] // group * group
         return first, min(-(-(self._heads[-1] + 1) // group) * group, heads)
 
     def _metadata(self, call: AttentionCall) -> dict[str, Any]:
@@ -266,7 +295,7 @@ class Recorder:
         if not self._step:
             return
         global _newest
-        _newest = [capture for _, capture in self._step]
+        _newest = sorted((c for _, c in self._step), key=lambda c: (c.metadata.layer or 0, c.metadata.extra["call"]))
         if self._ring is not None:
             self._ring.append(self._step)
             self._make_room()
@@ -365,21 +394,6 @@ def trigger(reason: str) -> None:
         running = list(_open)
     for recorder in running:
         recorder.dump(reason)
-
-
-COMPILED = (
-    "the model is compiled: attention inside compiled graphs is not seen. "
-    'torch.compiler.set_stance("force_eager") around the captured steps runs them uncompiled (with other roundings)'
-)
-UNSEEN = (
-    "no attention call was seen. It may run inside a compiled graph or on the fast path of nn.TransformerEncoder in "
-    "eval mode (torch.backends.mha.set_fastpath_enabled(False)), or call a kernel that is not known here"
-)
-
-UNSTEPPED = (
-    "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() of what "
-    "attn_diag.capture returned after every step"
-)
 
 
 def _prepare(folder: Path, rank: int) -> None:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.live import intercept
 from attn_diag.live.call import AttentionCall, Listener, Place
+from attn_diag.live.notices import UNSEEN
 from attn_diag.live.projection import FAST_PATHS, Projections, clean
 from attn_diag.live.sites import Fields, Graph, LayOut, autocast_dtype
 from attn_diag.live.tap import attention_node
@@ -24,6 +25,8 @@ from attn_diag.live.tap import attention_node
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
 _MAX_FRAMES = 60
+# So many steps without any attention call are worth a word.
+_BLIND = 3
 
 
 class Watch:
@@ -38,6 +41,7 @@ class Watch:
         self.model, self.listener, self.step = model, listener, first_step
         self.compiled = model is not None and any(_is_compiled(m) for m in model.modules())
         self.calls_seen = 0
+        self._blind_steps = 0
         self._first_step = first_step
         self._names: dict[int, str] = {}
         self._layers: dict[int | None, int] = {}
@@ -104,6 +108,11 @@ class Watch:
         self._calls_this_step = 0
         intercept.refresh()
         self.guarded(self.listener.step_ended)(ended)
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers seen so far."""
+        return sorted(self._layers.values())
 
     @property
     def never_stepped(self) -> bool:
@@ -268,6 +277,9 @@ class Watch:
             self.end_step()
         else:
             intercept.refresh()
+            self._blind_steps += 1
+            if self._blind_steps == _BLIND and not self.calls_seen:
+                self.warn_once(UNSEEN)
 
 
 class _Pending:

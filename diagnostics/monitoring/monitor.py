@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from attn_diag.errors import InputError
 from attn_diag.live.call import AttentionCall, Place
+from attn_diag.live.choices import require_container
+from attn_diag.live.notices import COMPILED, UNSEEN, UNSTEPPED
 from attn_diag.live.recorder import trigger
 from attn_diag.live.watch import Watch
 from attn_diag.monitoring.alarm import Alarm, AlarmRule, AlarmState
@@ -33,16 +35,6 @@ _log = logging.getLogger("attn_diag")
 _NEWEST = 0.1
 _HISTORY = 1000
 
-UNSEEN = (
-    "a monitored step had no attention call that is seen. Inside a compiled graph none is: compile all but the "
-    'attention, or run monitored steps uncompiled under torch.compiler.set_stance("force_eager"), whose roundings '
-    "differ. It may also call a kernel that is not known here"
-)
-COMPILED = (
-    "the model is compiled: attention inside compiled graphs is not monitored. Compile all but the attention, or run "
-    'monitored steps uncompiled under torch.compiler.set_stance("force_eager"), whose roundings differ'
-)
-
 
 class Monitor:
     """Watches every attention layer of a model on every ``every``-th step, from now until ``close()``.
@@ -55,6 +47,9 @@ class Monitor:
     On a monitored step the first micro-batch's call of each layer is compared with float64, for a sample of rows, on
     the device; results are read at a later step, so that no step waits for them. Outputs and gradients stay the same
     bits, and nothing is raised in the training loop: what goes wrong is logged (logger "attn_diag").
+
+    Behind RoPE or QK-norm dQ's share of error is known, not dW_Q's nor its coherence; ``attn_diag.capture`` and
+    ``inspect`` know them there too.
 
     With torch.distributed initialised before, the sums of all ranks are added up (``monitoring.reduction``): every rank
     must have a monitor with the same options, and gets the same results. Where ranks do not all hold the same heads
@@ -94,8 +89,9 @@ class Monitor:
         first_step: int = 0,
     ) -> None:
         for name, number in (("every", every), ("sequences", sequences), ("rows", rows)):
-            if number < 1:
-                raise InputError(f"{name} must be at least 1, got {number}")
+            if not isinstance(number, int) or number < 1:
+                raise InputError(f"{name} must be a whole number, 1 or more, got {number!r}")
+        require_container("layers", layers)
         if not false_alarm_rate > 0:
             raise InputError(f"false_alarm_rate must be above 0, got {false_alarm_rate}; 0.01 in 1,000 checks is usual")
         self.every, self.alarms = every, list[Alarm]()
@@ -120,11 +116,20 @@ class Monitor:
         """Stop watching; what has been computed can still be read."""
         watch, self._watch = self._watch, None
         if watch is not None:
+            if watch.never_stepped:
+                watch.warn_once(UNSTEPPED)
+            if not watch.calls_seen:
+                watch.warn_once(UNSEEN)
             watch.stop()
             self._open.clear()
             self._done.clear()
             self._read(wait=True)
             self._past.clear()
+
+    def end_step(self) -> None:
+        """Say that a step is over, where no torch.optim optimizer does."""
+        if self._watch is not None:
+            self._watch.end_step()
 
     def __enter__(self) -> Self:
         return self

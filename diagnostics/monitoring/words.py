@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,10 +13,13 @@ from attn_diag.monitoring.record import Check, LayerCheck
 
 _COLUMNS = (
     ("dw_q_share", "dW_Q err", ".2%"), ("dq_share", "dQ err", ".2%"), ("dw_q_over_floor", "x floor", ".2f"),
-    ("noise_factor", "noise", ".2f"), ("conditioning", "A", ".1f"), ("coherence", "coherence", ".2f"),
-    ("past_z", "past z", ".1f"), ("max_logit", "max logit", ".1f"), ("w_q_norm", "|W_Q|", ".2f"),
-    ("entropy", "entropy", ".2f"), ("tie_rate", "ties", ".2%"),
+    ("noise_factor", "noise", ".2f"), ("conditioning", "condit.", ".1f"), ("coherence", "coher.", ".2f"),
+    ("max_logit", "logit", ".1f"), ("w_q_norm", "|W_Q|", ".2f"),
 )  # fmt: skip
+
+
+_ALARMS = 3
+_WIDTH = 80
 
 
 def flat_metrics(check: Check, alarms: int, *, per_head: bool) -> dict[str, float]:
@@ -40,7 +44,7 @@ def flat_metrics(check: Check, alarms: int, *, per_head: bool) -> dict[str, floa
 
 
 def table(check: Check | None, alarms: Sequence[Alarm]) -> str:
-    """Each layer's head with the largest predicted error, one line each, then the alarms."""
+    """Each layer's head with the largest predicted error, one line each, then the first alarms; 80 columns."""
     if check is None:
         return "no check yet"
     shown = [c for c in _COLUMNS if any(np.isfinite(layer.values[c[0]]).any() for layer in check.layers)]
@@ -52,7 +56,10 @@ def table(check: Check | None, alarms: Sequence[Alarm]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [f"step {check.step}, the worst head of each layer"]
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines += [f"ALARM {alarm}" for alarm in alarms]
+    for alarm in alarms[:_ALARMS]:
+        lines += textwrap.wrap(f"ALARM {alarm}", _WIDTH, subsequent_indent="  ")
+    if len(alarms) > _ALARMS:
+        lines.append(f"… and {len(alarms) - _ALARMS} more: monitor.alarms")
     return "\n".join(lines)
 
 
