@@ -67,7 +67,7 @@ def half_written(paths: Iterable[str | Path]) -> list[InputError]:
             complaints.append(
                 InputError(
                     f"{file}: {named[1]} was being written when the process died (or still is: look again then); "
-                    "its step is lost, the other files are complete"
+                    "this capture is lost, the other files are complete"
                 )
             )
     return complaints

@@ -191,6 +191,8 @@ def _merge_alike(members: list[Capture], missing: list[int]) -> Capture:
     by_offset: dict[int, list[Capture]] = {}
     for capture in members:
         by_offset.setdefault(capture.metadata.head_offset, []).append(capture)
+    for group in by_offset.values():
+        _require_other_sequences(group)
     parts = [_stack_batches(by_offset[offset]) for offset in sorted(by_offset)]
     tensors = parts[0] if len(parts) == 1 else _join_heads(members[0], sorted(by_offset), parts)
     how = "batch items" if len(parts) == 1 else "heads" if len(parts) == len(members) else "batch items and heads"
@@ -198,6 +200,13 @@ def _merge_alike(members: list[Capture], missing: list[int]) -> Capture:
     assumed = dict.fromkeys(note for capture in members for note in capture.assumed)
     words = f"{how} of {_named(map(_rank, members))} put together in this order{gone}"
     return Capture(tensors, _metadata_of(members), _sources(members), (*assumed, words))
+
+
+def _require_other_sequences(members: list[Capture]) -> None:
+    """Raise InputError where two ranks saw the same sequences: they then hold other heads, and do not say which."""
+    first = [capture.tensors["x"][0] for capture in members if "x" in capture.tensors]
+    if any(_equal(a, b) for i, a in enumerate(first) for b in first[:i]):
+        raise InputError("x is the same on two ranks (tensor parallelism?): state head_offset in the metadata")
 
 
 def _stack_batches(members: list[Capture]) -> dict[str, TensorSource]:

@@ -86,7 +86,7 @@ def test_killed_writer_is_named_and_the_rest_is_read(tmp_path: Path, inspected: 
     assert [c["source"] for c in document["captures"]] == [str(first), str(second)]
     (named,) = document["summary"]["unreadable"]
     assert named.startswith(f"{left}: step000003_layer02.safetensors was being written when the process died")
-    assert named.endswith("its step is lost, the other files are complete")
+    assert named.endswith("this capture is lost, the other files are complete")
     assert "step000003_layer02.safetensors was being" in inspected(tmp_path)[1].replace("\n", " ").replace("  ", " ")
 
 

@@ -382,7 +382,7 @@ WRONG = {
 def test_choices_that_cannot_be_are_refused_before_the_run(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
         attn_diag.capture(nano_gpt().model, tmp_path, **options)
-    with pytest.raises(InputError, match="torch.nn.Module"):
+    with pytest.raises(InputError, match=r"torch\.nn\.Module"):
         attn_diag.capture("model", tmp_path)  # type: ignore[arg-type]
 
 

@@ -67,6 +67,11 @@ class AttentionCall:
     awaits_backward: bool = False
     notes: list[str] = field(default_factory=list)
 
+    def let_go(self) -> None:
+        """Forget the forward's data, once copied: else it would live on, checkpointed or not, until the backward."""
+        self.q, self.k, self.v, self.o = (torch.empty_like(t, device="meta") for t in (self.q, self.k, self.v, self.o))
+        self.lse = self.mask = self.x = self.w_q = None
+
     def tensors(self) -> dict[str, Tensor]:
         """Those that are there, by their names in capture format 1."""
         names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask")

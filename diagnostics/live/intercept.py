@@ -8,6 +8,7 @@ graph, or when nobody wants the call, the replacement only passes it on. Where o
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -55,6 +56,10 @@ _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
 _modules_seen = 0
 _thread = threading.local()
+
+if hasattr(os, "register_at_fork"):
+    # A child (a DataLoader's worker) has no thread to hand captures to.
+    os.register_at_fork(after_in_child=_observers.clear)
 
 
 def install(observer: Observer) -> None:

@@ -10,3 +10,4 @@ UNSEEN = (
     "known here, or be another model than the one that was given (a copy of it, say)"
 )
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
+UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"

@@ -76,13 +76,15 @@ class Recorder:
         self._step: list[tuple[str, Capture]] = []
         self._writer = Writer(self._keep, limit=_IN_FLIGHT)
         self._run = ""
-        self._chosen = False
+        self._chosen, self._broken = False, ""
         self._watch: Watch | None = None
 
     # A context, or start() and close().
 
     def start(self) -> Self:
         """Begin. Raises InputError where ``path`` cannot be written, or holds captures of this rank already."""
+        if self._watch is not None:
+            raise InputError(f"capturing into {self.folder} is running already; make another attn_diag.capture")
         _prepare(self.folder, rank())
         # What a Capture imports when it is made: in the writer's thread that would hold up a captured step.
         import_module("attn_diag.hardware.store")
@@ -102,16 +104,17 @@ class Recorder:
         """Remove every hook and wait until what was captured is written."""
         watch, self._watch = self._watch, None
         if watch is None:
+            self._writer.close()  # again, where Ctrl-C ended the wait
             return
         if watch.never_stepped:
             _log.warning(UNSTEPPED)
         watch.stop()
-        atexit.unregister(self._at_exit)
         with _lock:
             _open.remove(self)
         self._submit_open()
         self._writer.call(self._step_over)
         self._writer.close()
+        atexit.unregister(self._at_exit)
         if not watch.calls_seen:
             _log.warning(UNSEEN)
         elif not self._chosen:
@@ -130,7 +133,7 @@ class Recorder:
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is not None:
+        if kind is not None and not issubclass(kind, GeneratorExit):
             self._submit_open()
             self.dump(f"{kind.__name__} was raised")
         self.close()
@@ -195,12 +198,13 @@ class Recorder:
             return
         self._bytes += size
         self._taken[call.place.layer, call.place.call] = Taken(tensors, metadata, call.place.step, self._name(call))
+        call.let_go()
 
     def backward(self, call: AttentionCall) -> None:
         """Clone what is chosen of the gradients, and hand the call over."""
         taken = self._taken.pop((call.place.layer, call.place.call), None)
         if taken is not None:
-            late = {name: t for name, t in call.tensors().items() if name not in taken.tensors}
+            late = {name: t for name, t in call.tensors().items() if name in _LATE}
             taken.tensors |= self._select(call, late)
             self._submit(taken)
 
@@ -287,9 +291,8 @@ class Recorder:
         self._step.append((taken.name, capture))
         if self._ring is None:
             self._write(taken.name, capture)
-        elif broken := _nonfinite(capture):
-            self._step_over()
-            self._empty_ring(f"{broken} of {taken.name} is not finite")
+        elif not self._broken and (broken := _nonfinite(capture)):
+            self._broken = f"{broken} of {taken.name} is not finite"
 
     def _step_over(self) -> None:
         if not self._step:
@@ -300,6 +303,10 @@ class Recorder:
             self._ring.append(self._step)
             self._make_room()
         self._step = []
+        # Only now: the rest of the step belongs to it.
+        if self._broken:
+            reason, self._broken = self._broken, ""
+            self._empty_ring(reason)
 
     def _make_room(self) -> None:
         assert self._ring is not None
@@ -346,7 +353,9 @@ def capture(
     FlexAttention, flash_attn, transformers' own implementations (eager and registered ones) and
     ``attn_diag.attention``; of each q, k, v, o, the LSE where its kernel gives one, after the backward pass dO, dQ,
     dK, dV and, where the query projection is found, x, w_q and the gradient at its output. Outputs and gradients stay
-    the same bits. Attention inside a compiled graph is not seen.
+    the same bits. Attention inside a compiled graph is not seen (a graph that calls it is compiled once more when a
+    capture first starts). Where a kernel has no autograd node of its own (math, eager, FlexAttention), gradients are
+    the tensors' own: the totals, where q, k or v is used elsewhere too; the file's notes say so.
 
     Args:
         model: whose calls; None: all calls of the process, without layers' names, x and w_q.
@@ -406,6 +415,9 @@ def _prepare(folder: Path, rank: int) -> None:
         raise InputError(f"cannot capture into {folder}: no permission to write; choose another folder")
     if there is not None:
         raise InputError(f"{folder} holds captures of an earlier run ({there.name}, …); choose a new folder")
+
+
+_LATE = ("do", "dq", "dk", "dv", "dq_pre")
 
 
 def _clone(part: Tensor) -> Tensor:

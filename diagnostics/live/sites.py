@@ -305,7 +305,9 @@ def _read_flex(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  #
         mask = _block_mask(a["block_mask"], q, k)
     if a["score_mod"] is not None:
         bias = _score_bias(a["score_mod"], q, k)
-        refused = "a score_mod that is not an addition to the score" if bias is None else None
+        refused = (
+            "a score_mod that is no addition to the score, or too large to be written out" if bias is None else None
+        )
         if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
     return {
@@ -331,9 +333,15 @@ def _block_mask(block_mask: Any, q: Tensor, k: Tensor) -> Tensor:
     return mask
 
 
+# Writing a score_mod out takes about 72 bytes a score for a moment.
+_MOST_SCORES = 2**24
+
+
 def _score_bias(score_mod: Callable[..., Tensor], q: Tensor, k: Tensor) -> Tensor | None:
-    """What a score_mod adds to every score, [B, H, Tq, Tk]; None where it does anything but add."""
+    """What a score_mod adds to every score, [B, H, Tq, Tk]; None where it does anything else, or that is too large."""
     batch, heads, rows, keys = *q.shape[:2], q.shape[2], k.shape[2]
+    if batch * heads * rows * keys > _MOST_SCORES:
+        return None
     grid = [torch.arange(n, device=q.device) for n in (batch, heads, rows, keys)]
     at = torch.meshgrid(*grid, indexing="ij")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
@@ -55,6 +56,7 @@ class Watch:
         self._handles: list[Any] = []
         self._projections: Projections | None = None
         self._warned: set[str] = set()
+        self._owns = False
 
     def start(self) -> Self:
         """Install the interception and the hooks; all of them, or none and an exception."""
@@ -208,7 +210,7 @@ class Watch:
                 self.failed(error)
                 return None
 
-        return run
+        return _Hook(run)
 
     def _wants_step(self) -> bool:
         return bool(self.guarded(self.listener.wants_step)(self.step))
@@ -271,6 +273,8 @@ class Watch:
             self._projections.forget()
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
+        if not self._is_ours(optimizer):
+            return
         self._trains = True
         # Several optimizers may step after one backward.
         if self._calls_this_step:
@@ -280,6 +284,32 @@ class Watch:
             self._blind_steps += 1
             if self._blind_steps == _BLIND and not self.calls_seen:
                 self.warn_once(UNSEEN)
+
+    def _is_ours(self, optimizer: Any) -> bool:
+        """Not the optimizer of another model (a GAN's critic), once one that holds our parameters is known.
+
+        One with master copies of the weights holds none of the model's own: it counts where there is no other.
+        """
+        if self.model is None:
+            return True
+        own = {id(p) for p in self.model.parameters()}
+        holds = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        self._owns |= holds
+        return holds or not self._owns
+
+
+class _Hook:
+    """A hook that stays on this module: in a copy or a pickle of the model it is a function that does nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # nullcontext().__exit__(*anything) is None: whoever unpickles the model needs nothing of ours.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class _Pending:
@@ -314,6 +344,7 @@ class _Pending:
             self._missing.add("kernel")
             self._handles.append(node.register_hook(self.watch.guarded(self._from_node)))
             return
+        self.call.notes.append("gradients are the tensors' own: totals, where q, k or v is used elsewhere too")
         for name, (tensor, lay_out) in graph.items():
             if tensor.requires_grad:
                 self._missing.add(name)

@@ -81,6 +81,8 @@ class Writer:
     def close(self) -> None:
         """Finish what is enqueued, and end the thread."""
         if self._thread is not None:
+            if self._thread.is_alive():  # not so in a forked child
+                self.drain()  # an interrupted join() takes the thread for dead (CPython 3.11)
             self._queue.put(None)
             self._thread.join()
             self._thread = None

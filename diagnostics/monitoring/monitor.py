@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from attn_diag.errors import InputError
 from attn_diag.live.call import AttentionCall, Place
 from attn_diag.live.choices import require_container
-from attn_diag.live.notices import COMPILED, UNSEEN, UNSTEPPED
+from attn_diag.live.notices import COMPILED, UNFINISHED, UNSEEN, UNSTEPPED
+from attn_diag.live.ranks import rank
 from attn_diag.live.recorder import trigger
 from attn_diag.live.watch import Watch
 from attn_diag.monitoring.alarm import Alarm, AlarmRule, AlarmState
@@ -104,7 +105,7 @@ class Monitor:
         self._done: dict[tuple[int, str | None], HeadSums] = {}
         self._past: dict[tuple[int, str | None], Tensor] = {}
         self._sent: deque[_Sent] = deque()
-        self._trains = False
+        self._trains = self._refused = False
         self._reduction = None if _alone(process_group) else Reduction(process_group)
         self._log_path = _prepared(log)
         self._watch: Watch | None = Watch(model, self, first_step)
@@ -150,7 +151,11 @@ class Monitor:
         it nothing waits.
         """
         self._read(wait=wait)
-        return flat_metrics(self.history[-1], self._raised_at_newest, per_head=per_head) if self.history else {}
+        return (
+            flat_metrics(self.history[-1], self._raised_at_newest, len(self.alarms), per_head=per_head)
+            if self.history
+            else {}
+        )
 
     def table(self) -> str:
         """The newest check in words: each layer's worst head, and the alarms so far."""
@@ -174,13 +179,14 @@ class Monitor:
         key = call.place.layer, call.place.module
         if call.refused is not None:
             self._warn(f"{call.place.module or 'attention'} is not monitored: {call.refused}")
+            self._refused = True
             return
         sample = Sample.of(call, self._sequences, self._rows)
-        # The watch keeps the call until its backward; only what autograd keeps anyway is left to it.
-        call.x = call.w_q = call.mask = call.lse = None
+        call.let_go()
         if call.place.gradients:
             self._trains = True
             self._taken.add(key)
+        if call.awaits_backward:
             self._open[key] = sample
         else:
             self._done[key] = head_sums(sample)
@@ -208,7 +214,8 @@ class Monitor:
         if self._reduction is not None:
             done = self._reduce(self._reduction, done)
         if not done:
-            self._warn(UNSEEN)
+            if self._watch is not None and not self._refused:
+                self._warn(UNFINISHED if self._watch.calls_seen else UNSEEN)
             return
         found = {key: sums.metrics(self._past.get(key)) for key, sums in sorted(done.items(), key=_order)}
         for key, sums in done.items():
@@ -323,7 +330,7 @@ def _alone(group: ProcessGroup | None) -> bool:
 
 
 def _prepared(log: str | os.PathLike[str] | None) -> Path | None:
-    if log is None or int(os.environ.get("RANK", "0")):
+    if log is None or rank():
         return None
     path = Path(log)
     try:

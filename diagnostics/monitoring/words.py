@@ -22,8 +22,8 @@ _ALARMS = 3
 _WIDTH = 80
 
 
-def flat_metrics(check: Check, alarms: int, *, per_head: bool) -> dict[str, float]:
-    """ "attn/NAME/max" and "/mean" over the heads of which NAME is known, "attn/alarm", "attn/step"."""
+def flat_metrics(check: Check, alarms: int, total: int, *, per_head: bool) -> dict[str, float]:
+    """ "attn/NAME/max" and "/mean" over the heads of which NAME is known, "attn/alarm", "attn/alarms", "attn/step"."""
     found: dict[str, float] = {}
     names = dict.fromkeys(name for layer in check.layers for name in layer.values)
     for name in names:
@@ -40,7 +40,7 @@ def flat_metrics(check: Check, alarms: int, *, per_head: bool) -> dict[str, floa
                 for head, value in enumerate(row):
                     if not math.isnan(value):
                         found[f"attn/layer{layer.layer:02d}/head{head:02d}/{name}"] = float(value)
-    return found | {"attn/alarm": float(alarms), "attn/step": float(check.step)}
+    return found | {"attn/alarm": float(alarms), "attn/alarms": float(total), "attn/step": float(check.step)}
 
 
 def table(check: Check | None, alarms: Sequence[Alarm]) -> str:
