@@ -148,8 +148,8 @@ def test_facts_that_need_no_statistics() -> None:
     share = np.array([[0.1, 1.5], [0.1, 0.9], [0.1, 1.1], [0.1, 1.2], [0.1, 3.0]])
     broken = np.array([[0, 0], [0, 0], [0.25, 0], [0.5, 0], [0, 0]])
     found = replay(checks(np.arange(5.0) * 50, dw_q_share=share, nonfinite_rate=broken))
-    assert [(a.kind, a.step, a.head) for a in found] == [("nonfinite", 150, 0), ("overwhelmed", 150, 1)]
-    assert "50.0%" in found[0].reason
+    assert [(a.kind, a.step, a.head) for a in found] == [("overwhelmed", 150, 1), ("nonfinite", 150, 0)]
+    assert "50.0%" in found[1].reason
 
 
 def test_an_alarm_says_what_where_and_what_to_do(tmp_path: Any) -> None:

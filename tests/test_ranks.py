@@ -184,8 +184,9 @@ def test_reading_stays_head_by_head(tmp_path: Path) -> None:
     def reads() -> list[tuple[int, str, Any]]:
         return [(r, n, i) for r, c in enumerate(recorded) for n, t in c.tensors.items() for i in t.seen]  # type: ignore[attr-defined]
 
-    # To merge, only what must be the same on all ranks is read.
-    assert {name for _, name, _ in reads()} == {"w_q"}
+    # To merge, only what must be the same on all ranks is read, and one sequence of what must not.
+    assert {name for _, name, _ in reads()} == {"w_q", "x"}
+    assert {index for _, name, index in reads() if name == "x"} == {0}
     for capture in recorded:
         for tensor in capture.tensors.values():
             tensor.seen.clear()  # type: ignore[attr-defined]
@@ -376,3 +377,13 @@ def test_on_the_command_line(
     assert (merged["shape"]["B"], merged["metadata"]["ranks"]) == (B, "0,1,2,3")
     assert merged["source"].endswith("rank0.safetensors (and ranks 1, 2, 3)")
     assert [c["shape"]["B"] for c in captures("--no-merge-ranks")] == [1, 3, 2, 2]
+
+
+def test_ranks_that_saw_the_same_sequences_are_not_put_together(tmp_path: Path) -> None:
+    tensors = whole_batch()
+    files = [load(path) for path in data_parallel(tmp_path, tensors)]
+    first = files[0].tensors["x"][0]
+    same = [replace(c, tensors={**c.tensors, "x": first.expand(c.batch, *first.shape).clone()}) for c in files]
+    merged, complaints = merged_over_ranks(same)
+    assert len(merged) == len(files)
+    assert "state head_offset" in str(complaints)

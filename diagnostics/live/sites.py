@@ -305,9 +305,7 @@ def _read_flex(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  #
         mask = _block_mask(a["block_mask"], q, k)
     if a["score_mod"] is not None:
         bias = _score_bias(a["score_mod"], q, k)
-        refused = (
-            "a score_mod that is no addition to the score, or too large to be written out" if bias is None else None
-        )
+        refused = "a score_mod that is not an addition to the score, or too large" if bias is None else None
         if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
     return {
