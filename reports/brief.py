@@ -117,4 +117,4 @@ def _next(ranked: list[Entry], found: str) -> list[str]:
             arguments.append(f"observation={worst.name!r}")
         explain = f"print(attn_diag.explain(found, {', '.join(arguments)})); "
     # At a pdb prompt d is "down", and q is "quit".
-    return wrapped(f"Next, with found = {found}: {explain}print(found.report())", _NEXT)
+    return wrapped(f"Next, where found is {found}: {explain}print(found.report())", _NEXT)

@@ -362,7 +362,8 @@ def capture(
         path: a folder; one file for every step, layer, call and rank.
         steps: which (a container of numbers, or a function of one); None: all. A step ends with an optimizer's
             ``step()``; without any, every forward of the model is one; see ``Recorder.end_step``. Once a loop trains,
-            evaluation without gradients is passed over: it neither counts nor is captured.
+            evaluation without gradients is passed over: it neither counts nor is captured. A step that a loss scaler
+            skips is none: its calls count to the next.
         layers: their numbers (as in the module's name).
         heads: query heads; the smallest range of whole key groups that holds them is taken.
         batch: which items of the batch; None: all.
