@@ -203,7 +203,7 @@ class Captures(list[Capture]):
 
     def __repr__(self) -> str:
         if not self:
-            return "no captures: nothing was captured yet"
+            return "0 captures: nothing was captured yet"
         lines = [_one_line(repr(capture)) for capture in self[:_LISTED]]
         if len(self) > _LISTED:
             lines.append(f"… and {len(self) - _LISTED} more")
