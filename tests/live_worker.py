@@ -29,13 +29,16 @@ def wrapped(how: str, model: nn.Module) -> nn.Module:
     return model
 
 
-def train(how: str, folder: Path | None) -> list[torch.Tensor]:
+def train(how: str, folder: Path | None, log: Path | None = None) -> list[torch.Tensor]:
     rank = distributed.get_rank()
     model = wrapped(how, nano_gpt().model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    capturing = contextlib.nullcontext() if folder is None else attn_diag.capture(model, folder, batch=None)
     losses = []
-    with capturing:
+    with contextlib.ExitStack() as watching:
+        if folder is not None:
+            watching.enter_context(attn_diag.capture(model, folder, batch=None))
+        if log is not None:
+            watching.enter_context(attn_diag.Monitor(model, every=1, log=log))
         for step in range(3):
             loss = next_token_loss(model, tokens(10 * step + rank))
             torch.autograd.backward(loss)
@@ -51,7 +54,8 @@ def main() -> None:
     for how in ("ddp", "fsdp", "fsdp_finely"):
         alone = train(how, None)
         only_one = folder / how / "alone" if distributed.get_rank() == 1 else None
-        for watched in (train(how, folder / how / "both"), train(how, only_one)):
+        log = folder / f"{how}.jsonl"
+        for watched in (train(how, folder / how / "both"), train(how, only_one), train(how, None, log)):
             assert len(alone) == len(watched) > 3
             assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True)), f"another run with {how}"
     distributed.destroy_process_group()

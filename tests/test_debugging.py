@@ -64,7 +64,7 @@ CASES: dict[str, Callable[[Diagnosis], Diagnosis]] = {
     "as it is": lambda d: d,
     "144 heads": lambda d: many(d, heads=144),
     "300 captures": lambda d: many(d, captures=300),
-    "long names": lambda d: many(d, heads=9, captures=9, name=LONG, source=f"/tmp/{LONG}/{LONG}"),
+    "long names": lambda d: many(d, heads=9, captures=9, name=LONG, source=f"/{LONG}/{LONG}"),
     "a name of several lines": lambda d: many(d, heads=9, name="a\nb\n" * 20, source="\x1b[31m\n" * 9),
     "wide characters": lambda d: many(d, heads=9, captures=3, name="注意力" * 30, source="测" * 90),
     "unreadable files": lambda d: replace(

@@ -478,3 +478,14 @@ def test_a_loop_without_an_optimizer_is_told(tmp_path: Path, caplog: pytest.LogC
             recorder.end_step()
     assert not caplog.text
     assert {attn_diag.load(path).metadata.step for path in recorder.written} == {0, 1}
+
+
+@pytest.mark.parametrize("backend", ["math", "fused"])
+def test_a_file_says_where_its_gradients_may_be_totals(backend: str, tmp_path: Path) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = inputs(1), inputs(2), inputs(3)
+    chosen = SDPBackend.MATH if backend == "math" else SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(chosen):
+        capture = captured_call(lambda: functional.scaled_dot_product_attention(q, k, v), tmp_path, weights_of)
+    assert ("totals" in str(capture.metadata.notes)) == (backend == "math")

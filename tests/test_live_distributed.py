@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import attn_diag
 from attn_diag.assumptions import check_assumptions
+from attn_diag.monitoring.record import read_log
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
@@ -55,3 +57,20 @@ def test_ranks(how: str, folder: Path) -> None:
     alone = [attn_diag.load(path) for path in (folder / how / "alone").iterdir()]
     assert {c.metadata.rank for c in alone} == {1}
     assert {c.metadata.extra["run"] for c in alone}.isdisjoint(extra["run"] for extra in extras)
+
+
+@pytest.mark.parametrize("how", ["fsdp", "fsdp_finely"])
+def test_a_sharded_model_is_monitored_as_a_replicated_one(how: str, folder: Path) -> None:
+    replicated, sharded = (list(read_log(folder / f"{kind}.jsonl")) for kind in ("ddp", how))
+    assert [check.step for check in sharded] == [0, 1, 2]
+    for one, other in zip(replicated, sharded, strict=True):
+        for a, b in zip(one.layers, other.layers, strict=True):
+            assert (a.layer, a.module) == (b.layer, b.module)
+            for name, expected in a.values.items():
+                # Where the weight is sharded again before attention runs, nothing is known of dW_Q.
+                lost = how == "fsdp_finely" and (name.startswith(("dw_q", "w_q", "coherence")) or name == "past_z")
+                if lost:
+                    assert np.isnan(b.values[name]).all(), name
+                else:
+                    # The same weights: two ranks' gradients add up alike in either order.
+                    np.testing.assert_allclose(b.values[name], expected, rtol=1e-12, atol=0, err_msg=name)

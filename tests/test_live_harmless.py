@@ -250,7 +250,7 @@ def test_a_listener_that_raises_is_only_logged(
 def test_hooks_that_raise_are_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from attn_diag.live import projection, watch
+    from attn_diag.live import pending, projection
 
     alone = train(nano_gpt(), contextlib.nullcontext())
 
@@ -258,7 +258,7 @@ def test_hooks_that_raise_are_only_logged(
         raise RuntimeError("ours, not theirs")
 
     monkeypatch.setattr(projection.Projections, "find", fail)
-    monkeypatch.setattr(watch._Pending, "_from_node", fail)
+    monkeypatch.setattr(pending.Pending, "_from_node", fail)
     monkeypatch.setattr(projection, "_Seen", fail)
     tiny = nano_gpt()
     assert same(alone, train(tiny, attn_diag.capture(tiny.model, tmp_path)))

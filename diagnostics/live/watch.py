@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
@@ -19,9 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from attn_diag.live import intercept
 from attn_diag.live.call import AttentionCall, Listener, Place
 from attn_diag.live.notices import UNSEEN
+from attn_diag.live.pending import Hook, Pending
 from attn_diag.live.projection import FAST_PATHS, Projections, clean
-from attn_diag.live.sites import Fields, Graph, LayOut, autocast_dtype
-from attn_diag.live.tap import attention_node
+from attn_diag.live.sites import Fields, Graph, autocast_dtype
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
@@ -33,9 +32,10 @@ _BLIND = 3
 class Watch:
     """Tells ``listener`` of the attention calls of ``model`` (None: of every call) between ``start`` and ``stop``.
 
-    ``step``: a step ends with any torch.optim optimizer's ``step()`` after an attention call, or with ``end_step()``.
-    In a loop that has neither, every forward of the model is a step. Once a loop trains, calls without gradients
-    (evaluation) are neither told of nor counted, and the steps before, if there were any, count as none.
+    ``step``: a step ends with a torch.optim optimizer's ``step()`` after an attention call (not that of one that holds
+    other models' parameters, once one that holds ours has stepped), or with ``end_step()``. In a loop that has neither,
+    every forward of the model is a step. Once a loop trains, calls without gradients (evaluation) are neither told of
+    nor counted, and the steps before, if there were any, count as none.
     """
 
     def __init__(self, model: nn.Module | None, listener: Listener, first_step: int = 0) -> None:
@@ -51,7 +51,7 @@ class Watch:
         self._no_modules: set[CodeType] = set()
         self._trains = False
         self._calls_this_step = 0
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
         self._projections: Projections | None = None
@@ -164,7 +164,7 @@ class Watch:
         call = AttentionCall(place=place, **detached)
         o = result[0] if isinstance(result, tuple) else result
         call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
-        pending = _Pending(self, call) if call.awaits_backward else None
+        pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
         if known is not None:
             x, weight, biased = known
             call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), weight.detach()
@@ -179,12 +179,13 @@ class Watch:
                     call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
                 if pending is not None:
                     pending.follow_projection(y, projection)
-        self.listener.forward(call)
         if pending is not None:
             self._with_gradients.add((place.layer, place.call))
             with self._lock:
                 self._pending[id(pending)] = pending
             pending.follow(o, graph)
+        # Last: what is noted above belongs to what it takes, and it may let the tensors go.
+        self.listener.forward(call)
 
     def failed(self, error: Exception) -> None:
         """Our own failure: a warning, never an exception in somebody's training."""
@@ -192,7 +193,7 @@ class Watch:
 
     # Ourselves.
 
-    def finished(self, pending: _Pending) -> None:
+    def finished(self, pending: Pending) -> None:
         """Its gradients are all there."""
         with self._lock:
             self._pending.pop(id(pending), None)
@@ -210,7 +211,7 @@ class Watch:
                 self.failed(error)
                 return None
 
-        return _Hook(run)
+        return Hook(run)
 
     def _wants_step(self) -> bool:
         return bool(self.guarded(self.listener.wants_step)(self.step))
@@ -298,105 +299,8 @@ class Watch:
         return holds or not self._owns
 
 
-class _Hook:
-    """A hook that stays on this module: in a copy or a pickle of the model it is a function that does nothing."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
-
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # nullcontext().__exit__(*anything) is None: whoever unpickles the model needs nothing of ours.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _Pending:
-    """A call that waits for its gradients."""
-
-    def __init__(self, watch: Watch, call: AttentionCall) -> None:
-        self.watch, self.call = watch, call
-        self._missing: set[str] = set()
-        self._handles: list[Any] = []
-        self.copy_dq = False
-
-    def follow_projection(self, y: Tensor, projection: Any) -> None:
-        """Have the gradient at the projection's output too, where q is not just that output without a bias."""
-        if projection.exact:
-            self.copy_dq = projection.biased
-            return
-        if not y.requires_grad:
-            return
-        self._missing.add("dq_pre")
-        batch, _, rows, _ = self.call.q.shape
-
-        def arrived(grad: Tensor) -> None:
-            self.call.dq_pre = projection.slice.of(grad.detach().reshape(batch, rows, -1))
-            self._arrived("dq_pre")
-
-        self._handles.append(y.register_hook(self.watch.guarded(arrived)))  # type: ignore[no-untyped-call]
-
-    def follow(self, o: Tensor, graph: Graph) -> None:
-        """Hook the kernel's own autograd node; where there is none, the tensors."""
-        node = attention_node(o)
-        if node is not None:
-            self._missing.add("kernel")
-            self._handles.append(node.register_hook(self.watch.guarded(self._from_node)))
-            return
-        self.call.notes.append("gradients are the tensors' own: totals, where q, k or v is used elsewhere too")
-        for name, (tensor, lay_out) in graph.items():
-            if tensor.requires_grad:
-                self._missing.add(name)
-                hook = self.watch.guarded(self._taker(name, lay_out))
-                self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
-
-    def give_up(self) -> None:
-        """The step is over."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        # A gradient at the projection that never came (a frozen model) does not take the others along.
-        if self.call.do is not None and self._missing:
-            self._missing.clear()
-            self.watch.finished(self)
-
-    def _from_node(self, grads: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
-        c = self.call
-        c.do = _trimmed(outputs[0], c.o)
-        c.dq, c.dk, c.dv = (_trimmed(g, like) for g, like in zip(grads, (c.q, c.k, c.v), strict=False))
-        if self.copy_dq:
-            c.dq_pre = c.dq
-        self._arrived("kernel")
-
-    def _taker(self, name: str, lay_out: LayOut) -> Any:
-        # Behind a cast of autocast a gradient comes widened; it has only the bits of what the kernel saw.
-        dtype = getattr(self.call, name[-1]).dtype
-
-        def arrived(grad: Tensor) -> None:
-            setattr(self.call, name, lay_out(grad.detach()).to(dtype))
-            if name == "dq" and self.copy_dq:
-                self.call.dq_pre = self.call.dq
-            self._arrived(name)
-
-        return arrived
-
-    def _arrived(self, name: str) -> None:
-        self._missing.discard(name)
-        if not self._missing:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-            self.watch.finished(self)
-
-
 def _key(owner: nn.Module | None) -> int | None:
     return None if owner is None else id(owner)
-
-
-def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:
-    """A gradient without the kernel's padding of D."""
-    return None if grad is None else grad.detach()[..., : like.shape[-1]]
 
 
 def _is_compiled(module: nn.Module) -> bool:

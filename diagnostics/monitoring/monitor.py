@@ -146,16 +146,14 @@ class Monitor:
         """The newest check's figures under flat names, for any logger; empty before the first.
 
         "attn/max_logit/max" and "/mean" over all heads ("/min" too for some; see ``HeadMetrics`` for the figures; what
-        nothing is known of is left out), "attn/alarm" how many alarms that check raised, "attn/step" its step.
-        ``per_head``: also "attn/layer02/head07/max_logit". ``wait``: for a check that is still being computed; without
-        it nothing waits.
+        nothing is known of is left out), "attn/alarm" how many alarms that check raised, "attn/alarms" how many there
+        were in all, "attn/step" its step. ``per_head``: also "attn/layer02/head07/max_logit". ``wait``: for a check
+        that is still being computed; without it nothing waits.
         """
         self._read(wait=wait)
-        return (
-            flat_metrics(self.history[-1], self._raised_at_newest, len(self.alarms), per_head=per_head)
-            if self.history
-            else {}
-        )
+        if not self.history:
+            return {}
+        return flat_metrics(self.history[-1], self._raised_at_newest, len(self.alarms), per_head=per_head)
 
     def table(self) -> str:
         """The newest check in words: each layer's worst head, and the alarms so far."""
