@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attn_diag.plain import Number
+
 
 @dataclass(frozen=True)
 class RowStrip:
@@ -34,8 +36,8 @@ class UnitPositions:
 class UlpHistogram:
     """Signed error of O in ulp: ``counts`` in bins of ``width`` from ``lowest`` on; what lies outside is counted."""
 
-    lowest: float
-    width: float
+    lowest: Number
+    width: Number
     counts: tuple[int, ...]
     below: int
     above: int
@@ -49,8 +51,8 @@ class Alignment:
     ``contribution``: sum over the rows of dO * error. The contributions add up to delta's error where it is ``from_o``.
     """
 
-    aligned: tuple[float | None, ...]
-    contribution: tuple[float, ...]
+    aligned: tuple[Number | None, ...]
+    contribution: tuple[Number, ...]
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ class PredictedError:
     """
 
     first: tuple[int, ...]
-    observed: tuple[float, ...] | None
-    predicted: tuple[float, ...]
-    reference: tuple[float, ...]
+    observed: tuple[Number, ...] | None
+    predicted: tuple[Number, ...]
+    reference: tuple[Number, ...]
 
 
 @dataclass(frozen=True)
@@ -78,4 +80,4 @@ class HeadFigures:
     alignment: Alignment | None = None
     dq: PredictedError | None = None
     dw_q: PredictedError | None = None
-    max_logit: float | None = None
+    max_logit: Number | None = None
