@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_diag.capture_job import CaptureJob, Runs, Selection
 from attn_diag.captures import DEFAULT_OBSERVATION, Capture
 from attn_diag.certification import Certify
+from attn_diag.collectors import collector_of
 from attn_diag.diagnosis import (
     Diagnosis,
     Family,
@@ -20,7 +21,6 @@ from attn_diag.engines import require_known
 from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe
-from attn_diag.measure import collector_of
 from attn_diag.pooling import adjust_family
 from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool, pick_device
