@@ -68,15 +68,20 @@ def _silent(done: int, total: int) -> None:
 
 
 def look(
-    subject: Subject, row: int | None, feature: int | None, *, whole_head: bool = True, progress: Progress = _silent
+    subject: Subject,
+    row: int | None,
+    feature: int | None,
+    *,
+    chosen: str = "as asked",
+    whole_head: bool = True,
+    progress: Progress = _silent,
 ) -> Microscope:
-    """The microscope on a subject; see ``microscope``."""
+    """The microscope on a subject; see ``microscope``. ``chosen``: how row and feature, where both are given, were."""
     head, recipe = subject.inputs.head, subject.recipe
     progress(1, 3)
     for name, number, count in (("row", row, len(head.q)), ("feature", feature, head.v.shape[1])):
         if number is not None and not 0 <= number < count:
             raise InputError(f"{subject.source}: {name} must lie between 0 and {count - 1}, got {number}")
-    chosen = "as asked"
     if row is None or feature is None:
         row, feature, chosen = _worst(subject, row, feature)
     forward, values = replace(head, do=None), head.v[:, feature].cpu().numpy()
@@ -150,6 +155,17 @@ def look(
     )
     progress(3, 3)
     return found
+
+
+def most_of_delta(subject: Subject, row: int) -> int | None:
+    """The feature whose error of O adds most to |delta's error| in ``row``; None where none does, or without dO."""
+    head = subject.inputs.head
+    if head.do is None:
+        return None
+    truth = reference_rows(replace(head, do=None), torch.tensor([row], device=head.q.device)).out[0]
+    parts = (head.do[row] * (subject.out[row] - truth)).abs()
+    at = int(parts.argmax())
+    return at if float(parts[at]) > 0 else None
 
 
 def _decisive(sites: tuple[Site, ...]) -> int | None:
