@@ -99,8 +99,9 @@ class FigureSums:
 
     def add_contributions(self, contributions: Tensor) -> None:
         """dO * error of O, [n, Dv] float64."""
-        positive, nonzero = (contributions > 0).sum(0), contributions.count_nonzero(0)
-        self.aligned = torch.stack([positive.double(), nonzero.double(), contributions.sum(0)]).cpu().numpy()
+        signs = contributions.sign()
+        balance, nonzero = signs.sum(0), signs.abs_().sum(0)
+        self.aligned = torch.stack([(balance + nonzero) / 2, nonzero, contributions.sum(0)]).cpu().numpy()
 
     def add_dq(self, parts: Parts) -> None:
         """dQ and the part of its error that delta makes, over the usable rows; nothing where no error is known."""

@@ -40,7 +40,7 @@ class UlpCounts:
 
     @classmethod
     def of(cls, errors: Tensor) -> UlpCounts:
-        """Of errors in ulp, any shape; float64."""
+        """Of errors in ulp, contiguous, any shape; float64; they are overwritten."""
         flat = errors.reshape(-1)
         if not len(flat):
             return cls(0, 0, np.zeros(0, dtype=np.int64))
@@ -50,8 +50,9 @@ class UlpCounts:
         reach = _REACH * math.sqrt(square / len(flat))
         level = max(0, math.ceil(math.log(reach / (_FINE_BINS * _FINE_WIDTH), 3))) if reach else 0
         # Beyond the last bins on either side lies one more for what is outside.
-        index = (flat / (_FINE_WIDTH * 3**level)).round_().clamp_(-_FINE_BINS - 1, _FINE_BINS + 1)
-        counts = torch.bincount(index.long().add_(_FINE_BINS + 1), minlength=2 * _FINE_BINS + 3).cpu().numpy()
+        index = flat.div_(_FINE_WIDTH * 3**level).round_().clamp_(-_FINE_BINS - 1, _FINE_BINS + 1)
+        index = index.add_(_FINE_BINS + 1).int()
+        counts = torch.bincount(index, minlength=2 * _FINE_BINS + 3).cpu().numpy()
         return cls(level, -_FINE_BINS, counts[1:-1], int(counts[0]), int(counts[-1])).trimmed()
 
     def trimmed(self) -> UlpCounts:
@@ -71,7 +72,7 @@ class UlpCounts:
         """First index and counts of bins ``factor`` (odd) times as wide."""
         if not len(self.counts):
             return 0, self.counts
-        index = _nearest(np.arange(self.first, self.first + len(self.counts)), factor)
+        index = (np.arange(self.first, self.first + len(self.counts)) + factor // 2) // factor
         return int(index[0]), np.bincount(index - index[0], weights=self.counts).astype(np.int64)
 
     @classmethod
@@ -100,11 +101,10 @@ class UlpCounts:
         high = self.first + len(self.counts) - 1
         high -= min(int(np.searchsorted(from_above, spare, side="right")), len(self.counts) - 1)
         factor = 1
-        while _nearest(np.array([high]), factor)[0] - _nearest(np.array([low]), factor)[0] >= _BINS:
+        while _nearest(high, factor) - _nearest(low, factor) >= _BINS:
             factor += 2
-        (start,), (stop,) = _nearest(np.array([low]), factor), _nearest(np.array([high]), factor) + 1
         first, merged = self.merged(factor)
-        start, stop = int(start) - first, int(stop) - first
+        start, stop = _nearest(low, factor) - first, _nearest(high, factor) + 1 - first
         width = _FINE_WIDTH * 3**self.level * factor
         return UlpHistogram(
             lowest=(first + start - 0.5) * width,
@@ -115,6 +115,6 @@ class UlpCounts:
         )
 
 
-def _nearest(index: Ints, factor: int) -> Ints:
+def _nearest(index: int, factor: int) -> int:
     """round(index / factor) for an odd factor, in integers: there are no ties."""
-    return np.asarray((index + factor // 2) // factor, dtype=np.int64)
+    return (index + factor // 2) // factor
