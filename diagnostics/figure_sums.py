@@ -80,9 +80,8 @@ class FigureSums:
         number = torch.full_like(unit.multiplicity, -1)
         number[rows] = torch.arange(len(kept), device=number.device)
         at = number[unit.rows]
-        usable = (at >= 0).nonzero()[:, 0]
-        # A collector decides in batches; within one they are in the order of the rows.
-        order = usable[at[usable].argsort(stable=True)]
+        # A collector meets the rows in their order.
+        order = (at >= 0).nonzero()[:, 0]
         order = order[torch.from_numpy(_evenly(len(order), _POSITIONS)).to(order.device)]
         return cls(
             exact=exact.multiplicity[rows].int().cpu().numpy(),
@@ -103,9 +102,14 @@ class FigureSums:
         balance, nonzero = signs.sum(0), signs.abs_().sum(0)
         self.aligned = torch.stack([(balance + nonzero) / 2, nonzero, contributions.sum(0)]).cpu().numpy()
 
-    def add_dq(self, parts: Parts) -> None:
-        """dQ and the part of its error that delta makes, over the usable rows; nothing where no error is known."""
-        self.dq = _RowNorms.of(parts)
+    def add_dq(self, error: Tensor | None, by_delta: Tensor | None, reference: Tensor) -> None:
+        """dQ's error and the true dQ [n, D], and the squared norms [n] of what delta makes of it; None if unknown."""
+        if error is not None or by_delta is not None:
+            self.dq = _RowNorms(
+                None if error is None else _squares(error),
+                None if by_delta is None else by_delta.cpu().numpy(),
+                _squares(reference),
+            )
 
 
 def head_figures(

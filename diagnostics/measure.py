@@ -341,15 +341,20 @@ def _measure_backward(
             result.delta_rounding = DeltaRounding(
                 float(cast.mean()), float(cast.square().mean().sqrt()), float(cast.abs().max())
             )
+    dq_error, by_delta = None, None
     if (dq := seen.outputs.get("dq")) is not None:
         truth = reference.dq[rows]
         assert passed.bounds.dq is not None
         result.reference_bounds["dq"] = sum_of(passed.bounds.dq[rows])
-        result.errors["dq"] = SignedErrors.of_elements(dq[rows] - truth, float(ulp(truth, seen.formats["dq"]).sum()))
+        dq_error = dq[rows] - truth
+        result.errors["dq"] = SignedErrors.of_elements(dq_error, float(ulp(truth, seen.formats["dq"]).sum()))
     parts = _dq_parts(inputs, passed, seen, forward_errors)
     kept = parts if isinstance(rows, slice) else parts.map(lambda tensor: tensor[rows])
     result.dq = GradientSums.of(kept, floor=floor)
-    result.figures.add_dq(kept)
+    if forward_errors is not None:
+        # Squared norms of alpha Delta_delta (P K), row by row.
+        by_delta = forward_errors.delta_error[rows].square() * direction
+    result.figures.add_dq(dq_error, by_delta, kept.reference)
     result.conditioning = float((reference.delta[rows].square() * direction).sum()), result.dq.reference
     if projection is not None:
         x = projection.x[rows]
