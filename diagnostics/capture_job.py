@@ -278,7 +278,7 @@ class CaptureJob:
 
     def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
         c = self.capture
-        sizes = {"sequences": len(self.batches), "k_length": c.k_length}
+        sequences = len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         entries = [
             pool(
@@ -294,7 +294,8 @@ class CaptureJob:
                     [p.rows for p in parts],
                     None if found is None else found.by_feature,
                 ),
-                **sizes,
+                sequences=sequences,
+                k_length=c.k_length,
             )
             for head, parts in measured.items()
         ]
@@ -310,7 +311,8 @@ class CaptureJob:
                 dw_q=pooled,
                 extra=extra,
                 level=self.level,
-                **sizes,
+                sequences=sequences,
+                k_length=c.k_length,
             )
         )
         return entries
