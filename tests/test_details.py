@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +32,7 @@ def detailed(diagnosis: Diagnosis) -> list[tuple[str, HeadDiagnosis]]:
 
 
 def test_the_worst_heads_are_taken_apart_and_no_others() -> None:
-    capture = load("kernels_pair_T512")
+    capture = load("pair_T256")
     plain = inspect_captures([capture], device="cpu")
     assert not detailed(plain)
     found = inspect_captures([capture], device="cpu", details=3)
@@ -176,26 +177,18 @@ def test_what_cannot_be_taken_apart_says_why(case: str) -> None:
     found = attn_diag.inspect(**small(**change), details=1, device="cpu")
     ((_, head),) = detailed(found)
     assert head.details_note is not None
-    torch.testing.assert_close(len(head.details_note) > 20, True)
-    import re
-
     assert re.search(words, head.details_note), head.details_note
     assert head.microscope is None
     assert Diagnosis.from_json(found.to_json()) == found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_no_dtype_stops_an_inspection(dtype: torch.dtype) -> None:
+    """No recipe covers float64."""
     given = {n: t.to(dtype) if isinstance(t, Tensor) else t for n, t in small().items()}
-    options: dict[str, Any] = {}
-    if dtype is torch.float8_e4m3fn:
-        given["o"], given["do"] = given["o"].bfloat16(), given["do"].bfloat16()
-    try:
-        attn_diag.inspect(**given, **options, device="cpu")
-    except attn_diag.InputError:
-        pytest.skip("this dtype cannot be inspected at all")
-    ((_, head),) = detailed(attn_diag.inspect(**given, **options, details=1, device="cpu"))
-    assert (head.attribution is not None and head.microscope is not None) or head.details_note
+    ((_, head),) = detailed(attn_diag.inspect(**given, details=1, device="cpu"))
+    assert (head.attribution is None) == (head.microscope is None) == (head.details_note is not None)
+    assert head.attribution is not None or dtype is torch.float64
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -224,7 +217,7 @@ def test_masks() -> None:
 
 
 def test_a_number_of_details_below_zero_is_refused() -> None:
-    with pytest.raises(attn_diag.InputError, match="details must be .* got -1"):
+    with pytest.raises(attn_diag.InputError, match=r"details must be .* got -1"):
         attn_diag.inspect(**small(), details=-1)
 
 
