@@ -396,15 +396,14 @@ def tensors(batch: int = 1, heads: int = 1, kv_heads: int = 1, length: int = 48,
 
 
 def direct(given: dict[str, Tensor], head: int, mask: Tensor | None = None) -> list[Sequence]:
-    group = given["q"].shape[1] // given["k"].shape[1]
-    rest = ("do", "o", "dq")
-    return [
-        sequence(
-            given["q"][b, head], given["k"][b, head // group], given["v"][b, head // group], mask=mask,
-            **{name: given[name][b, head] for name in rest if name in given},
-        )
-        for b in range(len(given["q"]))
-    ]  # fmt: skip
+    kv_head = head * given["k"].shape[1] // given["q"].shape[1]
+
+    def of(batch: int) -> Sequence:
+        rest: dict[str, Any] = {name: given[name][batch, head] for name in ("do", "o", "dq") if name in given}
+        q, k, v = given["q"][batch, head], given["k"][batch, kv_head], given["v"][batch, kv_head]
+        return sequence(q, k, v, mask=mask, **rest)
+
+    return [of(batch) for batch in range(len(given["q"]))]
 
 
 def assert_all_heads(given: dict[str, Tensor], mask: Tensor | None = None) -> list[HeadDiagnosis]:
