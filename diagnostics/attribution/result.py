@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from attn_diag.diagnosis import Tool
+from attn_diag.plain import Number, Tool
 from attn_diag.result import Result
 
 if TYPE_CHECKING:
@@ -18,122 +18,163 @@ QUANTITIES = ("o", "delta", "dq", "dw_q")
 
 @dataclass(frozen=True)
 class MeanError:
-    """A mean signed error and its uncertainty: O's away from zero in ulp (clustered by the row's top key), delta's in
-    noise floors and dQ's in ulp (by row). dW_Q has no rows: the error's part along it, <error, dW_Q> / ||dW_Q||^2.
+    """A mean signed error and its uncertainty.
 
-    ``n_eff``: how many clusters or rows carry it in effect; below 4 the test leans on few of them. ``p_adjusted``:
-    Benjamini-Hochberg over the sites of one quantity.
+    O's away from zero in ulp (clustered by the row's top key), delta's in noise floors and dQ's in ulp (by row). dW_Q
+    has no rows: the error's part along it, <error, dW_Q> / ||dW_Q||^2.
     """
 
-    mean: float
-    standard_error: float | None = None
-    n_eff: float | None = None
-    p_value: float | None = None
-    p_adjusted: float | None = None
+    mean: Number
+    """The mean, in the unit above."""
+    standard_error: Number | None = None
+    """Its standard error; null where it is not tested."""
+    n_eff: Number | None = None
+    """How many clusters or rows carry it in effect; below 4 the test leans on few of them."""
+    p_value: Number | None = None
+    """Two-sided p-value of a zero mean."""
+    p_adjusted: Number | None = None
+    """p_value after Benjamini-Hochberg over the sites of one quantity."""
 
 
 @dataclass(frozen=True)
 class Effect:
     """What one site does to one quantity.
 
-    Sizes are ||error|| / ||reference|| (delta: the noise factor): ``alone`` with this site as the only one that rounds
-    (besides fp32 arithmetic, which comes first), ``repaired`` with it exact and all others as they are, ``sham`` with
-    its rounding errors' signs drawn at random (equal variance, no bias). ``share``: the site's Shapley value of the
-    squared size over the total; shares of a quantity add up to 1. ``share_error``: its standard error where orders
-    were sampled. ``bias``: its Shapley value of the mean signed error; ``bias_repaired`` and ``bias_sham`` are what is
-    left of the total.
+    Sizes are ||error|| / ||reference|| (delta: the noise factor). A sham has the site's rounding errors with signs
+    drawn at random: equal variance, no bias.
     """
 
-    share: float
-    share_error: float | None
-    alone: float
-    repaired: float
-    sham: float | None
+    share: Number
+    """The site's Shapley value of the squared size over the total; shares of a quantity add up to 1."""
+    share_error: Number | None
+    """Standard error of ``share`` where orders were sampled; null where all subsets were run."""
+    alone: Number
+    """Size with this site as the only one that rounds (besides fp32 arithmetic, which comes first)."""
+    repaired: Number
+    """Size with this site exact and all others as they are."""
+    sham: Number | None
+    """Size under the site's sham; null where it has none."""
     bias: MeanError | None = None
-    bias_alone: float | None = None
-    bias_repaired: float | None = None
-    bias_sham: float | None = None
+    """The site's Shapley value of the mean signed error."""
+    bias_alone: Number | None = None
+    """Mean signed error with this site alone."""
+    bias_repaired: Number | None = None
+    """Mean signed error that is left with this site exact."""
+    bias_sham: Number | None = None
+    """Mean signed error that is left under its sham."""
 
 
 @dataclass(frozen=True)
 class SiteAttribution:
-    """One rounding site and its effects by quantity (o, delta, dq, dw_q)."""
+    """One rounding site and its effects."""
 
     site: str
+    """The recipe's field."""
     words: str
+    """The site in words."""
     format: str | None
+    """What it rounds to; null where it is no rounding to a format (sums, exp)."""
     effects: dict[str, Effect]
+    """By quantity: o, delta, dq, dw_q."""
 
 
 @dataclass(frozen=True)
 class Total:
-    """One quantity's error under the whole recipe, with every site exact, and as captured (None: not captured)."""
+    """One quantity's error; sizes as in Effect."""
 
-    error: float
-    exact: float
-    captured: float | None
+    error: Number
+    """Size under the whole recipe."""
+    exact: Number
+    """Size with every site exact."""
+    captured: Number | None
+    """Size of the captured one's error; null: not captured."""
     bias: MeanError | None = None
+    """Mean signed error under the whole recipe."""
 
 
 @dataclass(frozen=True)
 class Repair:
-    """Sites made exact one after the other, the guiltiest of dQ (or O) first: what is left after each."""
+    """A step of making sites exact one after the other, the guiltiest of dQ (or O) first."""
 
     site: str
-    left: dict[str, float]
+    """The site that this step makes exact."""
+    left: dict[str, Number]
+    """Sizes that are left after it, by quantity."""
 
 
 @dataclass(frozen=True)
 class Twin:
-    """The recipe with every rounding to a format stochastic, over ``seeds`` draws; sums and exp stay as they are.
+    """The recipe with every rounding to a format stochastic; sums and exp stay as they are.
 
     A bias that vanishes came from the rounding mode, one that stays from elsewhere, such as the curvature of exp.
     """
 
     seeds: int
-    sizes: dict[str, float]
+    """How many draws."""
+    sizes: dict[str, Number]
+    """Mean sizes over the draws, by quantity."""
     bias: dict[str, MeanError]
+    """Mean signed errors over the draws, by quantity."""
 
 
 @dataclass(frozen=True)
 class RowKind:
-    """Rows of one kind: how many, and their shares of dQ's (without dO: O's) squared error and squared norm."""
+    """Rows of one kind, and what they carry."""
 
     rows: int
-    error_share: float | None
-    reference_share: float | None
+    """How many."""
+    error_share: Number | None
+    """Their share of dQ's (without dO: O's) squared error."""
+    reference_share: Number | None
+    """Their share of dQ's squared norm; null without dO."""
 
 
 @dataclass(frozen=True)
 class HeadAttribution:
-    """One head's errors, attributed. ``orders``: how many orders were sampled, None where all subsets were run.
-
-    ``inert``: a site that reaches none of the quantities, and the largest change that repairing it made (the other
-    sham). ``guilty``: by quantity, the site with the largest share; ``biased``: by quantity, the site with the
-    largest significant mean error. ``reasons``: all of it in words.
-    """
+    """One head's errors, attributed to the rounding sites of the recipe that is taken to have made them."""
 
     layer: int | None
+    """The model's number of the layer; null where it is not stated."""
     batch: int | None
+    """Batch item; null where there is one only."""
     head: int
+    """The model's number of the head."""
     rows: int
+    """Query rows used."""
     recipe: str
+    """The recipe, and where it comes from."""
     recipe_json: str
-    agreement: float | None
+    """The recipe, as JSON that ``Recipe.from_json`` reads."""
+    agreement: Number | None
+    """The fraction of sampled elements of O that it reproduces bit for bit; null where it was not recognised."""
     runs: int
+    """How many variants of the recipe were run."""
     orders: int | None
-    noise_factor: float | None
-    conditioning: float | None
+    """How many orders of the sites were sampled; null where all subsets were run."""
+    noise_factor: Number | None
+    """rms of delta's error over that of one correct rounding of O; null without dO."""
+    conditioning: Number | None
+    """||alpha diag(delta) P K|| / ||dQ||; null without dO."""
     totals: dict[str, Total]
+    """The whole error, by quantity."""
     sites: tuple[SiteAttribution, ...]
-    inert: tuple[str, float]
+    """Every site that rounds."""
+    inert: tuple[str, Number]
+    """A site that reaches none of the quantities, and the largest change that repairing it made (another sham)."""
     repairs: tuple[Repair, ...]
+    """Sites made exact one after the other."""
     twin: Twin
+    """The recipe with stochastic rounding."""
     row_kinds: dict[str, RowKind]
+    """Rows with a repeated maximum, swamped rows and near one-hot rows."""
     guilty: dict[str, str]
+    """By quantity, the site with the largest share."""
     biased: dict[str, str]
+    """By quantity, the site with the largest significant mean error; absent where there is none."""
     notes: tuple[str, ...] = ()
+    """What was left out or assumed."""
     reasons: tuple[str, ...] = ()
+    """All of it in words."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,7 +184,7 @@ class Attribution(Result):
     tool: Tool
     source: str
     observation: str | None
-    level: float
+    level: Number
     backend: str
     heads: tuple[HeadAttribution, ...]
     schema: Literal["attn-diag-attribution"] = "attn-diag-attribution"

@@ -1,0 +1,254 @@
+"""``details``: the worst heads taken apart inside an inspection, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_diag
+from attn_diag.analysis import inspect_captures
+from attn_diag.cli import main
+from attn_diag.diagnosis import Diagnosis, HeadDiagnosis
+from attn_diag.reference import AttentionHead, Masking, reference_head
+
+CAPTURES = Path(__file__).parent / "captures"
+
+
+def load(name: str) -> attn_diag.Capture:
+    return attn_diag.load(CAPTURES / f"{name}.safetensors")
+
+
+def detailed(diagnosis: Diagnosis) -> list[tuple[str, HeadDiagnosis]]:
+    return [(o.name, h) for _, o, h in diagnosis.ranked() if h.attribution or h.microscope or h.details_note]
+
+
+def test_the_worst_heads_are_taken_apart_and_no_others() -> None:
+    capture = load("pair_T256")
+    plain = inspect_captures([capture], device="cpu")
+    assert not detailed(plain)
+    found = inspect_captures([capture], device="cpu", details=3)
+    assert [(name, h.head) for name, h in detailed(found)] == [(o.name, h.head) for _, o, h in plain.ranked()[:3]]
+    assert [h.head for o in found.captures[0].observations for h in o.heads if h.attribution and h.head is None] == []
+    stripped = json.loads(found.to_json())
+    for observation in stripped["captures"][0]["observations"]:
+        for head in observation["heads"]:
+            head["attribution"] = head["microscope"] = None
+    assert stripped == json.loads(plain.to_json()), "nothing else changes"
+
+
+def test_they_are_what_the_commands_say() -> None:
+    capture = load("failing_step500_L2H7")
+    ((_, head),) = detailed(inspect_captures([capture], device="cpu", details=1))
+    attribution = attn_diag.attribute(capture, device="cpu").heads[0]
+    assert head.attribution == attribution
+    assert attribution.guilty["dq"] == "scores"
+    assert head.microscope is not None
+    asked = attn_diag.microscope(capture, head.microscope.row, head.microscope.feature, device="cpu")
+    assert replace(head.microscope, chosen="as asked") == asked
+
+
+def truth_of_head(capture: attn_diag.Capture, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """O, dO and the true O of one head in float64."""
+    q, k, v, do, o = (capture.read(name, 0, head) for name in ("q", "k", "v", "do", "o"))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert do is not None
+    assert o is not None
+    found = reference_head(
+        AttentionHead(q.double(), k.double(), v.double(), None, capture.scale, Masking(capture.metadata.causal))
+    )
+    return o.double(), do.double(), found.out
+
+
+def most_of_delta(capture: attn_diag.Capture, head: int, *, weight_by_do: bool = True) -> tuple[int, int]:
+    o, do, truth = truth_of_head(capture, head)
+    parts = (do if weight_by_do else 1.0) * (o - truth)
+    row = int(parts.sum(1).abs().argmax())
+    return row, int(parts[row].abs().argmax())
+
+
+@pytest.mark.parametrize("name", ["failing_step500_L2H7", "gpt2_step637_L2H6", "gpt2_step731_L2H4"])
+def test_the_microscope_looks_at_what_adds_most_to_the_worst_rows_delta(name: str) -> None:
+    capture = load(name)
+    ((_, head),) = detailed(inspect_captures([capture], device="cpu", details=1))
+    found = head.microscope
+    assert found is not None
+    assert (found.row, found.feature) == most_of_delta(capture, 0)
+    assert (found.row, found.feature) != most_of_delta(capture, 0, weight_by_do=False), "dO matters here"
+    assert "delta's error" in found.chosen
+    assert found.row == head.top_rows[0].row
+
+
+def test_without_do_it_chooses_as_the_command_does() -> None:
+    capture = load("gpt2_step637_L2H6")
+    without = replace(capture, tensors={n: t for n, t in capture.tensors.items() if n in ("q", "k", "v", "o")})
+    ((_, head),) = detailed(inspect_captures([without], device="cpu", details=1))
+    assert head.microscope == attn_diag.microscope(without, device="cpu")
+    assert head.attribution is not None
+    assert set(head.attribution.totals) == {"o"}
+
+
+def small(batch: int = 1, heads: int = 2, kv_heads: int = 1, length: int = 40, **change: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    q, do = (torch.randn(batch, heads, length, 16, generator=generator).bfloat16() for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, length, 16, generator=generator).bfloat16() for _ in range(2))
+    keys, values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+    scores = (q.double() @ keys.mT / 4).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    o = (scores.softmax(-1) @ values).bfloat16()
+    return {"q": q, "k": k, "v": v, "do": do, "o": o, "causal": True, **change}
+
+
+def test_the_sequence_of_the_worst_row_is_looked_at() -> None:
+    given = small(batch=3)
+    given["o"][2, 1, 7] *= 1.0625
+    ((_, head),) = detailed(attn_diag.inspect(**given, details=1, device="cpu"))
+    assert head.head == 1
+    assert head.attribution is not None
+    assert head.microscope is not None
+    assert (head.attribution.batch, head.microscope.batch, head.microscope.row) == (2, 2, 7)
+    assert (head.attribution.head, head.microscope.head) == (1, 1)
+
+
+def test_heads_keep_the_models_numbers() -> None:
+    given = small()
+    causal = given.pop("causal") and "top-left"
+    capture = attn_diag.Capture.from_tensors(given, causal=causal, head_offset=6, layer=3)
+    found = detailed(inspect_captures([capture], details=2, device="cpu"))
+    assert sorted(h.head for _, h in found if h.head is not None) == [6, 7]
+    for _, head in found:
+        assert head.attribution is not None
+        assert head.microscope is not None
+        assert {head.attribution.head, head.microscope.head} == {head.head}
+
+
+def test_a_recipe_that_was_run_is_explained_by_itself() -> None:
+    """Not by the recipe that a captured O beside it comes from."""
+    found = attn_diag.inspect(**small(heads=1), recipes=["qiu2025"], details=2, device="cpu")
+    by_name = dict(detailed(found))
+    assert set(by_name) == {"observed", "qiu2025 (emulated)"}
+    head = by_name["qiu2025 (emulated)"]
+    assert head.attribution is not None
+    assert head.microscope is not None
+    assert head.attribution.recipe.startswith("qiu2025, as asked for")
+    assert head.attribution.totals["o"].captured is None
+    assert head.microscope.observation is None
+    assert head.microscope.bit_equal
+
+
+def test_a_known_recipe_is_not_recognised_again() -> None:
+    given = small(heads=1, length=32)
+    o, dump = attn_diag.attention(given["q"], given["k"], given["v"], causal="top-left", instrument="rows")
+    assert dump is not None
+    del given["o"], given["causal"]
+    ((_, head),) = detailed(
+        attn_diag.inspect(given["q"], given["k"], given["v"], do=given["do"], dump=dump, details=1, device="cpu")
+    )
+    assert head.attribution is not None
+    assert head.attribution.recipe.endswith("as asked for")
+    assert json.loads(head.attribution.recipe_json) == json.loads(dump.recipe_json)
+    assert o.shape == given["q"].shape
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no O was captured": (
+        {"o": None, "dq": torch.zeros(1, 2, 40, 16).bfloat16()}, "neither attribution nor microscope: .*O"
+    ),
+    "metadata that contradict O": ({"scale": 3.0}, "neither attribution nor microscope: .*scale"),
+    "a recipe that rounds at random": (
+        {"o": None, "recipes": [replace(attn_diag.preset("fa2", "bf16", 16), name="random", out="bf16:stochastic")]},
+        "no microscope: .*random",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_taken_apart_says_why(case: str) -> None:
+    change, words = REFUSED[case]
+    found = attn_diag.inspect(**small(**change), details=1, device="cpu")
+    ((_, head),) = detailed(found)
+    assert head.details_note is not None
+    assert re.search(words, head.details_note), head.details_note
+    assert head.microscope is None
+    assert Diagnosis.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_no_dtype_stops_an_inspection(dtype: torch.dtype) -> None:
+    """Recipes cover BF16 and FP16."""
+    given: dict[str, Any] = {n: t.to(dtype) if isinstance(t, Tensor) else t for n, t in small().items()}
+    ((_, head),) = detailed(attn_diag.inspect(**given, details=1, device="cpu"))
+    assert (head.attribution is None) == (head.microscope is None) == (head.details_note is not None)
+    assert (head.attribution is not None) == (dtype is torch.float16)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_short_sequences(length: int) -> None:
+    detailed(attn_diag.inspect(**small(length=length), details=2, device="cpu"))
+
+
+def test_head_without_a_usable_row() -> None:
+    given = small(heads=1)
+    given["q"] = torch.full_like(given["q"], torch.nan)
+    ((_, head),) = detailed(attn_diag.inspect(**given, details=1, device="cpu"))
+    assert head.attribution is None
+    assert head.details_note is not None
+
+
+def test_masks() -> None:
+    mask = torch.zeros(40, 40)
+    mask[:, 3] = -torch.inf
+    given = small(heads=1, mask=mask)
+    scores = given["q"].double() @ given["k"].double().mT / 4 + mask
+    scores = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
+    given["o"] = (scores.softmax(-1) @ given["v"].double()).bfloat16()
+    ((_, head),) = detailed(attn_diag.inspect(**given, details=1, device="cpu"))
+    assert head.microscope is not None
+    assert head.attribution is not None
+
+
+def test_a_number_of_details_below_zero_is_refused() -> None:
+    with pytest.raises(attn_diag.InputError, match=r"details must be .* got -1"):
+        attn_diag.inspect(**small(), details=-1)
+
+
+def test_progress_counts_the_heads_taken_apart_too() -> None:
+    seen: list[tuple[int, int]] = []
+    given = small()
+    del given["causal"]
+    capture = attn_diag.Capture.from_tensors(given, causal="top-left")
+    inspect_captures([capture], details=5, device="cpu", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (4, 4)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [([], 0), (["--html"], 1), (["--html", "--details", "0"], 0), (["--details", "2"], 2)]
+)
+def test_the_command_line(
+    options: list[str],
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = small()
+    del given["causal"]
+    capture = tmp_path / "capture.safetensors"
+    attn_diag.Capture.from_tensors(given, causal="top-left").save(capture)
+    said = [part if part != "--html" else f"--html={tmp_path / 'page.html'}" for part in options]
+    call: Callable[[], None] = main
+    monkeypatch.setattr(sys, "argv", ["attn-diag", "inspect", str(capture), "--json", "-", "--device", "cpu", *said])
+    with pytest.raises(SystemExit) as stopped:
+        call()
+    assert not stopped.value.code
+    assert len(detailed(Diagnosis.from_json(capsys.readouterr().out))) == expected

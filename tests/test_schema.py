@@ -1,0 +1,193 @@
+"""The JSON of a Diagnosis: its documented schema, and what is read back, in this version and older ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+import attn_diag
+from attn_diag.analysis import inspect_captures
+from attn_diag.reports import html_document, terminal_text
+
+ROOT = Path(__file__).parent.parent
+SHARED = sorted(path.stem for path in (ROOT / "tests" / "captures").glob("*.safetensors"))
+VERSION_1 = sorted((ROOT / "tests" / "data").glob("diagnosis_v1_*.json"))
+REGENERATE = (
+    "python -c 'import attn_diag, json, sys; json.dump(attn_diag.json_schema(), sys.stdout, indent=2, "
+    "ensure_ascii=False)' > reports/schema/diagnosis-2.schema.json"
+)
+
+
+def shipped(version: int) -> dict[str, Any]:
+    """The schema as the package ships it."""
+    file = resources.files("attn_diag.reports") / "schema" / f"diagnosis-{version}.schema.json"
+    schema: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return schema
+
+
+def errors(document: Any, version: int) -> list[str]:
+    """Where a document breaks a schema."""
+    validator = jsonschema.Draft202012Validator(shipped(version))
+    return [error.json_path for error in validator.iter_errors(document)]
+
+
+@cache
+def text_of(name: str) -> str:
+    captures = [attn_diag.load(ROOT / "tests" / "captures" / f"{name}.safetensors")]
+    return inspect_captures(captures, device="cpu", details=1).to_json()
+
+
+def written(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(text_of(name))
+    return document
+
+
+def test_the_shipped_schema_is_that_of_the_code() -> None:
+    assert shipped(2) == attn_diag.json_schema(), f"the schema has changed; write it again: {REGENERATE}"
+
+
+def undescribed(schema: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}.{field}"
+        for name, definition in {**schema["$defs"], "Diagnosis": schema}.items()
+        for field, properties in {"": definition, **definition["properties"]}.items()
+        if not properties.get("description")
+    ]
+
+
+def test_every_field_is_described() -> None:
+    """Version 1 described its classes alone."""
+    assert undescribed(shipped(2)) == []
+    assert "BiasEstimate.mean" in undescribed(shipped(1))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_shipped_schemas_are_schemas(version: int) -> None:
+    jsonschema.Draft202012Validator.check_schema(shipped(version))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_every_shared_capture_fits_the_schema(name: str) -> None:
+    document = written(name)
+    assert errors(document, 2) == []
+    head = attn_diag.Diagnosis.from_json(json.dumps(document)).ranked()[0][2]
+    assert head.attribution is not None
+    assert head.microscope is not None
+
+
+def head_of(document: dict[str, Any]) -> dict[str, Any]:
+    head: dict[str, Any] = document["captures"][0]["observations"][0]["heads"][0]
+    return head
+
+
+BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a figure is lost": lambda d: head_of(d).pop("figures"),
+    "a text for a number": lambda d: head_of(d).update(noise_factor="large"),
+    "counts that are no integers": lambda d: head_of(d)["figures"]["strip"].update(exact=[1.5]),
+    "another version": lambda d: d.update(schema_version=3),
+    "no verdict of that name": lambda d: head_of(d)["verdict"].update(labels=["fine"]),
+    "a microscope without its row": lambda d: head_of(d)["microscope"].pop("row"),
+}
+
+
+@pytest.mark.parametrize("change", BREAKS)
+def test_the_schema_rejects(change: str) -> None:
+    document = written("gpt2_step637_L2H6")
+    assert errors(document, 2) == []
+    BREAKS[change](document)
+    assert errors(document, 2) != []
+
+
+@pytest.mark.parametrize("file", VERSION_1, ids=lambda file: file.stem)
+def test_version_1_is_read_and_shown(file: Path) -> None:
+    text = file.read_text()
+    assert file.stat().st_size <= 61_440
+    assert errors(json.loads(text), 1) == []
+    found = attn_diag.Diagnosis.from_json(text)
+    assert found.schema_version == 1
+    for capture, observation, head in found.entries():
+        assert (head.figures, head.attribution, head.microscope, head.details_note) == (None, None, None, None)
+        assert capture.source in terminal_text(found)
+        assert observation.pooled.figures is None
+    shown, page = terminal_text(found).replace("\n", " "), html_document(found)
+    for words in ("noise floor", found.summary.sentence.split(":")[0]):
+        assert words in shown
+        assert words in page
+    assert attn_diag.Diagnosis.from_json(found.to_json()) == found
+    assert errors(json.loads(found.to_json()), 1) == []
+
+
+def test_there_are_version_1_documents_of_many_heads_and_with_dw_q() -> None:
+    found = [attn_diag.Diagnosis.from_json(file.read_bytes()) for file in VERSION_1]
+    assert max(len(list(diagnosis.entries())) for diagnosis in found) > 2
+    assert any(head.propagation.dw_q is not None for diagnosis in found for _, _, head in diagnosis.entries())
+
+
+@pytest.mark.parametrize("place", ["figures", "attribution", "microscope", "bias"])
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_are_not_finite_are_strings(place: str, word: str) -> None:
+    document = written("gpt2_step637_L2H6")
+    head = head_of(document)
+    changed = {
+        "figures": lambda: head["figures"]["dq"]["observed"].__setitem__(0, word),
+        "attribution": lambda: head["attribution"]["totals"]["o"].update(captured=word),
+        "microscope": lambda: head["microscope"].update(error=word),
+        "bias": lambda: head["bias"]["delta"].update(mean=word),
+    }
+    changed[place]()
+    assert errors(document, 2) == []
+    found = attn_diag.Diagnosis.from_json(json.dumps(document))
+    again = json.loads(found.to_json())
+    assert again == document
+    first = found.captures[0].observations[0].heads[0]
+    assert first.figures is not None
+    assert first.figures.dq is not None
+    assert first.figures.dq.observed is not None
+    if place == "figures":
+        value = first.figures.dq.observed[0]
+        assert math.isnan(value) if word == "NaN" else value == float(word)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON"),
+        ("<html>", "not JSON.*name the file"),
+        ("[1]", "expected a document .* got a JSON list"),
+        ("null", "got a JSON NoneType"),
+        ("{}", "got schema None"),
+        ('{"schema": "attn-diag-attribution", "schema_version": 1}', "got schema 'attn-diag-attribution'"),
+        ('{"schema": "attn-diag-diagnosis"}', "expected schema_version 1 or 2, got None"),
+        ('{"schema": "attn-diag-diagnosis", "schema_version": 3}', "expected schema_version 1 or 2, got 3.*newer"),
+        ('{"schema": "attn-diag-diagnosis", "schema_version": true}', "got True"),
+        ('{"schema": "attn-diag-diagnosis", "schema_version": [1]}', r"got \[1\]"),
+        ('{"schema": "attn-diag-diagnosis", "schema_version": 2}', "4 wrong or missing fields, the first at tool"),
+    ],
+)
+def test_what_is_no_diagnosis_is_refused_in_words(text: str, message: str) -> None:
+    for form in (text, text.encode()):
+        with pytest.raises(attn_diag.InputError, match=message):
+            attn_diag.Diagnosis.from_json(form)
+
+
+def test_bytes_that_are_no_text_are_refused_in_words() -> None:
+    with pytest.raises(attn_diag.InputError, match="not JSON"):
+        attn_diag.Diagnosis.from_json(b"\xff\xfe\x00")
+
+
+def test_a_broken_document_names_the_place() -> None:
+    document = json.loads(VERSION_1[0].read_text())
+    broken = copy.deepcopy(document)
+    broken["captures"][0]["observations"][0]["heads"][1]["bias"]["o"]["mean"] = "much"
+    with pytest.raises(attn_diag.InputError, match=r"captures\.0\.observations\.0\.heads\.1\.bias\.o\.mean"):
+        attn_diag.Diagnosis.from_json(json.dumps(broken))
+    attn_diag.Diagnosis.from_json(json.dumps(document))
