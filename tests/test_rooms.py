@@ -39,11 +39,13 @@ ALLOWED = {
         "attn_diag.microscopy.walk",
         "attn_diag.mitigation.result",
         "attn_diag.probing.result",
+        "attn_diag.regression.result",
     ),
 }
 # Of diagnostics, only the faces know the reports.
 FACES = {
     "attribution/result.py",
+    "cli/check.py",
     "cli/inspect.py",
     "debugging/finding.py",
     "debugging/result.py",
@@ -57,6 +59,7 @@ FACES = {
     "microscopy/microscope.py",
     "mitigation/result.py",
     "probing/result.py",
+    "regression/result.py",
 }
 
 
