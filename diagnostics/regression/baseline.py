@@ -130,10 +130,14 @@ def refuse_to_overwrite(path: Path, key: str) -> None:
 
 
 def store(path: Path, entry: Entry, *, replace: bool) -> bool:
-    """Add an entry to the file, which is made where there is none; whether one was replaced.
+    """Add an entry to the file, which is made (with its folder) where there is none; whether one was replaced.
 
     Raises InputError where the key has an entry and ``replace`` is not set, and where the file cannot be written.
     """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; choose another folder") from None
     with _turn(path):
         if not replace:
             refuse_to_overwrite(path, entry.key)

@@ -142,7 +142,8 @@ def _size_words(case: Case, name: str, size: Size) -> str:
     if size.limit is not None and size.baseline is not None:
         why = f"in the baseline {_show(name, size.baseline)}, limit {_show(name, size.limit)}"
     else:
-        why = f"budget {_show(name, size.budget)}: twice a published recipe's {_show(name, size.yardstick)}, and a rounding"
+        recipe = _show(name, size.yardstick)
+        why = f"budget {_show(name, size.budget)}: twice a published recipe's {recipe}, and one rounding"
     verb = "has grown to" if size.limit is not None else "is"
     return f"{case.name}: the error of {_WORDS[name]} {verb} {shown} ({why}); {worst_words(case)}"
 
