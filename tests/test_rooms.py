@@ -37,11 +37,13 @@ ALLOWED = {
         "attn_diag.microscopy.result",
         "attn_diag.mitigation.result",
         "attn_diag.probing.result",
+        "attn_diag.regression.result",
     ),
 }
 # Of diagnostics, only the faces know the reports.
 FACES = {
     "attribution/result.py",
+    "cli/check.py",
     "cli/inspect.py",
     "debugging/finding.py",
     "debugging/result.py",
@@ -53,6 +55,7 @@ FACES = {
     "microscopy/result.py",
     "mitigation/result.py",
     "probing/result.py",
+    "regression/result.py",
 }
 
 
