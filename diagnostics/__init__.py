@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from attn_diag.monitoring.monitor import Monitor
     from attn_diag.probing.probe import probe
     from attn_diag.probing.result import ProbeReport
+    from attn_diag.regression.unbiased import assert_unbiased
     from attn_diag.rounding import round_to
 
 _HOME = {
@@ -67,6 +68,7 @@ _HOME = {
     "Recipe": "kernels",
     "Selection": "capture_job",
     "WhatIf": "mitigation.result",
+    "assert_unbiased": "regression.unbiased",
     "attention": "kernels.attention",
     "attribute": "attribution.attribute",
     "break_if": "debugging.breaking",
@@ -114,6 +116,7 @@ __all__ = [
     "Recipe",
     "Selection",
     "WhatIf",
+    "assert_unbiased",
     "attention",
     "attribute",
     "break_if",

@@ -39,6 +39,7 @@ ALLOWED = {
         "attn_diag.microscopy.walk",
         "attn_diag.mitigation.result",
         "attn_diag.probing.result",
+        "attn_diag.regression.result",
     ),
 }
 # Of diagnostics, only the faces know the reports.
@@ -57,6 +58,8 @@ FACES = {
     "microscopy/microscope.py",
     "mitigation/result.py",
     "probing/result.py",
+    "pytest_plugin/fixture.py",
+    "regression/result.py",
 }
 
 
@@ -139,7 +142,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_only_the_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    outside = [n for n in names if not n.startswith("attn_diag/") and ".dist-info/" not in n]
+    outside = [n for n in names if not n.startswith(("attn_diag/", "attn_diag_pytest/")) and ".dist-info/" not in n]
     assert not outside
     for needed in (
         "py.typed",
