@@ -101,7 +101,12 @@ def _titles(groups: Sequence[Sequence[Failure]]) -> str:
 
 def _wrapped(text: str, width: int, most: int) -> list[str]:
     return textwrap.wrap(
-        text, width, initial_indent="   ", subsequent_indent="   ", max_lines=most, placeholder=" ...",
+        text,
+        width,
+        initial_indent="   ",
+        subsequent_indent="   ",
+        max_lines=most,
+        placeholder=" ...",
         break_on_hyphens=False,
     )
 
@@ -109,8 +114,14 @@ def _wrapped(text: str, width: int, most: int) -> list[str]:
 def _labelled(label: str, text: str, width: int) -> list[str]:
     """A command keeps its words whole, so that it can be copied."""
     return textwrap.wrap(
-        printable(text), width, initial_indent=f"{label:{_LABEL}}", subsequent_indent=" " * _LABEL,
-        break_long_words=False, break_on_hyphens=False, max_lines=3, placeholder=" ...",
+        printable(text),
+        width,
+        initial_indent=f"{label:{_LABEL}}",
+        subsequent_indent=" " * _LABEL,
+        break_long_words=False,
+        break_on_hyphens=False,
+        max_lines=3,
+        placeholder=" ...",
     )
 
 

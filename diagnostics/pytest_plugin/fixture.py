@@ -14,7 +14,8 @@ from attn_diag_pytest.baselines import baseline_path, numbered
 
 if TYPE_CHECKING:
     import torch
-    from attn_diag import InputError, Recipe
+
+    from attn_diag import Recipe
     from attn_diag.regression.result import CheckReport
     from attn_diag.regression.unbiased import Clusters, TensorBias
 
@@ -46,9 +47,7 @@ class AttnDiag:
         self._item: pytest.Item = request.node
         self._calls = 0
 
-    def check_attention(
-        self, fn: Callable[..., Any] | str | Recipe, **options: Unpack[CheckOptions]
-    ) -> CheckReport:
+    def check_attention(self, fn: Callable[..., Any] | str | Recipe, **options: Unpack[CheckOptions]) -> CheckReport:
         """Fail the test unless ``attn_diag.check(fn, ...)`` passes; its report otherwise.
 
         fn: (q, k, v) -> o or (o, lse, ...), [B, H, T, D], differentiable where the backward is to be checked; or what

@@ -15,8 +15,10 @@ correctly (every excess is zero), and one whose inner errors have mean zero. Clu
   weight's or a value's rounding. Two-way clustering, ``attn_diag.bias.two_way``; with neither kind of sharing it costs
   next to no power.
 
-What spans both, such as one wrong scale for a whole tensor of few heads, is no noise but a bias, and is found as one.
-The estimator is ``attn_diag.bias.estimate_bias``; its docstring has the sources.
+L or delta, [B, H, T], have their heads for rows and their positions for features; ``.unsqueeze(-1)`` makes rows of the
+positions. What spans both ways, such as one wrong scale for a whole tensor of few heads, is no noise but a bias, and is
+found as one. How far the reference lies from a representable number is taken as random: where many rows are copies of
+one another, give labels as clusters. The estimator is ``attn_diag.bias.estimate_bias``; its docstring has the sources.
 """
 
 from __future__ import annotations
