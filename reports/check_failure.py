@@ -1,4 +1,4 @@
-"""What a failing check says where there is little room: a test's failure text, a log."""
+"""What a failing check says where there is little room: the failure text of a test, a log."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ if TYPE_CHECKING:
     from attn_diag.regression.result import CheckReport, Failure
 
 # The gravest first: what is not this attention at all needs no words on its bias.
-_ORDER = ("fit", "determinism", "growth", "bias", "bits")
-_TITLES = {
-    "fit": "not this attention",
-    "determinism": "two runs differ",
-    "growth": "error grew",
-    "bias": "bias",
-    "bits": "bits changed",
-}
-_QUANTITIES = {"o": "O", "lse": "L", "dq": "dQ", "dk": "dK", "dv": "dV"}
+_ORDER = ("fit", "determinism", "bias", "growth", "bits")
 _LABEL = 12  # columns of "look closer "
 _MESSAGE_LINES = 4
 _MOST_GROUPS = 4
@@ -29,34 +21,39 @@ _MOST_GROUPS = 4
 def failure_lines(
     report: CheckReport, *, accept: str | None = None, look_closer: str | None = None, width: int = 80, limit: int = 25
 ) -> list[str]:
-    """Where, how much against what, the suspect, how to look closer, how to accept; at most ``limit`` lines.
+    """The suspect, where, how much against what, how to look closer, how to accept: at most ``limit`` lines.
 
-    Failures that differ only in the case are one group, told by the first. ``accept``: the command that takes the new
-    numbers as the baseline; ``look_closer``: a command, by default that of the gravest failure.
+    Failures that differ only in the case are told by the first of them. ``accept``: the command that makes the new
+    numbers the baseline; ``look_closer``: a command, by default that of the gravest failure. No line is wider than
+    ``width`` but where one word is.
     """
     groups = _grouped(report.failures)
-    head = _header(report, width)
-    command = look_closer or next((f.look_closer for g in groups for f in g if f.look_closer), None)
-    foot = [
-        *_labelled("compared", _compared(report), width),
-        *(_labelled("look closer", command, width) if command else ()),
-        *(_labelled("accept", accept, width) if accept else ()),
-    ]
+    closer = look_closer or next((f.look_closer for g in groups for f in g if f.look_closer), None)
+    head = textwrap.wrap(_header(report), width, max_lines=2, placeholder=" ...")
+    for suspect in list(dict.fromkeys(f.suspect for g in groups for f in g if f.suspect))[:2]:
+        head += _labelled("suspect", suspect, width)
+    foot = _labelled("compared", _compared(report), width)
+    foot += _labelled("look closer", closer, width) if closer else []
+    foot += _labelled("accept", accept, width) if accept else []
     # One line tells of the groups that did not fit.
     room = limit - len(head) - len(foot) - 1
     body: list[str] = []
     shown = 0
-    told: set[str] = set()
     for number, group in enumerate(groups[:_MOST_GROUPS], 1):
-        lines = _group_lines(number, group, told, width)
+        lines = _told(number, group, width)
         if len(body) + len(lines) > room:
             break
         body += lines
         shown += 1
-        told.update(f.suspect for f in group if f.suspect)
-    if left := sum(len(g) for g in groups[shown:]):
-        body.append(textwrap.shorten(f"... and {_count(left, 'failure')} more: {_titles(groups[shown:])}", width))
+    if left := groups[shown:]:
+        kinds = ", ".join(f"{g[0].kind} of {printable(g[0].quantity)}" for g in left)
+        body.append(textwrap.shorten(f"... and {_count(sum(map(len, left)), 'more failure')}: {kinds}", width))
     return [*head, *body, *foot]
+
+
+def gravest(report: CheckReport) -> Failure:
+    """The failure that ``failure_lines`` tells first; the report must have one."""
+    return _grouped(report.failures)[0][0]
 
 
 def _grouped(failures: Sequence[Failure]) -> list[list[Failure]]:
@@ -66,44 +63,32 @@ def _grouped(failures: Sequence[Failure]) -> list[list[Failure]]:
     return sorted(groups.values(), key=lambda g: _ORDER.index(g[0].kind))
 
 
-def _header(report: CheckReport, width: int) -> list[str]:
-    cases = len({f.case for f in report.failures})
-    text = (
-        f"attn-diag: {printable(report.source)} fails {cases} of {_count(len(report.cases), 'case')} "
-        f"({report.backend}, level {report.level:g})"
-    )
-    return textwrap.wrap(text, width, max_lines=2, placeholder=" ...")
+def _header(report: CheckReport) -> str:
+    failing = len({f.case for f in report.failures})
+    where = f"{report.backend}, level {report.level:g}"
+    return f"attn-diag: {printable(report.source)} fails {failing} of {_count(len(report.cases), 'case')} ({where})"
 
 
-def _group_lines(number: int, group: Sequence[Failure], told: set[str], width: int) -> list[str]:
-    first = group[0]
-    lines = [f"{number}. {_TITLES[first.kind]}: {_QUANTITIES.get(first.quantity, first.quantity)}, case {first.case}"]
-    lines += _wrapped(first.message, width, _MESSAGE_LINES)
-    if others := [f.case for f in group[1:]]:
-        lines += _wrapped(f"likewise in {', '.join(others)}", width, 1)
-    suspects = [f for f in group if f.suspect and f.suspect not in told]
-    if suspects:
-        lines += _wrapped(f"suspect: {suspects[0].suspect}", width, 2)
-    return [printable(line) for line in lines]
+def _told(number: int, group: Sequence[Failure], width: int) -> list[str]:
+    lines = _wrapped(f"{number}. [{group[0].kind}] ", group[0].message, width, _MESSAGE_LINES)
+    if others := list(dict.fromkeys(f.case for f in group[1:])):
+        lines += _wrapped("   ", f"likewise in {', '.join(others)}", width, 1)
+    return lines
 
 
 def _compared(report: CheckReport) -> str:
-    if report.baseline is None:
-        return "with what correct rounding allows (no baseline)"
     if report.baseline_key is None:
-        return f"with what correct rounding allows: {report.baseline} has no entry for {report.key}"
-    return f"with {report.baseline}, entry {report.baseline_key}"
+        return "with published recipes on the same inputs (no baseline)"
+    # A key of this machine says nothing new.
+    entry = "" if report.baseline_key == report.key else f", entry {report.baseline_key}"
+    return f"with {report.baseline}{entry}"
 
 
-def _titles(groups: Sequence[Sequence[Failure]]) -> str:
-    return ", ".join(f"{_TITLES[g[0].kind]} ({_QUANTITIES.get(g[0].quantity, g[0].quantity)})" for g in groups)
-
-
-def _wrapped(text: str, width: int, most: int) -> list[str]:
+def _wrapped(start: str, text: str, width: int, most: int) -> list[str]:
     return textwrap.wrap(
-        text,
+        printable(text),
         width,
-        initial_indent="   ",
+        initial_indent=start,
         subsequent_indent="   ",
         max_lines=most,
         placeholder=" ...",
@@ -112,7 +97,7 @@ def _wrapped(text: str, width: int, most: int) -> list[str]:
 
 
 def _labelled(label: str, text: str, width: int) -> list[str]:
-    """A command keeps its words whole, so that it can be copied."""
+    """Words stay whole, so that a command or path can be copied."""
     return textwrap.wrap(
         printable(text),
         width,

@@ -84,8 +84,8 @@ def test_without_a_baseline_a_test_fails_and_says_how_to_create_it(project: pyte
     result.assert_outcomes(failed=1)
     assert text_of(result) == [
         "attn-diag: this test has no baseline yet",
-        "expected   attn_diag_baselines/test_a/test_kernel.json".replace("/", os.sep),
-        "create it  pytest --attn-diag-update test_a.py::test_kernel",
+        "expected    attn_diag_baselines/test_a/test_kernel.json".replace("/", os.sep),
+        "create it   pytest --attn-diag-update test_a.py::test_kernel",
         "and commit the file: later runs are compared with it.",
     ]
     assert not folder(project)
