@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from attn_diag.monitoring.monitor import Monitor
     from attn_diag.probing.probe import probe
     from attn_diag.probing.result import ProbeReport
+    from attn_diag.regression.check import check
+    from attn_diag.regression.result import CheckReport
     from attn_diag.regression.unbiased import assert_unbiased
     from attn_diag.rounding import round_to
 
@@ -54,6 +56,7 @@ _HOME = {
     "Attribution": "attribution.result",
     "Certify": "certification",
     "Capture": "captures",
+    "CheckReport": "regression.result",
     "Diagnosis": "diagnosis",
     "DtypeDrift": "drift.result",
     "Dump": "kernels.dump",
@@ -73,6 +76,7 @@ _HOME = {
     "attribute": "attribution.attribute",
     "break_if": "debugging.breaking",
     "capture": "live.recorder",
+    "check": "regression.check",
     "check_qkv": "drift.check",
     "closed_form": "microscopy.closed_form",
     "convert": "conversion.convert",
@@ -102,6 +106,7 @@ __all__ = [
     "Attribution",
     "Capture",
     "Certify",
+    "CheckReport",
     "Diagnosis",
     "DtypeDrift",
     "Dump",
@@ -121,6 +126,7 @@ __all__ = [
     "attribute",
     "break_if",
     "capture",
+    "check",
     "check_qkv",
     "closed_form",
     "convert",

@@ -44,6 +44,7 @@ ALLOWED = {
 # Of diagnostics, only the faces know the reports.
 FACES = {
     "attribution/result.py",
+    "cli/check.py",
     "cli/inspect.py",
     "debugging/finding.py",
     "debugging/result.py",

@@ -10,6 +10,7 @@ import typer
 
 from attn_diag import __version__
 from attn_diag.cli.attribute import attribute
+from attn_diag.cli.check import check
 from attn_diag.cli.convert import convert
 from attn_diag.cli.dtypes import SETTINGS, dtypes
 from attn_diag.cli.env import env
@@ -37,6 +38,7 @@ app.command()(attribute)
 app.command("what-if")(what_if)
 app.command()(microscope)
 app.command()(probe)
+app.command()(check)
 app.command()(convert)
 app.command(context_settings=SETTINGS)(dtypes)
 app.command()(selftest)

@@ -43,7 +43,7 @@ def probe(
     names = None if probes is None else [n.strip() for n in probes.split(",") if n.strip()]
     with common.progress_bar("probes") as progress:
         found = run(
-            _imported(target) if ":" in target else target, name=target, dtype=dtypes[dtype], causal=causal,
+            imported(target) if ":" in target else target, name=target, dtype=dtypes[dtype], causal=causal,
             shape=DEFAULT_SHAPE if shape is None else _shape(shape), scale=scale, probes=names, seed=seed, level=level,
             device=device, progress=progress,
         )  # fmt: skip
@@ -62,7 +62,7 @@ def _shape(text: str) -> tuple[int, int, int, int]:
     return b, h, t, d
 
 
-def _imported(target: str) -> Attention:
+def imported(target: str) -> Attention:
     """MODULE:FUNCTION, also from the working directory."""
     module, _, name = target.partition(":")
     sys.path.insert(0, "")

@@ -1,0 +1,21 @@
+"""Numerical regression tests of attention kernels: ``attn_diag.check`` and ``attn-diag check``.
+
+What is asked of a kernel, and why it neither flakes nor misses (measured by ``benchmarks/study_check.py``):
+
+- **Same inputs.** Cases are drawn on the CPU from the seed, so they do not depend on the device; each has 16
+  independent sequences. Every case is run twice. A kernel whose two runs differ cannot be held to bits; nothing else
+  changes, because no other statistic supposes equal bits.
+- **Bias** (excess of O, of |O|, of delta: what lies beyond one correct rounding). The sequence is the cluster: t with
+  G - 1 degrees of freedom, so that the statement is about the kernel and not about one K and V. With a baseline the two
+  means are compared by Welch's test; equal bits on equal inputs cannot differ and are not tested. Without one the
+  null is an interval: from 0 to the mean of the published recipe on these very inputs (on the normaliser inputs, where
+  l sums P_bar before its cast, FlashAttention-2 itself is off by 0.49 ulp), widened by 1 / sqrt(12 T) ulp: a smaller
+  bias adds up, over T rows, to less than the random walk of correct rounding, sqrt(T / 12) ulp. (torch's SDPA on a CPU
+  has a true bias of 0.009 ulp away from zero, from its exp; at T = 192 the margin is 0.021.) Holm over all tests
+  of a run: the chance that a healthy kernel fails one is at most ``level``.
+- **Size**: at most twice the error of the published recipe on the same input, plus that of one correct rounding. With
+  a baseline also no growth: error / (the recipe's error on the same input), which hardly depends on the seed, may
+  exceed the baseline's by sqrt(5/4), that is one more independent rounding with half the size of O's own. A gradient in
+  which the published recipe has no correct digit (error above 100 %: a one-hot row has no dQ) is not judged.
+- **Bits**: only where ``exact`` asks for them, and where device, versions and inputs are the baseline's.
+"""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from attn_diag.captures import Capture
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
+from attn_diag.metadata import Causal
 from attn_diag.provenance import pick_device
 from attn_diag.regression import cases as suite
-from attn_diag.regression.check import _causal as as_causal
 from attn_diag.regression.subject import Attention, MisfitError, subject_of
 
 
@@ -39,7 +39,9 @@ def capture_of_case(
     if isinstance(target, Capture) or not (callable(target) or isinstance(target, str | Recipe)):
         return None
     where = pick_device(device)
-    mask, alpha = as_causal(causal), head_dim**-0.5 if scale is None else scale
+    # Options that check has taken.
+    mask = cast("Causal", causal if isinstance(causal, str) else "top-left" if causal else "none")
+    alpha = head_dim**-0.5 if scale is None else scale
     try:
         subject = subject_of(target, name, dtype=dtype, head_dim=head_dim, device=where, backward=backward)
         if case in suite.BUILDERS:

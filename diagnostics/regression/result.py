@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from attn_diag.diagnosis import Tool
+from attn_diag.diagnosis import Number, Tool
 from attn_diag.result import Result
 
 if TYPE_CHECKING:
@@ -15,58 +15,68 @@ if TYPE_CHECKING:
 # "fit": what came back is not this attention (or the kernel raised); "determinism": two runs on the same inputs differ
 # although bits were demanded.
 Kind = Literal["fit", "determinism", "bits", "bias", "growth"]
+KINDS: tuple[Kind, ...] = ("fit", "determinism", "bits", "bias", "growth")
 
 
 @dataclass(frozen=True)
 class Bias:
-    """A mean signed error beyond correct rounding, in ulp of O or in noise floors of delta, with its standard error.
+    """A mean signed error beyond correct rounding, with its standard error over independent sequences.
 
-    ``p_value`` of the test that counts here: against the baseline's mean where there is one, else against 0.
-    ``p_adjusted``: Holm over all tests of the run.
+    In ulp of O (mean over elements); of delta in the rms error that correct rounding of O makes of it. ``accepted``:
+    the interval that the mean is tested against without a baseline. ``p_value`` of the test that counts: against the
+    baseline's mean where there is one, else against ``accepted``; None: not tested, because the bits are the
+    baseline's. ``p_adjusted``: Holm over all tests of the run.
     """
 
-    mean: float
-    standard_error: float | None
-    degrees_of_freedom: float | None
-    p_value: float | None = None
-    p_adjusted: float | None = None
-    baseline_mean: float | None = None
+    mean: Number
+    standard_error: Number | None
+    degrees_of_freedom: Number | None
+    accepted: tuple[Number, Number]
+    p_value: Number | None = None
+    p_adjusted: Number | None = None
+    baseline_mean: Number | None = None
 
 
 @dataclass(frozen=True)
 class Size:
-    """An error's size ||error|| / ||reference|| beside its budget, and beside the baseline's size.
+    """An error's size beside what it may be.
 
-    ``budget``: derived, see ``attn_diag.regression.budget``.
+    "o": rms in ulp; "lse": rms; "delta": the noise factor; gradients: ||error|| / ||reference||. ``yardstick``: the
+    published recipe's on the same input; ``budget``: twice that and one correct rounding. ``baseline``: the
+    baseline's error, times this input's yardstick over that one's; ``limit``: how far the error may have grown.
     """
 
-    error: float
-    budget: float
-    baseline: float | None = None
+    error: Number
+    yardstick: Number
+    budget: Number
+    baseline: Number | None = None
+    limit: Number | None = None
 
 
 @dataclass(frozen=True)
 class Case:
     """One input of the suite and what the kernel made of it.
 
-    ``name``: of the input, such as "pairs", or of a capture. ``fingerprint``: SHA-256 of the outputs' bits, in the
-    order of ``outputs``; ``inputs_fingerprint`` likewise. ``deterministic``: whether a second run returned the same
-    bits (None: stored observations are not run). ``biases``: "o_excess", "o_away_excess", "delta_excess"; ``sizes``:
-    "o", "lse", "delta" (the noise factor), "dq", "dk", "dv"; what is unknown is not there. ``worst``: head and row of
-    the largest error of O, and that error in ulp.
+    ``name``: of the input, such as "pairs", or of a capture; ``shape`` [B, H, T, D] of q. ``fingerprint``: SHA-256 of
+    the outputs' bits, in the order of ``outputs``; ``inputs_fingerprint`` likewise. ``deterministic``: whether a second
+    run returned the same bits (None: stored observations are not run); ``same_bits``: as the baseline's (None: not
+    comparable). ``biases``: "o_excess", "o_away_excess", "delta_excess"; ``sizes``: "o", "lse", "delta" (the noise
+    factor), "dq", "dk", "dv"; what is unknown is not there. ``worst``: batch item, head and row of the largest error of
+    O, and that error in ulp of the row's largest element. ``seconds``: running and measuring it.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    outputs: tuple[str, ...]
-    inputs_fingerprint: str
-    fingerprint: str
-    deterministic: bool | None
-    same_bits: bool | None
-    biases: dict[str, Bias]
-    sizes: dict[str, Size]
-    worst: tuple[int, int, float] | None = None
+    outputs: tuple[str, ...] = ()
+    inputs_fingerprint: str = ""
+    fingerprint: str = ""
+    deterministic: bool | None = None
+    same_bits: bool | None = None
+    biases: dict[str, Bias] = field(default_factory=dict)
+    sizes: dict[str, Size] = field(default_factory=dict)
+    worst: tuple[int, int, int, Number] | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,8 +99,9 @@ class Failure:
 class CheckReport(Result):
     """The result of ``attn_diag.check``. ``source``: the kernel's name.
 
-    ``key``: device and versions that baselines are kept by; ``baseline``: the file, ``baseline_key``: the entry that
-    was compared with (None: there is none), ``exact``: whether equal bits were demanded. ``seed`` of the inputs.
+    ``key``: subject, device and versions that baselines are kept by; ``baseline``: the file, ``baseline_key``: the
+    entry that was compared with (None: there is none), ``exact``: whether equal bits were demanded. ``seed`` of the
+    inputs. ``tests``: p-values adjusted together. ``saved``: what was done to the file ("saved", "updated").
     """
 
     tool: Tool
@@ -105,6 +116,8 @@ class CheckReport(Result):
     cases: tuple[Case, ...]
     failures: tuple[Failure, ...]
     notes: tuple[str, ...] = ()
+    tests: int = 0
+    saved: Literal["saved", "updated"] | None = None
     schema: Literal["attn-diag-check"] = "attn-diag-check"
     schema_version: Literal[1] = 1
 

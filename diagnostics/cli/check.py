@@ -1,0 +1,118 @@
+"""``attn-diag check``: a kernel against its baseline, for CI."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attn_diag.cli import common
+from attn_diag.errors import InputError
+
+if TYPE_CHECKING:
+    from attn_diag.regression.result import CheckReport
+
+_DTYPES = ("bf16", "fp16")
+
+
+def check(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="MODULE:FUNCTION of fn(q, k, v) -> o, sdpa, sdpa:flash (efficient, cudnn, math), a recipe, or a "
+            "capture or folder of stored observations.",
+        ),
+    ],
+    baseline: Annotated[Path | None, typer.Option(metavar="FILE", help="What was accepted before (JSON).")] = None,
+    save: Annotated[bool, typer.Option("--save", help="Add this kernel's entry to the baseline.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Replace it.")] = False,
+    cases: Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, separated by commas.")] = None,
+    capture: Annotated[
+        list[Path] | None, typer.Option("--capture", metavar="PATH", help="Inputs of a capture too; repeatable.")
+    ] = None,
+    observation: common.ObservationName = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Other bits than the baseline's fail.")] = False,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    causal: Annotated[str, typer.Option(help="What the kernel masks: none, top-left or bottom-right.")] = "none",
+    head_dim: Annotated[int, typer.Option(help="D of the suite's inputs.")] = 64,
+    scale: Annotated[float | None, typer.Option(help="What the kernel uses (default 1/sqrt(D)).")] = None,
+    backward: Annotated[
+        bool | None,
+        typer.Option("--backward/--no-backward", help="Demand gradients, or leave them out (default: if any)."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    level: Annotated[float, typer.Option(help="Chance of a false alarm of bias in a run (Holm).")] = 0.01,
+    device: common.Device = "auto",
+    json: common.Json = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
+    github: Annotated[
+        bool | None,
+        typer.Option("--github/--no-github", help="Annotations and step summary (default: on in GitHub Actions)."),
+    ] = None,
+    debug: common.Debug = False,  # noqa: ARG001
+) -> None:
+    """Run a kernel on structured and random inputs: is it biased, less accurate than before, or other in its bits?"""
+    import torch
+
+    from attn_diag.regression.check import check as run
+
+    if dtype not in _DTYPES:
+        raise InputError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    wanted = [t for t in [common.json_target(json), junit] if t is not None]
+    common.require_apart([*wanted, *([baseline] if baseline and (save or update) else [])], capture or [])
+    inputs, _ = common.open_captures(capture, example=False, layers=None, options={}) if capture else ([], [])
+    subject = _subject(target)
+    with common.progress_bar("cases") as progress:
+        found = run(
+            subject, name=None if not callable(subject) else target, baseline=baseline, save=save, update=update,
+            cases=None if cases is None else [n.strip() for n in cases.split(",") if n.strip()], captures=inputs,
+            observation=observation, exact=exact, dtype=torch.bfloat16 if dtype == "bf16" else torch.float16,
+            causal=causal, head_dim=head_dim, scale=scale, backward=backward, seed=seed, level=level, device=device,
+            progress=progress,
+        )  # fmt: skip
+    common.deliver(found, json)
+    if junit is not None:
+        _write_junit(found, junit)
+    if github or (github is None and os.environ.get("GITHUB_ACTIONS") == "true"):
+        _tell_github(found, annotate=json != "-")
+    raise typer.Exit(0 if found.passed else 1)
+
+
+def _subject(target: str) -> Any:
+    """A name that check knows, an imported function, or captures."""
+    if target.partition(":")[0] == "sdpa":
+        return target
+    path = Path(target)
+    if path.exists() or path.suffix in (".safetensors", ".pt", ".pth", ".npz"):
+        return common.open_captures([path], example=False, layers=None, options={})[0]
+    if ":" in target:
+        from attn_diag.cli.probe import imported
+
+        return imported(target)
+    return target
+
+
+def _write_junit(found: CheckReport, target: Path) -> None:
+    from attn_diag.files import write_atomically
+    from attn_diag.reports.junit import junit_document
+
+    text = junit_document(found)
+    write_atomically(target, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
+
+
+def _tell_github(found: CheckReport, *, annotate: bool) -> None:
+    """Workflow commands go to stdout (to stderr where JSON alone is asked for there), the summary to its file."""
+    from attn_diag.reports.github import step_summary, workflow_commands
+
+    for line in workflow_commands(found):
+        print(line, file=sys.stdout if annotate else sys.stderr)
+    if target := os.environ.get("GITHUB_STEP_SUMMARY"):
+        try:
+            with Path(target).open("a", encoding="utf-8") as file:
+                file.write(step_summary(found))
+        except OSError as error:
+            raise InputError(f"cannot write the step summary {target}: {error.strerror}") from None

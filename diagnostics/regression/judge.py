@@ -1,0 +1,162 @@
+"""The rules: when a bias, a size, or different bits are a failure. The design is in the package's docstring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from attn_diag.regression.baseline import BaselineCase
+from attn_diag.regression.measure import MeanError, Measured
+from attn_diag.regression.result import Bias, Case, Failure, Size
+
+# A quarter of the variance more: one more independent rounding whose errors are half as large.
+_GROWTH = 0.25
+_QUANTITY = {"o_excess": "o", "o_away_excess": "o", "delta_excess": "delta"}
+_WORDS = {"o": "O", "lse": "L (lse)", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV"}
+_UNIT = {"o": " ulp rms", "lse": "", "delta": " noise floors"}
+_DIRECTION = {"o_excess": "upward", "o_away_excess": "away from zero", "delta_excess": "upward"}
+
+
+def margin(name: str, rows: int) -> float:
+    """The practical margin of a mean: what adds up, over so many rows, to correct rounding's own random walk.
+
+    1 / sqrt(12 rows) in ulp of O (rounding's rms is 1 / sqrt(12) ulp), 1 / sqrt(rows) in noise floors of delta.
+    """
+    return 1 / math.sqrt(rows) if name == "delta_excess" else 1 / math.sqrt(12 * rows)
+
+
+def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same_key: bool) -> dict[str, Bias]:
+    """The tests of a case, not yet adjusted. ``known``: the baseline's case, of the same bits or not.
+
+    ``same_key``: the baseline is of this device and these versions, where any change is news; else one has to exceed
+    the practical margin.
+    """
+    found = {}
+    for name, mean in measured.biases.items():
+        expected, width = measured.accepted[name], margin(name, rows)
+        accepted = min(0.0, expected) - width, max(0.0, expected) + width
+        before = None if known is None else known.biases.get(name)
+        p = beyond(mean, accepted) if before is None else welch(mean, before, 0.0 if same_key else width)
+        found[name] = Bias(
+            mean=mean.mean, standard_error=mean.standard_error, degrees_of_freedom=mean.degrees_of_freedom,
+            accepted=accepted, p_value=p, baseline_mean=None if before is None else before.mean,
+        )  # fmt: skip
+    return found
+
+
+def beyond(mean: MeanError, accepted: tuple[float, float]) -> float:
+    """p-value of "the true mean lies in the interval": t of the distance to it, two-sided; 1 inside."""
+    distance = max(accepted[0] - mean.mean, mean.mean - accepted[1], 0.0)
+    return _t_p(distance, mean.standard_error or 0.0, mean.degrees_of_freedom or 1.0)
+
+
+def welch(one: MeanError, other: MeanError, width: float = 0.0) -> float:
+    """Welch's test (Biometrika 34 (1947) 28) of two means differing by at most ``width``."""
+    a, b = (one.standard_error or 0.0) ** 2, (other.standard_error or 0.0) ** 2
+    distance = max(abs(one.mean - other.mean) - width, 0.0)
+    if a + b == 0:
+        return _t_p(distance, 0.0, 1.0)
+    df = (a + b) ** 2 / (a**2 / (one.degrees_of_freedom or 1.0) + b**2 / (other.degrees_of_freedom or 1.0))
+    return _t_p(distance, math.sqrt(a + b), df)
+
+
+def _t_p(distance: float, se: float, df: float) -> float:
+    from scipy.special import stdtr
+
+    if distance == 0:
+        return 1.0
+    return 0.0 if se == 0 else float(2 * stdtr(df, -distance / se))
+
+
+def sizes_of(measured: Measured, known: BaselineCase | None) -> dict[str, Size]:
+    """Every size beside its budget, and beside what it may have grown to since the baseline."""
+    found = {}
+    for name, size in measured.sizes.items():
+        budget = 2 * size.yardstick + size.budget_band
+        before = None if known is None else known.sizes.get(name)
+        if before is None:
+            found[name] = Size(size.error, size.yardstick, budget)
+            continue
+        scaled = before.error * (size.yardstick / before.yardstick if before.yardstick else 1.0)
+        limit = math.sqrt(scaled**2 + _GROWTH * max(scaled, size.growth_band) ** 2)
+        found[name] = Size(size.error, size.yardstick, budget, scaled, limit)
+    return found
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values (Scand. J. Stat. 6 (1979) 65): valid however the tests depend on each other."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def adjusted(cases: Sequence[Case]) -> tuple[list[Case], int]:
+    """The cases with Holm's p-values over all tests of the run, and the number of tests."""
+    places = [(i, n) for i, c in enumerate(cases) for n, b in c.biases.items() if b.p_value is not None]
+    raw = [p for i, n in places if (p := cases[i].biases[n].p_value) is not None]
+    biases = [dict(c.biases) for c in cases]
+    for (i, n), p in zip(places, holm(raw), strict=True):
+        biases[i][n] = replace(biases[i][n], p_adjusted=p)
+    return [replace(c, biases=b) for c, b in zip(cases, biases, strict=True)], len(places)
+
+
+def failures_of(case: Case, level: float) -> list[Failure]:
+    """What is wrong with the biases and sizes of a case, whose p-values are adjusted; one a quantity and kind."""
+    biased: dict[str, tuple[float, Failure]] = {}
+    for name, bias in case.biases.items():
+        if bias.p_adjusted is None or bias.p_adjusted > level:
+            continue
+        quantity = _QUANTITY[name]
+        shift = abs(bias.mean - (bias.baseline_mean or 0.0))
+        if quantity not in biased or shift > biased[quantity][0]:
+            biased[quantity] = shift, Failure("bias", case.name, quantity, _bias_words(case, name, bias))
+    grown = [
+        Failure("growth", case.name, name, _size_words(case, name, size))
+        for name, size in case.sizes.items()
+        if not size.error <= (size.budget if size.limit is None else size.limit)
+    ]
+    return [failure for _, failure in biased.values()] + grown
+
+
+def _bias_words(case: Case, name: str, bias: Bias) -> str:
+    quantity = _QUANTITY[name]
+    unit = "noise floors" if quantity == "delta" else "ulp"
+    se = "" if bias.standard_error is None else f" ± {bias.standard_error:.1g}"
+    against = (
+        f"accepted without a baseline: {bias.accepted[0]:+.2g} to {bias.accepted[1]:+.2g}"
+        if bias.baseline_mean is None
+        else f"{bias.baseline_mean:+.2g} in the baseline"
+    )
+    return (
+        f"{case.name}: {_WORDS[quantity]} is biased beyond correct rounding by {bias.mean:+.3g}{se} {unit} "
+        f"{_DIRECTION[name]} ({against}; adjusted p {bias.p_adjusted or 0.0:.1g}); {worst_words(case)}"
+    )
+
+
+def _size_words(case: Case, name: str, size: Size) -> str:
+    shown = _show(name, size.error)
+    if size.limit is not None and size.baseline is not None:
+        why = f"in the baseline {_show(name, size.baseline)}, limit {_show(name, size.limit)}"
+    else:
+        recipe = _show(name, size.yardstick)
+        why = f"budget {_show(name, size.budget)}: twice a published recipe's {recipe}, and one rounding"
+    verb = "has grown to" if size.limit is not None else "is"
+    return f"{case.name}: the error of {_WORDS[name]} {verb} {shown} ({why}); {worst_words(case)}"
+
+
+def _show(name: str, value: float) -> str:
+    if name in _UNIT:
+        return f"{value:.3g}{_UNIT[name]}"
+    return f"{100 * value:.3g} %"
+
+
+def worst_words(case: Case) -> str:
+    """Where O is off most."""
+    if case.worst is None:
+        return "no place is known"
+    batch, head, row, error = case.worst
+    return f"O is off most in batch item {batch}, head {head}, row {row}: {error:.3g} ulp of that row's largest element"
