@@ -24,17 +24,18 @@ def failure_lines(
     """The suspect, where, how much against what, how to look closer, how to accept: at most ``limit`` lines.
 
     Failures that differ only in the case are told by the first of them. ``accept``: the command that makes the new
-    numbers the baseline; ``look_closer``: a command, by default that of the gravest failure. No line is wider than
-    ``width`` but where one word is.
+    numbers the baseline; ``look_closer``: a command, by default that of the gravest failure. Only these two
+    may be wider than ``width``.
     """
     groups = _grouped(report.failures)
     closer = look_closer or next((f.look_closer for g in groups for f in g if f.look_closer), None)
     head = textwrap.wrap(_header(report), width, max_lines=2, placeholder=" ...")
-    for suspect in list(dict.fromkeys(f.suspect for g in groups for f in g if f.suspect))[:2]:
+    for suspect in _suspects(groups):
         head += _labelled("suspect", suspect, width)
     foot = _labelled("compared", _compared(report), width)
-    foot += _labelled("look closer", closer, width) if closer else []
-    foot += _labelled("accept", accept, width) if accept else []
+    # Commands stay on one line, to be copied.
+    foot += [f"{'look closer':{_LABEL}}{printable(closer)}"] if closer else []
+    foot += [f"{'accept':{_LABEL}}{printable(accept)}"] if accept else []
     # One line tells of the groups that did not fit.
     room = limit - len(head) - len(foot) - 1
     body: list[str] = []
@@ -61,6 +62,14 @@ def _grouped(failures: Sequence[Failure]) -> list[list[Failure]]:
     for failure in failures:
         groups.setdefault((failure.kind, failure.quantity), []).append(failure)
     return sorted(groups.values(), key=lambda g: _ORDER.index(g[0].kind))
+
+
+def _suspects(groups: Sequence[Sequence[Failure]]) -> list[str]:
+    """Each suspected change once, as the gravest failure words it; the numbers behind it are the case's."""
+    found: dict[str, str] = {}
+    for failure in (f for g in groups for f in g if f.suspect):
+        found.setdefault(failure.suspect.partition(" (")[0], failure.suspect)
+    return list(found.values())[:2]
 
 
 def _header(report: CheckReport) -> str:
