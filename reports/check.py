@@ -53,7 +53,7 @@ def verdict(found: CheckReport) -> str:
     if found.saved is not None:
         return f"{found.saved}: {count} of {words.printable(found.source)}"
     if found.passed:
-        return f"passed: {count}, {found.tests} tests of bias at level {found.level:g}"
+        return f"passed: {count}, {found.tests} tests at level {found.level:g}"
     failed = {f.case for f in found.failures}
     return f"FAILED: {len(failed)} of {count}, {len(found.failures)} failures"
 

@@ -14,8 +14,10 @@ What is asked of a kernel, and why it neither flakes nor misses (measured by ``b
   has a true bias of 0.009 ulp away from zero, from its exp; at T = 192 the margin is 0.021.) Holm over all tests
   of a run: the chance that a healthy kernel fails one is at most ``level``.
 - **Size**: at most twice the error of the published recipe on the same input, plus that of one correct rounding. With
-  a baseline also no growth: error / (the recipe's error on the same input), which hardly depends on the seed, may
-  exceed the baseline's by sqrt(5/4), that is one more independent rounding with half the size of O's own. A gradient in
-  which the published recipe has no correct digit (error above 100 %: a one-hot row has no dQ) is not judged.
+  a baseline instead no growth by more than sqrt(5/4), as one more independent rounding makes whose errors are half as
+  large as O's own. What is compared is ln(error / the recipe's error on the same sequence), which hardly depends on the
+  inputs; where they are not the baseline's (another seed), the growth must also be beyond chance (Welch over sequences:
+  the errors of dK on inputs with outliers differ between seeds by a third). A gradient in which the published recipe
+  has no correct digit (error above 100 %: a one-hot row has no dQ) is not judged.
 - **Bits**: only where ``exact`` asks for them, and where device, versions and inputs are the baseline's.
 """

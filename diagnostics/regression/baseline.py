@@ -26,10 +26,11 @@ SCHEMA, VERSION = "attn-diag-baseline", 1
 
 @dataclass(frozen=True)
 class BaselineSize:
-    """An error, and the yardstick's on the same input."""
+    """An error, the yardstick's on the same input, and ln(error / yardstick) over sequences (``measure.ErrorSize``)."""
 
     error: float
     yardstick: float
+    log_ratio: MeanError
 
 
 @dataclass(frozen=True)

@@ -266,11 +266,11 @@ class _Check:
         case, failures = self._compared(case, known, bits)
         same_key = self.entry is not None and self.entry.key == self.key
         biases = judge.biases_of(measured, inputs.q.shape[2], known, same_key=same_key)
-        if known is not None and bits == known.fingerprint and case.inputs_fingerprint == known.inputs_fingerprint:
+        same_inputs = known is not None and case.inputs_fingerprint == known.inputs_fingerprint
+        if known is not None and same_inputs and bits == known.fingerprint:
             biases = {n: replace(b, p_value=None) for n, b in biases.items()}
-        case = replace(
-            case, biases=biases, sizes=judge.sizes_of(measured, known), seconds=time.perf_counter() - started
-        )
+        sizes = judge.sizes_of(measured, known, same_inputs=same_inputs)
+        case = replace(case, biases=biases, sizes=sizes, seconds=time.perf_counter() - started)
         return _Ran(inputs, outputs, case, measured, failures)
 
     def _compared(self, case: Case, known: BaselineCase | None, bits: str) -> tuple[Case, list[Failure]]:
@@ -383,7 +383,7 @@ class _Check:
 
 def _accepted(r: _Ran) -> BaselineCase:
     assert r.measured is not None
-    sizes = {n: BaselineSize(s.error, s.yardstick) for n, s in r.measured.sizes.items()}
+    sizes = {n: BaselineSize(s.error, s.yardstick, s.log_ratio) for n, s in r.measured.sizes.items()}
     c = r.case
     return BaselineCase(c.inputs_fingerprint, c.fingerprint, c.outputs, c.deterministic, r.measured.biases, sizes)
 

@@ -10,8 +10,9 @@ from attn_diag.regression.baseline import BaselineCase
 from attn_diag.regression.measure import MeanError, Measured
 from attn_diag.regression.result import Bias, Case, Failure, Size
 
-# A quarter of the variance more: one more independent rounding whose errors are half as large.
-_GROWTH = 0.25
+# An error may be so many times the baseline's: a quarter of the variance more, as one more independent rounding makes
+# whose errors are half as large.
+GROWTH = math.sqrt(5 / 4)
 _QUANTITY = {"o_excess": "o", "o_away_excess": "o", "delta_excess": "delta"}
 _WORDS = {"o": "O", "lse": "L (lse)", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV"}
 _UNIT = {"o": " ulp rms", "lse": "", "delta": " noise floors"}
@@ -69,8 +70,12 @@ def _t_p(distance: float, se: float, df: float) -> float:
     return 0.0 if se == 0 else float(2 * stdtr(df, -distance / se))
 
 
-def sizes_of(measured: Measured, known: BaselineCase | None) -> dict[str, Size]:
-    """Every size beside its budget, and beside what it may have grown to since the baseline."""
+def sizes_of(measured: Measured, known: BaselineCase | None, *, same_inputs: bool) -> dict[str, Size]:
+    """Every size beside its budget, and beside what it may have grown to since the baseline.
+
+    On the baseline's own inputs growth is a fact; on others it must also be beyond chance: Welch's test of the means
+    over sequences of ln(error / yardstick).
+    """
     found = {}
     for name, size in measured.sizes.items():
         budget = 2 * size.yardstick + size.budget_band
@@ -78,10 +83,16 @@ def sizes_of(measured: Measured, known: BaselineCase | None) -> dict[str, Size]:
         if before is None:
             found[name] = Size(size.error, size.yardstick, budget)
             continue
-        scaled = before.error * (size.yardstick / before.yardstick if before.yardstick else 1.0)
-        limit = math.sqrt(scaled**2 + _GROWTH * max(scaled, size.growth_band) ** 2)
-        found[name] = Size(size.error, size.yardstick, budget, scaled, limit)
+        now, then = size.log_ratio, before.log_ratio
+        scaled = math.hypot(size.error, size.growth_band) * math.exp(then.mean - now.mean)
+        baseline, limit = (_without(x, size.growth_band) for x in (scaled, GROWTH * scaled))
+        p = None if same_inputs else welch(now, then) if now.mean > then.mean else 1.0
+        found[name] = Size(size.error, size.yardstick, budget, baseline, limit, p)
     return found
+
+
+def _without(x: float, band: float) -> float:
+    return math.sqrt(max(x**2 - band**2, 0.0))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -95,13 +106,18 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def adjusted(cases: Sequence[Case]) -> tuple[list[Case], int]:
-    """The cases with Holm's p-values over all tests of the run, and the number of tests."""
-    places = [(i, n) for i, c in enumerate(cases) for n, b in c.biases.items() if b.p_value is not None]
-    raw = [p for i, n in places if (p := cases[i].biases[n].p_value) is not None]
-    biases = [dict(c.biases) for c in cases]
-    for (i, n), p in zip(places, holm(raw), strict=True):
-        biases[i][n] = replace(biases[i][n], p_adjusted=p)
-    return [replace(c, biases=b) for c, b in zip(cases, biases, strict=True)], len(places)
+    """The cases with Holm's p-values over all tests of the run, of biases and of growth, and the number of tests."""
+    places: list[tuple[int, str, str, float]] = []
+    for i, case in enumerate(cases):
+        places += [(i, "biases", n, b.p_value) for n, b in case.biases.items() if b.p_value is not None]
+        places += [(i, "sizes", n, s.p_value) for n, s in case.sizes.items() if s.p_value is not None]
+    found = {(i, of, n): p for (i, of, n, _), p in zip(places, holm([p for *_, p in places]), strict=True)}
+    result = []
+    for i, case in enumerate(cases):
+        biases = {n: replace(b, p_adjusted=found.get((i, "biases", n))) for n, b in case.biases.items()}
+        sizes = {n: replace(s, p_adjusted=found.get((i, "sizes", n))) for n, s in case.sizes.items()}
+        result.append(replace(case, biases=biases, sizes=sizes))
+    return result, len(places)
 
 
 def failures_of(case: Case, level: float) -> list[Failure]:
@@ -118,6 +134,7 @@ def failures_of(case: Case, level: float) -> list[Failure]:
         Failure("growth", case.name, name, _size_words(case, name, size))
         for name, size in case.sizes.items()
         if not size.error <= (size.budget if size.limit is None else size.limit)
+        and (size.p_adjusted is None or size.p_adjusted <= level)
     ]
     return [failure for _, failure in biased.values()] + grown
 

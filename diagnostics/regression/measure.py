@@ -1,8 +1,9 @@
-"""One case's figures: a Capture is built in memory and inspected; nothing is measured here in another way."""
+"""One case's figures: every sequence becomes a Capture and is inspected; nothing is measured here in another way."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from attn_diag.regression.cases import CaseInputs
 
 BIASES = ("o_excess", "o_away_excess", "delta_excess")
 _YARDSTICK = "yardstick"
+_GRADIENTS = ("dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,18 @@ class MeanError:
 
 @dataclass(frozen=True)
 class ErrorSize:
-    """An error, the yardstick's on the same input, and what one correct rounding adds to the budget and to growth."""
+    """An error and the yardstick's on the same input, each as an rms over sequences.
+
+    ``budget_band``: what one correct rounding adds to the budget. ``growth_band``: half the error of one rounding; it is
+    added (in squares) to errors whose growth is judged, so that nothing grows from 0. ``log_ratio``: mean over sequences
+    of ln(error / yardstick), so added to; it hardly depends on the inputs, which are the same in both.
+    """
 
     error: float
     yardstick: float
     budget_band: float
     growth_band: float
+    log_ratio: MeanError
 
 
 @dataclass(frozen=True)
@@ -75,21 +83,26 @@ def measure_case(
     case: CaseInputs, observed: dict[str, Tensor], yardstick: dict[str, Tensor], recipe: Recipe, device: str
 ) -> Measured:
     """What ``inspect`` finds in the outputs, and in the published recipe's on the same inputs."""
-    tensors: dict[str, Tensor | None] = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, **observed}
-    tensors |= {f"{_YARDSTICK}.{name}": tensor for name, tensor in yardstick.items()}
-    capture = Capture.from_tensors(tensors, scale=case.scale, causal=case.causal)
+    captures = [_one_sequence(case, observed, yardstick, b) for b in range(case.q.shape[0])]
     # "Made by" only spares recognising the recipe by its bits.
     known = {DEFAULT_OBSERVATION: recipe, _YARDSTICK: recipe}
-    (found,) = inspect_captures([capture], made_by=known, device=device).captures
-    if (misfit := _misfit(found)) is not None:
-        return Measured({}, {}, {}, None, misfit)
-    pooled = {o.name: o.pooled for o in found.observations}
+    found = inspect_captures(captures, made_by=known, device=device, merge_ranks=False).captures
+    if misfits := [words for sequence in found if (words := _misfit(sequence)) is not None]:
+        return Measured({}, {}, {}, None, misfits[0])
+    heads = [{o.name: o.pooled for o in sequence.observations} for sequence in found]
+    own, other = ([h[name] for h in heads] for name in (DEFAULT_OBSERVATION, _YARDSTICK))
     units = _Units.of(case, yardstick["o"])
-    sequences = case.q.shape[0]
-    biases = _means(pooled[DEFAULT_OBSERVATION], units, sequences)
-    accepted = {name: mean.mean for name, mean in _means(pooled[_YARDSTICK], units, sequences).items()}
-    sizes = _sizes(pooled[DEFAULT_OBSERVATION], pooled[_YARDSTICK], units, yardstick)
-    return Measured(biases, accepted, sizes, _worst(case, observed["o"], device))
+    accepted = {name: mean.mean for name, mean in _means(other, units).items()}
+    sizes = _sizes(own, other, units, yardstick)
+    return Measured(_means(own, units), accepted, sizes, _worst(case, observed["o"], device))
+
+
+def _one_sequence(case: CaseInputs, observed: dict[str, Tensor], yardstick: dict[str, Tensor], b: int) -> Capture:
+    """One batch item with both observations: a capture of its own, since sequences are what is independent."""
+    tensors = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, **observed}
+    tensors |= {f"{_YARDSTICK}.{name}": tensor for name, tensor in yardstick.items()}
+    own = {name: None if tensor is None else tensor[b : b + 1] for name, tensor in tensors.items()}
+    return Capture.from_tensors(own, scale=case.scale, causal=case.causal)
 
 
 def _misfit(found: CaptureDiagnosis) -> str | None:
@@ -104,53 +117,67 @@ def _misfit(found: CaptureDiagnosis) -> str | None:
     return None
 
 
-def _means(head: HeadDiagnosis, units: _Units, sequences: int) -> dict[str, MeanError]:
+def _means(sequences: list[HeadDiagnosis], units: _Units) -> dict[str, MeanError]:
     """The tests' means, where there are sequences enough to be the clusters."""
-    if sequences < MIN_SEQUENCES:
+    if len(sequences) < MIN_SEQUENCES:
         return {}
     scales = {"o_excess": units.ulp, "o_away_excess": units.ulp, "delta_excess": units.floor}
     found = {}
     for name, scale in scales.items():
-        estimate = getattr(head.bias, name)
-        if estimate is None or estimate.mean is None or not scale:
-            continue
-        se = estimate.standard_error
-        found[name] = MeanError(
-            estimate.mean / scale, None if se is None else se / scale, float(estimate.n_clusters - 1)
-        )
+        estimates = [getattr(head.bias, name) for head in sequences]
+        means = [e.mean for e in estimates if e is not None and e.mean is not None]
+        if scale and len(means) == len(sequences):
+            found[name] = _mean([m / scale for m in means])
     return found
 
 
+def _mean(values: list[float]) -> MeanError:
+    """Mean, standard error and G - 1."""
+    n = len(values)
+    if n < 2:
+        return MeanError(values[0], None, None)
+    return MeanError(math.fsum(values) / n, statistics.stdev(values) / math.sqrt(n), n - 1.0)
+
+
 def _sizes(
-    head: HeadDiagnosis, yardstick: HeadDiagnosis, units: _Units, outputs: dict[str, Tensor]
+    own: list[HeadDiagnosis], other: list[HeadDiagnosis], units: _Units, outputs: dict[str, Tensor]
 ) -> dict[str, ErrorSize]:
-    # The largest relative error of one rounding; as an rms of an error uniform within it, u / sqrt(3).
+    # The largest relative error of one rounding, and the rms of an error uniform within it.
     u = 2.0 ** -(units.fmt.precision + 1)
     cast = u / math.sqrt(3)
-    pairs: dict[str, tuple[float | None, float | None, float, float]] = {
-        "o": (
-            _in_ulp(head, units), _in_ulp(yardstick, units), units.one_rounding_ulp, units.one_rounding_ulp,
-        ),
-        "delta": (head.noise_factor, yardstick.noise_factor, 1.0, 1.0),
-    }  # fmt: skip
-    if head.bias.lse is not None and yardstick.bias.lse is not None:
+    bands = {"o": (units.one_rounding_ulp, units.one_rounding_ulp), "delta": (1.0, 1.0)}
+    bands |= dict.fromkeys(("dq", "dk", "dv"), (cast, cast))
+    if "lse" in outputs:
         lse = outputs["lse"]
-        spacing = float(ulp(lse[lse.isfinite()].double(), format_of(torch.float32)).mean())
         # An l that sums P_bar after its cast moves L by at most ln(1 + u).
-        pairs["lse"] = (head.bias.lse.rms, yardstick.bias.lse.rms, u, spacing)
-    for name in ("dq", "dk", "dv"):
-        own, other = (getattr(h.propagation, name) if h.propagation else None for h in (head, yardstick))
-        if own is not None and other is not None:
-            pairs[name] = (own.relative_error, other.relative_error, cast, cast)
-    return {
-        name: ErrorSize(error, by, budget, growth)
-        for name, (error, by, budget, growth) in pairs.items()
-        if error is not None and by is not None and not (name.startswith("d") and name != "delta" and not by < 1)
-    }
+        bands["lse"] = u, float(ulp(lse[lse.isfinite()].double(), format_of(torch.float32)).mean())
+    found = {}
+    for name, (budget, rounding) in bands.items():
+        errors = [_error(name, head, units) for head in own]
+        by = [_error(name, head, units) for head in other]
+        known = [(e, y) for e, y in zip(errors, by, strict=True) if e is not None and y is not None]
+        if len(known) < len(own):
+            continue
+        error, yardstick = (math.sqrt(math.fsum(pair[i] ** 2 for pair in known) / len(known)) for i in (0, 1))
+        if name in _GRADIENTS and not yardstick < 1:
+            continue
+        half = rounding / 2
+        ratios = [math.log(math.hypot(e, half) / math.hypot(y, half)) for e, y in known]
+        found[name] = ErrorSize(error, yardstick, budget, half, _mean(ratios))
+    return found
 
 
-def _in_ulp(head: HeadDiagnosis, units: _Units) -> float | None:
-    return None if head.bias.o is None or head.bias.o.rms is None else head.bias.o.rms / units.ulp
+def _error(name: str, head: HeadDiagnosis, units: _Units) -> float | None:
+    """The size of one quantity's error in one sequence, as ``result.Size`` has it."""
+    if name == "delta":
+        return head.noise_factor
+    if name in _GRADIENTS:
+        gradient = getattr(head.propagation, name)
+        return None if gradient is None else gradient.relative_error
+    estimate = getattr(head.bias, name)
+    if estimate is None or estimate.rms is None:
+        return None
+    return float(estimate.rms / units.ulp if name == "o" else estimate.rms)
 
 
 def _worst(case: CaseInputs, out: Tensor, device: str) -> tuple[int, int, int, float] | None:

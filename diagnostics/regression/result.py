@@ -43,7 +43,8 @@ class Size:
 
     "o": rms in ulp; "lse": rms; "delta": the noise factor; gradients: ||error|| / ||reference||. ``yardstick``: the
     published recipe's on the same input; ``budget``: twice that and one correct rounding. ``baseline``: the
-    baseline's error, times this input's yardstick over that one's; ``limit``: how far the error may have grown.
+    baseline's error, carried over to this input by the yardstick; ``limit``: how far the error may have grown.
+    ``p_value`` of no growth, where the inputs are not the baseline's; ``p_adjusted`` as in ``Bias``.
     """
 
     error: Number
@@ -51,6 +52,8 @@ class Size:
     budget: Number
     baseline: Number | None = None
     limit: Number | None = None
+    p_value: Number | None = None
+    p_adjusted: Number | None = None
 
 
 @dataclass(frozen=True)

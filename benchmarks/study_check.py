@@ -1,0 +1,185 @@
+"""False alarms and power of ``attn_diag.check``.
+
+    python benchmarks/study_check.py --seeds 200 --json benchmarks/results/check_cpu.json
+
+Every seed draws the whole suite anew (forward and backward). Healthy kernels: emulations and torch's SDPA; each run is
+judged without a baseline, and against the baseline of another seed (a ring: seed s against s + 1), by the very rules of
+``check``. A run that fails anything is a false alarm. Also: how much two seeds' sizes differ beside the limit of
+growth, and how often planted biases (a fraction of O's elements is rounded away from zero one step further) are found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+import attn_diag
+from attn_diag.provenance import describe_tool
+from attn_diag.regression import cases as suite
+from attn_diag.regression import judge
+from attn_diag.regression.baseline import BaselineCase, BaselineSize
+from attn_diag.regression.measure import Measured, measure_case
+from attn_diag.regression.result import Case
+from attn_diag.regression.subject import emulate, subject_of
+
+LEVEL = 0.01
+DEVICE = torch.device("cpu")
+KERNELS = ("fa2", "sdpa", "efficient")
+PLANTED = (0.02, 0.05, 0.1, 0.2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One kernel on the suite of one seed: case names, rows and figures."""
+
+    measured: dict[str, Measured]
+
+    def known(self, name: str) -> BaselineCase:
+        m = self.measured[name]
+        sizes = {n: BaselineSize(s.error, s.yardstick, s.log_ratio) for n, s in m.sizes.items()}
+        return BaselineCase("", "", (), True, m.biases, sizes)
+
+
+def alarms(run: Run, baseline: Run | None) -> list[str]:
+    """What ``check`` would call failures: "case: kind quantity"."""
+    cases = []
+    for name, measured in run.measured.items():
+        known = None if baseline is None else baseline.known(name)
+        biases = judge.biases_of(measured, suite.LENGTH, known, same_key=True)
+        cases.append(Case(name, (), "", biases=biases, sizes=judge.sizes_of(measured, known, same_inputs=False)))
+    judged, _ = judge.adjusted(cases)
+    return [f"{f.case}: {f.kind} {f.quantity}" for c in judged for f in judge.failures_of(c, LEVEL)]
+
+
+def growth(run: Run, baseline: Run) -> float:
+    """The largest error over its limit, over all sizes of the suite."""
+    sizes = [judge.sizes_of(m, baseline.known(n), same_inputs=False) for n, m in run.measured.items()]
+    return max(s.error / s.limit for found in sizes for s in found.values() if s.limit)
+
+
+def nudged(o: Tensor, ulps: float, generator: torch.Generator) -> Tensor:
+    """O with that mean bias away from zero: a fraction ``ulps`` of its elements one number further out."""
+    chosen = torch.rand(o.shape, generator=generator) < ulps
+    return (o.view(torch.int16) + chosen.to(torch.int16) * (o != 0)).view(o.dtype)
+
+
+def runs_of(kernel: str, seed: int, names: list[str], plant: float = 0.0) -> Run:
+    subject = subject_of(kernel, None, dtype=torch.bfloat16, head_dim=64, device=DEVICE, backward=None)
+    recipe = attn_diag.preset("fa2")
+    found = {}
+    for name in names:
+        case = suite.draw(name, seed, dtype=torch.bfloat16, causal="none", head_dim=64, scale=0.125)
+        outputs, _ = subject.run(case)
+        if plant:
+            outputs = {"o": nudged(outputs["o"], plant, torch.Generator().manual_seed(seed))}
+        yardstick = emulate(recipe, case, DEVICE, with_gradients=not plant)
+        yardstick = {n: x for n, x in yardstick.items() if n in outputs or n == "lse"}
+        found[name] = measure_case(case, outputs, yardstick, recipe, "cpu")
+    return Run(found)
+
+
+def rate(found: list[list[str]]) -> dict[str, Any]:
+    """Runs with an alarm, with the upper 95 % bound of Clopper & Pearson."""
+    hits, n = sum(bool(f) for f in found), len(found)
+    upper = 1.0 if hits == n else float(stats.beta.ppf(0.95, hits + 1, n - hits))
+    which: dict[str, int] = {}
+    for alarm in [a for f in found for a in f]:
+        which[alarm] = which.get(alarm, 0) + 1
+    return {"runs": n, "alarms": hits, "upper95": upper, "which": which}
+
+
+def false_alarms(
+    kernel: str, seeds: int, names: list[str], keep: Callable[[str, dict[str, Any]], None]
+) -> dict[str, Any]:
+    runs: list[Run] = []
+    for seed in range(seeds):
+        runs.append(runs_of(kernel, 1000 + seed, names))
+        if len(runs) % 20 == 0:
+            keep(kernel, summarised(runs, names))
+    return summarised(runs, names)
+
+
+def summarised(runs: list[Run], names: list[str]) -> dict[str, Any]:
+    others = runs[1:] + runs[:1]
+    ratios = sorted(growth(a, b) for a, b in zip(runs, others, strict=True))
+    true_bias = {
+        name: {
+            b: [sum(v := [r.measured[name].biases[b].mean for r in runs]) / len(v), _standard_error(v)]
+            for b in runs[0].measured[name].biases
+        }
+        for name in names
+    }
+    return {
+        "without_baseline": rate([alarms(r, None) for r in runs]),
+        "against_another_seed": rate([alarms(a, b) for a, b in zip(runs, others, strict=True)]),
+        "error_over_growth_limit": {"median": ratios[len(ratios) // 2], "largest": ratios[-1]},
+        "true_bias": true_bias,
+    }
+
+
+def _standard_error(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1) / len(values))
+
+
+def power(seeds: int, names: list[str], say: Callable[[str], None]) -> dict[str, Any]:
+    """How often a planted bias of fa2's O is found, without a baseline and against fa2's at another seed."""
+    found: dict[str, Any] = {}
+    healthy = [runs_of("fa2", 5000 + seed, names) for seed in range(seeds)]
+    for ulps in PLANTED:
+        planted = [runs_of("fa2", 7000 + seed, names, ulps) for seed in range(seeds)]
+        without = sum(any("bias" in a for a in alarms(p, None)) for p in planted)
+        against = sum(any("bias" in a for a in alarms(p, h)) for p, h in zip(planted, healthy, strict=True))
+        found[f"{ulps:g} ulp"] = {"without_baseline": without / seeds, "against_another_seed": against / seeds}
+        say(f"planted {ulps:g} ulp: {found[f'{ulps:g} ulp']}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--power-seeds", type=int, default=20)
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
+    parser.add_argument("--cases", nargs="+", default=list(suite.BUILDERS))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+
+    def say(words: str) -> None:
+        print(f"{time.perf_counter() - started:7.0f} s  {words}", flush=True)
+
+    tool = describe_tool(DEVICE)
+    result: dict[str, Any] = {
+        "level": LEVEL, "cases": arguments.cases,
+        "tool": {"torch": tool.torch, "attn_diag": tool.version, "device": tool.device}, "kernels": {},
+    }  # fmt: skip
+
+    def keep(kernel: str, found: dict[str, Any]) -> None:
+        result["kernels"][kernel] = found
+        runs = found["without_baseline"]["runs"]
+        say(f"{kernel}, {runs} seeds: {[found[n]['alarms'] for n in ('without_baseline', 'against_another_seed')]}")
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    for kernel in arguments.kernels:
+        keep(kernel, false_alarms(kernel, arguments.seeds, arguments.cases, keep))
+    if arguments.power_seeds:
+        result["power"] = power(arguments.power_seeds, arguments.cases, say)
+    if arguments.json is None:
+        print(json.dumps(result, indent=1))
+    else:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
