@@ -67,8 +67,8 @@ def _grouped(failures: Sequence[Failure]) -> list[list[Failure]]:
 def _suspects(groups: Sequence[Sequence[Failure]]) -> list[str]:
     """Each suspected change once, as the gravest failure words it; the numbers behind it are the case's."""
     found: dict[str, str] = {}
-    for failure in (f for g in groups for f in g if f.suspect):
-        found.setdefault(failure.suspect.partition(" (")[0], failure.suspect)
+    for suspect in (f.suspect for g in groups for f in g if f.suspect):
+        found.setdefault(suspect.partition(" (")[0], suspect)
     return list(found.values())[:2]
 
 
