@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from attn_diag.probing.result import ProbeReport
     from attn_diag.regression.check import check
     from attn_diag.regression.result import CheckReport
+    from attn_diag.regression.unbiased import assert_unbiased
     from attn_diag.rounding import round_to
 
 _HOME = {
@@ -71,6 +72,7 @@ _HOME = {
     "Recipe": "kernels",
     "Selection": "capture_job",
     "WhatIf": "mitigation.result",
+    "assert_unbiased": "regression.unbiased",
     "attention": "kernels.attention",
     "attribute": "attribution.attribute",
     "break_if": "debugging.breaking",
@@ -120,6 +122,7 @@ __all__ = [
     "Recipe",
     "Selection",
     "WhatIf",
+    "assert_unbiased",
     "attention",
     "attribute",
     "break_if",

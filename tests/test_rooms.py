@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -55,6 +54,7 @@ FACES = {
     "microscopy/result.py",
     "mitigation/result.py",
     "probing/result.py",
+    "pytest_plugin/fixture.py",
     "regression/result.py",
 }
 
@@ -120,33 +120,9 @@ def test_every_public_name_exists() -> None:
         attn_diag.nothing  # noqa: B018
 
 
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built from a copy of its files."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("diagnostics", "kernels", "reference", "reports"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        target,
-        source,
-    ]
-    subprocess.run([str(part) for part in command], check=True)
-    return next(target.glob("*.whl"))
-
-
 def test_wheel_holds_only_the_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    outside = [n for n in names if not n.startswith("attn_diag/") and ".dist-info/" not in n]
+    outside = [n for n in names if not n.startswith(("attn_diag/", "attn_diag_pytest/")) and ".dist-info/" not in n]
     assert not outside
     for needed in (
         "py.typed",

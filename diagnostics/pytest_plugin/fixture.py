@@ -1,0 +1,159 @@
+"""The fixture's object. ``attn_diag`` and torch are imported when a test uses it, not before."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
+
+import pytest
+
+from attn_diag_pytest.baselines import baseline_path, full_name, numbered, safe
+
+if TYPE_CHECKING:
+    import torch
+
+    from attn_diag import Capture, Recipe
+    from attn_diag.regression.result import CheckReport
+    from attn_diag.regression.subject import Attention
+    from attn_diag.regression.unbiased import Clusters, TensorBias
+
+PROPERTY = "attn_diag_baseline"
+
+
+class CheckOptions(TypedDict, total=False):
+    """Options of ``attn_diag.check``; its docstring explains them, and its defaults hold."""
+
+    cases: Iterable[str] | None
+    captures: Sequence[Capture]
+    observation: str | None
+    dtype: torch.dtype
+    causal: bool | str
+    head_dim: int
+    scale: float | None
+    backward: bool | None
+    level: float
+    exact: bool
+    seed: int
+    device: str
+    name: str | None
+
+
+class AttnDiag:
+    """What the fixture ``attn_diag`` gives a test."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self._request = request
+        self._item: pytest.Item = request.node
+        self._calls = 0
+
+    def check_attention(
+        self, target: Attention | str | Recipe | Capture | Sequence[Capture], **options: Unpack[CheckOptions]
+    ) -> CheckReport:
+        """Fail the test unless ``attn_diag.check(target, ...)`` passes; return its report.
+
+        target: fn(q, k, v) -> o or (o, lse, ...), [B, H, T, D], differentiable where the backward is to be checked; or
+            what else ``attn_diag.check`` takes, such as "sdpa" or the name of a recipe.
+        options: those of ``attn_diag.check``.
+
+        In a test marked ``attn_diag_baseline`` it is compared with the test's baseline, which ``pytest
+        --attn-diag-update`` writes. A second call in the same test has a file of its own.
+        """
+        __tracebackhide__ = True
+        import attn_diag
+
+        self._calls += 1
+        base = baseline_path(self._item)
+        path = None if base is None else numbered(base, self._calls)
+        try:
+            if path is None:
+                report = attn_diag.check(target, **options)
+            elif self._request.config.getoption("--attn-diag-update"):
+                report = self._updated(path, lambda: attn_diag.check(target, baseline=path, update=True, **options))
+            else:
+                if not path.is_file():
+                    self._fail_without_baseline("this test has no baseline yet", path)
+                report = attn_diag.check(target, baseline=path, **options)
+                if report.baseline_key is None:
+                    self._fail_without_baseline(f"this test's baseline has no entry for {report.key}", path)
+        except attn_diag.InputError as error:
+            self._fail(f"attn-diag: {error}")
+        if not report.passed:
+            self._fail(*self._failure(report, path, target, options))
+        return report
+
+    def assert_unbiased(
+        self,
+        observed: torch.Tensor,
+        reference: torch.Tensor,
+        *,
+        clusters: Clusters | None = None,
+        level: float = 0.01,
+        name: str = "tensor",
+    ) -> TensorBias:
+        """Fail the test if ``observed`` is biased against ``reference``; see ``attn_diag.assert_unbiased``."""
+        __tracebackhide__ = True
+        import attn_diag
+
+        try:
+            return attn_diag.assert_unbiased(observed, reference, clusters=clusters, level=level, name=name)
+        except (AssertionError, attn_diag.InputError) as error:
+            self._fail(f"attn-diag: {error}")
+
+    def _updated(self, path: Path, check: Callable[[], CheckReport]) -> CheckReport:
+        """Tell the terminal's summary and JUnit what was written; under pytest-xdist the test's report carries it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = _bytes(path)
+        report = check()
+        after = _bytes(path)
+        if after is not None and report.passed:
+            what = "created" if before is None else "unchanged" if after == before else "updated"
+            self._item.user_properties.append((PROPERTY, f"{what} {self._shown(path)}"))
+        return report
+
+    def _fail_without_baseline(self, words: str, path: Path) -> NoReturn:
+        __tracebackhide__ = True
+        self._fail(
+            f"attn-diag: {words}",
+            f"expected    {self._shown(path)}",
+            f"create it   {self._update_command()}",
+            "and commit the file: later runs are compared with it.",
+        )
+
+    def _failure(self, report: CheckReport, path: Path | None, target: Any, options: CheckOptions) -> list[str]:
+        from attn_diag.regression.rerun import capture_of_case
+        from attn_diag.reports.check_failure import failure_lines, gravest
+
+        closer = None
+        capture = capture_of_case(target, gravest(report).case, **options)
+        if capture is not None:
+            file = self._request.getfixturevalue("tmp_path") / f"{safe(gravest(report).case)}.{self._calls}.safetensors"
+            capture.save(file)
+            closer = f"attn-diag inspect {shlex.quote(str(file))}"
+        if path is None:
+            return failure_lines(report, look_closer=closer)
+        # What is broken cannot be made a baseline.
+        accept = None if {f.kind for f in report.failures} <= {"fit", "determinism"} else self._update_command()
+        return failure_lines(replace(report, baseline=self._shown(path)), look_closer=closer, accept=accept)
+
+    def _update_command(self) -> str:
+        return f"pytest --attn-diag-update {shlex.quote(f'{self._shown(self._item.path)}::{full_name(self._item)}')}"
+
+    def _shown(self, path: Path) -> str:
+        """Seen from where pytest was started, if that is shorter."""
+        try:
+            relative = os.path.relpath(path, self._request.config.invocation_params.dir)
+        except ValueError:  # another drive
+            return str(path)
+        return min(relative, str(path), key=len)
+
+    def _fail(self, *lines: str) -> NoReturn:
+        __tracebackhide__ = True
+        pytest.fail("\n".join(lines), pytrace=False)
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
