@@ -26,6 +26,7 @@ ALLOWED = {
     "kernels": ("attn_diag.kernels",),
     "reports": (
         "attn_diag.reports",
+        "attn_diag.comparison.result",
         "attn_diag.diagnosis",
         "attn_diag.drift.result",
         "attn_diag.microscopy.addition",
@@ -44,7 +45,11 @@ ALLOWED = {
 # Of diagnostics, only the faces know the reports.
 FACES = {
     "attribution/result.py",
+    "cli/common.py",
     "cli/inspect.py",
+    "cli/report.py",
+    "comparison/read.py",
+    "comparison/result.py",
     "debugging/finding.py",
     "debugging/result.py",
     "diagnosis.py",

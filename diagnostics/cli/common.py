@@ -33,6 +33,9 @@ Batches = Annotated[str | None, typer.Option("--batch", help="Batch items.")]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout alone.")
 ]
+Plain = Annotated[
+    bool, typer.Option("--plain", help="For logs: no colour, no boxes or blocks, ASCII, the same widths everywhere.")
+]
 Level = Annotated[float, typer.Option("--level", help="Significance level after Benjamini-Hochberg.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Layout = Annotated[str | None, typer.Option("--layout", help="BHTD or BTHD, instead of what the file says.")]
@@ -73,13 +76,20 @@ def json_target(json: str | None) -> Path | None:
     return None if json in (None, "-") else Path(str(json))
 
 
-def deliver(result: Report, json: str | None) -> None:
-    """Print the report, or the JSON alone for ``--json -``; write the JSON to the file that ``--json`` names."""
+def deliver(result: Report, json: str | None, *, plain: bool = False) -> None:
+    """Print the report, or the JSON alone for ``--json -``; write the JSON to the file that ``--json`` names.
+
+    ``plain``: the report as a log takes it.
+    """
     from attn_diag.files import write_atomically
 
     with _stdout():
         if json == "-":
             print(result.to_json())
+        elif plain:
+            from attn_diag.reports.plain import plain_text
+
+            print(plain_text(result), end="")
         else:
             _print_report(result)
     if (target := json_target(json)) is not None:
