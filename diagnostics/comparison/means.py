@@ -96,15 +96,13 @@ def welch(a: Estimated, b: Estimated) -> Welch:
     from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
     difference = b.mean - a.mean
-    parts = [(e.standard_error**2, e.df) for e in (a, b)]
-    variance = sum(v for v, _ in parts)
-    if not variance:
+    se = math.hypot(a.standard_error, b.standard_error)
+    if not se:
         t = math.copysign(math.inf, difference) if difference else 0.0
         return Welch(difference, 0.0, math.inf, t, 0.0 if difference else 1.0, (difference, difference))
     # In shares of the variance, so that nothing underflows.
-    spread = sum((v / variance) ** 2 / df for v, df in parts)
+    spread = sum((e.standard_error / se) ** 4 / e.df for e in (a, b))
     df = 1 / spread if spread else math.inf
-    se = math.sqrt(variance)
     t = difference / se
     if math.isinf(df):
         p, half = 2 * float(ndtr(-abs(t))), float(ndtri(0.975)) * se

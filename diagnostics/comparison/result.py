@@ -78,7 +78,7 @@ class HeadComparison:
     """One head of one observation in A and B (``head`` None: all heads pooled).
 
     ``outcomes``: significant changes; "relabelled" where only the verdict's labels differ, which chance does near a
-    threshold. ``same_inputs``: whether all that the diagnoses say of q, k, v and the mask agrees; None: they say too little.
+    threshold. ``same_inputs``: whether all that is known of q, k, v and the mask agrees; None: it is too little.
     ``gained``, ``lost``: labels of the verdict that B has and A has not, and the reverse.
     """
 
