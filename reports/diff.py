@@ -67,7 +67,7 @@ def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
         if len(found.unmatched) > _MAX_UNMATCHED:
             yield words.bullet(" ", f"and {len(found.unmatched) - _MAX_UNMATCHED} more in --json")
     yield from _title("How it was compared")
-    for note in (*found.notes, _method(found)):
+    for note in (*found.notes, _method(found), *_tools(found)):
         yield words.bullet("-", note)
 
 
@@ -96,6 +96,7 @@ def diff_lines(found: Comparison) -> Iterator[str]:
         yield line("unmatched", item.side, words.printable(f"{item.what}: {item.reason}"))
     for note in (*found.notes, _method(found)):
         yield line("note", note)
+    yield from (line("tool", tool) for tool in _tools(found))
 
 
 def _changed(found: Comparison) -> list[HeadComparison]:
@@ -217,3 +218,12 @@ def _method(found: Comparison) -> str:
         f"of freedom, one Benjamini-Hochberg family at level {found.level}. A label that changes without a significant "
         "difference is neither a new bias nor a cure."
     )
+
+
+def _tools(found: Comparison) -> Iterator[str]:
+    """What made the two diagnoses."""
+    tools = [words.tool_line(side.tool) for side in (found.a, found.b)]
+    if tools[0] == tools[1]:
+        yield f"A and B: {tools[0]}"
+    else:
+        yield from (f"{name}: {tool}" for name, tool in zip("AB", tools, strict=True))

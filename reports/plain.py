@@ -25,8 +25,12 @@ from attn_diag.reports.terminal import numbers, warnings
 WIDTH = 120
 _MAX_DETAILS = 16
 _OURS = str.maketrans(
-    {"–": "-", "—": "-", "…": "...", "’": "'", "·": ".", "×": "x", "−": "-", "±": "+-", "≥": ">=", "�": "?"}
-)
+    {
+        "–": "-", "—": "-", "−": "-", "─": "-", "│": "|",
+        "…": "...", "’": "'", "·": ".", "•": "*", "×": "x", "±": "+-", "≥": ">=",
+        "∘": "o", "Ō": "O_bar", "\N{COMBINING MACRON}": "_bar", "\N{REPLACEMENT CHARACTER}": "?",
+    }
+)  # fmt: skip
 
 
 class Showable(Protocol):
@@ -81,10 +85,11 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield from (line("warning", words.printable(w)) for w in warnings(diagnosis))
     yield from (line("next", step) for step in story.next_steps(diagnosis))
     yield from (line("next", f"{question}: {command}") for question, command in story.commands(diagnosis))
-    yield from (_head(entry, entries) for entry in entries)
+    names = story.Names.of(entries)
+    yield from (_head(entry, _place(entry, names)) for entry in entries)
     faulty = [e for e in entries if words.label_names(e[2]) != ("clean",)] or entries[:1]
     for entry in faulty[:_MAX_DETAILS]:
-        yield from _facts(entry, _place(entry, entries))
+        yield from _facts(entry, _place(entry, names))
     if len(faulty) > _MAX_DETAILS:
         yield line("note", f"facts of {len(faulty) - _MAX_DETAILS} more heads: choose them with --head, or use --json")
     for capture in diagnosis.captures:
@@ -101,8 +106,8 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield line("tool", words.tool_line(diagnosis.tool))
 
 
-def _place(entry: Entry, among: list[Entry]) -> str:
-    parts = [*reversed(story.where(entry, among)), words.head_name(entry[2])]
+def _place(entry: Entry, names: story.Names) -> str:
+    parts = [*reversed(names.where(entry)), words.head_name(entry[2])]
     return "/".join(part.replace(" ", "_") for part in parts)
 
 
@@ -112,7 +117,7 @@ def _pairs(**figures: float | None) -> str:
     )
 
 
-def _head(entry: Entry, among: list[Entry]) -> str:
+def _head(entry: Entry, place: str) -> str:
     head = entry[2]
     dq, dw_q = head.propagation.dq, head.propagation.dw_q
     figures = _pairs(
@@ -123,7 +128,7 @@ def _head(entry: Entry, among: list[Entry]) -> str:
         dw_q_error=dw_q.relative_error if dw_q else None,
         repeated_maxima=head.row_maxima.exact.fraction,
     )
-    return line("head", _place(entry, among), ",".join(words.label_names(head)), figures)
+    return line("head", place, ",".join(words.label_names(head)), figures)
 
 
 def _facts(entry: Entry, place: str) -> Iterator[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
 from attn_diag.reports import words
@@ -26,11 +28,11 @@ def headline(diagnosis: Diagnosis) -> str:
 
 def _heads(found: list[Entry], judged: list[Entry], worst: Entry) -> str:
     if len(judged) == 1:
-        return place_words(worst, judged)
+        return Names.of(judged).name(worst)
     if len(found) == 1:
-        return f"1 of {len(judged)} heads ({place_words(worst, judged)})"
+        return f"1 of {len(judged)} heads ({Names.of(judged).name(worst)})"
     count = f"all {len(judged)} heads" if len(found) == len(judged) else f"{len(found)} of {len(judged)} heads"
-    return f"{count} (worst: {place_words(worst, judged)})"
+    return f"{count} (worst: {Names.of(judged).name(worst)})"
 
 
 def _biased(found: list[Entry], judged: list[Entry]) -> str:
@@ -71,7 +73,7 @@ def _undecided(found: list[Entry], judged: list[Entry]) -> str:
 
 def _clean(found: list[Entry], judged: list[Entry]) -> str:
     some = "" if len(found) == len(judged) else f"{len(found)} of "
-    heads = f"{some}{len(judged)} heads" if len(judged) > 1 else place_words(found[0], judged)
+    heads = f"{some}{len(judged)} heads" if len(judged) > 1 else Names.of(judged).name(found[0])
     return f"CLEAN: no mean error beyond chance in {heads}, and no error beyond what correct rounding makes."
 
 
@@ -97,6 +99,7 @@ def dq_error(head: HeadDiagnosis) -> tuple[float | None, bool]:
 def next_steps(diagnosis: Diagnosis) -> list[str]:
     """What to do, the worst heads' advice first; advice that several heads share is said once, with their number."""
     judged = [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
+    names = Names.of(judged)
     advice: Counter[str] = Counter()
     first: dict[str, tuple[Label, Entry]] = {}
     for entry in judged:
@@ -113,7 +116,7 @@ def next_steps(diagnosis: Diagnosis) -> list[str]:
         label, entry = first[suggestion]
         count = advice[suggestion]
         more = f" and {count - 1} more" if count > 1 else ""
-        who = "" if len(judged) == 1 or label == "clean" else f"{label} ({place_words(entry, judged)}{more}): "
+        who = "" if len(judged) == 1 or label == "clean" else f"{label} ({names.name(entry)}{more}): "
         steps.append(who + words.printable(suggestion))
     return steps
 
@@ -143,22 +146,33 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return list(questions.items())
 
 
-def place_words(entry: Entry, among: list[Entry]) -> str:
-    """An entry's name: the head, and of its observation, step and file what tells it apart ``among`` the others."""
-    return " ".join([words.head_name(entry[2]), *where(entry, among)])
+@dataclass(frozen=True)
+class Names:
+    """What tells entries apart besides the head: the observation, the step, the file; what all share is not said."""
 
+    observations: bool
+    steps: bool
+    files: bool
 
-def where(entry: Entry, among: list[Entry]) -> list[str]:
-    """Observation, step and file of an entry, each only where ``among`` the others it tells entries apart."""
-    capture, observation, _ = entry
-    parts = []
-    if len({o.name for _, o, _ in among}) > 1:
-        parts.append(words.printable(observation.name))
-    steps = {c.metadata.get("step") for c, _, _ in among}
-    if len(steps) > 1 and "step" in capture.metadata:
-        parts.append(f"step {words.printable(capture.metadata['step'])}")
-    sources = {c.source for c, _, _ in among}
-    apart = {(h.layer, h.head, h.batch, o.name, c.metadata.get("step"), c.source) for c, o, h in among}
-    if len(sources) > 1 and len({key[:-1] for key in apart}) < len(apart):
-        parts.append(words.file_name(capture.source))
-    return parts
+    @classmethod
+    def of(cls, among: Iterable[Entry]) -> Names:
+        """For entries that are shown together."""
+        listed = list(among)
+        places = Counter((h.layer, h.head, h.batch, o.name, c.metadata.get("step")) for c, o, h in listed)
+        return cls(
+            observations=len({o.name for _, o, _ in listed}) > 1,
+            steps=len({c.metadata.get("step") for c, _, _ in listed}) > 1,
+            files=any(count > 1 for count in places.values()),
+        )
+
+    def where(self, entry: Entry) -> list[str]:
+        """Observation, step and file of an entry, as far as they tell it apart."""
+        capture, observation, _ = entry
+        parts = [words.printable(observation.name)] if self.observations else []
+        if self.steps and "step" in capture.metadata:
+            parts.append(f"step {words.printable(capture.metadata['step'])}")
+        return [*parts, words.file_name(capture.source)] if self.files else parts
+
+    def name(self, entry: Entry) -> str:
+        """The head and where it is."""
+        return " ".join([words.head_name(entry[2]), *self.where(entry)])

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, severity
+from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, GradientError, HeadDiagnosis, severity
 from attn_diag.reports import story, words
 from attn_diag.reports.head_map import STYLES, HeadMap
 from attn_diag.reports.sparks import ASCII, BLOCKS, drift_words, spark
@@ -50,8 +50,9 @@ def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     if entries:
         yield from _what_to_do(diagnosis)
         yield from _heads(diagnosis, entries)
+        names = story.Names.of(entries)
         for entry in detailed(entries):
-            yield from _detail(entry, entries)
+            yield from _detail(entry, names)
         if (left := len(entries) - min(len(entries), _MAX_DETAILS)) and any(_faulty(e) for e in entries):
             yield Text("")
             yield words.paragraph(f"Details of {left} more heads: --head N here, or --json and --html.", style="dim")
@@ -107,10 +108,10 @@ class Overview:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         entries = (*self.entries, *self.pooled)
-        among = list(self.entries)
+        names = story.Names.of(self.entries)
         table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
         table.add_column("head", overflow="fold")
-        if named := any(story.where(entry, among) for entry in among):
+        if named := any(names.where(entry) for entry in self.entries):
             table.add_column("where", overflow="fold")
         table.add_column("verdict", min_width=15, overflow="fold")
         figures = [_figures(head) for _, _, head in entries]
@@ -120,7 +121,7 @@ class Overview:
         for title in titles:
             table.add_column(title, justify="right", no_wrap=True)
         for entry, known in zip(entries, figures, strict=True):
-            place = [", ".join(story.where(entry, among))] if named else []
+            place = [", ".join(names.where(entry))] if named else []
             head = Text(words.head_name(entry[2]))
             table.add_row(head, *map(Text, place), _labels(entry[2]), *(known[title] for title in titles))
         yield table
@@ -164,19 +165,18 @@ def detailed(entries: list[Entry], most: int = _MAX_DETAILS) -> list[Entry]:
     faulty = [entry for entry in entries if _faulty(entry)] or entries[:1]
     first = {entry[1].name: entry for entry in reversed(faulty)}.values()
     chosen = sorted(first, key=lambda entry: severity(entry[2]))[:most]
-    chosen += [entry for entry in faulty if entry not in chosen][: most - len(chosen)]
+    told = {id(entry[2]) for entry in chosen}
+    chosen += [entry for entry in faulty if id(entry[2]) not in told][: most - len(chosen)]
     return sorted(chosen, key=lambda entry: severity(entry[2]))
 
 
-def _detail(entry: Entry, among: list[Entry]) -> Iterator[RenderableType]:
+def _detail(entry: Entry, names: story.Names) -> Iterator[RenderableType]:
     head = entry[2]
     assert head.verdict is not None
     yield Text("")
     yield words.Hanging(
         "",
-        Text.assemble(
-            (f"{story.place_words(entry, among)}: ", "bold"), _labels(head), f" (evidence: {head.verdict.evidence})"
-        ),
+        Text.assemble((f"{names.name(entry)}: ", "bold"), _labels(head), f" (evidence: {head.verdict.evidence})"),
     )
     for reason in head.verdict.reasons:
         yield words.bullet("-", reason)
@@ -231,7 +231,7 @@ def numbers(head: HeadDiagnosis) -> Iterator[str]:
         yield f"rows left out: {', '.join(left_out)}; {head.rows_all} analysed"
 
 
-def _unexplained(error: words.GradientError) -> str:
+def _unexplained(error: GradientError) -> str:
     parts = []
     if error.unexplained_fraction:
         parts.append(f"{words.percent(error.unexplained_fraction)} by delta alone")

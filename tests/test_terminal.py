@@ -204,6 +204,15 @@ def test_plain_can_be_grepped() -> None:
     assert [line for line in lines if re.match(r"drift +stable/H1 .*OUTSIDE the 99 % band .* from row \d+ on", line)]
 
 
+def test_plain_of_the_command_that_inspects() -> None:
+    path = str(CAPTURES / "gqa_T200.safetensors")
+    line = [sys.executable, "-m", "attn_diag", "inspect", path, "--device", "cpu", "--plain"]
+    done = subprocess.run(line, check=True, capture_output=True, text=True, env=os.environ | {"COLUMNS": "30"})
+    kept = [text for text in done.stdout.splitlines() if "/" not in text]
+    assert kept == [text for text in plain_text(saved("gqa_T200")).splitlines() if "/" not in text]
+    assert kept[0].startswith("verdict      CLEAN")
+
+
 def test_plain_of_other_commands() -> None:
     found = attn_diag.identify(attn_diag.load(CAPTURES / "gqa_T200.safetensors"))
     text = plain_text(found)

@@ -45,10 +45,11 @@ def match(a: Diagnosis, b: Diagnosis) -> Matched:
     renamed: dict[str, None] = {}
     for one, other in captures:
         found, without = _paired(one.observations, other.observations, lambda o: o.name)
-        rest = [[o for o in c.observations if o not in [p[i] for p in found]] for i, c in enumerate((one, other))]
-        if len(rest[0]) == len(rest[1]) == 1:
-            found.append((rest[0][0], rest[1][0]))
-            renamed[f"observation {rest[0][0].name} of A with {rest[1][0].name} of B, the only ones left"] = None
+        rest = {side: [o for where, o in without if where == side] for side in ("A", "B")}
+        if len(rest["A"]) == len(rest["B"]) == 1:
+            first, second = rest["A"][0], rest["B"][0]
+            found.append((first, second))
+            renamed[f"observation {first.name} of A with {second.name} of B, the only ones left"] = None
             without = []
         left += [_unmatched(side, f"{one.source if side == 'A' else other.source}, {o.name}") for side, o in without]
         for first, second in found:
