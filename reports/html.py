@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from attn_diag.diagnosis import Diagnosis
+from attn_diag.errors import InputError
 from attn_diag.reports import words
 
 
@@ -36,11 +37,11 @@ def html_fragment(diagnosis: Diagnosis) -> str:
 
 
 def embedded_diagnosis(text: str) -> str:
-    """The JSON of the diagnosis that a report's page holds. Raises ValueError where it holds none."""
+    """The JSON of the diagnosis that a report's page holds. Raises InputError where it holds none."""
     finder = _Finder()
     finder.feed(text)
     if not finder.found:
-        raise ValueError("the page holds no diagnosis")
+        raise InputError("expected a report of attn-diag inspect --html, got a page without a diagnosis; make it anew")
     return "".join(finder.found)
 
 

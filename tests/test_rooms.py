@@ -29,6 +29,7 @@ ALLOWED = {
         "attn_diag.comparison.result",
         "attn_diag.diagnosis",
         "attn_diag.drift.result",
+        "attn_diag.errors",
         "attn_diag.microscopy.addition",
         "attn_diag.attribution.result",
         "attn_diag.debugging.result",

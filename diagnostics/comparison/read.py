@@ -75,11 +75,8 @@ def _embedded(file: Path, text: str) -> str:
 
     try:
         return embedded_diagnosis(text)
-    except (InputError, ValueError):
-        raise InputError(
-            f"{file}: an HTML page without a diagnosis in it; expected a report of attn-diag inspect --html "
-            "(pages written before version 2 hold none: inspect the capture again)"
-        ) from None
+    except InputError as error:
+        raise InputError(f"{file}: an HTML page, but {error}") from None
 
 
 def _document(file: Path, text: str) -> dict[str, Any]:
