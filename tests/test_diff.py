@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -245,6 +246,39 @@ def test_same_inputs_are_told_from_others() -> None:
     other = compare(one, diagnosed("bf16", heads=8, rows=256, seed=9))
     assert {e.same_inputs for e in other.entries} == {False}
     assert "different inputs" in " ".join(other.notes)
+
+
+def shortened(value: Any, digits: int) -> Any:
+    """As an HTML report writes numbers."""
+    if isinstance(value, dict):
+        return {key: shortened(item, digits) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shortened(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("digits", [4, 6, 17])
+def test_shortened_numbers_are_no_change(digits: int) -> None:
+    full = diagnosed("bf16:toward-zero", heads=8, rows=256)
+    short = Diagnosis.from_json(json.dumps(shortened(json.loads(full.to_json()), digits)))
+    for found in (compare(full, short), compare(short, full)):
+        assert found.identical
+        assert not found.outcomes
+        assert {e.same_inputs for e in found.entries} == {True}
+    other = compare(short, diagnosed("bf16:toward-zero", heads=8, rows=256, seed=9))
+    assert not other.identical
+    assert {e.same_inputs for e in other.entries} == {False}
+
+
+def test_sameness() -> None:
+    assert sizes.same(0.123456789, 0.1235)
+    assert sizes.same(1.00049, 1.0)
+    assert not sizes.same(0.123456789, 0.1236)
+    assert not sizes.same(0.123456789012, 0.123457789012)
+    assert not sizes.same(1e-300, 0.0)
+    assert not sizes.same(math.inf, 1.0)
+    assert sizes.same(math.nan, math.nan)
+    assert not sizes.same(None, 0.0)
 
 
 def relabelled(diagnosis: Diagnosis, **labels: str) -> Diagnosis:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from attn_diag.comparison.result import SizeChange, SizeOutcome
 from attn_diag.diagnosis import BiasEstimate, HeadDiagnosis
@@ -26,6 +27,7 @@ from attn_diag.diagnosis import BiasEstimate, HeadDiagnosis
 _OF_INPUTS = ("conditioning", "repeated_maxima")
 # Two float64 references on one input agree far better than this; two inputs do not agree as well by accident.
 _SAME = 1e-6
+_FEWEST_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Sizes:
                 "dq_error": dq_error,
                 "dw_q_error": dw_q.relative_error if dw_q else None,
                 "conditioning": head.conditioning,
-                "repeated_maxima": head.row_maxima.exact.fraction,
+                # From the counts: they are whole numbers, whatever a report does to fractions.
+                "repeated_maxima": head.row_maxima.exact.rows / head.rows_all if head.rows_all else None,
             },
             freedom={
                 "noise_factor": delta,
@@ -141,10 +144,24 @@ def _outcome(name: str, a: float | None, b: float | None, low: float | None, hig
 
 
 def same(a: float | None, b: float | None) -> bool:
-    """Whether two figures of one input's reference agree."""
+    """Whether two figures agree as those of one input's references do, to the digits that the shorter one has.
+
+    HTML reports shorten numbers, to four digits at the least.
+    """
     if a is None or b is None:
         return a is b
-    return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=_SAME, abs_tol=0.0)
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return True
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return False
+    digits = max(min(_digits(a), _digits(b)), _FEWEST_DIGITS)
+    # Cut after n digits: off by at most 5 units of the next, 5 * 10^-n of a number that starts with a 1.
+    return math.isclose(a, b, rel_tol=max(_SAME, 5.01 * 10.0**-digits), abs_tol=0.0)
+
+
+def _digits(value: float) -> int:
+    """Significant decimal digits of the shortest text that reads back as this number."""
+    return len(Decimal(repr(value)).normalize().as_tuple().digits)
 
 
 def bonferroni_tail(pairs: Sequence[tuple[Sizes, Sizes]], level: float) -> tuple[float, int]:
