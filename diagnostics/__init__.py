@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from attn_diag.attribution.result import Attribution
     from attn_diag.capture_job import Selection
     from attn_diag.captures import Capture
+    from attn_diag.comparison.diff import diff
+    from attn_diag.comparison.read import read_diagnosis
+    from attn_diag.comparison.result import Comparison
     from attn_diag.conversion.convert import convert
     from attn_diag.debugging.breaking import break_if, last_finding
     from attn_diag.debugging.explain import explain
@@ -58,6 +61,7 @@ _HOME = {
     "Certify": "certification",
     "Capture": "captures",
     "CheckReport": "regression.result",
+    "Comparison": "comparison.result",
     "Diagnosis": "diagnosis",
     "DtypeDrift": "drift.result",
     "Dump": "kernels.dump",
@@ -81,6 +85,7 @@ _HOME = {
     "check_qkv": "drift.check",
     "closed_form": "microscopy.closed_form",
     "convert": "conversion.convert",
+    "diff": "comparison.diff",
     "examine_addition": "microscopy.addition",
     "explain": "debugging.explain",
     "identify": "identification.identify",
@@ -95,6 +100,7 @@ _HOME = {
     "microscope": "microscopy.microscope",
     "preset": "kernels",
     "probe": "probing.probe",
+    "read_diagnosis": "comparison.read",
     "repeated_maxima": "analysis",
     "round_to": "rounding",
     "selftest": "hardware.selftest",
@@ -108,6 +114,7 @@ __all__ = [
     "Capture",
     "Certify",
     "CheckReport",
+    "Comparison",
     "Diagnosis",
     "DtypeDrift",
     "Dump",
@@ -131,6 +138,7 @@ __all__ = [
     "check_qkv",
     "closed_form",
     "convert",
+    "diff",
     "examine_addition",
     "explain",
     "identify",
@@ -145,6 +153,7 @@ __all__ = [
     "microscope",
     "preset",
     "probe",
+    "read_diagnosis",
     "repeated_maxima",
     "round_to",
     "selftest",

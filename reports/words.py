@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import RenderableType
-from rich.table import Table
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from attn_diag.diagnosis import (
@@ -11,6 +13,7 @@ from attn_diag.diagnosis import (
     CaptureDiagnosis,
     GradientError,
     HeadDiagnosis,
+    Label,
     ObservationDiagnosis,
     Tool,
 )
@@ -70,6 +73,16 @@ def labels(head: HeadDiagnosis) -> str:
     return ", ".join(head.verdict.labels) if head.verdict else "no verdict"
 
 
+def label_names(head: HeadDiagnosis) -> tuple[Label, ...]:
+    """The verdict's labels; none where there is no verdict."""
+    return head.verdict.labels if head.verdict else ()
+
+
+def file_name(source: str) -> str:
+    """The end of a path, printable: what tells captures apart."""
+    return printable(source.rpartition("/")[2] or source)
+
+
 def shape(capture: CaptureDiagnosis) -> str:
     """Sizes, type and masking in one line."""
     s, m = capture.shape, capture.metadata
@@ -77,13 +90,13 @@ def shape(capture: CaptureDiagnosis) -> str:
     length = f"T={s['Tq']}" if s["Tq"] == s["Tk"] else f"Tq={s['Tq']} Tk={s['Tk']}"
     stated = [f"{k} {m[k]}" for k in ("scale", "window", "softcap", "step") if k in m]
     causal = "no causal mask" if m["causal"] == "none" else f"causal {m['causal']}"
-    return ", ".join([f"B={s['B']} {heads} {length} D={s['D']} {m['dtype']}", causal, *stated])
+    return printable(", ".join([f"B={s['B']} {heads} {length} D={s['D']} {m['dtype']}", causal, *stated]))
 
 
 def observation_line(observation: ObservationDiagnosis) -> str:
     """Who made the numbers."""
     if observation.emulated:
-        return f"{observation.name}: {observation.backend}"
+        return printable(f"{observation.name}: {observation.backend}")
     recipe = "no known recipe reproduces its O"
     if observation.recipe is not None:
         recipe = f"recipe {observation.recipe}"
@@ -91,28 +104,33 @@ def observation_line(observation: ObservationDiagnosis) -> str:
         recipe = (
             f"O as recipe {observation.recipe} makes it ({observation.agreement:.1%} of sampled elements bit-equal)"
         )
-    return f"{observation.name}: {observation.backend}; {recipe}"
+    return printable(f"{observation.name}: {observation.backend}; {recipe}")
 
 
 def tool_line(tool: Tool) -> str:
     """Versions and the reference's backend."""
     triton = f", triton {tool.triton}" if tool.triton else ""
     measured = f"; {tool.hardware}" if tool.hardware else ""
-    return (
+    return printable(
         f"attn-diag {tool.version}, torch {tool.torch}{triton}; float64 reference on {tool.backend} "
         f"({tool.device}){measured}"
     )
+
+
+def in_units(name: str, estimate: BiasEstimate) -> str:
+    """A mean in ulp, or for delta in noise floors."""
+    unit = "floor" if name.startswith("delta") else "ulp"
+    return DASH if estimate.mean_ulp is None else f"{signed(estimate.mean_ulp)} {unit}"
 
 
 def test_cells(name: str, estimate: BiasEstimate | None) -> tuple[str, ...]:
     """mean, mean in ulp or noise floors, t, adjusted p, effective and detectable size of one primary test."""
     if estimate is None:
         return (TESTS[name], *[DASH] * 6)
-    unit = "floor" if name.startswith("delta") else "ulp"
     return (
         TESTS[name],
         signed(estimate.mean),
-        DASH if estimate.mean_ulp is None else f"{signed(estimate.mean_ulp)} {unit}",
+        in_units(name, estimate),
         number(estimate.t),
         number(estimate.p_adjusted, 2),
         number(estimate.n_eff),
@@ -145,13 +163,32 @@ def share_words(error: GradientError) -> str:
     """The shares of an error's parts, largest first."""
     known = [(name, share) for name, share in (error.shares or {}).items() if share is not None]
     known.sort(key=lambda item: -abs(item[1]))
-    return ", ".join(f"{SHARES[name]} {100 * share:.1f} %" for name, share in known) or DASH
+    # Adding 0 makes -0.0 the 0.0 that it stands for.
+    return ", ".join(f"{SHARES[name]} {round(100 * share, 1) + 0.0:.1f} %" for name, share in known) or DASH
 
 
-def bullet(mark: str, text: str) -> RenderableType:
+def bullet(mark: str, text: str | Text) -> RenderableType:
     """A line with a mark before it, wrapped beside the mark."""
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=3, justify="right")
-    grid.add_column()
-    grid.add_row(mark, Text(text))
-    return grid
+    return Hanging(f"{mark:>3} ", text if isinstance(text, Text) else Text(printable(text)))
+
+
+def paragraph(text: str, style: str = "") -> RenderableType:
+    """Text wrapped to the console's width, printable characters only."""
+    return Hanging("", Text(printable(text), style=style))
+
+
+@dataclass(frozen=True)
+class Hanging:
+    """Text wrapped to the console's width, its later lines indented by the width of ``mark``; nothing is cut off."""
+
+    mark: str
+    text: Text
+
+    def lines(self, console: Console, width: int) -> Iterator[Text]:
+        """The lines, at most ``width`` columns wide."""
+        for i, line in enumerate(self.text.wrap(console, max(width - len(self.mark), 16))):
+            line.rstrip()
+            yield Text.assemble(" " * len(self.mark) if i else self.mark, line)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield from self.lines(console, options.max_width)

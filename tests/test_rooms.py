@@ -25,8 +25,10 @@ ALLOWED = {
     "kernels": ("attn_diag.kernels",),
     "reports": (
         "attn_diag.reports",
+        "attn_diag.comparison.result",
         "attn_diag.diagnosis",
         "attn_diag.drift.result",
+        "attn_diag.errors",
         "attn_diag.attribution.result",
         "attn_diag.debugging.result",
         "attn_diag.hardware.installation",
@@ -43,7 +45,11 @@ ALLOWED = {
 FACES = {
     "attribution/result.py",
     "cli/check.py",
+    "cli/common.py",
     "cli/inspect.py",
+    "cli/report.py",
+    "comparison/read.py",
+    "comparison/result.py",
     "debugging/finding.py",
     "debugging/result.py",
     "diagnosis.py",

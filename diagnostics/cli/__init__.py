@@ -12,12 +12,14 @@ from attn_diag import __version__
 from attn_diag.cli.attribute import attribute
 from attn_diag.cli.check import check
 from attn_diag.cli.convert import convert
+from attn_diag.cli.diff import diff
 from attn_diag.cli.dtypes import SETTINGS, dtypes
 from attn_diag.cli.env import env
 from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
 from attn_diag.cli.microscope import microscope
 from attn_diag.cli.probe import probe
+from attn_diag.cli.report import report
 from attn_diag.cli.selftest import selftest
 from attn_diag.cli.what_if import what_if
 from attn_diag.errors import InputError
@@ -33,6 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(inspect)
+app.command()(report)
+app.command()(diff)
 app.command()(identify)
 app.command()(attribute)
 app.command("what-if")(what_if)

@@ -20,6 +20,7 @@ def attribute(
     layer: common.Layers = None,
     batch: common.Batches = None,
     json: common.Json = None,
+    plain: common.Plain = False,
     level: common.Level = 0.01,
     device: common.Device = "auto",
     layout: common.Layout = None,
@@ -40,5 +41,5 @@ def attribute(
     selection = Selection(observation, common.numbers("--head", head), common.numbers("--batch", batch))
     with common.progress_bar("rows") as progress:
         found = take_apart(capture, recipe=recipe, selection=selection, level=level, device=device, progress=progress)
-    common.deliver(found, json)
+    common.deliver(found, json, plain=plain)
     raise typer.Exit(2 if unreadable else 0)

@@ -33,6 +33,9 @@ Batches = Annotated[str | None, typer.Option("--batch", help="Batch items.")]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout alone.")
 ]
+Plain = Annotated[
+    bool, typer.Option("--plain", help="For logs: no colour, no boxes or blocks, ASCII, the same widths everywhere.")
+]
 Level = Annotated[float, typer.Option("--level", help="Significance level after Benjamini-Hochberg.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Layout = Annotated[str | None, typer.Option("--layout", help="BHTD or BTHD, instead of what the file says.")]
@@ -73,13 +76,22 @@ def json_target(json: str | None) -> Path | None:
     return None if json in (None, "-") else Path(str(json))
 
 
-def deliver(result: Report, json: str | None) -> None:
-    """Print the report, or the JSON alone for ``--json -``; write the JSON to the file that ``--json`` names."""
+def deliver(result: Report, json: str | None, *, plain: bool = False, quiet: bool = False) -> None:
+    """Print the report, or the JSON alone for ``--json -``; write the JSON to the file that ``--json`` names.
+
+    ``plain``: the report as a log takes it; ``quiet``: no report.
+    """
     from attn_diag.files import write_atomically
 
     with _stdout():
         if json == "-":
             print(result.to_json())
+        elif quiet:
+            pass
+        elif plain:
+            from attn_diag.reports.plain import plain_text
+
+            print(plain_text(result), end="")
         else:
             _print_report(result)
     if (target := json_target(json)) is not None:
@@ -158,8 +170,11 @@ def one_place(capture: Capture, head: str | None, batch: str | None) -> tuple[in
     return batches[0], heads[0]
 
 
-def require_apart(targets: list[Path], inputs: list[Path]) -> None:
-    """Raise InputError, before any work, where an output cannot be written or would overwrite another or a capture."""
+def require_apart(targets: list[Path], inputs: list[Path], what: str = "a capture to be inspected") -> None:
+    """Raise InputError, before any work, where an output cannot be written or would overwrite another or an input.
+
+    ``what``: an input, in words.
+    """
     from attn_diag.files import require_writable
 
     for target in targets:
@@ -170,7 +185,7 @@ def require_apart(targets: list[Path], inputs: list[Path]) -> None:
         if target.name == "-":
             raise InputError("--html needs the name of a file, got '-'; only --json writes to stdout")
         if target.exists() and any(path.exists() and path.samefile(target) for path in inputs):
-            raise InputError(f"{target} is a capture to be inspected and would be overwritten; choose another name")
+            raise InputError(f"{target} is {what} and would be overwritten; choose another name")
 
 
 def complain(error: InputError) -> None:

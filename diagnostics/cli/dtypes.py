@@ -30,6 +30,7 @@ def dtypes(
         ),
     ] = None,
     json: common.Json = None,
+    plain: common.Plain = False,
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Run a script and list the lines where dtypes drift under autocast, those first that reach q, k or v.
@@ -44,7 +45,7 @@ def dtypes(
     # Stdout carries the JSON alone.
     with redirect_stdout(sys.stderr) if json == "-" else nullcontext():
         run = run_script(script, arguments or [])
-    common.deliver(run.drift, json)
+    common.deliver(run.drift, json, plain=plain)
     if wanted & run.drift.labels:
         raise typer.Exit(1)
     raise typer.Exit(_UNUSABLE if run.raised else run.code)

@@ -20,6 +20,7 @@ def identify(
         int | None, typer.Option(help="Query rows to compare (default: as many as have 2^20 scores, at least 128).")
     ] = None,
     json: common.Json = None,
+    plain: common.Plain = False,
     device: common.Device = "auto",
     layout: common.Layout = None,
     causal: common.Causal = None,
@@ -43,5 +44,5 @@ def identify(
             captures, selection=selection, rows=rows, device=device, progress=progress, unreadable=unreadable,
             skip=common.complain,
         )  # fmt: skip
-    common.deliver(found, json)
+    common.deliver(found, json, plain=plain)
     raise typer.Exit(2 if found.unreadable else 0)

@@ -30,6 +30,7 @@ def inspect(
     layer: common.Layers = None,
     batch: common.Batches = None,
     json: common.Json = None,
+    plain: common.Plain = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = None,
     fail_on: Annotated[
         str | None,
@@ -78,7 +79,7 @@ def inspect(
         )  # fmt: skip
     for warning in diagnosis.summary.warnings:
         print(f"attn-diag: {warning}", file=sys.stderr)
-    common.deliver(diagnosis, json)
+    common.deliver(diagnosis, json, plain=plain)
     if html is not None:
         from attn_diag.reports import html_document
 

@@ -21,6 +21,7 @@ def microscope(
     layer: common.Layers = None,
     batch: common.Batches = None,
     json: common.Json = None,
+    plain: common.Plain = False,
     device: common.Device = "auto",
     layout: common.Layout = None,
     causal: common.Causal = None,
@@ -51,5 +52,5 @@ def microscope(
             "different orders",
             file=sys.stderr,
         )
-    common.deliver(result, json)
+    common.deliver(result, json, plain=plain)
     raise typer.Exit(2 if unreadable else 0)

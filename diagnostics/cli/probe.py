@@ -25,6 +25,7 @@ def probe(
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     fail_on: Annotated[str | None, typer.Option("--fail-on", metavar="LABELS", help="Exit with 1 on these.")] = None,
     json: common.Json = None,
+    plain: common.Plain = False,
     level: common.Level = 0.01,
     device: common.Device = "auto",
     debug: common.Debug = False,  # noqa: ARG001
@@ -47,7 +48,7 @@ def probe(
             shape=DEFAULT_SHAPE if shape is None else _shape(shape), scale=scale, probes=names, seed=seed, level=level,
             device=device, progress=progress,
         )  # fmt: skip
-    common.deliver(found, json)
+    common.deliver(found, json, plain=plain)
     if not found.assumptions.ok:
         common.complain(InputError(f"no verdict: {found.summary[0]}"))
         raise typer.Exit(2)

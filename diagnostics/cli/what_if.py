@@ -28,6 +28,7 @@ def what_if(
     layer: common.Layers = None,
     batch: common.Batches = None,
     json: common.Json = None,
+    plain: common.Plain = False,
     level: common.Level = 0.01,
     device: common.Device = "auto",
     layout: common.Layout = None,
@@ -52,5 +53,5 @@ def what_if(
             capture, observation, recipe=recipe, batch=batch_item, head=place, only=only or (),
             betas=beta or BETAS, seeds=seeds, level=level, device=device, progress=progress,
         )  # fmt: skip
-    common.deliver(result, json)
+    common.deliver(result, json, plain=plain)
     raise typer.Exit(2 if unreadable else 0)

@@ -1,0 +1,178 @@
+"""What a reader must learn first: what is wrong, in one sentence, and what to do about it."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
+from attn_diag.reports import words
+
+Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
+_ORDER: tuple[Label, ...] = ("biased", "lossy", "ill_conditioned", "undecided", "clean")
+_SUFFIXES = (".safetensors", ".pt", ".npz")
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """The verdict in one sentence: the worst label that any head carries, how many heads, and the worst of them."""
+    judged = [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
+    if not judged:
+        return "No verdict: nothing could be judged."
+    for label in _ORDER:
+        if found := [entry for entry in judged if label in words.label_names(entry[2])]:
+            return _SENTENCES[label](found, judged)
+    return "No verdict: no head carries a label."
+
+
+def _heads(found: list[Entry], judged: list[Entry], worst: Entry) -> str:
+    if len(judged) == 1:
+        return Names.of(judged).name(worst)
+    if len(found) == 1:
+        return f"1 of {len(judged)} heads ({Names.of(judged).name(worst)})"
+    count = f"all {len(judged)} heads" if len(found) == len(judged) else f"{len(found)} of {len(judged)} heads"
+    return f"{count} (worst: {Names.of(judged).name(worst)})"
+
+
+def _biased(found: list[Entry], judged: list[Entry]) -> str:
+    tests = {name: getattr(found[0][2].bias, name) for name in words.TESTS}
+    known = {n: e for n, e in tests.items() if e is not None and e.p_adjusted is not None}
+    worst = ""
+    if known:
+        name, estimate = min(known.items(), key=lambda item: item[1].p_adjusted)
+        worst = f": {words.TESTS[name]} {words.in_units(name, estimate)}, adjusted p = {estimate.p_adjusted:.2g}"
+    return f"BIASED: the error's mean is beyond chance in {_heads(found, judged, found[0])}{worst}."
+
+
+def _lossy(found: list[Entry], judged: list[Entry]) -> str:
+    factors = [(e[2].noise_factor, e) for e in found if e[2].noise_factor is not None]
+    if not factors:
+        return f"LOSSY: errors that no correct rounding makes in {_heads(found, judged, found[0])}."
+    factor, entry = max(factors, key=lambda item: item[0])
+    return (
+        f"LOSSY: delta's error is up to {factor:.3g} times what one correct rounding of O makes, "
+        f"in {_heads(found, judged, entry)}."
+    )
+
+
+def _ill_conditioned(found: list[Entry], judged: list[Entry]) -> str:
+    errors = [(dq_error(e[2])[0] or 0.0, e) for e in found]
+    error, entry = max(errors, key=lambda item: item[0])
+    return (
+        f"ILL-CONDITIONED: the kernel rounds as well as it can, yet dQ is up to {words.percent(error)} off in "
+        f"{_heads(found, judged, entry)}: these inputs amplify the rounding of O."
+    )
+
+
+def _undecided(found: list[Entry], judged: list[Entry]) -> str:
+    verdict = found[0][2].verdict
+    reason = verdict.reasons[0] if verdict is not None and verdict.reasons else "too little data."
+    return f"UNDECIDED in {_heads(found, judged, found[0])}: {words.printable(reason)}"
+
+
+def _clean(found: list[Entry], judged: list[Entry]) -> str:
+    some = "" if len(found) == len(judged) else f"{len(found)} of "
+    heads = f"{some}{len(judged)} heads" if len(judged) > 1 else Names.of(judged).name(found[0])
+    return f"CLEAN: no mean error beyond chance in {heads}, and no error beyond what correct rounding makes."
+
+
+_SENTENCES = {
+    "biased": _biased,
+    "lossy": _lossy,
+    "ill_conditioned": _ill_conditioned,
+    "undecided": _undecided,
+    "clean": _clean,
+}
+
+
+def dq_error(head: HeadDiagnosis) -> tuple[float | None, bool]:
+    """dQ's relative error, and whether it is only predicted from delta's (no dQ was captured)."""
+    dq = head.propagation.dq
+    if dq is None:
+        return None, False
+    if dq.relative_error is not None:
+        return dq.relative_error, False
+    return dq.predicted_relative_error, dq.predicted_relative_error is not None
+
+
+def next_steps(diagnosis: Diagnosis) -> list[str]:
+    """What to do, the worst heads' advice first; advice that several heads share is said once, with their number."""
+    judged = [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
+    names = Names.of(judged)
+    advice: Counter[str] = Counter()
+    first: dict[str, tuple[Label, Entry]] = {}
+    for entry in judged:
+        verdict = entry[2].verdict
+        assert verdict is not None
+        for label, suggestion in zip(verdict.labels, verdict.suggestions, strict=False):
+            advice[suggestion] += 1
+            first.setdefault(suggestion, (label, entry))
+    order = sorted(first, key=lambda s: _ORDER.index(first[s][0]))
+    if len(order) > 1:
+        order = [s for s in order if first[s][0] != "clean"]
+    steps = []
+    for suggestion in order:
+        label, entry = first[suggestion]
+        count = advice[suggestion]
+        more = f" and {count - 1} more" if count > 1 else ""
+        who = "" if len(judged) == 1 or label == "clean" else f"{label} ({names.name(entry)}{more}): "
+        steps.append(who + words.printable(suggestion))
+    return steps
+
+
+def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """(what it answers, command) for a closer look at the worst head; none where it is clean or not in a file."""
+    judged = [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
+    if not judged or "clean" in words.label_names(judged[0][2]):
+        return []
+    capture, observation, head = judged[0]
+    source = words.printable(capture.source)
+    if not source.endswith(_SUFFIXES):
+        return []
+    arguments = ["--example"] if source.startswith("example ") else [shlex.quote(source)]
+    arguments += ["--head", str(head.head)]
+    if head.batch is not None and capture.shape.get("B", 1) > 1:
+        arguments += ["--batch", str(head.batch)]
+    if len(capture.observations) > 1 and not observation.emulated:
+        arguments += ["--observation", shlex.quote(words.printable(observation.name))]
+    place = " ".join(arguments)
+    questions = {
+        "Which rounding makes it": f"attn-diag attribute {place}",
+        "What would remove it": f"attn-diag what-if {place}",
+    }
+    if "biased" in words.label_names(head):
+        questions["Where it goes wrong, bit by bit"] = f"attn-diag microscope {place}"
+    return list(questions.items())
+
+
+@dataclass(frozen=True)
+class Names:
+    """What tells entries apart besides the head: the observation, the step, the file; what all share is not said."""
+
+    observations: bool
+    steps: bool
+    files: bool
+
+    @classmethod
+    def of(cls, among: Iterable[Entry]) -> Names:
+        """For entries that are shown together."""
+        listed = list(among)
+        places = Counter((h.layer, h.head, h.batch, o.name, c.metadata.get("step")) for c, o, h in listed)
+        return cls(
+            observations=len({o.name for _, o, _ in listed}) > 1,
+            steps=len({c.metadata.get("step") for c, _, _ in listed}) > 1,
+            files=any(count > 1 for count in places.values()),
+        )
+
+    def where(self, entry: Entry) -> list[str]:
+        """Observation, step and file of an entry, as far as they tell it apart."""
+        capture, observation, _ = entry
+        parts = [words.printable(observation.name)] if self.observations else []
+        if self.steps and "step" in capture.metadata:
+            parts.append(f"step {words.printable(capture.metadata['step'])}")
+        return [*parts, words.file_name(capture.source)] if self.files else parts
+
+    def name(self, entry: Entry) -> str:
+        """The head and where it is."""
+        return " ".join([words.head_name(entry[2]), *self.where(entry)])

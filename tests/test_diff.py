@@ -1,0 +1,412 @@
+"""Comparisons: false alarms on unbiased redraws, planted biases found, degrees of freedom, matching, the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+import attn_diag
+from attn_diag.comparison import means, sizes
+from attn_diag.comparison.diff import compare
+from attn_diag.comparison.means import Estimated, degrees_of_freedom, welch
+from attn_diag.comparison.result import Comparison, HeadComparison
+from attn_diag.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
+
+HEADS = 300
+
+
+@cache
+def inputs(seed: int, heads: int, rows: int, gain: float) -> tuple[Tensor, ...]:
+    """q, k, v, dO in BF16 and the true O in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(1, heads, rows, 16, generator=generator) for _ in range(4))
+    q, k, v, do = (x.bfloat16() for x in (q * gain, k, v, do))
+    hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    scores = (q.double() @ k.double().mT / 4).masked_fill(hidden, -torch.inf)
+    return q, k, v, do, scores.softmax(-1) @ v.double()
+
+
+@cache
+def diagnosed(
+    rounding: str, draw: int = 0, *, seed: int = 0, heads: int = HEADS, rows: int = 64, gain: float = 2.0
+) -> Diagnosis:
+    """Heads whose O was rounded as stated, and nothing else was."""
+    q, k, v, do, o = inputs(seed, heads, rows, gain)
+    rounded = attn_diag.round_to(o, rounding, seed=draw).bfloat16()
+    return attn_diag.inspect(q, k, v, o=rounded, do=do, causal=True, device="cpu")
+
+
+def single(diagnosis: Diagnosis) -> Iterator[Diagnosis]:
+    """Each head as a diagnosis of its own."""
+    (capture,) = diagnosis.captures
+    (observation,) = capture.observations
+    for head in observation.heads:
+        if head.head is not None:
+            one = dataclasses.replace(observation, heads=(head, dataclasses.replace(head, head=None)))
+            yield dataclasses.replace(diagnosis, captures=(dataclasses.replace(capture, observations=(one,)),))
+
+
+def entries(a: Diagnosis, b: Diagnosis, level: float) -> list[HeadComparison]:
+    """The one entry of each head's own comparison."""
+    return [compare(x, y, level=level).entries[0] for x, y in zip(single(a), single(b), strict=True)]
+
+
+def moved(entry: HeadComparison) -> bool:
+    return any(m.outcome not in ("none", "untested") for m in entry.means)
+
+
+def most(level: float) -> int:
+    """So many alarms in 300 runs, and more, have a chance below 0.1 % where their rate is the level."""
+    return int(stats.binom.isf(1e-3, HEADS, level))
+
+
+REDRAWS = {"same-inputs": (("bf16:stochastic", 1, 0), ("bf16:stochastic", 2, 0)),
+           "stochastic-and-nearest": (("bf16:stochastic", 3, 0), ("bf16", 0, 0)),
+           "other-inputs": (("bf16:stochastic", 1, 0), ("bf16:stochastic", 4, 1))}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", [0.01, 0.05])
+@pytest.mark.parametrize("case", REDRAWS)
+def test_false_alarms_stay_under_the_level(case: str, level: float) -> None:
+    first, second = (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS[case])
+    found = entries(first, second, level)
+    assert sum(map(moved, found)) <= most(level)
+    assert not any({"became-biased", "cured"} & set(e.outcomes) for e in found)
+    whole = compare(first, second, level=level)
+    assert "became-biased" not in whole.outcomes
+
+
+def only_one_error(a: Estimated, b: Estimated) -> means.Welch:
+    return welch(Estimated(a.mean, 0.0, math.inf), b)
+
+
+def difference_of_errors(a: Estimated, b: Estimated) -> means.Welch:
+    """As if the two were perfectly correlated."""
+    return welch(Estimated(a.mean, abs(a.standard_error - b.standard_error), a.df), Estimated(b.mean, 0.0, math.inf))
+
+
+@pytest.mark.parametrize("mutant", [only_one_error, difference_of_errors])
+def test_the_check_of_false_alarms_can_fail(
+    mutant: Callable[[Estimated, Estimated], means.Welch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(means, "welch", mutant)
+    first, second = (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS["same-inputs"])
+    assert sum(map(moved, entries(first, second, 0.05))) > most(0.05)
+
+
+@pytest.mark.parametrize("healthy", ["bf16", "bf16:stochastic"])
+def test_a_planted_truncation_became_biased_and_its_removal_cures(healthy: str) -> None:
+    before, after = diagnosed(healthy, 5), diagnosed("bf16:toward-zero")
+    assert all("became-biased" in e.outcomes for e in entries(before, after, 0.01))
+    assert all("cured" in e.outcomes for e in entries(after, before, 0.01))
+    other = diagnosed("bf16:toward-zero", seed=1)
+    assert not any({"became-biased", "cured"} & set(e.outcomes) for e in entries(after, other, 0.01))
+
+
+def test_the_opposite_direction_is_reversed() -> None:
+    (found,) = compare(
+        diagnosed("bf16:up", heads=1), diagnosed("bf16:down", heads=1)
+    ).entries  # fmt: skip
+    assert found.outcomes[0] == "bias-reversed"
+
+
+def test_sizes_are_called_changes_beyond_chance_only() -> None:
+    """Unbiased redraws differ in size by chance alone; a coarser rounding is larger in all heads of 256 rows."""
+    first, second = (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS["same-inputs"])
+    for level in (0.01, 0.05):
+        assert sum(bool({"grew", "shrank"} & set(e.outcomes)) for e in entries(first, second, level)) <= most(level)
+    fine, coarse = diagnosed("bf16", heads=8, rows=256), diagnosed("e8m4", heads=8, rows=256)
+    assert all("grew" in e.outcomes for e in compare(fine, coarse).entries)
+    assert all("shrank" in e.outcomes for e in compare(coarse, fine).entries)
+
+
+def one_percent(a: float, b: float, tail: float) -> tuple[float, float]:  # noqa: ARG001
+    return 0.99, 1.01
+
+
+def ten_times_the_rows(a: float, b: float, tail: float) -> tuple[float, float]:
+    return BOUNDS(10 * a, 10 * b, tail)
+
+
+BOUNDS = sizes.bounds
+
+
+@pytest.mark.parametrize("mutant", [one_percent, ten_times_the_rows])
+def test_the_check_of_sizes_can_fail(
+    mutant: Callable[[float, float, float], tuple[float, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "bounds", mutant)
+    first, second = (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS["same-inputs"])
+    assert sum(bool({"grew", "shrank"} & set(e.outcomes)) for e in entries(first, second, 0.05)) > most(0.05)
+
+
+def test_bounds_are_quantiles_of_the_ratio() -> None:
+    generator = np.random.default_rng(0)
+    a, b = (np.sqrt(np.square(generator.standard_normal((20_000, n))).mean(1)) for n in (30, 50))
+    low, high = sizes.bounds(30, 50, 0.01)
+    for outside in (float((b / a < low).mean()), float((b / a > high).mean())):
+        assert stats.binomtest(round(outside * 20_000), 20_000, 0.01).pvalue > 1e-4
+    swapped = sizes.bounds(50, 30, 0.01)
+    assert stats.binomtest(int((b / a > swapped[1]).sum()), 20_000, 0.01).pvalue < 1e-4, "the check cannot fail"
+
+
+def test_freedom_of_normal_errors_is_their_number() -> None:
+    errors = np.random.default_rng(1).standard_normal(4000)
+    n_eff = float(np.square(errors).sum() ** 2 / (errors**4).sum())
+    assert sizes.freedom(BiasEstimate(n_clusters=4000, n_eff=n_eff)) == pytest.approx(4000, rel=0.1)
+    assert sizes.freedom(BiasEstimate(n_clusters=4000, n_eff=10)) == pytest.approx(20, rel=0.01)
+    assert sizes.freedom(BiasEstimate(n_clusters=1, n_eff=1)) is None
+
+
+@pytest.mark.parametrize("kept", ["ci95", "p_value"])
+@pytest.mark.parametrize("df", [1.0, 2.7, 7.0, 31.5, 400.0])
+@pytest.mark.parametrize("t", [0.9, -3.0, 25.0])
+def test_degrees_of_freedom_are_recovered(t: float, df: float, kept: str) -> None:
+    if kept == "p_value" and stats.t.sf(abs(t), df) == 0:
+        pytest.skip("nothing is left of the p-value")
+    given = estimate(t * 2e-7, 2e-7, df)
+    found = degrees_of_freedom(dataclasses.replace(given, ci95=None) if kept == "p_value" else given)
+    assert found == pytest.approx(df, rel=1e-6)
+    assert found != pytest.approx(df + 1, rel=1e-6)
+
+
+def estimate(mean: float, se: float, df: float) -> BiasEstimate:
+    half = float(stats.t.ppf(0.975, df)) * se
+    p = 2 * float(stats.t.sf(abs(mean / se), df))
+    return BiasEstimate(
+        n=900, n_clusters=50, n_eff=30.0, mean=mean, rms=1.0, standard_error=se, t=mean / se, p_value=p, p_adjusted=p,
+        ci95=(mean - half, mean + half),
+    )  # fmt: skip
+
+
+def test_degrees_of_freedom_survive_what_files_do_to_numbers() -> None:
+    """HTML reports shorten numbers; means far beyond their errors swallow the interval."""
+    exact = estimate(1.3e-5, 4e-6, 12.0)
+    assert exact.ci95 is not None
+    short = dataclasses.replace(exact, ci95=(float(f"{exact.ci95[0]:.5g}"), float(f"{exact.ci95[1]:.5g}")))
+    assert degrees_of_freedom(short) == pytest.approx(12, rel=0.01)
+    far = estimate(1.0, 1e-17, 12.0)
+    assert far.ci95 == (1.0, 1.0)
+    assert degrees_of_freedom(far) == pytest.approx(12)
+    assert degrees_of_freedom(dataclasses.replace(far, p_value=0.0)) == 49
+    assert math.isinf(degrees_of_freedom(estimate(1e-7, 2e-7, 1e9)))
+
+
+def test_welch_is_scipys() -> None:
+    generator = np.random.default_rng(2)
+    x, y = generator.standard_normal(12), 3 * generator.standard_normal(40) + 0.7
+    ours = welch(*(Estimated(float(z.mean()), float(stats.sem(z)), len(z) - 1.0) for z in (x, y)))
+    theirs = stats.ttest_ind(y, x, equal_var=False)
+    assert (ours.t, ours.p_value, ours.df) == pytest.approx((theirs.statistic, theirs.pvalue, theirs.df))
+    assert ours.ci95 == pytest.approx(tuple(theirs.confidence_interval(0.95)))
+    assert ours.p_value != pytest.approx(stats.ttest_ind(y, x).pvalue), "the check cannot fail"
+
+
+def test_welch_of_exact_means() -> None:
+    zero, exact = Estimated(0.0, 0.0, math.inf), Estimated(2e-9, 0.0, math.inf)
+    assert (welch(zero, zero).p_value, welch(zero, zero).t) == (1.0, 0.0)
+    assert (welch(zero, exact).p_value, welch(exact, zero).t) == (0.0, -math.inf)
+    tiny = welch(Estimated(1e-200, 1e-201, 9.0), Estimated(0.0, 1e-201, 9.0))
+    assert tiny.df == pytest.approx(18)
+
+
+@pytest.mark.parametrize("rounding", ["bf16", "bf16:toward-zero"])
+def test_equal_to_itself(rounding: str, tmp_path: Path) -> None:
+    diagnosis = diagnosed(rounding, heads=8, rows=256)
+    saved = tmp_path / "a.json"
+    saved.write_text(diagnosis.to_json())
+    for found in (attn_diag.diff(diagnosis, diagnosis), attn_diag.diff(saved, diagnosis)):
+        assert found.identical
+        assert not found.outcomes
+        assert {m.difference for e in found.entries for m in e.means} == {0.0}
+        assert {s.ratio for e in found.entries for s in e.sizes} <= {1.0, None}
+        assert "Nothing changed: every figure of 8 heads is the same." in found.report()
+    assert not attn_diag.diff(diagnosis, diagnosed("bf16:up", heads=8, rows=256)).identical
+
+
+def test_same_inputs_are_told_from_others() -> None:
+    one = diagnosed("bf16", heads=8, rows=256)
+    shared = compare(one, diagnosed("bf16:up", heads=8, rows=256))
+    assert {e.same_inputs for e in shared.entries} == {True}
+    assert "ran on the same inputs" in " ".join(shared.notes)
+    other = compare(one, diagnosed("bf16", heads=8, rows=256, seed=9))
+    assert {e.same_inputs for e in other.entries} == {False}
+    assert "different inputs" in " ".join(other.notes)
+
+
+def shortened(value: Any, digits: int) -> Any:
+    """As an HTML report writes numbers."""
+    if isinstance(value, dict):
+        return {key: shortened(item, digits) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shortened(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("digits", [4, 6, 17])
+def test_shortened_numbers_are_no_change(digits: int) -> None:
+    full = diagnosed("bf16:toward-zero", heads=8, rows=256)
+    short = Diagnosis.from_json(json.dumps(shortened(json.loads(full.to_json()), digits)))
+    for found in (compare(full, short), compare(short, full)):
+        assert found.identical
+        assert not found.outcomes
+        assert {e.same_inputs for e in found.entries} == {True}
+    other = compare(short, diagnosed("bf16:toward-zero", heads=8, rows=256, seed=9))
+    assert not other.identical
+    assert {e.same_inputs for e in other.entries} == {False}
+
+
+def test_sameness() -> None:
+    assert sizes.same(0.123456789, 0.1235)
+    assert sizes.same(1.00049, 1.0)
+    assert not sizes.same(0.123456789, 0.1236)
+    assert not sizes.same(0.123456789012, 0.123457789012)
+    assert not sizes.same(1e-300, 0.0)
+    assert not sizes.same(math.inf, 1.0)
+    assert sizes.same(math.nan, math.nan)
+    assert not sizes.same(None, 0.0)
+
+
+def relabelled(diagnosis: Diagnosis, **labels: str) -> Diagnosis:
+    """With another verdict in words and the same numbers."""
+
+    def change(head: HeadDiagnosis) -> HeadDiagnosis:
+        assert head.verdict is not None
+        return dataclasses.replace(head, verdict=Verdict((labels["to"],), "seen", ("why",), ("what to do",)))  # type: ignore[arg-type]
+
+    (capture,) = diagnosis.captures
+    (observation,) = capture.observations
+    observation = dataclasses.replace(observation, heads=tuple(map(change, observation.heads)))
+    return dataclasses.replace(diagnosis, captures=(dataclasses.replace(capture, observations=(observation,)),))
+
+
+def test_a_label_alone_is_no_cure() -> None:
+    biased = diagnosed("bf16:toward-zero", heads=1)
+    entry = compare(biased, relabelled(biased, to="clean")).entries[0]
+    assert entry.outcomes == ("relabelled",)
+    assert "not called a cure" in entry.notes[0]
+    entry = compare(relabelled(biased, to="clean"), biased).entries[0]
+    assert entry.outcomes == ("relabelled",)
+    assert "not called a new bias" in entry.notes[0]
+
+
+def renamed(diagnosis: Diagnosis, source: str, observation: str = "observed", **metadata: str) -> Diagnosis:
+    (capture,) = diagnosis.captures
+    (seen,) = capture.observations
+    capture = dataclasses.replace(
+        capture,
+        source=source,
+        metadata=capture.metadata | metadata,
+        observations=(dataclasses.replace(seen, name=observation),),
+    )
+    return dataclasses.replace(diagnosis, captures=(capture,))
+
+
+def together(*parts: Diagnosis) -> Diagnosis:
+    return dataclasses.replace(parts[0], captures=tuple(c for p in parts for c in p.captures))
+
+
+def test_matching() -> None:
+    one, other = diagnosed("bf16", heads=1), diagnosed("bf16:toward-zero", heads=1)
+    alone = compare(renamed(one, "x.safetensors", "flash"), renamed(other, "y.safetensors", "paper"))
+    assert alone.matched_by == (
+        "the only capture of each",
+        "observation flash of A with paper of B, the only ones left",
+    )
+    a = together(renamed(one, "run1/a.safetensors"), renamed(other, "run1/b.safetensors"), renamed(one, "run1/c.pt"))
+    b = together(renamed(other, "run2/b.pt"), renamed(one, "run2/a.pt"), renamed(one, "run2/d.pt"))
+    by_name = compare(a, b)
+    assert [(e.a_source, e.b_source) for e in by_name.entries] == [
+        ("run1/a.safetensors", "run2/a.pt"),
+        ("run1/b.safetensors", "run2/b.pt"),
+    ]
+    assert not by_name.outcomes
+    assert [(u.side, u.what) for u in by_name.unmatched] == [("A", "run1/c.pt"), ("B", "run2/d.pt")]
+    a = together(renamed(one, "p", layer="1", step="9"), renamed(other, "q", layer="2", step="9"))
+    b = together(renamed(other, "r", layer="2", step="9"), renamed(one, "s", layer="1", step="9"))
+    by_layer = compare(a, b)
+    assert by_layer.matched_by == ("captures by layer, step and rank",)
+    assert not by_layer.outcomes
+    twice = together(renamed(one, "x/a.pt"), renamed(one, "y/a.pt"), renamed(one, "b.pt"))
+    assert len(compare(twice, twice).entries) == 1
+    with pytest.raises(attn_diag.InputError, match="nothing to compare"):
+        compare(together(renamed(one, "p"), renamed(one, "q")), together(renamed(one, "r"), renamed(one, "s")))
+
+
+def test_heads_without_a_verdict_are_not_compared() -> None:
+    diagnosis = diagnosed("bf16", heads=8, rows=256)
+    (capture,) = diagnosis.captures
+    (observation,) = capture.observations
+    heads = tuple(dataclasses.replace(h, verdict=None) if h.head == 3 else h for h in observation.heads)
+    capture = dataclasses.replace(capture, observations=(dataclasses.replace(observation, heads=heads),))
+    found = compare(diagnosis, dataclasses.replace(diagnosis, captures=(capture,)))
+    assert [e.head for e in found.entries] == [0, 1, 2, 4, 5, 6, 7]
+    assert [(u.side, u.reason.partition(":")[0]) for u in found.unmatched] == [("B", "no verdict there")]
+
+
+def test_json_and_schema() -> None:
+    found = compare(diagnosed("bf16", heads=8, rows=256), diagnosed("bf16:up", heads=8, rows=256))
+    document = json.loads(found.to_json())
+    jsonschema.Draft202012Validator(Comparison.json_schema()).validate(document)
+    assert (document["schema"], document["schema_version"]) == ("attn-diag-comparison", 1)
+    assert Comparison.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_report(width: int) -> None:
+    found = compare(diagnosed("bf16", heads=8, rows=256), diagnosed("bf16:toward-zero", heads=8, rows=256))
+    text = found.report(width)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for needed in ("Of 8 heads: 8 became biased", "same inputs", "Welch's test", "Benjamini-Hochberg", "adjusted p ="):
+        assert needed in flat, needed
+    assert "…" not in text
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "attn_diag", "diff", *map(str, arguments)]
+    return subprocess.run(line, check=False, capture_output=True, text=True)
+
+
+def test_command(tmp_path: Path) -> None:
+    healthy, broken = tmp_path / "healthy.json", tmp_path / "broken.json"
+    healthy.write_text(diagnosed("bf16", heads=8, rows=256).to_json())
+    broken.write_text(diagnosed("bf16:toward-zero", heads=8, rows=256).to_json())
+    done = command(healthy, broken, "--fail-on", "became-biased", "--json", tmp_path / "out.json", "--plain")
+    assert done.returncode == 1, done.stderr
+    assert "summary      Of 8 heads: 8 became biased" in done.stdout
+    assert done.stdout.isascii()
+    assert json.loads((tmp_path / "out.json").read_text())["counts"]["became-biased"] == 8
+    assert command(broken, healthy, "--fail-on", "became-biased,bias-grew,unmatched").returncode == 0
+    assert command(healthy, healthy, "--fail-on", "became-biased,cured,grew,shrank,relabelled").returncode == 0
+    unknown = command(healthy, broken, "--fail-on", "worse")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert "known: became-biased" in unknown.stderr
+    assert command(healthy, broken, "--level", 2).returncode == 2
+    missing = command(healthy, tmp_path / "nothing.json")
+    assert missing.returncode == 2
+    assert "nothing.json: no such file" in missing.stderr
+
+
+def test_two_kernels_of_one_capture(captures: Path) -> None:
+    path = captures / "kernels_pair_T512.safetensors"
+    done = command(path, path, "--a-observation", "flash", "--b-observation", "stable", "--fail-on", "became-biased")
+    assert done.returncode == 1, done.stderr
+    assert "1 became biased, 2 errors grew" in done.stdout
+    wrong = command(path, path, "--a-observation", "nope")
+    assert wrong.returncode == 2
+    assert "no observation 'nope'; it has flash, flex, paper, stable" in wrong.stderr

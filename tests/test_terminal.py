@@ -1,0 +1,283 @@
+"""The terminal report and ``--plain``: what is said first, widths, colours, odd terminals, hostile texts, maps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+import attn_diag
+from attn_diag.diagnosis import BiasEstimate, Diagnosis, Drift
+from attn_diag.reports import story
+from attn_diag.reports.plain import plain_text
+from attn_diag.reports.sparks import ASCII, BLOCKS, drift_words, log_levels, spark
+
+CAPTURES = Path(__file__).parent / "captures"
+NAMES = sorted(path.stem for path in CAPTURES.glob("*.safetensors"))
+WIDTHS = [60, 80, 120]
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-7]|9[0-7]|38;[0-9;]*)m")
+
+
+@cache
+def saved(name: str) -> Diagnosis:
+    return attn_diag.inspect_captures([attn_diag.load(CAPTURES / f"{name}.safetensors")], device="cpu")
+
+
+@cache
+def many() -> Diagnosis:
+    """144 heads in 12 captures of one layer each: clean ones, an ill-conditioned and a lossy one."""
+    clean, ill, lossy = (
+        saved(name).captures[0].observations[0].heads[0]
+        for name in ("gpt2_step637_L2H6", "gpt2_step731_L2H4", "failing_step500_L2H7")
+    )
+    model = saved("gpt2_step731_L2H4")
+    captures = []
+    for layer in range(12):
+        heads = []
+        for head in range(12):
+            kind = {(4, 9): lossy, (7, 2): ill}.get((layer, head), clean)
+            heads.append(dataclasses.replace(kind, layer=layer, head=head))
+        pooled = dataclasses.replace(clean, layer=layer, head=None)
+        (observation,) = model.captures[0].observations
+        observation = dataclasses.replace(observation, heads=(*heads, pooled))
+        metadata = model.captures[0].metadata | {"layer": str(layer)}
+        captures.append(
+            dataclasses.replace(
+                model.captures[0],
+                source=f"run/layer{layer}.safetensors",
+                metadata=metadata,
+                observations=(observation,),
+            )
+        )
+    return dataclasses.replace(model, captures=tuple(captures))
+
+
+HEADLINES = {
+    "failing_step500_L2H7": ("LOSSY", "up to 11 times what one correct rounding of O makes, in L2H7"),
+    "gpt2_step637_L2H6": ("CLEAN", "no mean error beyond chance in L2H6"),
+    "gpt2_step731_L2H4": ("ILL-CONDITIONED", "dQ is up to 8.04 % off in L2H4"),
+    "gqa_T200": ("CLEAN", "in 8 heads"),
+    "kernels_gauss_T512": (
+        "LOSSY",
+        "3.25 times what one correct rounding of O makes, in 4 of 8 heads (worst: H0 stable)",
+    ),
+    "kernels_pair_T512": ("BIASED", "1 of 8 heads (H1 stable): "),
+    "pair_T256": ("ILL-CONDITIONED", "dQ is up to"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_line_says_what_is_wrong(name: str) -> None:
+    label, words = HEADLINES[name]
+    first = " ".join(saved(name).report(200).splitlines()[:2])
+    assert first.startswith(label)
+    assert words in first
+    wrong = next(other for other, _ in HEADLINES.values() if other != label)
+    assert not first.startswith(wrong)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", [*NAMES, "many"])
+def test_nothing_is_wider_than_the_screen_or_cut_off(name: str, width: int) -> None:
+    diagnosis = many() if name == "many" else saved(name)
+    text = diagnosis.report(width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    assert "…" not in text
+    flat = " ".join(text.split())
+    for _, _, head in diagnosis.ranked()[:1]:
+        assert head.verdict is not None
+        for sentence in (*head.verdict.reasons, *head.verdict.suggestions):
+            assert " ".join(sentence.split()) in flat
+
+
+def test_order_of_the_story() -> None:
+    """Verdict, what to do, heads (the worst first), then where the numbers come from."""
+    text = saved("kernels_pair_T512").report(100)
+    order = ["BIASED", "What to do", "Heads, worst first", "H1 stable: ", "Where the numbers come from", "attn-diag 0"]
+    positions = [text.index(words) for words in order]
+    assert positions == sorted(positions)
+    rows = re.findall(r"^(H\d)\s+(\w+)\s+([a-z_, ]+?)\s+[\d.]+ ", text, re.M)
+    assert [labels for _, _, labels in rows] == ["lossy, biased", *["lossy"] * 3, *["ill_conditioned"] * 4]
+    assert rows[0][:2] == ("H1", "stable")
+    assert "attn-diag attribute" in text
+    assert "--head 1 --observation stable" in " ".join(text.split())
+
+
+def test_advice_is_said_once() -> None:
+    steps = story.next_steps(saved("kernels_pair_T512"))
+    assert [step.partition(" (")[0] for step in steps] == ["biased", "lossy", "ill_conditioned"]
+    assert "(H1 stable and 3 more)" in steps[1]
+    assert len(story.next_steps(saved("gqa_T200"))) == 1
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_map_of_many_heads(width: int) -> None:
+    lines = many().report(width).splitlines()
+    start = next(i for i, line in enumerate(lines) if "worst verdict" in line)
+    rows = {}
+    for line in lines[start + 2 : start + 14]:
+        rows[line.split()[0]] = line[5 : 5 + 24]
+    assert list(rows) == [f"L{layer}" for layer in range(12)]
+    letters = {(name, i): row[2 * i] for name, row in rows.items() for i in range(12)}
+    assert letters.pop(("L4", 9)) == "L"
+    assert letters.pop(("L7", 2)) == "c"
+    assert set(letters.values()) == {"·"}
+    assert "128 more" in " ".join(lines)
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_map_at_the_heads_own_place(ascii_only: bool) -> None:
+    """The tallest block of the noise factor stands at the lossy head, and nowhere else."""
+    environment = {"PYTHONIOENCODING": "ascii"} if ascii_only else {"PYTHONIOENCODING": "utf-8"}
+    text = shown(many(), COLUMNS="120", **environment)
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if "noise factor  " in line and "worst verdict" in line)
+    at = lines[start].index("noise factor")
+    top = (ASCII if ascii_only else BLOCKS)[-1]
+    tall = [(line.split()[0], (m.start() - at) // 2) for line in lines[start + 2 : start + 14]
+            for m in re.finditer(re.escape(top), line) if at <= m.start() < at + 24]  # fmt: skip
+    assert tall == [("L4", 9)]
+    assert not ascii_only or text.isascii()
+
+
+def shown(diagnosis: Diagnosis, *options: str, **environment: str) -> str:
+    """What ``attn-diag report`` prints into a pipe."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "saved.json"
+        path.write_text(diagnosis.to_json())
+        line = [sys.executable, "-m", "attn_diag", "report", str(path), *options]
+        kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS")}
+        done = subprocess.run(line, check=True, capture_output=True, env=kept | environment)
+    return done.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "coloured", "escaped"),
+    [
+        ({}, (), False, False),
+        ({"FORCE_COLOR": "1", "TERM": "xterm-256color"}, (), True, True),
+        ({"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": "1"}, (), False, True),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, (), False, False),
+        ({"FORCE_COLOR": "1", "TERM": "xterm-256color"}, ("--plain",), False, False),
+    ],
+    ids=["pipe", "forced", "NO_COLOR", "dumb", "plain"],
+)
+def test_colours(environment: dict[str, str], options: tuple[str, ...], coloured: bool, escaped: bool) -> None:
+    text = shown(saved("kernels_pair_T512"), *options, **environment)
+    assert bool(COLOUR.search(text)) == coloured
+    assert ("\x1b" in text) == escaped
+    if not options:
+        assert ESCAPES.sub("", text) == saved("kernels_pair_T512").report(80)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "many"])
+def test_plain(name: str) -> None:
+    diagnosis = many() if name == "many" else saved(name)
+    text = plain_text(diagnosis)
+    assert text.isascii()
+    lines = text.splitlines()
+    kinds = {"verdict", "summary", "warning", "next", "head", "reason", "test", "drift", "fact", "note", "capture"}
+    assert {line.split()[0] for line in lines} <= kinds | {"family", "tool"}
+    assert all(line[12] == " " != line[13] for line in lines)
+    assert len([line for line in lines if line.startswith("head ")]) == len(list(diagnosis.entries()))
+    assert plain_text(diagnosis) == shown(diagnosis, "--plain", COLUMNS="40", FORCE_COLOR="1")
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_plain_can_be_grepped() -> None:
+    lines = plain_text(saved("kernels_pair_T512")).splitlines()
+    (row,) = [line for line in lines if re.match(r"head +paper/H0 ", line)]
+    assert re.search(r"lossy +noise_factor=11\.5\d* +conditioning=24\d\.?\d* +dq_error=0\.929", row)
+    assert [line for line in lines if re.match(r"test +stable/H1 +delta_excess .*p_adjusted=0\.0002", line)]
+    assert [line for line in lines if re.match(r"drift +stable/H1 .*OUTSIDE the 99 % band .* from row \d+ on", line)]
+
+
+def test_plain_of_the_command_that_inspects() -> None:
+    path = str(CAPTURES / "gqa_T200.safetensors")
+    line = [sys.executable, "-m", "attn_diag", "inspect", path, "--device", "cpu", "--plain"]
+    done = subprocess.run(line, check=True, capture_output=True, text=True, env=os.environ | {"COLUMNS": "30"})
+    kept = [text for text in done.stdout.splitlines() if "/" not in text]
+    assert kept == [text for text in plain_text(saved("gqa_T200")).splitlines() if "/" not in text]
+    assert kept[0].startswith("verdict      CLEAN")
+
+
+def test_plain_of_other_commands() -> None:
+    found = attn_diag.identify(attn_diag.load(CAPTURES / "gqa_T200.safetensors"))
+    text = plain_text(found)
+    assert text.isascii()
+    assert not any(line.endswith(" ") for line in text.splitlines())
+    assert not found.report().isascii() or "─" not in found.report()
+
+
+def hostile(value: Any, key: str = "") -> Any:
+    """Every free text of a diagnosis with terminal escapes and a line break in it."""
+    if isinstance(value, dict):
+        return {k: hostile(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [hostile(v, key) for v in value]
+    fixed = {"schema", "labels", "evidence", "delta_source", "output"}
+    keeps = key in fixed or not isinstance(value, str) or value in ("NaN", "Infinity", "-Infinity")
+    return value if keeps else f"{value}\x1b[2J\x1b]0;owned\x07\r\n\u202e\x9b31m"
+
+
+def test_no_control_characters_from_files() -> None:
+    document = hostile(json.loads(saved("kernels_pair_T512").to_json()))
+    document["captures"][0]["metadata"]["notes"] = "\x1b[2Jnote\n"
+    diagnosis = Diagnosis.from_json(json.dumps(document))
+    for text in (diagnosis.report(80), plain_text(diagnosis), attn_diag.diff(diagnosis, diagnosis).report(80)):
+        assert not [c for c in text if c != "\n" and not c.isprintable()]
+        assert "owned" in text, "the check cannot fail: nothing hostile was shown"
+
+
+def running(sums: list[float], band: float, outside: bool) -> BiasEstimate:
+    return BiasEstimate(
+        cumulative_sum=sums[-1], drift=Drift(range(len(sums)), sums), drift_band99=band, drift_outside=outside
+    )
+
+
+def test_sparkline() -> None:
+    inside = running([0.0, 1.0, -1.0, 0.5], 4.0, False)
+    drawn = spark(inside, 40)
+    assert drawn is not None
+    assert (drawn.levels, drawn.marks(), drawn.first_row) == ((4, 5, 3, 4), "", None)
+    assert drift_words(inside, drawn) == "ends at +0.5, inside the 99 % band of +-4"
+    out = running([0.0, -2.0, -5.0, -8.0], 4.0, True)
+    drawn = spark(out, 40)
+    assert drawn is not None
+    assert drawn.text() == f"{BLOCKS[4]}{BLOCKS[3]}{BLOCKS[1]}{BLOCKS[0]}"
+    assert drawn.marks() == "  !!"
+    assert "OUTSIDE the 99 % band of +-4 from row 2 on" in drift_words(out, drawn)
+    thinned = spark(running([0.0, 1.0] * 100, 0.5, False), 10)
+    assert thinned is not None
+    assert len(thinned.levels) == 10
+    assert spark(running([0.0, 0.0, 0.0], 1.0, False), 10) is None
+    assert spark(BiasEstimate(), 10) is None
+    mutant = spark(running([0.0, 2.0, 5.0, 8.0], 4.0, True), 40)
+    assert mutant is not None
+    assert mutant.levels != drawn.levels
+
+
+def test_levels_of_a_map() -> None:
+    assert log_levels([1.0, 10.0, 1e8, None, 0.0, math.nan, math.inf]) == [0, 1, 7, None, 0, None, 7]
+    assert log_levels([2.0, 2.0, 2.1]) == [0, 0, 0]
+    assert log_levels([None]) == [None]
+
+
+def test_failed_assumptions_come_first() -> None:
+    capture = attn_diag.load(CAPTURES / "gqa_T200.safetensors", causal="none")
+    text = attn_diag.inspect_captures([capture], device="cpu").report(80)
+    assert text.startswith("No verdict")
+    assert "causal=top-left fits" in " ".join(text.split())
+    assert "What to do" not in text
