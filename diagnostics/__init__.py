@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from attn_diag.mitigation.result import WhatIf
     from attn_diag.mitigation.what_if import what_if
     from attn_diag.monitoring.monitor import Monitor
+    from attn_diag.paper.figures import paper_figures
+    from attn_diag.paper.result import PaperFigures
     from attn_diag.probing.probe import probe
     from attn_diag.probing.result import ProbeReport
     from attn_diag.rounding import round_to
@@ -63,6 +65,7 @@ _HOME = {
     "InputError": "errors",
     "Microscope": "microscopy.microscope",
     "Monitor": "monitoring.monitor",
+    "PaperFigures": "paper.result",
     "ProbeReport": "probing.result",
     "Recipe": "kernels",
     "Selection": "capture_job",
@@ -86,6 +89,7 @@ _HOME = {
     "load": "loading",
     "load_example": "loading",
     "microscope": "microscopy.microscope",
+    "paper_figures": "paper.figures",
     "preset": "kernels",
     "probe": "probing.probe",
     "repeated_maxima": "analysis",
@@ -110,6 +114,7 @@ __all__ = [
     "InputError",
     "Microscope",
     "Monitor",
+    "PaperFigures",
     "ProbeReport",
     "Recipe",
     "Selection",
@@ -133,6 +138,7 @@ __all__ = [
     "load",
     "load_example",
     "microscope",
+    "paper_figures",
     "preset",
     "probe",
     "repeated_maxima",

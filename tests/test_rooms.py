@@ -38,12 +38,14 @@ ALLOWED = {
         "attn_diag.microscopy.closed_form",
         "attn_diag.microscopy.walk",
         "attn_diag.mitigation.result",
+        "attn_diag.paper.result",
         "attn_diag.probing.result",
     ),
 }
 # Of diagnostics, only the faces know the reports.
 FACES = {
     "attribution/result.py",
+    "cli/figures.py",
     "cli/inspect.py",
     "debugging/finding.py",
     "debugging/result.py",
@@ -56,6 +58,7 @@ FACES = {
     "microscopy/closed_form.py",
     "microscopy/microscope.py",
     "mitigation/result.py",
+    "paper/result.py",
     "probing/result.py",
 }
 
