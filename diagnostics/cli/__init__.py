@@ -13,6 +13,7 @@ from attn_diag.cli.attribute import attribute
 from attn_diag.cli.convert import convert
 from attn_diag.cli.dtypes import SETTINGS, dtypes
 from attn_diag.cli.env import env
+from attn_diag.cli.figures import figures
 from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
 from attn_diag.cli.microscope import microscope
@@ -36,6 +37,7 @@ app.command()(identify)
 app.command()(attribute)
 app.command("what-if")(what_if)
 app.command()(microscope)
+app.command()(figures)
 app.command()(probe)
 app.command()(convert)
 app.command(context_settings=SETTINGS)(dtypes)

@@ -94,7 +94,7 @@ def figure_4(
         x=x_similarity,
         atoms=atoms,
         steps=tuple(_step(r, e) for r, e in with_step),
-        over_steps=_over_steps([r.total for r, _ in with_step if r.total is not None]),
+        over_steps=_over_steps([r for r, _ in with_step]),
         note=note,
     )
 
@@ -122,8 +122,9 @@ def _step(record: StepRecord, error: GradientError | None) -> StepAtoms:
     )
 
 
-def _over_steps(totals: list[Tensor]) -> OverSteps | None:
+def _over_steps(records: list[StepRecord]) -> OverSteps | None:
     """None for fewer than two steps, or where a step has no error at all."""
+    totals = [r.total for r in records if r.total is not None]
     if len(totals) < 2 or not all(bool(t.any()) for t in totals):
         return None
     flat = torch.stack([t.reshape(-1) for t in totals])
@@ -133,6 +134,8 @@ def _over_steps(totals: list[Tensor]) -> OverSteps | None:
     norms = gram.diag().sqrt()
     left, right = zip(*(_first_directions(totals[i]) for i in kept), strict=True)
     return OverSteps(
+        count=len(totals),
+        steps=tuple(step for i in kept if (step := records[i].step) is not None),
         cosines=matrix((gram / torch.outer(norms, norms))[kept][:, kept]),
         left=matrix(cosines(torch.stack(left)).abs()),
         right=matrix(cosines(torch.stack(right)).abs()),

@@ -48,7 +48,8 @@ class Chosen:
 class HeadNorms:
     """Norms of one head's rows of W_Q, [D, C], by step (None: not stated); ``spectral`` is the largest singular value.
 
-    ``frobenius`` is the root of the sum of their squares: both are equal for a matrix of rank 1.
+    ``frobenius`` is the root of the sum of their squares: both are equal for a matrix of rank 1. ``first_share``: of
+    ||W_Q||^2, what the first singular direction holds at the last step.
     """
 
     layer: int | None
@@ -56,6 +57,7 @@ class HeadNorms:
     steps: tuple[int | None, ...]
     spectral: tuple[Number, ...]
     frobenius: tuple[Number, ...]
+    first_share: Number | None
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,16 @@ class StepAtoms:
 
 @dataclass(frozen=True)
 class OverSteps:
-    """Whether the steps' M add up. ``cosines``: signed, <M_s, M_t> / (||M_s|| ||M_t||).
+    """Whether the M of ``count`` steps add up; matrices are of the ``steps``, at most 100, evenly spread.
 
-    ``left``, ``right``: |cosine| of their first singular directions, on the side of q's features and of x;
-    ``left_random95``, ``right_random95``: 95 % quantiles for random directions. ``coherence`` = ||sum M||^2 /
-    sum ||M||^2; ``null95`` and ``p_value`` from ``draws`` random signs of the steps.
+    ``cosines``: signed, <M_s, M_t> / (||M_s|| ||M_t||). ``left``, ``right``: |cosine| of their first singular
+    directions, on the side of q's features and of x; ``left_random95``, ``right_random95``: 95 % quantiles for random
+    directions. ``coherence`` = ||sum M||^2 / sum ||M||^2; ``null95`` and ``p_value`` from ``draws`` random signs of the
+    steps.
     """
 
+    count: int
+    steps: tuple[int, ...]
     cosines: Matrix
     left: Matrix
     right: Matrix

@@ -13,7 +13,7 @@ from attn_diag.paper.result import Matrix, Similarity
 
 def unit_rows(rows: Tensor) -> Tensor:
     """``rows`` [n, D] divided by their norms; a row of zeros stays one."""
-    norms = rows.norm(dim=1, keepdim=True)
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return rows / norms.where(norms > 0, 1.0)
 
 

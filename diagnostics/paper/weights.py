@@ -53,4 +53,5 @@ class NormSeries:
 def _norms(layer: int | None, head: int, by_step: dict[int | None, tuple[float, float]]) -> HeadNorms:
     steps = sorted(by_step, key=lambda step: -1 if step is None else step)
     spectral, frobenius = zip(*(by_step[step] for step in steps), strict=True)
-    return HeadNorms(layer, head, tuple(steps), spectral, frobenius)
+    share = (spectral[-1] / frobenius[-1]) ** 2 if frobenius[-1] else None
+    return HeadNorms(layer, head, tuple(steps), spectral, frobenius, share)
