@@ -133,6 +133,8 @@ def _delta_steps(found: DeltaSteps) -> _Drawn:
             )
         )
         charts.append(_means(stem, name, x, a))
+    if len(found.heads) > 1:
+        charts.append(_drifts(found))
     return say.delta_steps(found), charts
 
 
@@ -148,6 +150,26 @@ def _means(stem: str, name: str, x: tuple[float, ...], a: Accumulated) -> Chart:
             Series("mean", x, plain_values(a.means), "points"),
             Series("+ 2 standard errors", x, plain_values(m + 2 * e for m, e in pairs)),
             Series("- 2 standard errors", x, plain_values(m - 2 * e for m, e in pairs)),
+        ),
+    )
+
+
+def _drifts(found: DeltaSteps) -> Chart:
+    layers = list(dict.fromkeys(h.layer for h in found.heads))
+    heads = sorted({h.head for h in found.heads})
+    extremes = {(h.layer, h.head): h.extreme for h in found.heads}
+    return Chart(
+        "figure-5a-heads",
+        "Running sums of delta's mean error, all heads, over their bands",
+        "The running sum's largest |value| over the steps, with its sign, in units of the head's own 99 % band: beyond "
+        f"±1 it leaves it. {say.all_heads(found)} Not in {say.PAPER}, which follows one case: a head that is chosen for "
+        "being the worst leaves its band more often than others.",
+        Axis("head", names=tuple(map(str, heads))),
+        Axis("layer", names=tuple(words.DASH if layer is None else str(layer) for layer in layers)),
+        map=Map(
+            "largest sum / band",
+            tuple(plain_values(extremes.get((layer, head)) for head in heads) for layer in layers),
+            diverging=True,
         ),
     )
 

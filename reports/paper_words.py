@@ -124,7 +124,18 @@ def delta_steps(found: DeltaSteps) -> list[str]:
     said = [_accumulated("delta's mean error", found.total, len(found.steps))]
     if found.excess is not None:
         said.append(_accumulated("beyond one correct rounding of O", found.excess, len(found.steps)))
+    if len(found.heads) > 1:
+        said.append(all_heads(found))
     return said
+
+
+def all_heads(found: DeltaSteps) -> str:
+    """How many heads leave their bands, beside chance's 1 %."""
+    outside = sum(abs(h.extreme) > 1 for h in found.heads)
+    return (
+        f"Of all {len(found.heads)} heads looked at {outside} leave{'s' if outside == 1 else ''} the band of their own; of "
+        f"unbiased ones about {0.01 * len(found.heads):.2g} would."
+    )
 
 
 def _accumulated(name: str, a: Accumulated, steps: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import torch
@@ -21,13 +21,14 @@ from attn_diag.paper.result import (
     DeltaRows,
     DeltaSteps,
     FeatureProducts,
+    HeadDrift,
     PaperFigures,
     PrefixError,
     TriggerCounts,
     Triggers,
 )
 from attn_diag.paper.rows import HeadReader
-from attn_diag.paper.survey import HeadAtStep, Survey, choose
+from attn_diag.paper.survey import HeadAtStep, HeadKey, Survey, choose
 from attn_diag.paper.weights import NormSeries
 from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool, pick_device
@@ -195,7 +196,20 @@ class _Work:
             steps=tuple(e.step for e in stepped if e.step is not None),
             total=total,
             excess=accumulate(excess) if len(excess) == len(stepped) else None,
+            heads=tuple(self._drifts(entries[0].key)),
         )
+
+    def _drifts(self, like: HeadKey) -> Iterator[HeadDrift]:
+        """Every head of the same run and observation that has steps, in order."""
+        keys = {e.key for e in self.survey.entries if (e.key.run, e.key.observation) == (like.run, like.observation)}
+        for key in sorted(keys, key=lambda key: (-1 if key.layer is None else key.layer, key.head)):
+            stepped = [e for e in self.survey.of(key) if e.step is not None]
+            estimates = [e.delta for e in stepped if e.delta is not None]
+            if _too_few(stepped) or len(estimates) < len(stepped):
+                continue
+            found = accumulate(estimates)
+            if found is not None and found.band99:
+                yield HeadDrift(key.layer, key.head, max(found.sums, key=abs) / found.band99)
 
     def _prefix(self, worst: HeadAtStep, features: FeatureProducts | None) -> PrefixError | None:
         """The element that makes most of delta's error in the worst row; without one, where O's error is largest."""

@@ -188,12 +188,29 @@ class Accumulated:
 
 
 @dataclass(frozen=True)
+class HeadDrift:
+    """One head's running sum of delta's mean errors over its steps: its largest |value|, signed, over its own band.
+
+    Beyond +-1 it leaves the band, as 1 % of unbiased heads or a little fewer do.
+    """
+
+    layer: int | None
+    head: int
+    extreme: Number
+
+
+@dataclass(frozen=True)
 class DeltaSteps:
-    """Figure 5a: delta's error over steps. ``excess``: beyond one correct rounding of O."""
+    """Figure 5a: delta's error over steps. ``excess``: beyond one correct rounding of O.
+
+    ``heads``: all heads of the run that were looked at, with this observation, in order. Where the head drawn was
+    chosen among them for being the worst, its band does not allow for the choice; the number of heads outside does.
+    """
 
     steps: tuple[int, ...]
     total: Accumulated
     excess: Accumulated | None
+    heads: tuple[HeadDrift, ...]
 
 
 @dataclass(frozen=True)
