@@ -162,8 +162,8 @@ def _drifts(found: DeltaSteps) -> Chart:
         "figure-5a-heads",
         "Running sums of delta's mean error, all heads, over their bands",
         "The running sum's largest |value| over the steps, with its sign, in units of the head's own 99 % band: beyond "
-        f"±1 it leaves it. {say.all_heads(found)} Not in {say.PAPER}, which follows one case: a head that is chosen for "
-        "being the worst leaves its band more often than others.",
+        f"±1 it leaves it. {say.all_heads(found)} Not in {say.PAPER}, which follows one case: a head chosen for being "
+        "the worst leaves its band more often than others.",
         Axis("head", names=tuple(map(str, heads))),
         Axis("layer", names=tuple(words.DASH if layer is None else str(layer) for layer in layers)),
         map=Map(

@@ -52,7 +52,9 @@ def _lines(f: PaperFigures, name: str) -> list[str]:
     if name == "delta_steps" and f.delta_steps is not None:
         found = f.delta_steps
         sums = [found.total.sums] + ([found.excess.sums] if found.excess is not None else [])
-        return [line for pair in zip(say.delta_steps(found), map(spark, sums), strict=True) for line in pair]
+        said = say.delta_steps(found)
+        drawn = [line for pair in zip(said, map(spark, sums), strict=False) for line in pair]
+        return [*drawn, *said[len(sums) :]]
     if name == "features" and f.features is not None:
         return [say.features(f.features), spark(f.features.product)]
     if name == "prefix" and f.prefix is not None:

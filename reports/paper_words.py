@@ -132,9 +132,10 @@ def delta_steps(found: DeltaSteps) -> list[str]:
 def all_heads(found: DeltaSteps) -> str:
     """How many heads leave their bands, beside chance's 1 %."""
     outside = sum(abs(h.extreme) > 1 for h in found.heads)
+    leave = "leaves its band" if outside == 1 else "leave their bands"
     return (
-        f"Of all {len(found.heads)} heads looked at {outside} leave{'s' if outside == 1 else ''} the band of their own; of "
-        f"unbiased ones about {0.01 * len(found.heads):.2g} would."
+        f"Of all {len(found.heads)} heads looked at {outside} {leave}; of unbiased ones about "
+        f"{0.01 * len(found.heads):.2g} would."
     )
 
 

@@ -72,7 +72,7 @@ def true_probs(q: Tensor, k: Tensor, window: tuple[int, int] | None = None) -> T
     scores = SCALE * (q.double() @ k.double().mT)
     row, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     hidden = key > row if window is None else (key > row) | (key < row - window[0])
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
 
 
 def true_delta_error(c: Capture) -> Tensor:
@@ -91,7 +91,7 @@ def trained(folder: Any, steps: int = 4) -> list[Tensor]:
     with attn_diag.capture(tiny.model, folder, batch=None):
         for step in range(steps):
             optimizer.zero_grad()
-            weight: Tensor = tiny.model.h[0].attn.c_attn.weight  # type: ignore[index, union-attr, assignment]
+            weight: Tensor = tiny.model.h[0].attn.c_attn.weight  # type: ignore[index, union-attr]
             weights.append(weight[:WIDTH].detach().clone())
             with torch.autocast("cpu", torch.bfloat16):
                 loss = next_token_loss(tiny.model, tokens(step))

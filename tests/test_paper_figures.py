@@ -137,7 +137,7 @@ def test_features_of_the_worst_row(unbiased: list[Capture], found: PaperFigures)
     assert sum(f.product) == pytest.approx(f.delta_error, rel=1e-6)
     np.testing.assert_allclose(f.contribution, product.sum(0).numpy(), rtol=1e-6, atol=1e-14)
     assert sum(f.contribution) == pytest.approx(float(error.sum()), rel=1e-6)
-    np.testing.assert_allclose(f.aligned, (product > 0).double().mean(0).numpy())
+    np.testing.assert_allclose(np.array(f.aligned), (product > 0).double().mean(0).numpy())
     # Planted along dO: every feature of a row has the sign of the row's error.
     assert f.alignment == pytest.approx(abs(float(product[f.row].sum())) / float(product[f.row].norm()), rel=1e-6)
 

@@ -13,8 +13,8 @@ from attn_diag.paper.result import Matrix, Similarity
 
 def unit_rows(rows: Tensor) -> Tensor:
     """``rows`` [n, D] divided by their norms; a row of zeros stays one."""
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return rows / norms.where(norms > 0, 1.0)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return torch.div(rows, norms.where(norms > 0, 1.0))
 
 
 @dataclass(frozen=True)
