@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from attn_diag.loading import load, load_example
     from attn_diag.microscopy.addition import examine_addition
     from attn_diag.microscopy.closed_form import closed_form
-    from attn_diag.microscopy.microscope import Microscope, microscope
+    from attn_diag.microscopy.microscope import microscope
+    from attn_diag.microscopy.result import Microscope
     from attn_diag.mitigation.result import WhatIf
     from attn_diag.mitigation.what_if import what_if
     from attn_diag.monitoring.monitor import Monitor
@@ -63,7 +64,7 @@ _HOME = {
     "HardwareProfile": "hardware.profile",
     "Identification": "identification.result",
     "InputError": "errors",
-    "Microscope": "microscopy.microscope",
+    "Microscope": "microscopy.result",
     "Monitor": "monitoring.monitor",
     "PaperFigures": "paper.result",
     "ProbeReport": "probing.result",

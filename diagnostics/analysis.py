@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_diag.capture_job import CaptureJob, Runs, Selection
 from attn_diag.captures import DEFAULT_OBSERVATION, Capture
 from attn_diag.certification import Certify
+from attn_diag.collectors import collector_of
 from attn_diag.diagnosis import (
     Diagnosis,
     Family,
@@ -20,7 +21,6 @@ from attn_diag.engines import require_known
 from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe
-from attn_diag.measure import collector_of
 from attn_diag.pooling import adjust_family
 from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool, pick_device
@@ -62,6 +62,7 @@ def inspect(
     level: float = DEFAULT_LEVEL,
     device: str = "auto",
     certify: int | Certify | None = None,
+    details: int = 0,
 ) -> Diagnosis:
     """Diagnose one attention call from its tensors, at a breakpoint or in a notebook.
 
@@ -72,7 +73,9 @@ def inspect(
     ``causal``: True where Tq = Tk, else "top-left" or "bottom-right". Without any output the recipes (default
     fa2) are run by ``engine`` ("emulation" or "triton") and judged instead; with one, ``recipes`` adds them beside
     it. ``level``: significance after Benjamini-Hochberg. ``certify``: recompute that many rows of every head (or
-    those that a ``Certify`` says) in mpmath, and compare the float64 reference with them.
+    those that a ``Certify`` says) in mpmath, and compare the float64 reference with them. ``details``: of that many
+    heads, the worst, also find each rounding site's part (``attribution``) and follow one element of O
+    (``microscope``); it takes about as long again as inspecting a head does, or a few times that.
 
     ``dump``: what ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
     options are taken from there.
@@ -94,8 +97,9 @@ def inspect(
         made_by = {DEFAULT_OBSERVATION: dump.recipe}
     capture = Capture.from_tensors(tensors, **options)
     return inspect_captures(
-        [capture], recipes=recipes, engine=engine, made_by=made_by, level=level, device=device, certify=certify
-    )
+        [capture], recipes=recipes, engine=engine, made_by=made_by, level=level, device=device, certify=certify,
+        details=details,
+    )  # fmt: skip
 
 
 def inspect_captures(
@@ -112,6 +116,7 @@ def inspect_captures(
     skip: Callable[[InputError], None] | None = None,
     certify: int | Certify | None = None,
     merge_ranks: bool = True,
+    details: int = 0,
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
 
@@ -120,14 +125,16 @@ def inspect_captures(
     captured observations, where they are known and need not be recognised. ``progress(done, total)`` is called after
     every head. ``unreadable`` lists inputs that could not be read, for the summary. ``skip(error)`` is called for a
     capture among several that lacks the observation, heads or batch items selected, or whose dtype no recipe covers;
-    it is listed as unreadable too. ``certify``: see ``inspect``. ``merge_ranks``: captures that differ only in their
-    rank become one (see ``attn_diag.ranks``), whose batch items (or heads) are those of all ranks.
+    it is listed as unreadable too. ``certify``, ``details``: see ``inspect``. ``merge_ranks``: captures that differ
+    only in their rank become one (see ``attn_diag.ranks``), whose batch items (or heads) are those of all ranks.
 
-    Raises InputError for unknown recipes, for rows or a precision that cannot be certified and, without ``skip`` or
-    where no capture is left, for what it would skip.
+    Raises InputError for unknown recipes, a level or number of details out of range, rows or a precision that cannot
+    be certified and, without ``skip`` or where no capture is left, for what it would skip.
     """
     if not 0 < level < 1:
         raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    if details < 0:
+        raise InputError(f"details must be how many heads to look at closely, 0 or more; got {details}")
     runner = require_known(engine, recipes)
     certified = Certify.of(certify)
     where = pick_device(device)
@@ -164,12 +171,25 @@ def inspect_captures(
         for source, name, head in entries
         if head.certificate is not None and not head.certificate.held and head.verdict is not None
     )
-    return Diagnosis(
+    diagnosis = Diagnosis(
         tool=describe_tool(where),
         family=Family(size, level),
         captures=results,
         summary=summarise(entries, tuple(skipped), warnings),
     )
+    if not details:
+        return diagnosis
+    # Imported here: a plain inspection needs none of it.
+    from attn_diag.details import with_details
+
+    return with_details(diagnosis, jobs, details, _after(progress, total))
+
+
+def _after(progress: Progress | None, before: int) -> Progress | None:
+    """For work that counts on after ``before`` heads; None without a listener."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(before + done, before + total)
 
 
 def repeated_maxima(

@@ -25,13 +25,14 @@ from attn_diag.diagnosis import (
 )
 from attn_diag.engines import Engine, engine_backend, run_recipe, select_recipes
 from attn_diag.errors import InputError
+from attn_diag.figure_sums import head_figures
 from attn_diag.hardware.profile import summary_of
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.identification.recognise import Recognised, recognise
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.parallel import map_in_order
-from attn_diag.pooling import Entry, dw_q_sums, pool, unclustered
+from attn_diag.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.projection import Projection, find_projection
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.ranges import Ranges
@@ -163,7 +164,7 @@ class CaptureJob:
         for name, entries in self.entries.items():
             heads = [judged.get(id(e), e.diagnosis) for e in entries]
             if len(heads) == 2:  # one head and its pooled twin
-                heads[1] = replace(heads[0], head=None)
+                heads[1] = replace(heads[0], head=None, figures=None)
             recipe, found = self.recipes.get(name), self.recognised.get(name)
             observations.append(
                 ObservationDiagnosis(
@@ -278,20 +279,26 @@ class CaptureJob:
     def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
         c = self.capture
         sizes = {"sequences": len(self.batches), "k_length": c.k_length}
-        dw_q = {head: dw_q_sums(parts) for head, parts in measured.items()}
+        dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         entries = [
             pool(
                 parts,
                 layer=c.metadata.layer,
                 head=head + c.metadata.head_offset,
-                dw_q=dw_q[head],
+                dw_q=None if (found := dw_q[head]) is None else found.sums,
                 extra=self._extra(name, [head] if self.group == 1 else []),
                 level=self.level,
+                figures=head_figures(
+                    [p.figures for p in parts],
+                    [p.batch for p in parts],
+                    [p.rows for p in parts],
+                    None if found is None else found.by_feature,
+                ),
                 **sizes,
             )
             for head, parts in measured.items()
         ]
-        known = [sums for sums in dw_q.values() if sums is not None]
+        known = [found.sums for found in dw_q.values() if found is not None]
         everything = [part for parts in measured.values() for part in parts]
         pooled = GradientSums.pool(known) if len(known) == len(measured) else None
         extra = self._extra(name, sorted({head // self.group for head in measured}))

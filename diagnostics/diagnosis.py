@@ -1,4 +1,4 @@
-"""The result of an inspection: plain frozen dataclasses, and their JSON (schema "attn-diag-diagnosis" 1).
+"""The result of an inspection: plain frozen dataclasses, and their JSON (schema "attn-diag-diagnosis" 2).
 
 A quantity that needs a tensor the capture lacks is None, never 0.
 """
@@ -9,22 +9,26 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, WithJsonSchema
-from pydantic_core import CoreSchema, core_schema
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, core_schema, from_json
 from typing_extensions import TypedDict
+
+from attn_diag.attribution.result import HeadAttribution
+from attn_diag.errors import InputError
+from attn_diag.figures import HeadFigures
+from attn_diag.microscopy.result import Microscope
+from attn_diag.plain import Number as Number
+from attn_diag.plain import Tool as Tool
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
+SCHEMA = "attn-diag-diagnosis"
 Label = Literal["clean", "lossy", "ill_conditioned", "biased", "undecided"]
-Number = Annotated[
-    float,
-    WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}),
-]
 
 
 class DriftPoint(TypedDict):
@@ -256,10 +260,13 @@ class HeadDiagnosis:
     conditioning: Number | None
     propagation: Propagation
     top_rows: tuple[TopRow, ...]
-    attribution: None
+    attribution: HeadAttribution | None
     verdict: Verdict | None
     certificate: Certificate | None = None
     rows_unknown: int = 0
+    figures: HeadFigures | None = None
+    microscope: Microscope | None = None
+    details_note: str | None = None
 
 
 def severity(head: HeadDiagnosis) -> tuple[int, float]:
@@ -357,19 +364,6 @@ class CaptureDiagnosis:
 
 
 @dataclass(frozen=True)
-class Tool:
-    """What produced the numbers. ``hardware``: what ``selftest --hardware`` once measured on this device, in a line."""
-
-    version: str
-    python: str
-    torch: str
-    triton: str | None
-    device: str
-    backend: str
-    hardware: str | None = None
-
-
-@dataclass(frozen=True)
 class Family:
     """The Benjamini-Hochberg family of all primary p-values of the run, and the significance level."""
 
@@ -396,7 +390,7 @@ class Diagnosis:
     captures: tuple[CaptureDiagnosis, ...]
     summary: Summary
     schema: Literal["attn-diag-diagnosis"] = "attn-diag-diagnosis"
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 2
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
 
     def to_json(self, *, indent: int | None = 2) -> str:
@@ -405,8 +399,16 @@ class Diagnosis:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Diagnosis:
-        """Read what ``to_json`` wrote. Raises pydantic.ValidationError where it is not such a document."""
-        return _adapter().validate_json(text)
+        """Read what ``to_json`` wrote, in this version of the schema or version 1 (what is new is None then).
+
+        Raises InputError for text that is not JSON, another schema or version, and a document with missing or wrong
+        fields; it says which.
+        """
+        _require_known(text)
+        try:
+            return _adapter().validate_json(text)
+        except ValidationError as error:
+            raise InputError(_broken(error)) from None
 
     def entries(self) -> Iterator[tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]]:
         """Every judged entry: the heads of every observation (not the pooled ones)."""
@@ -446,6 +448,39 @@ class Diagnosis:
         from attn_diag.reports import html_fragment
 
         return html_fragment(self)
+
+
+def _require_known(text: str | bytes) -> None:
+    """Raise InputError unless ``text`` is JSON that says to be a diagnosis of version 1 or 2."""
+    try:
+        document = from_json(text)
+    except ValueError as error:
+        raise InputError(
+            f"expected the JSON of a diagnosis, got text that is not JSON ({error}); name the file that "
+            "`attn-diag inspect --json FILE` wrote"
+        ) from None
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != SCHEMA:
+        got = f"schema {schema!r}" if isinstance(document, dict) else f"a JSON {type(document).__name__}"
+        raise InputError(
+            f'expected a document with "schema": "{SCHEMA}", got {got}; name what `attn-diag inspect --json FILE` wrote'
+        )
+    version = document.get("schema_version")
+    if version not in (1, 2) or isinstance(version, bool):
+        raise InputError(
+            f"expected schema_version 1 or 2, got {version!r}: this attn-diag does not know it; read it with the "
+            "attn-diag that wrote it (or a newer one), or inspect the captures again"
+        )
+
+
+def _broken(error: ValidationError) -> str:
+    """What is wrong with a document that says to be a diagnosis, with the first place."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return (
+        f"expected a diagnosis as `attn-diag inspect --json` writes it, got a document with {error.error_count()} "
+        f"wrong or missing fields, the first at {place}: {first['msg']}; inspect the captures again"
+    )
 
 
 @cache

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from attn_diag.bias import SignedErrors
 from attn_diag.certification import Certify, RoundedBound, rounding_of_products, sum_of
+from attn_diag.collectors import collector_of
 from attn_diag.diagnosis import Certificate, DeltaRounding
+from attn_diag.figure_sums import FigureSums
 from attn_diag.heads import HeadInputs, all_finite
-from attn_diag.kernels import Recipe, score_rounding
-from attn_diag.kernels.formats import base, parse, rounds_monotonically
+from attn_diag.kernels import Recipe
 from attn_diag.projection import HeadProjection
 from attn_diag.propagation import BackwardCollector, ForwardErrors, GradientSums, Parts, dq_parts, project
 from attn_diag.reference import (
@@ -24,12 +25,11 @@ from attn_diag.reference import (
     HeadReference,
     RowBlock,
     Rows,
-    format_of,
     reference_head,
     round_nearest_even,
     ulp,
 )
-from attn_diag.row_maxima import DEFINITIONS, RowMaximaCollector, swamped_elements
+from attn_diag.row_maxima import DEFINITIONS, Repeats, RowMaximaCollector, swamped_elements
 
 
 @dataclass
@@ -75,6 +75,7 @@ class HeadMeasurement:
     rows_eligible: int
     repeats: dict[str, RepeatSums | None]
     top_key: npt.NDArray[np.int64]
+    figures: FigureSums
     swamped: tuple[int, int] | None = None
     bit_identical: bool | None = None
     in_doubt: int = 0
@@ -211,6 +212,10 @@ def _measure(
     rows = slice(None) if bool(usable.all()) else usable.nonzero()[:, 0]
     kept = torch.arange(len(usable))[rows] if isinstance(rows, slice) else rows.cpu()
     eligible = usable & maxima.several_keys
+    repeats = {name: maxima.repeats(name) for name in DEFINITIONS}
+    exact, unit = repeats["exact"], repeats["unit"]
+    assert exact is not None
+    assert unit is not None
     top_key = maxima.top_key[rows]
     result = HeadMeasurement(
         batch=batch,
@@ -220,8 +225,9 @@ def _measure(
         rows_unknown=int((finite & ~reference.fully_masked & ~known).sum()),
         rows_nonfinite=int((~finite).sum()) + lost,
         rows_eligible=int(eligible.sum()),
-        repeats={name: _repeat_sums(maxima, name, usable) for name in DEFINITIONS},
+        repeats={name: _repeat_sums(found, usable) for name, found in repeats.items()},
         top_key=top_key.cpu().numpy(),
+        figures=FigureSums.of(exact, unit, maxima.row_max, rows),
         broken_outputs={name: count for name, count in faulty.items() if count},
     )
     rounding = _Rounding(reference.out[rows], passed.bounds.out[rows], seen.formats.get("o", inputs.input_format))
@@ -260,6 +266,7 @@ def _measure_forward(
         out = out[rows]
         error, excess = out - rounding.truth, out - rounding.rounded
         result.errors["o"] = SignedErrors.of_elements(error, rounding.ulp_sum).by_feature(error, top_key)
+        result.figures.add_out(error, rounding.ulps)
         result.errors["o_excess"] = SignedErrors.of_elements(excess, rounding.ulp_sum)
         result.errors["o_away_excess"] = SignedErrors.of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
         certain = rounding.certain
@@ -310,6 +317,7 @@ def _measure_backward(
         result.errors["delta"] = SignedErrors.of_rows(error, noise_floor)
         if (out := seen.outputs.get("o")) is not None:
             contributions = do * (out[rows] - rounding.truth)
+            result.figures.add_contributions(contributions)
             result.errors["delta"] = result.errors["delta"].by_feature(contributions, top_key)
         assert passed.bounds.delta is not None
         own, moved = sum_of(passed.bounds.delta[rows]), rounding.certain.sum(do)
@@ -341,6 +349,7 @@ def _measure_backward(
     parts = _dq_parts(inputs, passed, seen, forward_errors)
     kept = parts if isinstance(rows, slice) else parts.map(lambda tensor: tensor[rows])
     result.dq = GradientSums.of(kept, floor=floor)
+    result.figures.add_dq(kept)
     result.conditioning = float((reference.delta[rows].square() * direction).sum()), result.dq.reference
     if projection is not None:
         x = projection.x[rows]
@@ -379,37 +388,7 @@ def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:
     return None
 
 
-def collector_of(inputs: HeadInputs, recipe: Recipe | None) -> RowMaximaCollector:
-    """A collector of repeated maxima for this head, "as_run" included where the recipe's scores are known."""
-    head = inputs.head
-    if recipe is None or not _plain_scores(inputs) or not _follows_scores(recipe):
-        return RowMaximaCollector(len(head.q), head.q.device, inputs.input_format)
-    rounding = score_rounding(recipe, head.scale)
-    return RowMaximaCollector(len(head.q), head.q.device, inputs.input_format, rounding, _score_format(recipe))
-
-
-def _follows_scores(recipe: Recipe) -> bool:
-    """Whether equal stored scores come from nearly equal ones: no random draws, no saturation at 448."""
-    rounding = parse(recipe.scores)
-    return rounds_monotonically(recipe.scores) and (rounding is None or not rounding.format.finite)
-
-
-def _score_format(recipe: Recipe) -> FloatFormat:
-    rounding = parse(recipe.scores)
-    if rounding is None:
-        return format_of(torch.float64 if recipe.arithmetic == "fp64" else torch.float32)
-    fmt = rounding.format
-    return FloatFormat(base(recipe.scores), fmt.mantissa_bits, fmt.min_exponent, fmt.largest, saturates=fmt.finite)
-
-
-def _plain_scores(inputs: HeadInputs) -> bool:
-    """Whether the stored scores are alpha q.k alone, so that a recipe's rounding of them is known."""
-    mask = inputs.head.masking.mask
-    return inputs.head.softcap is None and (mask is None or mask.dtype == torch.bool)
-
-
-def _repeat_sums(maxima: RowMaximaCollector, definition: str, usable: Tensor) -> RepeatSums | None:
-    found = maxima.repeats(definition)
+def _repeat_sums(found: Repeats | None, usable: Tensor) -> RepeatSums | None:
     if found is None:
         return None
     multiplicity = found.multiplicity[usable]

@@ -24,6 +24,8 @@ from attn_diag.diagnosis import (
     Swamped,
     TopRow,
 )
+from attn_diag.figure_sums import errors_by_feature
+from attn_diag.figures import HeadFigures, PredictedError
 from attn_diag.measure import HeadMeasurement
 from attn_diag.propagation import AtomSums, GradientSums, add_parts
 from attn_diag.reference import UNIT
@@ -95,12 +97,12 @@ def adjust_family(entries: list[Entry]) -> tuple[list[dict[str, float]], int]:
 
 def pool(
     parts: list[HeadMeasurement], *, layer: int | None, head: int | None, sequences: int, k_length: int,
-    dw_q: GradientSums | None, extra: Propagation, level: float,
+    dw_q: GradientSums | None, extra: Propagation, level: float, figures: HeadFigures | None = None,
 ) -> Entry:  # fmt: skip
     """One entry from the measurements of one head's sequences, or of all heads.
 
     ``sequences``: batch size analysed; from 8 on they are the clusters. ``dw_q``: already summed over the
-    batch. ``extra``: dK, dV and notes.
+    batch. ``extra``: dK, dV and notes. ``figures``: those of a single head.
     """
     errors = {
         name: SignedErrors.join([p.errors[name] for p in parts])
@@ -143,6 +145,7 @@ def pool(
         attribution=None,
         verdict=None,
         certificate=pool_certificates([p.certificate for p in parts]),
+        figures=figures,
     )
     broken: dict[str, int] = {}
     for part in parts:
@@ -162,7 +165,15 @@ def _with_reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> B
     return replace(estimate, reference_bound=sum(known) / estimate.n + rounding)
 
 
-def dw_q_sums(parts: list[HeadMeasurement]) -> GradientSums | None:
+@dataclass(frozen=True)
+class DwQ:
+    """dW_Q of one head: its sums, and its error by feature of q (None where no error is known)."""
+
+    sums: GradientSums
+    by_feature: PredictedError | None
+
+
+def dw_q_of(parts: list[HeadMeasurement]) -> DwQ | None:
     """dW_Q of one head: gradients of its sequences added before norms are taken, with the atoms' coherence."""
     projected = [p.dw_q for p in parts if p.dw_q is not None]
     if not projected or len(projected) < len(parts):
@@ -171,7 +182,8 @@ def dw_q_sums(parts: list[HeadMeasurement]) -> GradientSums | None:
     sums = None
     if len(atoms) == len(parts):
         sums = AtomSums.of(torch.cat([left for left, _ in atoms]), torch.cat([right for _, right in atoms]))
-    return GradientSums.of(add_parts(projected), atoms=sums)
+    total = add_parts(projected)
+    return DwQ(GradientSums.of(total, atoms=sums), errors_by_feature(total))
 
 
 class Clusters:

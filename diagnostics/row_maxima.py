@@ -97,6 +97,11 @@ class RowMaximaCollector:
         return self._top_key.masked_fill(self._row_max == -torch.inf, 0)
 
     @property
+    def row_max(self) -> Tensor:
+        """The row's largest score, float64 [Tq]; -inf in rows without keys."""
+        return self._row_max
+
+    @property
     def several_keys(self) -> Tensor:
         """Whether a row sees two keys or more, bool [Tq]."""
         return self._second_max > -torch.inf

@@ -15,10 +15,7 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.microscopy.addition import Addition
-    from attn_diag.microscopy.closed_form import ClosedFormTotals, Explained
-    from attn_diag.microscopy.microscope import Curve, Microscope, Point
-    from attn_diag.microscopy.walk import Site
+    from attn_diag.microscopy.result import Addition, ClosedFormTotals, Curve, Explained, Microscope, Point, Site
 
 _MAX_SITES = 6
 _PLOT_COLUMNS, _PLOT_ROWS = 64, 7

@@ -220,7 +220,7 @@ def test_json_round_trip_and_schema() -> None:
     document = json.loads(diagnosis.to_json())
     jsonschema.Draft202012Validator(attn_diag.json_schema()).validate(document)
     assert document["schema"] == "attn-diag-diagnosis"
-    assert document["schema_version"] == 1
+    assert document["schema_version"] == 2
     assert attn_diag.Diagnosis.from_json(diagnosis.to_json()) == diagnosis
 
 

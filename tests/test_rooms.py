@@ -28,15 +28,13 @@ ALLOWED = {
         "attn_diag.reports",
         "attn_diag.diagnosis",
         "attn_diag.drift.result",
-        "attn_diag.microscopy.addition",
         "attn_diag.attribution.result",
         "attn_diag.debugging.result",
         "attn_diag.hardware.installation",
         "attn_diag.hardware.profile",
         "attn_diag.identification.result",
-        "attn_diag.microscopy.microscope",
-        "attn_diag.microscopy.closed_form",
-        "attn_diag.microscopy.walk",
+        "attn_diag.figures",
+        "attn_diag.microscopy.result",
         "attn_diag.mitigation.result",
         "attn_diag.paper.result",
         "attn_diag.probing.result",
@@ -54,9 +52,7 @@ FACES = {
     "hardware/installation.py",
     "hardware/profile.py",
     "identification/result.py",
-    "microscopy/addition.py",
-    "microscopy/closed_form.py",
-    "microscopy/microscope.py",
+    "microscopy/result.py",
     "mitigation/result.py",
     "paper/result.py",
     "probing/result.py",
@@ -96,6 +92,14 @@ def test_the_import_rules_can_fail() -> None:
     assert offences("reference", "def f():\n    from attn_diag.kernels import preset")
     assert offences("reports", "import attn_diag.reference.rounding")
     assert not offences("reports", "from attn_diag.diagnosis import Diagnosis")
+
+
+def test_a_diagnosis_is_read_without_torch() -> None:
+    """Reports, diff and the pull request's bot read diagnoses on machines that need no torch."""
+    heavy = {"torch", "scipy", "triton", "mpmath"}
+    for module in ("diagnosis", "figures", "microscopy.result", "attribution.result"):
+        assert not heavy & modules_after(f"import attn_diag.{module}"), module
+    assert "torch" in modules_after("import attn_diag.microscopy.microscope"), "the check above can fail"
 
 
 def modules_after(code: str) -> set[str]:

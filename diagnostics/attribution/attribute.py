@@ -15,10 +15,10 @@ from attn_diag.attribution.words import reasons
 from attn_diag.baseline import Baseline, find_baseline, observation_with_o
 from attn_diag.capture_job import Selection, select_heads
 from attn_diag.captures import Capture
+from attn_diag.collectors import collector_of
 from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.measure import collector_of
 from attn_diag.progress import Progress, part_of
 from attn_diag.projection import Projection, find_projection
 from attn_diag.provenance import backend_name, describe_tool, pick_device

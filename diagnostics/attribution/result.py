@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from attn_diag.diagnosis import Tool
+from attn_diag.plain import Number, Tool
 from attn_diag.result import Result
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ class MeanError:
     Benjamini-Hochberg over the sites of one quantity.
     """
 
-    mean: float
-    standard_error: float | None = None
-    n_eff: float | None = None
-    p_value: float | None = None
-    p_adjusted: float | None = None
+    mean: Number
+    standard_error: Number | None = None
+    n_eff: Number | None = None
+    p_value: Number | None = None
+    p_adjusted: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Effect:
     left of the total.
     """
 
-    share: float
-    share_error: float | None
-    alone: float
-    repaired: float
-    sham: float | None
+    share: Number
+    share_error: Number | None
+    alone: Number
+    repaired: Number
+    sham: Number | None
     bias: MeanError | None = None
-    bias_alone: float | None = None
-    bias_repaired: float | None = None
-    bias_sham: float | None = None
+    bias_alone: Number | None = None
+    bias_repaired: Number | None = None
+    bias_sham: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class SiteAttribution:
 class Total:
     """One quantity's error under the whole recipe, with every site exact, and as captured (None: not captured)."""
 
-    error: float
-    exact: float
-    captured: float | None
+    error: Number
+    exact: Number
+    captured: Number | None
     bias: MeanError | None = None
 
 
@@ -80,7 +80,7 @@ class Repair:
     """Sites made exact one after the other, the guiltiest of dQ (or O) first: what is left after each."""
 
     site: str
-    left: dict[str, float]
+    left: dict[str, Number]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Twin:
     """
 
     seeds: int
-    sizes: dict[str, float]
+    sizes: dict[str, Number]
     bias: dict[str, MeanError]
 
 
@@ -100,8 +100,8 @@ class RowKind:
     """Rows of one kind: how many, and their shares of dQ's (without dO: O's) squared error and squared norm."""
 
     rows: int
-    error_share: float | None
-    reference_share: float | None
+    error_share: Number | None
+    reference_share: Number | None
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ class HeadAttribution:
     rows: int
     recipe: str
     recipe_json: str
-    agreement: float | None
+    agreement: Number | None
     runs: int
     orders: int | None
-    noise_factor: float | None
-    conditioning: float | None
+    noise_factor: Number | None
+    conditioning: Number | None
     totals: dict[str, Total]
     sites: tuple[SiteAttribution, ...]
-    inert: tuple[str, float]
+    inert: tuple[str, Number]
     repairs: tuple[Repair, ...]
     twin: Twin
     row_kinds: dict[str, RowKind]
@@ -143,7 +143,7 @@ class Attribution(Result):
     tool: Tool
     source: str
     observation: str | None
-    level: float
+    level: Number
     backend: str
     heads: tuple[HeadAttribution, ...]
     schema: Literal["attn-diag-attribution"] = "attn-diag-attribution"

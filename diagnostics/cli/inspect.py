@@ -35,6 +35,10 @@ def inspect(
         str | None,
         typer.Option(metavar="LABELS", help="Exit with 1 if a verdict has one of these: biased,lossy,…"),
     ] = None,
+    details: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Attribution and microscope of the N worst heads; 1 with --html, else 0."),
+    ] = None,
     certify: Annotated[
         int, typer.Option(metavar="N", help="Recompute N rows of every head in mpmath: is the reference right?")
     ] = 0,
@@ -70,7 +74,7 @@ def inspect(
         diagnosis = inspect_captures(
             captures, selection=selection, recipes=recipe or (), engine=engine, level=level, device=device,
             progress=progress, unreadable=unreadable, skip=common.complain, certify=certified,
-            merge_ranks=merge_ranks,
+            merge_ranks=merge_ranks, details=_details(details, html),
         )  # fmt: skip
     for warning in diagnosis.summary.warnings:
         print(f"attn-diag: {warning}", file=sys.stderr)
@@ -81,6 +85,11 @@ def inspect(
         page = html_document(diagnosis)
         write_atomically(html, lambda temporary: Path(temporary).write_text(page, encoding="utf-8"))
     raise typer.Exit(_exit_code(diagnosis, wanted))
+
+
+def _details(asked: int | None, html: Path | None) -> int:
+    """How many heads to take apart: as asked, else the one that the first screen of a page is about."""
+    return (0 if html is None else 1) if asked is None else asked
 
 
 def _certify(count: int, rows: Ranges | None, bits: int) -> Certify:

@@ -11,22 +11,15 @@ Yao (arXiv 2510.04212, section 3.3): the main terms tie, and a residual far belo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from attn_diag.errors import InputError
+from attn_diag.microscopy.result import Addition, Counterfactual, Direction, Operand
 from attn_diag.reference import FloatFormat, format_of
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-Tie = Literal["exact", "broken", "none"]
-Direction = Literal["exact", "toward zero", "away from zero"]
 
 _NAMED: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -39,77 +32,6 @@ _NAMED: dict[str, torch.dtype] = {
 # Bits shown below the last one kept, and above the sum's leading one: BF16 products have 16 bits.
 _TAIL_BITS = 16
 _HEAD_BITS = 24
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A term: its value, exponent (of two), own significand bits, and its digits aligned under the sum's exponent.
-
-    ``aligned`` has a bar behind the last bit that the format keeps at the sum's exponent; a "+" at its end says that
-    bits follow, "…" at its start that bits precede. ``exponent`` is None and the bits are zero for 0. ``residual``: it
-    is counted as part of the residual, not of the main terms.
-    """
-
-    label: str
-    value: float
-    negative: bool
-    exponent: int | None
-    significand: str
-    aligned: str
-    residual: bool
-
-
-@dataclass(frozen=True)
-class Counterfactual:
-    """The same rounding of the main terms alone: their exact sum, its nearest-even value, and error."""
-
-    exact: float
-    tie: bool
-    rounded: float
-    error: float
-
-
-@dataclass(frozen=True, repr=False)
-class Addition(Result):
-    """One rounding of a sum, examined.
-
-    ``exact`` is the exact sum (rounded to float64 for display only; ``exact_aligned`` shows its bits), ``exponent``
-    its exponent, ``carry`` how far that lies above the largest operand's (negative: cancellation). ``kept``: the
-    truncated significand's bits; ``guard``, ``round_bit``, ``sticky``: the bits below. ``tie``: "exact"; "broken",
-    where the main terms alone tie and the residual decides; or "none". ``from_tie``: exact sum - nearest tie point.
-    ``toward_zero`` and ``away``: the neighbours of the sum; ``rounded`` to nearest, ties to even; ``direction``:
-    which of them it is; ``error`` = rounded - exact; ``ulp`` the spacing. ``without_residual`` is None where no
-    term counts as residual.
-    """
-
-    format: str
-    operands: tuple[Operand, ...]
-    exact: float
-    exact_aligned: str
-    exponent: int
-    carry: int
-    kept: str
-    guard: int
-    round_bit: int
-    sticky: int
-    tie: Tie
-    from_tie: float
-    residual: float
-    toward_zero: float
-    away: float
-    rounded: float
-    direction: Direction
-    error: float
-    ulp: float
-    without_residual: Counterfactual | None
-    schema: Literal["attn-diag-addition"] = "attn-diag-addition"
-    schema_version: Literal[1] = 1
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.microscope import addition_renderables
-
-        yield from addition_renderables(self)
 
 
 @dataclass(frozen=True)

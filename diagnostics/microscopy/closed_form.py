@@ -19,9 +19,7 @@ once, after both; P_bar is relative to the row's final maximum, whatever the sof
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -29,95 +27,12 @@ from torch import Tensor
 from attn_diag.captures import Capture
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import Format, Mode, Rounding, parse, round_to
+from attn_diag.microscopy.result import ClosedForm, ClosedFormRows, ClosedFormTotals, Explained
 from attn_diag.microscopy.subject import Subject, subject_of
 from attn_diag.microscopy.walk import rounds_numerator
 from attn_diag.reference import AttentionHead, RowBlock, row_blocks
-from attn_diag.result import Result
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-Class = Literal["tie", "swamped", "ordinary"]
 CLASSES: tuple[str, ...] = ("tie", "swamped", "ordinary")
-
-
-@dataclass(frozen=True)
-class Explained:
-    """Predicted beside measured signed errors, over ``n`` values; None where nothing was measured to differ.
-
-    ``projection`` = <predicted, measured> / ||measured||^2; ``share`` = 1 - ||measured - predicted||^2 /
-    ||measured||^2, the share of the squared error that the closed form explains (negative: it makes it worse).
-    """
-
-    n: int
-    predicted_sum: float
-    measured_sum: float
-    predicted_rms: float
-    measured_rms: float
-    correlation: float | None
-    projection: float | None
-    share: float | None
-
-
-@dataclass(frozen=True)
-class ClosedFormTotals:
-    """What the closed form says of one head.
-
-    ``site``: "O_bar" or "O", what the recipe rounds, to ``format`` (None: to no nearest-even format, nothing is
-    predicted). ``rows`` and ``elements`` by class (a row is a tie where one of its features is, else swamped where one
-    is), ``error_share``: of O's squared error, by the elements' class. ``o``, ``delta``: see Explained; delta's needs
-    dO. ``before``: likewise, with what the recipe lost before that rounding (scores, P_bar, l) as the prediction.
-    ``dq_predicted``, ``dq_measured``: ||alpha Delta_delta (PK)|| / ||dQ_ref|| from either. ``statement``: in words.
-    """
-
-    recipe: str
-    site: str
-    format: str | None
-    rows: dict[str, int]
-    elements: dict[str, int]
-    error_share: dict[str, float]
-    o: Explained
-    delta: Explained | None
-    before: Explained
-    dq_predicted: float | None
-    dq_measured: float | None
-    statement: str
-
-
-@dataclass(frozen=True)
-class ClosedFormRows:
-    """Row by row, over the rows that were usable: how many unit keys, tied and swamped features; errors summed over
-    features, and through dO into delta (empty without dO)."""
-
-    row: tuple[int, ...]
-    unit_keys: tuple[int, ...]
-    tied: tuple[int, ...]
-    swamped: tuple[int, ...]
-    predicted_o: tuple[float, ...]
-    measured_o: tuple[float, ...]
-    predicted_delta: tuple[float, ...]
-    measured_delta: tuple[float, ...]
-
-
-@dataclass(frozen=True, repr=False)
-class ClosedForm(Result):
-    """The closed form for one head: totals, and row by row."""
-
-    source: str
-    observation: str | None
-    layer: int | None
-    batch: int
-    head: int
-    totals: ClosedFormTotals
-    by_row: ClosedFormRows
-    schema: Literal["attn-diag-closed-form"] = "attn-diag-closed-form"
-    schema_version: Literal[1] = 1
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """A paragraph."""
-        from attn_diag.reports.microscope import closed_form_renderables
-
-        yield from closed_form_renderables(self.totals)
 
 
 @dataclass(frozen=True)

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from attn_diag.captures import Capture
-from attn_diag.diagnosis import Tool
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe, emulate_rows, trace_row
 from attn_diag.kernels.formats import parse, round_to
-from attn_diag.microscopy.addition import Addition, examine_addition
-from attn_diag.microscopy.closed_form import Class, ClosedFormTotals, explain, predict_block
+from attn_diag.microscopy.addition import examine_addition
+from attn_diag.microscopy.closed_form import explain, predict_block
+from attn_diag.microscopy.result import Addition, Class, Curve, Element, Microscope, Point, Site, Term
 from attn_diag.microscopy.subject import Subject, subject_of
-from attn_diag.microscopy.walk import Array, Parts, Site, Walk, exponent_factor, site_format, walk_element
+from attn_diag.microscopy.walk import Array, Parts, Walk, exponent_factor, site_format, walk_element
 from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool
 from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _MAX_POINTS = 512
 # Operands of the decisive addition, and further terms, that are listed one by one.
@@ -35,119 +29,6 @@ _SHOWN_OPERANDS = 6
 _SHOWN_TERMS = 12
 # Rows that are emulated together with the one that is walked.
 _EMULATED_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Term:
-    """A key's part in the sum: ``position`` counts visible keys in the recipe's order, from 1; ``key`` is its index.
-
-    ``probs``, ``cast_probs``: P_bar before and after its cast, relative to the maximum that far; ``value`` = V;
-    ``product`` = cast P_bar V relative to the final maximum; ``unit``: P_bar = 1 there. ``error_before`` and
-    ``error_after`` it: the prefix error.
-    """
-
-    position: int
-    key: int
-    probs: float
-    cast_probs: float
-    value: float
-    product: float
-    unit: bool
-    error_before: float
-    error_after: float
-
-
-@dataclass(frozen=True)
-class Point:
-    """The prefix error after ``position`` keys (see Curve); ``unit``: P_bar = 1 at this key."""
-
-    position: int
-    key: int
-    error: float
-    rounding_error: float
-    unit: bool
-
-
-@dataclass(frozen=True)
-class Curve:
-    """O_bar_err(t), the prefix error of Figure 6 of Qiu & Yao (arXiv 2510.04212), over the visible keys in order.
-
-    ``error`` at t = held(t) - sum_{j <= t} exp(S_j - m) V_j, S in float64 and m the recipe's final maximum; held(t) is
-    O_bar as the recipe would hold it were key t the last: with the roundings of range_pv and accumulator if it has any,
-    else the running sum rounded to ``format``, that of O ("what rounding O_bar would do"). ``rounding_error``: the same
-    against sum cast(P_bar_j) V_j, the recipe's own terms: without what the scores and the cast of P_bar make.
-    ``points``: at most 512, always with those of P_bar = 1 (thinned evenly if they alone are more). ``keys``: all.
-    """
-
-    format: str
-    keys: int
-    unit_keys: int
-    points: tuple[Point, ...]
-
-
-@dataclass(frozen=True)
-class Element:
-    """The closed form for this element (``attn_diag.closed_form``): its class, base, residual, and the error of O."""
-
-    kind: Class
-    unit_keys: int
-    base: float
-    residual: float
-    predicted_error: float
-
-
-@dataclass(frozen=True, repr=False)
-class Microscope(Result):
-    """One element of O under the microscope.
-
-    ``row``, ``feature``, and ``chosen``: how they came to be. ``observed``: captured O (None: there is none);
-    ``walked``: as walked here, ``emulated``: as the recipe's emulation has it, ``bit_equal``: whether these two agree;
-    ``reference``: float64's; ``rounded_reference``: that rounded once to O's format, with spacing ``ulp``. ``error`` =
-    observed (else walked) - reference; ``excess`` = that - rounded_reference. ``sites``: every rounding of the sum, its
-    contribution to O; ``before_sum``: what of walked - reference is left: scores, P_bar, l, fp32. ``decisive``: the
-    index of the site with the largest contribution (None: the recipe rounds nothing), examined in ``addition`` as if to
-    nearest even. ``terms``: the P_bar = 1 and the largest ones, in order. ``closed_form``: of the whole head.
-    """
-
-    source: str
-    observation: str | None
-    recipe: str
-    recipe_reason: str
-    layer: int | None
-    batch: int
-    head: int
-    row: int
-    feature: int
-    chosen: str
-    keys: int
-    ranges: int
-    splits: int
-    observed: float | None
-    walked: float
-    emulated: float
-    bit_equal: bool
-    reference: float
-    rounded_reference: float
-    error: float
-    excess: float
-    ulp: float
-    sites: tuple[Site, ...]
-    before_sum: float
-    decisive: int | None
-    addition: Addition | None
-    terms: tuple[Term, ...]
-    curve: Curve
-    element: Element
-    closed_form: ClosedFormTotals | None
-    tool: Tool
-    schema: Literal["attn-diag-microscope"] = "attn-diag-microscope"
-    schema_version: Literal[1] = 1
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.microscope import microscope_renderables
-
-        yield from microscope_renderables(self)
 
 
 def microscope(
@@ -187,15 +68,20 @@ def _silent(done: int, total: int) -> None:
 
 
 def look(
-    subject: Subject, row: int | None, feature: int | None, *, whole_head: bool = True, progress: Progress = _silent
+    subject: Subject,
+    row: int | None,
+    feature: int | None,
+    *,
+    chosen: str = "as asked",
+    whole_head: bool = True,
+    progress: Progress = _silent,
 ) -> Microscope:
-    """The microscope on a subject; see ``microscope``."""
+    """The microscope on a subject; see ``microscope``. ``chosen``: how row and feature, where both are given, were."""
     head, recipe = subject.inputs.head, subject.recipe
     progress(1, 3)
     for name, number, count in (("row", row, len(head.q)), ("feature", feature, head.v.shape[1])):
         if number is not None and not 0 <= number < count:
             raise InputError(f"{subject.source}: {name} must lie between 0 and {count - 1}, got {number}")
-    chosen = "as asked"
     if row is None or feature is None:
         row, feature, chosen = _worst(subject, row, feature)
     forward, values = replace(head, do=None), head.v[:, feature].cpu().numpy()
@@ -269,6 +155,17 @@ def look(
     )
     progress(3, 3)
     return found
+
+
+def most_of_delta(subject: Subject, row: int) -> int | None:
+    """The feature whose error of O adds most to |delta's error| in ``row``; None where none does, or without dO."""
+    head = subject.inputs.head
+    if head.do is None:
+        return None
+    truth = reference_rows(replace(head, do=None), torch.tensor([row], device=head.q.device)).out[0]
+    parts = (head.do[row] * (subject.out[row] - truth)).abs()
+    at = int(parts.argmax())
+    return at if float(parts[at]) > 0 else None
 
 
 def _decisive(sites: tuple[Site, ...]) -> int | None:

@@ -25,30 +25,11 @@ from attn_diag.errors import InputError
 from attn_diag.kernels import RangeTrace, Recipe, RowTrace
 from attn_diag.kernels.accumulation import matmul
 from attn_diag.kernels.formats import Mode, parse, round_to
+from attn_diag.microscopy.result import Site
 from attn_diag.reference import AttentionHead, FloatFormat
 
 Array = NDArray[Any]
 _FORWARD_SITES = ("scores", "difference", "row_max", "probs", "row_sum", "range_pv", "accumulator", "out")
-
-
-@dataclass(frozen=True)
-class Site:
-    """One rounding of the walked element.
-
-    ``name``: the recipe's field (range_pv, accumulator, out); ``step``: which of its roundings (product, rescale,
-    addition, numerator, cast). ``keys``: [start, stop) of its key range, None at the last ones. ``error`` = after -
-    before; ``contribution``: what that makes of O.
-    """
-
-    name: str
-    step: str
-    format: str
-    split: int
-    keys: tuple[int, int] | None
-    before: float
-    after: float
-    error: float
-    contribution: float
 
 
 @dataclass(frozen=True)

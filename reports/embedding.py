@@ -1,0 +1,203 @@
+"""The diagnosis inside its own page: thinned and shortened until the page keeps its size, and read back from it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from html.parser import HTMLParser
+from typing import Any
+
+from attn_diag.diagnosis import Bias, BiasEstimate, Diagnosis, Drift, HeadDiagnosis
+from attn_diag.errors import InputError
+from attn_diag.figures import HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
+
+ELEMENT = "attn-diag-diagnosis"
+# Running sums that the page draws; the others are left out of it.
+_DRAWN = ("delta", "delta_excess")
+
+
+@dataclass(frozen=True)
+class Detail:
+    """How much is kept: ``points`` of every curve, ``digits`` of every number, and whether it is compressed."""
+
+    points: int
+    digits: int
+    compressed: bool
+
+
+# From everything a page can show to the least that still shows its shape.
+_DETAILS = (
+    Detail(512, 17, compressed=False),
+    Detail(512, 9, compressed=False),
+    Detail(256, 7, compressed=True),
+    Detail(128, 6, compressed=True),
+    Detail(96, 5, compressed=True),
+    Detail(64, 4, compressed=True),
+    Detail(32, 4, compressed=True),
+)
+
+
+def fitted(diagnosis: Diagnosis, limit: int) -> Any:
+    """The diagnosis as JSON data of at most ``limit`` bytes once written out, with as much detail as fits.
+
+    Where all fits it is the diagnosis itself; else {"gzip": base64 of its gzipped JSON}. What is smallest is returned
+    where nothing fits (thousands of heads).
+    """
+    previous: tuple[int, Any] | None = None
+    for detail in _DETAILS:
+        if previous is None or previous[0] != detail.points:
+            previous = detail.points, _data(thinned(diagnosis, detail.points))
+        data = _shortened(previous[1], detail.digits)
+        text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        if detail.compressed:
+            # The time of making is left out, so that the same diagnosis gives the same page.
+            data = {"gzip": base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()}
+            size = len(data["gzip"])
+        else:
+            size = len(text.encode())
+        if size <= limit:
+            break
+    return data
+
+
+def embedded_diagnosis(text: str) -> str:
+    """The JSON of the diagnosis that a page of ``html_document`` shows, for ``Diagnosis.from_json``.
+
+    Its running sums and figures are thinned as the page needed. Raises InputError where there is none in ``text``.
+    """
+    found = _Element()
+    found.feed(text)
+    if found.text is None:
+        raise InputError(
+            f'expected a page that attn-diag wrote, with a script element of id "{ELEMENT}"; there is none in this one: '
+            "make it anew with attn-diag inspect --html, or give the JSON of --json"
+        )
+    try:
+        data = json.loads(found.text)
+        if isinstance(data, dict) and "gzip" in data:
+            return gzip.decompress(base64.b64decode(data["gzip"], validate=True)).decode()
+    except (ValueError, OSError, EOFError) as error:
+        raise InputError(f"the diagnosis in this page is damaged ({error}); make the page anew") from error
+    return found.text
+
+
+class _Element(HTMLParser):
+    """Takes the text of the element with the diagnosis; what looks like one inside other text is none."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.text: str | None = None
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "script" and dict(attrs).get("id") == ELEMENT and self.text is None:
+            self._inside, self.text = True, ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.text = (self.text or "") + data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = self._inside and tag != "script"
+
+
+def thinned(diagnosis: Diagnosis, points: int) -> Diagnosis:
+    """With at most ``points`` points of every curve that a page draws, and none of the others."""
+    captures = tuple(
+        replace(
+            capture,
+            observations=tuple(
+                replace(observation, heads=tuple(_head(head, points) for head in observation.heads))
+                for observation in capture.observations
+            ),
+        )
+        for capture in diagnosis.captures
+    )
+    return replace(diagnosis, captures=captures)
+
+
+def _head(head: HeadDiagnosis, points: int) -> HeadDiagnosis:
+    single = head.head is not None
+    estimates = {f.name: _estimate(getattr(head.bias, f.name), points if single and f.name in _DRAWN else 0)
+                 for f in fields(Bias)}  # fmt: skip
+    figures = None if head.figures is None else _figures(head.figures, points)
+    return replace(head, bias=Bias(**estimates), figures=figures)
+
+
+def _estimate(estimate: BiasEstimate | None, points: int) -> BiasEstimate | None:
+    if estimate is None:
+        return None
+    kept = [estimate.drift[i] for i in _evenly(len(estimate.drift), points)]
+    return replace(estimate, drift=Drift([p["row"] for p in kept], [p["sum"] for p in kept]))
+
+
+def _figures(figures: HeadFigures, points: int) -> HeadFigures:
+    runs, unit = figures.rows, figures.unit_positions
+    listed, shown = min(len(runs.first), points), _evenly(len(unit.rows), points)
+    return replace(
+        figures,
+        rows=RowRuns(runs.first[:listed], runs.batch[:listed], runs.row[:listed], runs.rows, runs.total),
+        strip=_strip(figures.strip, points),
+        unit_positions=UnitPositions(
+            tuple(unit.rows[i] for i in shown), tuple(unit.keys[i] for i in shown), unit.total
+        ),
+        dq=_predicted(figures.dq, points // 4),
+        dw_q=_predicted(figures.dw_q, points // 4),
+    )
+
+
+def _strip(strip: RowStrip, points: int) -> RowStrip:
+    groups = list(_groups(len(strip.first_rows), points))
+    return RowStrip(
+        tuple(strip.first_rows[g.start] for g in groups),
+        tuple(max(strip.exact[g]) for g in groups),
+        tuple(max(strip.unit[g]) for g in groups),
+    )
+
+
+def _predicted(error: PredictedError | None, points: int) -> PredictedError | None:
+    """Norms over wider groups: squares add up."""
+    if error is None:
+        return None
+    groups = list(_groups(len(error.first), points))
+
+    def joined(norms: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        # hypot of one number would lose its sign bit only; norms have none.
+        return None if norms is None else tuple(math.hypot(*norms[g]) for g in groups)
+
+    first = tuple(error.first[g.start] for g in groups)
+    return PredictedError(first, joined(error.observed), joined(error.predicted), joined(error.reference) or ())
+
+
+def _groups(count: int, most: int) -> Iterator[slice]:
+    """``count`` consecutive things in at most ``most`` groups of one size (the last may be smaller)."""
+    size = -(-count // most) if count else 1
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    """At most ``most`` of ``count`` indices, evenly, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)}) if most > 1 else []
+
+
+def _data(diagnosis: Diagnosis) -> Any:
+    return json.loads(diagnosis.to_json(indent=None))
+
+
+def _shortened(value: Any, digits: int) -> Any:
+    """Floats to so many significant digits; what is None or empty by default need not be written, but costs little."""
+    if digits >= 17:
+        return value
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, list):
+        return [_shortened(v, digits) for v in value]
+    if isinstance(value, dict):
+        return {k: _shortened(v, digits) for k, v in value.items()}
+    return value

@@ -1,0 +1,66 @@
+// Charts on the page: drawn, redrawn when colours or sizes change, and saved.
+attnDiag.charts = (() => {
+  const { el, theme } = attnDiag;
+  const drawn = new Map();
+
+  // Draw ``option()`` in ``place`` and keep it current; ``option`` is called again when the colours change.
+  const draw = (place, option, { height } = {}) => {
+    if (height) place.style.height = `${height}px`;
+    const chart = echarts.init(place, null, { renderer: "svg" });
+    chart.setOption(option());
+    drawn.set(place, { chart, option });
+    sizes.observe(place);
+    return chart;
+  };
+
+  // A figure that is drawn when it comes near the screen (or the printer): a long page opens at once.
+  const figure = (chart, { wide = false, height = 250 } = {}) => {
+    const place = el("div", { class: "chart" });
+    place.style.height = `${height}px`;
+    const ready = () => drawn.get(place)?.chart ?? draw(place, () => attnDiag.options.of(chart));
+    const button = (text, what, action) => el("button", { type: "button", class: "quiet", "aria-label": `Save ${chart.title} as ${what}`, onclick: action }, text);
+    const tools = [
+      button("SVG", "SVG", () => attnDiag.export.saveSvg(chart.name, ready())),
+      button("CSV", "CSV", () => attnDiag.export.saveCsv(chart)),
+    ];
+    const made = el("figure", { class: wide ? "wide" : null, "data-chart": chart.name },
+      el("div", { class: "figure-head" }, el("h3", {}, chart.title), tools), place, el("figcaption", {}, chart.caption));
+    waiting.set(place, ready);
+    nearby.observe(place);
+    return made;
+  };
+
+  const waiting = new Map();
+  const nearby = new IntersectionObserver((seen) => {
+    for (const { target, isIntersecting } of seen) if (isIntersecting) drawNow(target);
+  }, { rootMargin: "600px" });
+  const drawNow = (place) => {
+    nearby.unobserve(place);
+    waiting.get(place)?.();
+    waiting.delete(place);
+  };
+
+  const sizes = new ResizeObserver((seen) => {
+    for (const { target } of seen) if (target.clientWidth) drawn.get(target)?.chart.resize();
+  });
+
+  // Charts within an element that is about to go.
+  const dispose = (within) => {
+    for (const map of [drawn, waiting]) {
+      for (const [place, kept] of map) {
+        if (!within.contains(place)) continue;
+        nearby.unobserve(place);
+        sizes.unobserve(place);
+        kept.chart?.dispose();
+        map.delete(place);
+      }
+    }
+  };
+
+  const redraw = () => drawn.forEach(({ chart, option }) => chart.setOption(option(), { notMerge: true }));
+  theme.onChange(redraw);
+  matchMedia("print").addEventListener("change", () => [...waiting.keys()].forEach(drawNow));
+  addEventListener("beforeprint", () => [...waiting.keys()].forEach(drawNow));
+
+  return { draw, figure, dispose, redraw };
+})();

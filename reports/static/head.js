@@ -1,0 +1,100 @@
+// The chosen head: its numbers, figures, microscope, tests, and where they come from.
+attnDiag.head = (() => {
+  const { el } = attnDiag;
+  const { number, percent, signed } = attnDiag.numbers;
+  const { TESTS, name, judged, fileName } = attnDiag.entries;
+  const GRADIENTS = { dq: "dQ", dw_q: "dW_Q", dk: "dK", dv: "dV" };
+  const SHARES = { delta: "delta", lse: "LSE", ds_cast: "cast of dS", p_cast: "cast of P", dq_cast: "cast of dQ", dk_cast: "cast of dK", dv_cast: "cast of dV" };
+
+  const part = (title, ...content) => el("section", { class: "part" }, el("h2", {}, title), content);
+  const chips = (head) => (head.verdict?.labels ?? []).map((label) => el("span", { class: `chip ${label}` }, label.replaceAll("_", "-")));
+
+  const keys = ({ head }) => {
+    const values = [
+      ["dQ error", percent(head.propagation.dq?.relative_error ?? head.propagation.dq?.predicted_relative_error)],
+      ["dW_Q error", percent(head.propagation.dw_q?.relative_error ?? head.propagation.dw_q?.predicted_relative_error)],
+      ["Noise factor", number(head.noise_factor)],
+      ["Conditioning", number(head.conditioning)],
+      ["Repeated maxima", percent(head.row_maxima.exact.fraction)],
+      ["Max logit", number(head.figures?.max_logit)],
+      ["Rows", number(head.rows_all, 6)],
+    ];
+    return el("dl", { class: "keys" }, values.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value))));
+  };
+
+  const tests = ({ head }) => {
+    const cell = (text) => el("td", {}, text);
+    const rows = Object.entries(TESTS).map(([key, title]) => {
+      const e = head.bias[key];
+      const unit = key.startsWith("delta") ? "floors" : "ulp";
+      const cells = e ? [signed(e.mean, 3), e.mean_ulp == null ? "–" : `${signed(e.mean_ulp, 3)} ${unit}`, number(e.t), number(e.p_adjusted, 2), number(e.n_eff), number(e.minimum_detectable, 2), number(e.reference_bound, 1)] : Array(7).fill("–");
+      return el("tr", {}, el("th", { scope: "row" }, title), cells.map(cell));
+    });
+    const names = ["mean error of", "mean", "in units", "t", "adjusted p", "n_eff", "detectable", "reference ±"];
+    return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Tests of bias" }, el("table", { class: "tests" },
+      el("thead", {}, el("tr", {}, names.map((n) => el("th", { scope: "col" }, n)))), el("tbody", {}, rows)));
+  };
+
+  const gradients = ({ head }) => {
+    const known = Object.entries(GRADIENTS).filter(([key]) => head.propagation[key]?.relative_error != null);
+    const items = known.map(([key, title]) => {
+      const e = head.propagation[key];
+      const shares = Object.entries(e.shares ?? {}).filter(([, s]) => s != null).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
+      const coherence = e.coherence == null ? "" : `; coherence ${number(e.coherence)} (random signs: up to ${number(e.coherence_null95)})`;
+      return el("li", {}, `${title} is ${percent(e.relative_error)} off: ${shares.map(([s, x]) => `${SHARES[s] ?? s} ${percent(x)}`).join(", ") || "–"}; unexplained ${percent(e.unexplained_fraction)} by delta alone, ${percent(e.unexplained_with_casts)} with LSE and casts${coherence}.`);
+    });
+    return el("ul", { class: "reasons" }, items, (head.propagation.notes ?? []).map((note) => el("li", { dir: "auto" }, note)));
+  };
+
+  const provenance = ({ capture, observation, head }) => {
+    const agreement = observation.agreement == null ? "" : ` (${percent(observation.agreement)} of sampled elements bit-equal)`;
+    const facts = [
+      ["file", capture.source],
+      ["sizes", Object.entries(capture.shape).map(([k, v]) => `${k} ${v}`).join(", ")],
+      ["observation", `${observation.name}: ${observation.backend}`],
+      ["recipe that reproduces O", observation.recipe ? `${observation.recipe}${agreement}` : "none that is known"],
+      ["outputs", observation.outputs.join(", ")],
+      ["assumptions", capture.assumptions.message],
+      ["assumed by default", capture.assumptions.defaults.join(", ") || "nothing"],
+      ["rows", `${head.rows_all} analysed together; ${head.rows_fully_masked} fully masked, ${head.rows_nonfinite} not finite`],
+      ["delta", head.delta_source === "captured" ? "as captured" : head.delta_source === "from_o" ? "rowsum(dO ∘ O) of the captured O" : "–"],
+      ...Object.entries(capture.metadata),
+    ];
+    return el("dl", { class: "facts" }, facts.flatMap(([key, value]) => [el("dt", { dir: "auto" }, key), el("dd", { dir: "auto" }, value)]));
+  };
+
+  const missing = ({ missing: title, needs }) => el("p", { class: "missing" }, el("b", {}, title), needs);
+  const drawn = (made) => (made.chart ? attnDiag.charts.figure(made.chart, made) : missing(made));
+
+  const microscope = (entry) => {
+    const m = entry.head.microscope;
+    if (!m) return [missing({ missing: "The worst addition, bit by bit", needs: "Run attn-diag inspect --html FILE --details 8 for the eight worst heads, or attn-diag microscope on this capture." })];
+    const curve = attnDiag.figures.prefix(entry);
+    return [...attnDiag.microscope.view(m).filter(Boolean), curve ? attnDiag.charts.figure(curve.chart, { wide: true }) : null];
+  };
+
+  const show = (entry) => {
+    const place = document.getElementById("head");
+    attnDiag.charts.dispose(place);
+    const { capture, observation, head } = entry;
+    const title = el("h2", {}, `${name(entry)} `, el("bdi", {}, observation.name), judged(entry) ? chips(head) : el("span", { class: "chip none" }, "no verdict"));
+    const from = el("p", { class: "from" }, el("bdi", {}, fileName(capture.source)), ` · ${observation.backend}`);
+    if (!judged(entry)) {
+      place.replaceChildren(title, from, el("p", {}, "No verdict, and no figures: the capture contradicts what was assumed of it. ", capture.assumptions.message), part("Provenance", provenance(entry)));
+    } else {
+      const figures = attnDiag.figures.of(entry);
+      const reasons = el("ul", { class: "reasons" }, (head.verdict?.reasons ?? []).map((r) => el("li", { dir: "auto" }, r)));
+      const suggestions = el("ul", { class: "suggestions" }, (head.verdict?.suggestions ?? []).map((r) => el("li", { dir: "auto" }, r)));
+      place.replaceChildren(title, from, keys(entry), reasons, suggestions,
+        el("div", { class: "figures" }, figures.filter((f) => f.chart).map(drawn)),
+        el("div", { class: "lacking" }, figures.filter((f) => f.missing).map(drawn)),
+        part("The worst addition, bit by bit", microscope(entry)),
+        part("Is there a bias?", tests(entry)),
+        part("Where the gradients' errors come from", gradients(entry)),
+        part("Provenance and assumptions", provenance(entry)));
+    }
+    place.hidden = false;
+  };
+
+  return { show };
+})();

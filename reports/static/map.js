@@ -1,0 +1,186 @@
+// The map of heads: colour by a metric, choose by click or keyboard.
+attnDiag.map = (() => {
+  const { el, theme, options } = attnDiag;
+  const { metrics, dimensions, name, judged, fileName } = attnDiag.entries;
+
+  const start = (entries, onChoose) => {
+    const card = document.getElementById("overview");
+    const place = document.getElementById("map");
+    const { all, rows, chosen } = dimensions(entries);
+    const state = { metric: null, picked: {}, current: null, focus: null };
+    let grid = null;
+    let cells = [];
+    let axes = null;
+    let chart = null;
+
+    const visible = () => entries.filter((e) => chosen.every((key) => all[key].of(e) === state.picked[key]));
+
+    // Cells by row and column of what is chosen.
+    const arrange = () => {
+      const seen = visible();
+      const columns = [...new Set(seen.map((e) => e.head.head))].sort((a, b) => a - b);
+      const names = all[rows].values.filter((value) => seen.some((e) => all[rows].of(e) === value));
+      cells = seen.map((entry) => ({ entry, row: names.indexOf(all[rows].of(entry)), column: columns.indexOf(entry.head.head) }));
+      axes = { columns, names };
+    };
+    const cellAt = (row, column) => cells.find((c) => c.row === row && c.column === column);
+    const cellOf = (entry) => cells.find((c) => c.entry === entry);
+
+    const value = (entry) => (judged(entry) ? state.metric.value(entry) : null);
+    const position = (entry) => {
+      const v = value(entry);
+      return v === null ? null : state.metric.at(v, entry);
+    };
+    const spoken = (entry) => `${name(entry)}, ${entry.observation.name}: ${judged(entry) ? `${state.metric.title} ${state.metric.show(value(entry))}, ${(entry.head.verdict?.labels ?? ["no verdict"]).join(", ").replaceAll("_", "-")}` : "no verdict"}`;
+
+    const option = () => {
+      const narrow = place.clientWidth < 560;
+      const known = cells.map((c) => position(c.entry)).filter((x) => x !== null);
+      let low = Math.min(...known);
+      let high = Math.max(...known);
+      if (!known.length) [low, high] = [0, 1];
+      if (state.metric.diverging) {
+        // At least to p = 0.001, so that chance does not look like a finding.
+        high = Math.max(3, Math.abs(low), Math.abs(high));
+        low = -high;
+      } else if (low === high) [low, high] = [low - 0.5, high + 0.5];
+      const colors = state.metric.diverging ? theme.signs() : theme.magnitude;
+      const at = (x) => (x - low) / (high - low);
+      const small = axes.columns.length > (narrow ? 6 : 14);
+      const rowHeight = cellHeight();
+      const data = cells.map((cell) => {
+        const x = position(cell.entry);
+        const fill = x === null ? theme.color("empty") : theme.along(colors, at(x));
+        const focused = cell === state.focus && document.activeElement === grid;
+        const current = cell.entry === state.current;
+        return {
+          value: [cell.column, cell.row, x ?? "-"],
+          cell,
+          itemStyle: { color: fill, borderColor: focused ? theme.color("second") : current ? theme.color("ink") : theme.color("card"), borderWidth: focused || current ? 3 : 2, borderRadius: 4 },
+          label: { show: !small, color: x === null ? theme.color("soft") : theme.readable(fill), fontSize: 10.5, fontFamily: theme.font(), formatter: () => short(cell.entry) },
+          z: focused || current ? 3 : 1,
+        };
+      });
+      // The chosen and the focused cell last, so that their borders lie on top.
+      data.sort((a, b) => a.z - b.z);
+      const end = (x) => (state.metric.ends ? (x === high ? state.metric.ends[1] : state.metric.ends[0]) : state.metric.show(state.metric.back(x)));
+      const axisOf = (label, names, extra) => options.axis({ label, names, log: false }, extra);
+      const labels = axes.names.map((n) => (n.length > 18 ? `${n.slice(0, 17)}…` : n || " "));
+      return {
+        animation: false,
+        textStyle: { fontFamily: theme.font() },
+        aria: { enabled: true, label: { description: `Map of ${cells.length} heads by ${state.metric.title}` } },
+        grid: { left: 4, right: 4, top: 4, height: rowHeight * axes.names.length, containLabel: false, ...gridSides(labels) },
+        tooltip: options.tooltip({
+          formatter: ({ data: { cell } }) => options.lines(name(cell.entry), [
+            judged(cell.entry) ? `${state.metric.title}: ${state.metric.show(value(cell.entry))}` : "no verdict: the assumptions do not hold",
+            ...(judged(cell.entry) ? [(cell.entry.head.verdict?.labels ?? ["no verdict"]).join(", ").replaceAll("_", "-")] : []),
+            `${cell.entry.observation.name}, ${fileName(cell.entry.capture.source)}`,
+          ]),
+        }),
+        xAxis: axisOf("head", axes.columns.map(String), { nameGap: 22, splitLine: { show: false }, axisLabel: { ...options.textStyle(), interval: narrow && axes.columns.length > 8 ? "auto" : 0 } }),
+        yAxis: axisOf(axes.names.length > 1 && rows === "layer" ? "layer" : "", labels, { inverse: true, splitLine: { show: false }, nameGap: 26 }),
+        visualMap: {
+          show: known.length > 0, type: "continuous", min: low, max: high, dimension: 2, calculable: false, orient: "horizontal", left: 0, bottom: 0,
+          itemHeight: 150, itemWidth: 9, text: [end(high), end(low)], textStyle: options.textStyle(), inRange: { color: colors }, seriesIndex: 99, hoverLink: false,
+        },
+        series: [{ type: "heatmap", data, emphasis: { itemStyle: { borderColor: theme.color("ink") } } }],
+      };
+    };
+    const short = (entry) => {
+      const v = value(entry);
+      if (v === null) return "";
+      return state.metric.show === attnDiag.numbers.percent ? attnDiag.numbers.number(100 * v, 2) : attnDiag.numbers.number(v, 2);
+    };
+    const cellHeight = () => (axes.names.length > 16 ? 20 : axes.names.length > 4 ? 30 : 40);
+    const height = () => cellHeight() * axes.names.length + 92;
+    // Few heads make no wide bricks.
+    const gridSides = (labels) => {
+      const left = Math.max(24, 6.4 * Math.max(...labels.map((l) => l.length)) + 12) + (axes.names.length > 1 && rows === "layer" ? 16 : 0);
+      return { left, width: Math.min(place.clientWidth - left - 6, 84 * axes.columns.length) };
+    };
+
+    const refresh = () => chart.setOption(option(), { notMerge: true });
+    const rearrange = () => {
+      arrange();
+      state.focus = cellOf(state.current) ?? cells[0];
+      grid.style.height = `${height()}px`;
+      chart.resize();
+      refresh();
+      for (const button of document.getElementById("metrics").children) {
+        button.disabled = !metrics.find((m) => m.key === button.dataset.metric && cells.some((c) => judged(c.entry) && m.value(c.entry) !== null));
+      }
+    };
+
+    const setMetric = (metric) => {
+      state.metric = metric;
+      for (const button of document.getElementById("metrics").children) button.setAttribute("aria-pressed", String(button.dataset.metric === metric.key));
+      document.getElementById("metric-words").textContent = metric.words;
+      grid?.setAttribute("aria-label", `Heads coloured by ${metric.title}. Arrow keys move, Enter opens.`);
+      if (chart) refresh();
+    };
+
+    const focusOn = (cell) => {
+      state.focus = cell;
+      live.textContent = spoken(cell.entry);
+      refresh();
+    };
+    const live = el("p", { class: "spoken", "aria-live": "polite" });
+    const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    const onKey = (event) => {
+      if (event.key === "Enter" || event.key === " ") {
+        event.preventDefault();
+        onChoose(state.focus.entry);
+      } else if (event.key === "Home" || event.key === "End") {
+        event.preventDefault();
+        focusOn(event.key === "Home" ? cells[0] : cells[cells.length - 1]);
+      } else if (moves[event.key]) {
+        event.preventDefault();
+        const [down, right] = moves[event.key];
+        // Over empty cells, to the next one there is.
+        for (let r = state.focus.row + down, c = state.focus.column + right; r >= 0 && c >= 0 && r < axes.names.length && c < axes.columns.length; r += down, c += right) {
+          if (cellAt(r, c)) return focusOn(cellAt(r, c));
+        }
+      }
+      return undefined;
+    };
+
+    const choosers = document.getElementById("choosers");
+    for (const key of chosen) {
+      const select = el("select", { "data-dimension": key, onchange: () => {
+        state.picked[key] = select.value;
+        rearrange();
+      } }, all[key].values.map((v) => el("option", { value: v }, v.length > 60 ? `${v.slice(0, 59)}…` : v || "–")));
+      state.picked[key] = all[key].values[0];
+      choosers.append(el("label", {}, all[key].title, select));
+    }
+
+    card.hidden = false;
+    const usable = metrics.filter((m) => entries.some((e) => judged(e) && m.value(e) !== null));
+    document.getElementById("metrics").append(...metrics.map((m) => el("button", { type: "button", "data-metric": m.key, onclick: () => setMetric(m) }, m.title)));
+    setMetric(usable[0] ?? metrics[1]);
+    arrange();
+    grid = el("div", { class: "grid", tabindex: 0, role: "application", onkeydown: onKey, onfocus: () => focusOn(state.focus), onblur: () => refresh() });
+    place.append(grid, live);
+    grid.style.height = `${height()}px`;
+    state.focus = cells[0];
+    setMetric(state.metric);
+    chart = attnDiag.charts.draw(grid, option);
+    chart.on("click", ({ data }) => onChoose(data.cell.entry));
+    new ResizeObserver(() => refresh()).observe(place);
+    rearrange();
+
+    // Show that ``entry`` is the chosen one; brings its capture and observation into view.
+    const show = (entry) => {
+      state.current = entry;
+      for (const key of chosen) {
+        state.picked[key] = all[key].of(entry);
+        choosers.querySelector(`[data-dimension="${key}"]`).value = state.picked[key];
+      }
+      rearrange();
+    };
+    return { show };
+  };
+
+  return { start };
+})();

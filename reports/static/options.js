@@ -1,0 +1,157 @@
+// A Chart (reports/charts.py) as an option of ECharts. Nothing is animated: figures are to be read.
+attnDiag.options = (() => {
+  const { el, theme } = attnDiag;
+  const { number } = attnDiag.numbers;
+
+  const textStyle = (color = "soft") => ({ color: theme.color(color), fontFamily: theme.font(), fontSize: 11.5 });
+  const palette = () => [theme.color("accent"), theme.color("second"), theme.color("third"), theme.color("good")];
+
+  const base = (chart) => ({
+    animation: false,
+    textStyle: { fontFamily: theme.font() },
+    color: palette(),
+    aria: { enabled: true, label: { description: `${chart.title}. ${chart.caption}` } },
+  });
+
+  // Tooltips are made of nodes: a string would be read as HTML.
+  const tooltip = (extra) => ({
+    confine: true,
+    backgroundColor: theme.color("card"),
+    borderColor: theme.color("line"),
+    borderWidth: 1,
+    padding: [7, 10],
+    className: "tip",
+    textStyle: textStyle("ink"),
+    extraCssText: "box-shadow: 0 2px 10px rgba(0,0,0,.12); white-space: normal; max-width: 20rem;",
+    ...extra,
+  });
+  const lines = (title, rows) => {
+    const box = el("div", {}, el("b", {}, title));
+    rows.forEach((row) => box.append(el("div", {}, row)));
+    return box;
+  };
+
+  const axis = (given, extra = {}) => ({
+    type: given.names.length ? "category" : given.log ? "log" : "value",
+    name: given.label,
+    nameLocation: "middle",
+    nameTextStyle: textStyle(),
+    axisLabel: { ...textStyle(), hideOverlap: true, ...(given.names.length ? {} : { formatter: (v) => number(v, 4) }) },
+    axisLine: { show: false },
+    axisTick: { show: false },
+    splitLine: { show: !given.names.length, lineStyle: { color: theme.color("line"), width: 1 } },
+    ...(given.names.length ? { data: given.names } : {}),
+    ...(given.log ? { minorSplitLine: { show: false } } : {}),
+    ...extra,
+  });
+
+  // A log axis cannot show zero or less: those points are gaps.
+  const shown = (value, given) => (given.log && !(value > 0) ? null : value);
+
+  const bandsOf = (chart) => ({
+    silent: true,
+    markArea: {
+      silent: true,
+      itemStyle: { color: theme.color("band") },
+      label: { show: false },
+      data: chart.bands.filter((b) => b.high > b.low).map((b) => [{ yAxis: b.low, name: b.name }, { yAxis: b.high }]),
+    },
+    markLine: {
+      silent: true,
+      symbol: "none",
+      lineStyle: { color: theme.color("third"), type: "dashed", width: 1 },
+      label: { ...textStyle(), position: "insideEndTop", formatter: (p) => p.name },
+      data: chart.bands.flatMap((b) => (b.high > b.low
+        ? [{ yAxis: b.high, name: b.name }, { yAxis: b.low, name: "" }]
+        : [{ yAxis: b.low, name: b.name }])),
+    },
+  });
+
+  const seriesOf = (chart, sideways) => (series, i) => {
+    const points = series.x.map((x, k) => [shown(x, chart.x), shown(series.y[k], chart.y)]);
+    const bars = series.kind === "bars";
+    const made = {
+      name: series.name,
+      type: bars ? "bar" : series.kind === "points" ? "scatter" : "line",
+      data: points,
+      ...(series.kind === "step" ? { step: "end" } : {}),
+      ...(bars ? { barCategoryGap: sideways ? "35%" : "8%", barMinHeight: 0 } : {}),
+      symbolSize: series.kind === "points" ? 5 : 4,
+      showSymbol: series.kind === "points" || points.length < 3,
+      lineStyle: { width: 1.6 },
+      ...(i ? {} : bandsOf(chart)),
+      silent: false,
+    };
+    // One series of bars around zero: colour by sign, as in the maps.
+    if (bars && chart.series.length === 1 && series.y.some((y) => y < 0) && !sideways) {
+      made.itemStyle = { color: (p) => theme.color(p.value[1] < 0 ? "accent" : "second") };
+    }
+    return made;
+  };
+
+  const hover = (chart, sideways) => (given) => {
+    const items = Array.isArray(given) ? given : [given];
+    if (!items.length) return "";
+    const at = items[0].value[sideways ? 1 : 0];
+    const of = sideways ? chart.y : chart.x;
+    const title = of.names.length ? String(of.names[at] ?? at) : `${of.label} ${number(at, 6)}`;
+    return lines(title, items.map((item) => `${item.seriesName}: ${number(item.value[sideways ? 0 : 1], 5)}`));
+  };
+
+  const series = (chart) => {
+    const sideways = chart.y.names.length > 0 && chart.series.every((s) => s.kind === "bars");
+    const scattered = chart.series.every((s) => s.kind === "points");
+    const zoomable = !sideways && !chart.x.names.length;
+    return {
+      ...base(chart),
+      grid: { left: 8, right: 14, top: chart.series.length > 1 ? 34 : 14, bottom: 26, containLabel: true },
+      legend: { show: chart.series.length > 1, top: 0, left: 0, itemWidth: 16, itemHeight: 8, icon: scattered ? "circle" : "roundRect", textStyle: textStyle("ink") },
+      tooltip: tooltip({
+        trigger: scattered ? "item" : "axis",
+        axisPointer: { type: chart.series.some((s) => s.kind === "bars") ? "shadow" : "line", axis: sideways ? "y" : "x", shadowStyle: { color: theme.color("band") } },
+        formatter: hover(chart, sideways),
+      }),
+      xAxis: axis(chart.x, { nameGap: 26, scale: scattered, ...(sideways || chart.x.names.length ? {} : { min: "dataMin", max: "dataMax", splitLine: { show: false }, axisLabel: { ...textStyle(), hideOverlap: true, showMaxLabel: false, formatter: (v) => number(v, 6) } }) }),
+      yAxis: axis(chart.y, {
+        ...(sideways ? { inverse: true } : { nameGap: 14, nameLocation: "end", nameTextStyle: { ...textStyle(), align: "left", padding: [0, 0, 0, 0] }, name: "" }),
+        // A band must be seen whole, whatever the walk does.
+        ...(chart.bands.length && !chart.y.log && !sideways ? {
+          min: (v) => Math.min(v.min, ...chart.bands.map((b) => b.low)), max: (v) => Math.max(v.max, ...chart.bands.map((b) => b.high)),
+          axisLabel: { ...textStyle(), showMinLabel: false, showMaxLabel: false, formatter: (v) => number(v, 4) },
+        } : {}),
+      }),
+      // Zoom by pinching, dragging and ctrl+wheel: a plain wheel goes on scrolling the page.
+      ...(zoomable ? { dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, preventDefaultMouseMove: false, filterMode: "none" }] } : {}),
+      series: chart.series.map(seriesOf(chart, sideways)),
+    };
+  };
+
+  const map = (chart) => {
+    const cells = chart.map.values.flatMap((row, i) => row.map((value, j) => [j, i, value])).filter((c) => Number.isFinite(c[2]));
+    const values = cells.map((c) => c[2]);
+    // Not spread: there may be more cells than a call takes arguments.
+    const [low, high] = values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
+    const reach = Math.max(Math.abs(low), Math.abs(high)) || 1;
+    const range = chart.map.diverging ? [-reach, reach] : [low, high];
+    const indices = (count) => Array.from({ length: count }, (_, i) => String(i));
+    const columns = { ...chart.x, names: chart.x.names.length ? chart.x.names : indices(chart.map.values[0]?.length ?? 0) };
+    const rows = { ...chart.y, names: chart.y.names.length ? chart.y.names : indices(chart.map.values.length) };
+    return {
+      ...base(chart),
+      grid: { left: 8, right: 14, top: 8, bottom: 74, containLabel: true },
+      tooltip: tooltip({
+        formatter: (item) => lines(`${columns.label} ${columns.names[item.value[0]]}, ${rows.label} ${rows.names[item.value[1]]}`, [`${chart.map.label}: ${number(item.value[2], 5)}`]),
+      }),
+      xAxis: axis(columns, { nameGap: 26 }),
+      yAxis: axis(rows, { inverse: true, nameGap: 36 }),
+      visualMap: {
+        min: values.length ? range[0] : 0, max: values.length ? range[1] : 1, dimension: 2, calculable: false, orient: "horizontal", left: "center", bottom: 0,
+        itemHeight: 140, itemWidth: 10, text: [number(range[1]), `${chart.map.label}   ${number(range[0])}`],
+        textStyle: textStyle(), inRange: { color: chart.map.diverging ? theme.signs() : theme.magnitude },
+      },
+      series: [{ type: "heatmap", data: cells, itemStyle: { borderWidth: 0 } }],
+    };
+  };
+
+  return { of: (chart) => (chart.map ? map(chart) : series(chart)), base, axis, tooltip, lines, textStyle };
+})();
