@@ -22,6 +22,7 @@ from attn_diag import Capture, InputError, PaperFigures, paper_figures
 from attn_diag.bias import FLAT_BAND_99, mean_test
 from attn_diag.diagnosis import BiasEstimate
 from attn_diag.paper.accumulation import accumulate, degrees_of_freedom, flat_band, sign_coherence
+from attn_diag.paper.features import sign_bound
 from attn_diag.paper.similarity import Directions, random_cosine95
 
 Array = npt.NDArray[np.float64]
@@ -277,6 +278,23 @@ def test_degrees_of_freedom_are_read_back(df: float) -> None:
     half = float(stats.t.ppf(0.975, df)) * 0.2
     estimate = BiasEstimate(n=5, mean=1.0, rms=1.0, standard_error=0.2, ci95=(1 - half, 1 + half))
     assert degrees_of_freedom(estimate) == pytest.approx(df, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 5, 12])
+def test_the_bound_on_alignment_is_one(size: int) -> None:
+    """Against all 2^n signs; a mutant that forgets the second tail is below the truth."""
+    generator = torch.Generator().manual_seed(size)
+    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * size).view(-1, size)
+    mutant_fails = False
+    for _ in range(50):
+        p = torch.randn(size, generator=generator, dtype=torch.float64)
+        truth = float(((signs @ p.abs()).abs() >= p.sum().abs() * (1 - 1e-12)).double().mean())
+        hoeffding = 2 * float(torch.exp(-(p.sum() ** 2) / (2 * p.square().sum())))
+        bound = sign_bound(p)
+        assert truth * (1 - 1e-9) <= bound <= min(1.0, hoeffding) * (1 + 1e-6)
+        mutant_fails |= bound / 2 < truth * (1 - 1e-9)
+    assert mutant_fails
+    assert sign_bound(torch.ones(size)) == pytest.approx(2 / 2**size, rel=1e-3)
 
 
 def test_random_signs_are_coherent_beyond_the_null_in_5_percent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,9 +67,32 @@ class FeatureSums:
             o_error=tuple(o_error.tolist()),
             product=tuple(product.tolist()),
             alignment=alignment,
-            # P(|sum s_i p_i| >= r ||p||) <= 2 exp(-r^2 / 2) for random signs (Hoeffding 1963), in any of the rows.
-            alignment_p=min(1.0, 2 * self.rows * math.exp(-(alignment**2) / 2)),
+            alignment_p=min(1.0, self.rows * sign_bound(product)),
             rows=self.rows,
             aligned=tuple(None if math.isnan(f) else f for f in fractions),
             contribution=tuple(self.contribution.tolist()),
         )
+
+
+def sign_bound(products: Tensor) -> float:
+    """No less than P(|sum s_i |p_i|| >= |sum p_i|) for random signs s_i: Chernoff's bound, both tails.
+
+    2 min over t >= 0 of exp(-t |sum p|) prod cosh(t p_i) (Chernoff 1952): never above Hoeffding's
+    2 exp(-alignment^2 / 2), and the truth, 2 / 2^n, where all n products agree in sign.
+    """
+    from scipy.optimize import minimize_scalar
+
+    p = np.abs(products.double().numpy())
+    if not p.any():
+        return 1.0
+    p /= p.max()
+    p = p[p > 0]
+    reached = abs(float(products.double().sum())) / float(products.double().abs().max())
+
+    def exponent(log_t: float) -> float:
+        x = math.exp(log_t) * p
+        return float((x + np.log1p(np.exp(-2 * x)) - math.log(2)).sum()) - math.exp(log_t) * reached
+
+    # Every t gives a bound, so the search need not be exact.
+    best = minimize_scalar(exponent, bounds=(-12.0, 12.0), method="bounded")
+    return min(1.0, 2 * math.exp(min(float(best.fun), 0.0)))

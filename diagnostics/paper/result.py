@@ -218,9 +218,9 @@ class FeatureProducts:
     """Figures 5b-c: dO, the error of O and their product by feature, in the row with the largest |Delta_delta|.
 
     ``share``: of the sum of Delta_delta^2 over the step's rows. ``alignment`` = |sum of products| / (sum of their
-    squares)^1/2, 1 in the mean square under random signs; ``alignment_p``: what Hoeffding's inequality allows it to be
-    by chance in any of the ``rows`` (Bonferroni). Over all rows, by feature: ``aligned``, the fraction of rows where
-    the product is positive, of those where it is not 0, and ``contribution``, the sum of the products.
+    squares)^1/2, 1 in the mean square under random signs; ``alignment_p``: a bound on the probability that random signs
+    do as much in any of the ``rows`` (Chernoff's, times the rows). Over all rows, by feature: ``aligned``, the fraction
+    of rows where the product is positive, of those where it is not 0, and ``contribution``, the sum of the products.
     """
 
     step: int | None
