@@ -153,7 +153,9 @@ def test_the_command(
     assert stored.chosen.steps == (10, 11, 12)
     assert stored.chosen.reason.startswith("as asked for")
     assert json.loads(target.read_text())["schema"] == "attn-diag-paper-figures"
-    assert run(monkeypatch, str(folder), "--json", "-", "--device", "cpu") == 0
+    page = tmp_path / "figures.html"
+    assert run(monkeypatch, str(folder), "--json", "-", "--html", str(page), "--device", "cpu") == 0
+    assert all(f'"{name}"' in page.read_text(encoding="utf-8") for name in charts(stored.gallery()))
     assert json.loads(capsys.readouterr().out)["schema_version"] == 1
 
 
