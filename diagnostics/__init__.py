@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from attn_diag.mitigation.result import WhatIf
     from attn_diag.mitigation.what_if import what_if
     from attn_diag.monitoring.monitor import Monitor
+    from attn_diag.paper.figures import paper_figures
+    from attn_diag.paper.result import PaperFigures
     from attn_diag.probing.probe import probe
     from attn_diag.probing.result import ProbeReport
     from attn_diag.regression.check import check
@@ -72,6 +74,7 @@ _HOME = {
     "InputError": "errors",
     "Microscope": "microscopy.result",
     "Monitor": "monitoring.monitor",
+    "PaperFigures": "paper.result",
     "ProbeReport": "probing.result",
     "Recipe": "kernels",
     "Selection": "capture_job",
@@ -98,6 +101,7 @@ _HOME = {
     "load": "loading",
     "load_example": "loading",
     "microscope": "microscopy.microscope",
+    "paper_figures": "paper.figures",
     "preset": "kernels",
     "probe": "probing.probe",
     "read_diagnosis": "comparison.read",
@@ -125,6 +129,7 @@ __all__ = [
     "InputError",
     "Microscope",
     "Monitor",
+    "PaperFigures",
     "ProbeReport",
     "Recipe",
     "Selection",
@@ -151,6 +156,7 @@ __all__ = [
     "load",
     "load_example",
     "microscope",
+    "paper_figures",
     "preset",
     "probe",
     "read_diagnosis",

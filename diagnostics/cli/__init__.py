@@ -15,6 +15,7 @@ from attn_diag.cli.convert import convert
 from attn_diag.cli.diff import diff
 from attn_diag.cli.dtypes import SETTINGS, dtypes
 from attn_diag.cli.env import env
+from attn_diag.cli.figures import figures
 from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
 from attn_diag.cli.microscope import microscope
@@ -41,6 +42,7 @@ app.command()(identify)
 app.command()(attribute)
 app.command("what-if")(what_if)
 app.command()(microscope)
+app.command()(figures)
 app.command()(probe)
 app.command()(check)
 app.command()(convert)

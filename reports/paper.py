@@ -1,0 +1,268 @@
+"""The paper's figures as a gallery of charts. Each caption says what is shown, of what data, with what uncertainty."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from attn_diag.reports import paper_words as say
+from attn_diag.reports import words
+from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Section, Series
+from attn_diag.reports.paper_atoms import atoms, plain_values
+from attn_diag.reports.paper_terminal import paper_renderables
+
+if TYPE_CHECKING:
+    from attn_diag.paper.result import (
+        Accumulated,
+        DeltaRows,
+        DeltaSteps,
+        FeatureProducts,
+        PaperFigures,
+        PrefixError,
+        SpectralNorms,
+        TriggerCounts,
+        Triggers,
+    )
+
+__all__ = ["paper_gallery", "paper_renderables"]
+
+# Lines that can still be told apart.
+_MAX_LINES = 12
+
+_Figure = TypeVar("_Figure")
+# Paragraphs and charts.
+_Drawn = tuple[Sequence[str], Sequence[Chart]]
+
+
+def paper_gallery(f: PaperFigures) -> Gallery:
+    """The gallery: a section a figure, and one of what could not be drawn."""
+    sections = [
+        *_section(f.spectral_norms, "spectral_norms", _spectral_norms),
+        *_section(f.atoms, "atoms", atoms),
+        *_section(f.delta_steps, "delta_steps", _delta_steps),
+        *_section(f.delta_rows, "delta_rows", _delta_rows),
+        *_section(f.features, "features", _features),
+        *_section(f.prefix, "prefix", _prefix),
+        *_section(f.triggers, "triggers", lambda found: _triggers(found, f.chosen.name)),
+    ]
+    if f.missing:
+        listed = tuple((say.TITLES[name].split(":")[0], reason) for name, reason in f.missing.items())
+        sections.append(Section("Not drawn", table=(("figure", "why"), *listed)))
+    if f.notes:
+        sections.append(Section("Notes", paragraphs=f.notes))
+    title = f"Figures after {say.PAPER}"
+    return Gallery(title, say.lead(f), tuple(sections), f"{say.CAVEAT} {words.tool_line(f.tool)}")
+
+
+def _section(found: _Figure | None, name: str, draw: Callable[[_Figure], _Drawn]) -> Iterable[Section]:
+    """None for a figure that is missing."""
+    if found is not None:
+        paragraphs, charts = draw(found)
+        yield Section(say.TITLES[name], tuple(paragraphs), charts=tuple(charts))
+
+
+def _spectral_norms(found: SpectralNorms) -> _Drawn:
+    about = (
+        f"After Figure 3 of {say.PAPER}. Largest singular value of each head's D rows of W_Q, by float64 SVD of the "
+        f"weight as captured ({found.dtype}); computed from all its elements, so without sampling error."
+    )
+    ranked = sorted(found.heads, key=lambda h: -_plain(h.spectral[-1]))
+    charts = []
+    if any(len(h.steps) > 1 for h in ranked):
+        lines = tuple(
+            Series(
+                say.head_name(h.layer, h.head),
+                tuple(float(s) for s in h.steps if s is not None),
+                plain_values(v for s, v in zip(h.steps, h.spectral, strict=True) if s is not None),
+            )
+            for h in ranked[:_MAX_LINES]
+        )
+        more = f" The {_MAX_LINES} largest of {len(ranked)} heads." if len(ranked) > _MAX_LINES else ""
+        charts.append(Chart("figure-3-steps", "Spectral norm over steps", about + more,
+                            Axis("training step"), Axis("spectral norm of W_Q"), lines))  # fmt: skip
+    layers = sorted({h.layer for h in ranked if h.layer is not None})
+    if len(layers) > 1:
+        heads = sorted({h.head for h in ranked})
+        last = {(h.layer, h.head): h.spectral[-1] for h in ranked}
+        cells = tuple(plain_values(last.get((layer, head)) for head in heads) for layer in layers)
+        axes = Axis("head", names=tuple(map(str, heads))), Axis("layer", names=tuple(map(str, layers)))
+        charts.append(Chart("figure-3", "Spectral norm at each head's last step", about, *axes,
+                            map=Map("spectral norm", cells)))  # fmt: skip
+    else:
+        ordered = sorted(ranked, key=lambda h: h.head)
+        names = tuple(say.head_name(h.layer, h.head) for h in ordered)
+        places = tuple(float(i) for i in range(len(ordered)))
+        charts.append(
+            Chart(
+                "figure-3",
+                "Spectral norm by head" + ("" if len(charts) == 0 else ", at its last step"),
+                f"{about} Beside it the Frobenius norm: equal where the weight has rank 1.",
+                Axis("head", names=names),
+                Axis("norm of W_Q"),
+                (
+                    Series("spectral", places, plain_values(h.spectral[-1] for h in ordered), "bars"),
+                    Series("Frobenius", places, plain_values(h.frobenius[-1] for h in ordered), "points"),
+                ),
+            )
+        )
+    return [say.spectral_norms(found)], charts
+
+
+def _delta_steps(found: DeltaSteps) -> _Drawn:
+    x = tuple(float(step) for step in found.steps)
+    kinds = [("total", "mean error of delta", found.total)]
+    if found.excess is not None:
+        kinds.append(("excess", "mean error of delta beyond one correct rounding of O", found.excess))
+    charts = []
+    for stem, name, a in kinds:
+        charts.append(
+            Chart(
+                f"figure-5a-{stem}",
+                f"Running sum of the {name}",
+                f"After Figure 5a of {say.PAPER}. Each step adds the mean of delta's signed error over its rows, in "
+                "units of delta (the loss's). Band: independent unbiased steps stay inside throughout with 99 % "
+                "probability; from each step's own clustered standard error (variances added, Student's t). "
+                "Consecutive steps share most of V, so leaving it shows accumulation over these steps, not a law. "
+                "The paper reports a bias of one sign; here the sum "
+                + ("leaves the band." if a.outside else "stays inside: no bias beyond chance."),
+                Axis("training step"),
+                Axis("running sum"),
+                (Series(name, x, plain_values(a.sums)),),
+                (Band("99 % band", -a.band99, a.band99),),
+            )
+        )
+        charts.append(_means(stem, name, x, a))
+    if len(found.heads) > 1:
+        charts.append(_drifts(found))
+    return say.delta_steps(found), charts
+
+
+def _means(stem: str, name: str, x: tuple[float, ...], a: Accumulated) -> Chart:
+    pairs = list(zip(a.means, a.standard_errors, strict=True))
+    return Chart(
+        f"figure-5a-{stem}-steps",
+        f"The {name}, step by step",
+        "Each step's mean, and two standard errors on either side.",
+        Axis("training step"),
+        Axis("mean over rows"),
+        (
+            Series("mean", x, plain_values(a.means), "points"),
+            Series("+ 2 standard errors", x, plain_values(m + 2 * e for m, e in pairs)),
+            Series("- 2 standard errors", x, plain_values(m - 2 * e for m, e in pairs)),
+        ),
+    )
+
+
+def _drifts(found: DeltaSteps) -> Chart:
+    layers = list(dict.fromkeys(h.layer for h in found.heads))
+    heads = sorted({h.head for h in found.heads})
+    extremes = {(h.layer, h.head): h.extreme for h in found.heads}
+    return Chart(
+        "figure-5a-heads",
+        "Running sums of delta's mean error, all heads, over their bands",
+        "The running sum's largest |value| over the steps, with its sign, in units of the head's own 99 % band: beyond "
+        f"±1 it leaves it. {say.all_heads(found)} Not in {say.PAPER}, which follows one case: a head chosen for being "
+        "the worst leaves its band more often than others.",
+        Axis("head", names=tuple(map(str, heads))),
+        Axis("layer", names=tuple(words.DASH if layer is None else str(layer) for layer in layers)),
+        map=Map(
+            "largest sum / band",
+            tuple(plain_values(extremes.get((layer, head)) for head in heads) for layer in layers),
+            diverging=True,
+        ),
+    )
+
+
+def _delta_rows(found: DeltaRows) -> _Drawn:
+    chart = Chart(
+        "figure-5a-rows",
+        f"Running sum of delta's error over the rows, {say.at_step(found.step)}",
+        f"After Figure 5a of {say.PAPER}, within one step: delta's signed error summed over query rows (sequences one "
+        "after the other), in units of delta. Band: unbiased independent rows stay inside with 99 % probability; rows "
+        "that copy the same key share its rounding, which the band does not know.",
+        Axis("row"),
+        Axis("running sum"),
+        (Series("sum of Δdelta", tuple(map(float, found.rows)), plain_values(found.sums)),),
+        (Band("99 % band", -found.band99, found.band99),),
+    )
+    return [say.delta_rows(found)], [chart]
+
+
+def _features(found: FeatureProducts) -> _Drawn:
+    x = tuple(float(i) for i in range(len(found.do)))
+    where = f"row {found.row}, batch item {found.batch}, {say.at_step(found.step)}"
+    about = (
+        f"After Figures 5b-c of {say.PAPER}, which look at one token: here {where}, the row with the largest |Δdelta|. "
+        "It was chosen for its error, so alignment in it is expected; all rows are drawn below."
+    )
+    every = f"All {found.rows} rows, {say.at_step(found.step)}."
+
+    def bars(stem: str, title: str, axis: str, values: Iterable[float | None], caption: str) -> Chart:
+        series = (Series(axis, x, plain_values(values), "bars"),)
+        return Chart(f"figure-5bc-{stem}", title, caption, Axis("feature"), Axis(axis), series)
+
+    charts = [
+        bars("do", "dO in the worst row", "dO", found.do, about),
+        bars("error", "Error of O in the worst row", "O - reference", found.o_error, about),
+        bars("product", "dO × error of O in the worst row", "dO × error", found.product,
+             f"{about} The products add up to Δdelta where delta comes from O."),
+        bars("aligned", "Rows in which dO and the error agree in sign", "fraction of rows", found.aligned,
+             f"{every} 0.5 is no agreement; rows are not independent, so no interval is given."),
+        bars("contribution", "What each feature adds to the sum of Δdelta", "sum of dO × error", found.contribution,
+             every),
+    ]  # fmt: skip
+    return [say.features(found)], charts
+
+
+def _prefix(found: PrefixError) -> _Drawn:
+    x = tuple(map(float, found.positions))
+    marked = plain_values(e if unit else None for e, unit in zip(found.error, found.unit, strict=True))
+    chart = Chart(
+        "figure-6",
+        f"Prefix error of Ō[{found.row}, {found.feature}]",
+        f"After Figure 6 of {say.PAPER}. Error of Ō after the first t visible keys, in the order in which recipe "
+        f"{found.recipe} adds them, against float64; marks: P̄ = 1. Ō is what the recipe would hold were key t the "
+        f"last, rounded to {found.format}; a kernel that keeps fp32 sums rounds once, at the end. The kernel's inside "
+        "is inferred; one element is an example, without an uncertainty.",
+        Axis("visible keys added, t"),
+        Axis("error of Ō"),
+        (
+            Series("error", x, plain_values(found.error)),
+            Series("of it, by rounding the sum", x, plain_values(found.rounding_error)),
+            Series("P̄ = 1", x, marked, "points"),
+        ),
+    )
+    return [say.prefix(found)], [chart]
+
+
+def _triggers(found: Triggers, head: str) -> _Drawn:
+    charts = [
+        _counts("head", head, found.steps, found.head),
+        _counts("layer", "all heads looked at in its layer", found.steps, found.layer),
+    ]
+    return [say.triggers(found, head)], charts
+
+
+def _counts(stem: str, name: str, steps: tuple[int, ...], found: TriggerCounts) -> Chart:
+    x = tuple(map(float, steps))
+    rows = sorted(set(found.rows))
+    of = f"{rows[0]} rows" if len(rows) == 1 else f"{rows[0]} to {rows[-1]} rows"
+    return Chart(
+        f"figure-13-{stem}",
+        f"Rows with a repeated maximum: {name}",
+        f"After Figure 13 of {say.PAPER}. Of {of} a step, exact counts. exact: equal in the scores rounded once to q's "
+        "dtype; window: within 1e-3 of the maximum in float64 (the published mitigation's rule); unit: P̄ rounds to "
+        "1 more than once. A repeated maximum is a trigger, not by itself an error.",
+        Axis("training step"),
+        Axis("rows"),
+        (
+            Series("exact", x, plain_values(found.exact)),
+            Series("window", x, plain_values(found.window)),
+            Series("unit", x, plain_values(found.unit)),
+        ),
+    )
+
+
+def _plain(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
