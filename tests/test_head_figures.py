@@ -581,3 +581,13 @@ def test_options_of_attention_reach_the_figures(options: dict[str, Any]) -> None
         ratio = math.hypot(*entry.figures.dq.predicted) / math.hypot(*entry.figures.dq.reference)
         assert ratio == pytest.approx(entry.propagation.dq.predicted_relative_error, rel=1e-12)
     assert plain.figures != head.figures
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHARED)
+def test_figures_made_on_a_gpu(name: str) -> None:
+    capture = attn_diag.load(CAPTURES / f"{name}.safetensors")
+    for observation in inspect_captures([capture], device="cuda").captures[0].observations:
+        for head in observation.heads[:-1]:
+            assert head.head is not None
+            check_all(head, truth_of(capture, observation.name, head.head - capture.metadata.head_offset))
