@@ -316,11 +316,10 @@ class Diagnosis:
         Raises InputError for text that is not JSON, another schema or version, and a document with missing or wrong
         fields; it says which.
         """
-        _require_known(text)
         try:
             return _adapter().validate_json(text)
         except ValidationError as error:
-            raise InputError(_broken(error)) from None
+            raise InputError(_refusal(text, error)) from None
 
     def entries(self) -> Iterator[tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]]:
         """Every judged entry: the heads of every observation (not the pooled ones)."""
@@ -362,31 +361,27 @@ class Diagnosis:
         return html_fragment(self)
 
 
-def _require_known(text: str | bytes) -> None:
-    """Raise InputError unless ``text`` is JSON that says to be a diagnosis of version 1 or 2."""
+def _refusal(text: str | bytes, error: ValidationError) -> str:
+    """Why ``text`` is no diagnosis that this version knows: not JSON, something else, another version, or broken."""
     try:
         document = from_json(text)
-    except ValueError as error:
-        raise InputError(
-            f"expected the JSON of a diagnosis, got text that is not JSON ({error}); name the file that "
+    except ValueError as reason:
+        return (
+            f"expected the JSON of a diagnosis, got text that is not JSON ({reason}); name the file that "
             "`attn-diag inspect --json FILE` wrote"
-        ) from None
+        )
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA:
         got = f"schema {schema!r}" if isinstance(document, dict) else f"a JSON {type(document).__name__}"
-        raise InputError(
+        return (
             f'expected a document with "schema": "{SCHEMA}", got {got}; name what `attn-diag inspect --json FILE` wrote'
         )
     version = document.get("schema_version")
     if version not in (1, 2) or isinstance(version, bool):
-        raise InputError(
+        return (
             f"expected schema_version 1 or 2, got {version!r}: this attn-diag does not know it; read it with the "
             "attn-diag that wrote it (or a newer one), or inspect the captures again"
         )
-
-
-def _broken(error: ValidationError) -> str:
-    """What is wrong with a document that says to be a diagnosis, with the first place."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
     return (

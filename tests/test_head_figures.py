@@ -557,3 +557,37 @@ def test_an_error_of_zero_is_in_the_middle_of_a_bin() -> None:
     assert shown is not None
     assert shown.counts == shown.counts[::-1]
     assert shown.counts[len(shown.counts) // 2] >= 51
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"softcap": 3.0}, id="softcap"),
+        pytest.param({"window": (7, 0)}, id="window"),
+        pytest.param({"mask": torch.linspace(-3, 2, 48).expand(48, 48)}, id="additive mask"),
+    ],
+)
+def test_options_of_attention_reach_the_figures(options: dict[str, Any]) -> None:
+    """Norms by group make the relative errors that are reported, which other tests hold against the oracle."""
+    given: dict[str, Any] = {**tensors(), "causal": True}
+    plain, head = (
+        attn_diag.inspect(**given, **more, device="cpu").captures[0].observations[0].heads[0] for more in ({}, options)
+    )
+    for entry in (plain, head):
+        assert entry.figures is not None
+        assert entry.figures.dq is not None
+        assert entry.figures.dq.predicted is not None
+        assert entry.propagation.dq is not None
+        ratio = math.hypot(*entry.figures.dq.predicted) / math.hypot(*entry.figures.dq.reference)
+        assert ratio == pytest.approx(entry.propagation.dq.predicted_relative_error, rel=1e-12)
+    assert plain.figures != head.figures
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHARED)
+def test_figures_made_on_a_gpu(name: str) -> None:
+    capture = attn_diag.load(CAPTURES / f"{name}.safetensors")
+    for observation in inspect_captures([capture], device="cuda").captures[0].observations:
+        for head in observation.heads[:-1]:
+            assert head.head is not None
+            check_all(head, truth_of(capture, observation.name, head.head - capture.metadata.head_offset))
