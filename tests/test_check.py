@@ -348,7 +348,7 @@ def test_targets_that_are_no_kernel(target: object) -> None:
 @pytest.mark.parametrize("name", suite.BUILDERS)
 def test_cases_have_16_independent_sequences_and_draws_of_their_own(name: str) -> None:
     options = {"dtype": torch.bfloat16, "causal": "top-left", "head_dim": 32, "scale": 32**-0.5}
-    draws = [suite.draw(name, seed, **options) for seed in (0, 0, 1)]  # type: ignore[arg-type]
+    draws = [suite.draw(name, seed, **options) for seed in (0, 0, 1)]
     assert draws[0].q.shape == (16, 1, 192, 32)
     assert draws[0].fingerprint == draws[1].fingerprint != draws[2].fingerprint
     assert draws[0].do is not None
