@@ -130,6 +130,9 @@ class _Check:
         else:
             assert not isinstance(target, Capture | Sequence) or isinstance(target, str)
             self._of_kernel(target, name, cases, captures)
+        # A file's name may hold bytes that are no text, which JSON cannot say.
+        self.source, self.subject_key = (x.encode("utf-8", "replace").decode() for x in (self.source, self.subject_key))
+        self.inputs = [replace(c, name=c.name.encode("utf-8", "replace").decode()) for c in self.inputs]
         self.key = " | ".join((self.subject_key, device_words(self.where), versions()))
         if save:
             assert baseline is not None

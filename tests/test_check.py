@@ -1,0 +1,357 @@
+"""``attn_diag.check`` on real kernels, planted regressions, healthy ones over many seeds, and kernels that misbehave."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+import attn_diag
+from attn_diag.errors import InputError
+from attn_diag.kernels import Recipe
+from attn_diag.regression import cases as suite
+from attn_diag.regression import judge
+from attn_diag.regression.baseline import BaselineCase, BaselineSize
+from attn_diag.regression.cases import CaseInputs
+from attn_diag.regression.measure import MeanError, Measured, measure_case
+from attn_diag.regression.result import Case, CheckReport
+from attn_diag.regression.subject import emulate
+
+FA2 = attn_diag.preset("fa2")
+CASES = ["normal", "pairs"]
+CPU = torch.device("cpu")
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def kinds(found: CheckReport) -> set[str]:
+    return {f.kind for f in found.failures}
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """fa2's, on two cases."""
+    path = tmp_path_factory.mktemp("check") / "baseline.json"
+    assert attn_diag.check("fa2", baseline=path, save=True, cases=CASES, device="cpu").saved == "saved"
+    return path
+
+
+PLANTED = {
+    "truncating cast": (replace(FA2, out="bf16:toward-zero"), False, "bias", "the last cast of O truncates"),
+    "l in BF16": (replace(FA2, row_sum="bf16"), False, "growth", "the row sum l in BF16"),
+    "keys reversed": (
+        replace(FA2, schedule=replace(FA2.schedule, order="ascending")), True, "bits", "keys in reversed order",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "exact", "kind", "named"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_regression_fails_and_is_named(
+    baseline: Path, recipe: Recipe, exact: bool, kind: str, named: str
+) -> None:
+    found = attn_diag.check(recipe, name="fa2", baseline=baseline, cases=CASES, exact=exact, device="cpu")
+    assert not found.passed
+    assert kind in kinds(found)
+    assert {f.case for f in found.failures} == set(CASES)
+    for failure in found.failures:
+        assert failure.suspect is not None
+        assert failure.suspect.startswith(f"{named} (recipe fa2 so changed has 100 % of O's elements bit for bit")
+        assert "batch item" in failure.message
+        assert failure.look_closer is not None
+    assert named in found.report(80)
+
+
+def test_the_unplanted_kernel_passes_bit_for_bit(baseline: Path) -> None:
+    found = attn_diag.check("fa2", baseline=baseline, cases=CASES, exact=True, device="cpu")
+    assert found.passed
+    assert [c.same_bits for c in found.cases] == [True, True]
+    assert found.tests == 0  # equal bits cannot differ
+    assert CheckReport.from_json(found.to_json()) == found
+
+
+def test_reversed_keys_pass_where_bits_are_not_demanded(baseline: Path) -> None:
+    recipe = PLANTED["keys reversed"][0]
+    found = attn_diag.check(recipe, name="fa2", baseline=baseline, cases=CASES, device="cpu")
+    assert found.passed
+    assert found.tests == 6
+    assert any("differ in their bits" in note for note in found.notes)
+
+
+def test_a_truncating_cast_fails_without_a_baseline_too() -> None:
+    found = attn_diag.check(PLANTED["truncating cast"][0], cases=CASES, backward=False, device="cpu")
+    assert kinds(found) == {"bias"}
+    assert all("the last cast of O truncates" in (f.suspect or "") for f in found.failures)
+
+
+def test_a_change_that_is_not_known_is_not_named(baseline: Path) -> None:
+    def off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v) * 1.01
+
+    found = attn_diag.check(off, cases=["normal"], device="cpu")
+    assert kinds(found) == {"bias", "growth"}
+    assert all(f.suspect is None for f in found.failures)
+    assert "no single change" in found.report(80)
+
+
+def truncated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's own attention in fp32, cast to BF16 by dropping bits."""
+    wide = sdpa(q.float(), k.float(), v.float())
+    return (wide.view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
+
+
+def test_torch_sdpa_on_the_cpu_forward_and_backward(tmp_path: Path) -> None:
+    path = tmp_path / "sdpa.json"
+    cases = ["pairs", "sinks"]
+    saved = attn_diag.check("sdpa", baseline=path, save=True, cases=cases, device="cpu")
+    assert not saved.notes, "its errors are within a published recipe's, its true bias within the margin"
+    for case in saved.cases:
+        assert {"o", "delta", "dq", "dk", "dv"} <= set(case.sizes)
+        # From its exp, whose P_bar at the maximum is not 1: real, and no reason to fail.
+        bias = case.biases["o_away_excess"]
+        assert bias.standard_error is not None
+        assert 4 * bias.standard_error < bias.mean < bias.accepted[1]
+    assert attn_diag.check(sdpa, name="sdpa", baseline=path, cases=cases, exact=True, device="cpu").passed
+    found = attn_diag.check(truncated, name="sdpa", baseline=path, cases=cases, backward=False, device="cpu")
+    assert "fit" in kinds(found), "it returns no gradients any more"
+    found = attn_diag.check(truncated, cases=cases, device="cpu")
+    assert kinds(found) == {"bias"}
+
+
+# 200 seeds -----------------------------------------------------------------------------------------------------------
+
+SEEDS, LEVEL, SEQUENCES = 200, 0.01, 8
+
+
+def small(seed: int) -> CaseInputs:
+    case = suite.draw("normal", seed, dtype=torch.bfloat16, causal="none", head_dim=16, scale=0.25, length=64)
+    cut = {n: x[:SEQUENCES] for n in ("q", "k", "v", "do") if (x := getattr(case, n)) is not None}
+    return replace(case, **cut)
+
+
+@pytest.fixture(scope="module")
+def healthy() -> list[Measured]:
+    """fa2 in 64-key tiles, against fa2, on every seed."""
+    recipe = replace(FA2, schedule=replace(FA2.schedule, key_tile=32))
+    found = []
+    for seed in range(SEEDS):
+        case = small(seed)
+        made, yardstick = (emulate(r, case, CPU, with_gradients=False) for r in (recipe, FA2))
+        found.append(measure_case(case, made, yardstick, FA2, "cpu"))
+    return found
+
+
+def alarms(runs: list[Measured], known: list[Measured] | None) -> int:
+    """Runs that fail anything, by the rules of ``check``."""
+    count = 0
+    for i, run in enumerate(runs):
+        before = None if known is None else entry(known[i])
+        biases = judge.biases_of(run, 64, before, same_key=True)
+        case = Case("normal", (), "", biases=biases, sizes=judge.sizes_of(run, before, same_inputs=False))
+        (case,), _ = judge.adjusted([case])
+        count += bool(judge.failures_of(case, LEVEL))
+    return count
+
+
+def entry(run: Measured) -> BaselineCase:
+    sizes = {n: BaselineSize(s.error, s.yardstick, s.log_ratio) for n, s in run.sizes.items()}
+    return BaselineCase("", "", (), True, run.biases, sizes)
+
+
+def surer(run: Measured, factor: float) -> Measured:
+    """The same with standard errors that are too small, as rows taken for independent would give."""
+
+    def less(mean: MeanError) -> MeanError:
+        assert mean.standard_error is not None
+        return replace(mean, standard_error=mean.standard_error / factor)
+
+    return replace(run, biases={n: less(m) for n, m in run.biases.items()})
+
+
+def test_200_seeds_without_a_false_alarm_beyond_the_level(healthy: list[Measured]) -> None:
+    others = healthy[1:] + healthy[:1]
+    # At the level itself more alarms have a chance of 0.1 %.
+    most = int(stats.binom.ppf(0.999, SEEDS, LEVEL))
+    assert most == 8
+    assert alarms(healthy, None) <= most
+    assert alarms(healthy, others) <= most
+    # With standard errors a third of the true ones the same rules alarm: the test could fail.
+    assert alarms([surer(r, 3) for r in healthy], [surer(r, 3) for r in others]) > most
+
+
+def test_p_values_are_those_of_student_and_welch() -> None:
+    one, other = MeanError(0.3, 0.1, 15.0), MeanError(0.1, 0.05, 15.0)
+    assert judge.beyond(one, (-0.1, 0.1)) == pytest.approx(2 * stats.t.sf(2, 15))
+    assert judge.beyond(one, (-0.1, 0.4)) == 1
+    expected = stats.ttest_ind_from_stats(0.3, 0.4, 16, 0.1, 0.2, 16, equal_var=False).pvalue
+    assert judge.welch(one, other) == pytest.approx(expected)
+    assert judge.welch(one, other, 0.25) == 1
+    assert judge.welch(MeanError(0.0, None, None), MeanError(0.0, 0.0, 15.0)) == 1
+    assert judge.welch(MeanError(0.1, 0.0, 15.0), MeanError(0.0, 0.0, 15.0)) == 0
+    assert judge.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+# Kernels that misbehave ----------------------------------------------------------------------------------------------
+
+
+def noisy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One number up or down, at random, in one of 50 elements: below the budget, and other bits every time."""
+    o = sdpa(q, k, v)
+    step = (torch.rand(o.shape) < 0.02).to(torch.int16) * (2 * torch.randint(0, 2, o.shape, dtype=torch.int16) - 1)
+    return (o.view(torch.int16) + step * (o != 0)).view(o.dtype)
+
+
+def test_a_kernel_that_is_not_deterministic_does_not_flake(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "noisy.json"
+    attn_diag.check(noisy, baseline=path, save=True, cases=["normal"], device="cpu")
+    for seed in (0, 0, 0, 1, 2):
+        found = attn_diag.check(noisy, baseline=path, cases=["normal"], seed=seed, device="cpu")
+        assert found.passed
+        assert found.cases[0].deterministic is False
+        assert any("two runs on the same inputs differ" in note for note in found.notes)
+    demanded = attn_diag.check(noisy, baseline=path, cases=["normal"], exact=True, device="cpu")
+    assert kinds(demanded) == {"determinism"}
+
+
+def raising(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise RuntimeError("no kernel image\nsecond line")
+
+
+def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        o = sdpa(q, k, v)
+        k.mul_(0.5)
+    return o
+
+
+def one_nan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o = sdpa(q, k, v).detach().clone()
+    o[3, 0, 5, 7] = torch.nan
+    return o
+
+
+MISFITS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], object], str]] = {
+    "raises": (raising, "it raised: RuntimeError: no kernel image"),
+    "wrong shape": (lambda q, k, v: sdpa(q, k, v)[:, :, 1:], r"of shape \[B, H, T, D\] \[16, 1, 192, 64\], got"),
+    "wrong dtype": (lambda q, k, v: sdpa(q, k, v).half(), "in torch.bfloat16 or torch.float32, got torch.float16"),
+    "no tensor": (lambda q, k, v: "o", "must return a tensor o"),
+    "nothing": (lambda q, k, v: (), "must return a tensor o"),
+    "NaN": (one_nan, r"1 of 196608 elements of o are NaN or Inf, first at \[3, 0, 5, 7\]"),
+    "in place": (in_place, "changed its input k in place"),
+    "another scale": (lambda q, k, v: sdpa(q * 2, k, v), "% off softmax"),
+}
+
+
+@pytest.mark.parametrize(("fn", "words"), MISFITS.values(), ids=MISFITS)
+def test_a_kernel_that_is_no_attention_fails_and_is_not_saved(
+    tmp_path: Path, fn: Callable[[Tensor, Tensor, Tensor], object], words: str
+) -> None:
+    path = tmp_path / "b.json"
+    found = attn_diag.check(fn, cases=["normal"], device="cpu", baseline=path, save=True)
+    assert [f.kind for f in found.failures] == ["fit"]
+    assert not found.cases[0].biases
+    assert re.search(words, found.failures[0].message)
+    assert not path.exists()
+
+
+def test_a_kernel_without_gradients() -> None:
+    def forward_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q.detach(), k.detach(), v.detach())
+
+    found = attn_diag.check(forward_only, cases=["normal"], device="cpu")
+    assert found.passed
+    assert found.cases[0].outputs == ("o",)
+    assert any("not differentiable" in note for note in found.notes)
+    demanded = attn_diag.check(forward_only, cases=["normal"], backward=True, device="cpu")
+    assert kinds(demanded) == {"fit"}
+
+
+def test_a_backward_that_truncates_is_named(baseline: Path) -> None:
+    recipe = replace(FA2, dscores="bf16:toward-zero", dq="bf16:toward-zero")
+    found = attn_diag.check(recipe, name="fa2", baseline=baseline, cases=["normal"], device="cpu")
+    assert {f.quantity for f in found.failures} == {"dq", "dk", "dv"}
+    single = attn_diag.check(
+        replace(FA2, dq="bf16:toward-zero"), name="fa2", baseline=baseline, cases=["normal"], device="cpu"
+    )
+    assert all("the last cast of the gradients truncates" in (f.suspect or "") for f in single.failures)
+    assert not single.passed
+
+
+def test_stored_observations_are_judged_and_not_run(tmp_path: Path) -> None:
+    case = suite.draw("normal", 0, dtype=torch.bfloat16, causal="none", head_dim=64, scale=0.125)
+    good, bad = (emulate(r, case, CPU) for r in (FA2, PLANTED["truncating cast"][0]))
+    inputs = {"q": case.q, "k": case.k, "v": case.v, "do": case.do}
+    captures = [
+        attn_diag.Capture.from_tensors({**inputs, **{f"{n}.{o}": x for o, x in made.items()}})
+        for n, made in (("good", good), ("bad", bad))
+    ]
+    found = attn_diag.check(captures[0], device="cpu")
+    assert found.passed
+    assert found.cases[0].deterministic is None
+    assert kinds(attn_diag.check(captures[1], device="cpu")) == {"bias"}
+    with pytest.raises(InputError, match="name the one observation"):
+        attn_diag.check(captures, device="cpu")
+    path = tmp_path / "stored.json"
+    attn_diag.check(captures[0], baseline=path, save=True, name="kernel", device="cpu")
+    again = attn_diag.check(captures[1], baseline=path, name="kernel", exact=True, device="cpu")
+    assert kinds(again) >= {"bits", "bias"}
+
+
+def test_captures_are_inputs_too() -> None:
+    case = suite.draw("normal", 5, dtype=torch.bfloat16, causal="none", head_dim=64, scale=0.125)
+    one = attn_diag.Capture.from_tensors({"q": case.q[:1], "k": case.k[:1], "v": case.v[:1]})
+    found = attn_diag.check("sdpa", cases=["normal"], captures=[one], backward=False, device="cpu")
+    assert found.passed
+    assert [c.name for c in found.cases] == ["normal", "memory"]
+    assert not found.cases[1].biases  # one sequence: nothing to be tested by
+    odd = attn_diag.check("sdpa", cases=[], captures=[replace(one, source="\udcff.pt")], backward=False, device="cpu")
+    assert odd.cases[0].name == "?.pt"
+    assert CheckReport.from_json(odd.to_json()) == odd
+    causal = attn_diag.Capture.from_tensors({"q": case.q[:1], "k": case.k[:1], "v": case.v[:1]}, causal="top-left")
+    with pytest.raises(InputError, match="was made with causal top-left"):
+        attn_diag.check(sdpa, captures=[causal], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cases": ["nothing"]}, "no case 'nothing'"),
+        ({"cases": "normal"}, "must be a list"),
+        ({"cases": []}, "at least one"),
+        ({"level": 0.0}, "level must lie"),
+        ({"save": True}, "need the baseline file"),
+        ({"dtype": torch.float64}, "dtype must be one of bfloat16, float16"),
+        ({"causal": "sideways"}, "causal must be one of"),
+        ({"observation": "flash"}, "a kernel is run instead"),
+        ({"head_dim": 4}, "at least 8"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        attn_diag.check("fa2", device="cpu", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("target", ["nothing", "sdpa:nothing", 3])
+def test_targets_that_are_no_kernel(target: object) -> None:
+    with pytest.raises(InputError, match=r"no kernel|no SDPA backend|expected a callable"):
+        attn_diag.check(target, device="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", suite.BUILDERS)
+def test_cases_have_16_independent_sequences_and_draws_of_their_own(name: str) -> None:
+    draws = [
+        suite.draw(name, seed, dtype=torch.bfloat16, causal="top-left", head_dim=32, scale=32**-0.5)
+        for seed in (0, 0, 1)
+    ]
+    assert draws[0].q.shape == (16, 1, 192, 32)
+    assert draws[0].fingerprint == draws[1].fingerprint != draws[2].fingerprint
+    assert draws[0].do is not None
+    assert len({bytes(x.view(torch.uint8).numpy().tobytes()) for x in draws[0].do}) == 16

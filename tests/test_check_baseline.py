@@ -1,0 +1,155 @@
+"""The baseline file: what is refused, several devices side by side, two writers at once, and which entry is used."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import attn_diag
+from attn_diag.errors import InputError
+from attn_diag.regression import baseline as files
+from attn_diag.regression.baseline import BaselineCase, BaselineFile, BaselineSize, Entry
+from attn_diag.regression.measure import MeanError
+
+CASE = BaselineCase(
+    "a1", "b2", ("o",), True, {"o_excess": MeanError(0.1 + 0.2, 1e-17 / 3, 15.0)},
+    {"o": BaselineSize(1 / 3, 0.3, MeanError(0.0, None, None))},
+)  # fmt: skip
+ENTRY = Entry("fa2", "CPU", "torch 1", 0, False, "fa2", 1.0, {"normal": CASE})
+
+
+def test_numbers_come_back_as_they_were_and_the_diff_is_stable(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "b.json"
+    assert not files.store(path, ENTRY, replace=False)
+    other = replace(ENTRY, device="H200")
+    files.store(path, other, replace=False)
+    assert files.read(path).entries == {ENTRY.key: ENTRY, other.key: other}
+    text = path.read_text()
+    assert text == files.dump(BaselineFile({other.key: other, ENTRY.key: ENTRY})), "order of entries does not matter"
+    found = json.loads(text)
+    assert list(found["entries"]) == sorted(found["entries"])
+    files.store(path, ENTRY, replace=True)
+    assert path.read_text() == text
+    assert not list(path.parent.glob(".*")), "no lock or temporary file stays behind"
+
+
+def test_save_refuses_and_update_replaces_only_its_own_entry(tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
+    other = replace(ENTRY, device="H200")
+    files.store(path, ENTRY, replace=False)
+    files.store(path, other, replace=False)
+    with pytest.raises(InputError, match=r"already has an entry .* use --update"):
+        files.store(path, ENTRY, replace=False)
+    changed = replace(ENTRY, seed=1)
+    assert files.store(path, changed, replace=True)
+    assert files.read(path).entries == {ENTRY.key: changed, other.key: other}
+
+
+def test_the_nearest_entry() -> None:
+    def keyed(*entries: Entry) -> BaselineFile:
+        return BaselineFile({e.key: e for e in entries})
+
+    newer, gpu = replace(ENTRY, versions="torch 2"), replace(ENTRY, device="H200")
+    foreign = replace(ENTRY, subject="flash")
+    assert files.nearest(keyed(foreign), "fa2", "CPU", "torch 1") is None
+    assert files.nearest(keyed(ENTRY, newer, gpu), "fa2", "CPU", "torch 1") is ENTRY
+    assert files.nearest(keyed(newer, gpu, foreign), "fa2", "CPU", "torch 1") is newer
+    assert files.nearest(keyed(gpu, foreign), "fa2", "CPU", "torch 1") is gpu
+
+
+DAMAGED = {
+    "not JSON": ("{", "not JSON"),
+    "a merge": ("<<<<<<< ours\n{}\n", "left by a git merge"),
+    "a list": ("[]", "not a baseline"),
+    "another schema": ('{"schema": "attn-diag-check", "schema_version": 1}', "expected schema 'attn-diag-baseline'"),
+    "another version": ('{"schema": "attn-diag-baseline", "schema_version": 2}', "schema version 2"),
+    "a field missing": (
+        '{"schema": "attn-diag-baseline", "schema_version": 1, "entries": {"x": {"subject": "x"}}}',
+        r"damaged baseline: entries\.x\.device",
+    ),
+    "an entry under another key": (
+        files.dump(BaselineFile({"x": ENTRY})), "entry 'x' is not of that key",
+    ),
+    "an unknown field": ('{"schema": "attn-diag-baseline", "schema_version": 1, "more": 1}', "damaged baseline: more"),
+    "nothing": ("", "not JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_and_foreign_files_are_refused_and_left_alone(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "b.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        files.read(path)
+    for options in ({}, {"save": True}):
+        with pytest.raises(InputError, match=words):
+            attn_diag.check("fa2", baseline=path, cases=["ones"], device="cpu", **options)
+    with pytest.raises(InputError, match=words):
+        files.store(path, ENTRY, replace=True)
+    assert path.read_text() == text
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no such baseline; make it with --save"):
+        attn_diag.check("fa2", baseline=tmp_path / "none.json", device="cpu")
+    binary = tmp_path / "b.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="cannot be read"):
+        files.read(binary)
+    with pytest.raises(InputError, match="cannot be read"):
+        files.read(tmp_path)
+
+
+@contextlib.contextmanager
+def no_turn(path: Path) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("locked", [True, False], ids=["as it is", "mutant: without the lock"])
+def test_two_writers_at_once_both_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool) -> None:
+    path = tmp_path / "b.json"
+    files.store(path, ENTRY, replace=False)
+    read = files.read
+
+    def slow(target: Path) -> BaselineFile:
+        found = read(target)
+        time.sleep(0.3)
+        return found
+
+    monkeypatch.setattr(files, "read", slow)
+    if not locked:
+        monkeypatch.setattr(files, "_turn", no_turn)
+    entries = [replace(ENTRY, device=f"GPU {i}") for i in range(2)]
+    writers = [threading.Thread(target=files.store, args=(path, e), kwargs={"replace": True}) for e in entries]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    kept = set(read(path).entries) == {e.key for e in (ENTRY, *entries)}
+    assert kept == locked
+
+
+def test_the_entry_of_other_versions_is_compared_without_bits(tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
+    attn_diag.check("fa2", baseline=path, save=True, cases=["normal"], backward=False, device="cpu")
+    (entry,) = files.read(path).entries.values()
+    old = replace(entry, versions="torch 1")
+    path.write_text(files.dump(BaselineFile({old.key: old})))
+    found = attn_diag.check("fa2", baseline=path, cases=["normal"], backward=False, exact=True, device="cpu")
+    assert found.passed
+    assert found.baseline_key == old.key != found.key
+    assert found.cases[0].same_bits is None
+    assert any("without bits" in note for note in found.notes)
+    renamed = attn_diag.check("fa2", name="mine", baseline=path, cases=["normal"], backward=False, device="cpu")
+    assert renamed.baseline_key is None
+    assert any("has no entry for mine" in note for note in renamed.notes)
+    updated = attn_diag.check("fa2", baseline=path, update=True, cases=["normal"], backward=False, device="cpu")
+    assert updated.saved == "saved"  # it was not there: the old one stays
+    assert len(files.read(path).entries) == 2

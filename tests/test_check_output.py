@@ -1,0 +1,195 @@
+"""What a check tells CI: JUnit XML, GitHub's annotations and summary, the terminal; the command and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import attn_diag
+from attn_diag.cli import main
+from attn_diag.provenance import describe_tool, pick_device
+from attn_diag.regression.result import Bias, Case, CheckReport, Failure, Size
+from attn_diag.reports.github import step_summary, workflow_commands
+from attn_diag.reports.junit import junit_document
+
+HOSTILE = "<script>alert(1)</script>|\x00\x1b[31m\ud800\n::error::x%0A,a:b]]>&\"'`|[l](javascript:x)"
+
+
+@pytest.fixture(scope="module")
+def failed() -> CheckReport:
+    return CheckReport(
+        tool=describe_tool(pick_device("cpu")), source=HOSTILE, backend="cpu", key="k | d | v", level=0.01, seed=0,
+        exact=True, baseline=HOSTILE, baseline_key="k | d | v",
+        cases=(
+            Case(
+                HOSTILE, (16, 1, 192, 64), "bfloat16", deterministic=True, same_bits=False, seconds=1.5,
+                biases={"o_away_excess": Bias(-0.5, 0.01, 15.0, (-0.02, 0.02), 1e-9, 1e-8, 0.0)},
+                sizes={"o": Size(0.8, 0.4, 1.1, 0.4, 0.45)}, worst=(1, 0, 7, 1.0),
+            ),
+            Case("normal", (16, 1, 192, 64), "bfloat16", deterministic=False, seconds=0.5),
+        ),
+        failures=(
+            Failure("bias", HOSTILE, "o", f"{HOSTILE}: 50 % off", f"truncates {HOSTILE}", f"inspect {HOSTILE}"),
+            Failure("growth", HOSTILE, "o", "grown"),
+        ),
+        notes=(HOSTILE,), tests=3,
+    )  # fmt: skip
+
+
+def test_junit_has_a_testcase_for_every_case_and_kind(failed: CheckReport) -> None:
+    root = ET.fromstring(junit_document(failed))
+    (suite,) = root.findall("testsuite")
+    for element in (root, suite):
+        assert (element.get("tests"), element.get("failures"), element.get("errors")) == ("10", "2", "0")
+        assert float(element.get("time", "")) == 2.0
+    assert [child.tag for child in suite] == ["properties", *["testcase"] * 10, "system-out"]
+    cases = suite.findall("testcase")
+    assert len({c.get("name") for c in cases}) == 10
+    assert all(c.get("classname") and float(c.get("time", "")) >= 0 for c in cases)
+    broken = [c for c in cases if c.find("failure") is not None]
+    assert [f.get("type") for c in broken for f in c.findall("failure")] == ["bias", "growth"]
+    properties = {p.get("name"): p.get("value") for p in suite.iter("property")}
+    assert properties["torch"] == failed.tool.torch
+    assert properties["key"] == "k | d | v"
+    # What XML cannot say is replaced, the rest is there as text.
+    name = str(broken[0].get("name"))
+    assert "<script>" in name
+    assert "\x00" not in name
+    assert "\ufffd" in name
+
+
+def test_junit_of_a_run_that_passes(failed: CheckReport) -> None:
+    root = ET.fromstring(junit_document(replace(failed, failures=())))
+    assert root.get("failures") == "0"
+    assert not list(root.iter("failure"))
+
+
+def test_annotations_are_one_line_each_and_escaped(failed: CheckReport) -> None:
+    lines = workflow_commands(failed)
+    assert len(lines) == 2
+    for line in lines:
+        assert line.isprintable(), "no line break or control character may end the command"
+        found = re.fullmatch(r"::error title=([^:,]*)::(.*)", line)
+        assert found is not None
+    assert "50 %25 off" in lines[0]
+    assert "%0A::error::x%250A" in lines[0], "a % in the text is not one of ours"
+    assert len(workflow_commands(replace(failed, failures=failed.failures * 20))) == 10
+
+
+def test_the_summary_holds_text_alone(failed: CheckReport) -> None:
+    text = step_summary(failed)
+    assert text.startswith("### ❌")
+    assert "<script" not in text
+    assert "](" not in text
+    assert "\x1b" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "| bias |" in line]
+    assert len(rows) == 1
+    assert rows[0].count("|") == 4, "the columns stay three"
+    assert step_summary(replace(failed, failures=())).startswith("### ✅")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal_report(failed: CheckReport, width: int) -> None:
+    text = failed.report(width)
+    assert max(map(len, text.splitlines())) <= width
+    for words in ("FAILED: 1 of 2 cases, 2 failures", "looks like: truncates", "[bias]", "vary", "other", "--update"):
+        assert words in text
+    assert "\x1b" not in text
+    assert "passed: 2 cases" in replace(failed, failures=()).report(width)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command line, in this process, outside of GitHub."""
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["attn-diag", "check", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+FAST = ("--cases", "normal", "--no-backward", "--device", "cpu")
+MODULE = """
+import torch
+def good(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+def bad(q, k, v):
+    wide = good(q.float(), k.float(), v.float())
+    return (wide.view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
+"""
+
+
+def test_save_compare_break_accept(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "kernels_of_a_user.py"
+    module.write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    good = ("kernels_of_a_user:good", *FAST, "--baseline", "b.json")
+    code, _, err = run(*good)
+    assert (code, "no such baseline" in err) == (2, True)
+    assert run(*good, "--save")[0] == 0
+    code, _, err = run(*good, "--save")
+    assert (code, "use --update" in err) == (2, True)
+    assert run(*good, "--exact", "--json", "c.json")[0] == 0
+    assert CheckReport.from_json(Path("c.json").read_text()).cases[0].same_bits is True
+    # The kernel of that name is broken now.
+    module.write_text(MODULE.replace("good", "fine").replace("bad", "good"))
+    monkeypatch.delitem(sys.modules, "kernels_of_a_user")
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    code, out, _ = run(*good, "--junit", "j.xml")
+    assert code == 1
+    assert "::error title=attn-diag check kernels_of_a_user%3Agood%3A normal%3A bias::" in out
+    assert "| normal | bias |" in Path("summary.md").read_text()
+    assert ET.parse("j.xml").getroot().get("failures") != "0"
+    assert "::error" not in run(*good, "--no-github")[1]
+    code, out, err = run(*good, "--json", "-")
+    assert json.loads(out)["failures"]
+    assert "::error" in err
+    assert run(*good, "--update")[0] == 0
+    assert run(*good, "--exact")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nothing",), "no kernel 'nothing'"),
+        (("no_such_module:f",), "cannot import"),
+        (("missing.safetensors",), "missing.safetensors"),
+        (("fa2", "--cases", "nothing"), "no case"),
+        (("fa2", "--dtype", "fp32"), "--dtype must be one of bf16, fp16"),
+        (("fa2", "--save"), "need the baseline file"),
+        (("fa2", "--junit", "no/such/folder/j.xml"), "cannot write"),
+    ],
+)
+def test_what_cannot_be_run_exits_with_2(
+    run: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...], words: str
+) -> None:
+    code, _, err = run(*arguments, "--device", "cpu")
+    assert code == 2
+    assert words in err
+
+
+def test_a_stored_capture(run: Callable[..., tuple[int, str, str]], captures: Path) -> None:
+    code, out, _ = run(captures / "kernels_gauss_T512.safetensors", "--observation", "flash", "--device", "cpu")
+    assert code == 0, out
+    assert "stored observation 'flash'" in out
+
+
+def test_it_is_public() -> None:
+    assert callable(attn_diag.check)
+    assert attn_diag.CheckReport is CheckReport
