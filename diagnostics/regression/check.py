@@ -123,6 +123,8 @@ class _Check:
         self.notes: list[str] = []
         self.subject: Subject | None = None
         self.observation: str | None = observation
+        self.source = self.backend = self.subject_key = ""
+        self.inputs: list[CaseInputs] = []
         if isinstance(target, Capture) or (
             isinstance(target, Sequence) and not isinstance(target, str) and all(isinstance(c, Capture) for c in target)
         ):

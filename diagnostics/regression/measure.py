@@ -35,9 +35,9 @@ class MeanError:
 class ErrorSize:
     """An error and the yardstick's on the same input, each as an rms over sequences.
 
-    ``budget_band``: what one correct rounding adds to the budget. ``growth_band``: half the error of one rounding; it is
-    added (in squares) to errors whose growth is judged, so that nothing grows from 0. ``log_ratio``: mean over sequences
-    of ln(error / yardstick), so added to; it hardly depends on the inputs, which are the same in both.
+    ``budget_band``: what one correct rounding adds to the budget. ``growth_band``: half the error of one rounding,
+    added (in squares) to errors whose growth is judged, so that nothing grows from 0. ``log_ratio``: the mean over
+    sequences of ln(error / yardstick), so added to; it hardly depends on the inputs, which are the same in both.
     """
 
     error: float
