@@ -48,7 +48,11 @@ def failure_lines(
         shown += 1
     if left := groups[shown:]:
         kinds = ", ".join(f"{g[0].kind} of {printable(g[0].quantity)}" for g in left)
-        body.append(textwrap.shorten(f"... and {_count(sum(map(len, left)), 'more failure')}: {kinds}", width))
+        body.append(
+            textwrap.shorten(
+                f"... and {_count(sum(map(len, left)), 'more failure')}: {kinds}", width, placeholder=" ..."
+            )
+        )
     return [*head, *body, *foot]
 
 

@@ -39,7 +39,8 @@ def check(fn, *, baseline=None, update=False, **options):
     case = Case("pairs", (16, 1, 192, 64), "bf16", ("o",), "", "", True, True, {}, {})
     return CheckReport(
         tool=Tool("1", "3", "2", None, "cpu", "cpu"), source=str(fn), backend="cpu", key="cpu", level=0.01, seed=0,
-        exact=False, baseline=baseline and str(baseline), baseline_key="cpu", cases=(case,) * 3,
+        exact=False, baseline=baseline and str(baseline), baseline_key=None if fn == "renamed" else "cpu",
+        cases=(case,) * 3,
         failures=failures if wrong else (),
     )
 
@@ -128,6 +129,16 @@ def test_a_failure_says_where_what_and_how_to_go_on(project: pytest.Pytester) ->
         "accept      pytest --attn-diag-update test_a.py::test_kernel",
     ]
     assert not any("Traceback" in line or "fixture.py" in line for line in result.outlines)
+
+
+def test_a_baseline_of_another_kernel_is_none(project: pytest.Pytester) -> None:
+    """Statistics alone would pass, and nobody would see that nothing is compared any more."""
+    project.makepyfile(test_a=MARKED)
+    run(project, "--attn-diag-update").assert_outcomes(passed=1)
+    project.makepyfile(test_a=MARKED.replace('"kernel"', '"renamed"'))
+    result = run(project)
+    result.assert_outcomes(failed=1)
+    assert text_of(result)[0] == "attn-diag: this test's baseline has no entry for cpu"
 
 
 def test_without_the_marker_nothing_is_stored_or_accepted(project: pytest.Pytester) -> None:

@@ -29,9 +29,7 @@ from kernel import attention
 @pytest.mark.attn_diag_baseline
 @pytest.mark.parametrize("head_dim", [16, 32])
 def test_attention(attn_diag, head_dim):
-    attn_diag.check_attention(
-        attention, cases=["normal", "normaliser-up"], head_dim=head_dim, backward=False, device="cpu"
-    )
+    attn_diag.check_attention(attention, cases=["normal"], head_dim=head_dim, backward=False, device="cpu")
 """
 BROKEN = {
     "the last cast of O truncates": (
@@ -116,7 +114,7 @@ def test_a_kernel_team_saves_breaks_and_sees(project: Project) -> None:
         done = project.run("-k", "16")
         assert done.returncode == 1, done.stdout + done.stderr
         (text,) = failures(done.stdout)
-        assert re.match(r"attn-diag: attention fails [12] of 2 cases \(cpu, level 0.01\)", text[0])
+        assert re.match(r"attn-diag: attention fails 1 of 1 case \(cpu, level 0.01\)", text[0])
         assert [line.startswith(f"suspect     {suspect}") for line in text].count(True) == 1, "\n".join(text)
         assert len(text) <= 25
         assert re.search(r"normal: .* batch item \d+, head 0, row \d+", " ".join(" ".join(text).split()))

@@ -138,6 +138,13 @@ def test_eight_heads_and_more_are_the_clusters(given: Tensor | None) -> None:
     assert found.away.p_value == pytest.approx(away.pvalue, rel=1e-9)
 
 
+def test_a_single_row_has_its_features_for_clusters() -> None:
+    reference = normal((1, 200), torch.Generator().manual_seed(0)).abs()
+    found = tensor_bias(truncated(reference), reference)
+    excess = (truncated(reference).double() - bf16(reference).double()).flatten().numpy()
+    assert found.p_value == pytest.approx(stats.ttest_1samp(excess, 0.0).pvalue, rel=1e-9)
+
+
 def test_given_clusters_hold_for_all_that_lies_below_them() -> None:
     observed, reference = independent(torch.Generator().manual_seed(0))
     labels = np.array([[7] * 24 + [9] * 24, [4] * 48])
