@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +33,8 @@ _SIZES = {
 }
 _PERCENT = ("dq_error", "dw_q_error", "repeated_maxima")
 _MAX_HEADS = 16
+# Columns from which the table has room for dQ's error.
+_MEDIUM = 72
 _MAX_DETAILS = 4
 _MAX_ALONE = 6
 _MAX_UNMATCHED = 8
@@ -49,7 +52,7 @@ def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
     yield words.bullet(" ", f"matched: {'; '.join(found.matched_by)}")
     if changed:
         yield from _title("What changed, the worst first")
-        yield _table(found, changed[:_MAX_HEADS])
+        yield _Changes(found, changed[:_MAX_HEADS])
         if len(changed) > _MAX_HEADS:
             yield words.paragraph(f"and {len(changed) - _MAX_HEADS} more changed heads in --json", style="dim")
         for entry in changed[:_MAX_DETAILS]:
@@ -131,24 +134,32 @@ def _name(found: Comparison, entry: HeadComparison) -> str:
     return words.printable(" ".join(parts))
 
 
-def _table(found: Comparison, entries: list[HeadComparison]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    table.add_column("head", overflow="fold")
-    table.add_column("change", overflow="fold", min_width=13)
-    table.add_column("labels", overflow="fold", min_width=15)
-    for title in ("noise\nfactor", "dQ\nerror", "adj.\np"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for entry in entries:
-        sizes = {size.name: size for size in entry.sizes}
-        change = Text(", ").join(Text(o, style=_STYLES[o]) for o in entry.outcomes) if entry.outcomes else Text("none")
-        table.add_row(
-            Text(_name(found, entry)),
-            change,
-            Text(_labels(entry)),
-            *(_arrow(sizes.get(name)) for name in ("noise_factor", "dq_error")),
-            words.number(_least(entry), 2),
-        )
-    return table
+@dataclass(frozen=True)
+class _Changes:
+    """The table of changed heads; narrow screens leave dQ's error to the details below it."""
+
+    found: Comparison
+    entries: list[HeadComparison]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        shown = {"noise_factor": "noise\nfactor"} | ({"dq_error": "dQ\nerror"} if options.max_width >= _MEDIUM else {})
+        table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+        table.add_column("head", overflow="fold")
+        table.add_column("change", overflow="fold", min_width=13)
+        table.add_column("labels", overflow="fold", min_width=15)
+        for title in (*shown.values(), "adj.\np"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for entry in self.entries:
+            sizes = {size.name: size for size in entry.sizes}
+            styled = [Text(outcome, style=_STYLES[outcome]) for outcome in entry.outcomes]
+            table.add_row(
+                Text(_name(self.found, entry)),
+                Text(", ").join(styled) if styled else Text("none"),
+                Text(_labels(entry)),
+                *(_arrow(sizes.get(name)) for name in shown),
+                words.number(_least(entry), 2),
+            )
+        yield table
 
 
 def _labels(entry: HeadComparison) -> str:

@@ -375,6 +375,9 @@ def test_report(width: int) -> None:
     for needed in ("Of 8 heads: 8 became biased", "same inputs", "Welch's test", "Benjamini-Hochberg", "adjusted p ="):
         assert needed in flat, needed
     assert "…" not in text
+    row = next(line for line in text.splitlines() if line.startswith("all ") or line.startswith("H"))
+    smallest = min(m.p_adjusted for e in found.entries for m in e.means if m.p_adjusted is not None)
+    assert row.endswith(f"{smallest:.2g}")
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -407,6 +410,9 @@ def test_two_kernels_of_one_capture(captures: Path) -> None:
     done = command(path, path, "--a-observation", "flash", "--b-observation", "stable", "--fail-on", "became-biased")
     assert done.returncode == 1, done.stderr
     assert "1 became biased, 2 errors grew" in done.stdout
+    flat = " ".join(done.stdout.split())
+    assert "observation flash, 2 heads judged: 2 ill_conditioned." in flat
+    assert "observation stable, 2 heads judged: 2 lossy, 1 biased." in flat
     wrong = command(path, path, "--a-observation", "nope")
     assert wrong.returncode == 2
     assert "no observation 'nope'; it has flash, flex, paper, stable" in wrong.stderr

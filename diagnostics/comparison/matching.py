@@ -66,7 +66,12 @@ def only(diagnosis: Diagnosis, observation: str, source: str) -> Diagnosis:
     if not kept:
         names = sorted({o.name for c in diagnosis.captures for o in c.observations})
         raise InputError(f"{source}: no observation {observation!r}; it has {', '.join(names)}")
-    return replace(diagnosis, captures=tuple(kept))
+    heads = [h for c in kept for o in c.observations for h in o.heads if h.head is not None and h.verdict is not None]
+    counts = Counter(label for head in heads if head.verdict is not None for label in head.verdict.labels)
+    listed = ", ".join(f"{count} {label}" for label, count in counts.most_common())
+    sentence = f"observation {observation}, {len(heads)} head{'s' * (len(heads) != 1)} judged: {listed}."
+    summary = replace(diagnosis.summary, sentence=sentence, labels=dict(counts))
+    return replace(diagnosis, captures=tuple(kept), summary=summary)
 
 
 def _captures(
