@@ -11,13 +11,15 @@ from dataclasses import dataclass, fields, replace
 from html.parser import HTMLParser
 from typing import Any
 
-from attn_diag.diagnosis import Bias, BiasEstimate, Diagnosis, Drift, HeadDiagnosis
+from attn_diag.diagnosis import Bias, BiasEstimate, Diagnosis, Drift, HeadDiagnosis, RoundingBias
 from attn_diag.errors import InputError
 from attn_diag.figures import HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
 
 ELEMENT = "attn-diag-diagnosis"
 # Running sums that the page draws; the others are left out of it.
 _DRAWN = ("delta", "delta_excess")
+# Heads measured to foresee the size of all.
+_SAMPLE = 12
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,12 @@ class Detail:
 _DETAILS = (
     Detail(512, 17, compressed=False),
     Detail(512, 9, compressed=False),
-    Detail(256, 7, compressed=True),
-    Detail(128, 6, compressed=True),
+    Detail(256, 9, compressed=True),
+    Detail(256, 6, compressed=True),
+    Detail(192, 5, compressed=True),
+    Detail(128, 5, compressed=True),
     Detail(96, 5, compressed=True),
+    Detail(96, 4, compressed=True),
     Detail(64, 4, compressed=True),
     Detail(32, 4, compressed=True),
 )
@@ -44,24 +49,40 @@ _DETAILS = (
 def fitted(diagnosis: Diagnosis, limit: int) -> Any:
     """The diagnosis as JSON data of at most ``limit`` bytes once written out, with as much detail as fits.
 
-    Where all fits it is the diagnosis itself; else {"gzip": base64 of its gzipped JSON}. What is smallest is returned
-    where nothing fits (thousands of heads).
+    Where all fits it is the diagnosis itself; else {"gzip": base64 of its gzipped JSON}. The smallest is returned
+    where nothing fits (many hundreds of heads).
     """
-    previous: tuple[int, Any] | None = None
-    for detail in _DETAILS:
-        if previous is None or previous[0] != detail.points:
-            previous = detail.points, _data(thinned(diagnosis, detail.points))
-        data = _shortened(previous[1], detail.digits)
-        text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        if detail.compressed:
-            # The time of making is left out, so that the same diagnosis gives the same page.
-            data = {"gzip": base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()}
-            size = len(data["gzip"])
-        else:
-            size = len(text.encode())
+    sample, times = _sample(diagnosis)
+    hopeful = [detail for detail in _DETAILS if times * _written(sample, detail)[1] <= limit]
+    for detail in _DETAILS[_DETAILS.index(hopeful[0]) if hopeful else -1 :]:
+        data, size = _written(diagnosis, detail)
         if size <= limit:
             break
     return data
+
+
+def _written(diagnosis: Diagnosis, detail: Detail) -> tuple[Any, int]:
+    """The data with so much detail, and its size in bytes."""
+    data = _shortened(json.loads(thinned(diagnosis, detail.points).to_json(indent=None)), detail.digits)
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    if not detail.compressed:
+        return data, len(text.encode())
+    # The time of making is left out, so that the same diagnosis gives the same page.
+    packed = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+    return {"gzip": packed}, len(packed)
+
+
+def _sample(diagnosis: Diagnosis) -> tuple[Diagnosis, float]:
+    """A few of the heads, and how many times as many there are: so that trying out what fits takes no time."""
+    entries = [(capture, observation, head) for capture in diagnosis.captures
+               for observation in capture.observations for head in observation.heads]  # fmt: skip
+    if len(entries) <= _SAMPLE:
+        return diagnosis, 1.0
+    chosen = [entries[i] for i in _evenly(len(entries), _SAMPLE)]
+    capture, observation, _ = chosen[0]
+    heads = tuple(head for _, _, head in chosen)
+    one = replace(capture, observations=(replace(observation, heads=heads),))
+    return replace(diagnosis, captures=(one,)), len(entries) / len(heads)
 
 
 def embedded_diagnosis(text: str) -> str:
@@ -124,8 +145,9 @@ def _head(head: HeadDiagnosis, points: int) -> HeadDiagnosis:
     single = head.head is not None
     estimates = {f.name: _estimate(getattr(head.bias, f.name), points if single and f.name in _DRAWN else 0)
                  for f in fields(Bias)}  # fmt: skip
+    rounding = RoundingBias(_estimate(head.rounding_bias.o, 0), _estimate(head.rounding_bias.delta, 0))
     figures = None if head.figures is None else _figures(head.figures, points)
-    return replace(head, bias=Bias(**estimates), figures=figures)
+    return replace(head, bias=Bias(**estimates), rounding_bias=rounding, figures=figures)
 
 
 def _estimate(estimate: BiasEstimate | None, points: int) -> BiasEstimate | None:
@@ -186,12 +208,8 @@ def _evenly(count: int, most: int) -> list[int]:
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)}) if most > 1 else []
 
 
-def _data(diagnosis: Diagnosis) -> Any:
-    return json.loads(diagnosis.to_json(indent=None))
-
-
 def _shortened(value: Any, digits: int) -> Any:
-    """Floats to so many significant digits; what is None or empty by default need not be written, but costs little."""
+    """Floats to so many significant digits."""
     if digits >= 17:
         return value
     if isinstance(value, float):

@@ -33,6 +33,7 @@ ALLOWED = {
         "attn_diag.hardware.installation",
         "attn_diag.hardware.profile",
         "attn_diag.identification.result",
+        "attn_diag.errors",
         "attn_diag.figures",
         "attn_diag.microscopy.result",
         "attn_diag.mitigation.result",
@@ -152,6 +153,12 @@ def test_wheel_holds_only_the_package(wheel: Path) -> None:
         "py.typed",
         "reference/attention.py",
         "kernels/recipe.py",
+        "reports/static/vendor/echarts/LICENSE",
+        "reports/static/vendor/echarts/NOTICE",
+        "reports/static/vendor/echarts/echarts.min.js",
+        "reports/static/charts.js",
+        "reports/static/print.css",
+        "reports/templates/document.html.j2",
         "reports/templates/report.html.j2",
     ):
         assert f"attn_diag/{needed}" in names

@@ -31,7 +31,8 @@ attnDiag.map = (() => {
       const v = value(entry);
       return v === null ? null : state.metric.at(v, entry);
     };
-    const spoken = (entry) => `${name(entry)}, ${entry.observation.name}: ${judged(entry) ? `${state.metric.title} ${state.metric.show(value(entry))}, ${(entry.head.verdict?.labels ?? ["no verdict"]).join(", ").replaceAll("_", "-")}` : "no verdict"}`;
+    const labelsOf = (entry) => (entry.head.verdict?.labels ?? ["no verdict"]).join(", ").replaceAll("_", "-");
+    const spoken = (entry) => `${name(entry)}, ${entry.observation.name}: ${judged(entry) ? `${state.metric.title} ${state.metric.show(value(entry))}, ${labelsOf(entry)}` : "no verdict"}`;
 
     const option = () => {
       const narrow = place.clientWidth < 560;
@@ -55,7 +56,8 @@ attnDiag.map = (() => {
         const current = cell.entry === state.current;
         return {
           value: [cell.column, cell.row, x ?? "-"],
-          cell,
+          // By number: ECharts copies all that it is given, and a whole diagnosis hangs on a cell.
+          index: cells.indexOf(cell),
           itemStyle: { color: fill, borderColor: focused ? theme.color("second") : current ? theme.color("ink") : theme.color("card"), borderWidth: focused || current ? 3 : 2, borderRadius: 4 },
           label: { show: !small, color: x === null ? theme.color("soft") : theme.readable(fill), fontSize: 10.5, fontFamily: theme.font(), formatter: () => short(cell.entry) },
           z: focused || current ? 3 : 1,
@@ -72,11 +74,7 @@ attnDiag.map = (() => {
         aria: { enabled: true, label: { description: `Map of ${cells.length} heads by ${state.metric.title}` } },
         grid: { left: 4, right: 4, top: 4, height: rowHeight * axes.names.length, containLabel: false, ...gridSides(labels) },
         tooltip: options.tooltip({
-          formatter: ({ data: { cell } }) => options.lines(name(cell.entry), [
-            judged(cell.entry) ? `${state.metric.title}: ${state.metric.show(value(cell.entry))}` : "no verdict: the assumptions do not hold",
-            ...(judged(cell.entry) ? [(cell.entry.head.verdict?.labels ?? ["no verdict"]).join(", ").replaceAll("_", "-")] : []),
-            `${cell.entry.observation.name}, ${fileName(cell.entry.capture.source)}`,
-          ]),
+          formatter: ({ data: { index } }) => hover(cells[index]),
         }),
         xAxis: axisOf("head", axes.columns.map(String), { nameGap: 22, splitLine: { show: false }, axisLabel: { ...options.textStyle(), interval: narrow && axes.columns.length > 8 ? "auto" : 0 } }),
         yAxis: axisOf(axes.names.length > 1 && rows === "layer" ? "layer" : "", labels, { inverse: true, splitLine: { show: false }, nameGap: 26 }),
@@ -87,6 +85,11 @@ attnDiag.map = (() => {
         series: [{ type: "heatmap", data, emphasis: { itemStyle: { borderColor: theme.color("ink") } } }],
       };
     };
+    const hover = ({ entry }) => options.lines(name(entry), [
+      judged(entry) ? `${state.metric.title}: ${state.metric.show(value(entry))}` : "no verdict: the assumptions do not hold",
+      ...(judged(entry) ? [labelsOf(entry)] : []),
+      `${entry.observation.name}, ${fileName(entry.capture.source)}`,
+    ]);
     const short = (entry) => {
       const v = value(entry);
       if (v === null) return "";
@@ -107,6 +110,9 @@ attnDiag.map = (() => {
       grid.style.height = `${height()}px`;
       chart.resize();
       refresh();
+      markUsable();
+    };
+    const markUsable = () => {
       for (const button of document.getElementById("metrics").children) {
         button.disabled = !metrics.find((m) => m.key === button.dataset.metric && cells.some((c) => judged(c.entry) && m.value(c.entry) !== null));
       }
@@ -166,18 +172,27 @@ attnDiag.map = (() => {
     state.focus = cells[0];
     setMetric(state.metric);
     chart = attnDiag.charts.draw(grid, option);
-    chart.on("click", ({ data }) => onChoose(data.cell.entry));
-    new ResizeObserver(() => refresh()).observe(place);
-    rearrange();
+    chart.on("click", ({ data }) => onChoose(cells[data.index].entry));
+    // The size of cells and labels follows the card's width.
+    let width = place.clientWidth;
+    new ResizeObserver(() => {
+      if (place.clientWidth !== width) refresh();
+      width = place.clientWidth;
+    }).observe(place);
+    markUsable();
 
     // Show that ``entry`` is the chosen one; brings its capture and observation into view.
     const show = (entry) => {
+      let moved = false;
       state.current = entry;
       for (const key of chosen) {
+        moved ||= state.picked[key] !== all[key].of(entry);
         state.picked[key] = all[key].of(entry);
         choosers.querySelector(`[data-dimension="${key}"]`).value = state.picked[key];
       }
-      rearrange();
+      if (moved) return rearrange();
+      state.focus = cellOf(entry);
+      return refresh();
     };
     return { show };
   };
