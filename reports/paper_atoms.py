@@ -33,7 +33,11 @@ def plain_values(values: Iterable[float | None]) -> tuple[float | None, ...]:
 
 def _rows(label: str, stem: str, found: Similarity, rows: tuple[AtomRow, ...]) -> Chart:
     # What all rows share is not repeated on every tick.
-    parts = {"step": [r.step for r in rows], "batch item": [r.batch for r in rows], "row": [r.row for r in rows]}
+    parts: dict[str, list[int | None]] = {
+        "step": [r.step for r in rows],
+        "batch item": [r.batch for r in rows],
+        "row": [r.row for r in rows],
+    }
     shown = {name: values for name, values in parts.items() if name == "row" or len(set(values)) > 1}
     names = tuple(":".join("–" if v is None else str(v) for v in tick) for tick in zip(*shown.values(), strict=True))
     axis = Axis(" : ".join(shown), names=names)

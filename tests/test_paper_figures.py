@@ -364,6 +364,16 @@ def test_a_series_is_one_head_of_one_run() -> None:
     assert [(h.layer, h.steps) for h in both.spectral_norms.heads] == [(1, (10, 11, 12)), (2, (10, 11))]
 
 
+def test_captures_without_a_step_are_never_mixed() -> None:
+    loud, quiet = planted(None, Plant(bias=5.0)), planted(None, Plant(step_seed=1))
+    found = paper_figures([quiet, loud, planted(3, Plant(step_seed=2))], device="cpu")
+    assert found.chosen.steps == ()
+    assert any("2 more captures of this head" in note for note in found.notes)
+    assert found.atoms is not None
+    assert found.atoms == paper_figures(loud, device="cpu").atoms
+    assert found.atoms != paper_figures(quiet, device="cpu").atoms
+
+
 def test_ranks_of_a_step_are_one_capture() -> None:
     def of_rank(rank: int, step: int) -> Capture:
         return planted(step, Plant(step_seed=rank + 2 * step), rank=rank, extra={"run": "r"})

@@ -91,7 +91,9 @@ class _Work:
         used = len({entry.capture for entry in self.survey.entries})
         chosen = choose(self.survey, captures=used, asked=asked)
         worst = self.survey.worst()
-        entries = self.survey.of(worst.key)
+        entries = self.survey.series(worst)
+        if apart := len(self.survey.of(worst.key)) - len(entries):
+            notes.append(f"{apart} more captures of this head are left out: without a step they make no series")
         left = used - len({e.capture for e in self.survey.entries if e.key.run == chosen.run})
         if left:
             notes.append(f"{left} captures of other runs are left out: steps of one run alone make a series")
@@ -182,20 +184,19 @@ class _Work:
         return DeltaRows(worst.step, rows, sums, delta.drift_band99, bool(delta.drift_outside))
 
     def _delta_steps(self, entries: list[HeadAtStep]) -> DeltaSteps | None:
-        stepped = [e for e in entries if e.step is not None]
-        if too_few := _too_few(stepped):
+        if too_few := _too_few(entries):
             self.missing["delta_steps"] = too_few
             return None
-        estimates = [e.delta for e in stepped if e.delta is not None]
-        total = accumulate(estimates) if len(estimates) == len(stepped) else None
+        estimates = [e.delta for e in entries if e.delta is not None]
+        total = accumulate(estimates) if len(estimates) == len(entries) else None
         if total is None:
             self.missing["delta_steps"] = "delta's mean error and its standard error are not known at every step"
             return None
-        excess = [e.delta_excess for e in stepped if e.delta_excess is not None]
+        excess = [e.delta_excess for e in entries if e.delta_excess is not None]
         return DeltaSteps(
-            steps=tuple(e.step for e in stepped if e.step is not None),
+            steps=tuple(e.step for e in entries if e.step is not None),
             total=total,
-            excess=accumulate(excess) if len(excess) == len(stepped) else None,
+            excess=accumulate(excess) if len(excess) == len(entries) else None,
             heads=tuple(self._drifts(entries[0].key)),
         )
 
@@ -244,8 +245,7 @@ class _Work:
         )
 
     def _triggers(self, entries: list[HeadAtStep], worst: HeadAtStep) -> Triggers | None:
-        stepped = [e for e in entries if e.step is not None]
-        if too_few := _too_few(stepped):
+        if too_few := _too_few(entries):
             self.missing["triggers"] = too_few
             return None
         # By capture: several of one step are points of their own, as in the other figures.
@@ -253,9 +253,9 @@ class _Work:
         for entry in self.survey.of_layer(worst.key):
             of_layer.setdefault(entry.capture, []).append(entry)
         return Triggers(
-            steps=tuple(e.step for e in stepped if e.step is not None),
-            head=_counts([[e] for e in stepped]),
-            layer=_counts([of_layer[e.capture] for e in stepped]),
+            steps=tuple(e.step for e in entries if e.step is not None),
+            head=_counts([[e] for e in entries]),
+            layer=_counts([of_layer[e.capture] for e in entries]),
         )
 
 

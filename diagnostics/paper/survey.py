@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from attn_diag.captures import Capture
@@ -78,6 +77,12 @@ class Survey:
         found = [entry for entry in self.entries if entry.key == key]
         return sorted(found, key=lambda entry: -1 if entry.step is None else entry.step)
 
+    def series(self, worst: HeadAtStep) -> list[HeadAtStep]:
+        """The steps of the worst entry's head; it alone where it states no step: others need not be of the same run."""
+        if worst.step is None:
+            return [worst]
+        return [entry for entry in self.of(worst.key) if entry.step is not None]
+
     def of_layer(self, key: HeadKey) -> list[HeadAtStep]:
         """The entries of all heads of the same layer and observation."""
         return [e for e in self.entries if replace(e.key, head=key.head) == key]
@@ -102,13 +107,9 @@ def choose(survey: Survey, *, captures: int, asked: bool) -> Chosen:
         source=worst.source,
         step=worst.step,
         reason=reason,
-        steps=tuple(_steps(survey.of(key))),
+        steps=tuple(entry.step for entry in survey.series(worst) if entry.step is not None),
         emulated=worst.emulated,
     )
-
-
-def _steps(entries: Iterable[HeadAtStep]) -> Iterable[int]:
-    return (entry.step for entry in entries if entry.step is not None)
 
 
 def _entry(number: int, capture: Capture, observation: str, head: HeadDiagnosis, *, emulated: bool) -> HeadAtStep:
