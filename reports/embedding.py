@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from html.parser import HTMLParser
@@ -101,7 +102,7 @@ def embedded_diagnosis(text: str) -> str:
         data = json.loads(found.text)
         if isinstance(data, dict) and "gzip" in data:
             return gzip.decompress(base64.b64decode(data["gzip"], validate=True)).decode()
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, zlib.error) as error:
         raise InputError(f"the diagnosis in this page is damaged ({error}); make the page anew") from error
     return found.text
 
