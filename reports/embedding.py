@@ -95,8 +95,8 @@ def embedded_diagnosis(text: str) -> str:
     found.feed(text)
     if found.text is None:
         raise InputError(
-            f'expected a page that attn-diag wrote, with a script element of id "{ELEMENT}"; there is none in this one: '
-            "make it anew with attn-diag inspect --html, or give the JSON of --json"
+            f'expected a page that attn-diag wrote, with a script element of id "{ELEMENT}"; there is none in this '
+            "one: make it anew with attn-diag inspect --html, or give the JSON of --json"
         )
     try:
         data = json.loads(found.text)

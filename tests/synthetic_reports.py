@@ -131,7 +131,10 @@ def _figures(rng: random.Random, error: float) -> HeadFigures:
         strip=RowStrip(tuple(range(0, ROWS, 2)), exact, exact),
         unit_positions=UnitPositions(tuple(unit_rows), tuple(rng.randint(0, r) for r in unit_rows), 1200),
         o_error=UlpHistogram(-1.008, 0.0315, cast("tuple[int, ...]", histogram), 3, 5),
-        alignment=Alignment(tuple(rng.gauss(0.5, 0.03) for _ in range(64)), tuple(rng.gauss(0, 1e-7) for _ in range(64))),
+        alignment=Alignment(
+            tuple(rng.gauss(0.5, 0.03) for _ in range(64)),
+            tuple(rng.gauss(0, 1e-7) for _ in range(64)),
+        ),
         dq=_predicted(rng, 128, ROWS // 128, error),
         dw_q=_predicted(rng, 64, 1, error),
         max_logit=rng.lognormvariate(3, 0.5),

@@ -61,7 +61,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(30_000)
         page.on("console", lambda m: faults.append(f"console: {m.text}") if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: faults.append(f"page: {error}"))
         page.on("request", lambda r: faults.append(f"request: {r.url[:80]}") if not own(r.url, file) else None)
@@ -268,7 +268,7 @@ def test_csv_holds_the_numbers_of_the_diagnosis(reports: Reports, open_page: Ope
 def test_svg_is_a_picture_of_the_chart(reports: Reports, open_page: Open, tmp_path: Path) -> None:
     page = open_page(reports("gpt2_step731_L2H4")[1])
     # Drawn only when asked for: it lies far below the screen.
-    root = ElementTree.parse(saved(page, "alignment", "SVG", tmp_path)).getroot()  # noqa: S314
+    root = ElementTree.parse(saved(page, "alignment", "SVG", tmp_path)).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     texts = {"".join(t.itertext()) for t in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"feature", "chance"} <= texts
