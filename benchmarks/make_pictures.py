@@ -32,7 +32,8 @@ def main(folder: Path) -> None:
             file = Path(temporary) / f"{name}.html"
             diagnosis = inspect_captures([load(CAPTURES / f"{capture}.safetensors")])
             file.write_text(html_document(diagnosis), encoding="utf-8")
-            page = browser.new_page(viewport={"width": 1200, "height": 860}, color_scheme=scheme)
+            page = browser.new_page(viewport={"width": 1200, "height": 860})
+            page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
             page.goto(file.as_uri())
             page.wait_for_selector("html[data-ready=yes]", state="attached")
             if place:

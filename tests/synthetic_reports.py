@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import cast
 
 from attn_diag.diagnosis import (
     Assumptions,
@@ -130,7 +129,7 @@ def _figures(rng: random.Random, error: float) -> HeadFigures:
         rows=RowRuns((0,), (0,), (0,), ROWS, 1),
         strip=RowStrip(tuple(range(0, ROWS, 2)), exact, exact),
         unit_positions=UnitPositions(tuple(unit_rows), tuple(rng.randint(0, r) for r in unit_rows), 1200),
-        o_error=UlpHistogram(-1.008, 0.0315, cast("tuple[int, ...]", histogram), 3, 5),
+        o_error=UlpHistogram(-1.008, 0.0315, histogram, 3, 5),
         alignment=Alignment(
             tuple(rng.gauss(0.5, 0.03) for _ in range(64)),
             tuple(rng.gauss(0, 1e-7) for _ in range(64)),

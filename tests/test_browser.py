@@ -65,7 +65,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
         page.on("console", lambda m: faults.append(f"console: {m.text}") if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: faults.append(f"page: {error}"))
         page.on("request", lambda r: faults.append(f"request: {r.url[:80]}") if not own(r.url, file) else None)
-        page.on("dialog", lambda dialog: (faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
         page.goto(f"{file.as_uri()}{fragment}")
         page.wait_for_selector("html[data-ready=yes]", state="attached")
         return page
