@@ -51,7 +51,11 @@ def hostile_diagnosis(name: str) -> Diagnosis:
                 observations=(made,),
             )
         )
-    captures[1] = replace(captures[1], assumptions=replace(captures[1].assumptions, ok=False))
+    # Where the check fails there is no verdict.
+    [judged] = captures[1].observations
+    unjudged = replace(judged, heads=tuple(replace(head, verdict=None) for head in judged.heads))
+    assumptions = replace(captures[1].assumptions, ok=False)
+    captures[1] = replace(captures[1], assumptions=assumptions, observations=(unjudged,))
     summary = Summary(name, diagnosis.summary.labels, (name,), (name,))
     tool = replace(diagnosis.tool, version=name, device=name, hardware=name)
     return replace(diagnosis, tool=tool, captures=tuple(captures), summary=summary)
