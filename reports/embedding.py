@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from html.parser import HTMLParser
@@ -94,14 +95,14 @@ def embedded_diagnosis(text: str) -> str:
     found.feed(text)
     if found.text is None:
         raise InputError(
-            f'expected a page that attn-diag wrote, with a script element of id "{ELEMENT}"; there is none in this one: '
-            "make it anew with attn-diag inspect --html, or give the JSON of --json"
+            f'expected a page that attn-diag wrote, with a script element of id "{ELEMENT}"; there is none in this '
+            "one: make it anew with attn-diag inspect --html, or give the JSON of --json"
         )
     try:
         data = json.loads(found.text)
         if isinstance(data, dict) and "gzip" in data:
             return gzip.decompress(base64.b64decode(data["gzip"], validate=True)).decode()
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, zlib.error) as error:
         raise InputError(f"the diagnosis in this page is damaged ({error}); make the page anew") from error
     return found.text
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import cast
 
 from attn_diag.diagnosis import (
     Assumptions,
@@ -37,7 +36,9 @@ def synthetic(layers: int = 12, heads: int = 12, *, observations: int = 1, seed:
     """One capture a layer, as the live capture writes them; heads of layers 1 to 3 are worse."""
     rng = random.Random(seed)
     captures = tuple(_capture(rng, layer, heads, observations) for layer in range(layers))
-    labels = [label for c in captures for o in c.observations for h in o.heads if h.verdict for label in h.verdict.labels]
+    labels = [
+        label for c in captures for o in c.observations for h in o.heads if h.verdict for label in h.verdict.labels
+    ]
     counts = {label: labels.count(label) for label in sorted(set(labels))}
     total = layers * heads * observations
     sentence = f"{total} heads judged: " + ", ".join(f"{n} {label}" for label, n in counts.items())
@@ -83,7 +84,9 @@ def _head(rng: random.Random, layer: int, head: int) -> HeadDiagnosis:
     count = RepeatCount(round(ROWS * fraction), ROWS - 1, round(ROWS * fraction) / ROWS, rng.randint(1, 5))
     estimates = {name: _estimate(rng, trend if "delta" in name else 0.0)
                  for name in ("o", "o_excess", "o_away_excess", "lse", "delta", "delta_excess", "dq")}  # fmt: skip
-    gradient = GradientError(error, 0.95 * error, 0.2, {"delta": 0.9, "ds_cast": 0.1}, 0.01, noise, None, None, None, None)
+    gradient = GradientError(
+        error, 0.95 * error, 0.2, {"delta": 0.9, "ds_cast": 0.1}, 0.01, noise, None, None, None, None
+    )
     reasons = (
         f"dQ is {100 * error:.3g}% off although the kernel is at its noise floor (noise factor {noise:.3g}).",
         "No significant mean error (this sequence only).",
@@ -126,8 +129,11 @@ def _figures(rng: random.Random, error: float) -> HeadFigures:
         rows=RowRuns((0,), (0,), (0,), ROWS, 1),
         strip=RowStrip(tuple(range(0, ROWS, 2)), exact, exact),
         unit_positions=UnitPositions(tuple(unit_rows), tuple(rng.randint(0, r) for r in unit_rows), 1200),
-        o_error=UlpHistogram(-1.008, 0.0315, cast("tuple[int, ...]", histogram), 3, 5),
-        alignment=Alignment(tuple(rng.gauss(0.5, 0.03) for _ in range(64)), tuple(rng.gauss(0, 1e-7) for _ in range(64))),
+        o_error=UlpHistogram(-1.008, 0.0315, histogram, 3, 5),
+        alignment=Alignment(
+            tuple(rng.gauss(0.5, 0.03) for _ in range(64)),
+            tuple(rng.gauss(0, 1e-7) for _ in range(64)),
+        ),
         dq=_predicted(rng, 128, ROWS // 128, error),
         dw_q=_predicted(rng, 64, 1, error),
         max_logit=rng.lognormvariate(3, 0.5),

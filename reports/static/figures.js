@@ -30,7 +30,7 @@ attnDiag.figures = (() => {
     if (!h) return missing(title, "The capture would need O.");
     const centres = h.counts.map((_, i) => h.lowest + (i + 0.5) * h.width);
     // A category for each bin, so that bars touch; zero is the middle of a bin.
-    const names = centres.map((c) => String(Number(c.toPrecision(4)) + 0));
+    const names = centres.map((c) => String(Number(c.toPrecision(6)) + 0));
     const outside = h.below || h.above ? ` Outside: ${h.below} below, ${h.above} above.` : "";
     return { chart: chart(entry, "o-error", title, `Elements by signed error, observed − reference. One correct rounding stays within ± 0.5 ulp.${outside}`,
       axis("ulp", false, names), axis("elements"), [series("elements", names.map((_, i) => i), h.counts, "bars")]) };

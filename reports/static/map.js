@@ -52,7 +52,7 @@ attnDiag.map = (() => {
       const data = cells.map((cell) => {
         const x = position(cell.entry);
         const fill = x === null ? theme.color("empty") : theme.along(colors, at(x));
-        const focused = cell === state.focus && document.activeElement === grid;
+        const focused = cell === state.focus && keyed();
         const current = cell.entry === state.current;
         return {
           value: [cell.column, cell.row, x ?? "-"],
@@ -85,6 +85,8 @@ attnDiag.map = (() => {
         series: [{ type: "heatmap", data, emphasis: { itemStyle: { borderColor: theme.color("ink") } } }],
       };
     };
+    // A press of the mouse focuses too; drawing anew between press and release would lose the click.
+    const keyed = () => Boolean(grid?.matches(":focus-visible"));
     const hover = ({ entry }) => options.lines(name(entry), [
       judged(entry) ? `${state.metric.title}: ${state.metric.show(value(entry))}` : "no verdict: the assumptions do not hold",
       ...(judged(entry) ? [labelsOf(entry)] : []),
@@ -166,7 +168,7 @@ attnDiag.map = (() => {
     document.getElementById("metrics").append(...metrics.map((m) => el("button", { type: "button", "data-metric": m.key, onclick: () => setMetric(m) }, m.title)));
     setMetric(usable[0] ?? metrics[1]);
     arrange();
-    grid = el("div", { class: "grid", tabindex: 0, role: "application", onkeydown: onKey, onfocus: () => focusOn(state.focus), onblur: () => refresh() });
+    grid = el("div", { class: "grid", tabindex: 0, role: "application", onkeydown: onKey, onfocus: () => keyed() && focusOn(state.focus), onblur: () => refresh() });
     place.append(grid, live);
     grid.style.height = `${height()}px`;
     state.focus = cells[0];

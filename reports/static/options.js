@@ -59,6 +59,8 @@ attnDiag.options = (() => {
     markLine: {
       silent: true,
       symbol: "none",
+      // As it is: ECharts would round a line's place to two decimals.
+      precision: -1,
       lineStyle: { color: theme.color("third"), type: "dashed", width: 1 },
       label: { ...textStyle(), position: "insideEndTop", formatter: (p) => p.name },
       data: chart.bands.flatMap((b) => (b.high > b.low

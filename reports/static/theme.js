@@ -47,7 +47,8 @@ attnDiag.theme = (() => {
   };
 
   const color = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
-  const font = () => getComputedStyle(document.body).fontFamily;
+  // Double quotes would end the attribute in a saved SVG.
+  const font = () => getComputedStyle(document.body).fontFamily.replaceAll('"', "'");
 
   // Cividis (Nunez, Anderton & Renslow, PLOS ONE 2018): even in lightness for every kind of colour vision.
   const magnitude = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];

@@ -1,0 +1,386 @@
+"""The reports in a real browser: every click, key and file, without a console error or a network request.
+
+Needs playwright and a Chromium in PATH; skipped without, unless ATTN_DIAG_BROWSER=required.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hostile import NAMES, hostile_diagnosis
+from synthetic_reports import synthetic
+
+from attn_diag.analysis import inspect_captures
+from attn_diag.diagnosis import Diagnosis, HeadDiagnosis
+from attn_diag.loading import load
+from attn_diag.reports import gallery_document, html_document
+from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Section, Series
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CAPTURES = sorted((Path(__file__).parent / "captures").glob("*.safetensors"))
+REQUIRED = os.environ.get("ATTN_DIAG_BROWSER") == "required"
+Open = Callable[..., "Page"]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """One browser for all tests."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        program = None
+    if program is None:
+        why = "needs playwright and Chromium in PATH"
+        if REQUIRED:
+            pytest.fail(f"{why}, and ATTN_DIAG_BROWSER=required")
+        pytest.skip(why)
+    with sync_playwright() as playwright:
+        # The sandbox needs privileges that containers lack; the only pages opened are our own.
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Opens a file; at the end the test fails for any error in the console or the page, and any other request."""
+    contexts, faults = [], []
+
+    def opened(file: Path, *, width: int = 1280, fragment: str = "", **options: Any) -> Page:
+        options.setdefault("reduced_motion", "reduce")
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        page.on("console", lambda m: faults.append(f"console: {m.text}") if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: faults.append(f"page: {error}"))
+        page.on("request", lambda r: faults.append(f"request: {r.url[:80]}") if not own(r.url, file) else None)
+        page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
+        page.goto(f"{file.as_uri()}{fragment}")
+        page.wait_for_selector("html[data-ready=yes]", state="attached")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not faults
+
+
+def own(url: str, file: Path) -> bool:
+    # A saved file's address is one of the page's own memory.
+    return url.partition("#")[0] == file.as_uri() or url.startswith("blob:")
+
+
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Diagnosis, Path]]:
+    """A diagnosis by name and the page made of it, each made once."""
+    folder, made = tmp_path_factory.mktemp("reports"), dict[str, tuple[Diagnosis, Path]]()
+
+    def report(name: str) -> tuple[Diagnosis, Path]:
+        if name not in made:
+            found = (
+                synthetic() if name == "144" else inspect_captures([load(next(c for c in CAPTURES if c.stem == name))])
+            )
+            file = folder / f"{name}.html"
+            file.write_text(html_document(found), encoding="utf-8")
+            made[name] = found, file
+        return made[name]
+
+    return report
+
+
+Reports = Callable[[str], tuple[Diagnosis, Path]]
+
+
+def head_at(diagnosis: Diagnosis, place: str) -> HeadDiagnosis:
+    capture, rest = place[1:].split("o")
+    observation, head = rest.split("h")
+    return diagnosis.captures[int(capture)].observations[int(observation)].heads[int(head)]
+
+
+def title(page: Page) -> str:
+    return page.locator("#head > h2").inner_text()
+
+
+def scroll_through(page: Page) -> None:
+    """Brings every figure near the screen, so that it is drawn."""
+    height = page.evaluate("document.documentElement.scrollHeight")
+    for y in range(0, height, 700):
+        page.evaluate("y => scrollTo(0, y)", y)
+        page.wait_for_timeout(30)
+    page.wait_for_function("[...document.querySelectorAll('figure .chart')].every(c => c.querySelector('svg'))")
+
+
+def saved(page: Page, chart: str, kind: str, folder: Path) -> Path:
+    with page.expect_download() as download:
+        page.locator(f"figure[data-chart$='{chart}']").get_by_role("button", name=kind).click()
+    target = folder / download.value.suggested_filename
+    download.value.save_as(target)
+    return target
+
+
+@pytest.mark.parametrize("name", [*(c.stem for c in CAPTURES), "144"])
+def test_every_report_opens_and_every_figure_draws(name: str, reports: Reports, open_page: Open) -> None:
+    diagnosis, file = reports(name)
+    page = open_page(file)
+    assert page.locator("h1").inner_text().replace("-", "_") == diagnosis.summary.sentence.replace("-", "_")
+    assert page.locator("#map svg").count() == 1
+    scroll_through(page)
+    assert page.locator("figure .chart svg").count() >= 6
+    assert page.locator("#heads tbody tr").count() == len(list(diagnosis.entries()))
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_console_error_fails_a_test(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(
+        "<html data-ready=yes><script>console.error('x'); fetch('http://127.0.0.1:9/x').catch(() => 0)</script>"
+    )
+    opening = open_page.__wrapped__(browser)  # type: ignore[attr-defined]
+    next(opening)(file).wait_for_timeout(100)
+    with pytest.raises(AssertionError, match=r"console: x.*request: http"):
+        next(opening)
+
+
+def test_a_click_opens_a_head_and_back_returns(reports: Reports, open_page: Open) -> None:
+    diagnosis, file = reports("144")
+    page = open_page(file)
+    first = title(page)
+    box = page.locator("#map .grid svg").bounding_box()
+    assert box
+    # Layer 5, head 7: within the grid of 12 x 12.
+    place = page.evaluate(
+        """() => { const c = echarts.getInstanceByDom(document.querySelector('#map .grid'));
+        return c.convertToPixel({seriesIndex: 0}, [7, 5]); }"""
+    )
+    page.mouse.click(box["x"] + place[0], box["y"] + place[1])
+    page.wait_for_url("**#c5o0h7")
+    assert title(page).startswith("L5H7")
+    head = head_at(diagnosis, "c5o0h7")
+    assert head.noise_factor is not None
+    assert f"{head.noise_factor:.3g}" in page.locator(".keys").inner_text()
+    page.go_back()
+    page.wait_for_function("text => document.querySelector('#head > h2').innerText === text", arg=first)
+    page.go_forward()
+    page.wait_for_function("document.querySelector('#head > h2').innerText.startsWith('L5H7')")
+
+
+def test_an_address_opens_its_head(reports: Reports, open_page: Open) -> None:
+    _, file = reports("144")
+    assert title(open_page(file, fragment="#c3o0h2")).startswith("L3H2")
+    # Nonsense opens the worst.
+    assert title(open_page(file, fragment="#<script>")) == title(open_page(file))
+
+
+def test_keyboard_alone(reports: Reports, open_page: Open) -> None:
+    _, file = reports("144")
+    page = open_page(file)
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.classList.contains('grid')"):
+            break
+    else:
+        pytest.fail("the map cannot be reached by the Tab key")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert "L1H2" in page.locator("#map [aria-live]").inner_text()
+    page.keyboard.press("Enter")
+    page.wait_for_url("**#c1o0h2")
+    assert title(page).startswith("L1H2")
+    assert page.evaluate("document.activeElement.id") == "head"
+    page.locator("#metrics button", has_text="Bias").focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#metrics button[aria-pressed=true]").inner_text() == "Bias"
+
+
+def test_metrics_recolour_the_map(reports: Reports, open_page: Open) -> None:
+    page = open_page(reports("144")[1])
+    seen = set()
+    for button in page.locator("#metrics button").all():
+        button.click()
+        assert button.get_attribute("aria-pressed") == "true"
+        seen.add(page.evaluate("document.querySelector('#map svg').outerHTML"))
+    assert len(seen) >= 6
+
+
+def test_observations_can_be_compared_and_chosen(reports: Reports, open_page: Open) -> None:
+    page = open_page(reports("kernels_pair_T512")[1])
+    assert all(name in page.locator("#map").inner_text() for name in ("flash", "flex", "paper", "stable"))
+    page.locator("#heads a").first.click()
+    page.wait_for_function("document.querySelector('#head > h2').innerText.includes('flash')")
+
+
+def test_several_observations_and_layers_have_a_chooser(tmp_path: Path, open_page: Open) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(html_document(synthetic(2, 2, observations=2)))
+    page = open_page(file)
+    page.locator("#choosers select").select_option("recipe 1")
+    page.locator("#map .grid").focus()
+    page.keyboard.press("Home")
+    assert "recipe 1" in page.locator("#map [aria-live]").inner_text()
+
+
+def test_the_theme_switch_wins(reports: Reports, open_page: Open) -> None:
+    page = open_page(reports("144")[1], color_scheme="dark")
+    paper = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(paper)
+    assert sum(map(int, dark[4:-1].split(", "))) < 150
+    drawn = page.evaluate("document.querySelector('figure svg').outerHTML")
+    page.get_by_role("button", name="Switch to light colours").click()
+    light = page.evaluate(paper)
+    assert sum(map(int, light[4:-1].split(", "))) > 700
+    assert page.evaluate("document.querySelector('figure svg').outerHTML") != drawn
+    page.reload()
+    page.wait_for_selector("html[data-ready=yes]", state="attached")
+    assert page.evaluate(paper) == light
+
+
+def test_csv_holds_the_numbers_of_the_diagnosis(reports: Reports, open_page: Open, tmp_path: Path) -> None:
+    diagnosis, file = reports("gpt2_step731_L2H4")
+    page = open_page(file)
+    [(_, _, head)] = list(diagnosis.entries())
+    assert head.bias.delta
+    text = saved(page, "cumulative-delta", "CSV", tmp_path).read_bytes().decode()
+    assert text.count("\r\n") == text.count("\n")
+    rows = list(csv.reader(text.splitlines()))
+    assert rows[0] == ["row", "sum", "99 % band, low", "99 % band, high"]
+    assert [(int(r[0]), float(r[1])) for r in rows[1:]] == [(p["row"], p["sum"]) for p in head.bias.delta.drift]
+    assert float(rows[1][3]) == head.bias.delta.drift_band99
+    assert head.figures
+    assert head.figures.o_error
+    rows = list(csv.reader(saved(page, "o-error", "CSV", tmp_path).read_text().splitlines()))
+    assert [int(r[1]) for r in rows[1:]] == list(head.figures.o_error.counts)
+
+
+def test_svg_is_a_picture_of_the_chart(reports: Reports, open_page: Open, tmp_path: Path) -> None:
+    page = open_page(reports("gpt2_step731_L2H4")[1])
+    # Drawn only when asked for: it lies far below the screen.
+    root = ElementTree.parse(saved(page, "alignment", "SVG", tmp_path)).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    texts = {"".join(t.itertext()) for t in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"feature", "chance"} <= texts
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}path"))) > 64
+
+
+def test_formulas_and_quotes_are_harmless_in_csv(reports: Reports, open_page: Open) -> None:
+    page = open_page(reports("144")[1])
+    cells = ["=1+1", "+1", "-1", "@a", "\tb", 'say "x", y', "a\nb", -1.5, 1e-300, 0.1, None]
+    found = page.evaluate("row => attnDiag.export.csv([row])", cells)
+    assert next(csv.reader([found], strict=True)) if "\n" not in found[:-2] else True
+    assert found == '\'=1+1,\'+1,\'-1,\'@a,\'\tb,"say ""x"", y","a\nb",-1.5,1e-300,0.1,\r\n'
+
+
+def test_the_table_sorts(reports: Reports, open_page: Open) -> None:
+    page = open_page(reports("144")[1])
+    column = page.locator("#heads thead button", has_text="noise factor")
+    keys = "() => [...document.querySelectorAll('#heads tbody tr')].map(r => Number(r.cells[4].dataset.key))"
+    column.click()
+    found = page.evaluate(keys)
+    assert found == sorted(found, reverse=True)
+    column.click()
+    assert page.evaluate(keys) == sorted(found)
+
+
+@pytest.mark.parametrize("name", ["144", "kernels_pair_T512", "gpt2_step731_L2H4"])
+def test_phone(name: str, reports: Reports, open_page: Open) -> None:
+    page = open_page(reports(name)[1], width=390)
+    scroll_through(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_print_is_light_and_whole(reports: Reports, open_page: Open) -> None:
+    page = open_page(reports("144")[1], color_scheme="dark")
+    page.emulate_media(media="print")
+    page.wait_for_function("[...document.querySelectorAll('figure .chart')].every(c => c.querySelector('svg'))")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not page.locator("#theme").is_visible()
+    # Charts in dark colours would be pale on paper.
+    assert "#a3abb5" not in page.evaluate("document.querySelector('figure svg').outerHTML").lower()
+    assert page.locator("#heads tbody tr").last.is_visible()
+
+
+def test_without_scripts_there_is_the_table(reports: Reports, browser: Browser) -> None:
+    diagnosis, file = reports("144")
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(file.as_uri())
+    assert page.locator("#heads tbody tr").count() == len(list(diagnosis.entries()))
+    assert page.locator(".suggestions li").first.is_visible()
+    context.close()
+
+
+def test_failed_assumptions_show_no_figures(tmp_path: Path, open_page: Open) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(html_document(hostile_diagnosis("O does not fit")))
+    page = open_page(file, fragment="#c1o0h0")
+    assert "O does not fit" in page.locator("#head").inner_text()
+    assert page.locator("#head .chip").inner_text() == "no verdict"
+    assert page.locator("figure").count() == 0
+
+
+@pytest.mark.parametrize("name", NAMES, ids=[repr(n)[:24] for n in NAMES])
+def test_hostile_texts_are_inert_and_visible(name: str, tmp_path: Path, open_page: Open) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(html_document(hostile_diagnosis(name)), encoding="utf-8", newline="")
+    page = open_page(file)
+    scroll_through(page)
+    page.locator("#map .grid").hover(position={"x": 60, "y": 20})
+    page.locator("figure .chart").first.hover()
+    page.wait_for_timeout(50)
+    assert page.evaluate("window.hacked") is None
+    assert page.evaluate("document.querySelectorAll('script').length") == 3
+    assert page.evaluate("document.querySelectorAll('img, iframe, object, embed, [onerror], [onload]').length") == 0
+    shown = " ".join(page.locator(".reasons li").first.text_content().split())  # type: ignore[union-attr]
+    assert shown == " ".join(name.split())
+
+
+def test_the_hostile_check_can_fail(tmp_path: Path, open_page: Open) -> None:
+    # Without the policy and the escaping of one place, the first name runs.
+    text = html_document(hostile_diagnosis("quiet")).replace('http-equiv="Content-Security-Policy"', "", 1)
+    file = tmp_path / "page.html"
+    file.write_text(text.replace("</main>", "<script>window.hacked=1</script></main>", 1))
+    assert open_page(file).evaluate("window.hacked") == 1
+
+
+def test_the_policy_stops_what_escaping_would_miss(tmp_path: Path, browser: Browser) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(html_document(synthetic(1, 1)).replace("</main>", "<script>window.hacked=1</script></main>", 1))
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(file.as_uri())
+    assert page.evaluate("window.hacked") is None
+    context.close()
+
+
+def test_gallery(tmp_path: Path, open_page: Open) -> None:
+    walk = Series("a <b>", tuple(float(i) for i in range(9)), (0.0, 1.0, None, 2.0, 3.0, 2.0, 1.0, 0.5, 0.25))
+    charts = (
+        Chart("one", "<i>one</i>", "c", Axis("step"), Axis("y"), (walk,), (Band("99 % band", -1, 1),)),
+        Chart("two", "two", "c", Axis("step"), Axis("y", log=True), (walk, walk)),
+        Chart("three", "three", "c", Axis("head"), Axis("layer"), map=Map("norm", ((1.0, None), (-2.0, 3.0)), True)),
+    )
+    table = (("=a", "b"), ("1", "<u>2</u>"))
+    page_text = gallery_document(Gallery("<b>t</b>", "lead", (Section("s", ("p",), table, charts),), "foot"))
+    file = tmp_path / "page.html"
+    file.write_text(page_text, encoding="utf-8")
+    page = open_page(file)
+    scroll_through(page)
+    assert page.locator("figure svg").count() == 3
+    assert page.locator("h3").first.inner_text() == "<i>one</i>"
+    rows = list(csv.reader(saved(page, "three", "CSV", tmp_path).read_text().splitlines()))
+    assert rows == [["layer", "head", "norm"], ["0", "0", "1"], ["0", "1", ""], ["1", "0", "-2"], ["1", "1", "3"]]
+    rows = list(csv.reader(saved(page, "one", "CSV", tmp_path).read_text().splitlines()))
+    assert rows[3] == ["2", "", "-1", "1"]
