@@ -23,7 +23,7 @@ from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
 from attn_diag.microscopy.closed_form import predict_block
-from attn_diag.microscopy.microscope import Microscope
+from attn_diag.microscopy.result import Microscope
 from attn_diag.microscopy.walk import exponent_factor, walk_element
 from attn_diag.reference import AttentionHead, format_of, reference_rows, round_nearest_even
 
