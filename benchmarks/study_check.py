@@ -1,6 +1,6 @@
 """False alarms and power of ``attn_diag.check``.
 
-    python benchmarks/study_check.py --seeds 200 --json benchmarks/results/check_cpu.json
+    python benchmarks/study_check.py --seeds 200 --processes 16 --json benchmarks/results/check_cpu.json
 
 Every seed draws the whole suite anew (forward and backward). Healthy kernels: emulations and torch's SDPA; each run is
 judged without a baseline, and against the baseline of another seed (a ring: seed s against s + 1), by the very rules of
@@ -13,9 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +76,7 @@ def nudged(o: Tensor, ulps: float, generator: torch.Generator) -> Tensor:
     return (o.view(torch.int16) + chosen.to(torch.int16) * (o != 0)).view(o.dtype)
 
 
-def runs_of(kernel: str, seed: int, names: list[str], plant: float = 0.0) -> Run:
+def run_of(kernel: str, names: list[str], plant: float, seed: int) -> Run:
     subject = subject_of(kernel, None, dtype=torch.bfloat16, head_dim=64, device=DEVICE, backward=None)
     recipe = attn_diag.preset("fa2")
     found = {}
@@ -99,11 +102,11 @@ def rate(found: list[list[str]]) -> dict[str, Any]:
 
 
 def false_alarms(
-    kernel: str, seeds: int, names: list[str], keep: Callable[[str, dict[str, Any]], None]
+    kernel: str, seeds: int, names: list[str], pool: Executor, keep: Callable[[str, dict[str, Any]], None]
 ) -> dict[str, Any]:
     runs: list[Run] = []
-    for seed in range(seeds):
-        runs.append(runs_of(kernel, 1000 + seed, names))
+    for run in pool.map(partial(run_of, kernel, names, 0.0), range(1000, 1000 + seeds)):
+        runs.append(run)
         if len(runs) % 20 == 0:
             keep(kernel, summarised(runs, names))
     return summarised(runs, names)
@@ -132,12 +135,12 @@ def _standard_error(values: list[float]) -> float:
     return math.sqrt(sum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1) / len(values))
 
 
-def power(seeds: int, names: list[str], say: Callable[[str], None]) -> dict[str, Any]:
+def power(seeds: int, names: list[str], pool: Executor, say: Callable[[str], None]) -> dict[str, Any]:
     """How often a planted bias of fa2's O is found, without a baseline and against fa2's at another seed."""
     found: dict[str, Any] = {}
-    healthy = [runs_of("fa2", 5000 + seed, names) for seed in range(seeds)]
+    healthy = list(pool.map(partial(run_of, "fa2", names, 0.0), range(5000, 5000 + seeds)))
     for ulps in PLANTED:
-        planted = [runs_of("fa2", 7000 + seed, names, ulps) for seed in range(seeds)]
+        planted = list(pool.map(partial(run_of, "fa2", names, ulps), range(7000, 7000 + seeds)))
         without = sum(any("bias" in a for a in alarms(p, None)) for p in planted)
         against = sum(any("bias" in a for a in alarms(p, h)) for p, h in zip(planted, healthy, strict=True))
         found[f"{ulps:g} ulp"] = {"without_baseline": without / seeds, "against_another_seed": against / seeds}
@@ -151,6 +154,7 @@ def main() -> None:
     parser.add_argument("--power-seeds", type=int, default=20)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
     parser.add_argument("--cases", nargs="+", default=list(suite.BUILDERS))
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = time.perf_counter()
@@ -171,10 +175,15 @@ def main() -> None:
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
-    for kernel in arguments.kernels:
-        keep(kernel, false_alarms(kernel, arguments.seeds, arguments.cases, keep))
-    if arguments.power_seeds:
-        result["power"] = power(arguments.power_seeds, arguments.cases, say)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        arguments.processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        for kernel in arguments.kernels:
+            keep(kernel, false_alarms(kernel, arguments.seeds, arguments.cases, pool, keep))
+        if arguments.power_seeds:
+            found = power(arguments.power_seeds, arguments.cases, pool, say)
+            result["power"] = {"seeds": arguments.power_seeds, "found": found}
     if arguments.json is None:
         print(json.dumps(result, indent=1))
     else:
