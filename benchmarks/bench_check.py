@@ -14,6 +14,8 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 import attn_diag
+from attn_diag.provenance import describe_tool
 from attn_diag.regression.result import CheckReport
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
@@ -68,10 +71,12 @@ def short(found: CheckReport) -> dict[str, Any]:
         "failures": [f"[{f.kind}] {f.message}" for f in found.failures],
         "suspects": sorted({f.suspect for f in found.failures if f.suspect}),
         "notes": list(found.notes),
-        "same_bits": [c.same_bits for c in found.cases],
-        "deterministic": [c.deterministic for c in found.cases],
+        "same_bits": None if found.cases[0].same_bits is None else all(c.same_bits for c in found.cases),
+        "deterministic": all(c.deterministic for c in found.cases),
         "bias_o_away_ulp": {c.name: c.biases["o_away_excess"].mean for c in found.cases if c.biases},
-        "errors": {c.name: {n: [s.error, s.budget] for n, s in c.sizes.items()} for c in found.cases},
+        "error_over_limit": {
+            c.name: max((s.error / (s.limit or s.budget) for s in c.sizes.values()), default=None) for c in found.cases
+        },
     }
 
 
@@ -82,9 +87,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=None)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"torch": torch.__version__, "device": arguments.device, "kernels": {}}
-    if arguments.device == "cuda":
-        result["device"] = torch.cuda.get_device_name()
+    tool = describe_tool(torch.device(arguments.device))
+    result: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(), "tool": asdict(tool), "cases": arguments.cases, "kernels": {},
+    }  # fmt: skip
     for causal in (False, True):
         for head_dim in arguments.head_dims:
             for name, fn in kernels(causal, arguments.device).items():

@@ -17,7 +17,8 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,8 @@ def main() -> None:
 
     tool = describe_tool(DEVICE)
     result: dict[str, Any] = {
-        "level": LEVEL, "cases": arguments.cases,
-        "tool": {"torch": tool.torch, "attn_diag": tool.version, "device": tool.device}, "kernels": {},
+        "date": datetime.now(UTC).date().isoformat(), "tool": asdict(tool), "level": LEVEL, "cases": arguments.cases,
+        "kernels": {},
     }  # fmt: skip
 
     def keep(kernel: str, found: dict[str, Any]) -> None:
