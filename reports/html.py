@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
-from attn_diag.reports import embedding, page, words
+from attn_diag.reports import embedding, page, story, words
 from attn_diag.reports.embedding import embedded_diagnosis
 
 __all__ = ["embedded_diagnosis", "html_document", "html_fragment"]
@@ -16,10 +16,13 @@ _LIMIT = 2_000_000
 COLUMNS = (
     "verdict", "dQ error", "dW_Q error", "noise factor", "conditioning", "smallest p", "repeated maxima", "max logit",
 )  # fmt: skip
-# How far a case has come; what one capture can show is the first two or three.
+# A site is found where it makes more than this part of the squared error, and removing it removes it where no more than
+# this part of the error is left, while repairing a site that reaches nothing (the sham) changes it by less than _SHAM.
+_MOST, _SHAM = 0.5, 0.05
+# How far a case has come.
 _STEPS = (
     "An error stands out in this capture",
-    "Its mean differs from zero beyond chance",
+    "Its mean differs from zero beyond chance (large errors do harm without)",
     "The rounding that makes it is found",
     "Removing that rounding removes it, a sham does not",
     "It grows over training steps",
@@ -45,11 +48,15 @@ def html_document(diagnosis: Diagnosis) -> str:
     """
     rows = list(_rows(diagnosis))
     places = {id(head): row.place for row, (_, _, head) in zip(rows, diagnosis.entries(), strict=True)}
+    order = {places[id(head)]: rank for rank, (_, _, head) in enumerate(diagnosis.ranked())}
     worst = next((entry for entry in diagnosis.ranked() if entry[2].verdict is not None), None)
     shown = {
         "diagnosis": diagnosis,
+        "headline": story.headline(diagnosis),
+        "steps": story.next_steps(diagnosis),
+        "commands": story.commands(diagnosis),
         "columns": COLUMNS,
-        "rows": rows,
+        "rows": sorted(rows, key=lambda row: order[row.place]),
         "worst": worst,
         "worst_place": places[id(worst[2])] if worst else None,
         "evidence": _evidence(worst[2]) if worst else (),
@@ -98,8 +105,13 @@ def _key(value: float | None) -> str:
 
 
 def _evidence(head: HeadDiagnosis) -> tuple[tuple[bool, str], ...]:
-    """Each step, and whether it is reached. The last two need more than an inspection."""
+    """Each step, and whether it is reached. The last needs captures of several steps."""
     stated = head.verdict.evidence if head.verdict else "none"
-    found = head.attribution is not None and bool(head.attribution.guilty)
-    reached = (stated != "none", stated == "significant", found, False, False)
-    return tuple(zip(reached, _STEPS, strict=True))
+    found = removed = False
+    if head.attribution is not None and stated != "none":
+        main = "dq" if "dq" in head.attribution.totals else "o"
+        guilty = next(s for s in head.attribution.sites if s.site == head.attribution.guilty[main])
+        effect, total = guilty.effects[main], head.attribution.totals[main].error
+        found = effect.share > _MOST
+        removed = found and effect.repaired < _MOST * total and head.attribution.inert[1] < _SHAM * total
+    return tuple(zip((stated != "none", stated == "significant", found, removed, False), _STEPS, strict=True))

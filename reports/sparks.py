@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from attn_diag.diagnosis import BiasEstimate
 
+_SIGNIFICANT = 0.05
 BLOCKS = "▁▂▃▄▅▆▇█"
 # The same eight levels where only ASCII can be written.
 ASCII = "_.-~=+*#"
@@ -62,7 +63,11 @@ def drift_words(estimate: BiasEstimate, found: Spark) -> str:
     if not estimate.drift_outside:
         return f"{ends}inside the 99 % band{band}"
     first = f" from row {found.first_row} on" if found.first_row is not None else " between the rows drawn"
-    return f"{ends}OUTSIDE the 99 % band{band}{first}"
+    p = estimate.p_value if estimate.p_adjusted is None else estimate.p_adjusted
+    # The test of the mean clusters rows that copy the same key; the band takes rows as independent.
+    clustered = ", though the mean is not significant where rows that copy one key count as one"
+    chance = "" if p is None or p < _SIGNIFICANT else clustered
+    return f"{ends}OUTSIDE the 99 % band{band}{first}{chance}"
 
 
 def log_levels(values: Sequence[float | None], count: int = 8) -> list[int | None]:

@@ -7,11 +7,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
+from attn_diag.diagnosis import BiasEstimate, CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
 from attn_diag.reports import words
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _ORDER: tuple[Label, ...] = ("biased", "lossy", "ill_conditioned", "undecided", "clean")
+_PLAIN = {
+    "delta": "delta's error",
+    "delta_excess": "delta's error beyond correct rounding",
+    "o_away_excess": "the error of |O| beyond correct rounding",
+    "o_excess": "the error of O beyond correct rounding",
+}
 _SUFFIXES = (".safetensors", ".pt", ".npz")
 
 
@@ -40,9 +46,14 @@ def _biased(found: list[Entry], judged: list[Entry]) -> str:
     known = {n: e for n, e in tests.items() if e is not None and e.p_adjusted is not None}
     worst = ""
     if known:
-        name, estimate = min(known.items(), key=lambda item: item[1].p_adjusted)
-        worst = f": {words.TESTS[name]} {words.in_units(name, estimate)}, adjusted p = {estimate.p_adjusted:.2g}"
+        # Adjusted values tie often.
+        name, estimate = min(known.items(), key=lambda item: (item[1].p_adjusted, item[1].p_value))
+        worst = f": {_PLAIN[name]} averages {_of_units(name, estimate)} (adjusted p = {estimate.p_adjusted:.2g})"
     return f"BIASED: the error's mean is beyond chance in {_heads(found, judged, found[0])}{worst}."
+
+
+def _of_units(name: str, estimate: BiasEstimate) -> str:
+    return words.in_units(name, estimate).replace(" floor", " noise floors")
 
 
 def _lossy(found: list[Entry], judged: list[Entry]) -> str:
@@ -171,7 +182,7 @@ class Names:
         parts = [words.printable(observation.name)] if self.observations else []
         if self.steps and "step" in capture.metadata:
             parts.append(f"step {words.printable(capture.metadata['step'])}")
-        return [*parts, words.file_name(capture.source)] if self.files else parts
+        return [*parts, words.file_name(capture.source).removesuffix(".safetensors")] if self.files else parts
 
     def name(self, entry: Entry) -> str:
         """The head and where it is."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -25,8 +26,17 @@ _MAX_ROWS = 16
 _MAX_DETAILS = 3
 _MAX_CAPTURES = 8
 _SPARK_CELLS = 64
-# Columns from which the table of heads has room for more figures.
-_MEDIUM, _WIDE = 72, 96
+_MAX_ATTRIBUTED = 3
+# A map of fewer heads than this says less than the table.
+_LEAST_MAPPED = 4
+# Columns from which the table of tests has room for all figures.
+_MEDIUM = 72
+# Cells that the table of heads keeps for a head's name, for where it is (names may wrap), and for its labels.
+_HEAD, _PLACE, _VERDICT = 5, 22, 15
+# Its figures that go first where there is no room.
+_EXPENDABLE = (
+    "dQ error\nby delta", "repeated\nmaxima", "condi-\ntioning", "dW_Q\nerror", "noise\nfactor", "dQ\nerror",
+)  # fmt: skip
 
 
 def terminal_text(diagnosis: Diagnosis, width: int = 100) -> str:
@@ -95,8 +105,12 @@ def _heads(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[RenderableTyp
         listed = "; ".join(f"{n} {label}" for label, n in counts.most_common())
         yield words.paragraph(f"and {len(rest)} more: {listed}", style="dim")
         for name in dict.fromkeys(o.name for _, o, _ in entries):
-            yield from _title(f"All heads of {words.printable(name)}, layer by layer")
-            yield HeadMap(tuple(entry for entry in entries if entry[1].name == name))
+            named = tuple(entry for entry in entries if entry[1].name == name)
+            if len({(head.layer, head.head) for _, _, head in named}) >= _LEAST_MAPPED:
+                captures = len({id(capture) for capture, _, _ in named})
+                worst = f" (the worst of {captures} captures)" if captures > 1 else ""
+                yield from _title(f"All heads of {words.printable(name)}, layer by layer{worst}")
+                yield HeadMap(named)
 
 
 @dataclass(frozen=True)
@@ -116,8 +130,9 @@ class Overview:
         table.add_column("verdict", min_width=15, overflow="fold")
         figures = [_figures(head) for _, _, head in entries]
         # What no head has, and what the width has no room for, is left out.
-        left_out = _left_out(options.max_width)
-        titles = [t for t in figures[0] if t not in left_out and any(f[t] != words.DASH for f in figures)]
+        titles = [t for t in figures[0] if any(f[t] != words.DASH for f in figures)]
+        while titles and _least_width(titles, figures, named=named) > options.max_width:
+            titles.remove(next(t for t in _EXPENDABLE if t in titles))
         for title in titles:
             table.add_column(title, justify="right", no_wrap=True)
         for entry, known in zip(entries, figures, strict=True):
@@ -127,13 +142,11 @@ class Overview:
         yield table
 
 
-def _left_out(width: int) -> tuple[str, ...]:
-    """Titles of the figures that a table of that width has no room for."""
-    if width >= _WIDE:
-        return ()
-    return (
-        ("dQ error\nby delta",) if width >= _MEDIUM else ("dQ error\nby delta", "repeated\nmaxima", "condi-\ntioning")
-    )
+def _least_width(titles: list[str], figures: list[dict[str, str]], *, named: bool) -> int:
+    """Cells that the table of heads needs with these figures: with names of a readable width, and gaps of two."""
+    columns = [max(cell_len(x) for x in (*title.split("\n"), *(f[title] for f in figures))) for title in titles]
+    texts = [_HEAD, *([_PLACE] if named else []), _VERDICT]
+    return sum(texts) + sum(columns) + 2 * (len(texts) + len(columns))
 
 
 def _figures(head: HeadDiagnosis) -> dict[str, str]:
@@ -180,6 +193,11 @@ def _detail(entry: Entry, names: story.Names) -> Iterator[RenderableType]:
     )
     for reason in head.verdict.reasons:
         yield words.bullet("-", reason)
+    if head.attribution is not None:
+        for reason in head.attribution.reasons[:_MAX_ATTRIBUTED]:
+            yield words.bullet("=", reason)
+    if head.details_note is not None:
+        yield words.bullet("=", head.details_note)
     yield CumulativeSum(head)
     if any(getattr(head.bias, name) is not None for name in words.TESTS):
         yield Tests(head)

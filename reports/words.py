@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -101,9 +102,9 @@ def observation_line(observation: ObservationDiagnosis) -> str:
     if observation.recipe is not None:
         recipe = f"recipe {observation.recipe}"
     if observation.agreement is not None:
-        recipe = (
-            f"O as recipe {observation.recipe} makes it ({observation.agreement:.1%} of sampled elements bit-equal)"
-        )
+        # Never rounded up: 100 % is said of every bit alone.
+        share = math.floor(1e4 * observation.agreement) / 100
+        recipe = f"O as recipe {observation.recipe} makes it ({share:g} % of sampled elements bit-equal)"
     return printable(f"{observation.name}: {observation.backend}; {recipe}")
 
 

@@ -22,6 +22,7 @@ from attn_diag.diagnosis import Diagnosis, HeadDiagnosis
 from attn_diag.loading import load
 from attn_diag.reports import gallery_document, html_document
 from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Section, Series
+from attn_diag.reports.story import headline
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -133,7 +134,7 @@ def saved(page: Page, chart: str, kind: str, folder: Path) -> Path:
 def test_every_report_opens_and_every_figure_draws(name: str, reports: Reports, open_page: Open) -> None:
     diagnosis, file = reports(name)
     page = open_page(file)
-    assert page.locator("h1").inner_text().replace("-", "_") == diagnosis.summary.sentence.replace("-", "_")
+    assert page.locator("h1").inner_text() == headline(diagnosis)
     assert page.locator("#map svg").count() == 1
     scroll_through(page)
     assert page.locator("figure .chart svg").count() >= 6
@@ -233,6 +234,24 @@ def test_several_observations_and_layers_have_a_chooser(tmp_path: Path, open_pag
     assert "recipe 1" in page.locator("#map [aria-live]").inner_text()
 
 
+def test_captures_with_different_observations_and_outputs(tmp_path: Path, open_page: Open) -> None:
+    """The map always shows what there is: another capture may have other observations, and no dW_Q."""
+    captures = [load(c) for c in CAPTURES if c.stem in ("failing_step500_L2H7", "pair_T256", "gqa_T200")]
+    file = tmp_path / "page.html"
+    file.write_text(html_document(inspect_captures(captures)))
+    page = open_page(file)
+    chooser = page.locator("#choosers select").first
+    for value in chooser.locator("option").evaluate_all("options => options.map(o => o.value)"):
+        chooser.select_option(value)
+        assert page.locator("#metrics [aria-pressed=true]").is_enabled()
+        page.locator("#map .grid").focus()
+        page.keyboard.press("Home")
+        page.keyboard.press("Enter")
+        spoken = page.locator("#map [aria-live]").inner_text()
+        assert "error" in spoken
+        assert title(page).split()[0] in spoken
+
+
 def test_the_theme_switch_wins(reports: Reports, open_page: Open) -> None:
     page = open_page(reports("144")[1], color_scheme="dark")
     paper = "getComputedStyle(document.body).backgroundColor"
@@ -310,6 +329,9 @@ def test_print_is_light_and_whole(reports: Reports, open_page: Open) -> None:
     # Charts in dark colours would be pale on paper.
     assert "#a3abb5" not in page.evaluate("document.querySelector('figure svg').outerHTML").lower()
     assert page.locator("#heads tbody tr").last.is_visible()
+    heights = page.evaluate("[...document.querySelectorAll('figure .chart, #map .grid')].map(c => c.clientHeight)")
+    assert len(heights) > 5
+    assert min(heights) > 100
 
 
 def test_without_scripts_there_is_the_table(reports: Reports, browser: Browser) -> None:

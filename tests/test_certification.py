@@ -30,6 +30,7 @@ from attn_diag.reference import UNIT, BoundCollector, HeadBounds, HeadReference,
 from attn_diag.reference import attention as forward
 from attn_diag.reference.exact import exact_dot
 from attn_diag.reference.oracle import DEFAULT_BITS
+from attn_diag.reports.html import embedded_diagnosis
 from attn_diag.reports.words import certificate_words
 from attn_diag.verdict import beyond_reference
 
@@ -377,7 +378,8 @@ def test_certify_on_the_command_line(run: Callable[..., tuple[int, str, str]], t
     line = "rows recomputed in mpmath (128 bits): every error of the float64 reference is within its bound"
     assert line in " ".join(out.split())
     assert "the reference's own error has moved these means by at most: " in " ".join(out.split())
-    assert line in page.read_text()
+    shown = Diagnosis.from_json(embedded_diagnosis(page.read_text()))
+    assert [h.certificate is not None and h.certificate.held for _, _, h in shown.entries()] == [True]
     document = json.loads(target.read_text())
     validator = jsonschema.Draft202012Validator(attn_diag.json_schema())
     validator.validate(document)

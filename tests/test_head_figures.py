@@ -154,7 +154,7 @@ def check_histogram(figures: HeadFigures, truth: list[Sequence]) -> None:
     assert shown is not None
     assert sum(shown.counts) + shown.below + shown.above == len(error)
     assert 1 <= len(shown.counts) <= 64
-    assert max(shown.below, shown.above) <= 1e-3 * len(error)
+    assert max(shown.below, shown.above) <= 1e-2 * len(error)
     edges = shown.lowest + shown.width * np.arange(len(shown.counts) + 1)
     # One bin is centred on 0, or would be.
     assert (shown.lowest / shown.width - 0.5) % 1 == pytest.approx(0, abs=1e-9)
@@ -527,7 +527,9 @@ def test_histogram_suits_errors_of_any_size(scale: float) -> None:
         assert 20 <= len(shown.counts) <= 64
         middles = shown.lowest + shown.width * (torch.arange(len(shown.counts)) + 0.5)
         spread = float((torch.tensor(shown.counts) * middles.square()).sum() / sum(shown.counts)) ** 0.5
-        assert spread == pytest.approx(scale, rel=0.05)
+        inside = errors[(errors > shown.lowest) & (errors < shown.lowest + shown.width * len(shown.counts))]
+        assert len(inside) >= 0.98 * 20_000
+        assert spread == pytest.approx(float(inside.square().mean().sqrt()), rel=0.01)
 
 
 @pytest.mark.parametrize("sizes", [(0.3, 0.3), (0.3, 200.0), (1e4, 5.0)], ids=str)

@@ -15,23 +15,25 @@ attnDiag.entries = (() => {
   // The primary test with the smallest adjusted p.
   const strongest = ({ head }) => {
     const known = Object.keys(TESTS).map((test) => ({ test, estimate: head.bias[test] })).filter((t) => finite(t.estimate?.p_adjusted) !== null);
-    return known.sort((a, b) => a.estimate.p_adjusted - b.estimate.p_adjusted)[0] ?? null;
+    // Adjusted values tie often.
+    return known.sort((a, b) => a.estimate.p_adjusted - b.estimate.p_adjusted || a.estimate.p_value - b.estimate.p_value)[0] ?? null;
   };
   const gradient = (which) => ({ head }) => {
     const error = head.propagation[which];
     return finite(error?.relative_error) ?? finite(error?.predicted_relative_error);
   };
 
-  // What the map can be coloured by. ``value``: the number itself; ``at``: where it stands on the colour scale.
+  // What the map can be coloured by. ``value``: the number itself; ``at``: where it stands on the colour scale, whose
+  // ends do not come closer than ``ends10`` (powers of ten), so that heads which hardly differ look alike.
   const log = (value) => (value > 0 ? Math.log10(value) : null);
   const metrics = [
-    { key: "dw_q", title: "dW_Q error", value: gradient("dw_q"), at: log, back: (x) => 10 ** x, show: percent,
+    { key: "dw_q", title: "dW_Q error", value: gradient("dw_q"), at: log, ends10: [-3, 0], back: (x) => 10 ** x, show: percent,
       words: "How far dW_Q is off: ‖error‖ / ‖dW_Q‖ (predicted from delta where it was not captured)." },
-    { key: "dq", title: "dQ error", value: gradient("dq"), at: log, back: (x) => 10 ** x, show: percent,
+    { key: "dq", title: "dQ error", value: gradient("dq"), at: log, ends10: [-3, 0], back: (x) => 10 ** x, show: percent,
       words: "How far dQ is off: ‖error‖ / ‖dQ‖ (predicted from delta where it was not captured)." },
-    { key: "noise", title: "Noise factor", value: (e) => finite(e.head.noise_factor), at: log, back: (x) => 10 ** x, show: number,
+    { key: "noise", title: "Noise factor", value: (e) => finite(e.head.noise_factor), at: log, ends10: [-0.3, 1.3], back: (x) => 10 ** x, show: number,
       words: "Delta's error over what one correct rounding of O makes. About 1: the kernel is at its floor; over 2: lossy." },
-    { key: "conditioning", title: "Conditioning", value: (e) => finite(e.head.conditioning), at: log, back: (x) => 10 ** x, show: number,
+    { key: "conditioning", title: "Conditioning", value: (e) => finite(e.head.conditioning), at: log, ends10: [0, 3], back: (x) => 10 ** x, show: number,
       words: "How much a relative error of delta grows on its way into dQ. 6 to 8 is ordinary." },
     { key: "bias", title: "Bias", diverging: true, value: (e) => finite(strongest(e)?.estimate.p_adjusted),
       at: (p, e) => Math.sign(strongest(e).estimate.mean) * Math.min(-Math.log10(Math.max(p, 1e-30)), 30) || 0, show: (p) => `p ${number(p, 2)}`,

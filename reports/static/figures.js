@@ -14,7 +14,9 @@ attnDiag.figures = (() => {
     const points = estimate?.drift ?? [];
     if (!points.length) return missing(title, "The capture would need O and dO (or the kernel's own delta).");
     const band = finite(estimate.drift_band99);
-    const outside = estimate.drift_outside ? "It leaves the band: the error has a direction." : "It stays inside: no direction beyond chance.";
+    const significant = (finite(estimate.p_adjusted) ?? finite(estimate.p_value) ?? 1) < 0.05;
+    const outside = !estimate.drift_outside ? "It stays inside: no direction beyond chance."
+      : `It leaves the band: more than unbiased, independent rows make${significant ? "" : "; yet the mean over all rows is not significant: rows that copy the same key share its rounding, which the band does not know"}.`;
     return {
       wide: key === "delta",
       chart: chart(entry, `cumulative-${key.replace("_", "-")}`, title,
@@ -30,10 +32,10 @@ attnDiag.figures = (() => {
     if (!h) return missing(title, "The capture would need O.");
     const centres = h.counts.map((_, i) => h.lowest + (i + 0.5) * h.width);
     // A category for each bin, so that bars touch; zero is the middle of a bin.
-    const names = centres.map((c) => String(Number(c.toPrecision(6)) + 0));
+    const names = centres.map((c) => number(c));
     const outside = h.below || h.above ? ` Outside: ${h.below} below, ${h.above} above.` : "";
     return { chart: chart(entry, "o-error", title, `Elements by signed error, observed − reference. One correct rounding stays within ± 0.5 ulp.${outside}`,
-      axis("ulp", false, names), axis("elements"), [series("elements", names.map((_, i) => i), h.counts, "bars")]) };
+      axis("ulp", false, names), axis("elements (log)", true), [series("elements", names.map((_, i) => i), h.counts, "bars")]) };
   };
 
   const strip = (entry) => {
@@ -42,7 +44,7 @@ attnDiag.figures = (() => {
     if (!s?.first_rows.length) return missing(title, "Inspect the capture again with this version: the file has no figures.");
     if (Math.max(...s.exact, ...s.unit) < 2) return missing(title, "Nothing to show: no row has a repeated maximum, neither in scores rounded to q's format nor in P̄.");
     return { wide: true, height: 190, chart: chart(entry, "multiplicity", title, "How often the maximum of a row occurs: scores rounded to q's format, and P̄ rounded to 1. Two or more is the trigger of Qiu & Yao; the largest in each group of rows is shown.",
-      axis("row"), axis("times"), [series("scores tie", s.first_rows, s.exact, "step"), series("P̄ = 1", s.first_rows, s.unit, "step")]) };
+      axis("row"), { ...axis("times"), whole: true }, [series("scores tie", s.first_rows, s.exact, "step"), series("P̄ = 1", s.first_rows, s.unit, "step")]) };
   };
 
   const unit = (entry) => {
@@ -51,14 +53,14 @@ attnDiag.figures = (() => {
     if (!u) return missing(title, "Inspect the capture again with this version: the file has no figures.");
     if (!u.total) return missing(title, "Nothing to show: in no row does P̄ round to 1 more than once.");
     return { chart: chart(entry, "unit-positions", title, `Pairs of query row and key, in rows where it does so more than once; ${u.rows.length} of ${u.total}.`,
-      axis("row"), axis("key"), [series("P̄ = 1", u.rows, u.keys, "points")]) };
+      { ...axis("row"), ends: [0, Math.max(entry.head.rows_all - 1, 1)] }, axis("key"), [series("P̄ = 1", u.rows, u.keys, "points")]) };
   };
 
-  const alignment = (which, title, label, caption, values, bands) => (entry) => {
+  const alignment = (which, title, label, caption, values, bands = () => []) => (entry) => {
     const a = entry.head.figures?.alignment;
     if (!a) return missing(title, "The capture would need O and dO.");
     const features = a[values].map((_, i) => i);
-    return { chart: chart(entry, which, title, caption, axis("feature"), axis(label), [series(label, features, a[values], values === "aligned" ? "points" : "bars")], bands) };
+    return { chart: chart(entry, which, title, caption, axis("feature"), axis(label), [series(label, features, a[values], values === "aligned" ? "points" : "bars")], bands(entry)) };
   };
 
   const predicted = (key, x) => (entry) => {
@@ -78,28 +80,33 @@ attnDiag.figures = (() => {
   const attribution = (entry) => {
     const title = "Which rounding makes the error";
     const found = entry.head.attribution;
-    if (!found) return missing(title, `Run attn-diag inspect --html FILE --details 8 for the eight worst heads, or attn-diag attribute ${entry.head.head == null ? "" : `--head ${entry.head.head} `}on this capture.`);
+    if (!found) return missing(title, entry.head.details_note ?? `Run attn-diag inspect --html FILE --details 8 for the eight worst heads, or attn-diag attribute ${entry.head.head == null ? "" : `--head ${entry.head.head} `}on this capture.`);
     const main = ["dq", "o"].find((q) => q in found.totals) ?? Object.keys(found.totals)[0];
     const sites = found.sites.filter((s) => main in s.effects).sort((a, b) => b.effects[main].share - a.effects[main].share);
     const places = sites.map((_, i) => i);
-    const names = sites.map((s) => (s.format ? `${s.site} (${s.format})` : s.site));
+    const names = sites.map((s) => s.words);
     const made = ["dq", "dw_q", "o"].filter((q) => q in found.totals && q !== "o" || q === main)
       .map((q) => ({ name: `of ${QUANTITY[q]}`, x: sites.map((s) => finite(s.effects[q]?.share)), y: places, kind: "bars" }));
     return { wide: true, height: 90 + 30 * sites.length, chart: chart(entry, "attribution", title,
       `Shapley shares of the squared error, which add up to 1; ${QUANTITY[main]} is off by ${main === "delta" ? number(found.totals[main].error) : percent(found.totals[main].error)} under the emulated recipe ${found.recipe}.`,
-      axis("share"), axis("site", false, names), made) };
+      axis("share"), axis("", false, names), made) };
   };
 
   const prefix = (entry) => {
     const curve = entry.head.microscope?.curve;
     if (!curve?.points.length) return null;
     const t = curve.points.map((p) => p.position);
+    const ones = curve.points.filter((p) => p.unit);
     return { chart: chart(entry, "prefix-error", "Prefix error of that sum", `Error after t visible keys, in the recipe's order, rounded to ${curve.format}; ${curve.unit_keys} of ${curve.keys} keys have P̄ = 1.`,
-      axis("t"), axis("error"), [series("error", t, curve.points.map((p) => p.error), "line"), series("by rounding the sum alone", t, curve.points.map((p) => p.rounding_error), "line")],
+      axis("t"), axis("error"), [series("error", t, curve.points.map((p) => p.error), "line"), series("by rounding the sum alone", t, curve.points.map((p) => p.rounding_error), "line"), series("P̄ = 1", ones.map((p) => p.position), ones.map((p) => p.error), "points")],
       [{ name: "", low: 0, high: 0 }]) };
   };
 
-  const half = [{ name: "chance", low: 0.5, high: 0.5 }];
+  // A fraction of n fair coins: 0.5 ± 2.576 * 0.5 / sqrt(n) holds 99 % of them.
+  const chance = ({ head }) => {
+    const half = 1.288 / Math.sqrt(Math.max(head.rows_all, 1));
+    return [{ name: "99 % by chance", low: 0.5 - half, high: 0.5 + half }];
+  };
   const all = [
     drift("delta", "Cumulative error of delta", "delta's signed error"),
     drift("delta_excess", "Beyond correct rounding", "what delta's error exceeds one correct rounding of O by"),
@@ -109,7 +116,7 @@ attnDiag.figures = (() => {
     strip,
     unit,
     alignment("contribution", "dO × error, by feature", "sum over rows", "What each feature adds to delta's error: orange pushes it up, blue down.", "contribution"),
-    alignment("alignment", "Sign agreement of dO and the error", "fraction of rows", "In an unbiased kernel dO and the error of O share their sign in half of the rows.", "aligned", half),
+    alignment("alignment", "Sign agreement of dO and the error", "fraction of rows", "In an unbiased kernel dO and the error of O share their sign in half of the rows; one feature in a hundred leaves the band by chance, if rows err independently.", "aligned", chance),
     attribution,
   ];
   return { of: (entry) => all.map((make) => make(entry)), prefix };

@@ -35,6 +35,18 @@ attnDiag.head = (() => {
       el("thead", {}, el("tr", {}, names.map((n) => el("th", { scope: "col" }, n)))), el("tbody", {}, rows)));
   };
 
+  const checked = ({ head }) => {
+    const c = head.certificate;
+    const held = c?.held ? "every error of the float64 reference is within its bound" : "THE BOUND IS VIOLATED";
+    const rows = head.top_rows.map((r) => `${r.row} (${percent(r.share)})`).join(", ");
+    const facts = [
+      rows && `Rows that carry most of delta's squared error, with their share: ${rows}.`,
+      head.rows_unknown && `${head.rows_unknown} rows are left out: float64 cannot say what is true there.`,
+      c?.rows && `${c.rows} rows recomputed in mpmath (${c.bits} bits): ${held}.`,
+    ];
+    return el("ul", { class: "reasons" }, facts.filter(Boolean).map((fact) => el("li", {}, fact)));
+  };
+
   const gradients = ({ head }) => {
     const known = Object.entries(GRADIENTS).filter(([key]) => head.propagation[key]?.relative_error != null);
     const items = known.map(([key, title]) => {
@@ -47,7 +59,7 @@ attnDiag.head = (() => {
   };
 
   const provenance = ({ capture, observation, head }) => {
-    const agreement = observation.agreement == null ? "" : ` (${percent(observation.agreement)} of sampled elements bit-equal)`;
+    const agreement = observation.agreement == null ? "" : ` (${Math.floor(1e4 * observation.agreement) / 100} % of sampled elements bit-equal)`;
     const facts = [
       ["file", capture.source],
       ["sizes", Object.entries(capture.shape).map(([k, v]) => `${k} ${v}`).join(", ")],
@@ -68,7 +80,7 @@ attnDiag.head = (() => {
 
   const microscope = (entry) => {
     const m = entry.head.microscope;
-    if (!m) return [missing({ missing: "The worst addition, bit by bit", needs: "Run attn-diag inspect --html FILE --details 8 for the eight worst heads, or attn-diag microscope on this capture." })];
+    if (!m) return [missing({ missing: "The worst addition, bit by bit", needs: entry.head.details_note ?? "Run attn-diag inspect --html FILE --details 8 for the eight worst heads, or attn-diag microscope on this capture." })];
     const curve = attnDiag.figures.prefix(entry);
     return [...attnDiag.microscope.view(m).filter(Boolean), curve ? attnDiag.charts.figure(curve.chart, { wide: true }) : null];
   };
@@ -88,8 +100,9 @@ attnDiag.head = (() => {
       place.replaceChildren(title, from, keys(entry), reasons, suggestions,
         el("div", { class: "figures" }, figures.filter((f) => f.chart).map(drawn)),
         el("div", { class: "lacking" }, figures.filter((f) => f.missing).map(drawn)),
-        part("The worst addition, bit by bit", microscope(entry)),
-        part("Is there a bias?", tests(entry)),
+        head.attribution ? part("Which rounding does it", el("ul", { class: "reasons" }, head.attribution.reasons.map((r) => el("li", { dir: "auto" }, r)))) : null,
+        head.microscope ? part("The worst addition, bit by bit", microscope(entry)) : microscope(entry),
+        part("Is there a bias?", tests(entry), checked(entry)),
         part("Where the gradients' errors come from", gradients(entry)),
         part("Provenance and assumptions", provenance(entry)));
     }

@@ -44,7 +44,8 @@ attnDiag.map = (() => {
         // At least to p = 0.001, so that chance does not look like a finding.
         high = Math.max(3, Math.abs(low), Math.abs(high));
         low = -high;
-      } else if (low === high) [low, high] = [low - 0.5, high + 0.5];
+      } else if (state.metric.ends10) [low, high] = [Math.min(low, state.metric.ends10[0]), Math.max(high, state.metric.ends10[1])];
+      else if (low === high) [low, high] = [low - 0.5, high + 0.5];
       const colors = state.metric.diverging ? theme.signs() : theme.magnitude;
       const at = (x) => (x - low) / (high - low);
       const small = axes.columns.length > (narrow ? 6 : 14);
@@ -55,7 +56,8 @@ attnDiag.map = (() => {
         const focused = cell === state.focus && keyed();
         const current = cell.entry === state.current;
         return {
-          value: [cell.column, cell.row, x ?? "-"],
+          // ECharts draws no cell without a number; an unknown one has a colour of its own.
+          value: [cell.column, cell.row, x ?? low],
           // By number: ECharts copies all that it is given, and a whole diagnosis hangs on a cell.
           index: cells.indexOf(cell),
           itemStyle: { color: fill, borderColor: focused ? theme.color("second") : current ? theme.color("ink") : theme.color("card"), borderWidth: focused || current ? 3 : 2, borderRadius: 4 },
@@ -115,9 +117,11 @@ attnDiag.map = (() => {
       markUsable();
     };
     const markUsable = () => {
+      const known = (m) => cells.some((c) => judged(c.entry) && m.value(c.entry) !== null);
       for (const button of document.getElementById("metrics").children) {
-        button.disabled = !metrics.find((m) => m.key === button.dataset.metric && cells.some((c) => judged(c.entry) && m.value(c.entry) !== null));
+        button.disabled = !known(metrics.find((m) => m.key === button.dataset.metric));
       }
+      if (!known(state.metric)) setMetric(metrics.find(known) ?? state.metric);
     };
 
     const setMetric = (metric) => {
@@ -153,10 +157,20 @@ attnDiag.map = (() => {
       return undefined;
     };
 
+    // Where what was chosen before does not exist together with the new choice: the first that does.
+    const follow = (key) => {
+      if (visible().length) return;
+      const first = entries.find((e) => all[key].of(e) === state.picked[key]);
+      for (const other of chosen) {
+        state.picked[other] = all[other].of(first);
+        choosers.querySelector(`[data-dimension="${other}"]`).value = state.picked[other];
+      }
+    };
     const choosers = document.getElementById("choosers");
     for (const key of chosen) {
       const select = el("select", { "data-dimension": key, onchange: () => {
         state.picked[key] = select.value;
+        follow(key);
         rearrange();
       } }, all[key].values.map((v) => el("option", { value: v }, v.length > 60 ? `${v.slice(0, 59)}…` : v || "–")));
       state.picked[key] = all[key].values[0];

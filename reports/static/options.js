@@ -80,7 +80,8 @@ attnDiag.options = (() => {
       ...(bars ? { barCategoryGap: sideways ? "35%" : "8%", barMinHeight: 0 } : {}),
       symbolSize: series.kind === "points" ? 5 : 4,
       showSymbol: series.kind === "points" || points.length < 3,
-      lineStyle: { width: 1.6 },
+      // The first of several lines is broad and pale: what lies on it does not hide it.
+      lineStyle: !i && chart.series.length > 1 ? { width: 4.5, opacity: 0.45 } : { width: 1.6 },
       ...(i ? {} : bandsOf(chart)),
       silent: false,
     };
@@ -106,16 +107,17 @@ attnDiag.options = (() => {
     const zoomable = !sideways && !chart.x.names.length;
     return {
       ...base(chart),
-      grid: { left: 8, right: 14, top: chart.series.length > 1 ? 34 : 14, bottom: 26, containLabel: true },
+      grid: { left: 8, right: 14, top: chart.series.length > 1 ? 54 : 30, bottom: 26, containLabel: true },
       legend: { show: chart.series.length > 1, top: 0, left: 0, itemWidth: 16, itemHeight: 8, icon: scattered ? "circle" : "roundRect", textStyle: textStyle("ink") },
       tooltip: tooltip({
         trigger: scattered ? "item" : "axis",
         axisPointer: { type: chart.series.some((s) => s.kind === "bars") ? "shadow" : "line", axis: sideways ? "y" : "x", shadowStyle: { color: theme.color("band") } },
         formatter: hover(chart, sideways),
       }),
-      xAxis: axis(chart.x, { nameGap: 26, scale: scattered, ...(sideways || chart.x.names.length ? {} : { min: "dataMin", max: "dataMax", splitLine: { show: false }, axisLabel: { ...textStyle(), hideOverlap: true, showMaxLabel: false, formatter: (v) => number(v, 6) } }) }),
+      xAxis: axis(chart.x, { nameGap: 26, scale: scattered, ...(sideways || chart.x.names.length ? {} : { min: chart.x.ends?.[0] ?? "dataMin", max: chart.x.ends?.[1] ?? "dataMax", splitLine: { show: false }, axisLabel: { ...textStyle(), hideOverlap: true, showMaxLabel: false, formatter: (v) => number(v, 6) } }) }),
       yAxis: axis(chart.y, {
-        ...(sideways ? { inverse: true } : { nameGap: 14, nameLocation: "end", nameTextStyle: { ...textStyle(), align: "left", padding: [0, 0, 0, 0] }, name: "" }),
+        ...(sideways ? { inverse: true, name: "" } : { nameGap: 12, nameLocation: "end", nameTextStyle: { ...textStyle(), align: "left", padding: [0, 0, 0, 0] } }),
+        ...(chart.y.whole ? { minInterval: 1 } : {}),
         // A band must be seen whole, whatever the walk does.
         ...(chart.bands.length && !chart.y.log && !sideways ? {
           min: (v) => Math.min(v.min, ...chart.bands.map((b) => b.low)), max: (v) => Math.max(v.max, ...chart.bands.map((b) => b.high)),
