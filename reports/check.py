@@ -34,7 +34,8 @@ def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
         yield words.bullet("→", suspect)
     for command in dict.fromkeys(f.look_closer for f in found.failures[:1] if f.look_closer):
         yield words.bullet("?", f"look closer: {words.printable(command)}")
-    if found.failures and found.baseline:
+    # What is broken is never accepted.
+    if found.baseline and found.failures and not any(f.kind in ("fit", "determinism") for f in found.failures):
         yield words.bullet("?", f"accept: the same with --baseline {words.printable(found.baseline)} --update")
     for note in found.notes[:_SHOWN]:
         yield words.bullet("-", words.printable(note))
@@ -53,7 +54,9 @@ def verdict(found: CheckReport) -> str:
     if found.saved is not None:
         return f"{found.saved}: {count} of {words.printable(found.source)}"
     if found.passed:
-        return f"passed: {count}, {found.tests} tests at level {found.level:g}"
+        compared = any(case.same_bits is not None for case in found.cases)
+        bits = "; bits were NOT compared" if found.exact and not compared else ""
+        return f"passed: {count}, {found.tests} tests at level {found.level:g}{bits}"
     failed = {f.case for f in found.failures}
     return f"FAILED: {len(failed)} of {count}, {len(found.failures)} failures"
 

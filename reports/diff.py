@@ -30,6 +30,7 @@ _SIZES = {
     "dw_q_error": "dW_Q error",
     "conditioning": "conditioning",
     "repeated_maxima": "repeated maxima",
+    "nonfinite_rows": "rows with NaN or Inf",
 }
 _PERCENT = ("dq_error", "dw_q_error", "repeated_maxima")
 _MAX_HEADS = 16

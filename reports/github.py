@@ -59,5 +59,5 @@ def _clean(text: str) -> str:
 
 def _text(text: str) -> str:
     """As text in a table's cell: no HTML, no Markdown, no line break."""
-    plain = html.escape(words.printable(text))
+    plain = html.escape(words.printable(text), quote=False)
     return "".join(f"&#{ord(c)};" if c in "\\`*_{}[]()#+!|~@:" else c for c in plain)

@@ -220,8 +220,8 @@ def test_metrics_recolour_the_map(reports: Reports, open_page: Open) -> None:
 def test_observations_can_be_compared_and_chosen(reports: Reports, open_page: Open) -> None:
     page = open_page(reports("kernels_pair_T512")[1])
     assert all(name in page.locator("#map").inner_text() for name in ("flash", "flex", "paper", "stable"))
-    page.locator("#heads a").first.click()
-    page.wait_for_function("document.querySelector('#head > h2').innerText.includes('flash')")
+    page.locator("#heads tr", has_text="flash").locator("a").first.click()
+    page.locator("#head > h2", has_text="flash").wait_for()
 
 
 def test_several_observations_and_layers_have_a_chooser(tmp_path: Path, open_page: Open) -> None:

@@ -24,6 +24,8 @@ from attn_diag.comparison.result import SizeChange, SizeOutcome
 from attn_diag.diagnosis import BiasEstimate, HeadDiagnosis
 
 # Figures of the inputs alone: whatever changes them changed the inputs.
+# Rows that are NaN or Inf are no matter of chance.
+_COUNTED = "nonfinite_rows"
 _OF_INPUTS = ("conditioning", "repeated_maxima")
 # Two float64 references on one input agree far better than this; two inputs do not agree as well by accident.
 _SAME = 1e-6
@@ -55,6 +57,7 @@ class Sizes:
                 "conditioning": head.conditioning,
                 # From the counts: they are whole numbers, whatever a report does to fractions.
                 "repeated_maxima": head.row_maxima.exact.rows / head.rows_all if head.rows_all else None,
+                "nonfinite_rows": float(head.rows_nonfinite),
             },
             freedom={
                 "noise_factor": delta,
@@ -111,7 +114,7 @@ def size_changes(a: Sizes, b: Sizes, tail: float) -> list[SizeChange]:
     found = []
     for name, one in a.values.items():
         other = b.values[name]
-        if one is None and other is None:
+        if (one is None and other is None) or (name == _COUNTED and one == other == 0):
             continue
         ratio = other / one if one and other is not None and math.isfinite(one) else None
         low = high = None
@@ -131,6 +134,8 @@ def _outcome(name: str, a: float | None, b: float | None, low: float | None, hig
         return "none"
     if name in _OF_INPUTS:
         return "other inputs"
+    if name == _COUNTED:
+        return "grew" if b > a else "shrank"
     if low is None or high is None:
         return "unknown"
     # NaN and infinity are no errors of a size that chance makes; so is anything beside an error of exactly zero.

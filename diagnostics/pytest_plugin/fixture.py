@@ -98,10 +98,15 @@ class AttnDiag:
         __tracebackhide__ = True
         import attn_diag
 
+        found, words = None, ""
         try:
-            return attn_diag.assert_unbiased(observed, reference, clusters=clusters, level=level, name=name)
+            found = attn_diag.assert_unbiased(observed, reference, clusters=clusters, level=level, name=name)
         except (AssertionError, attn_diag.InputError) as error:
-            self._fail(f"attn-diag: {error}")
+            words = str(error)
+        # Outside the handler: pytest shows what an exception was raised in, too.
+        if found is None:
+            self._fail(f"attn-diag: {words}")
+        return found
 
     def _updated(self, path: Path, check: Callable[[], CheckReport]) -> CheckReport:
         """Tell the terminal's summary and JUnit what was written; under pytest-xdist the test's report carries it."""

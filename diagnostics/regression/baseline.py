@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -143,10 +144,13 @@ def store(path: Path, entry: Entry, *, replace: bool) -> bool:
         if not replace:
             refuse_to_overwrite(path, entry.key)
         file = read(path) if path.exists() else BaselineFile()
-        replaced = entry.key in file.entries
+        before = file.entries.get(entry.key)
+        if before is not None:
+            # An update of some cases leaves the others as they were accepted.
+            entry = replace_fields(entry, cases={**before.cases, **entry.cases})
         text = dump(BaselineFile({**file.entries, entry.key: entry}))
         write_atomically(path, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
-    return replaced
+    return before is not None
 
 
 def dump(file: BaselineFile) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,16 +88,19 @@ def draw(
 
 
 def of_captures(captures: Sequence[Capture]) -> list[CaseInputs]:
-    """The inputs of users' captures, named by their sources.
+    """The inputs of users' captures, named by their files (by their paths where several files have one name).
 
     Raises InputError for what a callable fn(q, k, v) cannot be given: masks, windows, softcap, chosen rows, FP8.
     """
+    names = [Path(c.source).name for c in captures]
+    if len(set(names)) < len(names):
+        names = [c.source for c in captures]
     found = []
-    for capture in captures:
+    for name, capture in zip(names, captures, strict=True):
         refuse_what_is_not_run(capture)
         tensors = {n: _whole(capture, n) for n in ("q", "k", "v", "do") if n in capture.tensors}
         case = CaseInputs(
-            capture.source, tensors["q"], tensors["k"], tensors["v"], tensors.get("do"), capture.scale,
+            name, tensors["q"], tensors["k"], tensors["v"], tensors.get("do"), capture.scale,
             capture.metadata.causal, capture,
         )  # fmt: skip
         found.append(case)

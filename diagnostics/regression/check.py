@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_diag import __version__
+from attn_diag.bias import MIN_SEQUENCES
 from attn_diag.capture_job import select_observations
 from attn_diag.captures import Capture
 from attn_diag.engines import DEFAULT_RECIPE
@@ -82,6 +83,7 @@ def check(
     ``baseline``: a file that ``save`` adds this kernel's entry to, ``update`` replaces it in, and neither compares
     with: a mean that moved (at ``level``, Holm over the whole run), an error that grew, and, with ``exact`` (or where
     the entry was saved so), other bits. Without it errors are held to those of a published recipe on the same inputs.
+    The suite has one head and Tq = Tk: GQA, several heads and other lengths are checked through ``captures``.
     The statistics are described in ``attn_diag.regression``. ``progress(done, total)`` after every case.
 
     Raises InputError for what cannot be run or compared at all; what the kernel does wrong is a failure in the report.
@@ -250,7 +252,7 @@ class _Check:
             _require_finite(outputs)
         except MisfitError as error:
             message = f"{inputs.name}: {error}"
-            return _Ran(inputs, None, case, None, [self._failure("fit", inputs.name, "o", message)])
+            return _Ran(inputs, None, case, None, [Failure("fit", inputs.name, "o", message)])
         recipe = preset(DEFAULT_RECIPE, DTYPES[inputs.q.dtype], inputs.q.shape[3])
         gradients = any(n in outputs for n in ("dq", "dk", "dv"))
         yardstick = emulate(recipe, inputs, self.where, with_gradients=gradients)
@@ -263,11 +265,16 @@ class _Check:
         )
         if measured.misfit is not None:
             message = f"{inputs.name}: {measured.misfit}"
-            failures = [self._failure("fit", inputs.name, "o", message)]
+            failures = [Failure("fit", inputs.name, "o", message)]
             return _Ran(inputs, None, case, None, failures)
         known = None if self.entry is None else self.entry.cases.get(inputs.name)
         if self.entry is not None and known is None:
             self.notes.append(f"the baseline has no case {inputs.name}: it is held to a published recipe's errors")
+        if not measured.biases:
+            self.notes.append(
+                f"{inputs.name}: bias is not tested with fewer than {MIN_SEQUENCES} sequences; "
+                "attn-diag inspect --fail-on biased does"
+            )
         case, failures = self._compared(case, known, bits)
         same_key = self.entry is not None and self.entry.key == self.key
         biases = judge.biases_of(measured, inputs.q.shape[2], known, same_key=same_key)
@@ -284,9 +291,13 @@ class _Check:
         if case.deterministic is False:
             words = f"{case.name}: two runs on the same inputs differ in their bits"
             if self.exact:
-                failures.append(self._failure("determinism", case.name, "o", f"{words}, although bits are demanded"))
+                failures.append(Failure("determinism", case.name, "o", f"{words}, although bits are demanded"))
             else:
                 self.notes.append(f"{words}: bits cannot be compared; nothing else depends on them")
+        if known is not None and known.outputs != case.outputs:
+            words = f"{', '.join(known.outputs)} in the baseline, {', '.join(case.outputs)} now"
+            failures.append(Failure("fit", case.name, "o", f"{case.name}: other outputs: {words}"))
+            return case, failures
         same_key = self.entry is not None and self.entry.key == self.key
         if known is None or not same_key or case.deterministic is False:
             return case, failures
@@ -294,16 +305,12 @@ class _Check:
             if self.exact:
                 self.notes.append(f"{case.name}: other inputs than the baseline's (seed?): bits were not compared")
             return case, failures
-        if known.outputs != case.outputs:
-            words = f"{', '.join(known.outputs)} in the baseline, {', '.join(case.outputs)} now"
-            failures.append(self._failure("fit", case.name, "o", f"{case.name}: other outputs: {words}"))
-            return case, failures
         same = known.fingerprint == bits
         if not same:
             words = f"{case.name}: outputs differ in their bits from the baseline's on the same inputs"
             if self.exact:
                 words = f"{words}, device and versions; {judge.worst_words(case)}"
-                failures.append(self._failure("bits", case.name, "o", words))
+                failures.append(Failure("bits", case.name, "o", words))
             else:
                 self.notes.append(f"{words} (no failure without exact)")
         return replace(case, same_bits=same), failures
@@ -316,11 +323,9 @@ class _Check:
             return _stored(inputs.capture, self.observation), None
         outputs, notes = self.subject.run(inputs)
         again, _ = self.subject.run(inputs)
+        _require_finite(again)
         self.notes += notes
         return outputs, fingerprint(outputs) == fingerprint(again)
-
-    def _failure(self, kind: Literal["fit", "determinism", "bits"], case: str, quantity: str, words: str) -> Failure:
-        return Failure(kind, case, quantity, words)
 
     def _name_culprits(self, ran: list[_Ran]) -> None:
         """Fill in ``suspect`` and ``look_closer``."""
@@ -353,12 +358,14 @@ class _Check:
 
     def _look_closer(self, inputs: CaseInputs) -> str:
         if inputs.capture is not None:
-            return f"attn-diag identify {inputs.capture.source}"
+            return f"attn-diag {'identify' if self.subject is None else 'inspect'} {inputs.capture.source}"
         named = _PROBES.get(inputs.name, inputs.name)
         if self.source in PRESETS or (":" in self.source and not self.source.startswith("sdpa")):
             short = DTYPES[self.dtype]
-            return f"attn-diag probe {self.source} --probes {named} --dtype {short} --causal {self.causal}"
-        return f"attn_diag.probe(fn, probes=[{named!r}], dtype={self.dtype}, causal={self.causal!r})"
+            shape = f"--scale {self.scale:g} --shape 4,4,384,{self.head_dim}"
+            return f"attn-diag probe {self.source} --probes {named} --dtype {short} --causal {self.causal} {shape}"
+        shape = f"shape=(4, 4, 384, {self.head_dim}), scale={self.scale:g}"
+        return f"attn_diag.probe(fn, probes=[{named!r}], dtype={self.dtype}, causal={self.causal!r}, {shape})"
 
     def _store(
         self, ran: list[_Ran], failures: list[Failure]

@@ -98,7 +98,7 @@ def measure_case(
     own, other = ([h[name] for h in heads] for name in (DEFAULT_OBSERVATION, _YARDSTICK))
     units = _Units.of(case, yardstick["o"])
     accepted = {name: mean.mean for name, mean in _means(other, units).items()}
-    sizes = _sizes(own, other, units, yardstick)
+    sizes = _sizes(own, other, units, yardstick, observed["o"].dtype == case.q.dtype)
     return Measured(_means(own, units), accepted, sizes, _worst(case, observed["o"], device))
 
 
@@ -115,8 +115,9 @@ def _misfit(found: CaptureDiagnosis) -> str | None:
         if check.observation == DEFAULT_OBSERVATION and not check.ok:
             named = {"o": "O", "lse": "LSE"}[check.output]
             fits = f"; with {check.better} it fits" if check.better else ""
+            what = "softmax(scale Q K^T) V" if check.output == "o" else "the logsumexp of scale Q K^T"
             return (
-                f"{named} is {100 * check.relative_error:.3g} % off softmax(scale Q K^T) V as stated "
+                f"{named} is {100 * check.relative_error:.3g} % off {what} as stated "
                 f"(causal {found.metadata['causal']}), which no rounding explains{fits}"
             )
     return None
@@ -145,7 +146,7 @@ def _mean(values: list[float]) -> MeanError:
 
 
 def _sizes(
-    own: list[HeadDiagnosis], other: list[HeadDiagnosis], units: _Units, outputs: dict[str, Tensor]
+    own: list[HeadDiagnosis], other: list[HeadDiagnosis], units: _Units, outputs: dict[str, Tensor], coarse: bool
 ) -> dict[str, ErrorSize]:
     # The largest relative error of one rounding, and the rms of an error uniform within it.
     u = 2.0 ** -(units.fmt.precision + 1)
@@ -158,7 +159,7 @@ def _sizes(
         bands["lse"] = u, float(ulp(lse[lse.isfinite()].double(), format_of(torch.float32)).mean())
     found = {}
     for name, (budget, rounding) in bands.items():
-        errors = [_error(name, head, units) for head in own]
+        errors = [_error(name, head, units, coarse) for head in own]
         by = [_error(name, head, units) for head in other]
         known = [(e, y) for e, y in zip(errors, by, strict=True) if e is not None and y is not None]
         if len(known) < len(own):
@@ -172,9 +173,11 @@ def _sizes(
     return found
 
 
-def _error(name: str, head: HeadDiagnosis, units: _Units) -> float | None:
+def _error(name: str, head: HeadDiagnosis, units: _Units, coarse: bool = True) -> float | None:
     """The size of one quantity's error in one sequence, as ``result.Size`` has it."""
     if name == "delta":
+        if not coarse and units.floor and head.bias.delta is not None and head.bias.delta.rms is not None:
+            return float(head.bias.delta.rms / units.floor)
         return head.noise_factor
     if name in _GRADIENTS:
         gradient = getattr(head.propagation, name)

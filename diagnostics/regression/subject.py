@@ -29,6 +29,10 @@ class MisfitError(Exception):
     """What came back is not the attention asked for; the message says what was expected and what came."""
 
 
+class NoGradientError(MisfitError):
+    """Autograd has no gradients to give: a kernel of the forward alone."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """A named attention and where it runs. ``run(case)``: outputs by name, on the CPU, beside notes."""
@@ -105,7 +109,7 @@ class _Called:
         if wanted:
             try:
                 return self._run(case, with_gradients=True), notes
-            except MisfitError as error:
+            except NoGradientError as error:
                 if self.backward:
                     raise
                 notes.append(f"no gradients were checked: {error}")
@@ -124,7 +128,9 @@ class _Called:
         if with_gradients:
             assert case.do is not None
             if not o.requires_grad:
-                raise MisfitError("what it returns does not depend on q, k, v for autograd (it is not differentiable)")
+                raise NoGradientError(
+                    "what it returns does not depend on q, k, v for autograd (it is not differentiable)"
+                )
             with _reported("raised in its backward"):
                 grads = torch.autograd.grad(o, copies, case.do.to(self.device, o.dtype), allow_unused=True)
             missing = [n for n, g in zip(_GRADIENTS, grads, strict=True) if g is None]

@@ -24,6 +24,8 @@ AGREEMENT = 0.99
 # Sequences that are emulated, and by how much a fraction of their elements may fall short of the baseline's: those are
 # 2 of 16 sequences of other inputs.
 _SEQUENCES, _SHORT = 2, 0.02
+# A baseline that no published recipe has so much of is not modelled at all: nothing can be said of what changed in it.
+_MODELLED = 0.9
 _PUBLISHED = ("fa2", "cudnn", "efficient", "flex", "lowp-row-sum")
 _Change = Callable[[Recipe], Recipe]
 
@@ -66,7 +68,7 @@ def suspect(
     of the baseline's O with its own; ``only``: try this change alone.
     """
     seen = observed[output]
-    if seen.dtype != case.q.dtype:
+    if seen.dtype != case.q.dtype or (expected is not None and expected < _MODELLED):
         return None
     plain = max(_agreement(r, case, seen, output, device) for r in unchanged)
     enough = AGREEMENT if expected is None else min(AGREEMENT, expected - _SHORT)
@@ -78,7 +80,8 @@ def suspect(
             agreement = _agreement(changed, case, seen, output, device)
             if best is None or agreement > best[0]:
                 best = agreement, words, recipe.name
-    if best is None or best[0] < enough or best[0] <= plain:
+    # A change that leaves over half of the difference unexplained is none.
+    if best is None or best[0] < enough or 1 - best[0] > (1 - plain) / 2:
         return None
     named = {"o": "O", "dq": "dQ"}[output]
     shares = f"{_percent(best[0])} of {named}'s elements bit for bit, unchanged {_percent(plain)}"
