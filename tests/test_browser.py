@@ -197,7 +197,7 @@ def test_keyboard_alone(reports: Reports, open_page: Open) -> None:
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    assert "L1H2" in page.locator("#map [aria-live]").inner_text()
+    page.locator("#map [aria-live]", has_text="L1H2").wait_for(state="attached")
     page.keyboard.press("Enter")
     page.wait_for_url("**#c1o0h2")
     assert title(page).startswith("L1H2")
@@ -290,7 +290,7 @@ def test_svg_is_a_picture_of_the_chart(reports: Reports, open_page: Open, tmp_pa
     root = ElementTree.parse(saved(page, "alignment", "SVG", tmp_path)).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     texts = {"".join(t.itertext()) for t in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"feature", "chance"} <= texts
+    assert {"feature", "99 % by chance"} <= texts
     assert len(list(root.iter("{http://www.w3.org/2000/svg}path"))) > 64
 
 

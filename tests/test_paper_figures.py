@@ -460,7 +460,13 @@ def test_no_step_stays_in_memory(mutant: bool, unbiased: list[Capture], monkeypa
         tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         held[done] = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
-    found = paper_figures(unbiased, device="cpu", progress=progress)
+    gc.collect()
+    # What other tests have left behind is not looked at.
+    gc.freeze()
+    try:
+        found = paper_figures(unbiased, device="cpu", progress=progress)
+    finally:
+        gc.unfreeze()
     assert found.atoms is not None
     grown = [held[n + 1] - held[n] for n in range(STEPS + 2, 2 * STEPS)]
     shown = len(found.atoms.rows) // STEPS
