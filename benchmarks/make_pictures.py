@@ -5,6 +5,7 @@ python benchmarks/make_pictures.py reports/pictures      (needs playwright and C
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ CAPTURES = Path(__file__).parent.parent / "tests" / "captures"
 
 
 def main(folder: Path) -> None:
+    folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     program = shutil.which("chromium") or shutil.which("google-chrome")
     with TemporaryDirectory() as temporary, sync_playwright() as playwright:
@@ -30,7 +32,9 @@ def main(folder: Path) -> None:
             ("dark", "kernels_pair_T512", "dark", ".figures"),
         ):
             file = Path(temporary) / f"{name}.html"
-            diagnosis = inspect_captures([load(CAPTURES / f"{capture}.safetensors")])
+            # From where the captures lie: the page names a capture as it was given.
+            with contextlib.chdir(CAPTURES):
+                diagnosis = inspect_captures([load(f"{capture}.safetensors")])
             file.write_text(html_document(diagnosis), encoding="utf-8")
             page = browser.new_page(viewport={"width": 1200, "height": 860})
             page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
