@@ -320,6 +320,16 @@ def adjust(p_values: Sequence[float]) -> list[float]:
     return [float(p) for p in stats.false_discovery_control(p_values)] if len(p_values) else []
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values (Scand. J. Stat. 6 (1979) 65): valid however the tests depend on each other."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
 def effective(sums: Array) -> Array:
     """How many of the ``sums`` [..., G] carry their squares, (sum s^2)^2 / sum s^4; NaN where all are zero."""
     largest = np.abs(sums).max(-1, keepdims=True, initial=0.0)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from attn_diag.errors import InputError
 
+# Of files that captures are read from.
+CAPTURE_SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
 # What ends the name of a file that is still being written: ".<final name>.<random>.partial".
 PARTIAL = ".partial"
 

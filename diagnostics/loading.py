@@ -21,12 +21,11 @@ from torch import Tensor
 
 from attn_diag.captures import OBSERVED, Capture, TensorSource
 from attn_diag.errors import InputError
-from attn_diag.files import PARTIAL
+from attn_diag.files import CAPTURE_SUFFIXES, PARTIAL
 from attn_diag.metadata import KEYS, Metadata, refuse_unsupported
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
 _EXAMPLE = Path(__file__).parent / "data" / "gpt2_step731_L2H4_rows.safetensors"
-_HALF_WRITTEN = re.compile(rf"\.(.+({'|'.join(map(re.escape, SUFFIXES))}))\.[^.]+{re.escape(PARTIAL)}")
+_HALF_WRITTEN = re.compile(rf"\.(.+({'|'.join(map(re.escape, CAPTURE_SUFFIXES))}))\.[^.]+{re.escape(PARTIAL)}")
 _STATED_BY_DEFAULT = ("layout", "causal", "scale")
 
 
@@ -45,11 +44,13 @@ def find_captures(paths: Iterable[str | Path]) -> list[Path]:
         if not stat.S_ISDIR(_mode(path)):
             found.append(path)
             continue
-        inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and not p.name.startswith("."))
+        inside = sorted(p for p in path.rglob("*") if p.suffix in CAPTURE_SUFFIXES and not p.name.startswith("."))
         inside = [p for p in inside if not p.is_dir()]
         if not inside:
             partial = next((f"; {error}" for error in half_written([path])), "")
-            raise InputError(f"{path}: no captures in this directory (looked for {', '.join(SUFFIXES)}){partial}")
+            raise InputError(
+                f"{path}: no captures in this directory (looked for {', '.join(CAPTURE_SUFFIXES)}){partial}"
+            )
         found += inside
     return found
 
@@ -90,8 +91,8 @@ def load(path: str | Path, **options: Any) -> Capture:
     """
     path = Path(path)
     require_regular_file(path)
-    if path.suffix not in SUFFIXES:
-        raise InputError(f"{path}: not a capture; expected a file ending in {', '.join(SUFFIXES)}")
+    if path.suffix not in CAPTURE_SUFFIXES:
+        raise InputError(f"{path}: not a capture; expected a file ending in {', '.join(CAPTURE_SUFFIXES)}")
     if path.stat().st_size == 0:
         raise InputError(f"{path}: the file is empty")
     with named_errors(path):

@@ -13,6 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 import attn_diag
+from attn_diag.bias import holm
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
 from attn_diag.regression import cases as suite
@@ -195,7 +196,7 @@ def test_p_values_are_those_of_student_and_welch() -> None:
     assert judge.welch(one, other, 0.25) == 1
     assert judge.welch(MeanError(0.0, None, None), MeanError(0.0, 0.0, 15.0)) == 1
     assert judge.welch(MeanError(0.1, 0.0, 15.0), MeanError(0.0, 0.0, 15.0)) == 0
-    assert judge.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 
 
 # Kernels that misbehave ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import typer
 
 from attn_diag.cli import common
 from attn_diag.errors import InputError
+from attn_diag.files import CAPTURE_SUFFIXES
 
 if TYPE_CHECKING:
     from attn_diag.regression.result import CheckReport
@@ -87,7 +88,7 @@ def _subject(target: str) -> Any:
     if target.partition(":")[0] == "sdpa":
         return target
     path = Path(target)
-    if path.exists() or path.suffix in (".safetensors", ".pt", ".pth", ".npz"):
+    if path.exists() or path.suffix in CAPTURE_SUFFIXES:
         return common.open_captures([path], example=False, layers=None, options={})[0]
     if ":" in target:
         from attn_diag.cli.probe import imported

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from attn_diag.diagnosis import Diagnosis
 from attn_diag.errors import InputError
+from attn_diag.files import CAPTURE_SUFFIXES
 
-CAPTURE_SUFFIXES = (".safetensors", ".pt", ".npz")
 # A diagnosis takes about 30 kB a head: no model has as many heads as this holds.
 _LARGEST = 2**30
 _NEWEST = 2

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from attn_diag.bias import holm
+from attn_diag.comparison import means
 from attn_diag.regression.baseline import BaselineCase
 from attn_diag.regression.measure import MeanError, Measured
 from attn_diag.regression.result import Bias, Case, Failure, Size
@@ -53,13 +55,13 @@ def beyond(mean: MeanError, accepted: tuple[float, float]) -> float:
 
 
 def welch(one: MeanError, other: MeanError, width: float = 0.0) -> float:
-    """Welch's test (Biometrika 34 (1947) 28) of two means differing by at most ``width``."""
-    a, b = (one.standard_error or 0.0) ** 2, (other.standard_error or 0.0) ** 2
-    distance = max(abs(one.mean - other.mean) - width, 0.0)
-    if a + b == 0:
-        return _t_p(distance, 0.0, 1.0)
-    df = (a + b) ** 2 / (a**2 / (one.degrees_of_freedom or 1.0) + b**2 / (other.degrees_of_freedom or 1.0))
-    return _t_p(distance, math.sqrt(a + b), df)
+    """p-value of "the two means differ by at most ``width``": Welch's test of what they differ by beyond it."""
+    test = means.welch(_estimated(other), _estimated(one))
+    return _t_p(max(abs(test.difference) - width, 0.0), test.standard_error, test.df)
+
+
+def _estimated(mean: MeanError) -> means.Estimated:
+    return means.Estimated(mean.mean, mean.standard_error or 0.0, mean.degrees_of_freedom or 1.0)
 
 
 def _t_p(distance: float, se: float, df: float) -> float:
@@ -93,16 +95,6 @@ def sizes_of(measured: Measured, known: BaselineCase | None, *, same_inputs: boo
 
 def _without(x: float, band: float) -> float:
     return math.sqrt(max(x**2 - band**2, 0.0))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values (Scand. J. Stat. 6 (1979) 65): valid however the tests depend on each other."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
 
 
 def adjusted(cases: Sequence[Case]) -> tuple[list[Case], int]:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.bias import MIN_SEQUENCES, SignedErrors, estimate_bias
+from attn_diag.bias import MIN_SEQUENCES, SignedErrors, estimate_bias, holm
 from attn_diag.diagnosis import BiasEstimate
 from attn_diag.errors import InputError
 from attn_diag.reference import format_of, round_nearest_even, ulp
@@ -127,7 +127,8 @@ def tensor_bias(
     tests = {
         direction: _estimate(v, float(spacing.sum()), keys, level / len(values)) for direction, v in values.items()
     }
-    adjusted = _holm({direction: t.p_value for direction, t in tests.items() if t.p_value is not None})
+    known = {direction: t.p_value for direction, t in tests.items() if t.p_value is not None}
+    adjusted = dict(zip(known, holm(list(known.values())), strict=True))
     estimates = {direction: _with(t, p_adjusted=adjusted.get(direction)) for direction, t in tests.items()}
     worst = min(adjusted, key=lambda direction: adjusted[direction], default="upward")
     return TensorBias(
@@ -217,16 +218,6 @@ def _estimate(values: Tensor, spacing: float, keys: Tensor, level: float) -> Bia
     if values.shape[1] >= MIN_SEQUENCES:
         errors = errors.by_feature(values, keys.to(values.device))
     return estimate_bias(errors, keys.numpy(), level, with_drift=False)
-
-
-def _holm(p_values: dict[str, float]) -> dict[str, float]:
-    """Adjusted so that all of them are at most ``level`` together with that probability."""
-    adjusted: dict[str, float] = {}
-    reached = 0.0
-    for rank, key in enumerate(sorted(p_values, key=lambda k: p_values[k])):
-        reached = max(reached, min(1.0, (len(p_values) - rank) * p_values[key]))
-        adjusted[key] = reached
-    return adjusted
 
 
 def _with(estimate: BiasEstimate, *, p_adjusted: float | None) -> BiasEstimate:
