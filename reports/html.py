@@ -69,7 +69,8 @@ def html_document(diagnosis: Diagnosis) -> str:
 
 def html_fragment(diagnosis: Diagnosis) -> str:
     """The report's body for a notebook cell: no script, as Jupyter would remove it."""
-    return page.environment().get_template("report.html.j2").render(diagnosis=diagnosis)
+    fragment = page.environment().get_template("fragment.html.j2")
+    return fragment.render(diagnosis=diagnosis, headline=story.headline(diagnosis))
 
 
 def _rows(diagnosis: Diagnosis) -> Iterator[Row]:

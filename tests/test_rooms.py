@@ -145,7 +145,7 @@ def test_wheel_holds_only_the_package(wheel: Path) -> None:
         "reports/static/charts.js",
         "reports/static/print.css",
         "reports/templates/document.html.j2",
-        "reports/templates/report.html.j2",
+        "reports/templates/fragment.html.j2",
     ):
         assert f"attn_diag/{needed}" in names
     sources = {

@@ -62,5 +62,5 @@ attnDiag.charts = (() => {
   matchMedia("print").addEventListener("change", () => [...waiting.keys()].forEach(drawNow));
   addEventListener("beforeprint", () => [...waiting.keys()].forEach(drawNow));
 
-  return { draw, figure, dispose, redraw };
+  return { draw, figure, dispose };
 })();

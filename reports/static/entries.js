@@ -1,6 +1,6 @@
 // The diagnosis as a list of entries (one head of one observation of one capture), and how the map arranges them.
 attnDiag.entries = (() => {
-  const { finite, number, percent, signed } = attnDiag.numbers;
+  const { finite, number, percent } = attnDiag.numbers;
   const TESTS = { delta: "delta, total", delta_excess: "delta, excess", o_away_excess: "|O|, excess", o_excess: "O, excess" };
 
   const list = (diagnosis) =>
@@ -70,5 +70,5 @@ attnDiag.entries = (() => {
     return { all, rows, chosen };
   };
 
-  return { TESTS, list, name, judged, strongest, metrics, dimensions, fileName, signed };
+  return { TESTS, list, name, judged, strongest, metrics, dimensions, fileName };
 })();

@@ -6,6 +6,8 @@ attnDiag.head = (() => {
   const GRADIENTS = { dq: "dQ", dw_q: "dW_Q", dk: "dK", dv: "dV" };
   const SHARES = { delta: "delta", lse: "LSE", ds_cast: "cast of dS", p_cast: "cast of P", dq_cast: "cast of dQ", dk_cast: "cast of dK", dv_cast: "cast of dV" };
 
+  const UNITS = "In units: ulp is the spacing of O's format, a floor what one correct rounding of O gives delta. n_eff: how many rows or clusters carry the test in effect. Detectable: the mean that would be found with 80 % power. Reference ±: what the float64 reference's own error can have added.";
+
   const part = (title, ...content) => el("section", { class: "part" }, el("h2", {}, title), content);
   const chips = (head) => (head.verdict?.labels ?? []).map((label) => el("span", { class: `chip ${label}` }, label.replaceAll("_", "-")));
 
@@ -102,7 +104,7 @@ attnDiag.head = (() => {
         el("div", { class: "lacking" }, figures.filter((f) => f.missing).map(drawn)),
         head.attribution ? part("Which rounding does it", el("ul", { class: "reasons" }, head.attribution.reasons.map((r) => el("li", { dir: "auto" }, r)))) : null,
         head.microscope ? part("The worst addition, bit by bit", microscope(entry)) : microscope(entry),
-        part("Is there a bias?", tests(entry), checked(entry)),
+        part("Is there a bias?", tests(entry), el("p", { class: "faint" }, UNITS), checked(entry)),
         part("Where the gradients' errors come from", gradients(entry)),
         part("Provenance and assumptions", provenance(entry)));
     }

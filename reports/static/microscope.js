@@ -1,14 +1,14 @@
 // One element of O under the microscope: the decisive addition, bit by bit.
 attnDiag.microscope = (() => {
   const { el } = attnDiag;
-  const { number, signed } = attnDiag.numbers;
+  const { signed } = attnDiag.numbers;
   const STEPS = {
     "range_pv/product": "P̄V of a key range", "accumulator/rescale": "Ō rescaled to a new maximum", "accumulator/addition": "Ō + P̄V of a key range",
     "out/numerator": "Ō before the division", "out/cast": "O, the last cast",
   };
   const step = (site) => STEPS[`${site.name}/${site.step}`] ?? `${site.name}, ${site.step}`;
   const pretty = (label) => label.replaceAll("P_bar", "P̄").replaceAll("O_bar", "Ō");
-  const plain = (value) => (typeof value === "number" ? String(Number(value.toPrecision(9))).replace("-", "−") : String(value));
+  const plain = (value) => (typeof value === "number" ? String(Number(value.toPrecision(9))).replaceAll("-", "−") : String(value));
 
   // Bits before the bar are kept by the format, those behind decide.
   const digits = (negative, aligned) => {
@@ -46,9 +46,9 @@ attnDiag.microscope = (() => {
       ...(m.addition && site ? [
         el("h3", {}, `${Math.abs(m.before_sum) > Math.abs(site.contribution) ? "Largest rounding of the sum (more was lost before it)" : "The decisive rounding"}: ${step(site)}${site.keys ? `, keys ${site.keys[0]} to ${site.keys[1] - 1}` : ""}, to ${m.addition.format}`),
         addition(m.addition), decided(m.addition)] : [el("p", {}, "The recipe rounds nothing in this sum.")]),
-      m.closed_form ? el("p", {}, m.closed_form.statement) : null,
+      m.closed_form ? el("p", {}, pretty(m.closed_form.statement)) : null,
     ];
   };
 
-  return { view, number };
+  return { view };
 })();
