@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_diag.reports import words
+from attn_diag.reports.check_failure import suspected
 
 if TYPE_CHECKING:
     from attn_diag.regression.result import Bias, Case, CheckReport, Size
@@ -71,10 +72,8 @@ def against(found: CheckReport) -> str:
 
 def suspects(found: CheckReport) -> list[str]:
     """What was found to have changed, or that nothing was."""
-    # The same change, with shares of its own in every case: once is enough.
-    named = {f.suspect.partition(" (")[0]: f.suspect for f in reversed(found.failures) if f.suspect}
-    if named:
-        return [words.printable(f"looks like: {name}") for name in named.values()]
+    if named := suspected(found.failures):
+        return [words.printable(f"looks like: {name}") for name in named]
     if any(f.kind in ("bias", "growth", "bits") for f in found.failures):
         return ["no single change of a published recipe that is known here makes these bits"]
     return []

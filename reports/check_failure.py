@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from attn_diag.reports.words import printable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _ORDER = ("fit", "determinism", "bias", "growth", "bits")
 _LABEL = 12  # columns of "look closer "
 _MESSAGE_LINES = 4
-_MOST_GROUPS = 4
+_MOST_GROUPS, _MOST_SUSPECTS = 4, 2
 
 
 def failure_lines(
@@ -30,7 +30,7 @@ def failure_lines(
     groups = _grouped(report.failures)
     closer = look_closer or next((f.look_closer for g in groups for f in g if f.look_closer), None)
     head = textwrap.wrap(_header(report), width, max_lines=2, placeholder=" ...")
-    for suspect in _suspects(groups):
+    for suspect in suspected(f for group in groups for f in group)[:_MOST_SUSPECTS]:
         head += _labelled("suspect", suspect, width)
     foot = _labelled("compared", _compared(report), width)
     # Commands stay on one line, to be copied.
@@ -68,12 +68,12 @@ def _grouped(failures: Sequence[Failure]) -> list[list[Failure]]:
     return sorted(groups.values(), key=lambda g: _ORDER.index(g[0].kind))
 
 
-def _suspects(groups: Sequence[Sequence[Failure]]) -> list[str]:
-    """Each suspected change once, as the gravest failure words it; the numbers behind it are the case's."""
+def suspected(failures: Iterable[Failure]) -> list[str]:
+    """Each suspected change once, as the first failure words it; the numbers behind it are that case's."""
     found: dict[str, str] = {}
-    for suspect in (f.suspect for g in groups for f in g if f.suspect):
+    for suspect in (f.suspect for f in failures if f.suspect):
         found.setdefault(suspect.partition(" (")[0], suspect)
-    return list(found.values())[:2]
+    return list(found.values())
 
 
 def _header(report: CheckReport) -> str:

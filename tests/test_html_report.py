@@ -14,8 +14,10 @@ import pytest
 from hostile import NAMES, hostile_diagnosis
 from synthetic_reports import synthetic
 
+from attn_diag.analysis import inspect_captures
 from attn_diag.diagnosis import Diagnosis
 from attn_diag.errors import InputError
+from attn_diag.loading import load
 from attn_diag.reports import embedded_diagnosis, gallery_document, html_document, html_fragment
 from attn_diag.reports.charts import Axis, Chart, Gallery, Section, Series
 from attn_diag.reports.embedding import thinned
@@ -218,3 +220,14 @@ def test_gallery_refuses_what_is_not_finite() -> None:
     bad = replace(chart, series=(Series("a", (0.0,), (float("nan"),)),))
     with pytest.raises(ValueError, match="JSON compliant"):
         gallery_document(replace(broken, sections=(replace(broken.sections[0], charts=(bad,)),)))
+
+
+@pytest.mark.parametrize(
+    ("capture", "reached"), [("failing_step500_L2H7", [True, False, True, True, False]), ("gqa_T200", [False] * 5)]
+)
+def test_evidence_is_what_the_diagnosis_shows(capture: str, reached: list[bool]) -> None:
+    """The scores' rounding makes the failing head's error, and its repair removes it; a clean head shows nothing."""
+    found = inspect_captures([load(Path(__file__).parent / "captures" / f"{capture}.safetensors")], details=1)
+    page = html_document(found)
+    steps = re.findall(r"<li( class=\"reached\")?>[^<]*<span class=\"spoken\">", page)
+    assert [bool(step) for step in steps] == reached

@@ -23,9 +23,9 @@ from decimal import Decimal
 from attn_diag.comparison.result import SizeChange, SizeOutcome
 from attn_diag.diagnosis import BiasEstimate, HeadDiagnosis
 
-# Figures of the inputs alone: whatever changes them changed the inputs.
 # Rows that are NaN or Inf are no matter of chance.
 _COUNTED = "nonfinite_rows"
+# Figures of the inputs alone: whatever changes them changed the inputs.
 _OF_INPUTS = ("conditioning", "repeated_maxima")
 # Two float64 references on one input agree far better than this; two inputs do not agree as well by accident.
 _SAME = 1e-6
@@ -57,7 +57,7 @@ class Sizes:
                 "conditioning": head.conditioning,
                 # From the counts: they are whole numbers, whatever a report does to fractions.
                 "repeated_maxima": head.row_maxima.exact.rows / head.rows_all if head.rows_all else None,
-                "nonfinite_rows": float(head.rows_nonfinite),
+                _COUNTED: float(head.rows_nonfinite),
             },
             freedom={
                 "noise_factor": delta,
