@@ -1,0 +1,91 @@
+"""The page's section on cures: forks from the alarm's checkpoint, each with one change, beside the run that goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from page_record import Record, Run
+from page_series import LOSS, NORM, STEP, curve
+
+from attn_diag.reports.charts import Axis, Chart, Mark, Section, Series
+from attn_diag.reports.words import DASH
+
+# Steps shown before a fork.
+_BEFORE = 150
+# Steps whose mean loss is compared.
+_LAST = 20
+
+
+def control_of(record: Record, origin: Run) -> Run:
+    """The same arm from the same checkpoint on; where that was not run again, the run itself."""
+    return next((run for run in record.forks(origin.name) if run.arm == origin.arm), origin)
+
+
+def cures(record: Record, origin: Run) -> list[Run]:
+    """Forks of a run that change something."""
+    return [run for run in record.forks(origin.name) if run.arm != origin.arm]
+
+
+def trained(run: Run) -> str:
+    """What training did."""
+    if run.departure:
+        return f"fails at {run.departure.step:,}"
+    return f"trains on to {run.end:,}"
+
+
+def cure(record: Record, arm: str, title: str) -> Section | None:
+    """Forks of the arm's first seed. None where there are none."""
+    origin = record.first(arm)
+    forks = cures(record, origin) if origin else []
+    if origin is None or not forks:
+        return None
+    control, step = control_of(record, origin), forks[0].first
+    cured, others = [run for run in forks if not run.departure], [run for run in forks if run.departure]
+    charts = []
+    for stem, words, group in (("cured", "trains on", cured), ("not-cured", "fails all the same", others)):
+        if group:
+            charts += _pair(arm, stem, words, origin, group, step)
+    said = (
+        f"From the checkpoint at the alarm (step {step:,}) the same run goes on {len(forks)} times, with the same batches, each "
+        f"time with one change in attention and nothing else. Unchanged, it {trained(control)}. "
+        f"{_listed('It trains on with', cured)}{_listed('It fails all the same with', others)}"
+    )
+    return Section(title, (said.strip(),), table(control, forks), tuple(charts))
+
+
+def _listed(words: str, runs: Sequence[Run]) -> str:
+    return f"{words} {', '.join(run.change for run in runs)}. " if runs else ""
+
+
+def _pair(arm: str, stem: str, words: str, origin: Run, group: Sequence[Run], step: int) -> list[Chart]:
+    marks = (Mark(float(step), f"changed at {step:,}"),)
+    last = max(run.end for run in group)
+
+    def lines(axis: Axis) -> tuple[Series, ...]:
+        before = curve("unchanged", origin, axis, first=max(step - _BEFORE, 0), last=last, tone="second")
+        return (before, *(curve(run.change, run, axis) for run in group))
+
+    return [
+        Chart(f"{arm}-{stem}-gradient-norm", f"What {words}: gradient norm", "Logarithmic; gaps are not finite.",
+              STEP, NORM, lines(NORM), marks=marks),
+        Chart(f"{arm}-{stem}-loss", f"What {words}: training loss", "The same batches in every run.",
+              STEP, LOSS, lines(LOSS), marks=marks),
+    ]  # fmt: skip
+
+
+def table(control: Run, forks: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
+    """What training did with each change; loss: the mean of the last steps before its departure or end."""
+    lines = [("change", "training", "by", "largest gradient norm", f"loss, mean of the last {_LAST}")]
+    for run in (control, *forks):
+        until = run.departure.step if run.departure else run.end
+        losses = [loss for step, loss, _ in run.steps if step < until and math.isfinite(loss)][-_LAST:]
+        norms = [norm for step, _, norm in run.steps if step >= forks[0].first]
+        worst = max((n if math.isfinite(n) else math.inf for n in norms), default=math.nan)
+        name = "none" if run is control else run.change
+        lines.append((
+            name, trained(run), run.departure.reason if run.departure else DASH,
+            f"{worst:.3g}" if math.isfinite(worst) else "not finite", f"{fmean(losses):.3f}" if losses else DASH,
+        ))  # fmt: skip
+    return tuple(lines)

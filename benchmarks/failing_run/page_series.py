@@ -1,0 +1,64 @@
+"""Curves of runs as a chart's series: thinned without losing an extreme, gaps where a value is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from page_record import Run
+
+from attn_diag.reports.charts import Axis, Mark, Series, Tone, Value
+
+STEP = Axis("training step")
+LOSS = Axis("loss", fit=True)
+NORM = Axis("gradient norm before clipping", log=True)
+# Points of a curve; a figure is about as many pixels wide.
+POINTS = 600
+
+
+def thinned(x: Sequence[float], y: Sequence[Value], points: int = POINTS) -> tuple[tuple[float, ...], tuple[Value, ...]]:
+    """At most ``points`` of a curve: the lowest and the highest of equal stretches, first and last; gaps stay gaps."""
+    if len(x) <= points:
+        return tuple(x), tuple(y)
+    stretches = (points - 2) // 3
+    kept = {0, len(x) - 1}
+    for i in range(stretches):
+        places = range(i * len(x) // stretches, (i + 1) * len(x) // stretches)
+        known = [(value, place) for place in places if (value := y[place]) is not None]
+        kept |= {min(known)[1], max(known)[1]} if known else set()
+        kept |= set([place for place in places if y[place] is None][:1])
+    order = sorted(kept)
+    return tuple(x[i] for i in order), tuple(y[i] for i in order)
+
+
+def drawable(value: float, log: bool = False) -> Value:
+    """None for what an axis cannot show: NaN, infinities, on a logarithmic one zero and less."""
+    return value if math.isfinite(value) and (value > 0 or not log) else None
+
+
+def curve(
+    name: str,
+    run: Run,
+    axis: Axis,
+    *,
+    first: int = 0,
+    last: int | None = None,
+    tone: Tone | None = None,
+    faint: bool = False,
+) -> Series:
+    """A run's loss or gradient norm at the steps first..last that it trained itself."""
+    column = 1 if axis is LOSS else 2
+    rows = [row for row in run.steps if first <= row[0] and (last is None or row[0] <= last)]
+    x, y = thinned([float(row[0]) for row in rows], [drawable(row[column], axis.log) for row in rows])
+    return Series(name, x, y, tone=tone, faint=faint)
+
+
+def events(run: Run, who: str = "") -> tuple[Mark, ...]:
+    """A run's first alarm and its departure."""
+    found = []
+    if run.log.alarms:
+        step = run.log.alarms[0]["step"]
+        found.append(Mark(float(step), f"{who}alarm {step:,}"))
+    if run.departure:
+        found.append(Mark(float(run.departure.step), f"{who}fails {run.departure.step:,}"))
+    return tuple(found)
