@@ -19,8 +19,9 @@ _LAST = 20
 
 
 def control_of(record: Record, origin: Run) -> Run:
-    """The same arm from the same checkpoint on; where that was not run again, the run itself."""
-    return next((run for run in record.forks(origin.name) if run.arm == origin.arm), origin)
+    """The run itself, or its like from the same checkpoint on where that was trained longer."""
+    again = [run for run in record.forks(origin.name) if run.arm == origin.arm]
+    return max([origin, *again], key=lambda run: run.end)
 
 
 def cures(record: Record, origin: Run) -> list[Run]:
@@ -35,12 +36,12 @@ def trained(run: Run) -> str:
     return f"trains on to {run.end:,}"
 
 
-def cure(record: Record, arm: str, title: str) -> Section | None:
-    """Forks of the arm's first seed. None where there are none."""
+def cure(record: Record, arm: str, title: str) -> list[Section]:
+    """Forks of the arm's first seed: curves, and a table. Empty where there are none."""
     origin = record.first(arm)
     forks = cures(record, origin) if origin else []
     if origin is None or not forks:
-        return None
+        return []
     control, step = control_of(record, origin), forks[0].first
     cured, others = [run for run in forks if not run.departure], [run for run in forks if run.departure]
     charts = []
@@ -52,7 +53,7 @@ def cure(record: Record, arm: str, title: str) -> Section | None:
         f"time with one change in attention and nothing else. Unchanged, it {trained(control)}. "
         f"{_listed('It trains on with', cured)}{_listed('It fails all the same with', others)}"
     )
-    return Section(title, (said.strip(),), table(control, forks), tuple(charts))
+    return [Section(title, (said.strip(),), charts=tuple(charts)), Section(f"{title}: run by run", (), table(control, forks))]
 
 
 def _listed(words: str, runs: Sequence[Run]) -> str:

@@ -79,8 +79,9 @@ class Run:
 
     @property
     def change(self) -> str:
-        """What a fork changes: "fp32-scores" of "A+fp32-scores"; else its arm."""
-        return self.arm.partition("+")[2] or self.arm
+        """What a fork changes: "fp32-scores" of "A+fp32-scores" from a run of A; of another arm, that arm."""
+        origin = (self.origin or "").partition("_seed")[0]
+        return self.arm.removeprefix(origin).lstrip("+-") if origin else self.arm
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from alarms import replayed
-from page_record import Record, Run
+from page_record import HEALTHY, Record, Run
 from page_series import LOSS, NORM, STEP, curve, drawable, events
 
 from attn_diag.monitoring.alarm import AlarmRule, AlarmState
@@ -42,12 +42,12 @@ def watched(checks: Iterable[Check], every: int, rule: AlarmRule) -> Watched:
             continue
         if state.update(check) and alarm is None:
             alarm = check.step
-        rows.append((check.step, state.share, state.witness, _worst(check, "w_q_norm"), _worst(check, "max_logit")))
+        rows.append((check.step, state.share, state.witness, worst(check, "w_q_norm"), worst(check, "max_logit")))
     steps, share, witness, norms, logits = zip(*rows, strict=True) if rows else ((),) * 5
     return Watched(steps, share, witness, norms, logits, alarm)
 
 
-def _worst(check: Check, metric: str) -> float:
+def worst(check: Check, metric: str) -> float:
     """The largest of all heads, NaN where none has it."""
     found = [float(np.nanmax(v)) for c in check.layers if (v := c.values.get(metric)) is not None and not np.isnan(v).all()]
     return max(found, default=math.nan)
@@ -97,8 +97,8 @@ def _said(arm: str, run: Run) -> str:
     return f"Arm {arm}, seed {run.seed}: leaves its trend at step {run.departure.step:,} ({run.departure.reason}){before}."
 
 
-def monitor(record: Record, arm: str, title: str, rule: AlarmRule) -> Section | None:
-    """What the alarm's rule saw of an arm and of the healthy runs. None where the arm was not monitored."""
+def monitor(record: Record, arm: str, title: str, rule: AlarmRule) -> list[Section]:
+    """What the alarm's rule saw of an arm and of the healthy runs, and the alarms. Empty where the arm was not monitored."""
     groups: list[tuple[str, Tone, Run]] = [
         (who, tone, run)
         for who, tone, runs in ((f"arm {arm}", FAILING_TONE, record.of(arm)), ("healthy", HEALTHY_TONE, record.healthy))
@@ -106,7 +106,7 @@ def monitor(record: Record, arm: str, title: str, rule: AlarmRule) -> Section | 
         if run.checks
     ]
     if not groups or groups[0][2].arm != arm:
-        return None
+        return []
     every = spacing([run for *_, run in groups])
     seen = {run.name: watched(run.checks, every, rule) for *_, run in groups}
     main = groups[0][2]
@@ -144,7 +144,12 @@ def monitor(record: Record, arm: str, title: str, rule: AlarmRule) -> Section | 
         "error, and alarms when that error is more than correct rounding makes, matters, and grows: three conditions at "
         "one head, of which the worst head of all is drawn here."
     )
-    return Section(title, (paragraph,), _table(groups, every, rule), charts)
+    replays = (
+        "The rule replayed on the monitors' logs, with checks as they were made and at every second one. Before an alarm the "
+        "witness may pass its threshold and the share its level, but not both at one head that grows; the last two columns are the "
+        "largest until then."
+    )
+    return [Section(title, (paragraph,), charts=charts), Section(f"{title}: run by run", (replays,), _table(groups, every, rule))]
 
 
 def _points(
@@ -192,3 +197,21 @@ def _table(groups: Sequence[tuple[str, Tone, Run]], every: int, rule: AlarmRule)
                 DASH if r.lead is None else str(r.lead), f"{r.witness:.2f}", f"{r.share:.3f}",
             ))  # fmt: skip
     return tuple(lines)
+
+
+def others(record: Record, title: str) -> Section | None:
+    """Arms from the beginning that no other section shows. None where there are none."""
+    runs = [run for run in record.runs if run.origin is None and not run.tag and run.arm not in ("A", "B", *HEALTHY)]
+    if not runs:
+        return None
+    lines = [("arm", "seed", "what it is", "steps", "fails at", "by", "first alarm")]
+    for run in runs:
+        fails, by = (DASH, DASH) if run.departure is None else (f"{run.departure.step:,}", run.departure.reason)
+        alarm = f"{run.log.alarms[0]['step']:,}" if run.log.alarms else "silent" if run.checks else "not monitored"
+        words = str(run.header.get("words", DASH))
+        lines.append((run.arm, str(run.seed), words, f"{run.end:,}", fails, by, alarm))
+    last = max(run.end for run in runs)
+    healthy = tuple(curve(f"healthy, seed {r.seed}", r, NORM, last=last, tone=HEALTHY_TONE, faint=True) for r in record.healthy[:1])
+    series = (*healthy, *(curve(f"{run.arm}, seed {run.seed}", run, NORM) for run in runs))
+    chart = Chart("other-arms", "Gradient norm", "Logarithmic; gaps are not finite.", STEP, NORM, series)
+    return Section(title, (), tuple(lines), (chart,))

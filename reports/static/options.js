@@ -174,6 +174,9 @@ attnDiag.options = (() => {
     const labels = 15 * arranged.labels;
     const sideways = chart.y.names.length > 0 && chart.series.every((s) => s.kind === "bars");
     const scattered = chart.series.every((s) => s.kind === "points");
+    // Bars of which no two share a place need no room side by side.
+    const places = chart.series.flatMap((s) => (sideways ? s.y : s.x));
+    const alone = new Set(places).size === places.length;
     const zoomable = !sideways && !chart.x.names.length;
     return {
       ...base(chart),
@@ -197,7 +200,7 @@ attnDiag.options = (() => {
       }),
       // Zoom by pinching, dragging and ctrl+wheel: a plain wheel goes on scrolling the page.
       ...(zoomable ? { dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, preventDefaultMouseMove: false, filterMode: "none" }] } : {}),
-      series: chart.series.map(seriesOf(chart, sideways, arranged, tonesOf(chart))),
+      series: chart.series.map(seriesOf(chart, sideways, arranged, tonesOf(chart))).map((s) => (alone && s.type === "bar" ? { ...s, barGap: "-100%" } : s)),
     };
   };
 
