@@ -16,10 +16,11 @@ from pathlib import Path
 from page_cure import control_of, cure, cures, trained
 from page_limits import limits
 from page_missing import made, missing, planned
+from page_monitor import monitor
 from page_outcomes import held, predicted
 from page_picture import picture, take
 from page_record import Record, read_record
-from page_runs import failing, monitor, others
+from page_runs import failing, healthy_words, others
 from page_sites import chain_of, guilty, sites
 from page_values import at, listed, middle, percent
 
@@ -29,39 +30,39 @@ from attn_diag.reports.gallery import gallery_document
 
 JOBS = Path(__file__).parent / "jobs" / "chain.txt"
 _A = (
-    "GPT-2 small trains in BF16. Arm A's forward rounds the scores, S - m, O_bar, l and O to BF16; the healthy arm rounds O alone. "
-    "All else is the same: initial weights, batches, optimizer, and the backward, FlashAttention-2's."
+    "GPT-2 small trains in BF16. Arm A's forward rounds the scores, S - m, O_bar, l and O to BF16; the healthy arm "
+    "rounds O alone. All else is the same: initial weights, batches, optimizer, and the backward, FlashAttention-2's."
 )
 _B = "Arm B keeps scores and S - m in fp32 and rounds O_bar, l and O."
 
 
 def gallery(record: Record, jobs: Path = JOBS) -> Gallery:
     """The whole page."""
-    rule = AlarmRule()
+    rule, plan = AlarmRule(), planned(jobs)
     sections = [
         failing(record, "A", "The run that fails", _A),
         *monitor(record, "A", "What the monitor saw", rule),
-        sites(record, "A", "The guilty rounding"),
+        *sites(record, "A", "The guilty rounding"),
         *cure(record, "A", "The cure"),
-        predicted(record, "A", "The cure: predicted, and trained"),
+        *predicted(record, "A", "Predicted, and trained"),
         failing(record, "B", "Arm B: the run that fails", _B),
-        *monitor(record, "B", "Arm B: what the monitor saw", rule),
-        sites(record, "B", "Arm B: the guilty rounding"),
+        *monitor(record, "B", "Arm B: what the monitor saw", rule, signs=False),
+        *sites(record, "B", "Arm B: the guilty rounding"),
         *cure(record, "B", "Arm B: the cure"),
-        predicted(record, "B", "Arm B: the cure: predicted, and trained"),
+        *predicted(record, "B", "Arm B: predicted, and trained"),
         limits(record, "The published mitigation, and its limit"),
         others(record, "Other arms, from the start"),
         *accumulation(record),
         held(record, "What had to hold"),
-        missing(record, planned(jobs)),
-        made(record),
+        missing(record, plan),
+        made(record, plan),
     ]
     return Gallery(
         "A training run that BF16 attention breaks: the alarm, the guilty rounding, the cure",
         summary(record),
         tuple(section for section in sections if section),
-        "Made from the logs by benchmarks/failing_run/page.py. One model, one corpus: it shows a causal chain, not how often it "
-        "happens.",
+        "Made from the logs by benchmarks/failing_run/page.py. One model, one corpus: it shows a causal chain, not how "
+        "often it happens.",
     )
 
 
@@ -70,7 +71,12 @@ def summary(record: Record) -> str:
     run = record.first("A")
     if run is None:
         return "No run of arm A is in this record."
-    said = [f"Arm A {'leaves its trend' if run.departure else 'is on its trend'} at step {run.departure.step if run.departure else run.end:,}."]
+    end = (
+        f"leaves its trend at step {run.departure.step:,} ({run.departure.reason})"
+        if run.departure
+        else f"keeps its trend for {run.end:,} steps"
+    )
+    said = [f"Arm A, whose attention rounds the scores to BF16, {end}.", *filter(None, [healthy_words(record)])]
     if run.log.alarms:
         alarm = run.log.alarms[0]["step"]
         lead = f", {run.departure.step - alarm:,} steps before" if run.departure else ""
@@ -78,7 +84,9 @@ def summary(record: Record) -> str:
     chain = chain_of(record, "A")
     if site := guilty(chain):
         share = percent(middle(at(chain, "attribute", "sites", site, "dq", "share")))
-        said.append(f"From one capture at the alarm, attribute names the rounding of {site}: {share} of dQ's squared error.")
+        said.append(
+            f"From one capture at the alarm, attribute names the rounding of {site}: {share} of dQ's squared error."
+        )
     if forks := cures(record, run):
         on = [fork.change for fork in forks if not fork.departure]
         said.append(

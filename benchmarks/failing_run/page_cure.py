@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
+from page_outcomes import rows
 from page_record import Record, Run
 from page_series import LOSS, NORM, STEP, curve
 
@@ -49,11 +50,13 @@ def cure(record: Record, arm: str, title: str) -> list[Section]:
         if group:
             charts += _pair(arm, stem, words, origin, group, step)
     said = (
-        f"From the checkpoint at the alarm (step {step:,}) the same run goes on {len(forks)} times, with the same batches, each "
-        f"time with one change in attention and nothing else. Unchanged, it {trained(control)}. "
+        f"From the checkpoint at the alarm (step {step:,}) the same run goes on {len(forks)} times, with the same "
+        f"batches, each time with one change in attention and nothing else. Unchanged, it {trained(control)}. "
         f"{_listed('It trains on with', cured)}{_listed('It fails all the same with', others)}"
     )
-    return [Section(title, (said.strip(),), charts=tuple(charts)), Section(f"{title}: run by run", (), table(control, forks))]
+    curves = Section(title, (said.strip(),), charts=tuple(charts))
+    # With predictions there is a table of both.
+    return [curves] if rows(record, arm) else [curves, Section(f"{title}: run by run", (), table(control, forks))]
 
 
 def _listed(words: str, runs: Sequence[Run]) -> str:
@@ -65,7 +68,7 @@ def _pair(arm: str, stem: str, words: str, origin: Run, group: Sequence[Run], st
     last = max(run.end for run in group)
 
     def lines(axis: Axis) -> tuple[Series, ...]:
-        before = curve("unchanged", origin, axis, first=max(step - _BEFORE, 0), last=last, tone="second")
+        before = curve("unchanged", origin, axis, first=max(step - _BEFORE, 0) // 50 * 50, last=last, tone="second")
         return (before, *(curve(run.change, run, axis) for run in group))
 
     return [

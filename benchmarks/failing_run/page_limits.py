@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from page_monitor import worst
 from page_record import Record, Run
-from page_runs import worst
 from page_values import at, number, percent
 
 from attn_diag.reports.charts import Axis, Band, Chart, Mark, Section, Series
@@ -24,9 +24,9 @@ def limits(record: Record, title: str) -> Section | None:
         return None
     said = (
         "The published mitigation multiplies a repeated maximum r of a row by beta, so that its largest term is "
-        "exp(-(beta - 1) r). From (beta - 1) r = 87.3 on that is below the smallest normal fp32 number: the row sum is 0, "
-        "and O is 0 / 0. When the NaN comes is predicted from the capture at the alarm, by a straight line through the "
-        f"logarithm of the monitor's max logit of the {at(found, 'rule', 'window') or 'last'} steps before."
+        "exp(-(beta - 1) r). From (beta - 1) r = 87.3 on that is below the smallest normal fp32 number: the row sum is "
+        "0, and O is 0 / 0. When the NaN comes is predicted from the capture at the alarm, by a straight line through "
+        f"the logarithm of the monitor's max logit of the {at(found, 'rule', 'window') or 'last'} steps before."
     )
     source = str(at(found, "capture", "run") or "")
     charts = tuple(chart for run in runs if (chart := _chart(record, source, run)))
@@ -34,7 +34,18 @@ def limits(record: Record, title: str) -> Section | None:
 
 
 def _table(runs: list[dict[str, Any]], waiting: list[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    lines = [("run", "beta", "limit of r", "r at the capture", "NaN predicted at (95 %)", "NaN came at", "error", "of the steps ahead")]
+    lines = [
+        (
+            "run",
+            "beta",
+            "limit of r",
+            "r at the capture",
+            "NaN predicted at (95 %)",
+            "NaN came at",
+            "error",
+            "of the steps ahead",
+        )
+    ]
     for run in runs:
         came, until = at(run, "came"), at(run, "until")
         lines.append((

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import page_outcomes as outcomes
 from page_record import Record, Run
+from page_values import listed
 
 from attn_diag.reports.charts import Section
 from attn_diag.reports.words import DASH
@@ -23,6 +25,9 @@ DOCUMENTS = {
     "accumulation": ("accumulation.py", "how the error of dW_Q accumulates over 100 consecutive steps"),
 }
 
+_HEAD = ("run", "starts from", "steps", "end", "date", "device", "torch", "triton", "attn-diag", "ms a step",
+         "options of train.py")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Job:
@@ -34,6 +39,7 @@ class Job:
     steps: int | None
     start_from: str | None
     monitored: bool
+    options: str
 
     @property
     def name(self) -> str:
@@ -47,6 +53,8 @@ class Job:
             return f"whether arm {self.arm} trains, seed {self.seed}"
         change = self.arm.partition("+")[2]
         start = Path(self.start_from).stem.removesuffix("_alarm")
+        if start.partition("_seed")[0] == self.arm:
+            return f"how {start} goes on unchanged from its alarm"
         return f"whether {start} trains on with {change or f'arm {self.arm}'} from its alarm on"
 
 
@@ -64,7 +72,7 @@ def planned(path: Path) -> list[Job]:
     for words in (shlex.split(line, comments=True) for line in lines):
         if words:
             o, _ = parser.parse_known_args(words)
-            found.append(Job(o.arm, o.seed, o.tag, o.steps, o.start_from, o.monitor_every > 0))
+            found.append(Job(o.arm, o.seed, o.tag, o.steps, o.start_from, o.monitor_every > 0, shlex.join(words)))
     return found
 
 
@@ -86,29 +94,42 @@ def missing(record: Record, jobs: Sequence[Job]) -> Section:
         for stem, (script, words) in DOCUMENTS.items()
         if stem not in record.documents
     ]
+    for arm in ("A", "B"):
+        names = [str(row.get("mitigation")) for row in outcomes.rows(record, arm) if row.get("fork") is None]
+        if names:
+            rows.append(
+                (f"{len(names)} changes of arm {arm} that what-if ranks", "predicted, not trained", listed(names))
+            )
     if not rows:
         return Section("Not run", ("Nothing: all that was planned is above.",))
     said = "What was planned and could not be run, or was not finished. Nothing on this page stands in for it."
     return Section("Not run", (said,), (("what", "state", "it would have shown"), *rows))
 
 
-def made(record: Record) -> Section:
-    """Versions, device, dates and configuration, from the logs' headers."""
-    lines = [("run", "starts from", "steps", "end", "date", "device", "torch", "triton", "attn-diag", "ms a step")]
-    lines += [_line(run) for run in record.runs]
+def made(record: Record, jobs: Sequence[Job]) -> Section:
+    """Versions, device, dates and configuration, from the logs' headers; the options of planned runs."""
+    options = {job.name: job.options for job in jobs}
+    lines: list[tuple[str, ...]] = [_HEAD]
+    lines += [(*_line(run), options.get(run.name, DASH)) for run in record.runs]
     words = {run.arm: str(run.header.get("words", "")) for run in record.runs}
     arms = tuple(f"{arm}: {text}." for arm, text in words.items() if text and "+" not in arm)
     configuration = _configuration(record.runs)
-    return Section("How this was made", (*configuration, *arms), tuple(lines) if record.runs else ())
+    again = "Again: launch.py with the jobs below, then this page by page.py, both in benchmarks/failing_run."
+    return Section("How this was made", (*configuration, *arms, again), tuple(lines) if record.runs else ())
 
 
 def _configuration(runs: Sequence[Run]) -> tuple[str, ...]:
     if not runs:
         return ()
-    header = runs[0].header
+    main = next((run for run in runs if run.arm == "A" and not run.tag), runs[0])
+    header = main.header
     given = {k: v for k, v in header.get("run", {}).items() if k not in ("arm", "seed")}
-    said = f"Of {runs[0].name}: " + ", ".join(f"{name} {value}" for name, value in given.items())
-    others = [run.name for run in runs if {k: v for k, v in run.header.get("run", {}).items() if k not in ("arm", "seed")} != given]
+    said = f"Of {main.name}: " + ", ".join(f"{name} {value}" for name, value in given.items())
+    others = [
+        run.name
+        for run in runs
+        if {k: v for k, v in run.header.get("run", {}).items() if k not in ("arm", "seed")} != given
+    ]
     parameters, tokens = header.get("parameters"), header.get("tokens", {})
     more = [f"{parameters:,} parameters"] if isinstance(parameters, int) else []
     more += [f"{tokens['count']:,} tokens of {tokens.get('file')}"] if "count" in tokens else []

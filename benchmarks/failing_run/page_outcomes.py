@@ -21,25 +21,24 @@ def rows(record: Record, arm: str) -> list[dict[str, Any]]:
     return [row for row in found or () if isinstance(row, dict)]
 
 
-def predicted(record: Record, arm: str, title: str) -> Section | None:
-    """The mitigations that were trained, with what was predicted of them. None where nothing was predicted."""
+def predicted(record: Record, arm: str, title: str) -> tuple[Section, ...]:
+    """The mitigations that were trained, with what was predicted of them. Empty where nothing was predicted."""
     everything = rows(record, arm)
     trained = [row for row in everything if at(row, "fork") is not None]
     if not trained:
-        return None
+        return ()
     chain = at(record.documents["outcomes"], "chains", arm)
     said = [
-        "Before any of them was trained, what-if ran each change on the capture of the alarm and measured the error of dQ that "
-        "it leaves. The less is left, the longer a run should last."
+        "Without having seen any of these runs, what-if tried each change on the capture of the alarm and measured the "
+        "error of dQ that it leaves. The less is left, the longer a run should last."
     ]
     if words := at(chain, "site", "words"):
         said.append(f"{words}.")
     said += [f"Order, {a.get('of')}: {a['words']}." for a in at(chain, "agreement") or () if at(a, "words")]
     said += _separation(at(chain, "separation"))
-    waiting = [str(row.get("mitigation")) for row in everything if at(row, "fork") is None]
-    if waiting:
-        said.append(f"Predicted, not trained: {listed(waiting)}.")
-    return Section(title, tuple(said), _table(trained), _chart(arm, trained))
+    return Section(title, tuple(said), charts=_chart(arm, trained)), Section(
+        f"{title}: run by run", (), _table(trained)
+    )
 
 
 def _separation(found: Any) -> list[str]:
@@ -48,8 +47,8 @@ def _separation(found: Any) -> list[str]:
         return []
     names = [at(found, name, "mitigation") for name in ("kept_most", "failed_least")]
     return [
-        f"Of the changes with which training went on, {names[0]} was predicted to leave most, {percent(most)}; of those with "
-        f"which it failed, {names[1]} least, {percent(least)}."
+        f"Of the changes with which training went on, {names[0]} was predicted to leave most, {percent(most)}; of "
+        f"those with which it failed, {names[1]} least, {percent(least)}."
     ]
 
 
@@ -62,22 +61,35 @@ def _chart(arm: str, trained: Sequence[dict[str, Any]]) -> tuple[Chart, ...]:
     groups: tuple[tuple[str, Tone, bool], ...] = (("trained on", "good", False), ("failed", "second", True))
     series = []
     for name, tone, failed in groups:
-        bars = [(left, float(i)) for i, (row, left) in enumerate(drawn) if (at(row, "fork", "departure") is not None) == failed]
+        bars = [
+            (left, float(i))
+            for i, (row, left) in enumerate(drawn)
+            if (at(row, "fork", "departure") is not None) == failed
+        ]
         if bars:
             series.append(Series(name, tuple(x for x, _ in bars), tuple(y for _, y in bars), "bars", tone=tone))
     more = f" Not drawn, as it is not finite or not known: {listed(absent)}." if absent else ""
-    axes = Axis("predicted error of dQ", log=True), Axis("", names=tuple(str(row["mitigation"]) for row, _ in drawn))
-    caption = f"Length: ‖error of dQ‖ / ‖dQ‖ that what-if predicts, median over the capture's sequences. Colour: training.{more}"
+    axes = Axis("predicted error of dQ"), Axis("", names=tuple(str(row["mitigation"]) for row, _ in drawn))
+    caption = (
+        "Length: ‖error of dQ‖ / ‖dQ‖ that what-if predicts, median over the capture's sequences. Colour: what "
+        f"training did.{more}"
+    )
     return (Chart(f"{arm}-predicted", "Predicted error, and what training did", caption, *axes, tuple(series)),)
 
 
 def _table(trained: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    lines = [("change", "what-if's rank", "predicted: error of dQ", "of dW_Q", "in exact arithmetic", "repairs", "training", "by",
-              "loss before the control's failure", "less fa2's")]  # fmt: skip
+    lines = [("change", "what-if's rank", "predicted: error of dQ", "of dW_Q", "in exact arithmetic", "repairs",
+              "training", "by", "loss before the control's failure", "less fa2's")]  # fmt: skip
     for row in trained:
         fork = row["fork"]
         departure, until = at(fork, "departure"), at(fork, "until")
-        fails = f"fails at {departure:,}" if isinstance(departure, int) else f"trains on to {until:,}" if isinstance(until, int) else DASH
+        fails = (
+            f"fails at {departure:,}"
+            if isinstance(departure, int)
+            else f"trains on to {until:,}"
+            if isinstance(until, int)
+            else DASH
+        )
         rank, loss, gap = (number(at(source, name)) for source, name in ((row, "rank"), (fork, "loss"), (fork, "gap")))
         source = f" ({row['left_by']})" if at(row, "left_by") == "attribute" else ""
         lines.append((
@@ -85,7 +97,8 @@ def _table(trained: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
             DASH if rank is None else f"{rank:g}",
             percent(number(at(row, "left"))) + source, percent(number(at(row, "left_dw_q"))),
             str(at(row, "equivalence") or DASH), ", ".join(at(row, "sites") or ()) or DASH, fails,
-            str(at(fork, "reason") or DASH), DASH if loss is None else f"{loss:.4f}", DASH if gap is None else f"{gap:+.4f}",
+            str(at(fork, "reason") or DASH), DASH if loss is None else f"{loss:.4f}",
+            DASH if gap is None else f"{gap:+.4f}",
         ))  # fmt: skip
     return tuple(lines)
 
@@ -95,5 +108,7 @@ def held(record: Record, title: str) -> Section | None:
     found = [c for c in at(record.documents.get("outcomes"), "criteria") or () if isinstance(c, dict)]
     if not found:
         return None
-    lines = [(str(c.get("words")), _HELD.get(c.get("held"), DASH), str(c.get("found") or "nothing was run")) for c in found]
+    lines = [
+        (str(c.get("words")), _HELD.get(c.get("held"), DASH), str(c.get("found") or "nothing was run")) for c in found
+    ]
     return Section(title, (), (("what", "does it", "found"), *lines))

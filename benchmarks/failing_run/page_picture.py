@@ -8,8 +8,7 @@ from tempfile import TemporaryDirectory
 
 from page_cure import cures
 from page_record import Record
-from page_runs import FAILING_TONE, HEALTHY_TONE
-from page_series import LOSS, NORM, STEP, curve, events
+from page_series import FAILING_TONE, HEALTHY_TONE, LOSS, NORM, STEP, curve, events
 
 from attn_diag.reports.charts import Axis, Chart, Gallery, Section, Series
 from attn_diag.reports.gallery import gallery_document
@@ -30,10 +29,10 @@ def picture(record: Record) -> Gallery:
     last = cure.end - 1 if cure else run.end + 100
 
     def lines(axis: Axis) -> tuple[Series, ...]:
-        found = [curve("rounds the scores to BF16", run, axis, last=last, tone=FAILING_TONE)]
+        found = [curve("scores rounded to BF16", run, axis, last=last, tone=FAILING_TONE)]
         found += [curve("healthy", r, axis, last=last, tone=HEALTHY_TONE) for r in record.healthy[:1]]
         if cure:
-            found.append(curve(f"from the alarm on: {cure.change}", cure, axis, last=last, tone="good"))
+            found.append(curve(f"cured from the alarm on: {cure.change}", cure, axis, last=last, tone="good"))
         return tuple(found)
 
     charts = tuple(
@@ -55,14 +54,14 @@ def take(page: Gallery, file: Path) -> None:
         source = Path(folder) / "page.html"
         source.write_text(gallery_document(page), encoding="utf-8")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        shown = browser.new_page(
-            viewport={"width": _WIDTH, "height": 900}, device_scale_factor=_SCALE, bypass_csp=True
-        )
+        shown = browser.new_page(viewport={"width": _WIDTH, "height": 900}, device_scale_factor=_SCALE, bypass_csp=True)
         shown.goto(source.as_uri())
         shown.wait_for_selector("html[data-ready=yes]", state="attached")
         # The charts alone, one under the other.
         shown.add_style_tag(content=_STYLE)
-        shown.wait_for_function("document.querySelectorAll('figure svg').length === document.querySelectorAll('figure').length")
+        shown.wait_for_function(
+            "document.querySelectorAll('figure svg').length === document.querySelectorAll('figure').length"
+        )
         # One axis of steps for both: their plots begin and end at the same places.
         shown.evaluate(_ALIGN)
         shown.locator("main").screenshot(path=file)

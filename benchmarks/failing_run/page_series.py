@@ -12,11 +12,17 @@ from attn_diag.reports.charts import Axis, Mark, Series, Tone, Value
 STEP = Axis("training step")
 LOSS = Axis("loss", fit=True)
 NORM = Axis("gradient norm before clipping", log=True)
+FAILING_TONE: Tone = "second"
+HEALTHY_TONE: Tone = "accent"
+# How far beyond the failing runs' end the healthy ones are drawn: the failure is what is to be seen.
+_BEYOND = 1.3
 # Points of a curve; a figure is about as many pixels wide.
 POINTS = 600
 
 
-def thinned(x: Sequence[float], y: Sequence[Value], points: int = POINTS) -> tuple[tuple[float, ...], tuple[Value, ...]]:
+def thinned(
+    x: Sequence[float], y: Sequence[Value], points: int = POINTS
+) -> tuple[tuple[float, ...], tuple[Value, ...]]:
     """At most ``points`` of a curve: the lowest and the highest of equal stretches, first and last; gaps stay gaps."""
     if len(x) <= points:
         return tuple(x), tuple(y)
@@ -58,7 +64,12 @@ def events(run: Run, who: str = "") -> tuple[Mark, ...]:
     found = []
     if run.log.alarms:
         step = run.log.alarms[0]["step"]
-        found.append(Mark(float(step), f"{who}alarm {step:,}"))
+        found.append(Mark(float(step), f"{who}alarm at {step:,}"))
     if run.departure:
-        found.append(Mark(float(run.departure.step), f"{who}fails {run.departure.step:,}"))
+        found.append(Mark(float(run.departure.step), f"{who}fails at {run.departure.step:,}"))
     return tuple(found)
+
+
+def last_drawn(failing: Sequence[Run]) -> int:
+    """The last step of a chart of failing runs."""
+    return math.ceil(_BEYOND * max(run.end for run in failing) / 100) * 100

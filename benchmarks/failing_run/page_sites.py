@@ -15,6 +15,10 @@ from page_values import at, listed, middle, number, numbers, percent, spread
 from attn_diag.reports.charts import Axis, Chart, Section, Series
 from attn_diag.reports.words import DASH
 
+_COLUMNS = (
+    "Medians over the sequences, with their range. Alone: dQ's error with this site as the only one that rounds; all but "
+    "it: with this site exact; random signs: with its own errors' signs drawn at random."
+)
 GRADIENTS = {"dq": "dQ", "dw_q": "dW_Q"}
 
 
@@ -29,15 +33,18 @@ def guilty(chain: Any, quantity: str = "dq") -> str | None:
     return Counter(named).most_common(1)[0][0] if named else None
 
 
-def sites(record: Record, arm: str, title: str) -> Section | None:
-    """None without the arm's document, or where it attributes nothing."""
+def sites(record: Record, arm: str, title: str) -> tuple[Section, ...]:
+    """Empty without the arm's document, or where it attributes nothing."""
     chain = chain_of(record, arm)
     found = at(chain, "attribute", "sites")
     if not isinstance(found, dict) or not found:
-        return None
+        return ()
     order = sorted(found, key=lambda site: -(middle(at(found, site, "dq", "share")) or 0.0))
     charts = [_shares(arm, chain, order), *_sham(arm, chain), *_repairs(arm, chain)]
-    return Section(title, tuple(_said(chain)), _table(chain, order), tuple(charts))
+    return (
+        Section(title, tuple(_said(chain)), charts=tuple(charts)),
+        Section(f"{title}: site by site", (_COLUMNS,), _table(chain, order)),
+    )
 
 
 def where(chain: Any) -> str:
@@ -50,28 +57,46 @@ def where(chain: Any) -> str:
 
 
 def _said(chain: Any) -> list[str]:
-    said = [f"One capture, taken right after the alarm: {where(chain)}. Nothing that follows has seen how training went on."]
+    said = [
+        f"One capture, taken right after the alarm: {where(chain)}. Nothing that follows has seen how training went on."
+    ]
     labels = at(chain, "inspect", "labels") or ()
     factor, off, weights = (
         number(at(chain, "inspect", *path))
-        for path in (("noise_factor",), ("propagation", "dq", "relative_error"), ("propagation", "dw_q", "relative_error"))
+        for path in (
+            ("noise_factor",),
+            ("propagation", "dq", "relative_error"),
+            ("propagation", "dw_q", "relative_error"),
+        )
     )
     if factor is not None:
         said.append(
-            f"inspect: {listed(labels) or 'no label'}; delta's error is {factor:.3g} times what one correct rounding of O makes; "
-            f"dQ is {percent(off)} off, dW_Q {percent(weights)}."
+            f"inspect: {listed(labels) or 'no label'}; delta's error is {factor:.3g} times what one correct rounding of O "
+            f"makes; dQ is {percent(off)} off, dW_Q {percent(weights)}."
         )
     outcomes = at(chain, "identify", "recipes")
     if outcomes:
         names = Counter(" or ".join(names) or "none" for names in outcomes).most_common(1)[0]
         agreement = middle(at(chain, "identify", "agreement"))
         same = "" if agreement is None else f"; it reproduces {percent(agreement, 5)} of O's elements bit for bit"
-        said.append(f"identify: recipe {names[0]} in {names[1]} of {len(outcomes)} sequences, without being told{same}.")
-    words = [f"{of} by {text}" for key, of in GRADIENTS.items() if (text := at(chain, "attribute", "guilty_words", key))]
+        said.append(
+            f"identify: recipe {names[0]} in {names[1]} of {len(outcomes)} sequences, without being told{same}."
+        )
+    words = [
+        f"{of} by {text}" for key, of in GRADIENTS.items() if (text := at(chain, "attribute", "guilty_words", key))
+    ]
     if words:
         said.append(f"attribute: the largest part of the error of {'; of '.join(words)}.")
     biased = [site for site in at(chain, "attribute", "biased", "dq") or () if site]
-    said.append(f"A significant mean error of dQ: {listed(sorted(set(biased))) or 'at no site'}. See the sham for what that means.")
+    blamed = guilty(chain)
+    sham = middle(at(chain, "attribute", "sites", blamed or "", "dq", "sham"))
+    off = "" if sham is None else f" With random signs in place of the errors of {blamed} dQ is {percent(sham)} off."
+    means = (
+        f"Sites whose mean error of dQ is significant: {listed(sorted(set(biased)))}."
+        if biased
+        else "No site's mean error of dQ is significant."
+    )
+    said.append(f"Size or bias? {means}{off}")
     return said
 
 
@@ -109,10 +134,12 @@ def _sham(arm: str, chain: Any) -> list[Chart]:
     if len(known) < 2:
         return []
     caption = (
-        f"‖error of dQ‖ / ‖dQ‖, medians. Repairing {site} removes what the repair of a site that reaches nothing does not. With "
-        "random signs in place of its own errors, of equal size, what is left says whether size or bias does the damage."
+        f"‖error of dQ‖ / ‖dQ‖, medians. Repairing {site} removes what the repair of a site that reaches nothing does "
+        "not. Random signs keep the size of its errors and take their bias."
     )
-    series = Series("dQ off by", tuple(v for _, v in known), tuple(map(float, range(len(known)))), "bars", tone="second")
+    series = Series(
+        "dQ off by", tuple(v for _, v in known), tuple(map(float, range(len(known)))), "bars", tone="second"
+    )
     return [Chart(f"{arm}-sham", "Repaired, and not", caption, Axis("relative error of dQ"),
                   Axis("", names=tuple(n for n, _ in known)), (series,))]  # fmt: skip
 
@@ -133,8 +160,8 @@ def _repairs(arm: str, chain: Any) -> list[Chart]:
             y = (start, *(median(values) for values in left))
             series.append(Series(of, tuple(map(float, range(len(y)))), tuple(v if v > 0 else None for v in y)))
     caption = (
-        f"What is left of the error when sites become exact one after the other, the guiltiest first; medians over the {agreeing} "
-        f"of {len(runs)} sequences that agree on this order."
+        f"What is left of the error when sites become exact one after the other, the guiltiest first; medians over "
+        f"the {agreeing} of {len(runs)} sequences that agree on this order."
     )
     axes = Axis("made exact", names=names), Axis("relative error", log=True)
     return [Chart(f"{arm}-repairs", "Repaired one after the other", caption, *axes, tuple(series))] if series else []
@@ -147,7 +174,7 @@ def _words(found: Any, site: str) -> str:
 
 def _table(chain: Any, order: list[str]) -> tuple[tuple[str, ...], ...]:
     found = at(chain, "attribute", "sites")
-    head = ("site", "share of dQ's error", "share of dW_Q's", "dQ off: it alone", "all but it", "its errors, random signs")
+    head = ("site", "share of dQ's error", "share of dW_Q's", "dQ off: alone", "all but it", "random signs")
     rows = [
         (_words(found, site), spread(at(found, site, "dq", "share")), spread(at(found, site, "dw_q", "share")),
          *(spread(at(found, site, "dq", name)) if numbers(at(found, site, "dq", name)) else DASH

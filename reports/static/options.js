@@ -69,8 +69,8 @@ attnDiag.options = (() => {
       if (filled && filled + wide > width) [rows, filled] = [rows + 1, 0];
       filled += wide;
     }
-    const xs = chart.series.flatMap((s) => s.x);
-    const [low, high] = xs.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
+    const xs = [...(chart.marks ?? []), ...chart.series.flatMap((s) => s.x.map((x) => ({ x })))];
+    const [low, high] = xs.reduce(([a, b], { x }) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
     // The axis takes about 50 pixels.
     const inner = width - 50;
     const marks = [...(chart.marks ?? [])].sort((a, b) => a.x - b.x);
@@ -82,7 +82,7 @@ attnDiag.options = (() => {
     const START = { left: 0, center: 0.5, right: 1 };
     const places = rowsOf(spans.map(({ align, at, wide }) => [at - START[align] * wide, at + (1 - START[align]) * wide]));
     return {
-      legend: rows,
+      legend: rows, low, high,
       marks: marks.map((mark, i) => ({ ...mark, row: places[i], align: spans[i].align })),
       labels: Math.max(-1, ...places) + 1,
     };
@@ -180,14 +180,14 @@ attnDiag.options = (() => {
     const zoomable = !sideways && !chart.x.names.length;
     return {
       ...base(chart),
-      grid: { left: 8, right: 14, top: 30 + (arranged.legend ? 24 + 19 * (arranged.legend - 1) : 0) + labels, bottom: 26, containLabel: true },
+      grid: { left: 8, right: 14, top: (sideways ? 10 : 30) + (arranged.legend ? 24 + 19 * (arranged.legend - 1) : 0) + labels, bottom: 26, containLabel: true },
       legend: { show: chart.series.length > 1, data: chart.series.map((s) => ({ name: s.name, ...(s.faint ? { itemStyle: { opacity: 0.45 } } : {}) })), top: 0, left: 0, itemWidth: 16, itemHeight: 8, icon: scattered ? "circle" : "roundRect", textStyle: textStyle("ink") },
       tooltip: tooltip({
         trigger: scattered ? "item" : "axis",
         axisPointer: { type: chart.series.some((s) => s.kind === "bars") ? "shadow" : "line", axis: sideways ? "y" : "x", shadowStyle: { color: theme.color("band") } },
         formatter: hover(chart, sideways),
       }),
-      xAxis: axis(chart.x, { nameGap: 26, scale: scattered, ...(sideways || chart.x.names.length ? {} : { min: chart.x.ends?.[0] ?? "dataMin", max: chart.x.ends?.[1] ?? "dataMax", splitLine: { show: false }, axisLabel: { ...textStyle(), hideOverlap: true, showMaxLabel: false, formatter: (v) => number(v, 6) } }) }),
+      xAxis: axis(chart.x, { nameGap: 26, scale: scattered, ...(sideways || chart.x.names.length ? {} : { min: chart.x.ends?.[0] ?? (arranged.marks.length ? arranged.low : "dataMin"), max: chart.x.ends?.[1] ?? (arranged.marks.length ? arranged.high : "dataMax"), splitLine: { show: false }, axisLabel: { ...textStyle(), hideOverlap: true, showMaxLabel: false, formatter: (v) => number(v, 6) } }) }),
       yAxis: axis(chart.y, {
         ...(sideways ? { inverse: true, name: "" } : { nameGap: 12 + labels, nameLocation: "end", nameTextStyle: { ...textStyle(), align: "left", padding: [0, 0, 0, 0] } }),
         ...(chart.y.fit ? { scale: true } : {}),
