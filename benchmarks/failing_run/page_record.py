@@ -6,6 +6,7 @@ Nothing is required: what is not in the folder is None or empty, and ``page_miss
 from __future__ import annotations
 
 import json
+import lzma
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """A folder's content. ``documents``: its JSON files, by stem."""
+    """A folder's content. ``documents``: its JSON files, by name."""
 
     folder: Path
     runs: tuple[Run, ...]
@@ -112,19 +113,21 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """Read a folder of logs (.jsonl or .jsonl.xz), ``monitor/`` and JSON files.
+    """Read a folder of logs (.jsonl, .jsonl.xz), ``monitor/`` and JSON files (.json, .json.xz).
 
     Raises FileNotFoundError where there is no such folder, ValueError for a log or JSON file that cannot be read.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: expected the record of a failing run")
-    documents = {path.stem: _document(path) for path in sorted(folder.glob("*.json"))}
+    files = [path for path in sorted(folder.glob("*.json*")) if path.name.endswith((".json", ".json.xz"))]
+    documents = {path.name.partition(".json")[0]: _document(path) for path in files}
     return Record(folder, tuple(_runs(folder)), documents)
 
 
 def _document(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
+            return json.load(file)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path.name} is no JSON: {error}") from error
 

@@ -26,7 +26,7 @@ def thinned(
     """At most ``points`` of a curve: the lowest and the highest of equal stretches, first and last; gaps stay gaps."""
     if len(x) <= points:
         return tuple(x), tuple(y)
-    stretches = (points - 2) // 3
+    stretches = (points - 2) // (2 if None not in y else 3)
     kept = {0, len(x) - 1}
     for i in range(stretches):
         places = range(i * len(x) // stretches, (i + 1) * len(x) // stretches)

@@ -16,8 +16,8 @@ from attn_diag.reports.charts import Axis, Chart, Section, Series
 from attn_diag.reports.words import DASH
 
 _COLUMNS = (
-    "Medians over the sequences, with their range. Alone: dQ's error with this site as the only one that rounds; all but "
-    "it: with this site exact; random signs: with its own errors' signs drawn at random."
+    "Medians over the sequences, with their range. Alone: dQ's error with this site as the only one that rounds; "
+    "all but it: with this site exact; random signs: with its own errors' signs drawn at random."
 )
 GRADIENTS = {"dq": "dQ", "dw_q": "dW_Q"}
 
@@ -71,8 +71,8 @@ def _said(chain: Any) -> list[str]:
     )
     if factor is not None:
         said.append(
-            f"inspect: {listed(labels) or 'no label'}; delta's error is {factor:.3g} times what one correct rounding of O "
-            f"makes; dQ is {percent(off)} off, dW_Q {percent(weights)}."
+            f"inspect: {listed(labels) or 'no label'}; delta's error is {factor:.3g} times what one correct rounding "
+            f"of O makes; dQ is {percent(off)} off, dW_Q {percent(weights)}."
         )
     outcomes = at(chain, "identify", "recipes")
     if outcomes:
@@ -90,13 +90,13 @@ def _said(chain: Any) -> list[str]:
     biased = [site for site in at(chain, "attribute", "biased", "dq") or () if site]
     blamed = guilty(chain)
     sham = middle(at(chain, "attribute", "sites", blamed or "", "dq", "sham"))
-    off = "" if sham is None else f" With random signs in place of the errors of {blamed} dQ is {percent(sham)} off."
+    random = "" if sham is None else f" With random signs in place of the errors of {blamed} dQ is {percent(sham)} off."
     means = (
         f"Sites whose mean error of dQ is significant: {listed(sorted(set(biased)))}."
         if biased
         else "No site's mean error of dQ is significant."
     )
-    said.append(f"Size or bias? {means}{off}")
+    said.append(f"Size or bias? {means}{random}")
     return said
 
 
