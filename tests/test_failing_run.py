@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,20 +20,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import attn_diag
-from attn_diag.kernels.recipe import Recipe
+from attn_diag.kernels.recipe import BACKWARD, Recipe, preset
 from attn_diag.monitoring.alarm import AlarmRule
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import alarms
 import departure
 import launch
+import make_tokens
 import summary
 import train
-from arms import ARMS
+from arms import ARMS, Arm, arm, whole
 from departure import Departure, Watch, departures
 from runlog import RunLog, Writer, plain
 
@@ -229,14 +232,18 @@ def test_the_table(tmp_path: Path) -> None:
 
 # What is rounded elsewhere than in arm A's forward.
 AGAINST_A = {
-    "A-fp32-accumulators": {"accumulator", "row_sum"},
-    "A-delta-fp32": set(),
     "B": {"scores", "difference"},
     "B-fp32-accumulator": {"scores", "difference", "accumulator"},
     "B-fp32-row-sum": {"scores", "difference", "row_sum"},
     "stabilised": {"softmax"},
-    "stabilised-beta8": {"softmax"},
+    "A+fp32-sums": {"accumulator", "row_sum"},
+    "A+fp32-scores": {"scores", "difference"},
+    "A+stabilised-8": {"softmax"},
+    "A+fp32-o-delta": set(),
+    "B+stabilised-2": {"scores", "difference", "softmax"},
 }
+# What is rounded elsewhere than in FlashAttention-2's backward.
+BACKWARDS = {"A": set(), "A+fp32-o-delta": {"delta_from"}, "A+delta-from-dp": {"delta_from"}, "A+fp32-scores": set()}
 
 
 def sites_that_differ(one: Recipe | None, other: Recipe | None) -> set[str]:
@@ -248,9 +255,30 @@ def sites_that_differ(one: Recipe | None, other: Recipe | None) -> set[str]:
 
 @pytest.mark.parametrize("name", AGAINST_A)
 def test_an_arm_differs_from_a_in_the_named_sites_alone(name: str) -> None:
-    assert sites_that_differ(ARMS[name].forward, ARMS["A"].forward) == AGAINST_A[name]
-    wrong = "qiu2025" if name != "qiu2025" else "A"
-    assert sites_that_differ(ARMS[wrong].forward, ARMS["A"].forward) != AGAINST_A[name]
+    assert forward_sites(arm(name)) == AGAINST_A[name]
+    assert forward_sites(arm("qiu2025")) != AGAINST_A[name]
+
+
+def forward_sites(one: Arm) -> set[str]:
+    return sites_that_differ(one.forward, ARMS["A"].forward) - set(BACKWARD)
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_an_arm_s_backward_is_the_named_one(name: str) -> None:
+    assert sites_that_differ(arm(name).backward, ARMS["A"].backward) & set(BACKWARD) == BACKWARDS[name]
+
+
+def test_what_is_no_arm_is_refused() -> None:
+    for name, said in (("C", "no arm 'C'"), ("A+magic", "no mitigation 'magic'"), ("healthy+uncast-ds", "no recipe")):
+        with pytest.raises(KeyError, match=said):
+            arm(name)
+
+
+def test_an_arm_as_one_recipe_has_both_directions() -> None:
+    qiu = Arm("", preset("bf16-forward"), preset("qiu2025"))
+    assert sites_that_differ(whole(qiu), preset("bf16-forward")) == sites_that_differ(
+        preset("qiu2025"), preset("bf16-forward")
+    ) & set(BACKWARD)
 
 
 def test_arm_a_rounds_what_it_says_and_nothing_else() -> None:
@@ -433,11 +461,12 @@ class FakeMonitor:
         FakeMonitor.last = self
 
     last: FakeMonitor
+    alarm = Alarm
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1
         if self.steps == 6:
-            self.alarms.append(Alarm(self.steps - 1))
+            self.alarms.append(self.alarm(self.steps - 1))
 
     def metrics(self) -> dict[str, float]:
         newest = self.steps - 1 - (self.steps - 1) % self.every
@@ -460,8 +489,6 @@ def test_the_monitor_is_logged_and_closed(tokens: Path, tmp_path: Path, monkeypa
     assert log.alarms == [{"kind": "growth", "step": 5, "layer": 2, "head": 7, "reason": "so", "seen": 5}]
     assert FakeMonitor.last.closed
     assert FakeMonitor.last.log == tmp_path / "monitor" / "healthy_seed0.jsonl"
-    with pytest.raises(ValueError, match="choose --compile"):
-        run(tokens, tmp_path / "compiled", "healthy", "--compile", "--monitor-every", "3")
 
 
 def test_captures_are_asked_for(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,13 +503,51 @@ def test_captures_are_asked_for(tokens: Path, tmp_path: Path, monkeypatch: pytes
             asked.append({"closed": True})
 
     monkeypatch.setattr(attn_diag, "capture", FakeCapture, raising=False)
-    run(tokens, tmp_path, "healthy", "--capture-steps", "1", "2", "--capture-layers", "0")
-    assert asked == [
-        {"model": "GPT", "folder": "healthy_seed0_from0", "steps": [1, 2], "layers": [0], "first_step": 0},
-        {"closed": True},
-    ]
+    run(tokens, tmp_path, "healthy", "--capture-steps", "1:3", "--capture-layers", "0")
+    common = {"model": "GPT", "layers": [0], "first_step": 0, "max_bytes": 2**33}
+    assert asked == [{"folder": "healthy_seed0_from0", "steps": range(1, 3), **common}, {"closed": True}]
     run(tokens, tmp_path, "fa2", "--steps", "1")
     assert len(asked) == 2
+
+
+def test_at_the_alarm_the_run_is_kept_and_the_head_captured(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attn_diag, "Monitor", FakeMonitor, raising=False)
+    monkeypatch.setattr(FakeMonitor, "alarm", staticmethod(partial(Alarm, layer=0, head=0)))
+    more = ("--monitor-every", "3", "--steps", "9")
+    run(tokens, tmp_path, "fa2", "--at-alarm", *more)
+    # The alarm of step 5 is known after it: step 6 is captured, and the checkpoint is what step 6 starts from.
+    (capture,) = (tmp_path / "captures" / "fa2_seed0_alarm").glob("*.safetensors")
+    found = attn_diag.load(capture)
+    assert (found.metadata.step, found.metadata.layer, found.q_heads) == (6, 0, 1)
+    assert torch.load(tmp_path / "fa2_seed0_alarm.pt", weights_only=True)["step"] == 6
+
+    start = ("--start-from", str(tmp_path / "fa2_seed0_alarm.pt"))
+    run(tokens, tmp_path, "fa2", *start, *more, "--tag", "again")
+    whole_run, again = (RunLog.read(tmp_path / f"fa2_seed0{tag}.jsonl") for tag in ("", "_again"))
+    assert again.headers[0]["from"] == {"run": "fa2_seed0", "step": 6}
+    assert again.steps == whole_run.steps  # what lies behind it was copied, the rest is the same bits
+    run(tokens, tmp_path, "A", *start, *more)
+    other = RunLog.read(tmp_path / "A_seed0.jsonl")
+    assert other.steps[:6] == whole_run.steps[:6]
+    assert other.steps[7:] != whole_run.steps[7:]
+    with pytest.raises(ValueError, match="is of the run"):
+        run(tokens, tmp_path, "B", *start, "--clip", "2.0")
+
+
+def test_moments_lie_beside_the_captures(tokens: Path, tmp_path: Path) -> None:
+    capture = ("--capture-steps", "2:4", "--capture-layers", "0", "--capture-momentum")
+    run(tokens, tmp_path, "fa2", "--steps", "5", *capture, "--checkpoint-every", "3")
+    files = sorted((tmp_path / "momentum" / "fa2_seed0").iterdir())
+    assert [f.name for f in files] == [f"step00000{n}_layer00.safetensors" for n in (2, 3)]
+    run(tokens, tmp_path / "three", "fa2", "--steps", "3", "--checkpoint-every", "3")
+    state = torch.load(tmp_path / "three" / "fa2_seed0.pt", weights_only=True)["optimizer"]["state"]
+    # Of c_attn's weight [3 C, C]: after three steps, which is before step 3.
+    (moments,) = (m for m in state.values() if m["exp_avg"].shape == (96, 32))
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(load_file(files[1])[name], moments[name][:32])
+        assert not torch.equal(load_file(files[0])[name], moments[name][:32])
 
 
 # --- Several processes ---
@@ -538,6 +603,44 @@ def test_the_queue_runs_all_on_every_device(tmp_path: Path) -> None:
     assert launch.run_all({f"run{i}": sleeper(1) for i in range(4)}, slots, 60)
     assert slots.codes == {f"run{i}": 0 for i in range(4)}
     assert 2 <= time.monotonic() - began < 4  # two by two
+
+
+def test_two_runs_share_a_device(tmp_path: Path) -> None:
+    slots = launch.Slots(["0", "1"] * 2, tmp_path)
+    show = [sys.executable, "-c", "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(1)"]
+    assert launch.run_all({f"run{i}": show for i in range(4)}, slots, 60)
+    assert sorted((tmp_path / f"run{i}.txt").read_text() for i in range(4)) == ["0\n", "0\n", "1\n", "1\n"]
+    assert (tmp_path / "run0.txt").read_text() != (tmp_path / "run1.txt").read_text()
+
+
+def test_jobs_are_read(tmp_path: Path) -> None:
+    text = "--arm A --seed 1  # first\n\n--arm A --start-from A_seed1_alarm.pt --tag 'again'\n"
+    jobs = launch.read_jobs(text, tmp_path)
+    assert list(jobs) == ["A_seed1", "A_seed0_again"]
+    assert jobs["A_seed0_again"][2:4] == ["--start-from", str(tmp_path / "A_seed1_alarm.pt")]
+    with pytest.raises(ValueError, match="two jobs are called A_seed0"):
+        launch.read_jobs("--arm A\n--arm A --seed 0\n", tmp_path)
+
+
+def test_a_run_waits_for_the_checkpoint_it_starts_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = tmp_path / "there.pt"
+    make = [sys.executable, "-c", f"import time, pathlib; time.sleep(0.5); pathlib.Path({str(there)!r}).touch()"]
+    read = [sys.executable, "-c", f"import pathlib; assert pathlib.Path({str(there)!r}).exists()", "--start-from"]
+    slots = launch.Slots(["", ""], tmp_path)
+    assert launch.run_all({"waits": [*read, str(there)], "makes": make}, slots, 60)
+    assert slots.codes == {"makes": 0, "waits": 0}
+    assert not launch.run_all({"never": [*read, str(tmp_path / "nowhere.pt")]}, launch.Slots([""], tmp_path), 60)
+    assert "never: not started, its checkpoint is not there" in capsys.readouterr().out
+
+
+def test_a_run_that_has_ended_is_not_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, end in (("done", "finished"), ("failed", "departed"), ("cut", "stopped by a signal")):
+        with Writer(tmp_path / f"{name}.jsonl") as log:
+            log.write({"header": {"run": {}}})
+            log.write({"end": end, "step": 3})
+    jobs = {name: sleeper(0) for name in ("done", "failed", "cut", "new")}
+    assert list(launch.open_jobs(jobs, tmp_path)) == ["cut", "new"]
+    assert "done: ended already (finished)" in capsys.readouterr().out
 
 
 def test_a_failed_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -596,3 +699,17 @@ def test_monitored_runs_are_the_runs_that_were_not() -> None:
         assert first.steps == whole.steps[:480]
         assert first.monitor
         assert not whole.monitor
+
+
+# --- Tokens ---
+
+
+def test_tokens_spell_the_text() -> None:
+    texts = [b"the cat and the dog", b"the  end\n"]
+    pieces = [make_tokens.cut(text) for text in texts]
+    assert [b"".join(p) for p in pieces] == texts
+    tokens = make_tokens.encode(pieces, 257 + 2).tolist()  # "the" and one more word are tokens
+    assert tokens.count(0) == 2
+    assert tokens.count(257) == 3
+    assert tokens[-3:] == [ord("d") + 1, ord("\n") + 1, 0]
+    assert max(tokens) <= 258

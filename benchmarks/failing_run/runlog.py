@@ -14,6 +14,7 @@ when read.
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import os
 from collections.abc import Iterator
@@ -61,6 +62,12 @@ class Writer:
         row = {"monitor": step} | ({} if names == self._names else {"names": names})
         self._names = names
         self.write(row | {"values": list(metrics.values())}, digits=4)
+
+    def write_history(self, path: Path, first: int, end: int) -> None:
+        """Copy another log's steps from ``first`` up to ``end``: what a run that starts there has behind it."""
+        for row in rows_of(path):
+            if "loss" in row and first <= row["step"] < end:
+                self.write(row)
 
     def __enter__(self) -> Writer:
         return self
@@ -122,7 +129,7 @@ class RunLog:
     @classmethod
     def read(cls, path: Path) -> RunLog:
         """Raises ValueError for a file without a header."""
-        log = cls(path.stem)
+        log = cls(path.name.partition(".jsonl")[0])
         names: list[str] = []
         for row in rows_of(path):
             if "header" in row:
@@ -143,10 +150,11 @@ class RunLog:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a log, without the last one where a kill cut it short."""
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    """The rows of a log (also of one packed with xz), without the last one where a kill cut it short."""
+    with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ _LAST = 20
 
 def read(folder: Path) -> list[RunLog]:
     """All logs of a folder, by name."""
-    return [RunLog.read(path) for path in sorted(folder.glob("*.jsonl"))]
+    return [RunLog.read(path) for path in sorted(folder.glob("*.jsonl*"))]
 
 
 def row(log: RunLog) -> dict[str, str]:

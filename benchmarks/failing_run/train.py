@@ -5,12 +5,14 @@
 
 GPT-2 small without biases: 12 layers, 12 heads, width 768, context 1024, learned positions, tied embeddings. BF16
 autocast, fp32 weights, AdamW (0.9, 0.95) without weight decay, gradients clipped at 1.0, linear warm-up over 2,000
-steps to 1e-3, 160 sequences a step. Initial weights and the sequences of step n depend on the seed and on n alone:
-neither on the arm, nor on the number of processes, nor on where a run was resumed.
+steps to 1e-3, 40 sequences a step. Initial weights and the sequences of step n depend on the seed and on n alone:
+neither on the arm, nor on the number of processes, nor on where a run was resumed. Without a token file:
+``make_tokens.py``.
 
 One log per arm and seed, OUT/ARM_seedSEED.jsonl (``runlog``). A run stops ``--stop-after`` steps after it has left its
 trend (``departure``), and cleanly, at the end of a step, on SIGTERM or SIGINT; with ``--checkpoint-every`` it is then
-saved, and ``--resume`` goes on from there.
+saved, and ``--resume`` goes on from there. With ``--at-alarm`` the first alarm of the monitor keeps a checkpoint, and
+captures the head in the next step; ``--start-from`` that checkpoint another arm goes on: the cure, put in at the alarm.
 
 Without CUDA it runs on the CPU, the recipes' kernels interpreted by Triton: tiny sizes only.
 """
@@ -41,12 +43,34 @@ from torch.nn import functional
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from arms import ARMS, Attend
+from arms import ARMS, Attend, arm
+from departure import WINDOW
+from observe import Observer, steps_of
 from runlog import Record, RunLog, Writer
 from torch.nn.parallel import DistributedDataParallel
 
-import attn_diag
 from attn_diag.provenance import describe_tool
+
+# What stands between the attentions, as functions of tensors: compiled, one graph serves all blocks, and the modules,
+# on which captures and monitors put their hooks, stay as they are.
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    """Layer norm of x [B, T, C], rounded to BF16 as the product that follows would have it."""
+    return functional.layer_norm(x, weight.shape, weight).bfloat16()
+
+
+def feed_forward(x: Tensor, attended: Tensor, norm: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Both residual additions of a block and the layers between them; x, attended [B, T, C]."""
+    x = x + attended
+    hidden = functional.linear(functional.layer_norm(x, norm.shape, norm), up)
+    return x + functional.linear(functional.gelu(hidden), down)
+
+
+def loss_of(x: Tensor, norm: Tensor, vocabulary: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats; x [B, T, C], vocabulary [V, C], targets int64 [B, T]."""
+    logits = functional.linear(functional.layer_norm(x, norm.shape, norm), vocabulary)
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Attention(nn.Module):
@@ -69,15 +93,14 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(width, bias=False)
         self.attn = Attention(width, heads, attend)
         self.ln_2 = nn.LayerNorm(width, bias=False)
-        self.mlp = nn.Sequential()
-        self.mlp.add_module("c_fc", nn.Linear(width, 4 * width, bias=False))
-        self.mlp.add_module("gelu", nn.GELU())
-        self.mlp.add_module("c_proj", nn.Linear(4 * width, width, bias=False))
+        self.mlp = nn.Module()
+        self.mlp.c_fc = nn.Linear(width, 4 * width, bias=False)
+        self.mlp.c_proj = nn.Linear(4 * width, width, bias=False)
+        self.normed, self.feed_forward = normed, feed_forward
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        out: Tensor = x + self.mlp(self.ln_2(x))
-        return out
+        attended = self.attn(self.normed(x, self.ln_1.weight))
+        return self.feed_forward(x, attended, self.ln_2.weight, self.mlp.c_fc.weight, self.mlp.c_proj.weight)
 
 
 class Transformer(nn.Module):
@@ -89,12 +112,11 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(width, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [B, T] -> [B, T, C]."""
+        """tokens [B, T] -> [B, T, C], before the last norm."""
         x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
         for block in self.h:
             x = block(x)
-        out: Tensor = self.ln_f(x)
-        return out
+        return x
 
 
 class GPT(nn.Module):
@@ -105,6 +127,7 @@ class GPT(nn.Module):
         self.transformer = Transformer(vocabulary, context, layers, heads, width, attend)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
+        self.loss_of = loss_of
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
                 # Each of the 2 * layers residual branches adds its variance to the stream.
@@ -113,19 +136,14 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats of ``targets`` [B, T] after ``tokens`` [B, T], both int64."""
-        return self.loss(self.transformer(tokens), targets)
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+        return self.loss_of(self.transformer(tokens), self.transformer.ln_f.weight, self.lm_head.weight, targets)
 
     def compile_all_but_attention(self) -> None:
-        """torch.compile what stands between the attentions; module names and hooks on them stay."""
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign, no-untyped-call]
-            elif isinstance(module, Block):
-                module.compile(dynamic=False)
-        self.loss = torch.compile(self.loss, dynamic=False)  # type: ignore[method-assign]
+        """Have torch.compile fuse what stands between the attentions."""
+        self.loss_of = torch.compile(loss_of, dynamic=False)
+        fused = {f.__name__: torch.compile(f, dynamic=False) for f in (normed, feed_forward)}
+        for block in self.transformer.h:
+            block.normed, block.feed_forward = fused["normed"], fused["feed_forward"]
 
 
 @dataclass(frozen=True)
@@ -186,9 +204,8 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, place: Place, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
         self.options, self.place, self.step = options, place, 0
         torch.manual_seed(options.seed)  # on the CPU: the same weights on every device
-        self.model = GPT(
-            options.vocabulary, options.context, options.layers, options.heads, options.width, ARMS[options.arm].attend
-        ).to(place.device)
+        o = options
+        self.model = GPT(o.vocabulary, o.context, o.layers, o.heads, o.width, arm(o.arm).attend).to(place.device)
         if options.compile:
             self.model.compile_all_but_attention()
         self.wrapped: nn.Module = self.model
@@ -254,17 +271,20 @@ class Trainer:
         )
         partial.replace(path)
 
-    def load(self, path: Path) -> None:
-        """Go on from a checkpoint. Raises ValueError where it is another run's."""
+    def load(self, path: Path, but: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Go on from a checkpoint; returns what run it is of. Raises ValueError where that is another one, except in
+        what ``but`` names."""
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["run"] != run_identity(self.options):
-            raise ValueError(f"{path.name} is of the run {state['run']}, not of {run_identity(self.options)}")
+        own, run = run_identity(self.options), dict(state["run"])
+        if own | {name: run[name] for name in but} != run:
+            raise ValueError(f"{path.name} is of the run {run}, not of {own}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         torch.set_rng_state(state["rng"])
         if state["rng_cuda"] is not None and self.place.device.type == "cuda":
             torch.cuda.set_rng_state(state["rng_cuda"])
+        return run
 
 
 def run_identity(options: argparse.Namespace) -> dict[str, Any]:
@@ -272,14 +292,20 @@ def run_identity(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("arm", "seed", "compile", *SIZES)}
 
 
-def header(trainer: Trainer, corpus: dict[str, Any]) -> dict[str, Any]:
-    options, arm = trainer.options, ARMS[trainer.options.arm]
+def name_of(run: dict[str, Any], tag: str = "") -> str:
+    """The stem of a run's files."""
+    return f"{run['arm']}_seed{run['seed']}" + (f"_{tag}" if tag else "")
+
+
+def header(trainer: Trainer, corpus: dict[str, Any], parent: str | None) -> dict[str, Any]:
+    options, attention = trainer.options, arm(trainer.options.arm)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "run": run_identity(options),
-        "words": arm.words,
-        "forward": "SDPA flash" if arm.forward is None else arm.forward.sites(),
-        "backward": "SDPA flash" if arm.forward is None else arm.backward.sites(),
+        "from": None if parent is None else {"run": parent, "step": trainer.step},
+        "words": attention.words,
+        "forward": "SDPA flash" if attention.forward is None else attention.forward.sites(),
+        "backward": "SDPA flash" if attention.forward is None else attention.backward.sites(),
         "tool": describe_tool(trainer.place.device).__dict__,
         "world": trainer.place.world,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
@@ -291,27 +317,33 @@ def header(trainer: Trainer, corpus: dict[str, Any]) -> dict[str, Any]:
 
 def train(options: argparse.Namespace, place: Place, received: list[int]) -> str:
     """The run; returns how it ended. ``received``: signals; with one in it the run ends after the step at work."""
-    if options.compile and (options.capture_steps or options.monitor_every):
-        raise ValueError("hooks are not put into compiled modules: choose --compile, or the monitor and captures")
     tokens = load_tokens(options.tokens, options.vocabulary)
     corpus = {"file": options.tokens.name, "count": len(tokens), "crc32": zlib.crc32(tokens.tobytes())}
     trainer = Trainer(options, place, tokens)
-    name = f"{options.arm}_seed{options.seed}"
-    path, checkpoint = options.out / f"{name}.jsonl", (options.checkpoints or options.out) / f"{name}.pt"
-    if options.resume and checkpoint.exists():
+    name, checkpoints = name_of(run_identity(options), options.tag), options.checkpoints or options.out
+    path, checkpoint = options.out / f"{name}.jsonl", checkpoints / f"{name}.pt"
+    parent, resumed = None, options.resume and checkpoint.exists()
+    if resumed:
         trainer.load(checkpoint)
+    elif options.start_from is not None:
+        parent = name_of(trainer.load(options.start_from, but=("arm",)))
     with ExitStack() as stack:
         log = None
         if place.rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
             log = stack.enter_context(Writer(path, trainer.step if options.resume else None))
-        record = Record(log, watching(stack, trainer, name), options.monitor_every, options.stop_after)
+        observer = Observer(stack, trainer.model, trainer.optimizer, options, name, trainer.step)
+        record = Record(log, observer.monitor, options.monitor_every, options.stop_after)
         if log is not None:
-            for done in RunLog.read(path).steps if trainer.step else ():
+            log.write({"header": header(trainer, corpus, parent)})
+            before = options.out / f"{parent}.jsonl"
+            if parent is not None and before.exists():
+                log.write_history(before, trainer.step - WINDOW, trainer.step)
+            for done in RunLog.read(path).steps:
                 record.watch.update(*done)
-            log.write({"header": header(trainer, corpus)})
         end = "finished"
         while trainer.step < options.steps:
+            observer.before_step(trainer.step)
             began, step, rate = time.perf_counter(), trainer.step, trainer.learning_rate
             loss, norm = trainer.train_step()
             # One wait for the device a step. The wish to stop travels with the loss: all processes stop together.
@@ -319,6 +351,8 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
             mean_loss, grad_norm, stop = place.mean(torch.stack([loss, norm, wish]))
             seconds = time.perf_counter() - began
             record.step({"step": step, "loss": mean_loss, "grad_norm": grad_norm, "lr": rate, "seconds": seconds})
+            if observer.first_alarm():
+                trainer.save(checkpoints / f"{name}_alarm.pt")
             if place.rank == 0 and step % options.print_every == 0:
                 print(f"{name} {step}: loss {mean_loss:.4f}, norm {grad_norm:.3g}, {seconds * 1e3:.0f} ms", flush=True)
             if options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
@@ -333,55 +367,43 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
     return end
 
 
-def watching(stack: ExitStack, trainer: Trainer, name: str) -> Any:
-    """Enters the monitor (returned) and the capture that the options ask for, until the stack closes.
-
-    The monitor's own log, with every head, is OUT/monitor/ARM_seedSEED.jsonl; captures are in
-    OUT/captures/ARM_seedSEED_fromSTEP, since a folder takes those of one piece of a run.
-    """
-    options, first = trainer.options, trainer.step
-    if options.capture_steps:
-        folder = options.out / "captures" / f"{name}_from{first}"
-        steps, layers = options.capture_steps, options.capture_layers
-        stack.enter_context(attn_diag.capture(trainer.model, folder, steps=steps, layers=layers, first_step=first))
-    if not options.monitor_every:
-        return None
-    log = options.out / "monitor" / f"{name}.jsonl"
-    return stack.enter_context(attn_diag.Monitor(trainer.model, every=options.monitor_every, first_step=first, log=log))
-
-
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--arm", choices=ARMS, required=True, metavar="NAME", help=", ".join(ARMS))
+    p.add_argument("--arm", required=True, metavar="NAME", help=f"{', '.join(ARMS)}, or NAME+MITIGATION of what-if")
     p.add_argument("--tokens", type=Path, required=True, metavar="FILE", help="1-D integers, .npy or .npy.xz")
     p.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the log and captures")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--tag", default="", metavar="TEXT", help="added to the run's name")
     p.add_argument("--steps", type=int, default=1100, help="in all, those before a resume included")
     p.add_argument("--stop-after", type=int, default=30, metavar="STEPS", help="go on so long after the departure")
     p.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="0: no checkpoints")
     p.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where, if not in --out")
     p.add_argument("--resume", action="store_true", help="from the checkpoint, if there is one")
+    p.add_argument("--start-from", type=Path, metavar="FILE", help="a checkpoint, also another arm's")
     p.add_argument("--monitor-every", type=int, default=0, metavar="STEPS", help="0: no monitor")
-    p.add_argument("--capture-steps", type=int, nargs="*", metavar="STEP")
+    p.add_argument("--at-alarm", action="store_true", help="at the first: keep a checkpoint, and capture the head")
+    p.add_argument("--capture-steps", type=steps_of, metavar="FIRST:END", help="one step, or a range of them")
     p.add_argument("--capture-layers", type=int, nargs="*", metavar="LAYER", help="default: all")
+    p.add_argument("--capture-momentum", action="store_true", help="Adam's moments of the captured layers' W_Q too")
     p.add_argument("--print-every", type=int, default=20, metavar="STEPS")
     p.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    p.add_argument("--compile", action="store_true", help="all but the attention; without monitor and captures")
+    p.add_argument("--compile", action="store_true", help="torch.compile all but the attention")
     sizes = p.add_argument_group("sizes and rates")
     for name, default in SIZES.items():
         sizes.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return p
 
 
-# Of the runs that failed (micro_batch: sequences of one forward, on each process).
+# micro_batch: sequences of one forward, on each process.
 SIZES: dict[str, int | float] = {
-    "layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 16384, "sequences": 160,
-    "micro_batch": 32, "warmup": 2000, "learning_rate": 1e-3, "clip": 1.0,
+    "layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 16384, "sequences": 40,
+    "micro_batch": 40, "warmup": 2000, "learning_rate": 1e-3, "clip": 1.0,
 }  # fmt: skip
 
 
 def main() -> None:
     options = parser().parse_args()
+    arm(options.arm)
     received: list[int] = []
 
     def note(number: int, _: object) -> None:

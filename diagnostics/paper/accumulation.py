@@ -30,12 +30,30 @@ def flat_band(standard_errors: Array, df: Array) -> Array:
     """
     from scipy.special import stdtrit
 
+    deviation, total = _of_sum(standard_errors, df)
+    return np.asarray(stdtrit(np.minimum(total, 1e9), _BAND_POINT) * deviation)
+
+
+def band_p_value(reached: float, standard_errors: Array, df: Array) -> float:
+    """The p-value that goes with ``flat_band``: how often unbiased running sums reach +-``reached``, at most.
+
+    ``standard_errors``, ``df`` [S]. 1 where nothing is uncertain and nothing was reached.
+    """
+    from scipy.special import stdtr
+
+    deviation, total = _of_sum(standard_errors, df)
+    if not deviation:
+        return 0.0 if reached else 1.0
+    return min(1.0, 4 * float(stdtr(np.minimum(total, 1e9), -reached / deviation)))
+
+
+def _of_sum(standard_errors: Array, df: Array) -> tuple[Array, Array]:
+    """Standard error of the whole sum, and Satterthwaite's degrees of freedom; [..., S] -> [...]."""
     squares = np.square(standard_errors)
     variance = squares.sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         total = np.square(variance) / (np.square(squares) / df).sum(-1)
-    total = np.where(variance > 0, total, np.inf)
-    return np.asarray(stdtrit(np.minimum(total, 1e9), _BAND_POINT) * np.sqrt(variance))
+    return np.asarray(np.sqrt(variance)), np.asarray(np.where(variance > 0, total, np.inf))
 
 
 def degrees_of_freedom(estimate: BiasEstimate) -> float:

@@ -1,0 +1,84 @@
+"""What a training run lets attn-diag see: the monitor, captures, and Adam's moments beside them."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import attn_diag
+
+# Of the alarm's head: enough for a test clustered by sequence.
+_SEQUENCES = range(8)
+_MAX_BYTES = 8 * 2**30
+
+
+def steps_of(text: str) -> range:
+    """ "650:760" or "650". Raises ValueError for anything else."""
+    first, _, end = text.partition(":")
+    return range(int(first), int(end) if end else int(first) + 1)
+
+
+class Observer:
+    """Puts the monitor and the captures that the options ask for around a model, until ``stack`` closes.
+
+    The monitor's own log, with every head, is OUT/monitor/NAME.jsonl. Captures are in OUT/captures/NAME_fromSTEP (a
+    folder takes those of one piece of a run), the first alarm's in OUT/captures/NAME_alarm, and moments in
+    OUT/momentum/NAME.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: argparse.Namespace,
+        name: str,
+        first: int,
+    ) -> None:
+        self._stack, self._model, self._optimizer, self._options = stack, model, optimizer, options
+        self._name, self._step, self._alarmed = name, first, False
+        self.monitor: Any = None
+        if options.capture_steps:
+            self._capture(f"{name}_from{first}", steps=options.capture_steps, layers=options.capture_layers)
+        if options.monitor_every:
+            log = options.out / "monitor" / f"{name}.jsonl"
+            monitor = attn_diag.Monitor(model, every=options.monitor_every, first_step=first, log=log)
+            self.monitor = stack.enter_context(monitor)
+
+    def before_step(self, step: int) -> None:
+        """Write Adam's moments as the step finds them, where they are asked for."""
+        self._step = step
+        if not self._options.capture_momentum or step not in (self._options.capture_steps or ()):
+            return
+        folder: Path = self._options.out / "momentum" / self._name
+        folder.mkdir(parents=True, exist_ok=True)
+        for layer, block in enumerate(self._model.transformer.h):  # type: ignore[union-attr, arg-type]
+            weight = block.attn.c_attn.weight
+            if self._options.capture_layers is None or layer in self._options.capture_layers:
+                state = self._optimizer.state[weight]
+                # Rows of q come first.
+                moments = {m: state[m].chunk(3)[0].contiguous() for m in ("exp_avg", "exp_avg_sq")}
+                metadata = {"step": str(step), "layer": str(layer)}
+                save_file(moments, folder / f"step{step:06d}_layer{layer:02d}.safetensors", metadata)
+
+    def first_alarm(self) -> bool:
+        """Whether the step that is over brought the first alarm that matters here; then the next one is captured."""
+        if self._alarmed or not self._options.at_alarm or self.monitor is None or not self.monitor.alarms:
+            return False
+        self._alarmed = True
+        alarm, step = self.monitor.alarms[0], self._step + 1
+        self._capture(
+            f"{self._name}_alarm", step, steps={step}, layers={alarm.layer}, heads=[alarm.head], batch=_SEQUENCES
+        )
+        return True
+
+    def _capture(self, folder: str, first: int | None = None, **what: Any) -> None:
+        first = self._step if first is None else first
+        where = self._options.out / "captures" / folder
+        self._stack.enter_context(attn_diag.capture(self._model, where, first_step=first, max_bytes=_MAX_BYTES, **what))
