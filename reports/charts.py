@@ -28,7 +28,8 @@ class Series:
     """Values ``y`` over ``x``, of one length; None is a gap. ``line`` and ``step`` join them in order.
 
     ``tone``: its colour, None for the next one; series of one tone are of one kind, such as repetitions of a run.
-    ``faint``: drawn thin and pale, behind the others.
+    ``look``: "faint" is thin and pale, behind the others, "broad" is pale too, a ground for what lies on it; None:
+    plain, but for the first of several lines without tones, which is broad.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Series:
     y: tuple[Value, ...]
     kind: Literal["line", "step", "bars", "points"] = "line"
     tone: Tone | None = None
-    faint: bool = False
+    look: Literal["faint", "broad"] | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from attn_diag.reports.page import json_element, page
 
 ELEMENT = "attn-diag-gallery"
 # Cells of so many characters are sentences, not numbers.
-_LONG = 25
+_LONG = 30
 
 
 def gallery_document(gallery: Gallery) -> str:

@@ -503,7 +503,14 @@ def test_tones_are_colours_that_can_be_told_apart(tmp_path: Path, open_page: Ope
     charts = (
         Chart("all", "all", "c", Axis("x"), Axis("y"), (*lines, Series("next", (0.0, 1.0), (9.0, 9.0)))),
         Chart("rest", "rest", "c", Axis("x"), Axis("y"), (*lines[1:], replace(lines[0], name="next", tone=None))),
-        Chart("faint", "faint", "c", Axis("x"), Axis("y"), (lines[0], replace(lines[1], faint=True))),
+        Chart(
+            "faint",
+            "faint",
+            "c",
+            Axis("x"),
+            Axis("y"),
+            (lines[0], replace(lines[1], look="faint"), replace(lines[2], look="broad")),
+        ),
     )
     page = open_page(written(tmp_path, *charts), color_scheme=scheme)
     scroll_through(page)
@@ -521,7 +528,10 @@ def test_tones_are_colours_that_can_be_told_apart(tmp_path: Path, open_page: Ope
     assert colours[7] in colours[:7]
     assert [s["line"]["type"] for s in everything] == ["solid"] * 7 + ["dashed"]
     assert drawn("rest")[-1] == {"color": colours[0], "line": everything[0]["line"]}
-    assert drawn("faint")[1]["line"]["opacity"] < 1
+    plain, faint, broad = (s["line"] for s in drawn("faint"))
+    assert faint["opacity"] < 1
+    assert broad["opacity"] < 1
+    assert faint["width"] < plain["width"] < broad["width"]
     # As different as ink on paper needs for a line: WCAG 2's contrast of 3 against the page's own ground.
     ground = page.evaluate("attnDiag.theme.color('paper')")
     assert all(contrast(colour, ground) >= 3 for colour in colours)

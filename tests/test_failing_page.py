@@ -395,6 +395,7 @@ def test_checks_are_compared_at_a_spacing_that_all_have(copied: Path) -> None:
     record = read_record(copied)
     assert spacing([*record.of("A"), *record.healthy]) == 30
     made = page.gallery(record, copied / "chain.txt")
+    assert "checked every 10, arm A alarmed at 120" in said(section(made, "What the monitor saw"))
     steps = next(s for s in chart(made, "A-witness").series if s.name == "arm A, seed 0").x
     assert steps == tuple(float(s) for s in range(0, FAILS + 25, 30))
 
@@ -414,9 +415,8 @@ def test_sites_are_medians_the_guiltiest_first(made: Gallery) -> None:
         "sham repair: backward_probs exact": 0.148,
     }  # fmt: skip
     repairs = chart(made, "A-repairs")
-    assert repairs.x.names == ("none", "+ scores", "+ row_sum")
+    assert repairs.x.names == ("none", "1: scores (2 of 3)", "2: row_sum (2 of 3)")
     assert repairs.series[0].y == (0.148, 0.02, 0.01)
-    assert "2 of 3 sequences" in repairs.caption
     text = said(section(made, "The guilty rounding"))
     for part in (
         "step 131, layer 1, head 0, 3 sequences of 1,024 tokens",
@@ -435,10 +435,28 @@ def test_predictions_stand_beside_what_training_did(made: Gallery) -> None:
     assert line(table, "fp32-sums")["predicted: error of dQ"] == "14.6 %"
     assert line(table, "stabilised-8")["predicted: error of dQ"] == "not finite"
     bars = {s.name: s.x for s in chart(made, "A-predicted").series}
-    assert bars == {"trained on": (0.0208,), "failed": (0.146,)}
+    assert bars == {"trains on": (0.0208,), "fails": (0.146,)}
     assert "not finite or not known: stabilised-8" in chart(made, "A-predicted").caption
     assert "tau-b +1.00 over 2 forks" in said(section(made, "Predicted, and trained"))
     assert [row[1] for row in section(made, "What had to hold").table[1:]] == ["yes", "no", "not known"]
+
+
+def test_a_fork_that_stopped_before_the_others_failed_says_nothing(copied: Path) -> None:
+    before = rows_of(0, FORK - 100, FORK)
+    write_log(copied, "A+fp32-scores_seed0", [*before, *rows_of(3, FORK, end=185)], "A_seed0")
+    found = outcomes_of()
+    found["chains"]["A"]["rows"][0]["fork"]["until"] = 150
+    (copied / "outcomes.json").write_text(json.dumps(found))
+    made = page.gallery(read_record(copied), copied / "chain.txt")
+    # The last of them fails at 190.
+    assert "Stopped before that could be told: fp32-scores" in said(section(made, "The cure"))
+    assert "it trains on" not in made.lead
+    assert not [c for c in section(made, "The cure").charts if "cured" in c.name and "not-cured" not in c.name]
+    row = line(section(made, "Predicted, and trained: run by run"), "fp32-scores")
+    assert row["training"] == "stopped at 150: too early to tell"
+    assert [s.name for s in chart(made, "A-predicted").series] == ["fails", "stopped too early to tell"]
+    with pytest.raises(StopIteration):
+        next(s for s in page_picture.picture(read_record(copied)).sections[0].charts[0].series if "cured" in s.name)
 
 
 def test_without_predictions_the_forks_have_their_own_table(copied: Path) -> None:
@@ -645,6 +663,8 @@ def test_readers_leave_out_what_is_missing() -> None:
     assert spread([0.1, 0.3, 0.2]) == "20 % (10 to 30)"
     assert spread([0.1, "Infinity", "Infinity"]) == "not finite"
     assert spread(None) == "–"
+    assert spread([1e-9, -2e-8]) == "below 0.001 %"
+    assert spread([1e-9, 1.0]) == "50 % (1e-07 to 100)"
 
 
 # --- The picture ---
@@ -654,7 +674,7 @@ def test_the_picture_shows_the_failing_the_healthy_and_the_cured_run(record: Rec
     found = page_picture.picture(record)
     for part in found.sections:
         names = [s.name for s in part.charts[0].series]
-        assert names == ["scores rounded to BF16", "healthy", "cured from the alarm on: fp32-scores"]
+        assert names == ["healthy", "scores rounded to BF16", "cured from the alarm on: fp32-scores"]
         assert [m.label for m in part.charts[0].marks] == ["alarm at 120", "fails at 170"]
     with pytest.raises(ValueError, match="no run of arm A"):
         page_picture.picture(replace(record, runs=()))

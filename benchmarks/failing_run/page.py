@@ -13,11 +13,11 @@ import importlib
 import importlib.util
 from pathlib import Path
 
-from page_cure import control_of, cure, cures, trained
+from page_cure import control_of, cure, cures, fate, last_failure, trained
 from page_limits import limits
 from page_missing import made, missing, planned
 from page_monitor import monitor
-from page_outcomes import held, predicted
+from page_outcomes import ON, held, predicted
 from page_picture import picture, take
 from page_record import Record, read_record
 from page_runs import failing, healthy_words, others
@@ -88,10 +88,11 @@ def summary(record: Record) -> str:
             f"From one capture at the alarm, attribute names the rounding of {site}: {share} of dQ's squared error."
         )
     if forks := cures(record, run):
-        on = [fork.change for fork in forks if not fork.departure]
+        last = last_failure(record, run)
+        on = [fork.change for fork in forks if fate(fork, last) == ON]
         said.append(
-            f"From the alarm's checkpoint the unchanged run {trained(control_of(record, run))}; "
-            + (f"with {listed(on)} it trains on." if on else "so does every change that was tried.")
+            f"From the alarm's checkpoint the unchanged run {trained(control_of(record, run))}"
+            + (f"; with {listed(on)} it trains on." if on else ".")
         )
     return " ".join(said)
 

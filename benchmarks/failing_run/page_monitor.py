@@ -78,8 +78,8 @@ def monitor(record: Record, arm: str, title: str, rule: AlarmRule, signs: bool =
         first = {run.arm: run.name for *_, run in reversed(groups)}
         return tuple(
             Series(f"{who}, seed {run.seed}", *_points(seen[run.name], value, last, log), tone=tone,
-                   faint=first[run.arm] != run.name)
-            for who, tone, run in groups
+                   look=None if first[run.arm] == run.name else "faint")
+            for who, tone, run in sorted(groups, key=lambda group: group[2].arm == arm)
         )  # fmt: skip
 
     def chart(stem: str, name: str, axis: Axis, value: Callable[[Watched], Sequence[float]], caption: str,
@@ -103,10 +103,14 @@ def monitor(record: Record, arm: str, title: str, rule: AlarmRule, signs: bool =
               lambda w: w.max_logit, _compared(record, arm, seen, "max_logit")),
     )  # fmt: skip
     paragraph = (
-        f"The monitor samples rows of every head every {every} steps, predicts from O's rounding how much of dW_Q is "
-        "in error, and alarms when that error is more than correct rounding makes, matters, and grows: three "
-        "conditions at one head, of which the worst head of all is drawn here."
+        "At a check the monitor samples rows of every head and predicts from O's rounding how much of dW_Q is in "
+        "error. It alarms when at one head that error is more than correct rounding makes, matters, and grows. Drawn is "
+        f"the worst head, with checks every {every} steps"
     )
+    own, live = spacing([main]), main.log.alarms
+    if own != every and live:
+        paragraph += f", as all these runs have them; checked every {own}, arm {arm} alarmed at {live[0]['step']:,}"
+    paragraph += "."
     replays = (
         "The rule replayed on the monitors' logs, with checks as they were made and at every second one. Before an "
         "alarm the witness may pass its threshold and the share its level, but not both at one head that grows; the "

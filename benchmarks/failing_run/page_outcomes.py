@@ -12,7 +12,30 @@ from page_values import at, listed, number, percent
 from attn_diag.reports.charts import Axis, Chart, Section, Series, Tone
 from attn_diag.reports.words import DASH
 
+# What became of a fork.
+ON, FAILS, EARLY = "trains on", "fails", "stopped too early to tell"
+_TONES: dict[str, Tone] = {ON: "good", FAILS: "second", EARLY: "third"}
 _HELD = {True: "yes", False: "no", None: "not known"}
+
+
+def fate_of(departure: int | None, until: int, last: int) -> str:
+    """What became of a fork whose last step is ``until``. Where that is before ``last``, the last departure of them
+    all, not to have failed says nothing."""
+    if departure is not None:
+        return FAILS
+    return EARLY if until < last else ON
+
+
+def trained_words(departure: int | None, until: int, last: int) -> str:
+    """The same with its step."""
+    words = {FAILS: f"fails at {departure or 0:,}", EARLY: f"stopped at {until:,}: too early to tell"}
+    return words.get(fate_of(departure, until, last), f"trains on to {until:,}")
+
+
+def _fork(row: dict[str, Any]) -> tuple[int | None, int]:
+    """A row's departure and last step."""
+    departure, until = number(at(row, "fork", "departure")), number(at(row, "fork", "until"))
+    return None if departure is None else int(departure), int(until or 0)
 
 
 def rows(record: Record, arm: str) -> list[dict[str, Any]]:
@@ -58,14 +81,9 @@ def _chart(arm: str, trained: Sequence[dict[str, Any]]) -> tuple[Chart, ...]:
     absent = [str(row["mitigation"]) for row in trained if row not in [r for r, _ in drawn]]
     if not drawn:
         return ()
-    groups: tuple[tuple[str, Tone, bool], ...] = (("trained on", "good", False), ("failed", "second", True))
-    series = []
-    for name, tone, failed in groups:
-        bars = [
-            (left, float(i))
-            for i, (row, left) in enumerate(drawn)
-            if (at(row, "fork", "departure") is not None) == failed
-        ]
+    last, series = _last(trained), []
+    for name, tone in _TONES.items():
+        bars = [(left, float(i)) for i, (row, left) in enumerate(drawn) if fate_of(*_fork(row), last) == name]
         if bars:
             series.append(Series(name, tuple(x for x, _ in bars), tuple(y for _, y in bars), "bars", tone=tone))
     more = f" Not drawn, as it is not finite or not known: {listed(absent)}." if absent else ""
@@ -77,26 +95,24 @@ def _chart(arm: str, trained: Sequence[dict[str, Any]]) -> tuple[Chart, ...]:
     return (Chart(f"{arm}-predicted", "Predicted error, and what training did", caption, *axes, tuple(series)),)
 
 
+def _last(trained: Sequence[dict[str, Any]]) -> int:
+    """The last departure of them all."""
+    return max((departure for departure, _ in map(_fork, trained) if departure is not None), default=-1)
+
+
 def _table(trained: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
     lines = [("change", "what-if's rank", "predicted: error of dQ", "of dW_Q", "in exact arithmetic", "repairs",
               "training", "by", "loss before the control's failure", "less fa2's")]  # fmt: skip
     for row in trained:
         fork = row["fork"]
-        departure, until = at(fork, "departure"), at(fork, "until")
-        fails = (
-            f"fails at {departure:,}"
-            if isinstance(departure, int)
-            else f"trains on to {until:,}"
-            if isinstance(until, int)
-            else DASH
-        )
         rank, loss, gap = (number(at(source, name)) for source, name in ((row, "rank"), (fork, "loss"), (fork, "gap")))
         source = f" ({row['left_by']})" if at(row, "left_by") == "attribute" else ""
         lines.append((
             "none" if row.get("mitigation") == "control" else str(row.get("mitigation")),
             DASH if rank is None else f"{rank:g}",
             percent(number(at(row, "left"))) + source, percent(number(at(row, "left_dw_q"))),
-            str(at(row, "equivalence") or DASH), ", ".join(at(row, "sites") or ()) or DASH, fails,
+            str(at(row, "equivalence") or DASH), ", ".join(at(row, "sites") or ()) or DASH,
+            trained_words(*_fork(row), _last(trained)),
             str(at(fork, "reason") or DASH), DASH if loss is None else f"{loss:.4f}",
             DASH if gap is None else f"{gap:+.4f}",
         ))  # fmt: skip

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from page_cure import cures
+from page_cure import cures, fate, last_failure
+from page_outcomes import ON
 from page_record import Record
 from page_series import FAILING_TONE, HEALTHY_TONE, LOSS, NORM, STEP, curve, events
 
@@ -24,13 +25,14 @@ def picture(record: Record) -> Gallery:
     run = record.first("A")
     if run is None:
         raise ValueError(f"{record.folder.name} has no run of arm A: there is nothing to draw")
-    cured = {fork.change: fork for fork in cures(record, run) if not fork.departure}
+    cured = {fork.change: fork for fork in cures(record, run) if fate(fork, last_failure(record, run)) == ON}
     cure = next((cured[name] for name in (*_SHOWN, *cured) if name in cured), None)
     last = cure.end - 1 if cure else run.end + 100
 
     def lines(axis: Axis) -> tuple[Series, ...]:
-        found = [curve("scores rounded to BF16", run, axis, last=last, tone=FAILING_TONE)]
-        found += [curve("healthy", r, axis, last=last, tone=HEALTHY_TONE) for r in record.healthy[:1]]
+        # Until the failure all are much alike: the healthy run is the ground on which the others lie.
+        found = [curve("healthy", r, axis, last=last, tone=HEALTHY_TONE, look="broad") for r in record.healthy[:1]]
+        found.append(curve("scores rounded to BF16", run, axis, last=last, tone=FAILING_TONE))
         if cure:
             found.append(curve(f"cured from the alarm on: {cure.change}", cure, axis, last=last, tone="good"))
         return tuple(found)

@@ -25,8 +25,9 @@ def failing(record: Record, arm: str, title: str, words: str) -> Section | None:
 
     def lines(axis: Axis) -> tuple[Series, ...]:
         return tuple(
-            curve(f"{who}, seed {run.seed}", run, axis, last=last, tone=tone, faint=i > 0)
-            for who, tone, group in ((f"arm {arm}", FAILING_TONE, runs), ("healthy", HEALTHY_TONE, record.healthy))
+            curve(f"{who}, seed {run.seed}", run, axis, last=last, tone=tone, look="faint" if i else None)
+            # The failing ones lie on top: until they fail all are much alike.
+            for who, tone, group in (("healthy", HEALTHY_TONE, record.healthy), (f"arm {arm}", FAILING_TONE, runs))
             for i, run in enumerate(group)
         )
 
@@ -73,7 +74,8 @@ def others(record: Record, title: str) -> Section | None:
         lines.append((run.arm, str(run.seed), words, f"{run.end:,}", fails, by, alarm))
     last = max(run.end for run in runs)
     healthy = tuple(
-        curve(f"healthy, seed {r.seed}", r, NORM, last=last, tone=HEALTHY_TONE, faint=True) for r in record.healthy[:1]
+        curve(f"healthy, seed {r.seed}", r, NORM, last=last, tone=HEALTHY_TONE, look="faint")
+        for r in record.healthy[:1]
     )
     series = (*healthy, *(curve(f"{run.arm}, seed {run.seed}", run, NORM) for run in runs))
     chart = Chart("other-arms", "Gradient norm", "Logarithmic; gaps are not finite.", STEP, NORM, series)

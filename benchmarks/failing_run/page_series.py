@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from page_record import Run
 
@@ -50,13 +51,13 @@ def curve(
     first: int = 0,
     last: int | None = None,
     tone: Tone | None = None,
-    faint: bool = False,
+    look: Literal["faint", "broad"] | None = None,
 ) -> Series:
     """A run's loss or gradient norm at the steps first..last that it trained itself."""
     column = 1 if axis is LOSS else 2
     rows = [row for row in run.steps if first <= row[0] and (last is None or row[0] <= last)]
     x, y = thinned([float(row[0]) for row in rows], [drawable(row[column], axis.log) for row in rows])
-    return Series(name, x, y, tone=tone, faint=faint)
+    return Series(name, x, y, tone=tone, look=look)
 
 
 def events(run: Run, who: str = "") -> tuple[Mark, ...]:

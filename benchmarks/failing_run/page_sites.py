@@ -6,7 +6,6 @@ Lists in that file have one item a sequence of the capture; the page shows media
 from __future__ import annotations
 
 from collections import Counter
-from statistics import median
 from typing import Any
 
 from page_record import Record
@@ -145,25 +144,26 @@ def _sham(arm: str, chain: Any) -> list[Chart]:
 
 
 def _repairs(arm: str, chain: Any) -> list[Chart]:
-    """Sites made exact one after the other, in the order that most sequences have."""
+    """What is left when sites are made exact one after the other, in each sequence the guiltiest first."""
     runs = [run for run in at(chain, "attribute", "repairs") or () if run]
     if not runs:
         return []
-    order, agreeing = Counter(tuple(step["site"] for step in run) for run in runs).most_common(1)[0]
-    same = [run for run in runs if tuple(step["site"] for step in run) == order]
-    names = ("none", *(f"+ {site}" for site in order))
+    names = ["none"]
+    for i in range(max(map(len, runs))):
+        site, count = Counter(at(run, i, "site") for run in runs if len(run) > i).most_common(1)[0]
+        names.append(f"{i + 1}: {site}" + ("" if count == len(runs) else f" ({count} of {len(runs)})"))
     series = []
     for key, of in GRADIENTS.items():
         start = middle(at(chain, "attribute", "totals", key, "error"))
-        left = [[x for run in same if (x := number(at(run, i, "left", key))) is not None] for i in range(len(order))]
-        if start is not None and all(left):
-            y = (start, *(median(values) for values in left))
-            series.append(Series(of, tuple(map(float, range(len(y)))), tuple(v if v > 0 else None for v in y)))
+        left = [middle([at(run, i, "left", key) for run in runs]) for i in range(len(names) - 1)]
+        shown = [value if value is not None and value > 0 else None for value in (start, *left)]
+        if start is not None:
+            series.append(Series(of, tuple(map(float, range(len(shown)))), tuple(shown)))
     caption = (
-        f"What is left of the error when sites become exact one after the other, the guiltiest first; medians over "
-        f"the {agreeing} of {len(runs)} sequences that agree on this order."
+        "What is left of the error when one site after the other becomes exact, in each sequence the one with the "
+        "largest share first; medians over the sequences. Named: the site that most of them have at that place."
     )
-    axes = Axis("made exact", names=names), Axis("relative error", log=True)
+    axes = Axis("made exact", names=tuple(names)), Axis("relative error", log=True)
     return [Chart(f"{arm}-repairs", "Repaired one after the other", caption, *axes, tuple(series))] if series else []
 
 

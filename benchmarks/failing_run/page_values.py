@@ -9,6 +9,9 @@ from typing import Any
 
 from attn_diag.reports.words import DASH
 
+# Fractions below it are not told apart.
+_NOTHING = 1e-5
+
 
 def at(document: Any, *path: str | int) -> Any:
     """What lies at a path of keys and indices; None where something on it is missing."""
@@ -51,9 +54,11 @@ def percent(value: float | None, digits: int = 3) -> str:
 def spread(value: Any) -> str:
     """The median of fractions in percent, and their range where there are several: "98 % (97 to 99)"."""
     found = numbers(value)
+    if found and max(map(abs, found)) < _NOTHING:
+        return f"below {100 * _NOTHING:g} %"
     if len(found) < 2 or not all(map(math.isfinite, found)):
         return percent(middle(found))
-    return f"{percent(median(found))} ({100 * min(found):.2g} to {100 * max(found):.2g})"
+    return f"{percent(median(found))} ({100 * min(found):.3g} to {100 * max(found):.3g})"
 
 
 def listed(words: Sequence[str]) -> str:

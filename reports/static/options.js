@@ -138,7 +138,8 @@ attnDiag.options = (() => {
     const points = series.x.map((x, k) => [shown(x, chart.x), shown(series.y[k], chart.y)]);
     const bars = series.kind === "bars";
     // The first of several lines is broad and pale: what lies on it does not hide it. Not where tones tell them apart.
-    const broad = !i && chart.series.length > 1 && !chart.series.some((s) => s.tone);
+    const broad = series.look === "broad" || (!i && chart.series.length > 1 && !chart.series.some((s) => s.tone || s.look));
+    const faint = series.look === "faint";
     const made = {
       name: series.name,
       type: bars ? "bar" : series.kind === "points" ? "scatter" : "line",
@@ -148,8 +149,8 @@ attnDiag.options = (() => {
       symbolSize: series.kind === "points" ? 5 : 4,
       showSymbol: series.kind === "points" || points.length < 3,
       color: theme.color(tones[i].tone),
-      lineStyle: { type: tones[i].dashed ? "dashed" : "solid", ...(series.faint ? { width: 1, opacity: 0.45 } : broad ? { width: 4.5, opacity: 0.45 } : { width: 1.6 }) },
-      z: series.faint ? 1 : 2,
+      lineStyle: { type: tones[i].dashed ? "dashed" : "solid", ...(faint ? { width: 1, opacity: 0.45 } : broad ? { width: 4.5, opacity: 0.45 } : { width: 1.6 }) },
+      z: faint ? 1 : 2,
       ...(i ? {} : guides(chart, arranged)),
       silent: false,
     };
@@ -181,7 +182,7 @@ attnDiag.options = (() => {
     return {
       ...base(chart),
       grid: { left: 8, right: 14, top: (sideways ? 10 : 30) + (arranged.legend ? 24 + 19 * (arranged.legend - 1) : 0) + labels, bottom: 26, containLabel: true },
-      legend: { show: chart.series.length > 1, data: chart.series.map((s) => ({ name: s.name, ...(s.faint ? { itemStyle: { opacity: 0.45 } } : {}) })), top: 0, left: 0, itemWidth: 16, itemHeight: 8, icon: scattered ? "circle" : "roundRect", textStyle: textStyle("ink") },
+      legend: { show: chart.series.length > 1, data: chart.series.map((s) => ({ name: s.name, ...(s.look ? { itemStyle: { opacity: 0.45 } } : {}) })), top: 0, left: 0, itemWidth: 16, itemHeight: 8, icon: scattered ? "circle" : "roundRect", textStyle: textStyle("ink") },
       tooltip: tooltip({
         trigger: scattered ? "item" : "axis",
         axisPointer: { type: chart.series.some((s) => s.kind === "bars") ? "shadow" : "line", axis: sideways ? "y" : "x", shadowStyle: { color: theme.color("band") } },
