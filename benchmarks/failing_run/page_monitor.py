@@ -104,8 +104,8 @@ def monitor(record: Record, arm: str, title: str, rule: AlarmRule, signs: bool =
     )  # fmt: skip
     paragraph = (
         "At a check the monitor samples rows of every head and predicts from O's rounding how much of dW_Q is in "
-        "error. It alarms when at one head that error is more than correct rounding makes, matters, and grows. Drawn is "
-        f"the worst head, with checks every {every} steps"
+        "error. It alarms when at one head that error is more than correct rounding makes, matters, and grows. Drawn "
+        f"is the worst head, with checks every {every} steps"
     )
     own, live = spacing([main]), main.log.alarms
     if own != every and live:
