@@ -204,25 +204,25 @@ def judge(over: OverSteps) -> Verdict:
     findings = (
         Finding(
             "bias", biased, (spread, band),
-            f"{_yes(biased)} bias: the mean of delta's error over the steps has t = "
-            f"{_number(spread.statistic, '+.2f')} (p = {_number(spread.p_adjusted)}), its running sum reaches {_number(band.statistic)} of the 99 % band "
-            f"(p = {_number(band.p_adjusted)}){lag}{energy}.",
+            f"{_yes(biased)} bias: the mean of delta's error over the steps has t = {_number(spread.statistic, '+.2f')} "
+            f"{_p(spread)}, its running sum reaches {_number(band.statistic)} of the 99 % band {_p(band)}{lag}{energy}.",
         ),
         Finding(
             "size", large, (size,),
             f"{_yes(large)} size: the noise factor is {_number(w.noise_factor)} in the median (correct rounding: about "
-            f"1; above {NOISE:g} with p = {_number(size.p_adjusted)}), and ‖E‖ is {w.share:.1%} of ‖dW_Q‖ in the median.",
+            f"1) and above {NOISE:g} at {_number(size.statistic, '.0%')} of the steps {_p(size)}; ‖E‖ is {w.share:.1%} "
+            "of ‖dW_Q‖ in the median.",
         ),
         Finding(
             "coherence within steps", within.significant, (within,),
             f"{_yes(within.significant)} coherence within steps: it is above its null's 95 % quantile at "
-            f"{w.coherent_steps} of {w.count} steps (p = {_number(within.p_adjusted)}).",
+            f"{w.coherent_steps} of {w.count} steps {_p(within)}.",
         ),
         Finding(
             "coherence across steps", across.significant, (across,),
             f"{_yes(across.significant)} coherence across steps: ‖ΣE‖²/Σ‖E‖² = {_number(across.statistic)} (95 % of "
-            f"random signs below {_number(across.limit)}; p = {_number(across.p_adjusted)}); the sum is "
-            f"{w.accumulated_share:.1%} of that of dW_Q, independent signs would leave {w.independent_share:.1%}.",
+            f"random signs below {_number(across.limit)}) {_p(across)}; the sum is {w.accumulated_share:.1%} of that "
+            f"of dW_Q, independent signs would leave {w.independent_share:.1%}.",
         ),
     )  # fmt: skip
     return Verdict(tuple(tests), LEVEL, findings, _sentence(w, findings))
@@ -385,6 +385,10 @@ def _adjusted(tests: Sequence[Test]) -> list[Test]:
 
 def _yes(holds: bool) -> str:
     return "Yes," if holds else "No,"
+
+
+def _p(test: Test) -> str:
+    return f"(p = {_number(test.p_adjusted)})"
 
 
 def _number(value: float | None, form: str = ".2g") -> str:
