@@ -166,7 +166,7 @@ def main() -> None:
     found = accumulation(captures, o.momentum, layer=o.layer, head=o.head, device=o.device, progress=tell)
     o.out.write_text(found.to_json())
     print(file=sys.stderr)
-    print(found.verdict.sentence)
+    print("\n".join([found.verdict.sentence, *(f.sentence for f in found.verdict.findings)]))
 
 
 if __name__ == "__main__":
