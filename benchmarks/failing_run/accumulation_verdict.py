@@ -242,8 +242,8 @@ def judge(over: OverSteps) -> Verdict:
         Finding(
             "coherence across steps", coherent, (across, across_equal),
             f"Coherence across steps: {_yes(coherent)}. ‖ΣE‖²/Σ‖E‖² = {_number(across.statistic)} (95 % of random "
-            f"signs below {_number(across.limit)}) {_p(across)}, with equal weights {_number(across_equal.statistic)} (below "
-            f"{_number(across_equal.limit)}) {_p(across_equal)}; ‖ΣE‖ is {w.accumulated_share:.1%} of ‖ΣdW_Q‖, "
+            f"signs below {_number(across.limit)}) {_p(across)}, with equal weights {_number(across_equal.statistic)} "
+            f"(below {_number(across_equal.limit)}) {_p(across_equal)}; ‖ΣE‖ is {w.accumulated_share:.1%} of ‖ΣdW_Q‖, "
             f"orthogonal errors would leave {w.independent_share:.1%}.",
         ),
     )  # fmt: skip
@@ -256,8 +256,8 @@ def _sentence(w: Window, findings: Sequence[Finding]) -> str:
     without = f", not by {' or '.join(no)}" if yes and no else ""
     paper = "there is one" if findings[0].holds else "these steps do not show one"
     return (
-        f"Steps {w.first} to {w.last}: of bias, size and coherence the error of dW_Q through delta {shown}{without}. The "
-        f"paper's explanation (Qiu & Yao, arXiv 2510.04212) needs a mean of delta's error of one sign: {paper}."
+        f"Steps {w.first} to {w.last}: of bias, size and coherence the error of dW_Q through delta {shown}{without}. "
+        f"The paper's explanation (Qiu & Yao, arXiv 2510.04212) needs a mean of delta's error of one sign: {paper}."
     )
 
 
