@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ class Accumulation:
 
 def captures_of(folder: Path, layer: int) -> list[Capture]:
     """The captures of a layer, opened, in order of their steps. Raises InputError for two of one step, or none."""
-    found = [attn_diag.load(path) for path in find_captures([folder])]
+    # Named by their files alone: a result says nothing of where they lay.
+    found = [replace(attn_diag.load(path), source=path.name) for path in find_captures([folder])]
     chosen = [c for c in found if c.metadata.layer == layer and c.metadata.step is not None]
     if len(chosen) < 2:
         raise InputError(f"{folder}: captures of two steps of layer {layer} or more are expected, got {len(chosen)}")

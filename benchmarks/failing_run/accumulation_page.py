@@ -119,7 +119,8 @@ class _Page:
                 },
             ),
             self._chart(
-                "weight", "Spectral norm of the head's W_Q", "Largest singular value of the weight before the step.",
+                "spectral-norm", "Spectral norm of the head's W_Q",
+                "Largest singular value of the weight before the step.",
                 "spectral norm", {"W_Q": lambda r: r["spectral_norm"]},
             ),
             self._chart(
@@ -208,8 +209,8 @@ class _Page:
         signs = self.found["over_steps"]["draws"]
         about = (
             f"In the table: statistic of E (95 % of {signs:,} random signs of the steps keep its |value| below), p "
-            "after Holm in one family of them all; then the true gradient's, with its own p. Mean squared cosines are over "
-            "pairs of steps of first singular directions, beside the mean for random ones."
+            "after Holm in one family of them all; then the true gradient's, with its own p. Mean squared cosines are "
+            "over pairs of steps of first singular directions, beside the mean for random ones."
         )
         header = ("of the steps", *(w["name"] for w in self.windows))
         rows = [header]
@@ -219,7 +220,6 @@ class _Page:
             name = f"mean squared cosine of first directions, {label}"
             rows.append((name, *(_directions(w, side) for w in self.windows)))
         for key, name in (
-            ("change", "cosine of ΣE with W_Q's change"),
             ("top_change", "cosine of ΣE with the change of W_Q's first component"),
             ("spectral_growth", "growth of W_Q's spectral norm"),
         ):
