@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from step_captures import true_delta_error, true_probs
 from torch import Tensor
 
+import attn_diag
 from attn_diag import Capture, InputError, PaperFigures
 from attn_diag.paper.accumulation import band_p_value, flat_band
 from attn_diag.reports import gallery_document
@@ -29,7 +30,7 @@ from attn_diag.reports.charts import Gallery
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import accumulation
 import accumulation_page
-from accumulation import Accumulation, captures_of
+from accumulation import Accumulation, captures_of, figures_of, largest_error
 from accumulation_verdict import LEVEL, Window, judge
 
 T, D, HEADS, HEAD, LAYER, FIRST, STEPS = 40, 16, 2, 1, 3, 10, 12
@@ -363,6 +364,7 @@ def test_captures_are_ordered_and_of_one_layer(tmp_path: Path) -> None:
     found = captures_of(tmp_path, LAYER)
     assert [c.metadata.step for c in found] == [10, 11, 12]
     assert str(tmp_path) not in "".join(c.source for c in found)
+    assert [c.metadata.step for c in captures_of(tmp_path, LAYER, until=12)] == [10, 11]
     with pytest.raises(InputError, match=f"layer {LAYER + 1}"):
         captures_of(tmp_path, LAYER + 1)
     planted(11, Plant(size=1.0)).save(tmp_path / "again.safetensors")
@@ -418,7 +420,30 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_the_command_takes_the_worst_head_and_keeps_the_figures(document: dict[str, Any]) -> None:
+@pytest.mark.parametrize("large", [0, 1])
+def test_the_head_with_the_largest_error_is_chosen_and_stands_among_all(large: int) -> None:
+    captures = []
+    for one, other in zip(series(PLANTS["none"])[:4], series(PLANTS["size"])[:4], strict=True):
+        tensors = {name: t[...].clone() for name, t in one.tensors.items()}
+        for name in ("o", "dq"):
+            tensors[name][:, large] = other.tensors[name][:, large]
+        captures.append(Capture(tensors, one.metadata))
+    head, words = largest_error(captures, "cpu")
+    assert head == large
+    assert "of 2 heads" in words
+    other_head = figures_of(captures, LAYER, 1 - large, "cpu", None)
+    assert other_head.chosen.head == 1 - large
+    alone = attn_diag.paper_figures(captures, layer=LAYER, head=1 - large, device="cpu")
+    assert other_head.delta_steps is not None
+    assert alone.delta_steps is not None
+    assert other_head.delta_steps.total == alone.delta_steps.total
+    assert other_head.atoms == alone.atoms
+    assert [h.head for h in other_head.delta_steps.heads] == [0, 1] != [h.head for h in alone.delta_steps.heads]
+    assert other_head.triggers is not None
+    assert set(other_head.triggers.layer.rows) == {HEADS * T} != set(other_head.triggers.head.rows)
+
+
+def test_the_command_takes_a_head_and_keeps_its_figures(document: dict[str, Any]) -> None:
     figures = PaperFigures.from_json(json.dumps(document["figures"]))
     assert document["head"] == figures.chosen.head
     assert document["run"] == "A_seed0"

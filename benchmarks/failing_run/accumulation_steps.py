@@ -80,10 +80,10 @@ class Alignment:
 class StepRow:
     """One step of the head. ``error``, ``full``, ``reference``: E, the whole error, G, of one sequence.
 
-    ``share`` = ||E|| / ||G||, ``full_share`` likewise; ``over_floor``: ||full|| over what one correct rounding of O
-    would cause through delta. ``coherence`` of the rows' atoms, its null's 95 % quantile. ``delta_*``: of delta's mean
-    error over the rows, clustered; ``delta_mean_sigma`` in units of its noise floor. ``o_misfit``: ||O - reference|| /
-    ||reference|| where that is so large (5 %) that an inspection would doubt the metadata, else None.
+    ``share`` = ||E|| / ||G||, ``full_share`` likewise; ``over_floor``: the whole error of dQ over what one correct
+    rounding of O would cause through delta. ``coherence`` of the rows' atoms, its null's 95 % quantile. ``delta_*``: of
+    delta's mean error over the rows, clustered; ``delta_mean_sigma`` in units of its noise floor. ``o_misfit``: ||O -
+    reference|| / ||reference|| where that is so large (5 %) that an inspection would doubt the metadata, else None.
     """
 
     step: int
@@ -290,7 +290,7 @@ def follow(reader: HeadSteps, captures: Sequence[Capture]) -> Iterator[tuple[Ste
                 spectral_norm=float(torch.linalg.matrix_norm(m.weight, 2)),
                 coherence=dw_q.coherence,
                 coherence_null95=dw_q.coherence_null95,
-                over_floor=dw_q.over_noise_floor,
+                over_floor=None if head.propagation.dq is None else head.propagation.dq.over_noise_floor,
                 share=error.norm / reference.norm,
                 full_share=None if full is None else full.norm / reference.norm,
                 error=error,
