@@ -45,8 +45,8 @@ SCHEMA = "attn-diag-accumulation"
 # Steps on which the head is chosen.
 _PICKED = 8
 _CHOSEN = (
-    "The head was chosen for the size of its error, for which no test allows; the tests of the steps' signs, of bias and "
-    "of coherence across steps, feel it least. All heads' running sums stand in the paper's Figure 5a."
+    "The head was chosen for the size of its error, for which no test allows; those of the steps' signs, of bias and "
+    "coherence across steps, feel it least. All heads' running sums stand in the paper's Figure 5a."
 )
 
 
