@@ -92,7 +92,7 @@ class _Page:
         charts = (
             self._chart(
                 "share", "The error of dW_Q over dW_Q",
-                f"Frobenius norms over that of the true dW_Q; {sequences}. E is what delta's error makes of it to "
+                f"Frobenius norms over that of the true dW_Q. {sequences}. E is what delta's error makes of it to "
                 f"first order; the whole error is observed dQ's, projected. The monitor's alarm begins at {SHARE:g}.",
                 "‖error‖ / ‖dW_Q‖", {ERROR: lambda r: r["share"], FULL: lambda r: r["full_share"]}, log=True,
             ),
@@ -100,7 +100,7 @@ class _Page:
                 "noise", "Noise factor of delta's error",
                 "rms of delta's error over what one correct rounding of O leaves; production kernels have 0.98 to 1.4. "
                 "Of all rows of the sequences captured, nothing sampled.",
-                "noise factor", {"noise factor": lambda r: r["noise_factor"]}, bands=(Band("lossy below", 0.0, NOISE),),
+                "noise factor", {"noise factor": lambda r: r["noise_factor"]}, bands=(Band("not lossy", 0.0, NOISE),),
             ),
             self._chart(
                 "coherence", "Do the rows' errors of one step add up?",
@@ -299,7 +299,7 @@ def main() -> None:
     found = read(options.file)
     tool = PaperFigures.from_json(json.dumps(found["figures"])).tool
     gallery = Gallery(
-        "How the error of dW_Q accumulates", found["verdict"]["sentence"], tuple(sections(found)), words.tool_line(tool)
+        "How the error of dW_Q accumulates", f"Of {_Page(found).of}.", tuple(sections(found)), words.tool_line(tool)
     )
     options.out.write_text(gallery_document(gallery), encoding="utf-8")
 
