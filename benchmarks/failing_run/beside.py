@@ -11,6 +11,8 @@ from typing import Any
 
 from forks import Fork
 
+from attn_diag.kernels.recipe import BACKWARD
+
 
 @dataclass(frozen=True)
 class Row:
@@ -136,9 +138,11 @@ def changed_in(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
     for way in ("forward", "backward"):
         old, new = before[way], after[way]
         if isinstance(old, dict) and isinstance(new, dict):
-            for field in dict.fromkeys([*old, *new]):
-                if old.get(field) != new.get(field):
-                    found[field.replace(" ", "_")] = f"{old.get(field)} -> {new.get(field)}"
+            for words in dict.fromkeys([*old, *new]):
+                field = words.replace(" ", "_")
+                # Each recipe is run one way only: the other way's fields do nothing.
+                if (field in BACKWARD) == (way == "backward") and old.get(words) != new.get(words):
+                    found[field] = f"{old.get(words)} -> {new.get(words)}"
     return found
 
 

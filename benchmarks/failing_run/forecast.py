@@ -103,13 +103,14 @@ def forecast(
     line = stats.linregress(steps, values)
     freedom = len(recent) - 2
     scatter = float(np.sqrt(np.square(values - line.intercept - line.slope * steps).sum() / freedom))
-    level = line.intercept
+    level = float(line.intercept)
     from_capture = captured is not None and bool(scale(captured) >= level)
     if captured is not None and from_capture:
         level = float(scale(captured))
     gap = float(scale(limit)) - level
-    ahead = max(gap, 0.0) / line.slope if line.slope > 0 else (0.0 if gap <= 0 else None)
-    low, high = _fieller(gap, scatter, line.slope, line.stderr, float(stats.t.ppf(0.975, freedom)))
+    slope, slope_error = float(line.slope), float(line.stderr)
+    ahead = max(gap, 0.0) / slope if slope > 0 else (0.0 if gap <= 0 else None)
+    low, high = _fieller(gap, scatter, slope, slope_error, float(stats.t.ppf(0.975, freedom)))
     return Forecast(
         rule=rule,
         which=which,
@@ -117,8 +118,8 @@ def forecast(
         limit=limit,
         level=back(level),
         level_from="capture" if from_capture else "log",
-        slope=float(line.slope),
-        slope_error=float(line.stderr),
+        slope=slope,
+        slope_error=slope_error,
         checks=len(recent),
         step=None if ahead is None else at + ahead,
         low=None if low is None else at + low,
@@ -132,8 +133,9 @@ def _fieller(
     """The x >= 0 with |gap - x slope| <= t sqrt(gap_error^2 + x^2 slope_error^2) (Fieller, 1954); None: no such end."""
     a, b, c = slope**2 - (t * slope_error) ** 2, gap * slope, gap**2 - (t * gap_error) ** 2
     root = b**2 - a * c
-    if root < 0:
+    if root < 0 and a <= 0:
         return None, None
+    root = max(root, 0.0)  # below 0 by its own rounding alone, where the fit is exact
     # The smaller root, in the form that does not cancel; where the slope may be 0 the set has no upper end.
     low = c / (b + math.sqrt(root)) if c > 0 and b + math.sqrt(root) > 0 else 0.0
     return max(low, 0.0), max((b + math.sqrt(root)) / a, 0.0) if a > 0 and slope > 0 else None

@@ -38,8 +38,9 @@ class Outcome:
     """One stabilised run: what was predicted of it, and what came.
 
     ``limit``: of the repeated maximum; ``came``: the first step whose loss or gradient norm is not finite, None where
-    none is until ``until``. ``error``: (predicted - come) / come, ``error_ahead``: (predicted - come) / (come - at).
-    ``left_trend``: an earlier departure from its trend, if any. ``note``: why there is no comparison.
+    none is until ``until``. ``error``: (predicted - come) / come; ``error_ahead``: of the steps from the capture or
+    the fork's start on, None where it came in the first. ``inside``: whether it came within the 95 % interval.
+    ``errors``: ``error`` by every rule that gives a step. ``note``: why there is no comparison.
     """
 
     run: str
@@ -52,6 +53,7 @@ class Outcome:
     error: float | None
     error_ahead: float | None
     inside: bool | None
+    errors: dict[str, float]
     note: str = ""
 
     @property
@@ -95,11 +97,17 @@ def outcome(log: RunLog, beta: float, checks: Sequence[Check], at: int, captured
         note = f"too few checks before step {at}"
     elif chosen.step is None:
         note = "max logit did not grow: no step is predicted"
-    step = None if chosen is None or came is None else chosen.step
-    inside = None
-    if chosen is not None and came is not None and chosen.low is not None:
-        # A step is an integer: it holds what passes the limit since the step before.
-        inside = chosen.low <= came + 1 and (chosen.high is None or came <= chosen.high + 1)
+    step = inside = None
+    errors: dict[str, float] = {}
+    # Where the limit is behind already, the NaN is predicted in the first step that the stabilised softmax runs.
+    begin = max(at, start)
+    if chosen is not None and came is not None and chosen.step is not None:
+        step = max(chosen.step, float(begin))
+        known = [f for f in forecasts if f.step is not None]
+        errors = {f"{f.rule}, {f.which}": (max(f.step or 0.0, begin) - came) / came for f in known}
+        # What passes the limit since the step before shows in a whole step.
+        high = math.inf if chosen.high is None else max(chosen.high, begin) + 1
+        inside = chosen.low is not None and chosen.low <= came + 1 and came <= high
     return Outcome(
         run=log.name,
         beta=beta,
@@ -109,8 +117,9 @@ def outcome(log: RunLog, beta: float, checks: Sequence[Check], at: int, captured
         came=came,
         until=until,
         error=None if step is None or not came else (step - came) / came,
-        error_ahead=None if step is None or came is None or came == at else (step - came) / (came - at),
+        error_ahead=None if step is None or came is None or came <= begin else (step - came) / (came - begin),
         inside=inside,
+        errors=errors,
         note=note,
     )
 
@@ -152,24 +161,19 @@ def _belongs(log: RunLog, parent: str) -> bool:
 
 def table(found: dict[str, Any]) -> str:
     """Markdown."""
-    head = [
-        "run",
-        "beta",
-        "limit of r",
-        "r at the capture",
-        "predicted step (95 %)",
-        "came",
-        "error",
-        "of the steps ahead",
-    ]
+    head = ["run", "beta", "limit of r", "r at the capture", "predicted step (95 %)", "came", "error",
+            "of the steps ahead", "other rules' error"]  # fmt: skip
     rows = []
     for o in found["runs"]:
         came = "–" if o["came"] is None else str(o["came"])
+        others = [f"{rule}: {_percent(e)}" for rule, e in o["errors"].items() if rule != f"{RULE}, {WHICH}"]
         rows.append([o["run"], f"{o['beta']:g}", f"{o['limit']:.3g}", *_predicted(o["forecast"]), came,
-                     o["note"] or _percent(o["error"]), _percent(o["error_ahead"])])  # fmt: skip
+                     o["note"] or _percent(o["error"]), _percent(o["error_ahead"]),
+                     "; ".join(others) or "–"])  # fmt: skip
     for n in found["not_run"]:
         chosen = next((f for f in n["forecasts"] if (f["rule"], f["which"]) == (RULE, WHICH)), None)
-        rows.append(["–", f"{n['beta']:g}", f"{limit_of(n['beta']):.3g}", *_predicted(chosen), "not run", "–", "–"])
+        limit = f"{limit_of(n['beta']):.3g}"
+        rows.append(["–", f"{n['beta']:g}", limit, *_predicted(chosen), "not run", "–", "–", "–"])
     return markdown(head, rows)
 
 
