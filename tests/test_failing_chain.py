@@ -186,9 +186,11 @@ FORK: dict[str, Any] = {"first": START, "origin": "A_seed0"}
 def a_run(
     where: Path, arm: str, seed: int = 0, *, first: int = 0, end: int = END, origin: str | None = None,
     departs: int | None = None, nan: int | None = None, loss: float = 4.0, monitored: int = 0, share: float = 0.1,
+    tag: str = "",
 ) -> None:  # fmt: skip
-    """Write a run's log: ``departs``: its loss jumps; ``nan``: it has none any more. ``monitored``: every so often."""
-    name = f"{arm}_seed{seed}"
+    """Write a run's log: ``departs``: its loss jumps; ``nan``: it has none any more. ``monitored``: every so often,
+    with a ``share`` that is ten times as large from step 1,000 on."""
+    name = f"{arm}_seed{seed}{tag}"
     base = next((ARMS[key] for key in (arm, arm.partition("+")[0]) if key in ARMS), ARMS["A"])
     assert base.forward is not None
     forward = base.forward.sites()
@@ -211,7 +213,10 @@ def a_run(
     if monitored:
         (where / "monitor").mkdir(exist_ok=True)
         steps = range(first, end, monitored)
-        write_checks(where / "monitor" / f"{name}.jsonl", [a_check(s, 2 * math.exp(0.006 * s), share) for s in steps])
+        write_checks(
+            where / "monitor" / f"{name}.jsonl",
+            [a_check(s, 2 * math.exp(0.006 * s), share * (10 if s >= 1000 else 1)) for s in steps],
+        )
 
 
 def a_check(step: int, max_logit: float, share: float = 0.1) -> Check:
@@ -280,6 +285,19 @@ def test_what_became_of_forks(wrong: Any, runs: Path, monkeypatch: pytest.Monkey
         assert found["control"].gap == pytest.approx(0.2, abs=1e-6)
         assert found["delta-from-dp"].loss is None
         assert (found["control"].share, found["fp32-scores"].share, found["fp32-sums"].share) == (0.4, 0.02, None)
+        assert found["fp32-scores"].largest_share == pytest.approx(0.2)
+
+
+def test_a_departure_is_looked_for_from_the_fork_on(runs: Path) -> None:
+    """What the parent went through long before the fork, and repetitions under a tag, change nothing."""
+    before = forks_in(runs)
+    path = runs / "A_seed0.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1 + 200] = lines[1 + 200].replace('"grad_norm":1.0', '"grad_norm":99.0')
+    path.write_text("".join(lines))
+    assert departures(folder.read_runs(runs)["A_seed0"].steps)[0].step == 200
+    a_run(runs, "A+fp32-sums", **FORK, departs=900, end=940, tag="_again")
+    assert forks_in(runs) == before
 
 
 def filled(logs: Any, parent: str, checks: Any, real: Any = forks.forks_of) -> Any:
@@ -332,6 +350,19 @@ def test_a_fork_that_what_if_does_not_know_is_foreseen_by_attribution(runs: Path
     path.write_text(path.read_text().replace('"alpha":"before-rounding"', '"alpha":"in-exponent"', 1))
     row = rows_in(runs)["A-fp32-row-sum"]
     assert (row.sites, row.left, row.left_by) == ((), None, None)
+
+
+def test_losses_are_compared_with_a_healthy_run_that_is_named(runs: Path) -> None:
+    assert forks_in(runs)["same-scores"].gap_to == "A+fa2_seed0"
+    (runs / "A+fa2_seed0.jsonl").unlink()
+    assert (forks_in(runs)["same-scores"].gap, forks_in(runs)["same-scores"].gap_to) == (None, None)
+    a_run(runs, "fa2", 1, loss=3.0)  # other data
+    assert forks_in(runs)["same-scores"].gap is None
+    a_run(runs, "fa2", loss=3.6)
+    found = forks_in(runs)
+    assert found["same-scores"].gap == pytest.approx(0.3, abs=1e-6)
+    assert (found["same-scores"].gap_to, found["control"].gap_to) == ("fa2_seed0", "fa2_seed0")
+    assert "fa2" not in found
 
 
 # --- Agreement of the two orders ---
@@ -483,6 +514,14 @@ def test_the_site_whose_repair_removes_the_failure(
     assert check.sham > 0.5 * check.error
 
 
+def test_one_sham_that_cures_is_one_too_many(chain: dict[str, Any]) -> None:
+    found = {"control": a_fork(749), "fp32-scores": a_fork(None), "fp32-sums": a_fork(760), "uncast-ds": a_fork(None)}
+    rows = beside.rows_of(chain, found, {name: {} for name in found})
+    assert beside.site_check(chain, rows).holds is False
+    found["uncast-ds"] = a_fork(740)
+    assert beside.site_check(chain, beside.rows_of(chain, found, {name: {} for name in found})).holds is True
+
+
 def test_a_run_that_does_not_fail_anyway_proves_no_cure(chain: dict[str, Any]) -> None:
     found = {"control": a_fork(None), "fp32-scores": a_fork(None), "fp32-sums": a_fork(760)}
     rows = beside.rows_of(chain, found, {name: {} for name in found})
@@ -570,6 +609,13 @@ def test_forks_are_no_runs_from_the_start(runs: Path) -> None:
     found, without = criteria.alarm_rows(runs, logs, AlarmRule())
     assert {row.run for row in found} == {"A_seed0"}
     assert without == []
+
+
+def test_checks_that_were_not_made_are_not_replayed(tmp_path: Path) -> None:
+    for arm, spacing in (("A", 25), ("fa2", 50), ("B", 100)):
+        a_run(tmp_path, arm, end=401, monitored=spacing)
+    found, _ = criteria.alarm_rows(tmp_path, folder.read_runs(tmp_path), AlarmRule())
+    assert [(row.run, row.every) for row in found] == [("A_seed0", 25), ("A_seed0", 50), ("fa2_seed0", 50)]
 
 
 # --- The whole table ---
@@ -806,6 +852,12 @@ def test_the_table_of_stabilised_runs(
     }
     assert [missing["beta"] for missing in made["not_run"]] == [4.0]
     assert [line.split(" | ")[5] for line in said.splitlines() if "| – | 4 |" in line] == ["not run"]
+    # Of the capture's sequences the largest repeated maximum counts.
+    chain = folder.read_chains(runs)["A"]
+    chain["what_if"]["stabilised"]["largest"] = [50.0, None, 60.0, 40.0]
+    folder.write_json(runs / "chain_A.json", chain)
+    lifted = stabilised.outcomes(runs)["runs"][0]["forecast"]
+    assert (lifted["level"], lifted["level_from"]) == (pytest.approx(60.0), "capture")
     (runs / "chain_A.json").unlink()
     with pytest.raises(ValueError, match="no chain_A"):
         stabilised.outcomes(runs)

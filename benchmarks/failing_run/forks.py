@@ -23,9 +23,11 @@ class Fork:
     """A run from another's weights on, or that other one itself: ``control``.
 
     ``start``: the first step of its own; ``until``: its last one. ``departure``: None where it kept its trend so long.
-    ``loss``: mean of the last 20 steps before the control's departure (for one that departs earlier: None), ``gap``:
-    that less the healthy fork's; ``last_loss``: of the last 20 steps of a run that did not depart. ``share``: the
-    largest monitored error of dW_Q over dW_Q up to the control's departure, ``largest_share``: up to the end.
+    ``loss``: mean of the last 20 steps before the control's departure (for one that departs earlier: None). ``gap``:
+    that less the loss of the run that ``gap_to`` names, which saw the same data: the fork with fa2, else fa2 from step
+    0 on, whose weights are other ones; None where neither was run. ``last_loss``: of the last 20 steps of a run that
+    did not depart. ``share``: the largest monitored error of dW_Q over dW_Q up to the control's departure,
+    ``largest_share``: up to the end.
     """
 
     run: str
@@ -37,6 +39,7 @@ class Fork:
     reason: str | None
     loss: float | None = None
     gap: float | None = None
+    gap_to: str | None = None
     last_loss: float | None = None
     share: float | None = None
     largest_share: float | None = None
@@ -67,11 +70,14 @@ def forks_of(runs: Mapping[str, RunLog], parent: str, checks: Mapping[str, Seque
     end = _departure(control, runs[parent], start)
     until = end[0] if end is not None else control.steps[-1][0]
     found = {name: _fork(name, log, runs[parent], start, until, checks.get(log.name)) for name, log in named.items()}
-    healthy = found.get("fa2")
-    if healthy is None or healthy.loss is None:
+    seed = runs[parent].headers[0]["run"]["seed"]
+    healthy = named.get("fa2", runs.get(f"fa2_seed{seed}"))
+    reference = None if healthy is None else _fork("fa2", healthy, runs[parent], start, until, None).loss
+    if healthy is None or reference is None:
         return found
-    reference = healthy.loss
-    return {n: f if f.loss is None else replace(f, gap=f.loss - reference) for n, f in found.items()}
+    return {
+        n: f if f.loss is None else replace(f, gap=f.loss - reference, gap_to=healthy.name) for n, f in found.items()
+    }
 
 
 def mitigation_of(arm: str, base: str) -> str:
@@ -81,9 +87,11 @@ def mitigation_of(arm: str, base: str) -> str:
 
 def _departure(log: RunLog, parent: RunLog, start: int) -> tuple[int, str] | None:
     """The first departure from ``start`` on; the parent's steps before are what the fork has behind it."""
-    first = log.steps[0][0]
-    history = [row for row in parent.steps if start - WINDOW <= row[0] < first] if log is not parent else []
-    found = [d for d in departures([*history, *log.steps]) if d.step >= start]
+    # A log may hold the steps before its start itself.
+    history = [row for row in parent.steps if row[0] < log.steps[0][0]]
+    found = [
+        d for d in departures(row for row in [*history, *log.steps] if row[0] >= start - WINDOW) if d.step >= start
+    ]
     return (found[0].step, found[0].reason) if found else None
 
 

@@ -67,9 +67,10 @@ def tables(found: Mapping[str, Any]) -> str:
 
 def _chain(arm: str, chain: Mapping[str, Any]) -> str:
     rows = [row for row in chain["rows"] if row["fork"] is not None]
+    healthy = next((row["fork"]["gap_to"] for row in rows if row["fork"]["gap_to"]), "a healthy run")
     absent = [f"{r['mitigation']} ({_percent(r['left'])})" for r in chain["rows"] if r["fork"] is None]
     head = ["mitigation", "rank", "dQ's error left", "range over sequences", "dW_Q's", "site repaired: left",
-            "trained", "loss", "to fa2", "largest dW_Q share"]  # fmt: skip
+            "trained", "loss", f"to {healthy}", "largest dW_Q share"]  # fmt: skip
     lines = [f"{arm}: capture of step {chain['step']}, layer {chain['layer']}, head {chain['head']}, "
              f"{chain['sequences']} sequences"]  # fmt: skip
     lines += ["", markdown(head, [_chain_row(row) for row in rows]), ""]

@@ -77,9 +77,9 @@ def beta_of(log: RunLog) -> float | None:
     return None if found is None else float(found[1])
 
 
-def first_nonfinite(log: RunLog, start: int) -> int | None:
-    """The first step from ``start`` on whose loss or gradient norm is not finite."""
-    return next((s for s, loss, norm in log.steps if s >= start and not math.isfinite(loss + norm)), None)
+def first_nonfinite(log: RunLog) -> int | None:
+    """The first step whose loss or gradient norm is not finite."""
+    return next((step for step, loss, norm in log.steps if not math.isfinite(loss + norm)), None)
 
 
 def outcome(log: RunLog, beta: float, checks: Sequence[Check], at: int, captured: float) -> Outcome:
@@ -87,7 +87,7 @@ def outcome(log: RunLog, beta: float, checks: Sequence[Check], at: int, captured
     limit, origin = limit_of(beta), start_of(log)
     start = 0 if origin is None else origin[1]
     forecasts = all_forecasts(checks, limit, at, captured)
-    came, until, note = first_nonfinite(log, start), log.steps[-1][0], ""
+    came, until, note = first_nonfinite(log), log.steps[-1][0], ""
     chosen = next((f for f in forecasts if (f.rule, f.which) == (RULE, WHICH)), None)
     if came is None:
         note = f"no NaN until step {until}"
