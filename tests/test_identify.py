@@ -20,10 +20,17 @@ from attn_diag.cli import main
 from attn_diag.heads import NonFiniteCensus, read_head
 from attn_diag.identification import search
 from attn_diag.identification.agreement import Match, choose_rows
-from attn_diag.identification.candidates import describe_schedule, known_name, schedules
+from attn_diag.identification.candidates import (
+    describe_schedule,
+    families,
+    family_name,
+    known_name,
+    mixtures,
+    schedules,
+)
 from attn_diag.identification.recognise import recognise
 from attn_diag.identification.result import Identifications
-from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
+from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 
 CAPTURES = Path(__file__).parent / "captures"
 CPU = torch.device("cpu")
@@ -154,6 +161,24 @@ def test_unpublished_schedule_is_described() -> None:
     assert (result.best.recipe, result.best.roundings, result.best.row_sum_of) == (None, "lowp-row-sum", "cast-probs")
     assert result.best.schedule == "32-key tiles descending"
     assert result.best.agreement == 1
+
+
+def test_an_unpublished_mixture_of_roundings_is_described() -> None:
+    """l and O's accumulator in BF16, scores in fp32: the kernel whose training failed at step 2,109."""
+    published = preset("bf16-forward")
+    recipe = replace(published, scores="fp32", difference="fp32", alpha="in-exponent", exp="exp2-fma")
+    result = attn_diag.identify(emulated(recipe), device="cpu")
+    assert (result.outcome, result.best.schedule, result.best.agreement) == ("unnamed", "all keys at once", 1)
+    assert result.best.roundings == "fa2 with row sum, O's accumulator in bf16"
+    # A preset's own sites are found as that preset.
+    assert attn_diag.identify(emulated(published), device="cpu").recipes == ("bf16-forward",)
+    assert recipe not in {replace(r, schedule=recipe.schedule, name=recipe.name) for r in families("bf16", 64)}
+
+
+def test_mixtures_are_no_presets_and_differ() -> None:
+    found = mixtures("bf16", 64)
+    assert len({r.name for r in found}) == len({replace(r, name="") for r in found}) <= 48
+    assert not {family_name(r, 64) for r in found} & set(PRESETS)
 
 
 @pytest.mark.parametrize("name", ["cudnn", "efficient", "bf16-forward"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -39,6 +40,15 @@ class Matrices:
     weight: Tensor
     momentum: Tensor | None
     square: Tensor | None
+
+    @cached_property
+    def weight_directions(self) -> tuple[Tensor, Tensor]:
+        return first_directions(self.weight)
+
+    @cached_property
+    def momentum_directions(self) -> tuple[Tensor, Tensor] | None:
+        """None where there is no momentum, or none yet."""
+        return None if self.momentum is None or not bool(self.momentum.any()) else first_directions(self.momentum)
 
 
 @dataclass(frozen=True)
@@ -80,10 +90,10 @@ class Alignment:
 class StepRow:
     """One step of the head. ``error``, ``full``, ``reference``: E, the whole error, G, of one sequence.
 
-    ``share`` = ||E|| / ||G||, ``full_share`` likewise; ``over_floor``: ||full|| over what one correct rounding of O
-    would cause through delta. ``coherence`` of the rows' atoms, its null's 95 % quantile. ``delta_*``: of delta's mean
-    error over the rows, clustered; ``delta_mean_sigma`` in units of its noise floor. ``o_misfit``: ||O - reference|| /
-    ||reference|| where that is so large (5 %) that an inspection would doubt the metadata, else None.
+    ``share`` = ||E|| / ||G||, ``full_share`` likewise; ``over_floor``: the whole error of dQ over what one correct
+    rounding of O would cause through delta. ``coherence`` of the rows' atoms, its null's 95 % quantile. ``delta_*``: of
+    delta's mean error over the rows, clustered; ``delta_mean_sigma`` in units of its noise floor. ``o_misfit``: ||O -
+    reference|| / ||reference|| where that is so large (5 %) that an inspection would doubt the metadata, else None.
     """
 
     step: int
@@ -186,10 +196,10 @@ class Follower:
 
     def add(self, x: Tensor, m: Matrices, first_weight: Tensor) -> Alignment:
         left, right = first_directions(x)
-        w_left, w_right = first_directions(m.weight)
+        w_left, w_right = m.weight_directions
         running = share = left_momentum = right_momentum = momentum = adam = None
-        if m.momentum is not None and m.square is not None and bool(m.momentum.any()):
-            m_left, m_right = first_directions(m.momentum)
+        if m.momentum is not None and m.square is not None and m.momentum_directions is not None:
+            m_left, m_right = m.momentum_directions
             left_momentum, right_momentum = absolute(left, m_left), absolute(right, m_right)
             momentum = cosine(x, m.momentum)
             adam = cosine(x, m.momentum / (m.square.sqrt() + 1e-8))
@@ -290,7 +300,7 @@ def follow(reader: HeadSteps, captures: Sequence[Capture]) -> Iterator[tuple[Ste
                 spectral_norm=float(torch.linalg.matrix_norm(m.weight, 2)),
                 coherence=dw_q.coherence,
                 coherence_null95=dw_q.coherence_null95,
-                over_floor=dw_q.over_noise_floor,
+                over_floor=None if head.propagation.dq is None else head.propagation.dq.over_noise_floor,
                 share=error.norm / reference.norm,
                 full_share=None if full is None else full.norm / reference.norm,
                 error=error,

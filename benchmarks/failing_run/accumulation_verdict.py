@@ -1,21 +1,25 @@
 """Whether the errors of the steps add up, and by what: bias, size or coherence. The rules, fixed before any data.
 
-Notation of ``accumulation``. Five tests are made of the steps together:
+Notation of ``accumulation``. Seven tests are made of the steps together:
 
 1. bias, spread: Student's t of the steps' mean errors of delta, from their spread alone.
 2. bias, band: the running sum of these means against Lévy's band, from each step's clustered standard error.
-3. size: the median noise factor is above 2 (sign test over the steps; production kernels have 0.98 to 1.4).
-4. coherence within steps: at more steps than chance makes it (5 %, binomial) the atoms' coherence lies above the 95 %
+3. bias, equal weights: Student's t of the steps' mean / standard error. In 1 and 2 a few steps with errors many times
+   larger than the others, as at the end of a failing run, decide alone.
+4. size: the median noise factor is above 2 (sign test over the steps; production kernels have 0.98 to 1.4).
+5. coherence within steps: at more steps than chance makes it (5 %, binomial) the atoms' coherence lies above the 95 %
    quantile of its own null, random signs of the rows.
-5. coherence across steps: ||sum E||^2 / sum ||E||^2 against random signs of the steps.
+6. coherence across steps: ||sum E||^2 / sum ||E||^2 against random signs of the steps.
+7. coherence across steps, equal weights: the same of E / ||E||, as Adam's division by sqrt(V) weighs steps.
 
-These five are one family, adjusted by Holm, level 1 %. The verdict:
+These seven are one family, adjusted by Holm, level 1 %. The verdict:
 
-- **bias** where 1 or 2 is significant. Where neighbouring steps' means are correlated beyond chance 2 does not count.
-- **size** where 3 is significant and ||E|| / ||G|| is 0.03 or more in the median: where the monitor's alarm begins.
-- **coherence**, within or across steps, where 4 or 5 is significant.
+- **bias** where 1, 2 or 3 is significant. All three take the steps as independent: where neighbouring steps are
+  positively correlated beyond chance (``Accumulated.lag1``), the answer is "undecided", not yes.
+- **size** where 4 is significant and ||E|| / ||G|| is 0.03 or more in the median: where the monitor's alarm begins.
+- **coherence within steps** where 5 is significant, **across steps** where 6 or 7 is.
 
-The same five for the first, middle and last third of the steps are a second family of 15: a failure changes character
+The same seven for the first, middle and last third of the steps are a second family of 21: a failure changes character
 as it grows. The alignments of E, over all steps and by thirds, are a third family: signed cosines with the weight, its
 change so far, the momentum and the first singular direction of W, each step with equal weight, and the sum of E with
 the weight's change over the steps; all against random signs of the steps. The same of G stands beside them as a
@@ -39,10 +43,20 @@ from torch import Tensor
 from attn_diag.bias import holm
 from attn_diag.diagnosis import BiasEstimate
 from attn_diag.monitoring.alarm import AlarmRule
-from attn_diag.paper.accumulation import SIGN_DRAWS, accumulate, band_p_value, degrees_of_freedom, sign_coherence
+from attn_diag.paper.accumulation import (
+    SIGN_DRAWS,
+    accumulate,
+    band_p_value,
+    degrees_of_freedom,
+    sign_coherence,
+    spread_test,
+)
 from attn_diag.paper.result import Accumulated
 from attn_diag.paper.similarity import Directions, cosines
 
+SPREAD, BAND, EQUAL = "bias, spread", "bias, band", "bias, equal weights"
+SIZE, WITHIN = "size", "coherence within steps"
+ACROSS, ACROSS_EQUAL = "coherence across steps", "coherence across steps, equal weights"
 LEVEL = 0.01
 NOISE = 2.0
 SHARE = AlarmRule().level
@@ -73,6 +87,7 @@ class Test:
 class Together:
     """Do matrices of several steps add up? ``coherence`` = ||sum X||^2 / sum ||X||^2, with its null and p-value.
 
+    ``equal_*``: the same of X / ||X||.
     Mean squared cosine over pairs of steps of their first singular directions: ``left`` (q's features), ``right`` (x)
     and ``rank_1`` (both, of u v^T); ``*_random``: in the mean for independent uniform directions, ``*_random99``: the
     99 % quantile (none for rank_1).
@@ -81,6 +96,9 @@ class Together:
     coherence: float
     null95: float
     p_value: float
+    equal_coherence: float
+    equal_null95: float
+    equal_p_value: float
     left: float
     left_random: float
     left_random99: float | None
@@ -194,50 +212,53 @@ def judge(over: OverSteps) -> Verdict:
     """The verdict on all steps, by the rules above."""
     w = over.windows[0]
     tests = {test.name: test for test in w.tests}
-    spread, band = tests["bias, spread"], tests["bias, band"]
-    correlated = w.delta is not None and w.delta.lag1 is not None and abs(w.delta.lag1) > (w.delta.lag1_limit or 1.0)
-    biased = spread.significant or (band.significant and not correlated)
-    size, within, across = (tests[n] for n in ("size", "coherence within steps", "coherence across steps"))
+    spread, band, equal, size, within, across, across_equal = w.tests
+    lag, limit = (None, None) if w.delta is None else (w.delta.lag1, w.delta.lag1_limit)
+    correlated = lag is not None and limit is not None and lag > limit
+    significant = any(test.significant for test in (spread, band, equal))
+    biased = significant and not correlated
     large = size.significant and w.share >= SHARE
-    energy = "" if w.bias_energy is None else f"; the mean makes {w.bias_energy:.2%} of its mean square in the median"
-    lag = "; neighbouring steps are correlated, so the band does not count" if correlated else ""
+    coherent = across.significant or across_equal.significant
+    undecided = "undecided, as neighbouring steps are correlated" if significant and correlated else None
+    energy = "" if w.bias_energy is None else f"; its square is {w.bias_energy:.2%} of the mean square in the median"
     findings = (
         Finding(
-            "bias", biased, (spread, band),
-            f"{_yes(biased)} bias: the mean of delta's error over the steps has t = "
-            f"{_number(spread.statistic, '+.2f')} (p = {_number(spread.p_adjusted)}), its running sum reaches {_number(band.statistic)} of the 99 % band "
-            f"(p = {_number(band.p_adjusted)}){lag}{energy}.",
+            "bias", biased, (spread, band, equal),
+            f"Bias: {undecided or _yes(biased)}. The mean of delta's error has, over the steps, t = "
+            f"{_number(spread.statistic, '+.2f')} {_p(spread)}, with equal weights {_number(equal.statistic, '+.2f')} "
+            f"{_p(equal)}; its running sum reaches {_number(band.statistic)} of the 99 % band {_p(band)}{energy}.",
         ),
         Finding(
             "size", large, (size,),
-            f"{_yes(large)} size: the noise factor is {_number(w.noise_factor)} in the median (correct rounding: about "
-            f"1; above {NOISE:g} with p = {_number(size.p_adjusted)}), and ‖E‖ is {w.share:.1%} of ‖dW_Q‖ in the median.",
+            f"Size: {_yes(large)}. The noise factor is {_number(w.noise_factor)} in the median (correct rounding: "
+            f"about 1) and above {NOISE:g} at {_number(size.statistic, '.0%')} of the steps {_p(size)}; ‖E‖ is "
+            f"{w.share:.1%} of ‖dW_Q‖ in the median.",
         ),
         Finding(
             "coherence within steps", within.significant, (within,),
-            f"{_yes(within.significant)} coherence within steps: it is above its null's 95 % quantile at "
-            f"{w.coherent_steps} of {w.count} steps (p = {_number(within.p_adjusted)}).",
+            f"Coherence within steps: {_yes(within.significant)}. It is above its null's 95 % quantile at "
+            f"{w.coherent_steps} of {w.count} steps {_p(within)}.",
         ),
         Finding(
-            "coherence across steps", across.significant, (across,),
-            f"{_yes(across.significant)} coherence across steps: ‖ΣE‖²/Σ‖E‖² = {_number(across.statistic)} (95 % of "
-            f"random signs below {_number(across.limit)}; p = {_number(across.p_adjusted)}); the sum is "
-            f"{w.accumulated_share:.1%} of that of dW_Q, independent signs would leave {w.independent_share:.1%}.",
+            "coherence across steps", coherent, (across, across_equal),
+            f"Coherence across steps: {_yes(coherent)}. ‖ΣE‖²/Σ‖E‖² = {_number(across.statistic)} (95 % of random "
+            f"signs below {_number(across.limit)}) {_p(across)}, with equal weights {_number(across_equal.statistic)} "
+            f"(below {_number(across_equal.limit)}) {_p(across_equal)}; ‖ΣE‖ is {w.accumulated_share:.1%} of ‖ΣdW_Q‖, "
+            f"orthogonal errors would leave {w.independent_share:.1%}.",
         ),
     )  # fmt: skip
     return Verdict(tuple(tests), LEVEL, findings, _sentence(w, findings))
 
 
 def _sentence(w: Window, findings: Sequence[Finding]) -> str:
-    found = [f.name for f in findings if f.holds]
-    came = f"came through {' and '.join(found)}" if found else "shows neither bias, nor size, nor coherence"
-    bias = findings[0].holds
-    paper = (
-        "as the paper's cause, a mean of delta's error of one sign (Qiu & Yao, arXiv 2510.04212), would have it"
-        if bias
-        else "the paper's cause (Qiu & Yao, arXiv 2510.04212), a mean of delta's error of one sign, is not seen here"
+    yes, no = ([f.name for f in findings if f.holds is holds] for holds in (True, False))
+    shown = f"is marked by {' and '.join(yes)}" if yes else "shows none of them"
+    without = f", not by {' or '.join(no)}" if yes and no else ""
+    paper = "there is one" if findings[0].holds else "these steps do not show one"
+    return (
+        f"Steps {w.first} to {w.last}: of bias, size and coherence the error of dW_Q through delta {shown}{without}. "
+        f"The paper's explanation (Qiu & Yao, arXiv 2510.04212) needs a mean of delta's error of one sign: {paper}."
     )
-    return f"Steps {w.first} to {w.last}: the error of dW_Q {came}; {paper}. " + " ".join(f.sentence for f in findings)
 
 
 def _window(name: str, of: Series) -> Window:
@@ -277,16 +298,11 @@ def _window(name: str, of: Series) -> Window:
         error=error,
         reference=_together(references),
         tests=(
-            Test(
-                "bias, spread",
-                None if delta is None else delta.t_over_steps,
-                None,
-                None if delta is None else delta.p_over_steps,
-            ),
-            _band(of.deltas, delta),
-            _sign_test("size", sum(f > NOISE for f in noise), len(noise), 0.5),
-            _sign_test("coherence within steps", coherent, len(judged), 0.05),
-            Test("coherence across steps", error.coherence, error.null95, error.p_value),
+            *_bias_tests(of.deltas, delta),
+            _sign_test(SIZE, sum(f > NOISE for f in noise), len(noise), 0.5),
+            _sign_test(WITHIN, coherent, len(judged), 0.05),
+            Test(ACROSS, error.coherence, error.null95, error.p_value),
+            Test(ACROSS_EQUAL, error.equal_coherence, error.equal_null95, error.equal_p_value),
         ),
         alignments=_alignments(of, change),
     )
@@ -327,20 +343,31 @@ def _sign_test(name: str, count: int, of: int, chance: float) -> Test:
     return Test(name, count / of, float(binom.ppf(0.95, of, chance)) / of, float(binom.sf(count - 1, of, chance)))
 
 
-def _band(deltas: Sequence[BiasEstimate], delta: Accumulated | None) -> Test:
-    """The running sum's largest |value|, in units of the 99 % band."""
+def _bias_tests(deltas: Sequence[BiasEstimate], delta: Accumulated | None) -> tuple[Test, Test, Test]:
+    """Of the means' spread, of the running sum (its largest |value| in units of the 99 % band), of mean / error."""
     if delta is None or not delta.band99:
-        return Test("bias, band", None, None, None)
+        return Test(SPREAD, None, None, None), Test(BAND, None, None, None), Test(EQUAL, None, None, None)
     reached = max(map(abs, delta.sums))
     df = np.array([degrees_of_freedom(d) for d in deltas])
     p = band_p_value(reached, np.array(delta.standard_errors), df)
-    return Test("bias, band", reached / delta.band99, 1.0, p)
+    spread = Test(SPREAD, delta.t_over_steps, _t95(len(deltas)), delta.p_over_steps)
+    t, of_t = spread_test(np.array([d.t for d in deltas if d.t is not None]))
+    return spread, Test(BAND, reached / delta.band99, 1.0, p), Test(EQUAL, t, _t95(len(deltas)), of_t)
+
+
+def _t95(count: int) -> float:
+    from scipy.special import stdtrit
+
+    return float(stdtrit(count - 1, 0.975))
 
 
 def _together(found: Tensor) -> Together:
     """Of matrices [S, D, C]."""
     flat = found.flatten(1)
-    coherence, null95, p = sign_coherence((flat @ flat.T).numpy())
+    gram = flat @ flat.T
+    norms = gram.diag().sqrt()
+    coherence, null95, p = sign_coherence(gram.numpy())
+    equal = sign_coherence((gram / torch.outer(norms, norms)).numpy())
     left, right = map(torch.stack, zip(*(first_directions(x) for x in found), strict=True))
     of_left, of_right = (Directions.of(side).similarity(cosines(side)) for side in (left, right))
     both = Directions.of_products(left, right).similarity(cosines(left))
@@ -351,6 +378,9 @@ def _together(found: Tensor) -> Together:
         coherence=coherence,
         null95=null95,
         p_value=p,
+        equal_coherence=equal[0],
+        equal_null95=equal[1],
+        equal_p_value=equal[2],
         left=of_left.mean_square,
         left_random=of_left.random,
         left_random99=of_left.random99,
@@ -384,8 +414,12 @@ def _adjusted(tests: Sequence[Test]) -> list[Test]:
 
 
 def _yes(holds: bool) -> str:
-    return "Yes," if holds else "No,"
+    return "yes" if holds else "no"
 
 
-def _number(value: float | None, form: str = ".2g") -> str:
+def _p(test: Test) -> str:
+    return f"(p = {_number(test.p_adjusted, '.2g')})"
+
+
+def _number(value: float | None, form: str = ".3g") -> str:
     return "unknown" if value is None else format(value, form)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cache
+from itertools import product
 
 from attn_diag.kernels import PRESETS, Recipe, Schedule, preset
 from attn_diag.kernels.formats import Format
@@ -44,6 +45,32 @@ def families(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
     for recipe in known_recipes(fmt, head_dim):
         found.setdefault(_forward(replace(recipe, row_sum_of="fp32-probs")), recipe)
     return tuple(found.values())
+
+
+# Sites that some kernels keep in fp32 and others round, and what they are called.
+_OPTIONAL = {"row_max": "maximum", "row_sum": "row sum", "range_pv": "PV of a range", "accumulator": "O's accumulator"}
+
+
+@cache
+def mixtures(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
+    """Every choice of what is rounded to ``fmt`` among scores (and S - m with them), maximum, row sum, PV of a range
+    and O's accumulator, all else as in FlashAttention-2; without those that a preset has."""
+    known = {_forward(replace(r, row_sum_of="fp32-probs")) for r in families(fmt, head_dim)}
+    fa2 = preset("fa2", fmt, head_dim)
+    coarse = replace(fa2, scores=fmt, difference=fmt, exp="exact")
+    scores = {
+        "": fa2,
+        "scores": replace(coarse, alpha="before-rounding"),
+        "scores (also before alpha)": replace(coarse, alpha="after-rounding"),
+    }
+    found = []
+    for (of_scores, base), choice in product(scores.items(), product((False, True), repeat=len(_OPTIONAL))):
+        rounded = [site for site, chosen in zip(_OPTIONAL, choice, strict=True) if chosen]
+        words = ", ".join(filter(None, (of_scores, *(_OPTIONAL[site] for site in rounded))))
+        recipe = replace(base, name=f"fa2 with {words} in {fmt}", **dict.fromkeys(rounded, fmt))
+        if _forward(recipe) not in known:
+            found.append(recipe)
+    return tuple(found)
 
 
 def schedules(k_length: int, *, diagonal: bool) -> list[Schedule]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_diag.captures import Capture
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_head
 from attn_diag.identification.agreement import Match
-from attn_diag.identification.candidates import families, known_name, known_recipes, schedules, variants
+from attn_diag.identification.candidates import families, known_name, known_recipes, mixtures, schedules, variants
 from attn_diag.kernels import Recipe, emulate_rows
 from attn_diag.kernels.formats import Format
 from attn_diag.parallel import map_in_order
@@ -108,11 +108,26 @@ def ranked(trials: list[Trial], head_dim: int) -> list[Trial]:
 def search(subject: Subject, coarse_rows: Tensor, final_rows: Tensor) -> tuple[list[Trial], int]:
     """The finalists on the final rows, best first, and how many recipes were tried altogether.
 
-    Every schedule on a few rows, with the rounding sites that look best in two of them; the leaders on more rows; then
-    other exponentials and row sums around the leaders.
+    First the presets' rounding sites; where none of them fits, every mixture of these.
     """
     d = subject.head_dim
-    tried = dict.fromkeys(_coarse(subject, coarse_rows))
+    found = families(subject.fmt, d)
+    trials, tried = _tried(subject, coarse_rows, final_rows, found, [r for r in found if r.scores == "fp32"])
+    best = trials[0].match
+    if best.agreement >= threshold(subject.fmt, best.equal.numel()):
+        return trials, tried
+    more, tried_more = _tried(subject, coarse_rows, final_rows, mixtures(subject.fmt, d), [])
+    known_already = {t.recipe for t in trials}
+    return ranked([*trials, *(t for t in more if t.recipe not in known_already)], d), tried + tried_more
+
+
+def _tried(
+    subject: Subject, coarse_rows: Tensor, final_rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]
+) -> tuple[list[Trial], int]:
+    """Every schedule on a few rows, with the rounding sites that look best in two of them, and those of ``always``; the
+    leaders, and the presets, on more rows; then other exponentials and row sums around the leaders."""
+    d = subject.head_dim
+    tried = dict.fromkeys(_coarse(subject, coarse_rows, found, always))
     trials = ranked(subject.run(tried, coarse_rows), d)
     best = trials[0].match
     leaders = [t.recipe for t in trials[:_FINALISTS]]
@@ -124,14 +139,13 @@ def search(subject: Subject, coarse_rows: Tensor, final_rows: Tensor) -> tuple[l
     return ranked([*final, *subject.run(others, final_rows)], d), len(tried | dict.fromkeys(others))
 
 
-def _coarse(subject: Subject, rows: Tensor) -> list[Recipe]:
-    found = families(subject.fmt, subject.head_dim)
+def _coarse(subject: Subject, rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]) -> list[Recipe]:
     every = schedules(len(subject.inputs.head.k), diagonal=subject.diagonal)
     # Rounding sites show in any schedule, most with few ranges.
     probes = {recipe: [replace(recipe, schedule=s) for s in (every[0], recipe.schedule)] for recipe in found}
     agreement = {r: max(t.match.agreement for t in subject.run(probes[r], rows)) for r in found}
     best = sorted(found, key=lambda r: -agreement[r])[:_FAMILIES]
-    chosen = [r for r in found if r in best or r.scores == "fp32"]
+    chosen = [r for r in found if r in best or r in always]
     return [replace(recipe, schedule=s) for recipe in chosen for s in every]
 
 

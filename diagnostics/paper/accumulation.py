@@ -78,7 +78,7 @@ def accumulate(estimates: Sequence[BiasEstimate]) -> Accumulated | None:
     errors = np.array([e.standard_error or 0.0 for e in known])
     sums = np.cumsum(means)
     band = float(flat_band(errors, np.array([degrees_of_freedom(e) for e in known])))
-    t, p = _spread_test(means)
+    t, p = spread_test(means)
     lag = _lag1(means[errors > 0] / errors[errors > 0])
     return Accumulated(
         means=tuple(means.tolist()),
@@ -91,6 +91,16 @@ def accumulate(estimates: Sequence[BiasEstimate]) -> Accumulated | None:
         lag1=lag,
         lag1_limit=None if lag is None else 1.96 / math.sqrt(len(means)),
     )
+
+
+def spread_test(means: Array) -> tuple[float | None, float | None]:
+    """Student's t and two-sided p of a zero mean, from the spread of ``means`` [S] alone."""
+    from scipy.special import stdtr
+
+    if len(means) < _MIN_FOR_SPREAD or not (spread := float(means.std(ddof=1))):
+        return None, None
+    t = float(means.mean()) / (spread / math.sqrt(len(means)))
+    return t, float(2 * stdtr(len(means) - 1, -abs(t)))
 
 
 def sign_coherence(gram: Array, draws: int = SIGN_DRAWS, seed: int = 0) -> tuple[float, float, float]:
@@ -106,16 +116,6 @@ def sign_coherence(gram: Array, draws: int = SIGN_DRAWS, seed: int = 0) -> tuple
     # The identity's own draw must count, whatever the order of additions made of it.
     reached = int((null >= observed * (1 - 1e-12)).sum())
     return observed, float(np.quantile(null, 0.95)), (1 + reached) / (1 + draws)
-
-
-def _spread_test(means: Array) -> tuple[float | None, float | None]:
-    """Student's t and two-sided p of a zero mean, from the spread of ``means`` [S] alone."""
-    from scipy.special import stdtr
-
-    if len(means) < _MIN_FOR_SPREAD or not (spread := float(means.std(ddof=1))):
-        return None, None
-    t = float(means.mean()) / (spread / math.sqrt(len(means)))
-    return t, float(2 * stdtr(len(means) - 1, -abs(t)))
 
 
 def _lag1(values: Array) -> float | None:

@@ -1,0 +1,91 @@
+"""The alarms of all runs from step 0, and what the experiment must show of failing and healthy ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from alarms import Replay, replayed
+from departure import departures
+from folder import arm_of, read_checks, start_of
+from runlog import RunLog
+
+from attn_diag.monitoring.alarm import AlarmRule
+
+# The alarm's lead in steps by failing arm, and its seeds; how long healthy runs must last.
+LEADS = {"A": 150, "B": 100}
+SEEDS = {"A": (0, 1, 2), "B": (0,)}
+HEALTHY = ("fa2", "healthy")
+HEALTHY_SEEDS = (0, 1, 2)
+HEALTHY_STEPS = 2500
+SPACINGS = (25, 50)
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """Something that the experiment must show; ``held`` None: not all of it was run."""
+
+    words: str
+    held: bool | None
+    found: str
+
+
+def alarm_rows(folder: Path, runs: Mapping[str, RunLog], rule: AlarmRule) -> tuple[list[Replay], list[str]]:
+    """The alarm's rule on every run from step 0, at each spacing that its checks allow; and the runs not monitored."""
+    found, without = list[Replay](), list[str]()
+    for name, log in runs.items():
+        if start_of(log) is not None:
+            continue
+        checks = read_checks(folder, name)
+        if not checks or len(checks) < 2:
+            without.append(name)
+            continue
+        spacing = int(np.diff([check.step for check in checks]).min())
+        found += [replayed(log, checks, every, rule) for every in SPACINGS if every % spacing == 0]
+    return found, without
+
+
+def criteria(rows: Sequence[Replay], runs: Mapping[str, RunLog]) -> list[Criterion]:
+    """What must hold of the failing and the healthy runs; what was not run is named."""
+    found = [c for arm, lead in LEADS.items() for c in _failing(arm, lead, rows, runs)]
+    return [*found, *(_healthy(every, rows, runs) for every in SPACINGS)]
+
+
+def _failing(arm: str, lead: int, rows: Sequence[Replay], runs: Mapping[str, RunLog]) -> Iterator[Criterion]:
+    names = [f"{arm}_seed{seed}" for seed in SEEDS[arm]]
+    ends = {name: departures(runs[name].steps) for name in names if name in runs}
+    missing = [f"{name}: not run" for name in names if name not in runs]
+    said = [f"{name}: {found[0].step if found else 'no departure'}" for name, found in ends.items()]
+    yield Criterion(f"{arm} fails", _held([bool(found) for found in ends.values()], missing), "; ".join(said + missing))
+    for every in SPACINGS:
+        here = [row for row in rows if row.run in ends and row.every == every]
+        seen = {row.run for row in here}
+        absent = missing + [f"{name}: no checks every {every}" for name in ends if name not in seen]
+        good = [row.lead is not None and row.lead >= lead for row in here if row.departure is not None]
+        said = [f"{row.run}: {row.lead if row.lead is not None else 'no alarm ahead'}" for row in here]
+        words = f"{arm}: alarm at least {lead} steps ahead, checks every {every}"
+        yield Criterion(words, _held(good, absent), "; ".join(said + absent))
+
+
+def _healthy(every: int, rows: Sequence[Replay], runs: Mapping[str, RunLog]) -> Criterion:
+    here = [row for row in rows if arm_of(runs[row.run]) in HEALTHY and row.every == every]
+    seen = {runs[row.run].headers[0]["run"]["seed"] for row in here}
+    absent = [f"seed {seed}: no healthy run with checks every {every}" for seed in HEALTHY_SEEDS if seed not in seen]
+    absent += [f"{row.run}: only {row.steps} of {HEALTHY_STEPS} steps" for row in here if row.steps < HEALTHY_STEPS]
+    good = [row.departure is None and row.alarm is None for row in here]
+    said = [
+        f"{row.run}: {'silent' if row.alarm is None else f'alarm at {row.alarm}'}"
+        + ("" if row.departure is None else f", left its trend at {row.departure}")
+        for row in here
+    ]
+    words = f"healthy runs keep their trend for {HEALTHY_STEPS} steps without an alarm, checks every {every}"
+    return Criterion(words, _held(good, absent), "; ".join(said + absent))
+
+
+def _held(checks: Sequence[bool], missing: Sequence[str]) -> bool | None:
+    """A failed check is a failure whatever is missing; with something missing success is not known."""
+    if not all(checks):
+        return False
+    return None if missing or not checks else True

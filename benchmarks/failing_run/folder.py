@@ -1,0 +1,80 @@
+"""What lies in a folder of results: logs of runs, their monitors' logs, and JSON; and tables in Markdown.
+
+    FOLDER/NAME.jsonl[.xz]             log of a run (``runlog``); NAME = ARM_seedN, or ARM_seedN_TAG
+    FOLDER/monitor/NAME.jsonl[.xz]     its monitor's log, every head
+    FOLDER/chain_ARM.json              what the tool said of the capture at the first alarm (``predictions``)
+
+A run whose first header has "from": {"run", "step"} is a fork: it starts from that run's weights at that step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from runlog import RunLog, plain
+
+from attn_diag.files import write_atomically
+from attn_diag.monitoring.record import Check, read_log
+
+
+def read_runs(folder: Path) -> dict[str, RunLog]:
+    """All logs of a folder that hold at least one step, by name."""
+    found = {_stem(path): RunLog.read(path) for path in sorted(folder.glob("*.jsonl*"))}
+    return {name: log for name, log in found.items() if log.steps}
+
+
+def read_checks(folder: Path, name: str) -> list[Check] | None:
+    """The checks of a run's monitor, every head; None where it was not monitored."""
+    for path in sorted((folder / "monitor").glob("*.jsonl*")):
+        if _stem(path) == name:
+            return list(read_log(path))
+    return None
+
+
+def read_chains(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the tool said of the captures at the alarm, by arm; numbers that are not finite are floats again."""
+    found = {}
+    for path in sorted(folder.glob("chain_*.json")):
+        found[path.stem.removeprefix("chain_")] = json.loads(path.read_text(), object_hook=_with_floats)
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write to six digits, complete or not at all; raises InputError where that cannot be."""
+    text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
+    write_atomically(path, lambda temporary: Path(temporary).write_text(text))
+
+
+def arm_of(log: RunLog) -> str:
+    """The arm of a run."""
+    return str(log.headers[0]["run"]["arm"])
+
+
+def start_of(log: RunLog) -> tuple[str, int] | None:
+    """The run and the step from which a fork goes on; None where the run began at step 0."""
+    origin = log.headers[0].get("from")
+    return None if origin is None else (str(origin["run"]), int(origin["step"]))
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _stem(path: Path) -> str:
+    # Names may hold dots: A+stabilised-1.5_seed0.
+    return path.name.partition(".jsonl")[0]
+
+
+def _with_floats(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: _float(value) for key, value in found.items()}
+
+
+def _float(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_float(item) for item in value]
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

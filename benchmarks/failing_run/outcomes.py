@@ -1,0 +1,149 @@
+"""What the tool predicted from one capture beside what training did; needs no GPU.
+
+    python benchmarks/failing_run/outcomes.py benchmarks/results/failing_chain [--json [FILE]]
+
+For every arm with a ``chain_ARM.json``: each mitigation of what-if with the error of dQ that it was predicted to leave
+(median and range over the capture's sequences), and the fork that trained with it from the alarm's weights on: when it
+left its trend, or that it did not until its last step. What was not run says so. Then how well the two orders agree
+(``agreement``), whether the site that ``attribute`` blamed is the one whose repair removes the failure while that of
+another does not (``beside``), and when the alarms came (``criteria``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from agreement import agreements
+from beside import rows_of, separation, site_check
+from criteria import alarm_rows, criteria
+from folder import markdown, read_chains, read_checks, read_runs, write_json
+from forks import forks_of
+
+from attn_diag.monitoring.alarm import AlarmRule
+from attn_diag.provenance import describe_tool, package_version, pick_device
+
+
+def outcomes(folder: Path) -> dict[str, Any]:
+    """Everything of a folder, as plain numbers."""
+    runs, rule = read_runs(folder), AlarmRule()
+    replays, without = alarm_rows(folder, runs, rule)
+    chains = {}
+    for arm, chain in read_chains(folder).items():
+        checks = {name: c for name in runs if (c := read_checks(folder, name)) is not None}
+        forks = forks_of(runs, chain["run"], checks)
+        headers = {name: runs[fork.run].headers[0] for name, fork in forks.items()}
+        rows = rows_of(chain, forks, headers)
+        chains[arm] = {
+            "run": chain["run"], "step": chain["step"], "layer": chain["layer"], "head": chain["head"],
+            "sequences": chain["sequences"],
+            "rows": [asdict(row) for row in rows],
+            "not_run": [row.mitigation for row in rows if row.fork is None],
+            "agreement": [asdict(a) for a in agreements(rows, chain)],
+            "separation": separation(rows),
+            "site": asdict(site_check(chain, rows)),
+        }  # fmt: skip
+    tool = asdict(describe_tool(pick_device("cpu")))
+    return {
+        "tool": tool | {name: package_version(name) for name in ("numpy", "scipy")},
+        "rule": asdict(rule),
+        "alarms": [asdict(r) for r in replays],
+        "not_monitored": without,
+        "criteria": [asdict(c) for c in criteria(replays, runs)],
+        "chains": chains,
+    }
+
+
+def tables(found: Mapping[str, Any]) -> str:
+    """Markdown."""
+    return "\n\n".join(
+        [_alarm_table(found), _criteria_table(found), *(_chain(a, c) for a, c in found["chains"].items())]
+    )
+
+
+def _chain(arm: str, chain: Mapping[str, Any]) -> str:
+    rows = [row for row in chain["rows"] if row["fork"] is not None]
+    healthy = next((row["fork"]["gap_to"] for row in rows if row["fork"]["gap_to"]), "a healthy run")
+    absent = [f"{r['mitigation']} ({_percent(r['left'])})" for r in chain["rows"] if r["fork"] is None]
+    head = ["mitigation", "rank", "dQ's error left", "range over sequences", "dW_Q's", "site repaired: left",
+            "trained", "loss", f"to {healthy}", "largest dW_Q share"]  # fmt: skip
+    lines = [f"{arm}: capture of step {chain['step']}, layer {chain['layer']}, head {chain['head']}, "
+             f"{chain['sequences']} sequences"]  # fmt: skip
+    lines += ["", markdown(head, [_chain_row(row) for row in rows]), ""]
+    lines += [f"Not run (predicted to leave): {', '.join(absent)}.", "", f"Site: {chain['site']['words']}."]
+    lines += [f"Order, {a['of']}: {a['words']}." for a in chain["agreement"]]
+    apart = chain["separation"]
+    if apart["separated"] is not None:
+        most, least = apart["kept_most"], apart["failed_least"]
+        lines.append(
+            f"Of those that kept their trend {most['mitigation']} was predicted to leave most, "
+            f"{_percent(most['left'])}; of those that failed {least['mitigation']} least, {_percent(least['left'])}."
+        )
+    return "\n".join(lines)
+
+
+def _chain_row(row: Mapping[str, Any]) -> list[str]:
+    fork = row["fork"]
+    sites = ", ".join(row["sites"])
+    repaired = f"{sites}: {_percent(row['repaired'])}" if row["repaired"] is not None else sites or "–"
+    return [
+        row["mitigation"],
+        "–" if row["rank"] is None else f"{row['rank']:g}",
+        _percent(row["left"]) + (" (attribute)" if row["left_by"] == "attribute" else ""),
+        "–" if row["low"] is None else f"{_percent(row['low'])} to {_percent(row['high'])}",
+        _percent(row["left_dw_q"]),
+        repaired,
+        _trained(fork),
+        "–" if fork["loss"] is None else f"{fork['loss']:.4f}",
+        "–" if fork["gap"] is None else f"{fork['gap']:+.4f}",
+        "–" if fork["share"] is None else f"{fork['share']:.3g}",
+    ]
+
+
+def _trained(fork: Mapping[str, Any]) -> str:
+    if fork["departure"] is None:
+        return f"none until {fork['until']}"
+    return f"{fork['departure']} ({fork['reason']})"
+
+
+def _alarm_table(found: Mapping[str, Any]) -> str:
+    head = ["run", "every", "left its trend at", "first alarm", "lead", "witness / threshold", "share before the alarm"]
+    rows = []
+    for r in found["alarms"]:
+        left = f"none until {r['steps'] - 1}" if r["departure"] is None else f"{r['departure']} ({r['reason']})"
+        alarm = "silent" if r["alarm"] is None else f"{r['alarm']}: layer {r['layer']}, head {r['head']}"
+        lead = "–" if r["lead"] is None else str(r["lead"])
+        rows.append([r["run"], str(r["every"]), left, alarm, lead, f"{r['witness']:.2f}", f"{r['share']:.3f}"])
+    rows += [[name, "not monitored", "–", "–", "–", "–", "–"] for name in found["not_monitored"]]
+    return markdown(head, rows)
+
+
+def _criteria_table(found: Mapping[str, Any]) -> str:
+    words: dict[bool | None, Literal["yes", "no", "not known"]] = {True: "yes", False: "no", None: "not known"}
+    rows = [[c["words"], words[c["held"]], c["found"] or "nothing was run"] for c in found["criteria"]]
+    return markdown(["must hold", "does", "found"], rows)
+
+
+def _percent(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{100 * value:.3g} %" if math.isfinite(value) else "not finite"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--json", type=Path, nargs="?", const=Path(), metavar="FILE", help="default: in FOLDER")
+    options = parser.parse_args()
+    found = outcomes(options.folder)
+    print(tables(found))
+    if options.json is not None:
+        write_json(options.folder / "outcomes.json" if options.json == Path() else options.json, found)
+
+
+if __name__ == "__main__":
+    main()
