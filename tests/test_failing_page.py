@@ -58,9 +58,11 @@ JOBS = """
 TITLES = [
     "The run that fails", "What the monitor saw", "What the monitor saw: run by run", "The guilty rounding",
     "The guilty rounding: site by site", "The cure", "Predicted, and trained", "Predicted, and trained: run by run",
+    "Do the errors add up over a batch?",
     "Arm B: the run that fails", "Arm B: what the monitor saw", "Arm B: what the monitor saw: run by run",
     "Arm B: the guilty rounding", "Arm B: the guilty rounding: site by site", "Arm B: the cure",
     "Arm B: predicted, and trained", "Arm B: predicted, and trained: run by run",
+    "Arm B: do the errors add up over a batch?",
     "The published mitigation, and its limit", "Other arms, from the start", "What had to hold", "Not run",
     "How this was made",
 ]  # fmt: skip
@@ -213,6 +215,14 @@ def stabilised_of() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def summed_of(arm: str) -> dict[str, Any]:
+    rows = [
+        {"name": name, "relative": 0.06, "relative_of_sum": left, "coherence": 1.7, "p_value": 0.14, "cosine": -0.08}
+        for name, left in ((arm, 0.08), (f"{arm}+fp32-scores", 0.01), (f"{arm}+delta-from-dp", 0.07))
+    ]
+    return {"arm": arm, "rows": rows}
+
+
 def write_record(folder: Path) -> Path:
     """A record of everything but accumulation.json and the run A_seed0_steps."""
     folder.mkdir()
@@ -235,6 +245,8 @@ def write_record(folder: Path) -> Path:
         "chain_B": chain_of("B", "row_sum", "accumulator"),
         "outcomes": outcomes_of(),
         "stabilised": stabilised_of(),
+        "summed_A": summed_of("A"),
+        "summed_B": summed_of("B"),
     }
     for name, document in documents.items():
         (folder / f"{name}.json").write_text(json.dumps(document))
@@ -415,8 +427,8 @@ def test_sites_are_medians_the_guiltiest_first(made: Gallery) -> None:
         "sham repair: backward_probs exact": 0.148,
     }  # fmt: skip
     repairs = chart(made, "A-repairs")
-    assert repairs.x.names == ("none", "1: scores (2 of 3)", "2: row_sum (2 of 3)")
-    assert repairs.series[0].y == (0.148, 0.02, 0.01)
+    assert repairs.y.names == ("nothing exact", "1: scores (2 of 3)", "2: row_sum (2 of 3)")
+    assert repairs.series[0].x == (0.148, 0.02, 0.01)
     text = said(section(made, "The guilty rounding"))
     for part in (
         "step 131, layer 1, head 0, 3 sequences of 1,024 tokens",
@@ -435,10 +447,19 @@ def test_predictions_stand_beside_what_training_did(made: Gallery) -> None:
     assert line(table, "fp32-sums")["predicted: error of dQ"] == "14.6 %"
     assert line(table, "stabilised-8")["predicted: error of dQ"] == "not finite"
     bars = {s.name: s.x for s in chart(made, "A-predicted").series}
-    assert bars == {"trains on": (0.0208,), "fails": (0.146,)}
+    assert bars == {"trains on": (0.0208,), "fails": (0.146,), "not trained": (0.147,)}
     assert "not finite or not known: stabilised-8" in chart(made, "A-predicted").caption
     assert "tau-b +1.00 over 2 forks" in said(section(made, "Predicted, and trained"))
     assert [row[1] for row in section(made, "What had to hold").table[1:]] == ["yes", "no", "not known"]
+
+
+def test_errors_that_add_up_stand_beside_training(made: Gallery) -> None:
+    table = section(made, "Do the errors add up over a batch?")
+    assert line(table, "none")["training"] == "fails at 170"
+    assert line(table, "fp32-scores")["training"] == "trains on to 229"
+    assert line(table, "delta-from-dp")["training"] == "not trained"
+    assert line(table, "fp32-scores")["error of the sum"] == "1 %"
+    assert line(table, "delta-from-dp")["error of the sum"] == "7 %"
 
 
 def test_a_fork_that_stopped_before_the_others_failed_says_nothing(copied: Path) -> None:
@@ -454,7 +475,9 @@ def test_a_fork_that_stopped_before_the_others_failed_says_nothing(copied: Path)
     assert not [c for c in section(made, "The cure").charts if "cured" in c.name and "not-cured" not in c.name]
     row = line(section(made, "Predicted, and trained: run by run"), "fp32-scores")
     assert row["training"] == "stopped at 150: too early to tell"
-    assert [s.name for s in chart(made, "A-predicted").series] == ["fails", "stopped too early to tell"]
+    assert [s.name for s in chart(made, "A-predicted").series] == [
+        "fails", "stopped too early to tell", "not trained",
+    ]  # fmt: skip
     with pytest.raises(StopIteration):
         next(s for s in page_picture.picture(read_record(copied)).sections[0].charts[0].series if "cured" in s.name)
 
@@ -492,7 +515,7 @@ def test_accumulation_plugs_in(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
         json.dump({"title": "Bias, size or coherence?"}, file)
     made = page.gallery(read_record(copied), copied / "chain.txt")
     titles = [s.title for s in made.sections]
-    assert titles == [*TITLES[:18], "Bias, size or coherence?", *TITLES[18:]]
+    assert titles == [*TITLES[:-3], "Bias, size or coherence?", *TITLES[-3:]]
     assert "accumulation.json" not in {row[0] for row in section(made, "Not run").table}
 
 
@@ -527,6 +550,7 @@ def test_what_is_missing_of_the_whole_record(folder: Path) -> None:
         ("chain_A.json", "chain_A.json", ["The guilty rounding"]),
         ("chain_B.json", "chain_B.json", ["Arm B: the guilty rounding"]),
         ("outcomes.json", "outcomes.json", ["Predicted, and trained", "What had to hold"]),
+        ("summed_B.json", "summed_B.json", ["Arm B: do the errors add up over a batch?"]),
         ("stabilised.json", "stabilised.json", ["The published mitigation, and its limit"]),
     ],
 )
@@ -552,7 +576,7 @@ def test_an_empty_folder_makes_a_page_of_what_is_missing(tmp_path: Path) -> None
     (tmp_path / "chain.txt").write_text(JOBS)
     made = page.gallery(read_record(tmp_path), tmp_path / "chain.txt")
     assert [s.title for s in made.sections] == ["Not run", "How this was made"]
-    assert len(section(made, "Not run").table) == 1 + 10 + 5
+    assert len(section(made, "Not run").table) == 1 + 10 + 7
     assert "No run of arm A" in made.lead
     assert gallery_document(made)
 
@@ -579,9 +603,8 @@ def test_jobs_are_read_as_train_would(folder: Path) -> None:
 def test_how_it_was_made_is_in_the_page(made: Gallery) -> None:
     found = section(made, "How this was made")
     row = line(found, "A+fp32-scores_seed0")
-    assert (row["starts from"], row["device"], row["torch"], row["date"]) == (
-        "A_seed0, step 130", "1 x H200", "2.11.0", "2026-11-22",
-    )  # fmt: skip
+    assert (row["starts from"], row["date"], row["ms a step"]) == ("A_seed0, step 130", "2026-11-22", "80")
+    assert "1 x H200, attn-diag 0.1.0, torch 2.11.0, Triton 3.6.0: every run." in said(found)
     assert row["options of train.py"] == "--arm A+fp32-scores --start-from A_seed0_alarm.pt --steps 230"
     assert "sequences 40" in said(found)
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 from pathlib import Path
 
 from page_cure import control_of, cure, cures, fate, last_failure, trained
 from page_limits import limits
-from page_missing import made, missing, planned
+from page_missing import made, missing, page_of_accumulation, planned
 from page_monitor import monitor
 from page_outcomes import ON, held, predicted
 from page_picture import picture, take
 from page_record import Record, read_record
 from page_runs import failing, healthy_words, others
 from page_sites import chain_of, guilty, sites
+from page_summed import summed
 from page_values import at, listed, middle, percent
 
 from attn_diag.monitoring.alarm import AlarmRule
@@ -45,11 +45,13 @@ def gallery(record: Record, jobs: Path = JOBS) -> Gallery:
         *sites(record, "A", "The guilty rounding"),
         *cure(record, "A", "The cure"),
         *predicted(record, "A", "Predicted, and trained"),
+        summed(record, "A", "Do the errors add up over a batch?"),
         failing(record, "B", "Arm B: the run that fails", _B),
         *monitor(record, "B", "Arm B: what the monitor saw", rule, signs=False),
         *sites(record, "B", "Arm B: the guilty rounding"),
         *cure(record, "B", "Arm B: the cure"),
         *predicted(record, "B", "Arm B: predicted, and trained"),
+        summed(record, "B", "Arm B: do the errors add up over a batch?"),
         limits(record, "The published mitigation, and its limit"),
         others(record, "Other arms, from the start"),
         *accumulation(record),
@@ -100,7 +102,7 @@ def summary(record: Record) -> str:
 def accumulation(record: Record) -> list[Section]:
     """The sections that accumulation_page makes of its document."""
     found = record.documents.get("accumulation")
-    if found is None or importlib.util.find_spec("accumulation_page") is None:
+    if found is None or not page_of_accumulation():
         return []
     return list(importlib.import_module("accumulation_page").sections(found))
 

@@ -92,6 +92,7 @@ def _chart(record: Record, source: str, found: dict[str, Any]) -> Chart | None:
     marks += [Mark(came, f"NaN came {came:,.0f}")] if came is not None else []
     beta, error = _plain(at(found, "beta")), number(at(found, "error"))
     off = "" if error is None else f" The prediction is {percent(abs(error))} {'early' if error < 0 else 'late'}."
+    off = " The prediction is right to the step." if error == 0 else off
     return Chart(
         f"stabilised-{name}", f"{name}: max logit against its limit",
         f"With beta = {beta} the largest repeated maximum must stay below {limit:.3g}.{off}",

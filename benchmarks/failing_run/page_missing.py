@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ DOCUMENTS = {
     "chain_A": ("predictions.py", "which rounding site is guilty in arm A, from the capture at its alarm"),
     "chain_B": ("predictions.py", "which rounding site is guilty in arm B, from the capture at its alarm"),
     "outcomes": ("outcomes.py", "mitigations predicted beside trained, with their rank correlation"),
+    "summed_A": ("summed.py", "whether arm A's errors of dW_Q add up over a batch, cure by cure"),
+    "summed_B": ("summed.py", "whether arm B's errors of dW_Q add up over a batch, cure by cure"),
     "stabilised": ("stabilised.py", "when the stabilised softmax makes a NaN, predicted beside come"),
     "accumulation": ("accumulation.py", "how the error of dW_Q accumulates over 100 consecutive steps"),
 }
 
-_HEAD = ("run", "starts from", "steps", "end", "date", "device", "torch", "triton", "attn-diag", "ms a step",
-         "options of train.py")  # fmt: skip
+_VERSIONS = {"version": "attn-diag", "python": "Python", "torch": "torch", "triton": "Triton"}
+_HEAD = ("run", "starts from", "steps", "end", "date", "ms a step", "options of train.py")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ def missing(record: Record, jobs: Sequence[Job]) -> Section:
         for stem, (script, words) in DOCUMENTS.items()
         if stem not in record.documents
     ]
+    if "accumulation" in record.documents and not page_of_accumulation():
+        rows.append(("accumulation.json", "no accumulation_page.py", DOCUMENTS["accumulation"][1]))
     for arm in ("A", "B"):
         names = [str(row.get("mitigation")) for row in outcomes.rows(record, arm) if row.get("fork") is None]
         if names:
@@ -106,6 +111,11 @@ def missing(record: Record, jobs: Sequence[Job]) -> Section:
     return Section("Not run", (said,), (("what", "state", "it would have shown"), *rows))
 
 
+def page_of_accumulation() -> bool:
+    """Whether there is a module that draws accumulation.json."""
+    return importlib.util.find_spec("accumulation_page") is not None
+
+
 def made(record: Record, jobs: Sequence[Job]) -> Section:
     """Versions, device, dates and configuration, from the logs' headers; the options of planned runs."""
     options = {job.name: job.options for job in jobs}
@@ -115,7 +125,9 @@ def made(record: Record, jobs: Sequence[Job]) -> Section:
     arms = tuple(f"{arm}: {text}." for arm, text in words.items() if text and "+" not in arm)
     configuration = _configuration(record.runs)
     again = "Again: launch.py with the jobs below, then this page by page.py, both in benchmarks/failing_run."
-    return Section("How this was made", (*configuration, *arms, again), tuple(lines) if record.runs else ())
+    return Section(
+        "How this was made", (*configuration, *_tools(record.runs), *arms, again), tuple(lines) if record.runs else ()
+    )
 
 
 def _configuration(runs: Sequence[Run]) -> tuple[str, ...]:
@@ -137,12 +149,20 @@ def _configuration(runs: Sequence[Run]) -> tuple[str, ...]:
     return (f"{said}; {'; '.join([*more, same])}.",)
 
 
+def _tools(runs: Sequence[Run]) -> list[str]:
+    """Devices and versions, and of which runs where they differ."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        tool = run.header.get("tool", {})
+        versions = [f"{name} {tool.get(key)}" for key, name in _VERSIONS.items() if tool.get(key)]
+        words = ", ".join([f"{run.header.get('world', 1)} x {tool.get('device') or 'cpu'}", *versions])
+        found.setdefault(words, []).append(run.name)
+    return [f"{words}: {'every run' if len(found) == 1 else ', '.join(names)}." for words, names in found.items()]
+
+
 def _line(run: Run) -> tuple[str, ...]:
-    tool = run.header.get("tool", {})
     start = f"{run.origin}, step {run.first:,}" if run.origin else "step 0"
     return (
         run.name, start, f"{run.end:,}", run.log.end, str(run.header.get("date", DASH))[:10],
-        f"{run.header.get('world', 1)} x {tool.get('device') or 'cpu'}",
-        *(str(tool.get(name) or DASH) for name in ("torch", "triton", "version")),
         f"{1e3 * median(run.log.seconds):.0f}" if run.log.seconds else DASH,
     )  # fmt: skip

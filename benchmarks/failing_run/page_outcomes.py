@@ -14,7 +14,10 @@ from attn_diag.reports.words import DASH
 
 # What became of a fork.
 ON, FAILS, EARLY = "trains on", "fails", "stopped too early to tell"
-_TONES: dict[str, Tone] = {ON: "good", FAILS: "second", EARLY: "third"}
+_WAITING = "not trained"
+_TONES: dict[str, Tone] = {ON: "good", FAILS: "second", EARLY: "third", _WAITING: "accent"}
+# How many of the best that were not trained are drawn beside the others.
+_PROPOSED = 5
 _HELD = {True: "yes", False: "no", None: "not known"}
 
 
@@ -59,9 +62,9 @@ def predicted(record: Record, arm: str, title: str) -> tuple[Section, ...]:
         said.append(f"{words}.")
     said += [f"Order, {a.get('of')}: {a['words']}." for a in at(chain, "agreement") or () if at(a, "words")]
     said += _separation(at(chain, "separation"))
-    return Section(title, tuple(said), charts=_chart(arm, trained)), Section(
-        f"{title}: run by run", (), _table(trained)
-    )
+    proposed = [row for row in everything if at(row, "fork") is None and number(at(row, "rank")) is not None]
+    chart = _chart(arm, trained, proposed[:_PROPOSED])
+    return Section(title, tuple(said), charts=chart), Section(f"{title}: run by run", (), _table(trained))
 
 
 def _separation(found: Any) -> list[str]:
@@ -75,24 +78,33 @@ def _separation(found: Any) -> list[str]:
     ]
 
 
-def _chart(arm: str, trained: Sequence[dict[str, Any]]) -> tuple[Chart, ...]:
-    """Predicted errors as bars, coloured by what training did."""
-    drawn = [(row, left) for row in trained if (left := number(at(row, "left"))) is not None and 0 < left < math.inf]
+def _chart(arm: str, trained: Sequence[dict[str, Any]], proposed: Sequence[dict[str, Any]]) -> tuple[Chart, ...]:
+    """Predicted errors as bars, coloured by what training did; ``proposed``: not trained."""
+    known = [
+        (row, left)
+        for row in (*trained, *proposed)
+        if (left := number(at(row, "left"))) is not None and 0 < left < math.inf
+    ]
+    drawn = sorted(known, key=lambda pair: pair[1])
     absent = [str(row["mitigation"]) for row in trained if row not in [r for r, _ in drawn]]
     if not drawn:
         return ()
     last, series = _last(trained), []
     for name, tone in _TONES.items():
-        bars = [(left, float(i)) for i, (row, left) in enumerate(drawn) if fate_of(*_fork(row), last) == name]
+        bars = [(left, float(i)) for i, (row, left) in enumerate(drawn) if _fate(row, last) == name]
         if bars:
             series.append(Series(name, tuple(x for x, _ in bars), tuple(y for _, y in bars), "bars", tone=tone))
     more = f" Not drawn, as it is not finite or not known: {listed(absent)}." if absent else ""
     axes = Axis("predicted error of dQ"), Axis("", names=tuple(str(row["mitigation"]) for row, _ in drawn))
     caption = (
         "Length: ‖error of dQ‖ / ‖dQ‖ that what-if predicts, median over the capture's sequences. Colour: what "
-        f"training did.{more}"
+        f"training did; of what was not trained the best {_PROPOSED} are shown.{more}"
     )
     return (Chart(f"{arm}-predicted", "Predicted error, and what training did", caption, *axes, tuple(series)),)
+
+
+def _fate(row: dict[str, Any], last: int) -> str:
+    return _WAITING if at(row, "fork") is None else fate_of(*_fork(row), last)
 
 
 def _last(trained: Sequence[dict[str, Any]]) -> int:

@@ -73,14 +73,7 @@ def _said(chain: Any) -> list[str]:
             f"inspect: {listed(labels) or 'no label'}; delta's error is {factor:.3g} times what one correct rounding "
             f"of O makes; dQ is {percent(off)} off, dW_Q {percent(weights)}."
         )
-    outcomes = at(chain, "identify", "recipes")
-    if outcomes:
-        names = Counter(" or ".join(names) or "none" for names in outcomes).most_common(1)[0]
-        agreement = middle(at(chain, "identify", "agreement"))
-        same = "" if agreement is None else f"; it reproduces {percent(agreement, 5)} of O's elements bit for bit"
-        said.append(
-            f"identify: recipe {names[0]} in {names[1]} of {len(outcomes)} sequences, without being told{same}."
-        )
+    said += _identified(chain)
     words = [
         f"{of} by {text}" for key, of in GRADIENTS.items() if (text := at(chain, "attribute", "guilty_words", key))
     ]
@@ -97,6 +90,21 @@ def _said(chain: Any) -> list[str]:
     )
     said.append(f"Size or bias? {means}{random}")
     return said
+
+
+def _identified(chain: Any) -> list[str]:
+    """The recipe that most sequences name, or that they name none."""
+    recipes = at(chain, "identify", "recipes")
+    if not recipes:
+        return []
+    name, count = Counter(" or ".join(names) for names in recipes).most_common(1)[0]
+    agreement = percent(middle(at(chain, "identify", "agreement")), 5)
+    who = f"in {count} of {len(recipes)} sequences"
+    if not name:
+        return [
+            f"identify: no recipe that it knows {who}; the nearest reproduces {agreement} of O's elements bit for bit."
+        ]
+    return [f"identify: {name} {who}, without being told; it reproduces {agreement} of O's elements bit for bit."]
 
 
 def _shares(arm: str, chain: Any, order: list[str]) -> Chart:
@@ -148,22 +156,22 @@ def _repairs(arm: str, chain: Any) -> list[Chart]:
     runs = [run for run in at(chain, "attribute", "repairs") or () if run]
     if not runs:
         return []
-    names = ["none"]
+    names = ["nothing exact"]
     for i in range(max(map(len, runs))):
         site, count = Counter(at(run, i, "site") for run in runs if len(run) > i).most_common(1)[0]
         names.append(f"{i + 1}: {site}" + ("" if count == len(runs) else f" ({count} of {len(runs)})"))
     series = []
     for key, of in GRADIENTS.items():
-        start = middle(at(chain, "attribute", "totals", key, "error"))
         left = [middle([at(run, i, "left", key) for run in runs]) for i in range(len(names) - 1)]
-        shown = [value if value is not None and value > 0 else None for value in (start, *left)]
-        if start is not None:
-            series.append(Series(of, tuple(map(float, range(len(shown)))), tuple(shown)))
+        values = [middle(at(chain, "attribute", "totals", key, "error")), *left]
+        known = [(value, float(i)) for i, value in enumerate(values) if value is not None]
+        if known:
+            series.append(Series(of, tuple(v for v, _ in known), tuple(i for _, i in known), "bars"))
     caption = (
         "What is left of the error when one site after the other becomes exact, in each sequence the one with the "
         "largest share first; medians over the sequences. Named: the site that most of them have at that place."
     )
-    axes = Axis("made exact", names=tuple(names)), Axis("relative error", log=True)
+    axes = Axis("relative error"), Axis("", names=tuple(names))
     return [Chart(f"{arm}-repairs", "Repaired one after the other", caption, *axes, tuple(series))] if series else []
 
 
