@@ -14,7 +14,7 @@ from pathlib import Path
 
 from page_cure import control_of, cure, cures, fate, last_failure, trained
 from page_limits import limits
-from page_missing import made, missing, page_of_accumulation, planned
+from page_missing import made, missing, planned
 from page_monitor import monitor
 from page_outcomes import ON, held, predicted
 from page_picture import picture, take
@@ -39,6 +39,7 @@ _B = "Arm B keeps scores and S - m in fp32 and rounds O_bar, l and O."
 def gallery(record: Record, jobs: Path = JOBS) -> Gallery:
     """The whole page."""
     rule, plan = AlarmRule(), planned(jobs)
+    accumulated, undrawn = accumulation(record)
     sections = [
         failing(record, "A", "The run that fails", _A),
         *monitor(record, "A", "What the monitor saw", rule),
@@ -54,9 +55,9 @@ def gallery(record: Record, jobs: Path = JOBS) -> Gallery:
         summed(record, "B", "Arm B: do the errors add up over a batch?"),
         limits(record, "The published mitigation, and its limit"),
         others(record, "Other arms, from the start"),
-        *accumulation(record),
+        *accumulated,
         held(record, "What had to hold"),
-        missing(record, plan),
+        missing(record, plan, undrawn),
         made(record, plan),
     ]
     return Gallery(
@@ -99,12 +100,17 @@ def summary(record: Record) -> str:
     return " ".join(said)
 
 
-def accumulation(record: Record) -> list[Section]:
-    """The sections that accumulation_page makes of its document."""
+def accumulation(record: Record) -> tuple[list[Section], str | None]:
+    """The sections that accumulation_page makes of its document, and why there are none though there is one."""
     found = record.documents.get("accumulation")
-    if found is None or not page_of_accumulation():
-        return []
-    return list(importlib.import_module("accumulation_page").sections(found))
+    if found is None:
+        return [], None
+    try:
+        return list(importlib.import_module("accumulation_page").sections(found)), None
+    except ImportError as error:
+        return [], f"not drawn: {error}"
+    except (KeyError, IndexError, ValueError) as error:
+        return [], f"not drawn, made by another version ({type(error).__name__}: {error}): make it again"
 
 
 def main() -> None:

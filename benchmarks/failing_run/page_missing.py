@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,8 +78,8 @@ def planned(path: Path) -> list[Job]:
     return found
 
 
-def missing(record: Record, jobs: Sequence[Job]) -> Section:
-    """Every planned run and result that is not there, or not to its end."""
+def missing(record: Record, jobs: Sequence[Job], undrawn: str | None = None) -> Section:
+    """Every planned run and result that is not there, or not to its end. ``undrawn``: why accumulation.json is not."""
     by_name = {run.name: run for run in record.runs}
     rows = []
     for job in jobs:
@@ -97,8 +96,8 @@ def missing(record: Record, jobs: Sequence[Job]) -> Section:
         for stem, (script, words) in DOCUMENTS.items()
         if stem not in record.documents
     ]
-    if "accumulation" in record.documents and not page_of_accumulation():
-        rows.append(("accumulation.json", "no accumulation_page.py", DOCUMENTS["accumulation"][1]))
+    if undrawn is not None:
+        rows.append(("accumulation.json", undrawn, DOCUMENTS["accumulation"][1]))
     for arm in ("A", "B"):
         names = [str(row.get("mitigation")) for row in outcomes.rows(record, arm) if row.get("fork") is None]
         if names:
@@ -109,11 +108,6 @@ def missing(record: Record, jobs: Sequence[Job]) -> Section:
         return Section("Not run", ("Nothing: all that was planned is above.",))
     said = "What was planned and could not be run, or was not finished. Nothing on this page stands in for it."
     return Section("Not run", (said,), (("what", "state", "it would have shown"), *rows))
-
-
-def page_of_accumulation() -> bool:
-    """Whether there is a module that draws accumulation.json."""
-    return importlib.util.find_spec("accumulation_page") is not None
 
 
 def made(record: Record, jobs: Sequence[Job]) -> Section:

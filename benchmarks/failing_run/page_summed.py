@@ -18,12 +18,14 @@ def summed(record: Record, arm: str, title: str) -> Section | None:
     if not found:
         return None
     said = (
-        "what-if ranks by the error in one sequence; the optimizer sees the sum over a batch. Of each change, emulated on "
-        "the capture's sequences: the error of dW_Q in a sequence (root mean square) and of the sum, and the coherence "
+        "what-if ranks by the error in one sequence; the optimizer sees the sum over a batch. Of each change, emulated "
+        "on the capture's sequences: the error of dW_Q in a sequence (root mean square) and of the sum, and the coherence "
         "‖ΣE‖² / Σ‖E‖², which random signs leave at 1 in the mean; p is exact, from all signs of the sequences."
     )
     fates = _fates(record, arm)
-    lines = [("change", "error in a sequence", "error of the sum", "coherence", "p", "cosine with dW_Q", "training")]
+    lines: list[tuple[str, ...]] = [
+        ("change", "error in a sequence", "error of the sum", "coherence", "p", "cosine with dW_Q", "training")
+    ]
     lines += [_line(row, arm, fates) for row in found]
     return Section(title, (said,), tuple(lines))
 
