@@ -6,25 +6,38 @@ from dataclasses import dataclass
 from typing import Literal
 
 Value = float | None
+# Names of colours in the style sheet, told apart in light, dark and print.
+Tone = Literal["accent", "second", "third", "good", "fourth", "fifth", "sixth"]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis. ``names``: of categories, where positions are their indices; ``log``: logarithmic."""
+    """One axis. ``names``: of categories, where positions are their indices; ``log``: logarithmic.
+
+    ``fit``: a linear one only as long as the values need, which may leave out 0.
+    """
 
     label: str
     log: bool = False
     names: tuple[str, ...] = ()
+    fit: bool = False
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values ``y`` over ``x``, of one length; None is a gap. ``line`` and ``step`` join them in order."""
+    """Values ``y`` over ``x``, of one length; None is a gap. ``line`` and ``step`` join them in order.
+
+    ``tone``: its colour, None for the next one; series of one tone are of one kind, such as repetitions of a run.
+    ``look``: "faint" is thin and pale, behind the others, "broad" is pale too, a ground for what lies on it; None:
+    plain, but for the first of several lines without tones, which is broad.
+    """
 
     name: str
     x: tuple[float, ...]
     y: tuple[Value, ...]
     kind: Literal["line", "step", "bars", "points"] = "line"
+    tone: Tone | None = None
+    look: Literal["faint", "broad"] | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,14 @@ class Band:
     name: str
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line over the whole height at ``x``, with its label above: when something happened."""
+
+    x: float
+    label: str
 
 
 @dataclass(frozen=True)
@@ -50,7 +71,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: series (and bands) or a map. ``name`` is the stem of the files it is saved as."""
+    """One figure: series (with bands and marks) or a map. ``name`` is the stem of the files it is saved as."""
 
     name: str
     title: str
@@ -60,6 +81,7 @@ class Chart:
     series: tuple[Series, ...] = ()
     bands: tuple[Band, ...] = ()
     map: Map | None = None
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import os
 import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from attn_diag.analysis import inspect_captures
 from attn_diag.diagnosis import Diagnosis, HeadDiagnosis
 from attn_diag.loading import load
 from attn_diag.reports import gallery_document, html_document
-from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Section, Series
+from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Mark, Section, Series, Tone
 from attn_diag.reports.story import headline
 
 if TYPE_CHECKING:
@@ -406,3 +407,166 @@ def test_gallery(tmp_path: Path, open_page: Open) -> None:
     assert rows == [["layer", "head", "norm"], ["0", "0", "1"], ["0", "1", ""], ["1", "0", "-2"], ["1", "1", "3"]]
     rows = list(csv.reader(saved(page, "one", "CSV", tmp_path).read_text().splitlines()))
     assert rows[3] == ["2", "", "-1", "1"]
+
+
+def crowded() -> Chart:
+    """More series than colours, with long names, and marks side by side and at both ends."""
+    x = tuple(float(i) for i in range(0, 1000, 10))
+    series = tuple(Series(f"a run with change {i}", x, tuple(i + v / 1000 for v in x)) for i in range(9))
+    marks = (
+        Mark(0, "from the start"),
+        Mark(500, "alarm at 500"),
+        Mark(520, "changed at 520"),
+        Mark(990, "fails at 990"),
+    )
+    return Chart("crowded", "crowded", "c", Axis("step"), Axis("y of some length"), series, marks=marks)
+
+
+# The boxes of all texts of a drawing: [left, top, right, bottom, text].
+BOXES = """svg => [...svg.querySelectorAll("text")].map((t) => [t.getBoundingClientRect(), t.textContent])
+    .map(([b, t]) => [b.left, b.top, b.right, b.bottom, t])"""
+# As if the place were very wide: one row of legend, all marks' labels in one row.
+WIDE = """([place, i]) => echarts.getInstanceByDom(place).setOption(
+    attnDiag.options.of(JSON.parse(document.getElementById("attn-diag-gallery").textContent)[0][i], 1e4), true)"""
+
+
+def overlapping(page: Page, name: str) -> list[tuple[str, str]]:
+    """Texts of a figure that lie on one another, by more than a pixel."""
+    boxes = page.locator(f"figure[data-chart={name}] svg").evaluate(BOXES)
+    return [
+        (a[4], b[4])
+        for i, a in enumerate(boxes)
+        for b in boxes[:i]
+        if min(a[2], b[2]) - max(a[0], b[0]) > 1 and min(a[3], b[3]) - max(a[1], b[1]) > 1
+    ]
+
+
+def cut_off(page: Page, name: str) -> list[str]:
+    """Texts that leave the figure's sides."""
+    svg = page.locator(f"figure[data-chart={name}] svg")
+    left, _, right, _ = svg.evaluate("e => (b => [b.left, b.top, b.right, b.bottom])(e.getBoundingClientRect())")
+    return [box[4] for box in svg.evaluate(BOXES) if box[0] < left - 1 or box[2] > right + 1]
+
+
+def written(tmp_path: Path, *charts: Chart) -> Path:
+    file = tmp_path / "page.html"
+    file.write_text(gallery_document(Gallery("t", "l", (Section("s", charts=charts),))), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_marks_and_legends_have_their_room(tmp_path: Path, open_page: Open, width: int) -> None:
+    page = open_page(written(tmp_path, crowded()), width=width)
+    scroll_through(page)
+    texts = page.locator("figure svg text").all_text_contents()
+    assert {"from the start", "alarm at 500", "changed at 520", "fails at 990", "a run with change 8"} <= set(texts)
+    assert not overlapping(page, "crowded")
+    assert not cut_off(page, "crowded")
+    page.evaluate(WIDE, [page.locator(".chart").element_handle(), 0])
+    assert overlapping(page, "crowded"), "the check can fail"
+
+
+def test_the_legend_finds_its_room_again_when_the_page_narrows(tmp_path: Path, open_page: Open) -> None:
+    page = open_page(written(tmp_path, crowded()))
+    scroll_through(page)
+    wide = page.locator(".chart").evaluate("e => e.clientHeight")
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.wait_for_function("h => document.querySelector('.chart').clientHeight > h", arg=wide)
+    page.wait_for_function("document.querySelector('svg').clientWidth < 390")
+    assert not overlapping(page, "crowded")
+
+
+def test_marks_are_saved_with_the_numbers(tmp_path: Path, open_page: Open) -> None:
+    walk = Series("a", (0.0, 1.0), (1.0, 2.0))
+    chart = Chart(
+        "one", "one", "c", Axis("step"), Axis("y"), (walk, walk), (Band("b", 0, 3),), marks=(Mark(5, "=alarm"),)
+    )
+    page = open_page(written(tmp_path, chart, replace(chart, name="two", marks=())))
+    scroll_through(page)
+    rows = list(csv.reader(saved(page, "one", "CSV", tmp_path).read_text().splitlines()))
+    assert rows[0] == ["series", "step", "y", "b, low", "b, high"]
+    assert rows[1] == ["a", "0", "1", "0", "3"]
+    assert rows[-1] == ["mark: =alarm", "5", "", "0", "3"]
+    assert len(rows) == 6
+    assert len(list(csv.reader(saved(page, "two", "CSV", tmp_path).read_text().splitlines()))) == 3
+    # A mark beyond the data is still on the axis.
+    svg = saved(page, "one", "SVG", tmp_path).read_text()
+    assert "=alarm" in svg
+    assert "=alarm" not in saved(page, "two", "SVG", tmp_path).read_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_tones_are_colours_that_can_be_told_apart(tmp_path: Path, open_page: Open, scheme: str) -> None:
+    tones: tuple[Tone, ...] = ("accent", "second", "third", "good", "fourth", "fifth", "sixth")
+    lines = [Series(tone, (0.0, 1.0), (float(i), i + 1.0), tone=tone) for i, tone in enumerate(tones)]
+    # The one without a tone gets one that no other has, or begins again, dashed.
+    charts = (
+        Chart("all", "all", "c", Axis("x"), Axis("y"), (*lines, Series("next", (0.0, 1.0), (9.0, 9.0)))),
+        Chart("rest", "rest", "c", Axis("x"), Axis("y"), (*lines[1:], replace(lines[0], name="next", tone=None))),
+        Chart(
+            "faint",
+            "faint",
+            "c",
+            Axis("x"),
+            Axis("y"),
+            (lines[0], replace(lines[1], look="faint"), replace(lines[2], look="broad")),
+        ),
+    )
+    page = open_page(written(tmp_path, *charts), color_scheme=scheme)
+    scroll_through(page)
+
+    def drawn(name: str) -> list[dict[str, Any]]:
+        option = (
+            "e => echarts.getInstanceByDom(e).getOption().series.map((s) => ({ color: s.color, line: s.lineStyle }))"
+        )
+        found: list[dict[str, Any]] = page.locator(f"figure[data-chart={name}] .chart").evaluate(option)
+        return found
+
+    everything = drawn("all")
+    colours = [s["color"] for s in everything]
+    assert len(set(colours[:7])) == 7
+    assert colours[7] in colours[:7]
+    assert [s["line"]["type"] for s in everything] == ["solid"] * 7 + ["dashed"]
+    assert drawn("rest")[-1] == {"color": colours[0], "line": everything[0]["line"]}
+    plain, faint, broad = (s["line"] for s in drawn("faint"))
+    assert faint["opacity"] < 1
+    assert broad["opacity"] < 1
+    assert faint["width"] < plain["width"] < broad["width"]
+    # As different as ink on paper needs for a line: WCAG 2's contrast of 3 against the page's own ground.
+    ground = page.evaluate("attnDiag.theme.color('paper')")
+    assert all(contrast(colour, ground) >= 3 for colour in colours)
+    assert contrast(ground, ground) < 3
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG 2's, of two hexadecimal colours."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted((luminance(a), luminance(b)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_an_axis_that_fits_leaves_out_zero(tmp_path: Path, open_page: Open) -> None:
+    line = Series("a", (0.0, 1.0), (100.0, 101.0))
+    charts = tuple(Chart(n, n, "c", Axis("x"), Axis("y", fit=n == "fitted"), (line,)) for n in ("fitted", "whole"))
+    page = open_page(written(tmp_path, *charts))
+    scroll_through(page)
+    shown = {n: page.locator(f"figure[data-chart={n}] svg text").all_text_contents() for n in ("fitted", "whole")}
+    assert "100" in shown["fitted"]
+    assert shown["fitted"].count("0") == 1, "x's alone"
+    assert shown["whole"].count("0") == 2
+
+
+def test_long_texts_of_a_table_are_flush_left(tmp_path: Path, open_page: Open) -> None:
+    table = (("name", "number", "text"), ("a", "1.5", "-"), ("b", "2.5", "a sentence that goes on for some words"))
+    file = tmp_path / "page.html"
+    file.write_text(gallery_document(Gallery("t", "l", (Section("s", (), table),))), encoding="utf-8")
+    page = open_page(file)
+    aligned = page.locator("tbody tr").first.evaluate("r => [...r.cells].map((c) => getComputedStyle(c).textAlign)")
+    assert aligned == ["left", "right", "left"]
+    heads = page.locator("thead tr").evaluate("r => [...r.cells].map((c) => getComputedStyle(c).textAlign)")
+    assert heads == aligned

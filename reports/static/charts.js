@@ -3,12 +3,13 @@ attnDiag.charts = (() => {
   const { el, theme } = attnDiag;
   const drawn = new Map();
 
-  // Draw ``option()`` in ``place`` and keep it current; ``option`` is called again when the colours change.
-  const draw = (place, option, { height } = {}) => {
-    if (height) place.style.height = `${height}px`;
+  // Draw ``option(width)`` in ``place`` and keep it current: it is called again when the colours or the width change.
+  const draw = (place, option) => {
+    const width = place.clientWidth;
+    const made = option(width);
     const chart = echarts.init(place, null, { renderer: "svg" });
-    chart.setOption(option());
-    drawn.set(place, { chart, option });
+    chart.setOption(made);
+    drawn.set(place, { chart, option, width });
     sizes.observe(place);
     return chart;
   };
@@ -17,7 +18,11 @@ attnDiag.charts = (() => {
   const figure = (chart, { wide = false, height = 250 } = {}) => {
     const place = el("div", { class: "chart" });
     place.style.height = `${height}px`;
-    const ready = () => drawn.get(place)?.chart ?? draw(place, () => attnDiag.options.of(chart));
+    const option = (width) => {
+      place.style.height = `${height + attnDiag.options.extra(chart, width)}px`;
+      return attnDiag.options.of(chart, width);
+    };
+    const ready = () => drawn.get(place)?.chart ?? draw(place, option);
     const button = (text, what, action) => el("button", { type: "button", class: "quiet", "aria-label": `Save ${chart.title} as ${what}`, onclick: action }, text);
     const tools = [
       button("SVG", "SVG", () => attnDiag.export.saveSvg(chart.name, ready())),
@@ -41,7 +46,13 @@ attnDiag.charts = (() => {
   };
 
   const sizes = new ResizeObserver((seen) => {
-    for (const { target } of seen) if (target.clientWidth) drawn.get(target)?.chart.resize();
+    for (const { target } of seen) {
+      const kept = drawn.get(target);
+      if (!kept || !target.clientWidth) continue;
+      const changed = kept.width !== target.clientWidth;
+      if (changed) renew(kept, target.clientWidth);
+      kept.chart.resize();
+    }
   });
 
   // Charts within an element that is about to go.
@@ -57,7 +68,11 @@ attnDiag.charts = (() => {
     }
   };
 
-  const redraw = () => drawn.forEach(({ chart, option }) => chart.setOption(option(), { notMerge: true }));
+  const renew = (kept, width) => {
+    kept.width = width;
+    kept.chart.setOption(kept.option(width), { notMerge: true });
+  };
+  const redraw = () => drawn.forEach((kept, place) => renew(kept, place.clientWidth));
   theme.onChange(redraw);
   matchMedia("print").addEventListener("change", () => [...waiting.keys()].forEach(drawNow));
   addEventListener("beforeprint", () => [...waiting.keys()].forEach(drawNow));

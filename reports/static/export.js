@@ -9,7 +9,7 @@ attnDiag.export = (() => {
   };
   const csv = (rows) => rows.map((row) => row.map(cell).join(",") + "\r\n").join("");
 
-  // A chart's numbers: one line for every x where all series share them, else a line for every point.
+  // A chart's numbers: one line for every x where all series share them, else a line for every point (and mark).
   const table = (chart) => {
     const name = (axis, i) => (axis.names.length ? (axis.names[i] ?? i) : i);
     if (chart.map) {
@@ -20,12 +20,14 @@ attnDiag.export = (() => {
     const limits = chart.bands.flatMap((band) => [band.low, band.high]);
     const [first] = chart.series;
     const shared = first && chart.series.every((s) => s.x.length === first.x.length && s.x.every((x, i) => x === first.x[i]));
-    if (shared && !chart.y.names.length) {
+    const marks = chart.marks ?? [];
+    if (shared && !chart.y.names.length && !marks.length) {
       const lines = first.x.map((x, i) => [name(chart.x, x), ...chart.series.map((s) => s.y[i]), ...limits]);
       return [[chart.x.label || "x", ...chart.series.map((s) => s.name), ...bands], ...lines];
     }
     const lines = chart.series.flatMap((s) => s.x.map((x, i) => [s.name, name(chart.x, x), name(chart.y, s.y[i]), ...limits]));
-    return [["series", chart.x.label || "x", chart.y.label || "y", ...bands], ...lines];
+    const marked = marks.map((mark) => [`mark: ${mark.label}`, name(chart.x, mark.x), null, ...limits]);
+    return [["series", chart.x.label || "x", chart.y.label || "y", ...bands], ...lines, ...marked];
   };
 
   const save = (text, file, type) => {

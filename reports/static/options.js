@@ -4,7 +4,8 @@ attnDiag.options = (() => {
   const { number } = attnDiag.numbers;
 
   const textStyle = (color = "soft") => ({ color: theme.color(color), fontFamily: theme.font(), fontSize: 11.5 });
-  const palette = () => [theme.color("accent"), theme.color("second"), theme.color("third"), theme.color("good")];
+  const TONES = ["accent", "second", "third", "good", "fourth", "fifth", "sixth"];
+  const palette = () => TONES.map(theme.color);
 
   const base = (chart) => ({
     animation: false,
@@ -48,7 +49,53 @@ attnDiag.options = (() => {
   // A log axis cannot show zero or less: those points are gaps.
   const shown = (value, given) => (given.log && !(value > 0) ? null : value);
 
-  const bandsOf = (chart) => ({
+  // Rows that texts need side by side in a width, none over another: [left, right] of each, in pixels -> its row.
+  const rowsOf = (spans) => {
+    const ends = [];
+    return spans.map(([left, right]) => {
+      const free = ends.findIndex((end) => end + 6 <= left);
+      const row = free < 0 ? ends.length : free;
+      ends[row] = right;
+      return row;
+    });
+  };
+  const textWidth = (text) => 6.4 * text.length;
+
+  // Where a chart's legend and marks' labels go in a width: rows of the legend, and each mark with its row and side.
+  const layout = (chart, width) => {
+    let [rows, filled] = [chart.series.length > 1 ? 1 : 0, 0];
+    for (const { name } of rows ? chart.series : []) {
+      const wide = 32 + textWidth(name);
+      if (filled && filled + wide > width) [rows, filled] = [rows + 1, 0];
+      filled += wide;
+    }
+    const xs = [...(chart.marks ?? []), ...chart.series.flatMap((s) => s.x.map((x) => ({ x })))];
+    const [low, high] = xs.reduce(([a, b], { x }) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
+    // The axis takes about 50 pixels.
+    const inner = width - 50;
+    const marks = [...(chart.marks ?? [])].sort((a, b) => a.x - b.x);
+    const spans = marks.map((mark) => {
+      const [at, wide] = [(inner * (mark.x - low)) / (high - low || 1), textWidth(mark.label)];
+      const left = Math.max(0, Math.min(at - wide / 2, inner - wide));
+      return { align: left > at - wide / 4 ? "left" : left < at - (3 * wide) / 4 ? "right" : "center", at, wide };
+    });
+    const START = { left: 0, center: 0.5, right: 1 };
+    const places = rowsOf(spans.map(({ align, at, wide }) => [at - START[align] * wide, at + (1 - START[align]) * wide]));
+    return {
+      legend: rows, low, high,
+      marks: marks.map((mark, i) => ({ ...mark, row: places[i], align: spans[i].align })),
+      labels: Math.max(-1, ...places) + 1,
+    };
+  };
+
+  // Pixels that a chart needs beyond its height: more than one row of legend, marks' labels, many bars side by side.
+  const extra = (chart, width) => {
+    if (chart.map) return 0;
+    const { legend, labels } = layout(chart, width);
+    return 19 * Math.max(legend - 1, 0) + 15 * labels + Math.max(0, 22 * chart.y.names.length - 190);
+  };
+
+  const guides = (chart, { marks }) => ({
     silent: true,
     markArea: {
       silent: true,
@@ -63,15 +110,36 @@ attnDiag.options = (() => {
       precision: -1,
       lineStyle: { color: theme.color("third"), type: "dashed", width: 1 },
       label: { ...textStyle(), position: "insideEndTop", formatter: (p) => p.name },
-      data: chart.bands.flatMap((b) => (b.high > b.low
-        ? [{ yAxis: b.high, name: b.name }, { yAxis: b.low, name: "" }]
-        : [{ yAxis: b.low, name: b.name }])),
+      data: [
+        ...chart.bands.flatMap((b) => (b.high > b.low
+          ? [{ yAxis: b.high, name: b.name }, { yAxis: b.low, name: "" }]
+          : [{ yAxis: b.low, name: b.name }])),
+        ...marks.map((mark) => ({
+          xAxis: mark.x, name: mark.label,
+          lineStyle: { color: theme.color("ink"), type: "solid", width: 1, opacity: 0.7 },
+          label: { position: "end", rotate: 0, align: mark.align, distance: 4 + 15 * mark.row, color: theme.color("ink") },
+        })),
+      ],
     },
   });
 
-  const seriesOf = (chart, sideways) => (series, i) => {
+  // A colour for every series: its own, or the next that none has; dashed where colours begin again.
+  const tonesOf = (chart) => {
+    const free = TONES.filter((tone) => !chart.series.some((s) => s.tone === tone));
+    let next = 0;
+    return chart.series.map((s) => {
+      if (s.tone) return { tone: s.tone, dashed: false };
+      const at = next++;
+      return free.length ? { tone: free[at % free.length], dashed: at >= free.length } : { tone: TONES[at % TONES.length], dashed: true };
+    });
+  };
+
+  const seriesOf = (chart, sideways, arranged, tones) => (series, i) => {
     const points = series.x.map((x, k) => [shown(x, chart.x), shown(series.y[k], chart.y)]);
     const bars = series.kind === "bars";
+    // The first of several lines is broad and pale: what lies on it does not hide it. Not where tones tell them apart.
+    const broad = series.look === "broad" || (!i && chart.series.length > 1 && !chart.series.some((s) => s.tone || s.look));
+    const faint = series.look === "faint";
     const made = {
       name: series.name,
       type: bars ? "bar" : series.kind === "points" ? "scatter" : "line",
@@ -80,9 +148,10 @@ attnDiag.options = (() => {
       ...(bars ? { barCategoryGap: sideways ? "35%" : "8%", barMinHeight: 0 } : {}),
       symbolSize: series.kind === "points" ? 5 : 4,
       showSymbol: series.kind === "points" || points.length < 3,
-      // The first of several lines is broad and pale: what lies on it does not hide it.
-      lineStyle: !i && chart.series.length > 1 ? { width: 4.5, opacity: 0.45 } : { width: 1.6 },
-      ...(i ? {} : bandsOf(chart)),
+      color: theme.color(tones[i].tone),
+      lineStyle: { type: tones[i].dashed ? "dashed" : "solid", ...(faint ? { width: 1, opacity: 0.45 } : broad ? { width: 4.5, opacity: 0.45 } : { width: 1.6 }) },
+      z: faint ? 1 : 2,
+      ...(i ? {} : guides(chart, arranged)),
       silent: false,
     };
     // One series of bars around zero: colour by sign, as in the maps.
@@ -101,22 +170,28 @@ attnDiag.options = (() => {
     return lines(title, items.map((item) => `${item.seriesName}: ${number(item.value[sideways ? 0 : 1], 5)}`));
   };
 
-  const series = (chart) => {
+  const series = (chart, width) => {
+    const arranged = layout(chart, width);
+    const labels = 15 * arranged.labels;
     const sideways = chart.y.names.length > 0 && chart.series.every((s) => s.kind === "bars");
     const scattered = chart.series.every((s) => s.kind === "points");
+    // Bars of which no two share a place need no room side by side.
+    const places = chart.series.flatMap((s) => (sideways ? s.y : s.x));
+    const alone = new Set(places).size === places.length;
     const zoomable = !sideways && !chart.x.names.length;
     return {
       ...base(chart),
-      grid: { left: 8, right: 14, top: chart.series.length > 1 ? 54 : 30, bottom: 26, containLabel: true },
-      legend: { show: chart.series.length > 1, top: 0, left: 0, itemWidth: 16, itemHeight: 8, icon: scattered ? "circle" : "roundRect", textStyle: textStyle("ink") },
+      grid: { left: 8, right: 14, top: (sideways ? 10 : 30) + (arranged.legend ? 24 + 19 * (arranged.legend - 1) : 0) + labels, bottom: 26, containLabel: true },
+      legend: { show: chart.series.length > 1, data: chart.series.map((s) => ({ name: s.name, ...(s.look ? { itemStyle: { opacity: 0.45 } } : {}) })), top: 0, left: 0, itemWidth: 16, itemHeight: 8, icon: scattered ? "circle" : "roundRect", textStyle: textStyle("ink") },
       tooltip: tooltip({
         trigger: scattered ? "item" : "axis",
         axisPointer: { type: chart.series.some((s) => s.kind === "bars") ? "shadow" : "line", axis: sideways ? "y" : "x", shadowStyle: { color: theme.color("band") } },
         formatter: hover(chart, sideways),
       }),
-      xAxis: axis(chart.x, { nameGap: 26, scale: scattered, ...(sideways || chart.x.names.length ? {} : { min: chart.x.ends?.[0] ?? "dataMin", max: chart.x.ends?.[1] ?? "dataMax", splitLine: { show: false }, axisLabel: { ...textStyle(), hideOverlap: true, showMaxLabel: false, formatter: (v) => number(v, 6) } }) }),
+      xAxis: axis(chart.x, { nameGap: 26, scale: scattered, ...(sideways || chart.x.names.length ? {} : { min: chart.x.ends?.[0] ?? (arranged.marks.length ? arranged.low : "dataMin"), max: chart.x.ends?.[1] ?? (arranged.marks.length ? arranged.high : "dataMax"), splitLine: { show: false }, axisLabel: { ...textStyle(), hideOverlap: true, showMaxLabel: false, formatter: (v) => number(v, 6) } }) }),
       yAxis: axis(chart.y, {
-        ...(sideways ? { inverse: true, name: "" } : { nameGap: 12, nameLocation: "end", nameTextStyle: { ...textStyle(), align: "left", padding: [0, 0, 0, 0] } }),
+        ...(sideways ? { inverse: true, name: "" } : { nameGap: 12 + labels, nameLocation: "end", nameTextStyle: { ...textStyle(), align: "left", padding: [0, 0, 0, 0] } }),
+        ...(chart.y.fit ? { scale: true } : {}),
         ...(chart.y.whole ? { minInterval: 1 } : {}),
         // A band must be seen whole, whatever the walk does.
         ...(chart.bands.length && !chart.y.log && !sideways ? {
@@ -126,7 +201,7 @@ attnDiag.options = (() => {
       }),
       // Zoom by pinching, dragging and ctrl+wheel: a plain wheel goes on scrolling the page.
       ...(zoomable ? { dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, preventDefaultMouseMove: false, filterMode: "none" }] } : {}),
-      series: chart.series.map(seriesOf(chart, sideways)),
+      series: chart.series.map(seriesOf(chart, sideways, arranged, tonesOf(chart))).map((s) => (alone && s.type === "bar" ? { ...s, barGap: "-100%" } : s)),
     };
   };
 
@@ -157,5 +232,6 @@ attnDiag.options = (() => {
     };
   };
 
-  return { of: (chart) => (chart.map ? map(chart) : series(chart)), base, axis, tooltip, lines, textStyle };
+  // ``width``: of the place, in pixels.
+  return { of: (chart, width) => (chart.map ? map(chart) : series(chart, width)), extra, base, axis, tooltip, lines, textStyle };
 })();

@@ -1,0 +1,126 @@
+"""The record of a failing run as one page: what failed, the alarm before it, the guilty rounding, the cure.
+
+    python benchmarks/failing_run/page.py benchmarks/results/failing_chain --out reports/gallery/failing_run.html
+
+Needs no GPU. It is made from whatever is in the folder; what was planned (``--jobs``) and is not there is listed at the
+end. ``--picture FILE``: also one figure as a PNG, 1,200 pixels wide (needs playwright and Chromium in PATH).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from pathlib import Path
+
+from page_cure import control_of, cure, cures, fate, last_failure, trained
+from page_limits import limits
+from page_missing import made, missing, planned
+from page_monitor import monitor
+from page_outcomes import ON, held, predicted
+from page_picture import picture, take
+from page_record import Record, read_record
+from page_runs import failing, healthy_words, others
+from page_sites import chain_of, guilty, sites
+from page_values import at, listed, middle, percent
+
+from attn_diag.monitoring.alarm import AlarmRule
+from attn_diag.reports.charts import Gallery, Section
+from attn_diag.reports.gallery import gallery_document
+
+JOBS = Path(__file__).parent / "jobs" / "chain.txt"
+_A = (
+    "GPT-2 small trains in BF16. Arm A's forward rounds the scores, S - m, O_bar, l and O to BF16; the healthy arm "
+    "rounds O alone. All else is the same: initial weights, batches, optimizer, and the backward, FlashAttention-2's."
+)
+_B = "Arm B keeps scores and S - m in fp32 and rounds O_bar, l and O."
+
+
+def gallery(record: Record, jobs: Path = JOBS) -> Gallery:
+    """The whole page."""
+    rule, plan = AlarmRule(), planned(jobs)
+    sections = [
+        failing(record, "A", "The run that fails", _A),
+        *monitor(record, "A", "What the monitor saw", rule),
+        *sites(record, "A", "The guilty rounding"),
+        *cure(record, "A", "The cure"),
+        *predicted(record, "A", "Predicted, and trained"),
+        failing(record, "B", "Arm B: the run that fails", _B),
+        *monitor(record, "B", "Arm B: what the monitor saw", rule, signs=False),
+        *sites(record, "B", "Arm B: the guilty rounding"),
+        *cure(record, "B", "Arm B: the cure"),
+        *predicted(record, "B", "Arm B: predicted, and trained"),
+        limits(record, "The published mitigation, and its limit"),
+        others(record, "Other arms, from the start"),
+        *accumulation(record),
+        held(record, "What had to hold"),
+        missing(record, plan),
+        made(record, plan),
+    ]
+    return Gallery(
+        "A training run that BF16 attention breaks: the alarm, the guilty rounding, the cure",
+        summary(record),
+        tuple(section for section in sections if section),
+        "Made from the logs by benchmarks/failing_run/page.py. One model, one corpus: it shows a causal chain, not how "
+        "often it happens.",
+    )
+
+
+def summary(record: Record) -> str:
+    """The page in a few sentences, of what is there."""
+    run = record.first("A")
+    if run is None:
+        return "No run of arm A is in this record."
+    end = (
+        f"leaves its trend at step {run.departure.step:,} ({run.departure.reason})"
+        if run.departure
+        else f"keeps its trend for {run.end:,} steps"
+    )
+    said = [f"Arm A, whose attention rounds the scores to BF16, {end}.", *filter(None, [healthy_words(record)])]
+    if run.log.alarms:
+        alarm = run.log.alarms[0]["step"]
+        lead = f", {run.departure.step - alarm:,} steps before" if run.departure else ""
+        said.append(f"The monitor alarmed at step {alarm:,}{lead}.")
+    chain = chain_of(record, "A")
+    if site := guilty(chain):
+        share = percent(middle(at(chain, "attribute", "sites", site, "dq", "share")))
+        said.append(
+            f"From one capture at the alarm, attribute names the rounding of {site}: {share} of dQ's squared error."
+        )
+    if forks := cures(record, run):
+        last = last_failure(record, run)
+        on = [fork.change for fork in forks if fate(fork, last) == ON]
+        said.append(
+            f"From the alarm's checkpoint the unchanged run {trained(control_of(record, run))}"
+            + (f"; with {listed(on)} it trains on." if on else ".")
+        )
+    return " ".join(said)
+
+
+def accumulation(record: Record) -> list[Section]:
+    """The sections that accumulation_page makes of its document."""
+    found = record.documents.get("accumulation")
+    if found is None or importlib.util.find_spec("accumulation_page") is None:
+        return []
+    return list(importlib.import_module("accumulation_page").sections(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the record, such as benchmarks/results/failing_chain")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page")
+    parser.add_argument("--jobs", type=Path, default=JOBS, metavar="FILE", help="the runs that were planned")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="the figure of the README")
+    options = parser.parse_args()
+    if options.out is None and options.picture is None:
+        parser.error("nothing to make: give --out, --picture or both")
+    record = read_record(options.folder)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(gallery_document(gallery(record, options.jobs)), encoding="utf-8")
+    if options.picture is not None:
+        take(picture(record), options.picture)
+
+
+if __name__ == "__main__":
+    main()
