@@ -160,7 +160,7 @@ def _worst(statuses: Sequence[str | None]) -> str | None:
 def separation(rows: Sequence[Row]) -> dict[str, Any]:
     """The most that a fork which kept its trend was predicted to leave, and the least of one that left it."""
     ran = [(row.left, row.mitigation, row.fork.failed) for row in rows if row.fork and row.left is not None]
-    kept, failed = [r for r in ran if not r[2]], [r for r in ran if r[2]]
+    kept, failed = [r for r in ran if r[2] is False], [r for r in ran if r[2]]
     most, least = max(kept, default=None), min(failed, default=None)
     return {
         "kept_most": None if most is None else {"mitigation": most[1], "left": most[0]},
@@ -186,7 +186,7 @@ def site_check(chain: Mapping[str, Any], rows: Sequence[Row]) -> SiteCheck:
     failed = [value for value in tried.values() if value is not None]
     holds = None
     if repair_failed is not None and failed and control is not None:
-        holds = control.failed and not repair_failed and all(failed)
+        holds = bool(control.failed) and not repair_failed and all(failed)
     return SiteCheck(
         guilty=guilty,
         sequences=count,
@@ -200,18 +200,19 @@ def site_check(chain: Mapping[str, Any], rows: Sequence[Row]) -> SiteCheck:
         shams=tried,
         control_failed=None if control is None else control.failed,
         holds=holds,
-        words=_site_words(guilty, count, len(blamed), chosen, tried),
+        words=_site_words(guilty, count, len(blamed), chosen, shams),
     )
 
 
-def _site_words(guilty: str, count: int, of: int, chosen: Row | None, shams: Mapping[str, bool | None]) -> str:
-    def said(failed: bool | None) -> str:
-        return "not run" if failed is None else "failed" if failed else "kept its trend"
+def _site_words(guilty: str, count: int, of: int, chosen: Row | None, shams: Mapping[str, Row]) -> str:
+    def said(fork: Fork | None) -> str:
+        if fork is None:
+            return "not run"
+        return f"cut off at {fork.until}" if fork.cut_off else "failed" if fork.failed else "kept its trend"
 
     words = f"attribute blames {guilty} in {count} of {of} sequences"
     if chosen is None:
         return f"{words}; no mitigation repairs it"
-    fork = chosen.fork
-    words += f"; {chosen.mitigation} (repairs {', '.join(chosen.sites)}): {said(None if fork is None else fork.failed)}"
-    others = "; ".join(f"{name}: {said(failed)}" for name, failed in shams.items())
+    words += f"; {chosen.mitigation} (repairs {', '.join(chosen.sites)}): {said(chosen.fork)}"
+    others = "; ".join(f"{name}: {said(row.fork)}" for name, row in shams.items())
     return f"{words}. Sham repairs: {others or 'none'}"

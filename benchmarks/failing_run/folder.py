@@ -44,7 +44,7 @@ def read_chains(folder: Path) -> dict[str, dict[str, Any]]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write to six digits, complete or not at all; raises InputError where that cannot be."""
-    text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
+    text = json.dumps(plain(value), separators=(",", ":"), allow_nan=False) + "\n"
     write_atomically(path, lambda temporary: Path(temporary).write_text(text))
 
 

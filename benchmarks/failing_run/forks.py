@@ -27,7 +27,8 @@ class Fork:
     that less the loss of the run that ``gap_to`` names, which saw the same data: the fork with fa2, else fa2 from step
     0 on, whose weights are other ones; None where neither was run. ``last_loss``: of the last 20 steps of a run that
     did not depart. ``share``: the largest monitored error of dW_Q over dW_Q up to the control's departure,
-    ``largest_share``: up to the end.
+    ``largest_share``: up to the end. ``cut_off``: it ended before the control's departure, so that its trend says
+    nothing.
     """
 
     run: str
@@ -43,11 +44,12 @@ class Fork:
     last_loss: float | None = None
     share: float | None = None
     largest_share: float | None = None
+    cut_off: bool = False
 
     @property
-    def failed(self) -> bool:
-        """Whether it left its trend."""
-        return self.departure is not None
+    def failed(self) -> bool | None:
+        """Whether it left its trend; None where it was cut off before that could be seen."""
+        return None if self.cut_off else self.departure is not None
 
 
 def forks_of(runs: Mapping[str, RunLog], parent: str, checks: Mapping[str, Sequence[Check]]) -> dict[str, Fork]:
@@ -114,6 +116,7 @@ def _fork(name: str, log: RunLog, parent: RunLog, start: int, common: int, check
         last_loss=fmean(loss for _, loss in own[-_TRAILING:]) if found is None and own else None,
         share=largest_share([c for c in seen if c.step <= common]),
         largest_share=largest_share(seen),
+        cut_off=found is None and until < common - 1,
     )
 
 

@@ -106,7 +106,7 @@ def _chain_row(row: Mapping[str, Any]) -> list[str]:
 
 def _trained(fork: Mapping[str, Any]) -> str:
     if fork["departure"] is None:
-        return f"none until {fork['until']}"
+        return f"cut off at {fork['until']}" if fork["cut_off"] else f"none until {fork['until']}"
     return f"{fork['departure']} ({fork['reason']})"
 
 

@@ -14,12 +14,12 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from arms import ARMS
+from arms import ARMS, whole
 from folder import write_json
 
 import attn_diag
@@ -30,7 +30,7 @@ from attn_diag.diagnosis import BiasEstimate, Diagnosis
 from attn_diag.errors import InputError
 from attn_diag.files import require_writable
 from attn_diag.identification.result import Identification
-from attn_diag.kernels.recipe import BACKWARD, PRESETS, Recipe, preset
+from attn_diag.kernels.recipe import PRESETS, Recipe, preset
 from attn_diag.loading import find_captures
 from attn_diag.mitigation.result import Candidate, WhatIf
 
@@ -52,7 +52,7 @@ def recipe_of(name: str) -> Recipe:
     if arm is None or arm.forward is None:
         known = [*(key for key, value in ARMS.items() if value.forward is not None), *PRESETS]
         raise ValueError(f"no recipe {name!r}; there are {', '.join(dict.fromkeys(known))}")
-    return replace(arm.forward, **{site: getattr(arm.backward, site) for site in BACKWARD})
+    return whole(arm)
 
 
 def predict(

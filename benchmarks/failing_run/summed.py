@@ -142,7 +142,7 @@ def main() -> None:
     found = compare(attn_diag.load(find_captures([options.capture])[0]), options.arm, options.cures)
     print(table(found))
     if options.out:
-        text = json.dumps(plain(found), indent=1) + "\n"
+        text = json.dumps(plain(found), separators=(",", ":")) + "\n"
         write_atomically(options.out, lambda temporary: Path(temporary).write_text(text))
 
 
