@@ -482,7 +482,7 @@ def test_what_is_not_finite_or_not_known_is_a_gap(document: dict[str, Any]) -> N
     gallery_document(Gallery("title", "lead", tuple(sections)))
 
 
-@pytest.mark.parametrize("wrong", [{"schema": "attn-diag-diagnosis"}, {"schema_version": 2}])
+@pytest.mark.parametrize("wrong", [{"schema": "attn-diag-diagnosis"}, {"schema_version": 3}])
 def test_another_document_is_refused(document: dict[str, Any], wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected attn-diag-accumulation"):
         accumulation_page.sections(document | wrong)

@@ -22,18 +22,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import attn_diag
 from attn_diag.kernels.recipe import BACKWARD, Recipe, preset
 from attn_diag.monitoring.alarm import AlarmRule
+from attn_diag.monitoring.record import read_log
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import alarms
+import collect
 import departure
 import launch
 import make_tokens
 import summary
+import summed
 import train
 from arms import ARMS, Arm, arm, whole
 from departure import Departure, Watch, departures
@@ -713,3 +717,57 @@ def test_tokens_spell_the_text() -> None:
     assert tokens.count(257) == 3
     assert tokens[-3:] == [ord("d") + 1, ord("\n") + 1, 0]
     assert max(tokens) <= 258
+
+
+# --- The record ---
+
+
+def test_a_record_holds_what_the_runs_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = on_trend(60)
+    write_log(tmp_path / "A_seed3.jsonl", rows, alarms=(50,))
+    (tmp_path / "monitor").mkdir()
+    check = '{"step":50,"layers":[{"layer":0,"module":null,"metrics":{"max_logit":[1.23456789,null,"Infinity"]}}]}\n'
+    (tmp_path / "monitor" / "A_seed3.jsonl").write_text(check + '{"step":100,"lay')  # a kill cut the last line
+    monkeypatch.setattr(sys, "argv", ["collect.py", str(tmp_path), str(tmp_path / "record")])
+    collect.main()
+    kept = RunLog.read(tmp_path / "record" / "A_seed3.jsonl.xz")
+    assert kept == RunLog.read(tmp_path / "A_seed3.jsonl")
+    assert kept.alarms
+    (found,) = read_log(tmp_path / "record" / "monitor" / "A_seed3.jsonl.xz")
+    assert found.layers[0].values["max_logit"] == pytest.approx([1.2346, np.nan, np.inf], nan_ok=True, abs=1e-12)
+    assert not list((tmp_path / "record").rglob("*.partial"))
+
+
+# --- Sums over a batch ---
+
+
+def test_errors_of_one_direction_add_up_and_others_do_not() -> None:
+    draw = torch.Generator().manual_seed(0)
+    exact = torch.randn(8, 4, 6, generator=draw, dtype=torch.float64)
+    left, right = (torch.randn(n, generator=draw, dtype=torch.float64) for n in (4, 6))
+    direction = left.outer(right)
+    same = direction * (1 + 0.1 * torch.rand(8, 1, 1, generator=draw, dtype=torch.float64))
+    signs = torch.tensor([1, -1, -1, 1, 1, -1, 1, -1.0], dtype=torch.float64)[:, None, None]
+    coherent, mixed = (summed.summed("", e, exact) for e in (same, same * signs))
+    # Of the 2^7 choices of signs (a common one does not count) only the one at hand does as much.
+    assert (coherent.p_value, coherent.sequences) == (2**-7, 8)
+    assert coherent.coherence == pytest.approx(8, rel=0.01)
+    assert mixed.p_value > 0.5
+    assert mixed.coherence < 0.1
+    assert mixed.relative == pytest.approx(coherent.relative)
+    assert coherent.relative_of_sum > 5 * mixed.relative_of_sum
+    assert coherent.first_share == pytest.approx(1)
+    assert coherent.cosine == pytest.approx(
+        float(functional.cosine_similarity(direction.flatten(), exact.sum(0).flatten(), 0)), abs=0.02
+    )
+
+
+def test_the_scores_repair_is_what_the_failing_capture_needs() -> None:
+    capture = attn_diag.load(Path(__file__).parent / "captures" / "failing_step500_L2H7.safetensors")
+    found = summed.compare(capture, "A", ["fp32-scores", "fp32-sums"])
+    arm_a, scores, sums = (row["relative"] for row in found["rows"])
+    assert arm_a == pytest.approx(0.0717, rel=0.02)  # dW_Q's error as attribute has it
+    assert scores < arm_a / 3 < sums
+    assert summed.table(found).count("\n") == 4
+    with pytest.raises(ValueError, match="one head"):
+        summed.compare(attn_diag.load(Path(__file__).parent / "captures" / "gqa_T200.safetensors"), "A", [])

@@ -66,7 +66,7 @@ class Accumulation:
     verdict: Verdict
     figures: dict[str, Any]
     schema: str = SCHEMA
-    schema_version: int = 1
+    schema_version: int = 2
 
     def to_json(self) -> str:
         """Numbers with six digits; those that are not finite as strings."""

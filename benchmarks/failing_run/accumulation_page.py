@@ -46,13 +46,18 @@ ALIGNMENTS = {
 
 
 def sections(accumulation: dict[str, Any]) -> list[Section]:
-    """All sections of an ``accumulation.json``, as read by json.load. Raises ValueError for another document."""
-    if accumulation.get("schema") != "attn-diag-accumulation" or accumulation.get("schema_version") != 1:
+    """All sections of an ``accumulation.json``, as read by json.load. Raises ValueError for another document.
+
+    Version 1 had fewer tests and no equal weights: its words and figures are shown.
+    """
+    if accumulation.get("schema") != "attn-diag-accumulation" or accumulation.get("schema_version") not in (1, 2):
         raise ValueError(
-            "expected attn-diag-accumulation, version 1, got "
+            "expected attn-diag-accumulation, version 1 or 2, got "
             f"{accumulation.get('schema')}, version {accumulation.get('schema_version')}; make it with accumulation.py"
         )
     page = _Page(accumulation)
+    if accumulation["schema_version"] == 1:
+        return [page.first_version(), page.size(), page.directions(), page.notes(), *page.paper()]
     return [page.verdict(), page.size(), page.directions(), page.across(), page.notes(), *page.paper()]
 
 
@@ -229,6 +234,11 @@ class _Page:
     def notes(self) -> Section:
         f = self.found
         return Section("What was measured", (f"{self.of[0].upper()}{self.of[1:]}: {f['chosen']}.", *f["notes"]))
+
+    def first_version(self) -> Section:
+        """What version 1 says of itself."""
+        left = "Each third of the steps, and steps with equal weights, were not tested by the version that made this."
+        return Section(f"Bias, size or coherence: {self.of}", (self.found["verdict"]["sentence"], left))
 
     def paper(self) -> tuple[Section, ...]:
         """The paper's figures, rebuilt from their JSON."""

@@ -56,7 +56,7 @@ class Summed:
 
 def exactly(recipe: Recipe) -> Recipe:
     """The recipe without any rounding, in float64."""
-    sites = {site: "fp32" for site in FORMATS if site != "input"}
+    sites: dict[str, Any] = {site: "fp32" for site in FORMATS if site != "input"}
     return replace(recipe, name="exact", arithmetic="fp64", exp="exact", **sites)
 
 

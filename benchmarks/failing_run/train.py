@@ -26,7 +26,7 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -87,15 +87,22 @@ class Attention(nn.Module):
         return out
 
 
+class FeedForward(nn.Module):
+    """The weights that ``feed_forward`` computes with."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, 4 * width, bias=False)
+        self.c_proj = nn.Linear(4 * width, width, bias=False)
+
+
 class Block(nn.Module):
     def __init__(self, width: int, heads: int, attend: Attend) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width, bias=False)
         self.attn = Attention(width, heads, attend)
         self.ln_2 = nn.LayerNorm(width, bias=False)
-        self.mlp = nn.Module()
-        self.mlp.c_fc = nn.Linear(width, 4 * width, bias=False)
-        self.mlp.c_proj = nn.Linear(4 * width, width, bias=False)
+        self.mlp = FeedForward(width)
         self.normed, self.feed_forward = normed, feed_forward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +120,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] -> [B, T, C], before the last norm."""
-        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        x: Tensor = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
         for block in self.h:
             x = block(x)
         return x
@@ -121,6 +128,8 @@ class Transformer(nn.Module):
 
 class GPT(nn.Module):
     """GPT-2 without biases and dropout; names and initialisation as in nanoGPT."""
+
+    loss_of: Callable[..., Tensor]
 
     def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int, attend: Attend) -> None:
         super().__init__()
@@ -142,8 +151,9 @@ class GPT(nn.Module):
         """Have torch.compile fuse what stands between the attentions."""
         self.loss_of = torch.compile(loss_of, dynamic=False)
         fused = {f.__name__: torch.compile(f, dynamic=False) for f in (normed, feed_forward)}
-        for block in self.transformer.h:
-            block.normed, block.feed_forward = fused["normed"], fused["feed_forward"]
+        for block in self.modules():
+            if isinstance(block, Block):
+                block.normed, block.feed_forward = fused["normed"], fused["feed_forward"]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 from attn_diag.kernels import PRESETS, Recipe, Schedule, preset
 from attn_diag.kernels.formats import Format
@@ -67,7 +68,8 @@ def mixtures(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
     for (of_scores, base), choice in product(scores.items(), product((False, True), repeat=len(_OPTIONAL))):
         rounded = [site for site, chosen in zip(_OPTIONAL, choice, strict=True) if chosen]
         words = ", ".join(filter(None, (of_scores, *(_OPTIONAL[site] for site in rounded))))
-        recipe = replace(base, name=f"fa2 with {words} in {fmt}", **dict.fromkeys(rounded, fmt))
+        changes: dict[str, Any] = dict.fromkeys(rounded, fmt)
+        recipe = replace(base, name=f"fa2 with {words} in {fmt}", **changes)
         if _forward(recipe) not in known:
             found.append(recipe)
     return tuple(found)
