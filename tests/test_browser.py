@@ -466,6 +466,25 @@ def test_marks_and_legends_have_their_room(tmp_path: Path, open_page: Open, widt
     assert overlapping(page, "crowded"), "the check can fail"
 
 
+def test_a_high_bands_name_is_not_on_a_marks_label(tmp_path: Path, open_page: Open) -> None:
+    line = Series("a", (0.0, 1000.0), (1.0, 100.0))
+    marks = (Mark(900, "NaN predicted 900"), Mark(985, "NaN came 985"))
+    chart = Chart(
+        "high", "high", "c", Axis("step"), Axis("y", log=True), (line,), (Band("limit 98", 98, 98),), marks=marks
+    )
+    page = open_page(written(tmp_path, chart), width=800)
+    scroll_through(page)
+    assert "limit 98" in page.locator("figure svg text").all_text_contents()
+    assert not overlapping(page, "high")
+    page.evaluate(
+        """place => { const chart = echarts.getInstanceByDom(place); const [series] = chart.getOption().series;
+        series.markLine.data.forEach((line) => { if (line.yAxis) line.label.position = "insideEndTop"; });
+        chart.setOption({ series: [series] }); }""",
+        page.locator(".chart").element_handle(),
+    )
+    assert overlapping(page, "high"), "the check can fail"
+
+
 def test_the_legend_finds_its_room_again_when_the_page_narrows(tmp_path: Path, open_page: Open) -> None:
     page = open_page(written(tmp_path, crowded()))
     scroll_through(page)

@@ -19,8 +19,8 @@ def summed(record: Record, arm: str, title: str) -> Section | None:
         return None
     said = (
         "what-if ranks by the error in one sequence; the optimizer sees the sum over a batch. Of each change, emulated "
-        "on the capture's sequences: the error of dW_Q in a sequence (root mean square) and of the sum; the coherence "
-        "‖ΣE‖² / Σ‖E‖², which random signs leave at 1 in the mean; p is exact, from all signs of the sequences."
+        "on the capture's sequences: the error of dW_Q in a sequence (root mean square) and of the sum, and the "
+        "coherence ‖ΣE‖² / Σ‖E‖², which random signs leave at 1 in the mean; p is exact, from all signs."
     )
     fates = _fates(record, arm)
     lines: list[tuple[str, ...]] = [

@@ -95,6 +95,12 @@ attnDiag.options = (() => {
     return 19 * Math.max(legend - 1, 0) + 15 * labels + Math.max(0, 22 * chart.y.names.length - 190);
   };
 
+  // A high band's name is on the left, out of the way of marks' labels, which more often stand on the right.
+  const side = (chart, band) => {
+    const top = chart.series.flatMap((s) => s.y).reduce((a, y) => (y > a ? y : a), -Infinity);
+    return chart.marks?.length && band.high > 0.6 * top ? "insideStartTop" : "insideEndTop";
+  };
+
   const guides = (chart, { marks }) => ({
     silent: true,
     markArea: {
@@ -112,8 +118,8 @@ attnDiag.options = (() => {
       label: { ...textStyle(), position: "insideEndTop", formatter: (p) => p.name },
       data: [
         ...chart.bands.flatMap((b) => (b.high > b.low
-          ? [{ yAxis: b.high, name: b.name }, { yAxis: b.low, name: "" }]
-          : [{ yAxis: b.low, name: b.name }])),
+          ? [{ yAxis: b.high, name: b.name, label: { position: side(chart, b) } }, { yAxis: b.low, name: "" }]
+          : [{ yAxis: b.low, name: b.name, label: { position: side(chart, b) } }])),
         ...marks.map((mark) => ({
           xAxis: mark.x, name: mark.label,
           lineStyle: { color: theme.color("ink"), type: "solid", width: 1, opacity: 0.7 },
@@ -145,7 +151,7 @@ attnDiag.options = (() => {
       type: bars ? "bar" : series.kind === "points" ? "scatter" : "line",
       data: points,
       ...(series.kind === "step" ? { step: "end" } : {}),
-      ...(bars ? { barCategoryGap: sideways ? "35%" : "8%", barMinHeight: 0 } : {}),
+      ...(bars ? { barCategoryGap: sideways ? "35%" : "8%", barMinHeight: 0, ...(sideways ? { barMaxWidth: 22 } : {}) } : {}),
       symbolSize: series.kind === "points" ? 5 : 4,
       showSymbol: series.kind === "points" || points.length < 3,
       color: theme.color(tones[i].tone),
