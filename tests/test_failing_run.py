@@ -36,6 +36,7 @@ import collect
 import departure
 import launch
 import make_tokens
+import repeats
 import summary
 import summed
 import train
@@ -771,3 +772,17 @@ def test_the_scores_repair_is_what_the_failing_capture_needs() -> None:
     assert summed.table(found).count("\n") == 4
     with pytest.raises(ValueError, match="one head"):
         summed.compare(attn_diag.load(Path(__file__).parent / "captures" / "gqa_T200.safetensors"), "A", [])
+
+
+# --- Repeats ---
+
+
+def test_runs_made_twice_are_compared_digit_by_digit(tmp_path: Path) -> None:
+    nans = changed(CALM, range(390, 400), loss=float("nan"))
+    for folder, rows in (("one", nans), ("two", nans[:395]), ("three", changed(nans, range(200, 201), loss=1e-3))):
+        (tmp_path / folder).mkdir()
+        write_log(tmp_path / folder / "A_seed3.jsonl", rows)
+    one, two, three = (RunLog.read(tmp_path / folder / "A_seed3.jsonl") for folder in ("one", "two", "three"))
+    same = repeats.repeat("A", [one, two])
+    assert (same.compared, same.differs_at, same.departures) == (395, None, (390, 390))
+    assert repeats.repeat("A", [one, two, three]).differs_at == 200
