@@ -541,6 +541,17 @@ def test_at_the_alarm_the_run_is_kept_and_the_head_captured(
         run(tokens, tmp_path, "B", *start, "--clip", "2.0")
 
 
+def test_a_run_that_left_no_checkpoint_starts_again(tokens: Path, tmp_path: Path) -> None:
+    run(tokens, tmp_path, "fa2", "--steps", "4", "--checkpoint-every", "2")
+    start = ("--start-from", str(tmp_path / "fa2_seed0.pt"), "--monitor-every", "1", "--tag", "fork")
+    for _ in range(2):
+        run(tokens, tmp_path, "fa2", *start, "--steps", "7", "--resume")
+        found = RunLog.read(tmp_path / "fa2_seed0_fork.jsonl")
+        assert [step for step, _, _ in found.steps] == list(range(7))
+        assert [h["first_step"] for h in found.headers] == [4]
+        assert [c.step for c in read_log(tmp_path / "monitor" / "fa2_seed0_fork.jsonl")] == [4, 5, 6]
+
+
 def test_moments_lie_beside_the_captures(tokens: Path, tmp_path: Path) -> None:
     capture = ("--capture-steps", "2:4", "--capture-layers", "0", "--capture-momentum")
     run(tokens, tmp_path, "fa2", "--steps", "5", *capture, "--checkpoint-every", "3")

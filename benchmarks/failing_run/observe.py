@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import attn_diag
+from attn_diag.files import write_atomically
+from attn_diag.monitoring.record import read_log
 
 # Of the alarm's head: enough for a test clustered by sequence.
 _SEQUENCES = range(8)
@@ -22,6 +24,12 @@ def steps_of(text: str) -> range:
     """ "650:760" or "650". Raises ValueError for anything else."""
     first, _, end = text.partition(":")
     return range(int(first), int(end) if end else int(first) + 1)
+
+
+def _keep_until(log: Path, first: int) -> None:
+    """Leave a monitor's log with the checks before step ``first``: those from there on are made again."""
+    kept = "".join(check.to_json() + "\n" for check in read_log(log) if check.step < first)
+    write_atomically(log, lambda temporary: Path(temporary).write_text(kept))
 
 
 class Observer:
@@ -48,6 +56,8 @@ class Observer:
             self._capture(f"{name}_from{first}", steps=options.capture_steps, layers=options.capture_layers)
         if options.monitor_every:
             log = options.out / "monitor" / f"{name}.jsonl"
+            if log.exists():
+                _keep_until(log, first)
             monitor = attn_diag.Monitor(model, every=options.monitor_every, first_step=first, log=log)
             self.monitor = stack.enter_context(monitor)
 

@@ -341,7 +341,9 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
         log = None
         if place.rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
-            log = stack.enter_context(Writer(path, trainer.step if options.resume else None))
+            # Of an earlier piece that left no checkpoint nothing is kept.
+            kept_until = trainer.step if resumed else 0
+            log = stack.enter_context(Writer(path, kept_until if options.resume else None))
         observer = Observer(stack, trainer.model, trainer.optimizer, options, name, trainer.step)
         record = Record(log, observer.monitor, options.monitor_every, options.stop_after)
         if log is not None:
