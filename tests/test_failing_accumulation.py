@@ -488,6 +488,20 @@ def test_another_document_is_refused(document: dict[str, Any], wrong: dict[str, 
         accumulation_page.sections(document | wrong)
 
 
+def test_the_first_version_is_shown_as_far_as_it_goes(document: dict[str, Any]) -> None:
+    titles = [s.title for s in accumulation_page.sections(document | {"schema_version": 1})]
+    assert titles[0].startswith("Bias, size or coherence")
+    assert len(titles) < len(accumulation_page.sections(document))
+
+
+def test_a_walk_that_does_not_end_at_o_is_not_drawn(document: dict[str, Any]) -> None:
+    def charts(as_observed: bool) -> int:
+        figures = document["figures"] | {"prefix": document["figures"]["prefix"] | {"as_observed": as_observed}}
+        return sum(len(s.charts) for s in accumulation_page.sections(document | {"figures": figures}))
+
+    assert charts(as_observed=False) < charts(as_observed=True)
+
+
 def test_the_document_is_the_result(with_momentum: Accumulation) -> None:
     found = json.loads(with_momentum.to_json())
     assert found["steps"][3]["step"] == with_momentum.steps[3].step

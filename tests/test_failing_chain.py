@@ -875,3 +875,18 @@ def test_packed_monitor_logs_are_read(runs: Path) -> None:
     assert packed is not None
     assert [c.to_json() for c in packed] == [c.to_json() for c in plain]
     assert folder.read_checks(runs, "A") is None
+
+
+@pytest.mark.parametrize(
+    ("holds", "p_value", "expected"),
+    [(True, 0.04, (True, True)), (False, 0.06, (False, False)), (None, None, (None, None))],
+)
+def test_predictions_are_judged(holds: bool | None, p_value: float | None, expected: tuple[bool | None, ...]) -> None:
+    order = {"p_value": p_value, "words": "tau-b"}
+    chain = {
+        "site": {"holds": holds, "words": "attribute blames"},
+        "agreement": [order, {"p_value": 0.0, "words": "other"}],
+    }
+    found = criteria.of_chains({"A": chain})
+    assert tuple(c.held for c in found) == expected
+    assert [c.found for c in found] == ["attribute blames", "tau-b"]

@@ -55,6 +55,7 @@ JOBS = """
 --arm qiu2025 --steps 230
 """
 TITLES = [
+    "In one picture",
     "The run that fails", "What the monitor saw", "What the monitor saw: run by run", "The guilty rounding",
     "The guilty rounding: site by site", "The cure", "Predicted, and trained", "Predicted, and trained: run by run",
     "Do the errors add up over a batch?",
@@ -318,10 +319,10 @@ def test_the_summary_says_what_happened(record: Record) -> None:
     for part in (
         "leaves its trend at step 170 (gradient norm)", "Healthy runs (seeds 0 and 1) keep their trend for 230 steps",
         "alarmed at step 120, 50 steps before", "the rounding of scores: 93 % of dQ", "the unchanged run fails at 170",
-        "with fp32-scores it trains on",
+        "it keeps its trend with fp32-scores (to 229)",
     ):  # fmt: skip
         assert part in words
-    assert "fp32-sums it trains on" not in words
+    assert "fp32-sums (to" not in words
 
 
 def same_values(found: Chart, name: str, rows: Rows, column: int) -> bool:
@@ -441,7 +442,7 @@ def test_sites_are_medians_the_guiltiest_first(made: Gallery) -> None:
 
 def test_predictions_stand_beside_what_training_did(made: Gallery) -> None:
     table = section(made, "Predicted, and trained: run by run")
-    assert line(table, "fp32-scores")["training"] == "trains on to 229"
+    assert line(table, "fp32-scores")["training"] == "on its trend to 229, where it was ended"
     assert line(table, "fp32-sums")["training"] == "fails at 171"
     assert line(table, "fp32-sums")["predicted: error of dQ"] == "14.6 %"
     assert line(table, "stabilised-8")["predicted: error of dQ"] == "not finite"
@@ -449,13 +450,65 @@ def test_predictions_stand_beside_what_training_did(made: Gallery) -> None:
     assert bars == {"trains on": (0.0208,), "fails": (0.146,), "not trained": (0.147,)}
     assert "not finite or not known: stabilised-8" in chart(made, "A-predicted").caption
     assert "tau-b +1.00 over 2 forks" in said(section(made, "Predicted, and trained"))
-    assert [row[1] for row in section(made, "What had to hold").table[1:]] == ["yes", "no", "not known"]
+    held = section(made, "What had to hold").table[1:]
+    assert [row[1] for row in held] == ["yes", "no", "not known", "yes"]
+    assert "forecast within 20 %" in held[-1][0]
+
+
+def test_what_had_to_hold_can_fail(copied: Path) -> None:
+    def judged(words: str) -> str:
+        made = page.gallery(read_record(copied), copied / "chain.txt")
+        return next(row[1] for row in section(made, "What had to hold").table if words in row[0])
+
+    limit = json.loads((copied / "stabilised.json").read_text())
+    for run in limit["runs"]:
+        if run["error"] is not None:
+            run["error"] = 0.25
+    (copied / "stabilised.json").write_text(json.dumps(limit))
+    assert judged("forecast within 20 %") == "no"
+    for departures, expected in (([749, 755], "yes"), ([749, 800], "no"), ([749, None], "no")):
+        repeats = {"repeats": [{"run": "A_seed0", "departures": departures}]}
+        (copied / "repeats.json").write_text(json.dumps(repeats))
+        assert judged("within 5 %") == expected
+
+
+def test_a_change_that_only_delays_the_failure_is_said_to(copied: Path) -> None:
+    """With the roundings of an arm that failed later, from step 0 on."""
+
+    def words() -> str:
+        return said(section(page.gallery(read_record(copied), copied / "chain.txt"), "The cure"))
+
+    def with_forward(name: str, forward: dict[str, str]) -> None:
+        first, rest = (copied / f"{name}.jsonl").read_text().split("\n", 1)
+        row = json.loads(first)
+        row["header"]["forward"] = forward
+        (copied / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + rest)
+
+    assert "not every one" not in words()
+    with_forward("A+fp32-scores_seed0", {"scores": "fp32"})
+    with_forward("B_seed0", {"scores": "bf16"})
+    assert "not every one" not in words()
+    with_forward("B_seed0", {"scores": "fp32"})
+    assert "fp32-scores removes this failure, not every one" in words()
+
+
+def test_steps_have_a_page_of_their_own(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert page.steps_gallery(read_record(copied)) is None
+    module = ModuleType("accumulation_page")
+    monkeypatch.setattr(module, "sections", lambda found: [Section(t) for t in found["titles"]], raising=False)
+    monkeypatch.setitem(sys.modules, "accumulation_page", module)
+    (copied / "accumulation.json").write_text(json.dumps({"titles": ["one", "two", "three"]}))
+    steps = page.steps_gallery(read_record(copied))
+    assert steps is not None
+    assert [s.title for s in steps.sections] == ["one", "two", "three"]
+    shown = [s.title for s in page.gallery(read_record(copied), copied / "chain.txt").sections]
+    assert [t for t in shown if t in ("one", "two", "three")] == ["one", "two"]
 
 
 def test_errors_that_add_up_stand_beside_training(made: Gallery) -> None:
     table = section(made, "Do the errors add up over a batch?")
     assert line(table, "none")["training"] == "fails at 170"
-    assert line(table, "fp32-scores")["training"] == "trains on to 229"
+    assert line(table, "fp32-scores")["training"] == "on its trend to 229, where it was ended"
     assert line(table, "delta-from-dp")["training"] == "not trained"
     assert line(table, "fp32-scores")["error of the sum"] == "1 %"
     assert line(table, "delta-from-dp")["error of the sum"] == "7 %"
@@ -540,7 +593,7 @@ def test_what_is_missing_of_the_whole_record(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "name", "gone"),
     [
-        ("A_seed0.jsonl", "A_seed0", ["The run that fails", "What the monitor saw", "The cure"]),
+        ("A_seed0.jsonl", "A_seed0", ["In one picture", "The run that fails", "What the monitor saw", "The cure"]),
         ("fa2_seed1.jsonl", "fa2_seed1", []),
         ("B_seed0.jsonl", "B_seed0", ["Arm B: the run that fails", "Arm B: what the monitor saw", "Arm B: the cure"]),
         ("A+fp32-scores_seed0.jsonl", "A+fp32-scores_seed0", []),
@@ -550,7 +603,7 @@ def test_what_is_missing_of_the_whole_record(folder: Path) -> None:
         ("monitor/fa2_seed0.jsonl.xz", "fa2_seed0", []),
         ("chain_A.json", "chain_A.json", ["The guilty rounding"]),
         ("chain_B.json", "chain_B.json", ["Arm B: the guilty rounding"]),
-        ("outcomes.json", "outcomes.json", ["Predicted, and trained", "What had to hold"]),
+        ("outcomes.json", "outcomes.json", ["Predicted, and trained", "Arm B: predicted, and trained"]),
         ("summed_B.json", "summed_B.json", ["Arm B: do the errors add up over a batch?"]),
         ("stabilised.json", "stabilised.json", ["The published mitigation, and its limit"]),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -528,11 +529,19 @@ def test_at_the_alarm_the_run_is_kept_and_the_head_captured(
     assert (found.metadata.step, found.metadata.layer, found.q_heads) == (6, 0, 1)
     assert torch.load(tmp_path / "fa2_seed0_alarm.pt", weights_only=True)["step"] == 6
 
+    # Resumed after the alarm it keeps the first alarm's checkpoint.
+    kept = (tmp_path / "fa2_seed0_alarm.pt").read_bytes()
+    shutil.copy(tmp_path / "fa2_seed0_alarm.pt", tmp_path / "fa2_seed0.pt")
+    more_steps = ("--monitor-every", "3", "--steps", "14", "--at-alarm", "--resume")
+    run(tokens, tmp_path, "fa2", *more_steps)
+    assert len(list((tmp_path / "captures" / "fa2_seed0_alarm").iterdir())) == 1
+    assert (tmp_path / "fa2_seed0_alarm.pt").read_bytes() == kept
+
     start = ("--start-from", str(tmp_path / "fa2_seed0_alarm.pt"))
     run(tokens, tmp_path, "fa2", *start, *more, "--tag", "again")
     whole_run, again = (RunLog.read(tmp_path / f"fa2_seed0{tag}.jsonl") for tag in ("", "_again"))
     assert again.headers[0]["from"] == {"run": "fa2_seed0", "step": 6}
-    assert again.steps == whole_run.steps  # what lies behind it was copied, the rest is the same bits
+    assert again.steps == whole_run.steps[:9]  # what lies behind it was copied, the rest is the same bits
     run(tokens, tmp_path, "A", *start, *more)
     other = RunLog.read(tmp_path / "A_seed0.jsonl")
     assert other.steps[:6] == whole_run.steps[:6]
@@ -633,7 +642,8 @@ def test_jobs_are_read(tmp_path: Path) -> None:
     text = "--arm A --seed 1  # first\n\n--arm A --start-from A_seed1_alarm.pt --tag 'again'\n"
     jobs = launch.read_jobs(text, tmp_path)
     assert list(jobs) == ["A_seed1", "A_seed0_again"]
-    assert jobs["A_seed0_again"][2:4] == ["--start-from", str(tmp_path / "A_seed1_alarm.pt")]
+    assert jobs["A_seed0_again"][-2:] == ["--start-from", str(tmp_path / "A_seed1_alarm.pt")]
+    assert launch.read_jobs("--arm A --start-from=a.pt", tmp_path)["A_seed0"][-1] == str(tmp_path / "a.pt")
     with pytest.raises(ValueError, match="two jobs are called A_seed0"):
         launch.read_jobs("--arm A\n--arm A --seed 0\n", tmp_path)
 
@@ -654,8 +664,9 @@ def test_a_run_that_has_ended_is_not_started_again(tmp_path: Path, capsys: pytes
         with Writer(tmp_path / f"{name}.jsonl") as log:
             log.write({"header": {"run": {}}})
             log.write({"end": end, "step": 3})
-    jobs = {name: sleeper(0) for name in ("done", "failed", "cut", "new")}
-    assert list(launch.open_jobs(jobs, tmp_path)) == ["cut", "new"]
+    (tmp_path / "empty.jsonl").touch()  # killed before its header
+    jobs = {name: sleeper(0) for name in ("done", "failed", "cut", "new", "empty")}
+    assert list(launch.open_jobs(jobs, tmp_path)) == ["cut", "new", "empty"]
     assert "done: ended already (finished)" in capsys.readouterr().out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from alarms import Replay, replayed
@@ -21,6 +22,8 @@ HEALTHY = ("fa2", "healthy")
 HEALTHY_SEEDS = (0, 1, 2)
 HEALTHY_STEPS = 2500
 SPACINGS = (25, 50)
+# Of the agreement between predicted and trained order.
+ORDER_LEVEL = 0.05
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,19 @@ def _healthy(every: int, rows: Sequence[Replay], runs: Mapping[str, RunLog]) -> 
     ]
     words = f"healthy runs keep their trend for {HEALTHY_STEPS} steps without an alarm, checks every {every}"
     return Criterion(words, _held(good, absent), "; ".join(said + absent))
+
+
+def of_chains(chains: Mapping[str, Mapping[str, Any]]) -> list[Criterion]:
+    """What must hold of the predictions, by arm (``outcomes``)."""
+    found = []
+    for arm, chain in chains.items():
+        site, order = chain["site"], chain["agreement"][0]
+        words = f"{arm}: the repair of the site that attribute blames removes the failure, a sham repair does not"
+        found.append(Criterion(words, site["holds"], site["words"]))
+        agrees = None if order["p_value"] is None else order["p_value"] < ORDER_LEVEL
+        words = f"{arm}: what-if's order agrees with training's beyond chance (p < {ORDER_LEVEL:g})"
+        found.append(Criterion(words, agrees, order["words"]))
+    return found
 
 
 def _held(checks: Sequence[bool], missing: Sequence[str]) -> bool | None:

@@ -22,7 +22,8 @@ from attn_diag.monitoring.record import Check, read_log
 
 def read_runs(folder: Path) -> dict[str, RunLog]:
     """All logs of a folder that hold at least one step, by name."""
-    found = {_stem(path): RunLog.read(path) for path in sorted(folder.glob("*.jsonl*"))}
+    paths = [path for path in sorted(folder.glob("*.jsonl*")) if path.stat().st_size]
+    found = {_stem(path): RunLog.read(path) for path in paths}
     return {name: log for name, log in found.items() if log.steps}
 
 

@@ -27,6 +27,7 @@ import summary
 from runlog import RunLog
 
 TRAIN = Path(__file__).with_name("train.py")
+START_FROM = "--start-from"
 # Between the request to end and the end: a step and a checkpoint are done in it.
 _GRACE_SECONDS = 30
 
@@ -116,9 +117,6 @@ def can_start(command: list[str]) -> bool:
     return START_FROM not in command or Path(command[command.index(START_FROM) + 1]).exists()
 
 
-START_FROM = "--start-from"
-
-
 def read_jobs(text: str, out: Path) -> dict[str, list[str]]:
     """Name -> options of ``train.py``. Raises ValueError for a name that stands there twice."""
     jobs: dict[str, list[str]] = {}
@@ -126,13 +124,15 @@ def read_jobs(text: str, out: Path) -> dict[str, list[str]]:
         words = shlex.split(line, comments=True)
         if not words:
             continue
-        if START_FROM in words:
-            at = words.index(START_FROM) + 1
-            words[at] = str(out / words[at])
         named = argparse.ArgumentParser(add_help=False)
         for option, default in (("--arm", ""), ("--seed", "0"), ("--tag", "")):
             named.add_argument(option, default=default)
         found, _ = named.parse_known_args(words)
+        start = argparse.ArgumentParser(add_help=False)
+        start.add_argument(START_FROM, dest="file")
+        checkpoint, words = start.parse_known_args(words)
+        if checkpoint.file is not None:
+            words += [START_FROM, str(out / checkpoint.file)]
         name = f"{found.arm}_seed{found.seed}" + (f"_{found.tag}" if found.tag else "")
         if name in jobs:
             raise ValueError(f"two jobs are called {name}; give one a --tag")
@@ -145,7 +145,8 @@ def open_jobs(jobs: dict[str, list[str]], out: Path) -> dict[str, list[str]]:
     left = dict(jobs)
     for name in jobs:
         path = out / f"{name}.jsonl"
-        end = RunLog.read(path).end if path.exists() else None
+        # One that was killed before its header has not begun.
+        end = RunLog.read(path).end if path.exists() and path.stat().st_size else None
         if end in ("finished", "departed"):
             print(f"{name}: ended already ({end})")
             del left[name]

@@ -37,7 +37,7 @@ class Observer:
 
     The monitor's own log, with every head, is OUT/monitor/NAME.jsonl. Captures are in OUT/captures/NAME_fromSTEP (a
     folder takes those of one piece of a run), the first alarm's in OUT/captures/NAME_alarm, and moments in
-    OUT/momentum/NAME.
+    OUT/momentum/NAME. ``alarmed``: an earlier piece of the run has had its first alarm.
     """
 
     def __init__(
@@ -48,9 +48,11 @@ class Observer:
         options: argparse.Namespace,
         name: str,
         first: int,
+        *,
+        alarmed: bool,
     ) -> None:
         self._stack, self._model, self._optimizer, self._options = stack, model, optimizer, options
-        self._name, self._step, self._alarmed = name, first, False
+        self._name, self._step, self._alarmed = name, first, alarmed
         self.monitor: Any = None
         if options.capture_steps:
             self._capture(f"{name}_from{first}", steps=options.capture_steps, layers=options.capture_layers)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from agreement import agreements
 from beside import rows_of, separation, site_check
-from criteria import alarm_rows, criteria
+from criteria import alarm_rows, criteria, of_chains
 from folder import markdown, read_chains, read_checks, read_runs, write_json
 from forks import forks_of
 
@@ -53,7 +53,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
         "rule": asdict(rule),
         "alarms": [asdict(r) for r in replays],
         "not_monitored": without,
-        "criteria": [asdict(c) for c in criteria(replays, runs)],
+        "criteria": [asdict(c) for c in [*criteria(replays, runs), *of_chains(chains)]],
         "chains": chains,
     }
 

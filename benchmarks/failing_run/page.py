@@ -12,6 +12,7 @@ import argparse
 import importlib
 from pathlib import Path
 
+from departure import DEVIATIONS, FACTOR, PERSISTENCE, WINDOW
 from page_cure import control_of, cure, cures, fate, last_failure, trained
 from page_limits import limits
 from page_missing import made, missing, planned
@@ -37,10 +38,11 @@ _B = "Arm B keeps scores and S - m in fp32 and rounds O_bar, l and O."
 
 
 def gallery(record: Record, jobs: Path = JOBS) -> Gallery:
-    """The whole page."""
+    """The whole page but for what happens step by step (``steps_gallery``)."""
     rule, plan = AlarmRule(), planned(jobs)
     accumulated, undrawn = accumulation(record)
     sections = [
+        overview(record),
         failing(record, "A", "The run that fails", _A),
         *monitor(record, "A", "What the monitor saw", rule),
         *sites(record, "A", "The guilty rounding"),
@@ -55,7 +57,7 @@ def gallery(record: Record, jobs: Path = JOBS) -> Gallery:
         summed(record, "B", "Arm B: do the errors add up over a batch?"),
         limits(record, "The published mitigation, and its limit"),
         others(record, "Other arms, from the start"),
-        *accumulated,
+        *accumulated[:2],
         held(record, "What had to hold"),
         missing(record, plan, undrawn),
         made(record, plan),
@@ -67,6 +69,32 @@ def gallery(record: Record, jobs: Path = JOBS) -> Gallery:
         "Made from the logs by benchmarks/failing_run/page.py. One model, one corpus: it shows a causal chain, not how "
         "often it happens.",
     )
+
+
+def steps_gallery(record: Record) -> Gallery | None:
+    """Consecutive steps around the failure, with the paper's figures; None where they are not in the record."""
+    sections, _ = accumulation(record)
+    if not sections:
+        return None
+    lead = "The failing run of failing_run.html, step by step: how the error of dW_Q adds up in one head of arm A."
+    footer = "Made from accumulation.json by benchmarks/failing_run/page.py."
+    return Gallery("A training run that BF16 attention breaks: step by step", lead, tuple(sections), footer)
+
+
+def overview(record: Record) -> Section | None:
+    """The README's figure and what the words mean. None without a run of arm A."""
+    if record.first("A") is None:
+        return None
+    words = (
+        f"A run leaves its trend at the first step whose gradient norm is over {FACTOR:g} times the median of the "
+        f"{WINDOW} before, or whose loss lies {DEVIATIONS:g} standard deviations above their mean for {PERSISTENCE} "
+        "steps. The alarm is attn-diag's Monitor; changes from there on are named as attn-diag what-if names them: "
+        "fp32-scores keeps scores and S - m in fp32, fp32-sums row sum and accumulator, same-scores recomputes P from "
+        "the forward's rounded scores, delta-from-dp takes delta = rowsum(P o dP), fp32-o-delta takes it from O before "
+        "its last rounding, stabilised-N is the published mitigation with beta = N, fa2 FlashAttention-2 altogether."
+    )
+    charts = tuple(chart for section in picture(record).sections for chart in section.charts)
+    return Section("In one picture", (words,), charts=charts)
 
 
 def summary(record: Record) -> str:
@@ -92,10 +120,10 @@ def summary(record: Record) -> str:
         )
     if forks := cures(record, run):
         last = last_failure(record, run)
-        on = [fork.change for fork in forks if fate(fork, last) == ON]
+        on = [f"{fork.change} (to {fork.end - 1:,})" for fork in forks if fate(fork, last) == ON]
         said.append(
             f"From the alarm's checkpoint the unchanged run {trained(control_of(record, run))}"
-            + (f"; with {listed(on)} it trains on." if on else ".")
+            + (f"; it keeps its trend with {listed(on)}." if on else ".")
         )
     return " ".join(said)
 
@@ -126,6 +154,9 @@ def main() -> None:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(gallery_document(gallery(record, options.jobs)), encoding="utf-8")
+        if (steps := steps_gallery(record)) is not None:
+            beside = options.out.with_stem(f"{options.out.stem}_steps")
+            beside.write_text(gallery_document(steps), encoding="utf-8")
     if options.picture is not None:
         take(picture(record), options.picture)
 

@@ -65,9 +65,25 @@ def cure(record: Record, arm: str, title: str) -> list[Section]:
         f"{_listed('It trains on with', groups[ON])}{_listed('It fails all the same with', groups[FAILS])}"
         f"{_listed('Stopped before that could be told:', groups[EARLY])}"
     )
-    curves = Section(title, (said.strip(),), charts=tuple(charts))
+    curves = Section(title, (said.strip(), *_like(record, groups[ON])), charts=tuple(charts))
     # With predictions there is a table of both.
     return [curves] if rows(record, arm) else [curves, Section(f"{title}: run by run", (), table(control, forks, last))]
+
+
+def _like(record: Record, kept: Sequence[Run]) -> list[str]:
+    """Of changes that keep the trend so far: arms of the same roundings that failed later, from step 0 on."""
+    return [
+        f"{fork.change} removes this failure, not every one: with the same roundings from step 0 on arm {run.arm} "
+        f"fails at {run.departure.step:,}."
+        for fork in kept
+        for run in record.runs
+        if run.origin is None and run.departure and _same_forward(run, fork)
+    ]
+
+
+def _same_forward(run: Run, other: Run) -> bool:
+    found = run.header.get("forward")
+    return found is not None and found == other.header.get("forward")
 
 
 def _listed(words: str, runs: Sequence[Run]) -> str:

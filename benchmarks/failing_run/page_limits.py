@@ -25,12 +25,28 @@ def limits(record: Record, title: str) -> Section | None:
     said = (
         "The published mitigation multiplies a repeated maximum r of a row by beta, so that its largest term is "
         "exp(-(beta - 1) r). From (beta - 1) r = 87.3 on that is below the smallest normal fp32 number: the row sum is "
-        "0, and O is 0 / 0. When the NaN comes is predicted from the capture at the alarm, by a straight line through "
-        f"the logarithm of the monitor's max logit of the {at(found, 'rule', 'window') or 'last'} steps before."
+        "0, and O is 0 / 0. When the NaN comes is forecast at the alarm's capture, by a straight line through the "
+        f"logarithm of the monitor's max logit of the {at(found, 'rule', 'window') or 'last'} steps before; it starts "
+        "from the capture's largest repeated maximum where that is higher. Runs past their limit at the capture have "
+        "nothing to forecast: the NaN comes at once."
     )
     source = str(at(found, "capture", "run") or "")
-    charts = tuple(chart for run in runs if (chart := _chart(record, source, run)))
+    charts = tuple(chart for run in runs if _ahead(run) and (chart := _chart(record, source, run)))
+    if others := [f"{name}: {_signed(error)}" for run in runs if _ahead(run) for name, error in _others(run)]:
+        said += f" The rule was chosen beforehand; others had these errors: {'; '.join(others)}."
     return Section(title, (said,), _table(runs, waiting), charts)
+
+
+def _ahead(run: dict[str, Any]) -> bool:
+    """Whether there was something to forecast, rather than a limit that was passed already."""
+    step, seen = number(at(run, "forecast", "step")), number(at(run, "forecast", "at"))
+    return step is None or seen is None or step > seen + 1
+
+
+def _others(run: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The other rules' errors."""
+    chosen = f"{at(run, 'forecast', 'rule')}, {at(run, 'forecast', 'which')}"
+    return [(name, error) for name, error in (at(run, "errors") or {}).items() if name != chosen]
 
 
 def _table(runs: list[dict[str, Any]], waiting: list[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
@@ -39,7 +55,7 @@ def _table(runs: list[dict[str, Any]], waiting: list[dict[str, Any]]) -> tuple[t
             "run",
             "beta",
             "limit of r",
-            "r at the capture",
+            "level at the capture",
             "NaN predicted at (95 %)",
             "NaN came at",
             "error",
@@ -51,7 +67,8 @@ def _table(runs: list[dict[str, Any]], waiting: list[dict[str, Any]]) -> tuple[t
         lines.append((
             str(at(run, "run")), _plain(at(run, "beta")), _plain(at(run, "limit")), *_predicted(at(run, "forecast")),
             f"{came:,}" if isinstance(came, int) else f"not until {until:,}" if isinstance(until, int) else DASH,
-            str(at(run, "note") or _signed(at(run, "error"))), _signed(at(run, "error_ahead")),
+            str(at(run, "note") or (_signed(at(run, "error")) if _ahead(run) else "nothing to forecast")),
+            _signed(at(run, "error_ahead")),
         ))  # fmt: skip
     for run in waiting:
         forecast = at(run, "forecasts", 0)
@@ -90,9 +107,9 @@ def _chart(record: Record, source: str, found: dict[str, Any]) -> Chart | None:
     marks += [Mark(seen, f"capture {seen:,.0f}")] if seen is not None else []
     marks += [Mark(step, f"NaN predicted {step:,.0f}")] if step is not None else []
     marks += [Mark(came, f"NaN came {came:,.0f}")] if came is not None else []
-    beta, error = _plain(at(found, "beta")), number(at(found, "error"))
-    off = "" if error is None else f" The prediction is {percent(abs(error))} {'early' if error < 0 else 'late'}."
-    off = " The prediction is right to the step." if error == 0 else off
+    beta, error = _plain(at(found, "beta")), number(at(found, "error_ahead"))
+    off = "" if error is None else f" Of the steps ahead the forecast is {percent(abs(error))} "
+    off += "" if error is None else "too few." if error < 0 else "too many."
     return Chart(
         f"stabilised-{name}", f"{name}: max logit against its limit",
         f"With beta = {beta} the largest repeated maximum must stay below {limit:.3g}.{off}",

@@ -99,7 +99,11 @@ def missing(record: Record, jobs: Sequence[Job], undrawn: str | None = None) -> 
     if undrawn is not None:
         rows.append(("accumulation.json", undrawn, DOCUMENTS["accumulation"][1]))
     for arm in ("A", "B"):
-        names = [str(row.get("mitigation")) for row in outcomes.rows(record, arm) if row.get("fork") is None]
+        names = [
+            str(row.get("mitigation"))
+            for row in outcomes.rows(record, arm)
+            if row.get("fork") is None and row.get("rank") is not None
+        ]
         if names:
             rows.append(
                 (f"{len(names)} changes of arm {arm} that what-if ranks", "predicted, not trained", listed(names))

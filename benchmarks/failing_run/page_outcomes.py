@@ -32,7 +32,7 @@ def fate_of(departure: int | None, until: int, last: int) -> str:
 def trained_words(departure: int | None, until: int, last: int) -> str:
     """The same with its step."""
     words = {FAILS: f"fails at {departure or 0:,}", EARLY: f"stopped at {until:,}: too early to tell"}
-    return words.get(fate_of(departure, until, last), f"trains on to {until:,}")
+    return words.get(fate_of(departure, until, last), f"on its trend to {until:,}, where it was ended")
 
 
 def _fork(row: dict[str, Any]) -> tuple[int | None, int]:
@@ -51,12 +51,12 @@ def predicted(record: Record, arm: str, title: str) -> tuple[Section, ...]:
     """The mitigations that were trained, with what was predicted of them. Empty where nothing was predicted."""
     everything = rows(record, arm)
     trained = [row for row in everything if at(row, "fork") is not None]
-    if not trained:
+    if all(row.get("mitigation") == "control" for row in trained):
         return ()
     chain = at(record.documents["outcomes"], "chains", arm)
     said = [
-        "Without having seen any of these runs, what-if tried each change on the capture of the alarm and measured the "
-        "error of dQ that it leaves. The less is left, the longer a run should last."
+        "From the capture of the alarm alone, given the arm's recipe, what-if tried each change and measured the error "
+        "of dQ that it leaves. The less is left, the longer a run should last."
     ]
     if words := at(chain, "site", "words"):
         said.append(f"{words}.")
@@ -114,8 +114,8 @@ def _last(trained: Sequence[dict[str, Any]]) -> int:
 
 def _table(trained: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
     lines = [("change", "what-if's rank", "predicted: error of dQ", "of dW_Q", "in exact arithmetic", "repairs",
-              "training", "by", "loss before the control's failure", "less fa2's")]  # fmt: skip
-    for row in trained:
+              "training", "by", "loss before the control's failure", "minus fa2's")]  # fmt: skip
+    for row in sorted(trained, key=lambda row: row.get("mitigation") != "control"):
         fork = row["fork"]
         rank, loss, gap = (number(at(source, name)) for source, name in ((row, "rank"), (fork, "loss"), (fork, "gap")))
         source = f" ({row['left_by']})" if at(row, "left_by") == "attribute" else ""
@@ -131,9 +131,37 @@ def _table(trained: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
     return tuple(lines)
 
 
+def _limit_held(found: Any) -> list[dict[str, Any]]:
+    """Whether the NaN came where it was forecast; runs past their limit at the capture had nothing to forecast."""
+    ahead = [
+        run
+        for run in at(found, "runs") or ()
+        if number(at(run, "error")) is not None and at(run, "forecast", "step") > at(run, "forecast", "at") + 1
+    ]
+    if not ahead:
+        return []
+    said = [f"{at(run, 'run')}: {at(run, 'error'):+.1%} ({at(run, 'error_ahead'):+.1%} ahead)" for run in ahead]
+    words = "the stabilised softmax: the step of its NaN is forecast within 20 %"
+    return [{"words": words, "held": all(abs(at(run, "error")) <= 0.2 for run in ahead), "found": "; ".join(said)}]
+
+
+def _repeats_held(found: Any) -> list[dict[str, Any]]:
+    """Whether runs made twice fail at the same step, to 5 %."""
+    runs = [run for run in at(found, "repeats") or () if isinstance(run, dict)]
+    failed = [run for run in runs if any(step is not None for step in run["departures"])]
+    if not failed:
+        return []
+    close = [None not in r["departures"] and max(r["departures"]) <= 1.05 * min(r["departures"]) for r in failed]
+    said = [f"{r['run']}: {', '.join(map(str, r['departures']))}" for r in failed]
+    return [
+        {"words": "a run made again fails within 5 % of the same step", "held": all(close), "found": "; ".join(said)}
+    ]
+
+
 def held(record: Record, title: str) -> Section | None:
     """What the experiment had to show, and whether it did. None where nothing was judged."""
     found = [c for c in at(record.documents.get("outcomes"), "criteria") or () if isinstance(c, dict)]
+    found += [*_limit_held(record.documents.get("stabilised")), *_repeats_held(record.documents.get("repeats"))]
     if not found:
         return None
     lines = [

@@ -101,9 +101,8 @@ def _identified(chain: Any) -> list[str]:
     agreement = percent(middle(at(chain, "identify", "agreement")), 5)
     who = f"in {count} of {len(recipes)} sequences"
     if not name:
-        return [
-            f"identify: no recipe that it knows {who}; the nearest reproduces {agreement} of O's elements bit for bit."
-        ]
+        verdict = next(iter(at(chain, "identify", "verdict") or ()), "no recipe that it knows.")
+        return [f"identify, {who}, without being told: {verdict} (median {agreement})"]
     return [f"identify: {name} {who}, without being told; it reproduces {agreement} of O's elements bit for bit."]
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import outcomes
 import stabilised
 from folder import write_json
-from page import gallery
+from page import gallery, steps_gallery
 from page_picture import picture, take
 from page_record import read_record
 
-from attn_diag.files import write_atomically
 from attn_diag.reports.gallery import gallery_document
 
 
@@ -31,15 +30,15 @@ def main() -> None:
     trained = outcomes.outcomes(options.record)
     write_json(options.record / "outcomes.json", trained)
     print(outcomes.tables(trained))
-    limits = stabilised.outcomes(options.record)
-    write_json(options.record / "stabilised.json", limits)
-    print(stabilised.table(limits))
+    if (options.record / "chain_A.json").exists():
+        limits = stabilised.outcomes(options.record)
+        write_json(options.record / "stabilised.json", limits)
+        print(stabilised.table(limits))
     record = read_record(options.record)
-    page = gallery_document(gallery(record))
     options.gallery.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-        options.gallery / "failing_run.html", lambda temporary: Path(temporary).write_text(page, encoding="utf-8")
-    )
+    for name, page in (("failing_run", gallery(record)), ("failing_run_steps", steps_gallery(record))):
+        if page is not None:
+            (options.gallery / f"{name}.html").write_text(gallery_document(page), encoding="utf-8")
     if not options.no_picture:
         take(picture(record), options.gallery / "failing_run.png")
 

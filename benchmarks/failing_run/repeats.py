@@ -11,14 +11,15 @@ from itertools import combinations
 from pathlib import Path
 
 from departure import departures
-from folder import read_runs, write_json
+from folder import read_runs, start_of, write_json
 from runlog import RunLog
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """One run in several folders. ``compared``: steps that any two have in common, the fewest; ``differs_at``: the
-    first of them at which two do not have the same digits; ``departures``: None where a run kept its trend."""
+    """One run in several folders; of a fork its own steps, not those copied from its parent. ``compared``: steps that
+    any two have in common, the fewest; ``differs_at``: the first of them at which two do not have the same digits;
+    ``departures``: None where a run kept its trend."""
 
     run: str
     times: int
@@ -26,12 +27,14 @@ class Repeat:
     differs_at: int | None
     departures: tuple[int | None, ...]
     devices: tuple[str, ...]
+    dates: tuple[str, ...]
 
 
 def repeat(name: str, logs: list[RunLog]) -> Repeat:
     """Of the logs of one run, two or more."""
     compared, differs = [], []
-    for one, other in combinations(({s: row for s, *row in log.steps} for log in logs), 2):
+    own = [{s: row for s, *row in log.steps if (start := start_of(log)) is None or s >= start[1]} for log in logs]
+    for one, other in combinations(own, 2):
         common = sorted(one.keys() & other.keys())
         compared.append(len(common))
         # Not finite is unequal to itself, and equal in this sense.
@@ -44,6 +47,7 @@ def repeat(name: str, logs: list[RunLog]) -> Repeat:
         differs_at=min(differs, default=None),
         departures=tuple(None if d is None else d.step for d in first),
         devices=tuple(str(log.headers[0].get("tool", {}).get("device")) for log in logs),
+        dates=tuple(str(log.headers[0].get("date")) for log in logs),
     )
 
 

@@ -332,6 +332,7 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
     trainer = Trainer(options, place, tokens)
     name, checkpoints = name_of(run_identity(options), options.tag), options.checkpoints or options.out
     path, checkpoint = options.out / f"{name}.jsonl", checkpoints / f"{name}.pt"
+    at_alarm = checkpoints / f"{name}_alarm.pt"
     parent, resumed = None, options.resume and checkpoint.exists()
     if resumed:
         trainer.load(checkpoint)
@@ -341,16 +342,21 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
         log = None
         if place.rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
+            if not resumed:
+                at_alarm.unlink(missing_ok=True)  # of an earlier run: nothing may start from it any more
             # Of an earlier piece that left no checkpoint nothing is kept.
             kept_until = trainer.step if resumed else 0
             log = stack.enter_context(Writer(path, kept_until if options.resume else None))
-        observer = Observer(stack, trainer.model, trainer.optimizer, options, name, trainer.step)
+        alarmed = resumed and at_alarm.exists()
+        observer = Observer(stack, trainer.model, trainer.optimizer, options, name, trainer.step, alarmed=alarmed)
         record = Record(log, observer.monitor, options.monitor_every, options.stop_after)
         if log is not None:
             log.write({"header": header(trainer, corpus, parent)})
             before = options.out / f"{parent}.jsonl"
             if parent is not None and before.exists():
                 log.write_history(before, trainer.step - WINDOW, trainer.step)
+            elif parent is not None:
+                print(f"{name}: no log {before}; a departure in the first {WINDOW} steps may go unnoticed", flush=True)
             for done in RunLog.read(path).steps:
                 record.watch.update(*done)
         end = "finished"
@@ -364,7 +370,7 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
             seconds = time.perf_counter() - began
             record.step({"step": step, "loss": mean_loss, "grad_norm": grad_norm, "lr": rate, "seconds": seconds})
             if observer.first_alarm():
-                trainer.save(checkpoints / f"{name}_alarm.pt")
+                trainer.save(at_alarm)
             if place.rank == 0 and step % options.print_every == 0:
                 print(f"{name} {step}: loss {mean_loss:.4f}, norm {grad_norm:.3g}, {seconds * 1e3:.0f} ms", flush=True)
             if options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
