@@ -733,13 +733,28 @@ def test_monitored_runs_are_the_runs_that_were_not() -> None:
 
 def test_tokens_spell_the_text() -> None:
     texts = [b"the cat and the dog", b"the  end\n"]
-    pieces = [make_tokens.cut(text) for text in texts]
-    assert [b"".join(p) for p in pieces] == texts
-    tokens = make_tokens.encode(pieces, 257 + 2).tolist()  # "the" and one more word are tokens
+    assert [b"".join(make_tokens.cut(text)) for text in texts] == texts
+    known = make_tokens.tokens_by_piece(texts, 257 + 2)  # "the" and one more word are tokens
+    tokens = make_tokens.encode(texts, known).tolist()
     assert tokens.count(0) == 2
     assert tokens.count(257) == 3
     assert tokens[-3:] == [ord("d") + 1, ord("\n") + 1, 0]
     assert max(tokens) <= 258
+    spelled = {257 + i: piece for piece, i in ((p, t - 257) for p, t in known.items())}
+    back = b"".join(b"|" if t == 0 else spelled.get(t) or bytes([t - 1]) for t in tokens)
+    assert back == b"".join(text + b"|" for text in texts)
+
+
+def test_documents_are_read_until_they_are_enough(tmp_path: Path) -> None:
+    for name in ("a.py", "b.md", "c.bin", "d.py"):
+        (tmp_path / name).write_text(name * 10)
+    assert list(make_tokens.documents([tmp_path], 50)) == [b"a.py" * 10, b"b.md" * 10]
+    assert len(list(make_tokens.documents([tmp_path], 10**6))) == 3
+
+
+def test_too_few_tokens_are_refused(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="more than the context of 5000"):
+        run(tokens, tmp_path, "healthy", "--context", "5000")
 
 
 # --- The record ---

@@ -329,6 +329,10 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
     """The run; returns how it ended. ``received``: signals; with one in it the run ends after the step at work."""
     tokens = load_tokens(options.tokens, options.vocabulary)
     corpus = {"file": options.tokens.name, "count": len(tokens), "crc32": zlib.crc32(tokens.tobytes())}
+    if len(tokens) <= options.context:
+        raise ValueError(
+            f"{options.tokens.name} has {len(tokens)} tokens, more than the context of {options.context} are needed"
+        )
     trainer = Trainer(options, place, tokens)
     name, checkpoints = name_of(run_identity(options), options.tag), options.checkpoints or options.out
     path, checkpoint = options.out / f"{name}.jsonl", checkpoints / f"{name}.pt"
