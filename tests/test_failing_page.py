@@ -442,7 +442,7 @@ def test_sites_are_medians_the_guiltiest_first(made: Gallery) -> None:
 
 def test_predictions_stand_beside_what_training_did(made: Gallery) -> None:
     table = section(made, "Predicted, and trained: run by run")
-    assert line(table, "fp32-scores")["training"] == "on its trend to 229, where it was ended"
+    assert line(table, "fp32-scores")["training"] == "on its trend to 229 (ended)"
     assert line(table, "fp32-sums")["training"] == "fails at 171"
     assert line(table, "fp32-sums")["predicted: error of dQ"] == "14.6 %"
     assert line(table, "stabilised-8")["predicted: error of dQ"] == "not finite"
@@ -508,7 +508,7 @@ def test_steps_have_a_page_of_their_own(copied: Path, monkeypatch: pytest.Monkey
 def test_errors_that_add_up_stand_beside_training(made: Gallery) -> None:
     table = section(made, "Do the errors add up over a batch?")
     assert line(table, "none")["training"] == "fails at 170"
-    assert line(table, "fp32-scores")["training"] == "on its trend to 229, where it was ended"
+    assert line(table, "fp32-scores")["training"] == "on its trend to 229 (ended)"
     assert line(table, "delta-from-dp")["training"] == "not trained"
     assert line(table, "fp32-scores")["error of the sum"] == "1 %"
     assert line(table, "delta-from-dp")["error of the sum"] == "7 %"

@@ -32,7 +32,7 @@ def fate_of(departure: int | None, until: int, last: int) -> str:
 def trained_words(departure: int | None, until: int, last: int) -> str:
     """The same with its step."""
     words = {FAILS: f"fails at {departure or 0:,}", EARLY: f"stopped at {until:,}: too early to tell"}
-    return words.get(fate_of(departure, until, last), f"on its trend to {until:,}, where it was ended")
+    return words.get(fate_of(departure, until, last), f"on its trend to {until:,} (ended)")
 
 
 def _fork(row: dict[str, Any]) -> tuple[int | None, int]:
@@ -114,7 +114,7 @@ def _last(trained: Sequence[dict[str, Any]]) -> int:
 
 def _table(trained: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
     lines = [("change", "what-if's rank", "predicted: error of dQ", "of dW_Q", "in exact arithmetic", "repairs",
-              "training", "by", "loss before the control's failure", "minus fa2's")]  # fmt: skip
+              "training", "by", "loss before 'none' fails", "minus fa2's")]  # fmt: skip
     for row in sorted(trained, key=lambda row: row.get("mitigation") != "control"):
         fork = row["fork"]
         rank, loss, gap = (number(at(source, name)) for source, name in ((row, "rank"), (fork, "loss"), (fork, "gap")))
