@@ -9,8 +9,9 @@ A run whose first header has "from": {"run", "step"} is a fork: it starts from t
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,18 @@ def write_json(path: Path, value: Any) -> None:
     """Write to six digits, complete or not at all; raises InputError where that cannot be."""
     text = json.dumps(plain(value), separators=(",", ":"), allow_nan=False) + "\n"
     write_atomically(path, lambda temporary: Path(temporary).write_text(text))
+
+
+def command(doc: str | None, file: str, make: Callable[[Path], Any], shown: Callable[[Any], str]) -> None:
+    """A script's main: what ``make`` finds in a folder is printed and, with --json, written to ``file`` in it."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--json", type=Path, nargs="?", const=Path(), metavar="FILE", help="default: in FOLDER")
+    options = parser.parse_args()
+    found = make(options.folder)
+    print(shown(found))
+    if options.json is not None:
+        write_json(options.folder / file if options.json == Path() else options.json, found)
 
 
 def arm_of(log: RunLog) -> str:

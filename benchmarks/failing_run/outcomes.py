@@ -11,7 +11,6 @@ another does not (``beside``), and when the alarms came (``criteria``).
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from typing import Any, Literal
 from agreement import agreements
 from beside import rows_of, separation, site_check
 from criteria import alarm_rows, criteria, of_chains
-from folder import markdown, read_chains, read_checks, read_runs, write_json
+from folder import command, markdown, read_chains, read_checks, read_runs
 from forks import forks_of
 
 from attn_diag.monitoring.alarm import AlarmRule
@@ -135,14 +134,7 @@ def _percent(value: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--json", type=Path, nargs="?", const=Path(), metavar="FILE", help="default: in FOLDER")
-    options = parser.parse_args()
-    found = outcomes(options.folder)
-    print(tables(found))
-    if options.json is not None:
-        write_json(options.folder / "outcomes.json" if options.json == Path() else options.json, found)
+    command(__doc__, "outcomes.json", outcomes, tables)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ already, the NaN is predicted at once.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from folder import markdown, read_chains, read_checks, read_runs, start_of, write_json
+from folder import command, markdown, read_chains, read_checks, read_runs, start_of
 from forecast import RULE, WHICH, WINDOW, Forecast, all_forecasts
 from runlog import RunLog
 
@@ -194,14 +193,7 @@ def _percent(value: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--json", type=Path, nargs="?", const=Path(), metavar="FILE", help="default: in FOLDER")
-    options = parser.parse_args()
-    found = outcomes(options.folder)
-    print(table(found))
-    if options.json is not None:
-        write_json(options.folder / "stabilised.json" if options.json == Path() else options.json, found)
+    command(__doc__, "stabilised.json", outcomes, table)
 
 
 if __name__ == "__main__":
