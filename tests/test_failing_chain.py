@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from itertools import permutations
+from itertools import combinations, permutations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import attn_diag
 from attn_diag.captures import Capture
@@ -286,6 +287,14 @@ def test_what_became_of_forks(wrong: Any, runs: Path, monkeypatch: pytest.Monkey
         assert found["delta-from-dp"].loss is None
         assert (found["control"].share, found["fp32-scores"].share, found["fp32-sums"].share) == (0.4, 0.02, None)
         assert found["fp32-scores"].largest_share == pytest.approx(0.2)
+        assert (found["control"].worst, found["fp32-sums"].worst) == ((1, 1), None)
+
+
+def test_the_largest_share_is_of_what_is_finite() -> None:
+    checks = [a_check(500, 1.0, 0.2), a_check(525, 1.0, math.nan)]
+    assert forks.largest_share(checks) == (0.2, (1, 1))
+    assert forks.largest_share(checks[1:]) == (math.inf, None)
+    assert forks.largest_share([]) == (None, None)
 
 
 def test_a_departure_is_looked_for_from_the_fork_on(runs: Path) -> None:
@@ -380,85 +389,103 @@ PAIRS = {
 }  # fmt: skip
 
 
-def tau_by_hand(pairs: dict[str, tuple[float, forks.Fork]]) -> float:
-    """Concordant less discordant pairs over the geometric mean of those not tied in the one and in the other."""
-    less = [-left for left, _ in pairs.values()]
-    later = [9e9 if fork.departure is None else fork.departure for _, fork in pairs.values()]
-    score = untied = untied_later = 0
-    for i in range(len(less)):
-        for j in range(i):
-            a, b = np.sign(less[i] - less[j]), np.sign(later[i] - later[j])
-            score, untied, untied_later = score + int(a * b), untied + int(a != 0), untied_later + int(b != 0)
-    return score / math.sqrt(untied * untied_later)
+def d_by_hand(pairs: dict[str, tuple[float, forks.Fork]]) -> float:
+    """Pair by pair: of those with a known order the share that the prediction has alike, less the share otherwise."""
+    score = known = 0
+    for (left, one), (other_left, other) in combinations(pairs.values(), 2):
+        for first, second, more in ((one, other, left - other_left), (other, one, other_left - left)):
+            # Whether the first is known to have failed before the second, which was predicted to leave less by "more".
+            seen = math.inf if first.departure is None else first.departure
+            if seen < (second.until + 1 if second.departure is None else second.departure):
+                known, score = known + 1, score + int(np.sign(more))
+    return score / known
 
 
-def censored_ends(fork: forks.Fork) -> float:
+def ended_is_failed(forks_: list[forks.Fork]) -> Any:
     """Wrong: the last step of a run that kept its trend counts as its departure."""
-    return float(fork.until if fork.departure is None else fork.departure)
+    return TRUE_ORDER([replace(f, departure=f.until if f.departure is None else f.departure) for f in forks_])
 
 
-def turned(values: Any) -> Any:
-    """Wrong: ranks from the largest on, of the one that is asked for first."""
-    return np.unique(-values if np.any(values < 0) else values, return_inverse=True)[1].astype(np.int8)
+def ended_is_forever(forks_: list[forks.Fork]) -> Any:
+    """Wrong: a run that was ended early counts as one that outlived all that failed."""
+    return TRUE_ORDER([replace(f, until=10**6) for f in forks_])
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("", None), ("survival", censored_ends), ("_ranks", turned)])
-def test_agreement_is_taub_with_ties_at_the_end(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = dict(PAIRS)
-    # A worse prediction for the fork that lasted longer: of no weight, since neither left its trend.
-    pairs["cure"], pairs["other cure"] = (0.02, a_fork(None)), (0.025, a_fork(None, 2549))
+def turned(left: Any) -> Any:
+    """Wrong: more is less."""
+    return -TRUE_LESS(left)
+
+
+TRUE_ORDER, TRUE_LESS = agreement.lasted_longer, agreement._less
+
+
+@pytest.mark.parametrize(("name", "wrong"), [
+    ("", None), ("lasted_longer", ended_is_failed), ("lasted_longer", ended_is_forever), ("_less", turned),
+])  # fmt: skip
+def test_agreement_is_somers_d_over_the_pairs_whose_order_is_known(
+    name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A worse prediction for the cure that was trained longer, and for one that was ended before most failed: of no
+    # weight but against "harm", since what else would have come of them is not known.
+    pairs = PAIRS | {"cut": (0.5, a_fork(None, 720))}
     if name:
         patched(monkeypatch, agreement, name, wrong)
     found = agreement.agreement("", pairs, [])
     with rejected(wrong):
-        assert found.tau == pytest.approx(tau_by_hand(pairs), rel=1e-12)
-        assert found.tau == pytest.approx(math.sqrt(14 / 15), rel=1e-12)
-        assert (found.forks, found.kept) == (6, 2)
-        # Of the 720 orders 2 are this good: the two that kept their trend may change places.
-        assert found.p_value == found.smallest_p == pytest.approx(2 / 720)
+        assert found.somers_d == pytest.approx(d_by_hand(pairs), rel=1e-12)
+        # 15 pairs of six less the two that kept their trend, and one of the seventh, which is ordered wrongly.
+        assert (found.forks, found.kept, found.pairs) == (7, 3, 15)
+        assert found.somers_d == pytest.approx(13 / 15)
+
+
+def test_without_runs_that_were_ended_it_is_scipys_somers_d() -> None:
+    draw = np.random.default_rng(3)
+    for _ in range(20):
+        left, lasted = draw.integers(0, 6, 9) / 10, draw.integers(500, 506, 9)
+        pairs = {str(i): (float(left[i]), a_fork(int(lasted[i]))) for i in range(9)}
+        expected = stats.somersd(lasted, -left).statistic
+        assert agreement.agreement("", pairs, []).somers_d == pytest.approx(expected, abs=1e-12)
+
+
+def test_runs_that_were_ended_say_nothing_of_each_other() -> None:
+    ended, failed = a_fork(None, 800), a_fork(801)
+    assert agreement.lasted_longer([ended, failed]).tolist() == [0]
+    assert agreement.lasted_longer([a_fork(None, 801), failed]).tolist() == [1]
+    assert agreement.lasted_longer([ended, a_fork(None, 900)]).tolist() == [0]
+    assert agreement.lasted_longer([failed, a_fork(801)]).tolist() == [0]
+    assert agreement.lasted_longer([failed, a_fork(900), ended]).tolist() == [-1, 0, 0]
 
 
 @pytest.mark.parametrize("wrong", [None, "two-sided"])
 def test_the_p_value_is_the_share_of_orders_as_good(wrong: str | None) -> None:
-    left = np.array([0.1, 0.2, 0.2, 0.3, 0.5])
-    lasted = np.array([np.inf, 700.0, np.inf, 800.0, 600.0])
+    left = [0.1, 0.2, 0.2, 0.3, 0.5]
+    ran = [a_fork(None), a_fork(700), a_fork(None, 750), a_fork(800), a_fork(600)]
 
-    def score(order: tuple[int, ...]) -> int:
-        y = [lasted[i] for i in order]
-        pairs = [(i, j) for i in range(5) for j in range(i)]
-        return sum(int(np.sign(left[j] - left[i]) * (0 if y[i] == y[j] else np.sign(y[i] - y[j]))) for i, j in pairs)
+    def score(order: tuple[int, ...]) -> float:
+        return d_by_hand({str(i): (left[at], ran[i]) for i, at in enumerate(order)})
 
     observed = score((0, 1, 2, 3, 4))
     assert observed > 0
     scores = [score(order) for order in permutations(range(5))]
     as_good = [abs(s) >= observed if wrong else s >= observed for s in scores]
     with rejected(wrong):
-        p_value, smallest, method = agreement.permuted(left, lasted)
+        p_value, smallest, method = agreement.permuted(np.array(left), ran)
         assert p_value == pytest.approx(sum(as_good) / 120)
         assert smallest == pytest.approx(sum(s == max(scores) for s in scores) / 120)
         assert method == "all 120 orders"
 
 
 def test_drawn_orders_give_the_same_p_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, lasted = np.array([1, 2, 3, 4, 5, 6, 7.0]), np.array([np.inf, 5, np.inf, 6, 3, 4, 2.0])
-    exact, _, _ = agreement.permuted(left, lasted)
+    left = np.array([1, 2, 3, 4, 5, 6, 7.0])
+    ran = [a_fork(None), a_fork(750), a_fork(None), a_fork(760), a_fork(730), a_fork(740), a_fork(720)]
+    exact, _, _ = agreement.permuted(left, ran)
     monkeypatch.setattr(agreement, "_ALL_ORDERS", 6)
-    drawn, smallest, method = agreement.permuted(left, lasted)
+    drawn, smallest, method = agreement.permuted(left, ran)
     assert method == "100000 drawn orders"
     # Five standard deviations of a share of 100,000 draws.
     assert drawn == pytest.approx(exact, abs=5 * math.sqrt(exact / 100_000))
     assert drawn != exact
     assert smallest >= 1 / 100_001
-
-
-def test_a_fork_that_was_cut_off_early_is_left_out() -> None:
-    cut = PAIRS | {"cut": (0.5, a_fork(None, 800))}
-    found = agreement.agreement("", cut, [])
-    assert (found.left_out, found.forks) == (("cut",), 6)
-    assert found.tau == agreement.agreement("", PAIRS, []).tau
-    # Were it kept, a prediction that it would be the worst would count as wrong.
-    assert tau_by_hand(cut) != pytest.approx(found.tau)
-    assert agreement.agreement("", PAIRS | {"late": (0.5, a_fork(None, 901))}, []).left_out == ()
 
 
 @pytest.mark.parametrize("names", [[], ["cure"], ["cure", "other cure"], ["cure", "control", "harm"]])
@@ -473,8 +500,8 @@ def test_every_sequence_has_its_own_order() -> None:
     own = {name: left for name, (left, _) in PAIRS.items()}
     other = own | {"harm": 0.0}
     found = agreement.agreement("", PAIRS, [own, other, {}])
-    assert found.by_sequence[0] == found.tau
-    assert found.by_sequence[1] == pytest.approx(tau_by_hand(PAIRS | {"harm": (0.0, PAIRS["harm"][1])}))
+    assert found.by_sequence[0] == found.somers_d
+    assert found.by_sequence[1] == pytest.approx(d_by_hand(PAIRS | {"harm": (0.0, PAIRS["harm"][1])}))
     assert found.by_sequence[2] is None
 
 
@@ -483,8 +510,8 @@ def test_agreements_of_a_folder(runs: Path) -> None:
     ranked, everything = agreement.agreements(rows, chain)
     # Ranked are all but the control and the one whose output is not finite (and where beta = 2 acts on a sequence).
     assert everything.forks == 8
-    assert everything.tau is not None
-    assert everything.tau > 0
+    assert everything.somers_d is not None
+    assert everything.somers_d > 0
     assert ranked.forks == sum(row.fork is not None and row.rank is not None for row in rows)
     assert ranked.forks < everything.forks
     assert len(ranked.by_sequence) == 2
@@ -878,15 +905,24 @@ def test_packed_monitor_logs_are_read(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("holds", "p_value", "expected"),
-    [(True, 0.04, (True, True)), (False, 0.06, (False, False)), (None, None, (None, None))],
+    ("holds", "p_value", "smallest", "expected"),
+    [
+        (True, 0.04, 0.01, (True, True)),
+        (False, 0.06, 0.01, (False, False)),
+        (None, None, None, (None, None)),
+        (True, 0.5, 0.06, (True, None)),
+    ],
 )
-def test_predictions_are_judged(holds: bool | None, p_value: float | None, expected: tuple[bool | None, ...]) -> None:
-    order = {"p_value": p_value, "words": "tau-b"}
+def test_predictions_are_judged(
+    holds: bool | None, p_value: float | None, smallest: float | None, expected: tuple[bool | None, ...]
+) -> None:
+    order = {"p_value": p_value, "smallest_p": smallest, "words": "Somers' D"}
     chain = {
         "site": {"holds": holds, "words": "attribute blames"},
         "agreement": [order, {"p_value": 0.0, "words": "other"}],
     }
     found = criteria.of_chains({"A": chain})
     assert tuple(c.held for c in found) == expected
-    assert [c.found for c in found] == ["attribute blames", "tau-b"]
+    assert [c.found for c in found] == ["attribute blames", "Somers' D"]
+    # Of another seed only the cure and a sham are trained.
+    assert [c.held for c in criteria.of_chains({"A_seed1": chain})] == [holds]

@@ -184,7 +184,7 @@ def outcomes_of() -> dict[str, Any]:
         row("stabilised-8", "Infinity", None, fork("A+stabilised-8_seed0", 140)),
         row("tile-64", 0.147, 3, None),
     ]
-    agreement = [{"of": "mitigations that what-if ranks", "words": "tau-b +1.00 over 2 forks"}]
+    agreement = [{"of": "mitigations that what-if ranks", "words": "Somers' D +1.00 over 1 pairs"}]
     apart = {"kept_most": {"mitigation": "fp32-scores", "left": 0.0208},
              "failed_least": {"mitigation": "fp32-sums", "left": 0.146}, "separated": True}  # fmt: skip
     chain = {"rows": rows, "agreement": agreement, "separation": apart, "site": {"words": "attribute blames scores"}}
@@ -449,7 +449,7 @@ def test_predictions_stand_beside_what_training_did(made: Gallery) -> None:
     bars = {s.name: s.x for s in chart(made, "A-predicted").series}
     assert bars == {"trains on": (0.0208,), "fails": (0.146,), "not trained": (0.147,)}
     assert "not finite or not known: stabilised-8" in chart(made, "A-predicted").caption
-    assert "tau-b +1.00 over 2 forks" in said(section(made, "Predicted, and trained"))
+    assert "Somers' D +1.00 over 1 pairs" in said(section(made, "Predicted, and trained"))
     held = section(made, "What had to hold").table[1:]
     assert [row[1] for row in held] == ["yes", "no", "not known", "yes"]
     assert "forecast within 20 %" in held[-1][0]
@@ -469,6 +469,11 @@ def test_what_had_to_hold_can_fail(copied: Path) -> None:
     for departures, expected in (([749, 755], "yes"), ([749, 800], "no"), ([749, None], "no")):
         repeats = {"repeats": [{"run": "A_seed0", "departures": departures}]}
         (copied / "repeats.json").write_text(json.dumps(repeats))
+        assert judged("within 5 %") == expected
+    # One that was ended at 600 says nothing of a failure at 749; one that went on to 760 does.
+    for end, expected in ((600, "yes"), (760, "no")):
+        run = {"run": "A_seed0", "departures": [749, 750, None], "ends": [779, 780, end]}
+        (copied / "repeats.json").write_text(json.dumps({"repeats": [run]}))
         assert judged("within 5 %") == expected
 
 
@@ -514,14 +519,18 @@ def test_errors_that_add_up_stand_beside_training(made: Gallery) -> None:
     assert line(table, "delta-from-dp")["error of the sum"] == "7 %"
 
 
-def test_a_fork_that_stopped_before_the_others_failed_says_nothing(copied: Path) -> None:
+@pytest.mark.parametrize("end", [170, 171])
+def test_a_fork_that_stopped_before_the_unchanged_run_failed_says_nothing(end: int, copied: Path) -> None:
     before = rows_of(0, FORK - 100, FORK)
-    write_log(copied, "A+fp32-scores_seed0", [*before, *rows_of(3, FORK, end=185)], "A_seed0")
+    write_log(copied, "A+fp32-scores_seed0", [*before, *rows_of(3, FORK, end=end)], "A_seed0")
     found = outcomes_of()
-    found["chains"]["A"]["rows"][0]["fork"]["until"] = 150
+    found["chains"]["A"]["rows"][0]["fork"] |= {"until": 150, "cut_off": True}
     (copied / "outcomes.json").write_text(json.dumps(found))
     made = page.gallery(read_record(copied), copied / "chain.txt")
-    # The last of them fails at 190.
+    # Unchanged it fails at step 170, to which a run of 171 steps has come.
+    if end == 171:
+        assert "It trains on with fp32-scores" in said(section(made, "The cure"))
+        return
     assert "Stopped before that could be told: fp32-scores" in said(section(made, "The cure"))
     assert "it trains on" not in made.lead
     assert not [c for c in section(made, "The cure").charts if "cured" in c.name and "not-cured" not in c.name]
@@ -532,6 +541,25 @@ def test_a_fork_that_stopped_before_the_others_failed_says_nothing(copied: Path)
     ]  # fmt: skip
     with pytest.raises(StopIteration):
         next(s for s in page_picture.picture(read_record(copied)).sections[0].charts[0].series if "cured" in s.name)
+
+
+def test_other_seeds_stand_beside_the_first(copied: Path) -> None:
+    assert "The same on other seeds" not in [s.title for s in page.gallery(read_record(copied)).sections]
+    found = outcomes_of()
+    site = {"guilty": "scores", "sequences": 8, "of": 8, "words": "attribute blames scores"}
+    control = {"mitigation": "control", "left": 0.15, "fork": {"departure": 170, "until": 190}}
+    first = found["chains"]["A"] | {"run": "A_seed0", "step": 131, "layer": 1, "head": 0, "site": site}
+    first["rows"] = [*first["rows"], control]
+    kept = {"mitigation": "fp32-scores", "left": 0.03, "fork": {"departure": None, "until": 229}}
+    other = first | {"run": "A_seed1", "rows": [kept, control]}
+    found["chains"] = {"A": first, "A_seed1": other, "AB": first}
+    (copied / "outcomes.json").write_text(json.dumps(found))
+    table = section(page.gallery(read_record(copied)), "The same on other seeds")
+    # What was trained on one seed alone is left to the other tables.
+    assert table.table[0] == ("run", "captured", "attribute blames", "unchanged", "fp32-scores")
+    assert [row[0] for row in table.table[1:]] == ["A_seed0", "A_seed1"]
+    assert line(table, "A_seed1")["fp32-scores"] == "on its trend to 229 (ended); predicted 3 %"
+    assert line(table, "A_seed1")["unchanged"] == "fails at 170; predicted 15 %"
 
 
 def test_without_predictions_the_forks_have_their_own_table(copied: Path) -> None:

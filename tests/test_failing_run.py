@@ -821,5 +821,5 @@ def test_runs_made_twice_are_compared_digit_by_digit(tmp_path: Path) -> None:
         write_log(tmp_path / folder / "A_seed3.jsonl", rows)
     one, two, three = (RunLog.read(tmp_path / folder / "A_seed3.jsonl") for folder in ("one", "two", "three"))
     same = repeats.repeat("A", [one, two])
-    assert (same.compared, same.differs_at, same.departures) == (395, None, (390, 390))
+    assert (same.compared, same.differs_at, same.departures, same.ends) == (395, None, (390, 390), (399, 394))
     assert repeats.repeat("A", [one, two, three]).differs_at == 200

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-import numpy as np
 from departure import WINDOW, departures
 from folder import arm_of, start_of
 from runlog import RunLog
@@ -26,9 +25,9 @@ class Fork:
     ``loss``: mean of the last 20 steps before the control's departure (for one that departs earlier: None). ``gap``:
     that less the loss of the run that ``gap_to`` names, which saw the same data: the fork with fa2, else fa2 from step
     0 on, whose weights are other ones; None where neither was run. ``last_loss``: of the last 20 steps of a run that
-    did not depart. ``share``: the largest monitored error of dW_Q over dW_Q up to the control's departure,
-    ``largest_share``: up to the end. ``cut_off``: it ended before the control's departure, so that its trend says
-    nothing.
+    did not depart. ``share``: the largest monitored error of dW_Q over dW_Q up to the control's departure, ``worst``:
+    in which layer and head, ``largest_share``: up to the end. ``cut_off``: it ended before the control's departure, so
+    that its trend says nothing.
     """
 
     run: str
@@ -43,6 +42,7 @@ class Fork:
     gap_to: str | None = None
     last_loss: float | None = None
     share: float | None = None
+    worst: tuple[int, int] | None = None
     largest_share: float | None = None
     cut_off: bool = False
 
@@ -103,6 +103,7 @@ def _fork(name: str, log: RunLog, parent: RunLog, start: int, common: int, check
     own = [(step, loss) for step, loss, _ in log.steps if step >= start]
     until, seen = log.steps[-1][0], [c for c in checks or () if c.step >= start]
     compared = [loss for step, loss in own if common - _TRAILING <= step < common]
+    share, worst = largest_share([c for c in seen if c.step <= common])
     whole = len(compared) == _TRAILING and (found is None or found[0] >= common)
     return Fork(
         run=log.name,
@@ -114,16 +115,20 @@ def _fork(name: str, log: RunLog, parent: RunLog, start: int, common: int, check
         reason=None if found is None else found[1],
         loss=fmean(compared) if whole else None,
         last_loss=fmean(loss for _, loss in own[-_TRAILING:]) if found is None and own else None,
-        share=largest_share([c for c in seen if c.step <= common]),
-        largest_share=largest_share(seen),
-        cut_off=found is None and until < common - 1,
+        share=share,
+        worst=worst,
+        largest_share=largest_share(seen)[0],
+        cut_off=found is None and until < common,
     )
 
 
-def largest_share(checks: Sequence[Check]) -> float | None:
-    """Of the monitored errors of dW_Q over dW_Q, all heads; NaN among them counts as infinite."""
-    values = [layer.values["dw_q_share"] for check in checks for layer in check.layers if "dw_q_share" in layer.values]
-    if not values:
-        return None
-    everything = np.concatenate(values)
-    return float(np.nanmax(everything)) if np.isfinite(everything).any() else math.inf
+def largest_share(checks: Sequence[Check]) -> tuple[float | None, tuple[int, int] | None]:
+    """Of the monitored errors of dW_Q over dW_Q, and its layer and head; infinite where none of them is finite."""
+    shares = [(c.layer, c.values["dw_q_share"]) for check in checks for c in check.layers if "dw_q_share" in c.values]
+    finite = [
+        (float(share), (layer, head))
+        for layer, heads in shares
+        for head, share in enumerate(heads)
+        if math.isfinite(share)
+    ]
+    return max(finite, default=(math.inf if shares else None, None))

@@ -12,7 +12,7 @@ another does not (``beside``), and when the alarms came (``criteria``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -99,8 +99,12 @@ def _chain_row(row: Mapping[str, Any]) -> list[str]:
         _trained(fork),
         "–" if fork["loss"] is None else f"{fork['loss']:.4f}",
         "–" if fork["gap"] is None else f"{fork['gap']:+.4f}",
-        "–" if fork["share"] is None else f"{fork['share']:.3g}",
+        "–" if fork["share"] is None else f"{fork['share']:.3g}" + _head(fork["worst"]),
     ]
+
+
+def _head(place: Sequence[int] | None) -> str:
+    return "" if place is None else f" (L{place[0]}H{place[1]})"
 
 
 def _trained(fork: Mapping[str, Any]) -> str:

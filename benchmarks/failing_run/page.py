@@ -13,7 +13,7 @@ import importlib
 from pathlib import Path
 
 from departure import DEVIATIONS, FACTOR, PERSISTENCE, WINDOW
-from page_cure import control_of, cure, cures, fate, last_failure, trained
+from page_cure import control_of, cure, cures, fate, trained
 from page_limits import limits
 from page_missing import made, missing, planned
 from page_monitor import monitor
@@ -21,6 +21,7 @@ from page_outcomes import ON, held, predicted
 from page_picture import picture, take
 from page_record import Record, read_record
 from page_runs import failing, healthy_words, others
+from page_seeds import seeds
 from page_sites import chain_of, guilty, sites
 from page_summed import summed
 from page_values import at, listed, middle, percent
@@ -48,6 +49,7 @@ def gallery(record: Record, jobs: Path = JOBS) -> Gallery:
         *sites(record, "A", "The guilty rounding"),
         *cure(record, "A", "The cure"),
         *predicted(record, "A", "Predicted, and trained"),
+        seeds(record, "A", "The same on other seeds"),
         summed(record, "A", "Do the errors add up over a batch?"),
         failing(record, "B", "Arm B: the run that fails", _B),
         *monitor(record, "B", "Arm B: what the monitor saw", rule, signs=False),
@@ -119,10 +121,10 @@ def summary(record: Record) -> str:
             f"From one capture at the alarm, attribute names the rounding of {site}: {share} of dQ's squared error."
         )
     if forks := cures(record, run):
-        last = last_failure(record, run)
-        on = [f"{fork.change} (to {fork.end - 1:,})" for fork in forks if fate(fork, last) == ON]
+        control = control_of(record, run)
+        on = [f"{fork.change} (to {fork.end - 1:,})" for fork in forks if fate(fork, control) == ON]
         said.append(
-            f"From the alarm's checkpoint the unchanged run {trained(control_of(record, run))}"
+            f"From the alarm's checkpoint the unchanged run {trained(control, control)}"
             + (f"; it keeps its trend with {listed(on)}." if on else ".")
         )
     return " ".join(said)

@@ -30,20 +30,18 @@ def cures(record: Record, origin: Run) -> list[Run]:
     return [run for run in record.forks(origin.name) if run.arm != origin.arm]
 
 
-def last_failure(record: Record, origin: Run) -> int:
-    """The last departure of a run and its forks; -1 without one."""
-    found = [run.departure.step for run in (origin, *record.forks(origin.name)) if run.departure]
-    return max(found, default=-1)
+def fate(run: Run, control: Run) -> str:
+    """What became of a fork of the run that went on unchanged as ``control``."""
+    return fate_of(run.departure.step if run.departure else None, _cut_off(run, control))
 
 
-def fate(run: Run, last: int) -> str:
-    """What became of a fork; ``last``: the last departure of them all, before which to have trained says nothing."""
-    return fate_of(run.departure.step if run.departure else None, run.end - 1, last)
+def trained(run: Run, control: Run) -> str:
+    """The same in words, with its step."""
+    return trained_words(run.departure.step if run.departure else None, run.end - 1, _cut_off(run, control))
 
 
-def trained(run: Run, last: int = -1) -> str:
-    """What training did, in words."""
-    return trained_words(run.departure.step if run.departure else None, run.end - 1, last)
+def _cut_off(run: Run, control: Run) -> bool:
+    return control.departure is not None and run.end <= control.departure.step
 
 
 def cure(record: Record, arm: str, title: str) -> list[Section]:
@@ -53,21 +51,20 @@ def cure(record: Record, arm: str, title: str) -> list[Section]:
     if origin is None or not forks:
         return []
     control, step = control_of(record, origin), forks[0].first
-    last = last_failure(record, origin)
-    groups = {name: [run for run in forks if fate(run, last) == name] for name in (ON, FAILS, EARLY)}
+    groups = {name: [run for run in forks if fate(run, control) == name] for name in (ON, FAILS, EARLY)}
     charts = []
     for stem, words, name in (("cured", "trains on", ON), ("not-cured", "fails all the same", FAILS)):
         if groups[name]:
             charts += _pair(arm, stem, words, origin, groups[name], step)
     said = (
         f"From the checkpoint at the alarm (step {step:,}) the same run goes on {len(forks)} times, with the same "
-        f"batches, each time with one change in attention and nothing else. Unchanged, it {trained(control)}. "
+        f"batches, each time with one change in attention and nothing else. Unchanged, it {trained(control, control)}. "
         f"{_listed('It trains on with', groups[ON])}{_listed('It fails all the same with', groups[FAILS])}"
         f"{_listed('Stopped before that could be told:', groups[EARLY])}"
     )
     curves = Section(title, (said.strip(), *_like(record, groups[ON])), charts=tuple(charts))
     # With predictions there is a table of both.
-    return [curves] if rows(record, arm) else [curves, Section(f"{title}: run by run", (), table(control, forks, last))]
+    return [curves] if rows(record, arm) else [curves, Section(f"{title}: run by run", (), table(control, forks))]
 
 
 def _like(record: Record, kept: Sequence[Run]) -> list[str]:
@@ -106,7 +103,7 @@ def _pair(arm: str, stem: str, words: str, origin: Run, group: Sequence[Run], st
     ]  # fmt: skip
 
 
-def table(control: Run, forks: Sequence[Run], last: int) -> tuple[tuple[str, ...], ...]:
+def table(control: Run, forks: Sequence[Run]) -> tuple[tuple[str, ...], ...]:
     """What training did with each change; loss: the mean of the last steps before its departure or end."""
     lines = [("change", "training", "by", "largest gradient norm", f"loss, mean of the last {_LAST}")]
     for run in (control, *forks):
@@ -116,7 +113,7 @@ def table(control: Run, forks: Sequence[Run], last: int) -> tuple[tuple[str, ...
         worst = max((n if math.isfinite(n) else math.inf for n in norms), default=math.nan)
         name = "none" if run is control else run.change
         lines.append((
-            name, trained(run, last), run.departure.reason if run.departure else DASH,
+            name, trained(run, control), run.departure.reason if run.departure else DASH,
             f"{worst:.3g}" if math.isfinite(worst) else "not finite", f"{fmean(losses):.3f}" if losses else DASH,
         ))  # fmt: skip
     return tuple(lines)

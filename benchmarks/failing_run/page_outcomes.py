@@ -21,24 +21,28 @@ _PROPOSED = 5
 _HELD = {True: "yes", False: "no", None: "not known"}
 
 
-def fate_of(departure: int | None, until: int, last: int) -> str:
-    """What became of a fork whose last step is ``until``. Where that is before ``last``, the last departure of them
-    all, not to have failed says nothing."""
+def fate_of(departure: int | None, cut_off: bool) -> str:
+    """What became of a fork. ``cut_off``: it ended before the unchanged run's departure; that says nothing."""
     if departure is not None:
         return FAILS
-    return EARLY if until < last else ON
+    return EARLY if cut_off else ON
 
 
-def trained_words(departure: int | None, until: int, last: int) -> str:
-    """The same with its step."""
+def trained_words(departure: int | None, until: int, cut_off: bool) -> str:
+    """The same with its step; ``until``: the last one."""
     words = {FAILS: f"fails at {departure or 0:,}", EARLY: f"stopped at {until:,}: too early to tell"}
-    return words.get(fate_of(departure, until, last), f"on its trend to {until:,} (ended)")
+    return words.get(fate_of(departure, cut_off), f"on its trend to {until:,} (ended)")
 
 
-def _fork(row: dict[str, Any]) -> tuple[int | None, int]:
-    """A row's departure and last step."""
+def trained_words_of(row: dict[str, Any]) -> str:
+    """The same of a row of ``outcomes.json`` that was trained."""
+    return trained_words(*_fork(row))
+
+
+def _fork(row: dict[str, Any]) -> tuple[int | None, int, bool]:
+    """A row's departure and last step, and whether it was cut off."""
     departure, until = number(at(row, "fork", "departure")), number(at(row, "fork", "until"))
-    return None if departure is None else int(departure), int(until or 0)
+    return None if departure is None else int(departure), int(until or 0), bool(at(row, "fork", "cut_off"))
 
 
 def rows(record: Record, arm: str) -> list[dict[str, Any]]:
@@ -64,7 +68,11 @@ def predicted(record: Record, arm: str, title: str) -> tuple[Section, ...]:
     said += _separation(at(chain, "separation"))
     proposed = [row for row in everything if at(row, "fork") is None and number(at(row, "rank")) is not None]
     chart = _chart(arm, trained, proposed[:_PROPOSED])
-    return Section(title, tuple(said), charts=chart), Section(f"{title}: run by run", (), _table(trained))
+    seen = (
+        "Seen: the monitor's estimate for the head that was worst until the unchanged run failed; not always the head "
+        "that was captured. Loss: mean of the 20 steps before that."
+    )
+    return Section(title, tuple(said), charts=chart), Section(f"{title}: run by run", (seen,), _table(trained))
 
 
 def _separation(found: Any) -> list[str]:
@@ -89,9 +97,9 @@ def _chart(arm: str, trained: Sequence[dict[str, Any]], proposed: Sequence[dict[
     absent = [str(row["mitigation"]) for row in trained if row not in [r for r, _ in drawn]]
     if not drawn:
         return ()
-    last, series = _last(trained), []
+    series = []
     for name, tone in _TONES.items():
-        bars = [(left, float(i)) for i, (row, left) in enumerate(drawn) if _fate(row, last) == name]
+        bars = [(left, float(i)) for i, (row, left) in enumerate(drawn) if _fate(row) == name]
         if bars:
             series.append(Series(name, tuple(x for x, _ in bars), tuple(y for _, y in bars), "bars", tone=tone))
     more = f" Not drawn, as it is not finite or not known: {listed(absent)}." if absent else ""
@@ -103,32 +111,35 @@ def _chart(arm: str, trained: Sequence[dict[str, Any]], proposed: Sequence[dict[
     return (Chart(f"{arm}-predicted", "Predicted error, and what training did", caption, *axes, tuple(series)),)
 
 
-def _fate(row: dict[str, Any], last: int) -> str:
-    return _WAITING if at(row, "fork") is None else fate_of(*_fork(row), last)
-
-
-def _last(trained: Sequence[dict[str, Any]]) -> int:
-    """The last departure of them all."""
-    return max((departure for departure, _ in map(_fork, trained) if departure is not None), default=-1)
+def _fate(row: dict[str, Any]) -> str:
+    if at(row, "fork") is None:
+        return _WAITING
+    departure, _, cut_off = _fork(row)
+    return fate_of(departure, cut_off)
 
 
 def _table(trained: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    lines = [("change", "what-if's rank", "predicted: error of dQ", "of dW_Q", "in exact arithmetic", "repairs",
-              "training", "by", "loss before 'none' fails", "minus fa2's")]  # fmt: skip
+    lines = [("change", "repairs", "what-if's rank", "predicted: error of dQ", "of dW_Q", "training", "by",
+              "seen: error of dW_Q over dW_Q", "loss, less fa2's")]  # fmt: skip
     for row in sorted(trained, key=lambda row: row.get("mitigation") != "control"):
         fork = row["fork"]
-        rank, loss, gap = (number(at(source, name)) for source, name in ((row, "rank"), (fork, "loss"), (fork, "gap")))
+        rank, gap, share = (number(at(*path)) for path in ((row, "rank"), (fork, "gap"), (fork, "share")))
         source = f" ({row['left_by']})" if at(row, "left_by") == "attribute" else ""
+        worst = at(fork, "worst")
         lines.append((
             "none" if row.get("mitigation") == "control" else str(row.get("mitigation")),
-            DASH if rank is None else f"{rank:g}",
+            ", ".join(at(row, "sites") or ()) or DASH, DASH if rank is None else f"{rank:g}",
             percent(number(at(row, "left"))) + source, percent(number(at(row, "left_dw_q"))),
-            str(at(row, "equivalence") or DASH), ", ".join(at(row, "sites") or ()) or DASH,
-            trained_words(*_fork(row), _last(trained)),
-            str(at(fork, "reason") or DASH), DASH if loss is None else f"{loss:.4f}",
+            trained_words_of(row), str(at(fork, "reason") or DASH),
+            DASH if share is None else f"{share:.3g}" + (f", L{worst[0]}H{worst[1]}" if worst else ""),
             DASH if gap is None else f"{gap:+.4f}",
         ))  # fmt: skip
     return tuple(lines)
+
+
+def _of_the_way(error: float | None) -> str:
+    """Of the steps from the capture to the NaN; None where it came at once."""
+    return "" if error is None else f" ({error:+.1%} of the steps ahead)"
 
 
 def _limit_held(found: Any) -> list[dict[str, Any]]:
@@ -140,22 +151,25 @@ def _limit_held(found: Any) -> list[dict[str, Any]]:
     ]
     if not ahead:
         return []
-    said = [f"{at(run, 'run')}: {at(run, 'error'):+.1%} ({at(run, 'error_ahead'):+.1%} ahead)" for run in ahead]
-    words = "the stabilised softmax: the step of its NaN is forecast within 20 %"
+    said = [f"{run['run']}: {run['error']:+.1%}{_of_the_way(number(at(run, 'error_ahead')))}" for run in ahead]
+    words = "the stabilised softmax: the step of its NaN is forecast within 20 % of it"
     return [{"words": words, "held": all(abs(at(run, "error")) <= 0.2 for run in ahead), "found": "; ".join(said)}]
 
 
 def _repeats_held(found: Any) -> list[dict[str, Any]]:
-    """Whether runs made twice fail at the same step, to 5 %."""
-    runs = [run for run in at(found, "repeats") or () if isinstance(run, dict)]
-    failed = [run for run in runs if any(step is not None for step in run["departures"])]
-    if not failed:
+    """Whether runs made twice fail at the same step, to 5 %; those that were ended before say nothing."""
+    close, said = [], []
+    for run in at(found, "repeats") or ():
+        steps = sorted(step for step in run["departures"] if step is not None)
+        ends = run.get("ends") or [math.inf] * len(run["departures"])
+        kept = sum(s is None and end >= steps[0] for s, end in zip(run["departures"], ends, strict=True) if steps)
+        if steps and len(steps) + kept > 1:
+            close.append(not kept and steps[-1] <= 1.05 * steps[0])
+            said.append(f"{run['run']}: {', '.join(map(str, [*steps, *['none'] * kept]))}")
+    if not close:
         return []
-    close = [None not in r["departures"] and max(r["departures"]) <= 1.05 * min(r["departures"]) for r in failed]
-    said = [f"{r['run']}: {', '.join(map(str, r['departures']))}" for r in failed]
-    return [
-        {"words": "a run made again fails within 5 % of the same step", "held": all(close), "found": "; ".join(said)}
-    ]
+    words = "a run made again fails within 5 % of the same step"
+    return [{"words": words, "held": all(close), "found": "; ".join(said)}]
 
 
 def held(record: Record, title: str) -> Section | None:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from page_cure import cures, fate, last_failure
+from page_cure import control_of, cures, fate
 from page_outcomes import ON
 from page_record import Record
 from page_series import FAILING_TONE, HEALTHY_TONE, LOSS, NORM, STEP, curve, events
@@ -25,7 +25,8 @@ def picture(record: Record) -> Gallery:
     run = record.first("A")
     if run is None:
         raise ValueError(f"{record.folder.name} has no run of arm A: there is nothing to draw")
-    cured = {fork.change: fork for fork in cures(record, run) if fate(fork, last_failure(record, run)) == ON}
+    control = control_of(record, run)
+    cured = {fork.change: fork for fork in cures(record, run) if fate(fork, control) == ON}
     cure = next((cured[name] for name in (*_SHOWN, *cured) if name in cured), None)
     last = cure.end - 1 if cure else run.end + 100
 

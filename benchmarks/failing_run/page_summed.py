@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from page_cure import control_of, cures, last_failure, trained
+from page_cure import control_of, cures, trained
 from page_record import Record
 from page_values import at, number, percent
 
@@ -35,9 +35,8 @@ def _fates(record: Record, arm: str) -> dict[str, str]:
     origin = record.first(arm)
     if origin is None:
         return {}
-    last = last_failure(record, origin)
-    forks = {run.arm: trained(run, last) for run in cures(record, origin)}
-    return forks | {arm: trained(control_of(record, origin), last)}
+    control = control_of(record, origin)
+    return {run.arm: trained(run, control) for run in (control, *cures(record, origin))}
 
 
 def _line(row: dict[str, Any], arm: str, fates: dict[str, str]) -> tuple[str, ...]:

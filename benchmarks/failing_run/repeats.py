@@ -19,13 +19,14 @@ from runlog import RunLog
 class Repeat:
     """One run in several folders; of a fork its own steps, not those copied from its parent. ``compared``: steps that
     any two have in common, the fewest; ``differs_at``: the first of them at which two do not have the same digits;
-    ``departures``: None where a run kept its trend."""
+    ``departures``: None where a run kept its trend to its last step, in ``ends``."""
 
     run: str
     times: int
     compared: int
     differs_at: int | None
     departures: tuple[int | None, ...]
+    ends: tuple[int, ...]
     devices: tuple[str, ...]
     dates: tuple[str, ...]
 
@@ -46,6 +47,7 @@ def repeat(name: str, logs: list[RunLog]) -> Repeat:
         compared=min(compared),
         differs_at=min(differs, default=None),
         departures=tuple(None if d is None else d.step for d in first),
+        ends=tuple(log.steps[-1][0] for log in logs),
         devices=tuple(str(log.headers[0].get("tool", {}).get("device")) for log in logs),
         dates=tuple(str(log.headers[0].get("date")) for log in logs),
     )
