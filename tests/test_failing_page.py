@@ -36,7 +36,7 @@ from page_missing import planned
 from page_monitor import spacing, watched
 from page_record import Record, read_record
 from page_series import NORM, curve, thinned
-from page_values import at, middle, number, spread
+from values import at, middle, number, spread
 
 Rows = list[tuple[int, float, float]]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/failing_run/alarms.py benchmarks/results/failing_run [--json FILE]
 
-Of each run FOLDER/NAME.jsonl with FOLDER/monitor/NAME.jsonl or .jsonl.xz: the first alarm at every logged check and at
+Of each monitored run (``folder``): the first alarm at every logged check and at
 every second one, its lead before the departure, and how near the run came to an alarm until then: the largest witness
 over its threshold (1 or more: the error is more than correct rounding makes) and the largest average of dW_Q's
 predicted error (``level`` or more: it matters).
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from departure import departures
+from folder import markdown, monitor_logs, read_runs
 from runlog import RunLog, plain
 
 from attn_diag.monitoring.alarm import Alarm, AlarmRule, AlarmState
@@ -73,28 +74,24 @@ def replayed(log: RunLog, checks: Sequence[Check], every: int, rule: AlarmRule) 
 
 def replay_folder(folder: Path, rule: AlarmRule) -> list[Replay]:
     """All runs of a folder that were monitored."""
-    found = []
-    for path in sorted((folder / "monitor").glob("*.jsonl*")):
-        name = path.name.partition(".")[0]
-        log, checks = RunLog.read(folder / f"{name}.jsonl"), list(read_log(path))
+    found, runs = [], read_runs(folder)
+    for name, path in monitor_logs(folder).items():
+        checks = list(read_log(path))
         spacing = int(np.diff([check.step for check in checks]).min())
-        found += [replayed(log, checks, every, rule) for every in (spacing, 2 * spacing)]
+        found += [replayed(runs[name], checks, every, rule) for every in (spacing, 2 * spacing)]
     return found
 
 
 def table(rows: list[Replay]) -> str:
     """Markdown."""
-    lines = [
-        "| run | every | left its trend at | first alarm | lead | witness / threshold | share before the alarm |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ["run", "every", "left its trend at", "first alarm", "lead", "witness / threshold", "share before the alarm"]
+    lines = []
     for r in rows:
-        left = "–" if r.departure is None else f"{r.departure} ({r.reason})"
+        left = f"none until {r.steps - 1}" if r.departure is None else f"{r.departure} ({r.reason})"
         alarm = "silent" if r.alarm is None else f"{r.alarm}: layer {r.layer}, head {r.head}"
         lead = "–" if r.lead is None else str(r.lead)
-        end = f"| {left} | {alarm} | {lead} | {r.witness:.2f} | {r.share:.3f} |"
-        lines.append(f"| {r.run}, {r.steps} steps | {r.every} {end}")
-    return "\n".join(lines)
+        lines.append([r.run, str(r.every), left, alarm, lead, f"{r.witness:.2f}", f"{r.share:.3f}"])
+    return markdown(head, lines)
 
 
 def main() -> None:

@@ -28,12 +28,15 @@ def read_runs(folder: Path) -> dict[str, RunLog]:
     return {name: log for name, log in found.items() if log.steps}
 
 
+def monitor_logs(folder: Path) -> dict[str, Path]:
+    """The monitors' logs of a folder, by run."""
+    return {_stem(path): path for path in sorted((folder / "monitor").glob("*.jsonl*"))}
+
+
 def read_checks(folder: Path, name: str) -> list[Check] | None:
     """The checks of a run's monitor, every head; None where it was not monitored."""
-    for path in sorted((folder / "monitor").glob("*.jsonl*")):
-        if _stem(path) == name:
-            return list(read_log(path))
-    return None
+    path = monitor_logs(folder).get(name)
+    return None if path is None else list(read_log(path))
 
 
 def read_chains(folder: Path) -> dict[str, dict[str, Any]]:

@@ -11,17 +11,19 @@ another does not (``beside``), and when the alarms came (``criteria``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from agreement import agreements
+from alarms import Replay
+from alarms import table as alarm_table
 from beside import rows_of, separation, site_check
 from criteria import alarm_rows, criteria, of_chains
 from folder import command, markdown, read_chains, read_checks, read_runs
 from forks import forks_of
+from values import percent
 
 from attn_diag.monitoring.alarm import AlarmRule
 from attn_diag.provenance import describe_tool, package_version, pick_device
@@ -59,15 +61,13 @@ def outcomes(folder: Path) -> dict[str, Any]:
 
 def tables(found: Mapping[str, Any]) -> str:
     """Markdown."""
-    return "\n\n".join(
-        [_alarm_table(found), _criteria_table(found), *(_chain(a, c) for a, c in found["chains"].items())]
-    )
+    return "\n\n".join([_alarms(found), _criteria_table(found), *(_chain(a, c) for a, c in found["chains"].items())])
 
 
 def _chain(arm: str, chain: Mapping[str, Any]) -> str:
     rows = [row for row in chain["rows"] if row["fork"] is not None]
     healthy = next((row["fork"]["gap_to"] for row in rows if row["fork"]["gap_to"]), "a healthy run")
-    absent = [f"{r['mitigation']} ({_percent(r['left'])})" for r in chain["rows"] if r["fork"] is None]
+    absent = [f"{r['mitigation']} ({percent(r['left'])})" for r in chain["rows"] if r["fork"] is None]
     head = ["mitigation", "rank", "dQ's error left", "range over sequences", "dW_Q's", "site repaired: left",
             "trained", "loss", f"to {healthy}", "largest dW_Q share"]  # fmt: skip
     lines = [f"{arm}: capture of step {chain['step']}, layer {chain['layer']}, head {chain['head']}, "
@@ -80,7 +80,7 @@ def _chain(arm: str, chain: Mapping[str, Any]) -> str:
         most, least = apart["kept_most"], apart["failed_least"]
         lines.append(
             f"Of those that kept their trend {most['mitigation']} was predicted to leave most, "
-            f"{_percent(most['left'])}; of those that failed {least['mitigation']} least, {_percent(least['left'])}."
+            f"{percent(most['left'])}; of those that failed {least['mitigation']} least, {percent(least['left'])}."
         )
     return "\n".join(lines)
 
@@ -88,13 +88,13 @@ def _chain(arm: str, chain: Mapping[str, Any]) -> str:
 def _chain_row(row: Mapping[str, Any]) -> list[str]:
     fork = row["fork"]
     sites = ", ".join(row["sites"])
-    repaired = f"{sites}: {_percent(row['repaired'])}" if row["repaired"] is not None else sites or "–"
+    repaired = f"{sites}: {percent(row['repaired'])}" if row["repaired"] is not None else sites or "–"
     return [
         row["mitigation"],
         "–" if row["rank"] is None else f"{row['rank']:g}",
-        _percent(row["left"]) + (" (attribute)" if row["left_by"] == "attribute" else ""),
-        "–" if row["low"] is None else f"{_percent(row['low'])} to {_percent(row['high'])}",
-        _percent(row["left_dw_q"]),
+        percent(row["left"]) + (" (attribute)" if row["left_by"] == "attribute" else ""),
+        "–" if row["low"] is None else f"{percent(row['low'])} to {percent(row['high'])}",
+        percent(row["left_dw_q"]),
         repaired,
         _trained(fork),
         "–" if fork["loss"] is None else f"{fork['loss']:.4f}",
@@ -113,28 +113,15 @@ def _trained(fork: Mapping[str, Any]) -> str:
     return f"{fork['departure']} ({fork['reason']})"
 
 
-def _alarm_table(found: Mapping[str, Any]) -> str:
-    head = ["run", "every", "left its trend at", "first alarm", "lead", "witness / threshold", "share before the alarm"]
-    rows = []
-    for r in found["alarms"]:
-        left = f"none until {r['steps'] - 1}" if r["departure"] is None else f"{r['departure']} ({r['reason']})"
-        alarm = "silent" if r["alarm"] is None else f"{r['alarm']}: layer {r['layer']}, head {r['head']}"
-        lead = "–" if r["lead"] is None else str(r["lead"])
-        rows.append([r["run"], str(r["every"]), left, alarm, lead, f"{r['witness']:.2f}", f"{r['share']:.3f}"])
-    rows += [[name, "not monitored", "–", "–", "–", "–", "–"] for name in found["not_monitored"]]
-    return markdown(head, rows)
+def _alarms(found: Mapping[str, Any]) -> str:
+    shown = alarm_table([Replay(**row) for row in found["alarms"]])
+    return shown + "".join(f"\n\n{name}: not monitored" for name in found["not_monitored"])
 
 
 def _criteria_table(found: Mapping[str, Any]) -> str:
     words: dict[bool | None, Literal["yes", "no", "not known"]] = {True: "yes", False: "no", None: "not known"}
     rows = [[c["words"], words[c["held"]], c["found"] or "nothing was run"] for c in found["criteria"]]
     return markdown(["must hold", "does", "found"], rows)
-
-
-def _percent(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{100 * value:.3g} %" if math.isfinite(value) else "not finite"
 
 
 def main() -> None:

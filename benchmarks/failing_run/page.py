@@ -24,7 +24,7 @@ from page_runs import failing, healthy_words, others
 from page_seeds import seeds
 from page_sites import chain_of, guilty, sites
 from page_summed import summed
-from page_values import at, listed, middle, percent
+from values import at, listed, middle, percent
 
 from attn_diag.monitoring.alarm import AlarmRule
 from attn_diag.reports.charts import Gallery, Section

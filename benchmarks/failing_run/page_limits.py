@@ -6,7 +6,7 @@ from typing import Any
 
 from page_monitor import worst
 from page_record import Record, Run
-from page_values import at, number, percent
+from values import at, number, percent, signed_percent
 
 from attn_diag.reports.charts import Axis, Band, Chart, Mark, Section, Series
 from attn_diag.reports.words import DASH
@@ -32,7 +32,7 @@ def limits(record: Record, title: str) -> Section | None:
     )
     source = str(at(found, "capture", "run") or "")
     charts = tuple(chart for run in runs if _ahead(run) and (chart := _chart(record, source, run)))
-    if others := [f"{name}: {_signed(error)}" for run in runs if _ahead(run) for name, error in _others(run)]:
+    if others := [f"{name}: {signed_percent(error)}" for run in runs if _ahead(run) for name, error in _others(run)]:
         said += f" The rule was chosen beforehand; others had these errors: {'; '.join(others)}."
     return Section(title, (said,), _table(runs, waiting), charts)
 
@@ -67,8 +67,8 @@ def _table(runs: list[dict[str, Any]], waiting: list[dict[str, Any]]) -> tuple[t
         lines.append((
             str(at(run, "run")), _plain(at(run, "beta")), _plain(at(run, "limit")), *_predicted(at(run, "forecast")),
             f"{came:,}" if isinstance(came, int) else f"not until {until:,}" if isinstance(until, int) else DASH,
-            str(at(run, "note") or (_signed(at(run, "error")) if _ahead(run) else "nothing to forecast")),
-            _signed(at(run, "error_ahead")),
+            str(at(run, "note") or (signed_percent(at(run, "error")) if _ahead(run) else "nothing to forecast")),
+            signed_percent(at(run, "error_ahead")),
         ))  # fmt: skip
     for run in waiting:
         forecast = at(run, "forecasts", 0)
@@ -125,8 +125,3 @@ def _logits(name: str, run: Run, last: float | None = None) -> Series:
 def _plain(value: Any) -> str:
     found = number(value)
     return DASH if found is None else f"{found:.3g}"
-
-
-def _signed(value: Any) -> str:
-    found = number(value)
-    return DASH if found is None else f"{100 * found:+.1f} %"

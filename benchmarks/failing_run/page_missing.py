@@ -11,7 +11,7 @@ from statistics import median
 
 import page_outcomes as outcomes
 from page_record import Record, Run
-from page_values import listed
+from values import listed
 
 from attn_diag.reports.charts import Section
 from attn_diag.reports.words import DASH

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from page_record import Record
-from page_values import at, listed, number, percent
+from values import at, listed, number, percent
 
 from attn_diag.reports.charts import Axis, Chart, Section, Series, Tone
 from attn_diag.reports.words import DASH

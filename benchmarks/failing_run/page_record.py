@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from departure import Departure, departures
+from folder import monitor_logs, read_runs
 from runlog import RunLog
 
 from attn_diag.monitoring.record import Check, read_log
@@ -133,9 +134,8 @@ def _document(path: Path) -> Any:
 
 
 def _runs(folder: Path) -> Iterable[Run]:
-    monitors = {path.name.partition(".jsonl")[0]: path for path in sorted((folder / "monitor").glob("*.jsonl*"))}
-    for path in sorted(folder.glob("*.jsonl*")):
-        log = RunLog.read(path)
-        found = _NAME.fullmatch(log.name)
-        arm, seed, tag = (found["arm"], int(found["seed"]), found["tag"] or "") if found else (log.name, 0, "")
-        yield Run(log, arm, seed, tag, monitors.get(log.name))
+    monitors = monitor_logs(folder)
+    for name, log in read_runs(folder).items():
+        found = _NAME.fullmatch(name)
+        arm, seed, tag = (found["arm"], int(found["seed"]), found["tag"] or "") if found else (name, 0, "")
+        yield Run(log, arm, seed, tag, monitors.get(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from page_record import HEALTHY, Record, Run
 from page_series import FAILING_TONE, HEALTHY_TONE, LOSS, NORM, STEP, curve, events, last_drawn
-from page_values import listed
+from values import listed
 
 from attn_diag.reports.charts import Axis, Chart, Section, Series
 from attn_diag.reports.words import DASH

@@ -7,7 +7,7 @@ from typing import Any
 
 from page_outcomes import trained_words_of
 from page_record import Record
-from page_values import at, middle, number, percent
+from values import at, middle, number, percent
 
 from attn_diag.reports.charts import Section
 from attn_diag.reports.words import DASH

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from page_record import Record
-from page_values import at, listed, middle, number, numbers, percent, spread
+from values import at, listed, middle, number, numbers, percent, spread
 
 from attn_diag.reports.charts import Axis, Chart, Section, Series
 from attn_diag.reports.words import DASH

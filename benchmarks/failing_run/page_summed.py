@@ -6,7 +6,7 @@ from typing import Any
 
 from page_cure import control_of, cures, trained
 from page_record import Record
-from page_values import at, number, percent
+from values import at, number, percent
 
 from attn_diag.reports.charts import Section
 from attn_diag.reports.words import DASH

@@ -23,6 +23,7 @@ from typing import Any
 from folder import command, markdown, read_chains, read_checks, read_runs, start_of
 from forecast import RULE, WHICH, WINDOW, Forecast, all_forecasts
 from runlog import RunLog
+from values import signed_percent
 
 from attn_diag import preset
 from attn_diag.mitigation.stabilised import beta_limits
@@ -165,9 +166,9 @@ def table(found: dict[str, Any]) -> str:
     rows = []
     for o in found["runs"]:
         came = "–" if o["came"] is None else str(o["came"])
-        others = [f"{rule}: {_percent(e)}" for rule, e in o["errors"].items() if rule != f"{RULE}, {WHICH}"]
+        others = [f"{rule}: {signed_percent(e)}" for rule, e in o["errors"].items() if rule != f"{RULE}, {WHICH}"]
         rows.append([o["run"], f"{o['beta']:g}", f"{o['limit']:.3g}", *_predicted(o["forecast"]), came,
-                     o["note"] or _percent(o["error"]), _percent(o["error_ahead"]),
+                     o["note"] or signed_percent(o["error"]), signed_percent(o["error_ahead"]),
                      "; ".join(others) or "–"])  # fmt: skip
     for n in found["not_run"]:
         chosen = next((f for f in n["forecasts"] if (f["rule"], f["which"]) == (RULE, WHICH)), None)
@@ -186,10 +187,6 @@ def _predicted(chosen: dict[str, Any] | None) -> tuple[str, str]:
     high = "open" if chosen["high"] is None else f"{chosen['high']:.0f}"
     at_once = ", at once" if chosen["level"] >= chosen["limit"] else ""
     return level, f"{chosen['step']:.0f} ({low} to {high}){at_once}"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:+.1f} %"
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from departure import departures
+from folder import markdown
 from runlog import RunLog
 
 # Steps whose mean is called the last loss.
@@ -48,8 +49,7 @@ def table(logs: list[RunLog]) -> str:
     rows = [row(log) for log in logs]
     if not rows:
         return "no logs"
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(r.values()) for r in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(list(rows[0]), [list(r.values()) for r in rows])
 
 
 def _alarm(log: RunLog) -> str:

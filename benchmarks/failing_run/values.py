@@ -51,6 +51,12 @@ def percent(value: float | None, digits: int = 3) -> str:
     return f"{100 * value:.{digits}g} %" if math.isfinite(value) else "not finite"
 
 
+def signed_percent(value: Any) -> str:
+    """A fraction in percent with its sign."""
+    found = number(value)
+    return DASH if found is None else f"{100 * found:+.1f} %"
+
+
 def spread(value: Any) -> str:
     """The median of fractions in percent, and their range where there are several: "98 % (97 to 99)"."""
     found = numbers(value)
