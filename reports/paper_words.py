@@ -181,7 +181,7 @@ def prefix(found: PrefixError) -> str:
 
 
 def triggers(found: Triggers, head: str) -> str:
-    """First and last step."""
+    """First step, last step and the most at any."""
     return f"{head}: {_counts(found.head)}. All heads looked at in its layer: {_counts(found.layer)}."
 
 
@@ -189,9 +189,10 @@ def _counts(found: TriggerCounts) -> str:
     parts = []
     for name in ("exact", "window", "unit"):
         counts: tuple[int, ...] = getattr(found, name)
-        shares = [words.percent(n / rows if rows else None) for n, rows in zip(counts, found.rows, strict=True)]
-        parts.append(f"{name} {shares[0]} to {shares[-1]} of rows")
-    return ", ".join(parts)
+        shares = [n / rows if rows else None for n, rows in zip(counts, found.rows, strict=True)]
+        first, last, most = map(words.percent, (shares[0], shares[-1], max((s or 0.0) for s in shares)))
+        parts.append(f"{name} {first} of rows at first, {last} at last, {most} at most")
+    return "; ".join(parts)
 
 
 def head_name(layer: int | None, head: int) -> str:

@@ -482,16 +482,27 @@ def test_what_is_not_finite_or_not_known_is_a_gap(document: dict[str, Any]) -> N
     gallery_document(Gallery("title", "lead", tuple(sections)))
 
 
-@pytest.mark.parametrize("wrong", [{"schema": "attn-diag-diagnosis"}, {"schema_version": 3}])
+@pytest.mark.parametrize("wrong", [{"schema": "attn-diag-diagnosis"}, {"schema_version": 1}, {"schema_version": 3}])
 def test_another_document_is_refused(document: dict[str, Any], wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected attn-diag-accumulation"):
         accumulation_page.sections(document | wrong)
 
 
-def test_the_first_version_is_shown_as_far_as_it_goes(document: dict[str, Any]) -> None:
-    titles = [s.title for s in accumulation_page.sections(document | {"schema_version": 1})]
-    assert titles[0].startswith("Bias, size or coherence")
-    assert len(titles) < len(accumulation_page.sections(document))
+def test_the_page_says_whose_steps_they_are(document: dict[str, Any]) -> None:
+    def captions(run: str | None) -> set[str]:
+        return {c.caption for s in accumulation_page.sections(document, run) for c in s.charts if "accum" in c.name}
+
+    where = f"layer {LAYER}, head {document['head']}"
+    assert all(f"arm A, seed 0, {where}" in caption.replace("Arm", "arm") for caption in captions("arm A, seed 0"))
+    assert all(f"un A_seed0, {where}" in caption for caption in captions(None))
+
+
+def test_the_papers_figures_say_how_their_head_was_chosen(document: dict[str, Any]) -> None:
+    chosen = document["figures"]["chosen"] | {"reason": "as asked for; shown where it is worst"}
+    asked = document | {"figures": document["figures"] | {"chosen": chosen}}
+    lead = next(s for s in accumulation_page.sections(asked) if s.title.startswith("The paper's")).paragraphs[0]
+    assert f"{document['chosen']}; shown where it is worst" in lead
+    assert "as asked for" not in lead
 
 
 def test_a_walk_that_does_not_end_at_o_is_not_drawn(document: dict[str, Any]) -> None:

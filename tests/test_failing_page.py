@@ -500,7 +500,7 @@ def test_a_change_that_only_delays_the_failure_is_said_to(copied: Path) -> None:
 def test_steps_have_a_page_of_their_own(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert page.steps_gallery(read_record(copied)) is None
     module = ModuleType("accumulation_page")
-    monkeypatch.setattr(module, "sections", lambda found: [Section(t) for t in found["titles"]], raising=False)
+    monkeypatch.setattr(module, "sections", lambda found, _: [Section(t) for t in found["titles"]], raising=False)
     monkeypatch.setitem(sys.modules, "accumulation_page", module)
     (copied / "accumulation.json").write_text(json.dumps({"titles": ["one", "two", "three"]}))
     steps = page.steps_gallery(read_record(copied))
@@ -508,6 +508,21 @@ def test_steps_have_a_page_of_their_own(copied: Path, monkeypatch: pytest.Monkey
     assert [s.title for s in steps.sections] == ["one", "two", "three"]
     shown = [s.title for s in page.gallery(read_record(copied), copied / "chain.txt").sections]
     assert [t for t in shown if t in ("one", "two", "three")] == ["one", "two"]
+
+
+def test_the_steps_run_is_named_where_it_is_known(copied: Path) -> None:
+    def captured(*steps: int) -> str | None:
+        (copied / "accumulation.json").write_text(json.dumps({"over_steps": {"steps": steps}}))
+        found = page.captured(read_record(copied))
+        return found and found.name
+
+    assert captured(FORK, FAILS) is None
+    write_log(copied, "A_seed0_steps", [*rows_of(0)[FORK - 100 : FORK], *rows_of(0, FORK)], "A_seed0")
+    assert captured(FORK, FAILS) == "A_seed0_steps"
+    assert captured(FORK - 1, FAILS) is None
+    assert captured(FORK, STEPS) is None
+    write_log(copied, "A_seed1_steps", [*rows_of(0)[FORK - 100 : FORK], *rows_of(0, FORK)], "A_seed1")
+    assert captured(FORK, FAILS) is None
 
 
 def test_errors_that_add_up_stand_beside_training(made: Gallery) -> None:
@@ -588,7 +603,7 @@ def test_the_nan_is_shown_predicted_and_come(made: Gallery) -> None:
 
 def test_accumulation_plugs_in(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("accumulation_page")
-    monkeypatch.setattr(module, "sections", lambda found: [Section(found["title"])], raising=False)
+    monkeypatch.setattr(module, "sections", lambda found, _: [Section(found["title"])], raising=False)
     monkeypatch.setitem(sys.modules, "accumulation_page", module)
     with lzma.open(copied / "accumulation.json.xz", "wt") as file:
         json.dump({"title": "Bias, size or coherence?"}, file)

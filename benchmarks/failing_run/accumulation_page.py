@@ -45,19 +45,24 @@ ALIGNMENTS = {
 }
 
 
-def sections(accumulation: dict[str, Any]) -> list[Section]:
+_REDRAWN = (
+    "Redrawn are Figures 3, 4, 5, 6 and 13 of Qiu & Yao (arXiv 2510.04212). Its other figures, Figure 11 among them, "
+    "are not: attn-diag figures does not make them. M in Figure 4 is E above, not the momentum; p-values from here on "
+    "are not adjusted, and figures of one step show the step named."
+)
+
+
+def sections(accumulation: dict[str, Any], run: str | None = None) -> list[Section]:
     """All sections of an ``accumulation.json``, as read by json.load. Raises ValueError for another document.
 
-    Version 1 had fewer tests and no equal weights: its words and figures are shown.
+    ``run``: what the run is called, such as "arm A, seed 0"; None: by the captures' identity.
     """
-    if accumulation.get("schema") != "attn-diag-accumulation" or accumulation.get("schema_version") not in (1, 2):
+    if accumulation.get("schema") != "attn-diag-accumulation" or accumulation.get("schema_version") != 2:
         raise ValueError(
-            "expected attn-diag-accumulation, version 1 or 2, got "
+            "expected attn-diag-accumulation, version 2, got "
             f"{accumulation.get('schema')}, version {accumulation.get('schema_version')}; make it with accumulation.py"
         )
-    page = _Page(accumulation)
-    if accumulation["schema_version"] == 1:
-        return [page.first_version(), page.size(), page.directions(), page.notes(), *page.paper()]
+    page = _Page(accumulation, run)
     return [page.verdict(), page.size(), page.directions(), page.across(), page.notes(), *page.paper()]
 
 
@@ -71,12 +76,12 @@ def read(path: Path) -> dict[str, Any]:
 class _Page:
     """The sections of one document."""
 
-    def __init__(self, found: dict[str, Any]) -> None:
+    def __init__(self, found: dict[str, Any], run: str | None = None) -> None:
         self.found, self.rows = found, found["steps"]
         self.steps = tuple(float(row["step"]) for row in self.rows)
         self.windows: list[dict[str, Any]] = found["over_steps"]["windows"]
-        run = "" if found["run"] is None else f"run {found['run']}, "
-        self.of = f"{run}layer {found['layer']}, head {found['head']}"
+        named = run if run is not None or found["run"] is None else f"run {found['run']}"
+        self.of = ", ".join([*filter(None, [named]), f"layer {found['layer']}, head {found['head']}"])
 
     def verdict(self) -> Section:
         v = self.found["verdict"]
@@ -86,11 +91,25 @@ class _Page:
             rows.append((name, STATISTICS[name], *(_test(w["tests"][i]) for w in self.windows)))
         spans = ", ".join(f"{w['name']}: {w['first']} to {w['last']}" for w in self.windows)
         about = (
-            f"Of {self.of}. In the table: statistic (what its null stays below; for t its |value|), p after Holm. All "
-            f"steps are one family of {len(v['family'])} tests at level {v['level']:g}, the thirds another. {spans}."
+            f"Of {self.of}; E is the part of dW_Q's error that delta's error makes. In the table: statistic (what its "
+            "null stays below; for t its |value|), p after Holm. All steps are one family of "
+            f"{len(v['family'])} tests at level {v['level']:g}, the thirds another. Steps of {spans}."
         )
         said = tuple(finding["sentence"] for finding in v["findings"])
-        return Section("Bias, size or coherence?", (v["sentence"], *said, about), tuple(rows))
+        return Section("Bias, size or coherence?", (v["sentence"], *said, *self._parts(), about), tuple(rows))
+
+    def _parts(self) -> tuple[str, ...]:
+        """How many steps share the mean's sign, and what the thirds show by themselves."""
+        means = [mean for row in self.rows if (mean := _plain(row["delta_mean"])) is not None]
+        said = [f"The step's mean of delta's error is positive at {sum(m > 0 for m in means)} of {len(means)} steps."]
+        level = self.found["verdict"]["level"]
+        shown = []
+        for w in self.windows[1:]:
+            passed = [t["name"] for t in w["tests"] if t["p_adjusted"] is not None and t["p_adjusted"] < level]
+            shown.append(f"{w['name']}: {' and '.join(passed) or 'none'}")
+        if shown:
+            said.append(f"Significant in a third by itself, from fewer steps: {'; '.join(shown)}.")
+        return (" ".join(said),)
 
     def size(self) -> Section:
         sequences = "Errors and gradients of the sequences captured, in float64"
@@ -151,7 +170,6 @@ class _Page:
     def directions(self) -> Section:
         chance = self.found["chance"]
         both = Band("95 % of random directions", -chance["matrix"], chance["matrix"])
-        before = "weight and momentum are those before the step, so that its own error is in neither"
         charts = []
         for name, title, label in (
             ("weight", "Does the error point along W_Q?", "cosine with W_Q"),
@@ -162,18 +180,14 @@ class _Page:
             ("previous", "… along the error of the step before?", "cosine with the step before"),
             ("running", "Past errors summed as Adam does, beside the momentum", "cosine with M"),
         ):
-            caption = (
-                f"Signed cosine of whole matrices [D, C]; {before}. An error of a gradient moves the weight against "
-                "itself. Band: random directions; the weights' own structure makes real matrices less than random."
-            )
+            caption = "Signed cosine of whole matrices [D, C]."
             charts.append(self._alignment(name, title, caption, label, (both,)))
         for side, features in (("left", "q's features"), ("right", "x")):
             for of, what in (("weight", "W_Q"), ("momentum", "Adam's momentum")):
                 charts.append(
                     self._alignment(
                         f"{side}_{of}", f"First singular directions, {features}: error and {what}",
-                        f"|cosine| of the first {side} singular vectors ({features}); {before}. Band: 95 % of random "
-                        "directions.",
+                        f"|cosine| of the first {side} singular vectors ({features}).",
                         "|cosine|", (Band("95 % of random directions", 0.0, chance[side]),),
                     )
                 )  # fmt: skip
@@ -185,15 +199,21 @@ class _Page:
                 "share of ‖M‖²", (),
             )
         )  # fmt: skip
-        return Section("Where the error points: W_Q and Adam's momentum", (self._compared(),), charts=tuple(charts))
+        about = (
+            "Weight and momentum are those before the step, so that its own error is in neither. E is an error of a "
+            "gradient: descent moves the weight along -E. Bands: 95 % of random directions; real matrices share "
+            "structure, so lying outside at one step is no finding. The signs' tests are in the next section."
+        )
+        title = "Where the error points: W_Q and Adam's momentum"
+        return Section(title, (self._compared(), about), charts=tuple(charts))
 
     def _compared(self) -> str:
         w = self.windows[0]
         if not w["compared"]:
             return "Adam's momentum was not recorded."
         return (
-            f"At {w['more_aligned']} of {w['compared']} steps the error lies closer to Adam's momentum (by |cosine|) "
-            "than the true gradient of the same sequences does."
+            f"At {w['more_aligned']} of {w['compared']} steps the error lies closer to Adam's momentum (by |cosine|, "
+            "whatever its sign) than the true gradient of the same sequences does."
         )
 
     def across(self) -> Section:
@@ -235,25 +255,17 @@ class _Page:
         f = self.found
         return Section("What was measured", (f"{self.of[0].upper()}{self.of[1:]}: {f['chosen']}.", *f["notes"]))
 
-    def first_version(self) -> Section:
-        """What version 1 says of itself."""
-        said = [finding["sentence"] for finding in self.found["verdict"]["findings"]]
-        left = (
-            "p-values are adjusted by Holm over these tests. One head, chosen for being the worst at the end; one "
-            "sequence of the batch. Steps with equal weights and parts of the steps were not tested by the version of "
-            "the script that made this: the last steps, beyond the failure, weigh most."
-        )
-        return Section(f"Bias, size or coherence: {self.of}", (*said, left))
-
     def paper(self) -> tuple[Section, ...]:
-        """The paper's figures, rebuilt from their JSON."""
+        """The paper's figures, rebuilt from their JSON, after words on which of them there are."""
         figures = dict(self.found["figures"])
+        # figures_of asks for the head that was chosen here.
+        reason = figures["chosen"]["reason"].replace("as asked for", self.found["chosen"])
+        figures["chosen"] = figures["chosen"] | {"reason": reason}
         if (figures.get("prefix") or {}).get("as_observed") is False:
             why = "the recipe that was taken for the kernel's does not end at O as observed"
             figures |= {"prefix": None, "missing": {**figures["missing"], "prefix": why}}
         gallery = PaperFigures.from_json(json.dumps(figures)).gallery()
-        first, *rest = gallery.sections
-        return (replace(first, paragraphs=(gallery.lead, *first.paragraphs)), *rest)
+        return Section("The paper's figures, of these steps", (gallery.lead, _REDRAWN)), *gallery.sections
 
     def _alignment(self, name: str, title: str, caption: str, label: str, bands: tuple[Band, ...]) -> Chart:
         def of(kind: str) -> Read:
@@ -289,7 +301,12 @@ def _matrix(values: Sequence[Sequence[Any]]) -> tuple[tuple[Value, ...], ...]:
 def _test(test: dict[str, Any]) -> str:
     if test["p_adjusted"] is None:
         return words.DASH
-    return f"{_value(test)}, p = {test['p_adjusted']:.2g}"
+    return f"{_value(test)}, {_p(test['p_adjusted'])}"
+
+
+def _p(value: float) -> str:
+    """Kept on one line of a table's cell."""
+    return f"p\u00a0=\u00a0{value:.2g}".replace("-", "\u2011")
 
 
 def _value(test: dict[str, Any]) -> str:
@@ -301,13 +318,13 @@ def _yardstick(found: dict[str, Any]) -> str:
     if found["error"]["p_adjusted"] is None:
         return words.DASH
     reference = found["reference"]
-    beside = "" if reference["p_value"] is None else f"; dW_Q {_value(reference)}, p = {reference['p_value']:.2g}"
+    beside = "" if reference["p_value"] is None else f"; dW_Q\u00a0{_value(reference)}, {_p(reference['p_value'])}"
     return f"{_test(found['error'])}{beside}"
 
 
 def _directions(window: dict[str, Any], side: str) -> str:
     error, reference = window["error"], window["reference"]
-    return f"{error[side]:.2g} (random {error[f'{side}_random']:.2g}); dW_Q {reference[side]:.2g}"
+    return f"{error[side]:.2g} (random {error[f'{side}_random']:.2g}); dW_Q\u00a0{reference[side]:.2g}"
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from page_missing import made, missing, planned
 from page_monitor import monitor
 from page_outcomes import ON, held, predicted
 from page_picture import picture, take
-from page_record import Record, read_record
+from page_record import Record, Run, read_record
 from page_runs import failing, healthy_words, others
 from page_seeds import seeds
 from page_sites import chain_of, guilty, sites
@@ -74,11 +74,14 @@ def gallery(record: Record, jobs: Path = JOBS) -> Gallery:
 
 
 def steps_gallery(record: Record) -> Gallery | None:
-    """Consecutive steps around the failure, with the paper's figures; None where they are not in the record."""
+    """Consecutive steps before the failure, with the paper's figures; None where they are not in the record."""
     sections, _ = accumulation(record)
     if not sections:
         return None
-    lead = "The failing run of failing_run.html, step by step: how the error of dW_Q adds up in one head of arm A."
+    run = captured(record)
+    of = f" of {_called(run)}" if run else ""
+    end = f"; the run leaves its trend at step {run.departure.step:,}" if run and run.departure else ""
+    lead = f"The failing run of failing_run.html, step by step: how the error of dW_Q adds up in one head{of}{end}."
     footer = "Made from accumulation.json by benchmarks/failing_run/page.py."
     return Gallery("A training run that BF16 attention breaks: step by step", lead, tuple(sections), footer)
 
@@ -136,11 +139,30 @@ def accumulation(record: Record) -> tuple[list[Section], str | None]:
     if found is None:
         return [], None
     try:
-        return list(importlib.import_module("accumulation_page").sections(found)), None
+        run = captured(record)
+        name = _called(run) if run else None
+        return list(importlib.import_module("accumulation_page").sections(found, name)), None
     except ImportError as error:
         return [], f"not drawn: {error}"
     except (KeyError, IndexError, ValueError) as error:
         return [], f"not drawn, made by another version ({type(error).__name__}: {error}): make it again"
+
+
+def captured(record: Record) -> Run | None:
+    """The run that captured the steps of accumulation.json, which states only its captures' random identity.
+
+    It is the one tagged "steps"; None where several are, or where it did not train all of these steps.
+    """
+    steps = at(record.documents.get("accumulation"), "over_steps", "steps")
+    tagged = [run for run in record.runs if run.tag == "steps"]
+    if not steps or len(tagged) != 1:
+        return None
+    (run,) = tagged
+    return run if run.first <= min(steps) and max(steps) < run.end else None
+
+
+def _called(run: Run) -> str:
+    return f"arm {run.arm}, seed {run.seed}"
 
 
 def main() -> None:

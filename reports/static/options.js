@@ -115,7 +115,8 @@ attnDiag.options = (() => {
       // As it is: ECharts would round a line's place to two decimals.
       precision: -1,
       lineStyle: { color: theme.color("third"), type: "dashed", width: 1 },
-      label: { ...textStyle(), position: "insideEndTop", formatter: (p) => p.name },
+      // Its edge keeps a name legible on the lines it lies on.
+      label: { ...textStyle(), position: "insideEndTop", formatter: (p) => p.name, textBorderColor: theme.color("paper"), textBorderWidth: 3 },
       data: [
         ...chart.bands.flatMap((b) => (b.high > b.low
           ? [{ yAxis: b.high, name: b.name, label: { position: side(chart, b) } }, { yAxis: b.low, name: "" }]
@@ -211,6 +212,9 @@ attnDiag.options = (() => {
     };
   };
 
+  // Names shown of so many rows: as many as have room one under another in the height that a map has.
+  const everyRow = (count) => Math.ceil((count * 15) / 215) - 1;
+
   const map = (chart) => {
     const cells = chart.map.values.flatMap((row, i) => row.map((value, j) => [j, i, value])).filter((c) => Number.isFinite(c[2]));
     const values = cells.map((c) => c[2]);
@@ -223,12 +227,13 @@ attnDiag.options = (() => {
     const rows = { ...chart.y, names: chart.y.names.length ? chart.y.names : indices(chart.map.values.length) };
     return {
       ...base(chart),
-      grid: { left: 8, right: 14, top: 8, bottom: 74, containLabel: true },
+      grid: { left: 8, right: 14, top: 26, bottom: 74, containLabel: true },
       tooltip: tooltip({
         formatter: (item) => lines(`${columns.label} ${columns.names[item.value[0]]}, ${rows.label} ${rows.names[item.value[1]]}`, [`${chart.map.label}: ${number(item.value[2], 5)}`]),
       }),
       xAxis: axis(columns, { nameGap: 26 }),
-      yAxis: axis(rows, { inverse: true, nameGap: 36 }),
+      // The name stands above the axis, as in other charts: beside it labels of any width would need room.
+      yAxis: axis(rows, { inverse: true, nameLocation: "start", nameGap: 10, nameTextStyle: { ...textStyle(), align: "left" }, axisLabel: { ...textStyle(), interval: everyRow(rows.names.length) } }),
       visualMap: {
         min: values.length ? range[0] : 0, max: values.length ? range[1] : 1, dimension: 2, calculable: false, orient: "horizontal", left: "center", bottom: 0,
         itemHeight: 140, itemWidth: 10, text: [number(range[1]), `${chart.map.label}   ${number(range[0])}`],
