@@ -31,6 +31,7 @@ from attn_diag.reference import AttentionHead, Masking
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import agreement
+import alarms
 import beside
 import criteria
 import folder
@@ -507,12 +508,15 @@ def test_every_sequence_has_its_own_order() -> None:
 
 def test_agreements_of_a_folder(runs: Path) -> None:
     rows, chain = list(rows_in(runs).values()), folder.read_chains(runs)["A"]
-    ranked, everything = agreement.agreements(rows, chain)
+    ranked, failed, everything, by_dw_q = agreement.agreements(rows, chain)
     # Ranked are all but the control and the one whose output is not finite (and where beta = 2 acts on a sequence).
     assert everything.forks == 8
     assert everything.somers_d is not None
     assert everything.somers_d > 0
-    assert ranked.forks == sum(row.fork is not None and row.rank is not None for row in rows)
+    ran = [row.fork for row in rows if row.fork is not None and row.rank is not None]
+    assert ranked.forks == by_dw_q.forks == sum(fork.reason != "non-finite" for fork in ran) < len(ran)
+    assert failed.forks == sum(fork.departure is not None and fork.reason != "non-finite" for fork in ran)
+    assert failed.kept == 0
     assert ranked.forks < everything.forks
     assert len(ranked.by_sequence) == 2
 
@@ -534,9 +538,9 @@ def test_the_site_whose_repair_removes_the_failure(
     assert check.repair == "fp32-scores"
     assert check.holds is holds
     assert check.repair_failed is (None if repair == "absent" else repair is not None)
-    assert check.shams["fp32-sums"] is (None if sham == "absent" else sham is not None)
-    assert check.shams["uncast-ds"] is None
-    assert "fp32-scores" not in check.shams
+    assert check.others["fp32-sums"] is (None if sham == "absent" else sham is not None)
+    assert check.others["uncast-ds"] is None
+    assert "fp32-scores" not in check.others
     assert check.repaired < 0.5 * check.error
     assert check.sham is not None
     assert check.sham > 0.5 * check.error
@@ -562,7 +566,7 @@ def test_the_blame_follows_most_sequences(chain: dict[str, Any]) -> None:
     rows = beside.rows_of(other, {"control": a_fork(749), "fp32-sums": a_fork(None)}, {})
     check = beside.site_check(other, rows)
     assert (check.guilty, check.sequences, check.repair) == ("row_sum", 2, "fp32-sums")
-    assert check.shams["fp32-scores"] is None
+    assert check.others["fp32-scores"] is None
 
 
 # --- Alarms and what must hold ---
@@ -623,18 +627,29 @@ def test_alarms_are_those_on_record() -> None:
     where, rule = RESULTS / "failing_run", AlarmRule()
     names = ("A_seed0", "healthy_seed0")
     logs = {name: RunLog.read(where / f"{name}.jsonl") for name in names}
-    found, without = criteria.alarm_rows(where, logs | {"A_seed9": logs["A_seed0"]}, rule)
+    found, without = alarms.alarm_rows(where, logs | {"A_seed9": logs["A_seed0"]}, rule)
     recorded = [run for run in json.loads((where / "alarms.json").read_text())["runs"] if run["run"] in names]
     assert [asdict(row)["alarm"] for row in found] == [run["alarm"] for run in recorded]
     assert [(row.run, row.every, row.lead) for row in found] == [(r["run"], r["every"], r["lead"]) for r in recorded]
     assert without == ["A_seed9"]
     never = replace(rule, level=math.inf)
-    assert all(row.alarm is None or row.alarm > 550 for row in criteria.alarm_rows(where, logs, never)[0])
+    assert all(row.alarm is None or row.alarm > 550 for row in alarms.alarm_rows(where, logs, never)[0])
+
+
+def test_a_fork_s_alarm_counts_what_lies_behind_it() -> None:
+    """Of the unchanged run from the alarm on: its own monitor, which began there, was late."""
+    where = RESULTS / "failing_chain"
+    logs = {n: RunLog.read(where / f"{n}.jsonl.xz") for n in ("A_seed0", "A_seed0_steps")}
+    (fork,) = alarms.fork_alarms(where, logs, AlarmRule(), 50)
+    whole = next(row for row in alarms.alarm_rows(where, logs, AlarmRule())[0] if row.every == 50)
+    assert fork.alarm == whole.alarm is not None
+    assert fork.lead == whole.lead
+    assert logs["A_seed0_steps"].alarms[0]["step"] > 600
 
 
 def test_forks_are_no_runs_from_the_start(runs: Path) -> None:
     logs = folder.read_runs(runs)
-    found, without = criteria.alarm_rows(runs, logs, AlarmRule())
+    found, without = alarms.alarm_rows(runs, logs, AlarmRule())
     assert {row.run for row in found} == {"A_seed0"}
     assert without == []
 
@@ -642,7 +657,7 @@ def test_forks_are_no_runs_from_the_start(runs: Path) -> None:
 def test_checks_that_were_not_made_are_not_replayed(tmp_path: Path) -> None:
     for arm, spacing in (("A", 25), ("fa2", 50), ("B", 100)):
         a_run(tmp_path, arm, end=401, monitored=spacing)
-    found, _ = criteria.alarm_rows(tmp_path, folder.read_runs(tmp_path), AlarmRule())
+    found, _ = alarms.alarm_rows(tmp_path, folder.read_runs(tmp_path), AlarmRule())
     assert [(row.run, row.every) for row in found] == [("A_seed0", 25), ("A_seed0", 50), ("fa2_seed0", 50)]
 
 
@@ -680,7 +695,7 @@ def test_a_parent_that_is_missing_leaves_everything_not_run(runs: Path) -> None:
     (runs / "A_seed0.jsonl").unlink()
     found = outcomes.outcomes(runs)["chains"]["A"]
     assert all(row["fork"] is None for row in found["rows"])
-    assert [a["forks"] for a in found["agreement"]] == [0, 0]
+    assert [a["forks"] for a in found["agreement"]] == [0, 0, 0, 0]
     assert found["site"]["holds"] is None
 
 

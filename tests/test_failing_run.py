@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import attn_diag
 from attn_diag.kernels.recipe import BACKWARD, Recipe, preset
 from attn_diag.monitoring.alarm import AlarmRule
-from attn_diag.monitoring.record import read_log
+from attn_diag.monitoring.record import Check, read_log
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import alarms
@@ -327,8 +329,8 @@ def arguments(tokens: Path, out: Path, arm: str, *more: str) -> list[str]:
 
 def run(tokens: Path, out: Path, arm: str, *more: str, received: list[int] | None = None) -> tuple[str, RunLog]:
     options = train.parser().parse_args(arguments(tokens, out, arm, *more))
-    end = train.train(options, CPU, received or [])
-    return end, RunLog.read(out / f"{arm}_seed{options.seed}.jsonl")
+    end = train.train(options, CPU, [] if received is None else received)
+    return end, RunLog.read(out / f"{train.name_of(options)}.jsonl")
 
 
 def losses(log: RunLog) -> list[float]:
@@ -460,8 +462,11 @@ class Alarm:
 class FakeMonitor:
     """What the script relies on of ``attn_diag.Monitor``."""
 
-    def __init__(self, model: torch.nn.Module, every: int, *, first_step: int, log: Path) -> None:
+    def __init__(
+        self, model: torch.nn.Module, every: int, *, first_step: int, log: Path, history: Sequence[Check]
+    ) -> None:
         assert isinstance(model, train.GPT)
+        self.history = list(history)
         self.every, self.steps, self.log, self.alarms, self.closed = every, first_step, log, list[Alarm](), False
         self.hook = register_optimizer_step_post_hook(self._stepped)
         FakeMonitor.last = self
@@ -548,6 +553,48 @@ def test_at_the_alarm_the_run_is_kept_and_the_head_captured(
     assert other.steps[7:] != whole_run.steps[7:]
     with pytest.raises(ValueError, match="is of the run"):
         run(tokens, tmp_path, "B", *start, "--clip", "2.0")
+    # The same command again is refused, and takes nothing away.
+    with pytest.raises(FileExistsError, match="--resume"):
+        run(tokens, tmp_path, "fa2", "--at-alarm", *more)
+    assert (tmp_path / "fa2_seed0_alarm.pt").read_bytes() == kept
+
+
+def test_a_signal_in_the_alarm_s_step_waits_for_the_capture(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[int] = []
+
+    def alarm(step: int) -> Alarm:
+        received.append(signal.SIGTERM)
+        return Alarm(step, layer=0, head=0)
+
+    monkeypatch.setattr(attn_diag, "Monitor", FakeMonitor, raising=False)
+    monkeypatch.setattr(FakeMonitor, "alarm", staticmethod(alarm))
+    end, log = run(tokens, tmp_path, "fa2", "--at-alarm", "--monitor-every", "3", "--steps", "9", received=received)
+    assert (end, log.steps[-1][0]) == ("stopped by a signal", 6)
+    (capture,) = (tmp_path / "captures" / "fa2_seed0_alarm").glob("*.safetensors")
+    assert attn_diag.load(capture).metadata.step == 6
+
+
+def test_a_fork_has_its_parent_s_checks_behind_it(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitored = ("--monitor-every", "1", "--checkpoint-every", "10")
+    run(tokens, tmp_path, "fa2", "--steps", "3", *monitored, "--tag", "first")
+    seen = []
+
+    class Watched(attn_diag.Monitor):
+        def __init__(self, *args: Any, history: Sequence[Check], **options: Any) -> None:
+            seen.append([check.step for check in history])
+            super().__init__(*args, history=history, **options)
+
+    monkeypatch.setattr(attn_diag, "Monitor", Watched)
+    start = ("--start-from", str(tmp_path / "fa2_seed0_first.pt"), "--tag", "fork")
+    _, log = run(tokens, tmp_path, "fa2", *start, "--steps", "5", *monitored)
+    assert log.headers[0]["from"] == {"run": "fa2_seed0_first", "step": 3}
+    run(tokens, tmp_path, "fa2", "--steps", "6", *monitored, "--tag", "fork", "--resume")
+    assert seen == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert [c.step for c in read_log(tmp_path / "monitor" / "fa2_seed0_fork.jsonl")] == list(range(6))
 
 
 def test_a_run_that_left_no_checkpoint_starts_again(tokens: Path, tmp_path: Path) -> None:
@@ -666,8 +713,14 @@ def test_a_run_that_has_ended_is_not_started_again(tmp_path: Path, capsys: pytes
             log.write({"end": end, "step": 3})
     (tmp_path / "empty.jsonl").touch()  # killed before its header
     jobs = {name: sleeper(0) for name in ("done", "failed", "cut", "new", "empty")}
-    assert list(launch.open_jobs(jobs, tmp_path)) == ["cut", "new", "empty"]
+    (tmp_path / "unheaded.jsonl").write_text('{"end": "ValueError: so"}\n')
+    jobs["unheaded"] = sleeper(0)
+    assert list(launch.open_jobs(jobs, tmp_path)) == ["cut", "new", "empty", "unheaded"]
     assert "done: ended already (finished)" in capsys.readouterr().out
+    assert sorted(log.name for log in summary.read(tmp_path)) == ["cut", "done", "failed"]
+    # With more steps to do it goes on; of --steps given twice the last counts.
+    assert list(launch.open_jobs({"done": ["--steps", "0", "--steps", "4"]}, tmp_path)) == ["done"]
+    assert not launch.open_jobs({"done": ["--steps", "4", "--steps", "0"]}, tmp_path)
 
 
 def test_a_failed_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -230,6 +231,34 @@ def test_a_log_is_replayed(tmp_path: Path) -> None:
     assert replay(logged) == ()
     with pytest.raises(attn_diag.InputError, match="cannot write"):
         Monitor(Model(), log=path / "under a file")
+
+
+def test_a_resumed_run_goes_on_with_its_history(tmp_path: Path) -> None:
+    path, model = tmp_path / "monitor.jsonl", Model()
+    with Monitor(model, every=1, log=path) as monitor:
+        train(model, 3)
+    for history, steps in ((list(read_log(path)), [0, 1, 2]), ([], [2])):
+        with Monitor(model, every=1, first_step=2, history=history) as monitor:
+            train(model, 1, first=2)
+        assert [c.step for c in monitor.history] == steps
+        growth = monitor.history[-1].layers[0].values["max_logit_growth"]
+        assert bool(np.isfinite(growth).all()) == bool(history)
+    with pytest.raises(attn_diag.InputError, match="give first_step"):
+        Monitor(model, history=read_log(path))
+
+
+def test_an_alarm_remembers_what_was_before_a_restart(tmp_path: Path) -> None:
+    path, model = tmp_path / "monitor.jsonl", broken_model()
+    with Monitor(model, every=1, log=path) as monitor:
+        train(model, 2)
+    assert monitor.alarms  # at the second check that is not finite
+    checks = list(read_log(path))
+    for first, history, alarms in ((1, checks, True), (1, [], False), (2, checks, False)):
+        model = broken_model()
+        with Monitor(model, every=1, first_step=first, history=history) as monitor:
+            train(model, 1, first=first)
+        # Raised before the restart, it is not raised again.
+        assert bool(monitor.alarms) == alarms
 
 
 def broken_model() -> Model:

@@ -4,7 +4,8 @@ A fork that kept its trend until it was ended would have failed later, or not at
 than those that failed until then, and no more. D is, over the pairs of forks whose order in training is known, the
 share of those that the prediction orders alike less that of those it orders otherwise; it is 2 C - 1, with C the
 concordance index of Harrell et al. (JAMA 247, 2543, 1982). The p-value is the share of orders of the predictions that
-agree as well or better (one-sided: all of them up to 8 forks, else 100,000 drawn ones).
+agree as well or better (one-sided: all of them up to 8 forks, else 100,000 drawn ones); it takes forks for independent,
+where several of them change the same site.
 """
 
 from __future__ import annotations
@@ -142,24 +143,42 @@ def permuted(left: npt.NDArray[np.float64], forks: Sequence[Fork], seed: int = 0
 
 
 def agreements(rows: Sequence[Row], chain: Mapping[str, Any]) -> list[Agreement]:
-    """Of the mitigations that what-if ranks; and of everything that was run, non-finite predictions as the worst."""
-    ran = {row.mitigation: (row.left, row.fork) for row in rows if row.fork is not None and row.left is not None}
-    ranked = {row.mitigation for row in rows if row.rank is not None}
-    sets = {
-        "mitigations that what-if ranks": {n: (left, fork) for n, (left, fork) in ran.items() if n in ranked},
-        "all forks and the control": ran,
+    """Of the mitigations that what-if ranks, but for those that failed by a NaN, which the error of dQ does not make;
+    of those of them that failed; of everything that was run, non-finite predictions as the worst; and of the first by
+    the error of dW_Q, by which what-if does not rank."""
+    ran = {row.mitigation: row for row in rows if row.fork is not None}
+    ranked = [name for name, row in ran.items() if row.rank is not None and not _nan(row)]
+    names = {
+        "mitigations that what-if ranks, but for NaN": ranked,
+        "those of them that failed": [name for name in ranked if _failed(ran[name])],
+        "all forks and the control": list(ran),
     }
-    by_name = {row.mitigation: row for row in rows}
+    candidates = chain["what_if"]["candidates"] | {"control": chain["what_if"]["baseline"]}
 
     def each(names: Collection[str]) -> list[dict[str, float]]:
         found: list[dict[str, float]] = [{} for _ in range(chain["sequences"])]
         for name in names:
-            row = by_name[name]
-            candidates = chain["what_if"]["candidates"] | {"control": chain["what_if"]["baseline"]}
-            values = left_of(name, candidates.get(name), row.sites, chain)[2] or []
+            values = left_of(name, candidates.get(name), ran[name].sites, chain)[2] or []
             if len(values) == len(found):
                 for sequence, value in zip(found, values, strict=True):
                     sequence[name] = value
         return found
 
-    return [agreement(of, pairs, each(pairs)) for of, pairs in sets.items()]
+    def pairs(names: Collection[str], error: str) -> dict[str, tuple[float, Fork]]:
+        found = {}
+        for name in names:
+            value, fork = getattr(ran[name], error), ran[name].fork
+            if value is not None and fork is not None:
+                found[name] = value, fork
+        return found
+
+    said = [agreement(of, (found := pairs(which, "left")), each(found)) for of, which in names.items()]
+    return [*said, agreement("the first by the error of dW_Q", pairs(ranked, "left_dw_q"), [])]
+
+
+def _nan(row: Row) -> bool:
+    return row.fork is not None and row.fork.reason == "non-finite"
+
+
+def _failed(row: Row) -> bool:
+    return row.fork is not None and row.fork.departure is not None

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from departure import departures
-from folder import markdown, monitor_logs, read_runs
+from folder import markdown, monitor_logs, read_checks, read_runs, start_of
 from runlog import RunLog, plain
 
 from attn_diag.monitoring.alarm import Alarm, AlarmRule, AlarmState
-from attn_diag.monitoring.record import Check, read_log
+from attn_diag.monitoring.record import Check
+
+# Steps between checks, at which runs from step 0 are replayed.
+SPACINGS = (25, 50)
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,13 @@ class Replay:
 
 
 def replayed(log: RunLog, checks: Sequence[Check], every: int, rule: AlarmRule) -> Replay:
-    """The rule on the checks whose step is a multiple of ``every``."""
-    state, alarms = AlarmState(rule), list[Alarm]()
+    """The rule on the checks whose step is a multiple of ``every``; of a fork the first alarm since it began."""
+    state, alarms, start = AlarmState(rule), list[Alarm](), (start_of(log) or ("", 0))[1]
     witness = share = 0.0
     for check in checks:
         if check.step % every:
             continue
-        alarms += state.update(check)
+        alarms += [alarm for alarm in state.update(check) if alarm.step >= start]
         if not alarms:
             witness = max(witness, state.witness)
             share = max(share, state.share)
@@ -72,14 +75,48 @@ def replayed(log: RunLog, checks: Sequence[Check], every: int, rule: AlarmRule) 
     )
 
 
-def replay_folder(folder: Path, rule: AlarmRule) -> list[Replay]:
-    """All runs of a folder that were monitored."""
-    found, runs = [], read_runs(folder)
-    for name, path in monitor_logs(folder).items():
-        checks = list(read_log(path))
-        spacing = int(np.diff([check.step for check in checks]).min())
-        found += [replayed(runs[name], checks, every, rule) for every in (spacing, 2 * spacing)]
+def alarm_rows(folder: Path, runs: Mapping[str, RunLog], rule: AlarmRule) -> tuple[list[Replay], list[str]]:
+    """The alarm's rule on every run from step 0, at each spacing that its checks allow; and the runs not monitored."""
+    found, without = list[Replay](), list[str]()
+    for name, log in runs.items():
+        if start_of(log) is not None:
+            continue
+        checks = read_checks(folder, name) or []
+        spacing = _spacing(checks)
+        if spacing is None:
+            without.append(name)
+        else:
+            found += [replayed(log, checks, every, rule) for every in SPACINGS if every % spacing == 0]
+    return found, without
+
+
+def fork_alarms(folder: Path, runs: Mapping[str, RunLog], rule: AlarmRule, every: int) -> list[Replay]:
+    """The same of forks, each with the checks of its parent behind it, which a monitor that began with it had not."""
+    found = []
+    for name, log in runs.items():
+        start = start_of(log)
+        checks = read_checks(folder, name) if start is not None else None
+        if start is None or checks is None:
+            continue
+        own = [check for check in checks if check.step >= start[1]]
+        past = [check for check in read_checks(folder, start[0]) or () if check.step < start[1]]
+        found.append(replayed(log, [*past, *own], every, rule))
     return found
+
+
+def replay_folder(folder: Path, rule: AlarmRule) -> list[Replay]:
+    """All runs of a folder that were monitored, at every check and at every second one."""
+    found, runs = [], read_runs(folder)
+    for name in monitor_logs(folder):
+        checks = read_checks(folder, name) or []
+        if name in runs and (spacing := _spacing(checks)) is not None:
+            found += [replayed(runs[name], checks, every, rule) for every in (spacing, 2 * spacing)]
+    return found
+
+
+def _spacing(checks: Sequence[Check]) -> int | None:
+    """Steps between checks; None where there are no two."""
+    return int(np.diff([check.step for check in checks]).min()) if len(checks) > 1 else None
 
 
 def table(rows: list[Replay]) -> str:

@@ -45,7 +45,8 @@ class SiteCheck:
 
     Foreseen by ``attribute``, medians over the sequences: dQ's ``error``, with the site ``repaired``, with its errors'
     signs drawn at random (``sham``), and the largest ``inert_change`` that another site's repair makes which reaches
-    nothing. ``repair``, ``shams``: forks, and whether they failed in training.
+    nothing. ``repair``: the fork that repairs it, ``others``: those that repair other sites, and whether they failed in
+    training.
     """
 
     guilty: str
@@ -57,7 +58,7 @@ class SiteCheck:
     inert_change: float
     repair: str | None
     repair_failed: bool | None
-    shams: dict[str, bool | None]
+    others: dict[str, bool | None]
     control_failed: bool | None
     holds: bool | None
     words: str
@@ -176,13 +177,13 @@ def site_check(chain: Mapping[str, Any], rows: Sequence[Row]) -> SiteCheck:
     guilty, count = Counter(blamed).most_common(1)[0]
     effects = attributed["sites"][guilty]["dq"]
     repairs = sorted((row for row in rows if guilty in row.sites), key=lambda row: len(row.sites))
-    shams = {row.mitigation: row for row in rows if row.sites and guilty not in row.sites}
+    others = {row.mitigation: row for row in rows if row.sites and guilty not in row.sites}
     run = [row for row in repairs if row.fork is not None]
     # Without a run the simplest repair is named, as one that was not run.
     chosen = next(iter(run or repairs), None)
     control = next((row.fork for row in rows if row.mitigation == "control"), None)
     repair_failed = None if chosen is None or chosen.fork is None else chosen.fork.failed
-    tried = {name: None if row.fork is None else row.fork.failed for name, row in shams.items()}
+    tried = {name: None if row.fork is None else row.fork.failed for name, row in others.items()}
     failed = [value for value in tried.values() if value is not None]
     holds = None
     if repair_failed is not None and failed and control is not None:
@@ -197,14 +198,14 @@ def site_check(chain: Mapping[str, Any], rows: Sequence[Row]) -> SiteCheck:
         inert_change=median(attributed["inert"]["largest_change"]),
         repair=None if chosen is None else chosen.mitigation,
         repair_failed=repair_failed,
-        shams=tried,
+        others=tried,
         control_failed=None if control is None else control.failed,
         holds=holds,
-        words=_site_words(guilty, count, len(blamed), chosen, shams),
+        words=_site_words(guilty, count, len(blamed), chosen, others),
     )
 
 
-def _site_words(guilty: str, count: int, of: int, chosen: Row | None, shams: Mapping[str, Row]) -> str:
+def _site_words(guilty: str, count: int, of: int, chosen: Row | None, others: Mapping[str, Row]) -> str:
     def said(fork: Fork | None) -> str:
         if fork is None:
             return "not run"
@@ -214,5 +215,5 @@ def _site_words(guilty: str, count: int, of: int, chosen: Row | None, shams: Map
     if chosen is None:
         return f"{words}; no mitigation repairs it"
     words += f"; {chosen.mitigation} (repairs {', '.join(chosen.sites)}): {said(chosen.fork)}"
-    others = "; ".join(f"{name}: {said(row.fork)}" for name, row in shams.items())
-    return f"{words}. Sham repairs: {others or 'none'}"
+    tried = "; ".join(f"{name}: {said(row.fork)}" for name, row in others.items())
+    return f"{words}. Repairs of other sites: {tried or 'none'}"

@@ -1,19 +1,15 @@
-"""The alarms of all runs from step 0, and what the experiment must show of failing and healthy ones."""
+"""What the experiment must show of failing and healthy runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from alarms import Replay, replayed
+from alarms import SPACINGS, Replay
 from departure import departures
-from folder import arm_of, read_checks, start_of
+from folder import arm_of
 from runlog import RunLog
-
-from attn_diag.monitoring.alarm import AlarmRule
 
 # The alarm's lead in steps by failing arm, and its seeds; how long healthy runs must last.
 LEADS = {"A": 150, "B": 100}
@@ -21,7 +17,6 @@ SEEDS = {"A": (0, 1, 2), "B": (0,)}
 HEALTHY = ("fa2", "healthy")
 HEALTHY_SEEDS = (0, 1, 2)
 HEALTHY_STEPS = 2500
-SPACINGS = (25, 50)
 # Of the agreement between predicted and trained order.
 ORDER_LEVEL = 0.05
 
@@ -33,21 +28,6 @@ class Criterion:
     words: str
     held: bool | None
     found: str
-
-
-def alarm_rows(folder: Path, runs: Mapping[str, RunLog], rule: AlarmRule) -> tuple[list[Replay], list[str]]:
-    """The alarm's rule on every run from step 0, at each spacing that its checks allow; and the runs not monitored."""
-    found, without = list[Replay](), list[str]()
-    for name, log in runs.items():
-        if start_of(log) is not None:
-            continue
-        checks = read_checks(folder, name)
-        if not checks or len(checks) < 2:
-            without.append(name)
-            continue
-        spacing = int(np.diff([check.step for check in checks]).min())
-        found += [replayed(log, checks, every, rule) for every in SPACINGS if every % spacing == 0]
-    return found, without
 
 
 def criteria(rows: Sequence[Replay], runs: Mapping[str, RunLog]) -> list[Criterion]:
@@ -92,7 +72,7 @@ def of_chains(chains: Mapping[str, Mapping[str, Any]]) -> list[Criterion]:
     found = []
     for arm, chain in chains.items():
         site, order = chain["site"], chain["agreement"][0]
-        words = f"{arm}: the repair of the site that attribute blames removes the failure, a sham repair does not"
+        words = f"{arm}: the repair of the site that attribute blames removes the failure, those of other sites do not"
         found.append(Criterion(words, site["holds"], site["words"]))
         if "_seed" in arm:
             continue  # of other seeds the cure and one sham are trained, which is no order

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runlog import RunLog, plain
+from runlog import RunLog, begun, plain
 
 from attn_diag.files import write_atomically
 from attn_diag.monitoring.record import Check, read_log
@@ -23,8 +23,7 @@ from attn_diag.monitoring.record import Check, read_log
 
 def read_runs(folder: Path) -> dict[str, RunLog]:
     """All logs of a folder that hold at least one step, by name."""
-    paths = [path for path in sorted(folder.glob("*.jsonl*")) if path.stat().st_size]
-    found = {_stem(path): RunLog.read(path) for path in paths}
+    found = {_stem(path): RunLog.read(path) for path in sorted(folder.glob("*.jsonl*")) if begun(path)}
     return {name: log for name, log in found.items() if log.steps}
 
 

@@ -21,10 +21,11 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import summary
-from runlog import RunLog
+from runlog import RunLog, begun, run_name
 
 TRAIN = Path(__file__).with_name("train.py")
 START_FROM = "--start-from"
@@ -133,7 +134,7 @@ def read_jobs(text: str, out: Path) -> dict[str, list[str]]:
         checkpoint, words = start.parse_known_args(words)
         if checkpoint.file is not None:
             words += [START_FROM, str(out / checkpoint.file)]
-        name = f"{found.arm}_seed{found.seed}" + (f"_{found.tag}" if found.tag else "")
+        name = run_name(found.arm, found.seed, found.tag)
         if name in jobs:
             raise ValueError(f"two jobs are called {name}; give one a --tag")
         jobs[name] = words
@@ -141,14 +142,16 @@ def read_jobs(text: str, out: Path) -> dict[str, list[str]]:
 
 
 def open_jobs(jobs: dict[str, list[str]], out: Path) -> dict[str, list[str]]:
-    """The jobs whose log has not come to an end of its own in ``out``."""
+    """The jobs whose log has not come to an end of its own in ``out``: one that finished fewer steps goes on."""
     left = dict(jobs)
-    for name in jobs:
+    for name, options in jobs.items():
         path = out / f"{name}.jsonl"
-        # One that was killed before its header has not begun.
-        end = RunLog.read(path).end if path.exists() and path.stat().st_size else None
-        if end in ("finished", "departed"):
-            print(f"{name}: ended already ({end})")
+        log = RunLog.read(path) if begun(path) else None
+        # Of an option that is given twice the last one counts.
+        wanted = [int(value) for option, value in pairwise(options) if option == "--steps"][-1:] or [0]
+        done = log.steps[-1][0] + 1 if log and log.steps else 0
+        if log and (log.end == "departed" or (log.end == "finished" and done >= wanted[0])):
+            print(f"{name}: ended already ({log.end})")
             del left[name]
     return left
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import attn_diag
 from attn_diag.files import write_atomically
-from attn_diag.monitoring.record import read_log
+from attn_diag.monitoring.record import Check, read_log
 
 # Of the alarm's head: enough for a test clustered by sequence.
 _SEQUENCES = range(8)
@@ -26,10 +26,17 @@ def steps_of(text: str) -> range:
     return range(int(first), int(end) if end else int(first) + 1)
 
 
-def _keep_until(log: Path, first: int) -> None:
-    """Leave a monitor's log with the checks before step ``first``: those from there on are made again."""
-    kept = "".join(check.to_json() + "\n" for check in read_log(log) if check.step < first)
-    write_atomically(log, lambda temporary: Path(temporary).write_text(kept))
+def checks_before(first: int, log: Path, parent: Path | None) -> list[Check]:
+    """Leave a monitor's log with the checks before step ``first``, and return them: those from there on are made again.
+
+    A run without a log, which starts from another one's checkpoint, has that one's checks behind it: ``parent``.
+    """
+    source = log if log.exists() else parent
+    kept = [check for check in read_log(source) if check.step < first] if source and source.exists() else []
+    text = "".join(check.to_json() + "\n" for check in kept)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(log, lambda temporary: Path(temporary).write_text(text))
+    return kept
 
 
 class Observer:
@@ -37,7 +44,8 @@ class Observer:
 
     The monitor's own log, with every head, is OUT/monitor/NAME.jsonl. Captures are in OUT/captures/NAME_fromSTEP (a
     folder takes those of one piece of a run), the first alarm's in OUT/captures/NAME_alarm, and moments in
-    OUT/momentum/NAME. ``alarmed``: an earlier piece of the run has had its first alarm.
+    OUT/momentum/NAME. ``parent``: the run from whose checkpoint this one starts. ``alarmed``: an earlier piece of the
+    run has had its first alarm.
     """
 
     def __init__(
@@ -49,6 +57,7 @@ class Observer:
         name: str,
         first: int,
         *,
+        parent: str | None,
         alarmed: bool,
     ) -> None:
         self._stack, self._model, self._optimizer, self._options = stack, model, optimizer, options
@@ -57,10 +66,10 @@ class Observer:
         if options.capture_steps:
             self._capture(f"{name}_from{first}", steps=options.capture_steps, layers=options.capture_layers)
         if options.monitor_every:
-            log = options.out / "monitor" / f"{name}.jsonl"
-            if log.exists():
-                _keep_until(log, first)
-            monitor = attn_diag.Monitor(model, every=options.monitor_every, first_step=first, log=log)
+            folder = options.out / "monitor"
+            log, before = folder / f"{name}.jsonl", None if parent is None else folder / f"{parent}.jsonl"
+            past = checks_before(first, log, before)
+            monitor = attn_diag.Monitor(model, every=options.monitor_every, first_step=first, log=log, history=past)
             self.monitor = stack.enter_context(monitor)
 
     def before_step(self, step: int) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agreement import agreements
-from alarms import Replay
+from alarms import SPACINGS, Replay, alarm_rows, fork_alarms
 from alarms import table as alarm_table
 from beside import rows_of, separation, site_check
-from criteria import alarm_rows, criteria, of_chains
+from criteria import criteria, of_chains
 from folder import command, markdown, read_chains, read_checks, read_runs
 from forks import forks_of
 from values import percent
@@ -54,6 +54,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
         "rule": asdict(rule),
         "alarms": [asdict(r) for r in replays],
         "not_monitored": without,
+        "fork_alarms": [asdict(r) for r in fork_alarms(folder, runs, rule, max(SPACINGS))],
         "criteria": [asdict(c) for c in [*criteria(replays, runs), *of_chains(chains)]],
         "chains": chains,
     }
@@ -114,8 +115,9 @@ def _trained(fork: Mapping[str, Any]) -> str:
 
 
 def _alarms(found: Mapping[str, Any]) -> str:
-    shown = alarm_table([Replay(**row) for row in found["alarms"]])
-    return shown + "".join(f"\n\n{name}: not monitored" for name in found["not_monitored"])
+    shown, forks = (alarm_table([Replay(**row) for row in found[name]]) for name in ("alarms", "fork_alarms"))
+    absent = "".join(f"\n\n{name}: not monitored" for name in found["not_monitored"])
+    return f"{shown}{absent}\n\nForks, with their parent's checks behind them:\n\n{forks}"
 
 
 def _criteria_table(found: Mapping[str, Any]) -> str:

@@ -125,11 +125,15 @@ def summary(record: Record) -> str:
         )
     if forks := cures(record, run):
         control = control_of(record, run)
-        on = [f"{fork.change} (to {fork.end - 1:,})" for fork in forks if fate(fork, control) == ON]
-        said.append(
-            f"From the alarm's checkpoint the unchanged run {trained(control, control)}"
-            + (f"; it keeps its trend with {listed(on)}." if on else ".")
-        )
+        said.append(f"From the alarm's checkpoint the unchanged run {trained(control, control)}.")
+        tried = at(record.documents.get("outcomes"), "chains", "A", "site")
+        repair = next((fork for fork in forks if at(tried, "repair") in (fork.change, fork.arm)), None)
+        if repair is not None:
+            said.append(f"With that site repaired ({repair.change}) it is {trained(repair, control)}.")
+        if failed := [name for name, left in (at(tried, "others") or {}).items() if left]:
+            said.append(f"With other sites repaired it fails all the same ({listed(failed)}).")
+        on = [fork for fork in forks if fate(fork, control) == ON]
+        said.append(f"{len(on)} of {len(forks)} changes keep the trend; below is what was predicted of each.")
     return " ".join(said)
 
 

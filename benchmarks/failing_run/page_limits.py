@@ -32,8 +32,6 @@ def limits(record: Record, title: str) -> Section | None:
     )
     source = str(at(found, "capture", "run") or "")
     charts = tuple(chart for run in runs if _ahead(run) and (chart := _chart(record, source, run)))
-    if others := [f"{name}: {signed_percent(error)}" for run in runs if _ahead(run) for name, error in _others(run)]:
-        said += f" The rule was chosen beforehand; others had these errors: {'; '.join(others)}."
     return Section(title, (said,), _table(runs, waiting), charts)
 
 
@@ -41,12 +39,6 @@ def _ahead(run: dict[str, Any]) -> bool:
     """Whether there was something to forecast, rather than a limit that was passed already."""
     step, seen = number(at(run, "forecast", "step")), number(at(run, "forecast", "at"))
     return step is None or seen is None or step > seen + 1
-
-
-def _others(run: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The other rules' errors."""
-    chosen = f"{at(run, 'forecast', 'rule')}, {at(run, 'forecast', 'which')}"
-    return [(name, error) for name, error in (at(run, "errors") or {}).items() if name != chosen]
 
 
 def _table(runs: list[dict[str, Any]], waiting: list[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:

@@ -11,6 +11,7 @@ from statistics import median
 
 import page_outcomes as outcomes
 from page_record import Record, Run
+from runlog import run_name
 from values import listed
 
 from attn_diag.reports.charts import Section
@@ -46,7 +47,7 @@ class Job:
     @property
     def name(self) -> str:
         """Of its files."""
-        return f"{self.arm}_seed{self.seed}" + (f"_{self.tag}" if self.tag else "")
+        return run_name(self.arm, self.seed, self.tag)
 
     @property
     def words(self) -> str:
@@ -122,10 +123,10 @@ def made(record: Record, jobs: Sequence[Job]) -> Section:
     words = {run.arm: str(run.header.get("words", "")) for run in record.runs}
     arms = tuple(f"{arm}: {text}." for arm, text in words.items() if text and "+" not in arm)
     configuration = _configuration(record.runs)
+    shared = "ms a step: the median; several runs may have shared a GPU."
     again = "Again: launch.py with the jobs below, then this page by page.py, both in benchmarks/failing_run."
-    return Section(
-        "How this was made", (*configuration, *_tools(record.runs), *arms, again), tuple(lines) if record.runs else ()
-    )
+    said = (*configuration, *_tools(record.runs), *arms, shared, again)
+    return Section("How this was made", said, tuple(lines) if record.runs else ())
 
 
 def _configuration(runs: Sequence[Run]) -> tuple[str, ...]:

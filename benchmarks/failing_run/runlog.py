@@ -149,6 +149,16 @@ class RunLog:
         return log
 
 
+def run_name(arm: str, seed: int | str, tag: str = "") -> str:
+    """The stem of a run's files."""
+    return f"{arm}_seed{seed}" + (f"_{tag}" if tag else "")
+
+
+def begun(path: Path) -> bool:
+    """Whether a log is there with its header: one that was killed before that has not begun."""
+    return path.exists() and any("header" in row for row in rows_of(path))
+
+
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a log (also of one packed with xz), without the last one where a kill cut it short."""
     with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:

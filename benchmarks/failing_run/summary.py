@@ -12,15 +12,15 @@ from typing import Any
 
 from departure import departures
 from folder import markdown
-from runlog import RunLog
+from runlog import RunLog, begun
 
 # Steps whose mean is called the last loss.
 _LAST = 20
 
 
 def read(folder: Path) -> list[RunLog]:
-    """All logs of a folder, by name."""
-    return [RunLog.read(path) for path in sorted(folder.glob("*.jsonl*"))]
+    """All logs of a folder that have begun, by name."""
+    return [RunLog.read(path) for path in sorted(folder.glob("*.jsonl*")) if begun(path)]
 
 
 def row(log: RunLog) -> dict[str, str]:

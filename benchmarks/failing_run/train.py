@@ -46,7 +46,7 @@ if not torch.cuda.is_available():
 from arms import ARMS, Attend, arm
 from departure import WINDOW
 from observe import Observer, steps_of
-from runlog import Record, RunLog, Writer
+from runlog import Record, RunLog, Writer, run_name
 from torch.nn.parallel import DistributedDataParallel
 
 from attn_diag.provenance import describe_tool
@@ -271,6 +271,7 @@ class Trainer:
         torch.save(
             {
                 "run": run_identity(self.options),
+                "name": name_of(self.options),
                 "step": self.step,
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
@@ -281,8 +282,8 @@ class Trainer:
         )
         partial.replace(path)
 
-    def load(self, path: Path, but: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Go on from a checkpoint; returns what run it is of. Raises ValueError where that is another one, except in
+    def load(self, path: Path, but: tuple[str, ...] = ()) -> str:
+        """Go on from a checkpoint; returns the name of its run. Raises ValueError where that is another one, except in
         what ``but`` names."""
         state = torch.load(path, map_location="cpu", weights_only=True)
         own, run = run_identity(self.options), dict(state["run"])
@@ -294,7 +295,7 @@ class Trainer:
         torch.set_rng_state(state["rng"])
         if state["rng_cuda"] is not None and self.place.device.type == "cuda":
             torch.cuda.set_rng_state(state["rng_cuda"])
-        return run
+        return str(state["name"])
 
 
 def run_identity(options: argparse.Namespace) -> dict[str, Any]:
@@ -302,9 +303,9 @@ def run_identity(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("arm", "seed", "compile", *SIZES)}
 
 
-def name_of(run: dict[str, Any], tag: str = "") -> str:
+def name_of(options: argparse.Namespace) -> str:
     """The stem of a run's files."""
-    return f"{run['arm']}_seed{run['seed']}" + (f"_{tag}" if tag else "")
+    return run_name(options.arm, options.seed, options.tag)
 
 
 def header(trainer: Trainer, corpus: dict[str, Any], parent: str | None) -> dict[str, Any]:
@@ -334,28 +335,30 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
             f"{options.tokens.name} has {len(tokens)} tokens, more than the context of {options.context} are needed"
         )
     trainer = Trainer(options, place, tokens)
-    name, checkpoints = name_of(run_identity(options), options.tag), options.checkpoints or options.out
+    name, checkpoints = name_of(options), options.checkpoints or options.out
     path, checkpoint = options.out / f"{name}.jsonl", checkpoints / f"{name}.pt"
     at_alarm = checkpoints / f"{name}_alarm.pt"
     parent, resumed = None, options.resume and checkpoint.exists()
     if resumed:
         trainer.load(checkpoint)
     elif options.start_from is not None:
-        parent = name_of(trainer.load(options.start_from, but=("arm",)))
+        parent = trainer.load(options.start_from, but=("arm",))
     with ExitStack() as stack:
         log = None
         if place.rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
-            if not resumed:
-                at_alarm.unlink(missing_ok=True)  # of an earlier run: nothing may start from it any more
             # Of an earlier piece that left no checkpoint nothing is kept.
             kept_until = trainer.step if resumed else 0
             log = stack.enter_context(Writer(path, kept_until if options.resume else None))
+            log.write({"header": header(trainer, corpus, parent)})
+            if not resumed:
+                at_alarm.unlink(missing_ok=True)  # of an earlier run: nothing may start from it any more
         alarmed = resumed and at_alarm.exists()
-        observer = Observer(stack, trainer.model, trainer.optimizer, options, name, trainer.step, alarmed=alarmed)
+        observer = Observer(
+            stack, trainer.model, trainer.optimizer, options, name, trainer.step, parent=parent, alarmed=alarmed
+        )
         record = Record(log, observer.monitor, options.monitor_every, options.stop_after)
         if log is not None:
-            log.write({"header": header(trainer, corpus, parent)})
             before = options.out / f"{parent}.jsonl"
             if parent is not None and before.exists():
                 log.write_history(before, trainer.step - WINDOW, trainer.step)
@@ -373,13 +376,13 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
             mean_loss, grad_norm, stop = place.mean(torch.stack([loss, norm, wish]))
             seconds = time.perf_counter() - began
             record.step({"step": step, "loss": mean_loss, "grad_norm": grad_norm, "lr": rate, "seconds": seconds})
-            if observer.first_alarm():
+            if alarming := observer.first_alarm():
                 trainer.save(at_alarm)
             if place.rank == 0 and step % options.print_every == 0:
                 print(f"{name} {step}: loss {mean_loss:.4f}, norm {grad_norm:.3g}, {seconds * 1e3:.0f} ms", flush=True)
             if options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
                 trainer.save(checkpoint)
-            if stop:
+            if stop and not alarming:  # else the next step is still to be captured
                 end = "stopped by a signal" if received else "departed"
                 break
         if options.checkpoint_every:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -74,8 +74,12 @@ class Monitor:
             ``monitoring.alarm.replay``); on rank 0.
         process_group: ranks to add up over; None: all.
         first_step: the number of the first step.
+        history: checks of the run until then, where it is resumed: ``read_log(log)``. The alarm goes on as if nothing
+            had happened; what it raised before is not raised again. Those from ``first_step`` on are left out.
+            Coherence with earlier checks begins anew.
 
-    Raises InputError for numbers below 1, a rate that is not above 0, and a log that cannot be written.
+    Raises InputError for numbers below 1, a rate that is not above 0, a log that cannot be written, and a history
+    without a first step.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Monitor:
         log: str | os.PathLike[str] | None = None,
         process_group: ProcessGroup | None = None,
         first_step: int = 0,
+        history: Iterable[Check] = (),
     ) -> None:
         for name, number in (("every", every), ("sequences", sequences), ("rows", rows)):
             if not isinstance(number, int) or number < 1:
@@ -103,6 +108,12 @@ class Monitor:
         self.history: deque[Check] = deque(maxlen=_HISTORY)
         self._sequences, self._rows, self._layers, self._on_alarm = sequences, rows, layers, on_alarm
         self._alarm_state = AlarmState(rule or AlarmRule(false_alarm_rate=false_alarm_rate))
+        for check in history:
+            if not first_step:
+                raise InputError(f"history holds step {check.step}, but the first step is 0: give first_step")
+            if check.step < first_step:
+                self.history.append(check)
+                self._alarm_state.update(check)
         self._raised_at_newest = 0
         self._taken: set[tuple[int, str | None]] = set()
         self._open: dict[tuple[int, str | None], Sample] = {}
