@@ -471,7 +471,7 @@ def test_what_had_to_hold_can_fail(copied: Path) -> None:
     (copied / "stabilised.json").write_text(json.dumps(limit))
     assert judged("forecast within 20 %") == "no"
     for departures, expected in (([749, 755], "yes"), ([749, 800], "no"), ([749, None], "no")):
-        repeats = {"repeats": [{"run": "A_seed0", "departures": departures}]}
+        repeats = {"repeats": [{"run": "A_seed0", "departures": departures, "ends": [779, 830]}]}
         (copied / "repeats.json").write_text(json.dumps(repeats))
         assert judged("within 5 %") == expected
     # One that was ended at 600 says nothing of a failure at 749; one that went on to 760 does.
@@ -518,7 +518,7 @@ def test_the_steps_run_is_named_where_it_is_known(copied: Path) -> None:
     def captured(*steps: int) -> str | None:
         (copied / "accumulation.json").write_text(json.dumps({"over_steps": {"steps": steps}}))
         found = page.captured(read_record(copied))
-        return found and found.name
+        return None if found is None else found.name
 
     assert captured(FORK, FAILS) is None
     write_log(copied, "A_seed0_steps", [*rows_of(0)[FORK - 100 : FORK], *rows_of(0, FORK)], "A_seed0")

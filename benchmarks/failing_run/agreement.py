@@ -94,9 +94,9 @@ def lasted_longer(forks: Sequence[Fork]) -> Signs:
     """
     n = len(forks)
     outlived = np.zeros((n, n), dtype=np.int8)
-    for i, one in enumerate(forks):
+    for row, one in zip(outlived, forks, strict=True):
         until = one.until + 1 if one.departure is None else one.departure
-        outlived[i] = [other.departure is not None and other.departure < until for other in forks]
+        row[:] = [other.departure is not None and other.departure < until for other in forks]
     i, j = np.triu_indices(n, 1)
     return np.asarray(outlived[i, j] - outlived[j, i])
 

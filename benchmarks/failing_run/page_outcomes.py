@@ -166,8 +166,8 @@ def _repeats_held(found: Any) -> list[dict[str, Any]]:
     close, said = [], []
     for run in at(found, "repeats") or ():
         steps = sorted(step for step in run["departures"] if step is not None)
-        ends = run.get("ends") or [math.inf] * len(run["departures"])
-        kept = sum(s is None and end >= steps[0] for s, end in zip(run["departures"], ends, strict=True) if steps)
+        ends = zip(run["departures"], run["ends"], strict=True)
+        kept = sum(step is None and end >= steps[0] for step, end in ends if steps)
         if steps and len(steps) + kept > 1:
             close.append(not kept and steps[-1] <= 1.05 * steps[0])
             said.append(f"{run['run']}: {', '.join(map(str, [*steps, *['none'] * kept]))}")
