@@ -194,7 +194,8 @@ def outcomes_of() -> dict[str, Any]:
         {"words": "B fails", "held": False, "found": "x"},
         {"words": "healthy runs", "held": None, "found": ""},
     ]
-    return {"chains": {"A": chain, "B": chain}, "criteria": criteria}
+    alarms = [{"run": "A+fp32-scores_seed0", "alarm": None}, {"run": "A+fp32-sums_seed0", "alarm": 150}]
+    return {"chains": {"A": chain, "B": chain}, "criteria": criteria, "fork_alarms": alarms}
 
 
 def stabilised_of() -> dict[str, Any]:
@@ -446,7 +447,12 @@ def test_sites_are_medians_the_guiltiest_first(made: Gallery) -> None:
 def test_predictions_stand_beside_what_training_did(made: Gallery) -> None:
     table = section(made, "Predicted, and trained: run by run")
     assert line(table, "fp32-scores")["training"] == "on its trend to 229 (ended)"
-    assert line(table, "fp32-sums")["training"] == "fails at 171"
+    assert line(table, "fp32-sums")["training"] == "fails at 171, gradient norm"
+    assert [line(table, name)["alarm"] for name in ("fp32-scores", "fp32-sums", "stabilised-8")] == [
+        "silent",
+        "150",
+        "–",
+    ]
     assert line(table, "fp32-sums")["predicted: error of dQ"] == "14.6 %"
     assert line(table, "stabilised-8")["predicted: error of dQ"] == "not finite"
     bars = {s.name: s.x for s in chart(made, "A-predicted").series}

@@ -69,10 +69,14 @@ def predicted(record: Record, arm: str, title: str) -> tuple[Section, ...]:
     proposed = [row for row in everything if at(row, "fork") is None and number(at(row, "rank")) is not None]
     chart = _chart(arm, trained, proposed[:_PROPOSED])
     seen = (
-        "Seen: the monitor's estimate for the head that was worst until the unchanged run failed; not always the head "
-        "that was captured. Loss: mean of the 20 steps before that."
+        "Alarm: the first since the change, by checks every 50 steps with those before it behind them. Seen: the error "
+        "of dW_Q over dW_Q by the monitor, in the head that was worst until the unchanged run failed; not always the "
+        "one that was captured. Loss: mean of the 20 steps before that."
     )
-    return Section(title, tuple(said), charts=chart), Section(f"{title}: run by run", (seen,), _table(trained))
+    document = record.documents["outcomes"]
+    alarms = {row["run"]: row["alarm"] for name in ("alarms", "fork_alarms") for row in at(document, name) or ()}
+    table = _table(trained, alarms)
+    return Section(title, tuple(said), charts=chart), Section(f"{title}: run by run", (seen,), table)
 
 
 def _separation(found: Any) -> list[str]:
@@ -118,19 +122,21 @@ def _fate(row: dict[str, Any]) -> str:
     return fate_of(departure, cut_off)
 
 
-def _table(trained: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    lines = [("change", "repairs", "median rank by what-if", "predicted: error of dQ", "of dW_Q", "training", "by",
-              "seen: error of dW_Q over dW_Q", "loss, less fa2's")]  # fmt: skip
+def _table(trained: Sequence[dict[str, Any]], alarms: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """``alarms``: the step of each fork's first one, or None."""
+    lines = [("change", "repairs", "predicted: error of dQ", "of dW_Q", "training", "alarm",
+              "seen: of dW_Q", "loss, less fa2's")]  # fmt: skip
     for row in sorted(trained, key=lambda row: row.get("mitigation") != "control"):
         fork = row["fork"]
-        rank, gap, share = (number(at(*path)) for path in ((row, "rank"), (fork, "gap"), (fork, "share")))
+        gap, share = number(at(fork, "gap")), number(at(fork, "share"))
         source = f" ({row['left_by']})" if at(row, "left_by") == "attribute" else ""
-        worst = at(fork, "worst")
+        worst, reason, alarm = at(fork, "worst"), at(fork, "reason"), alarms.get(str(at(fork, "run")), "")
         lines.append((
             "none" if row.get("mitigation") == "control" else str(row.get("mitigation")),
-            ", ".join(at(row, "sites") or ()) or DASH, DASH if rank is None else f"{rank:g}",
+            ", ".join(at(row, "sites") or ()) or DASH,
             percent(number(at(row, "left"))) + source, percent(number(at(row, "left_dw_q"))),
-            trained_words_of(row), str(at(fork, "reason") or DASH),
+            trained_words_of(row) + (f", {reason}" if reason else ""),
+            "silent" if alarm is None else f"{alarm:,}" if alarm else DASH,
             DASH if share is None else f"{share:.3g}" + (f", L{worst[0]}H{worst[1]}" if worst else ""),
             DASH if gap is None else f"{gap:+.4f}",
         ))  # fmt: skip
