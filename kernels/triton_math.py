@@ -60,8 +60,14 @@ def as_operand(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def dot(a, b, FORMAT: tl.constexpr):
-    """``a @ b`` with operands in FORMAT, summed in fp32: tensor cores for 16-bit operands on a GPU."""
-    if INTERPRETED or FORMAT == "fp32":
+    """``a @ b`` with operands in FORMAT, summed in fp32: tensor cores for 16-bit operands on a GPU.
+
+    Interpreted, the sum is float64's, rounded once: a BLAS adds in another order at the edge of a block, so that one
+    score computed in two places, for S and for its multiplicity, would differ in its last bit.
+    """
+    if INTERPRETED:
+        product = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
+    elif FORMAT == "fp32":
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         product = tl.dot(a, b)

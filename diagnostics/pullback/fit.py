@@ -23,6 +23,8 @@ _NORMS = {"rms": "QK-norm (RMSNorm)", "layer": "QK-norm (LayerNorm)"}
 _ROWS_PER_UNKNOWN = 8
 # Where rounding may make up half of what is compared, nothing is shown: an unrelated x would be off by 1.4.
 _BLIND = 0.5
+# What our own float64 arithmetic may be off by, relatively: some ten roundings. It counts where the model's is float64.
+_OWN = 2.0**-49
 # Above it percents are shown as whole numbers.
 _PERCENTS = 0.1
 # A measured factor this near to 1 is not worth a word.
@@ -65,7 +67,7 @@ class Agreement:
         """From tensors of equal shape; ``size``: the norm to compare with, ``freedom``: makes up for fitted numbers."""
         if not size:
             return cls(0.0 if not bool(difference.any()) else math.inf, 0.0)
-        return cls(float(difference.norm()) * freedom / size, math.sqrt(float(variance.sum())) / size)
+        return cls(float(difference.norm()) * freedom / size, math.sqrt(float(variance.sum())) / size + _OWN)
 
     @property
     def holds(self) -> bool:
