@@ -2,10 +2,10 @@
 
     python benchmarks/failing_run/alarms.py benchmarks/results/failing_run [--json FILE]
 
-Of each monitored run (``folder``): the first alarm at every logged check and at
-every second one, its lead before the departure, and how near the run came to an alarm until then: the largest witness
-over its threshold (1 or more: the error is more than correct rounding makes) and the largest average of dW_Q's
-predicted error (``level`` or more: it matters).
+Of each monitored run (``folder``): the first alarm at every logged check and at every second one, its lead before the
+departure, and how near the run came to an alarm until then: the largest witness over its threshold (1 or more: the
+error is more than correct rounding makes) and the largest average of dW_Q's predicted error (``level`` or more: it
+matters).
 """
 
 from __future__ import annotations

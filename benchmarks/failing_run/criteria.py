@@ -8,13 +8,12 @@ from typing import Any
 
 from alarms import SPACINGS, Replay
 from departure import departures
-from folder import arm_of
+from folder import HEALTHY, arm_of
 from runlog import RunLog
 
 # The alarm's lead in steps by failing arm, and its seeds; how long healthy runs must last.
 LEADS = {"A": 150, "B": 100}
 SEEDS = {"A": (0, 1, 2), "B": (0,)}
-HEALTHY = ("fa2", "healthy")
 HEALTHY_SEEDS = (0, 1, 2)
 HEALTHY_STEPS = 2500
 # Of the agreement between predicted and trained order.

@@ -20,6 +20,9 @@ from runlog import RunLog, begun, plain
 from attn_diag.files import write_atomically
 from attn_diag.monitoring.record import Check, read_log
 
+# Arms that round O once, at the end.
+HEALTHY = ("fa2", "healthy")
+
 
 def read_runs(folder: Path) -> dict[str, RunLog]:
     """All logs of a folder that hold at least one step, by name."""

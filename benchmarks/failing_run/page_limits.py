@@ -31,11 +31,11 @@ def limits(record: Record, title: str) -> Section | None:
         "nothing to forecast: the NaN comes at once."
     )
     source = str(at(found, "capture", "run") or "")
-    charts = tuple(chart for run in runs if _ahead(run) and (chart := _chart(record, source, run)))
+    charts = tuple(chart for run in runs if ahead(run) and (chart := _chart(record, source, run)))
     return Section(title, (said,), _table(runs, waiting), charts)
 
 
-def _ahead(run: dict[str, Any]) -> bool:
+def ahead(run: dict[str, Any]) -> bool:
     """Whether there was something to forecast, rather than a limit that was passed already."""
     step, seen = number(at(run, "forecast", "step")), number(at(run, "forecast", "at"))
     return step is None or seen is None or step > seen + 1
@@ -59,7 +59,7 @@ def _table(runs: list[dict[str, Any]], waiting: list[dict[str, Any]]) -> tuple[t
         lines.append((
             str(at(run, "run")), _plain(at(run, "beta")), _plain(at(run, "limit")), *_predicted(at(run, "forecast")),
             f"{came:,}" if isinstance(came, int) else f"not until {until:,}" if isinstance(until, int) else DASH,
-            str(at(run, "note") or (signed_percent(at(run, "error")) if _ahead(run) else "nothing to forecast")),
+            str(at(run, "note") or (signed_percent(at(run, "error")) if ahead(run) else "nothing to forecast")),
             signed_percent(at(run, "error_ahead")),
         ))  # fmt: skip
     for run in waiting:

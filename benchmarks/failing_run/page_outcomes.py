@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from page_limits import ahead
 from page_record import Record
 from values import at, listed, number, percent
 
@@ -74,6 +75,7 @@ def predicted(record: Record, arm: str, title: str) -> tuple[Section, ...]:
         "one that was captured. Loss: mean of the 20 steps before that."
     )
     document = record.documents["outcomes"]
+    # Of a run that was replayed at several spacings the widest comes last.
     alarms = {row["run"]: row["alarm"] for name in ("alarms", "fork_alarms") for row in at(document, name) or ()}
     table = _table(trained, alarms)
     return Section(title, tuple(said), charts=chart), Section(f"{title}: run by run", (seen,), table)
@@ -150,18 +152,14 @@ def _of_the_way(error: float | None) -> str:
 
 def _limit_held(found: Any) -> list[dict[str, Any]]:
     """Whether the NaN came where it was forecast; runs past their limit at the capture had nothing to forecast."""
-    ahead = [
-        run
-        for run in at(found, "runs") or ()
-        if number(at(run, "error")) is not None and at(run, "forecast", "step") > at(run, "forecast", "at") + 1
-    ]
-    if not ahead:
+    runs = [run for run in at(found, "runs") or () if number(at(run, "error")) is not None and ahead(run)]
+    if not runs:
         return []
-    said = [f"{run['run']}: {run['error']:+.1%}{_of_the_way(number(at(run, 'error_ahead')))}" for run in ahead]
+    said = [f"{run['run']}: {run['error']:+.1%}{_of_the_way(number(at(run, 'error_ahead')))}" for run in runs]
     words = "the stabilised softmax: the step of its NaN is forecast within 20 % of"
-    late = [number(at(run, "error_ahead")) for run in ahead]
+    late = [number(at(run, "error_ahead")) for run in runs]
     return [
-        {"words": f"{words} it", "held": all(abs(run["error"]) <= 0.2 for run in ahead), "found": "; ".join(said)},
+        {"words": f"{words} it", "held": all(abs(run["error"]) <= 0.2 for run in runs), "found": "; ".join(said)},
         {"words": f"{words} the steps ahead", "held": all(e is not None and abs(e) <= 0.2 for e in late),
          "found": "the same"},
     ]  # fmt: skip

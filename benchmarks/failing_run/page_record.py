@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from departure import Departure, departures
-from folder import monitor_logs, read_runs
+from folder import HEALTHY, monitor_logs, read_runs
 from runlog import RunLog
 
 from attn_diag.monitoring.record import Check, read_log
 
-# Arms that round O once, at the end.
-HEALTHY = ("fa2", "healthy")
 _NAME = re.compile(r"(?P<arm>.+)_seed(?P<seed>\d+)(_(?P<tag>.+))?")
 
 Row = tuple[int, float, float]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from page_record import HEALTHY, Record, Run
+from folder import HEALTHY
+from page_record import Record, Run
 from page_series import FAILING_TONE, HEALTHY_TONE, LOSS, NORM, STEP, curve, events, last_drawn
 from values import listed
 
