@@ -24,7 +24,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.provenance import describe_tool
-from attn_diag.regression.result import CheckReport
+from attn_diag.results.check import CheckReport
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
 

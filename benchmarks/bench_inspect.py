@@ -28,9 +28,9 @@ from torch import Tensor
 
 from attn_diag.analysis import inspect_captures
 from attn_diag.captures import Capture
-from attn_diag.diagnosis import Diagnosis
 from attn_diag.loading import load
 from attn_diag.reference import AttentionHead, Masking, reference_head
+from attn_diag.results.diagnosis import Diagnosis
 
 SHAPES = {"12x1024x64": (1, 12, 1024, 64), "8x4096x128": (1, 8, 4096, 128), "1x16384x128": (1, 1, 16384, 128)}
 RUNS = 5

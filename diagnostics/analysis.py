@@ -12,11 +12,6 @@ from attn_diag.capture_job import CaptureJob, Runs, Selection
 from attn_diag.captures import DEFAULT_OBSERVATION, Capture
 from attn_diag.certification import Certify
 from attn_diag.collectors import collector_of
-from attn_diag.diagnosis import (
-    Diagnosis,
-    Family,
-    NonFinite,
-)
 from attn_diag.engines import require_known
 from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_head
@@ -26,6 +21,11 @@ from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.ranks import merged_over_ranks
 from attn_diag.reference import reference_head
+from attn_diag.results.diagnosis import (
+    Diagnosis,
+    Family,
+    NonFinite,
+)
 from attn_diag.row_maxima import DEFINITIONS, Repeats
 from attn_diag.verdict import summarise
 

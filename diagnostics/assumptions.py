@@ -15,11 +15,11 @@ from typing import get_args
 import torch
 
 from attn_diag.captures import Capture
-from attn_diag.diagnosis import Assumptions, Misfit
 from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_float64, read_head
 from attn_diag.metadata import Causal, Layout, LseBase
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
+from attn_diag.results.diagnosis import Assumptions, Misfit
 
 # Rounding errors inside a kernel, even a failing one, stay well below this; a wrong mask or scale exceeds it at once.
 # O's own format comes on top: one correct rounding makes 0.17 % in BF16, but 2.6 % in E4M3 (far more where O is

@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.diagnosis import BiasEstimate, Drift
+from attn_diag.results.diagnosis import BiasEstimate, Drift
 
 Array = npt.NDArray[np.float64]
 

@@ -13,20 +13,9 @@ from attn_diag.assumptions import check_assumptions, read_lse
 from attn_diag.bias import SignedErrors
 from attn_diag.captures import Capture
 from attn_diag.certification import Certify
-from attn_diag.diagnosis import (
-    Assumptions,
-    CaptureDiagnosis,
-    HeadDiagnosis,
-    KvBias,
-    KvHeadDiagnosis,
-    NonFinite,
-    ObservationDiagnosis,
-    Propagation,
-)
 from attn_diag.engines import Engine, engine_backend, run_recipe, select_recipes
 from attn_diag.errors import InputError
 from attn_diag.figure_sums import head_figures
-from attn_diag.hardware.profile import summary_of
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.identification.recognise import Recognised, recognise
 from attn_diag.kernels import Recipe, emulate_head
@@ -37,6 +26,17 @@ from attn_diag.projection import Projection, find_projection
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.ranges import Ranges
 from attn_diag.reference import HeadReference, format_of, ulp
+from attn_diag.results.diagnosis import (
+    Assumptions,
+    CaptureDiagnosis,
+    HeadDiagnosis,
+    KvBias,
+    KvHeadDiagnosis,
+    NonFinite,
+    ObservationDiagnosis,
+    Propagation,
+)
+from attn_diag.results.hardware import summary_of
 
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20

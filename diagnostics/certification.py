@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.diagnosis import Certificate
 from attn_diag.errors import InputError
 from attn_diag.ranges import Ranges
 from attn_diag.reference import UNIT, AttentionHead, HeadBounds, HeadReference
 from attn_diag.reference.certificate import upper_norm
+from attn_diag.results.diagnosis import Certificate
 
 # The oracle's names and those of the diagnosis.
 _NAMES = {"out": "o", "lse": "lse", "delta": "delta", "dq": "dq"}

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import TypeVar
 
 from attn_diag.attribution.attribute import attribute
-from attn_diag.attribution.result import HeadAttribution
 from attn_diag.capture_job import CaptureJob, Selection
 from attn_diag.captures import INPUTS, Capture
-from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
 from attn_diag.microscopy.microscope import look, most_of_delta
-from attn_diag.microscopy.result import Microscope
 from attn_diag.microscopy.subject import subject_of
 from attn_diag.progress import Progress
+from attn_diag.results.attribution import HeadAttribution
+from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.results.microscope import Microscope
 
 _Found = TypeVar("_Found")
 

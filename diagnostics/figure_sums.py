@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.figures import Alignment, HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
 from attn_diag.propagation import Parts
 from attn_diag.reference import Rows
+from attn_diag.results.figures import Alignment, HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
 from attn_diag.row_maxima import Repeats
 from attn_diag.ulp_counts import UlpCounts
 

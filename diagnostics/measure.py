@@ -12,7 +12,6 @@ from torch import Tensor
 from attn_diag.bias import SignedErrors
 from attn_diag.certification import Certify, RoundedBound, rounding_of_products, sum_of
 from attn_diag.collectors import collector_of
-from attn_diag.diagnosis import Certificate, DeltaRounding
 from attn_diag.figure_sums import FigureSums
 from attn_diag.heads import HeadInputs, all_finite
 from attn_diag.kernels import Recipe
@@ -29,6 +28,7 @@ from attn_diag.reference import (
     round_nearest_even,
     ulp,
 )
+from attn_diag.results.diagnosis import Certificate, DeltaRounding
 from attn_diag.row_maxima import DEFINITIONS, Repeats, RowMaximaCollector, swamped_elements
 
 

@@ -12,7 +12,11 @@ import torch
 
 from attn_diag.bias import MIN_SEQUENCES, PRIMARY, SignedErrors, adjust, estimate_bias
 from attn_diag.certification import pool_certificates
-from attn_diag.diagnosis import (
+from attn_diag.figure_sums import errors_by_feature
+from attn_diag.measure import HeadMeasurement
+from attn_diag.propagation import AtomSums, GradientSums, add_parts
+from attn_diag.reference import UNIT
+from attn_diag.results.diagnosis import (
     Bias,
     BiasEstimate,
     DeltaRounding,
@@ -24,11 +28,7 @@ from attn_diag.diagnosis import (
     Swamped,
     TopRow,
 )
-from attn_diag.figure_sums import errors_by_feature
-from attn_diag.figures import HeadFigures, PredictedError
-from attn_diag.measure import HeadMeasurement
-from attn_diag.propagation import AtomSums, GradientSums, add_parts
-from attn_diag.reference import UNIT
+from attn_diag.results.figures import HeadFigures, PredictedError
 from attn_diag.verdict import beyond_reference, judge
 
 _TOP_ROWS = 5

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_diag.diagnosis import GradientError
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, round_nearest_even
+from attn_diag.results.diagnosis import GradientError
 
 _FLIPS = 499
 _ATOM_BLOCK = 512

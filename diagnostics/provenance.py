@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from attn_diag import __version__
-from attn_diag.diagnosis import Tool
 from attn_diag.errors import InputError
+from attn_diag.results.diagnosis import Tool
 
 
 def pick_device(name: str) -> torch.device:

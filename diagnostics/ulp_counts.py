@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.figures import UlpHistogram
+from attn_diag.results.figures import UlpHistogram
 
 Ints = npt.NDArray[np.int64]
 

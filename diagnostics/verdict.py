@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from attn_diag.bias import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
-from attn_diag.diagnosis import (
+from attn_diag.results.diagnosis import (
     Bias,
     BiasEstimate,
     Certificate,

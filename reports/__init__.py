@@ -2,15 +2,13 @@
 
 from attn_diag.reports.brief import brief
 from attn_diag.reports.gallery import gallery_document
-from attn_diag.reports.html import embedded_diagnosis, html_document, html_fragment
-from attn_diag.reports.terminal import terminal_renderables, terminal_text
+from attn_diag.reports.html import html_document, html_fragment
+from attn_diag.reports.terminal import terminal_renderables
 
 __all__ = [
     "brief",
-    "embedded_diagnosis",
     "gallery_document",
     "html_document",
     "html_fragment",
     "terminal_renderables",
-    "terminal_text",
 ]

@@ -13,7 +13,7 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.attribution.result import Attribution, Effect, HeadAttribution, MeanError
+    from attn_diag.results.attribution import Attribution, Effect, HeadAttribution, MeanError
 
 _NAMES = {"o": "O", "delta": "delta", "dq": "dQ", "dw_q": "dW_Q"}
 # Smaller standard errors of a share are not shown.

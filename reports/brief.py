@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.reports import words
+from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 
 WIDTH = 80
 # Lines that each part may take; with a head line, and the 5 of ``break_if`` before them, they are 25 at most.
@@ -40,6 +41,20 @@ def brief(diagnosis: Diagnosis, found: str = "this") -> str:
         lines += _table(ranked)
         lines += _worst(ranked[0][2])
     return "\n".join([*lines, *_next(ranked, found)])
+
+
+def finding_text(found: Any) -> str:
+    """Why ``break_if`` stopped, where, and the diagnosis in brief, in at most 25 lines; ``found`` is a Finding."""
+    p = found.place
+    module = f" ({p.module})" if p.module else ""
+    more = f" {len(found.also)} more in .also." if found.also else ""
+    head = f"attn_diag.break_if: {'; '.join(found.reasons)}"
+    where = f"Layer {p.layer}{module}, call {p.call} of step {p.step}, {found.kernel}; judged {found.judged}.{more}"
+    lines = [*wrapped(head, 2), *wrapped(where, 2)]
+    lines += wrapped("import attn_diag; attn_diag.last_finding(): .capture.save(path), .disarm()", 1)
+    if found.diagnosis is None:
+        return "\n".join([*lines, *wrapped(f"Not analysed: {found.refused}", 3)])
+    return "\n".join([*lines, brief(found.diagnosis, "attn_diag.last_finding().diagnosis")])
 
 
 def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:

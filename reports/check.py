@@ -14,7 +14,7 @@ from attn_diag.reports import words
 from attn_diag.reports.check_failure import suspected
 
 if TYPE_CHECKING:
-    from attn_diag.regression.result import Bias, Case, CheckReport, Size
+    from attn_diag.results.check import Bias, Case, CheckReport, Size
 
 _SIZES = ("o", "delta", "dq", "dk", "dv")
 _HEADS = {"o": "O\nulp", "delta": "noise\nfactor", "dq": "dQ", "dk": "dK", "dv": "dV"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attn_diag.reports.words import printable
 
 if TYPE_CHECKING:
-    from attn_diag.regression.result import CheckReport, Failure
+    from attn_diag.results.check import CheckReport, Failure
 
 # The gravest first: what is not this attention at all needs no words on its bias.
 _ORDER = ("fit", "determinism", "bias", "growth", "bits")

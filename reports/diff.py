@@ -9,8 +9,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from attn_diag.comparison.result import Comparison, HeadComparison, MeanChange, Outcome, Side, SizeChange
 from attn_diag.reports import words
+from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, Outcome, Side, SizeChange
 
 _STYLES: dict[Outcome, str] = {
     "became-biased": "bold red",

@@ -16,7 +16,7 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.drift.result import AttentionCall, DtypeDrift, DtypeEvent, SourceLine
+    from attn_diag.results.dtypes import AttentionCall, DtypeDrift, DtypeEvent, SourceLine
 
 
 def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:

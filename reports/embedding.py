@@ -6,17 +6,13 @@ import base64
 import gzip
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from html.parser import HTMLParser
 from typing import Any
 
-from attn_diag.diagnosis import Bias, BiasEstimate, Diagnosis, Drift, HeadDiagnosis, RoundingBias
-from attn_diag.errors import InputError
-from attn_diag.figures import HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
+from attn_diag.results.diagnosis import Bias, BiasEstimate, Diagnosis, Drift, HeadDiagnosis, RoundingBias
+from attn_diag.results.figures import HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
 
-ELEMENT = "attn-diag-diagnosis"
 # Running sums that the page draws; the others are left out of it.
 _DRAWN = ("delta", "delta_excess")
 # Heads measured to foresee the size of all.
@@ -84,47 +80,6 @@ def _sample(diagnosis: Diagnosis) -> tuple[Diagnosis, float]:
     heads = tuple(head for _, _, head in chosen)
     one = replace(capture, observations=(replace(observation, heads=heads),))
     return replace(diagnosis, captures=(one,)), len(entries) / len(heads)
-
-
-def embedded_diagnosis(text: str) -> str:
-    """The JSON of the diagnosis that a page of ``html_document`` shows, for ``Diagnosis.from_json``.
-
-    Its running sums and figures are thinned as the page needed. Raises InputError where there is none in ``text``.
-    """
-    found = _Element()
-    found.feed(text)
-    if found.text is None:
-        raise InputError(
-            f'expected a page that attn-diag wrote, with a script element of id "{ELEMENT}"; there is none in this '
-            "one: make it anew with attn-diag inspect --html, or give the JSON of --json"
-        )
-    try:
-        data = json.loads(found.text)
-        if isinstance(data, dict) and "gzip" in data:
-            return gzip.decompress(base64.b64decode(data["gzip"], validate=True)).decode()
-    except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise InputError(f"the diagnosis in this page is damaged ({error}); make the page anew") from error
-    return found.text
-
-
-class _Element(HTMLParser):
-    """Takes the text of the element with the diagnosis; what looks like one inside other text is none."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.text: str | None = None
-        self._inside = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "script" and dict(attrs).get("id") == ELEMENT and self.text is None:
-            self._inside, self.text = True, ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside:
-            self.text = (self.text or "") + data
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = self._inside and tag != "script"
 
 
 def thinned(diagnosis: Diagnosis, points: int) -> Diagnosis:

@@ -13,7 +13,7 @@ from rich.text import Text
 from attn_diag.reports.words import printable
 
 if TYPE_CHECKING:
-    from attn_diag.debugging.result import Explanation
+    from attn_diag.results.explanation import Explanation
 
 
 def _title(found: Explanation) -> str:
@@ -28,6 +28,12 @@ def explanation_renderables(found: Explanation) -> Iterator[RenderableType]:
     for paragraph in found.paragraphs:
         yield Text(paragraph.title, style="bold dim")
         yield Padding(Text(printable(paragraph.text)), (0, 0, 0, 2))
+
+
+def explanation_text(found: Explanation) -> str:
+    """For a prompt: the words are what was asked for."""
+    # rich fills lines up with blanks.
+    return "\n".join(line.rstrip() for line in found.report(width=80).splitlines())
 
 
 def explanation_html(found: Explanation) -> str:

@@ -9,7 +9,7 @@ from attn_diag.reports import words
 from attn_diag.reports.check import against, suspects, verdict
 
 if TYPE_CHECKING:
-    from attn_diag.regression.result import CheckReport
+    from attn_diag.results.check import CheckReport
 
 # GitHub shows ten annotations of a step.
 _ANNOTATIONS = 10

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from attn_diag.diagnosis import HeadDiagnosis, severity
 from attn_diag.reports import words
 from attn_diag.reports.sparks import ASCII, BLOCKS, log_levels
 from attn_diag.reports.story import Entry, dq_error
+from attn_diag.results.diagnosis import HeadDiagnosis, severity
 
 LETTERS = {"biased": "B", "lossy": "L", "ill_conditioned": "c", "undecided": "?", "clean": "·"}
 STYLES = {"clean": "green", "lossy": "bold red", "ill_conditioned": "bold yellow", "biased": "bold red"}

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.reports import embedding, page, story, words
-from attn_diag.reports.embedding import embedded_diagnosis
-
-__all__ = ["embedded_diagnosis", "html_document", "html_fragment"]
+from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.results.embedded import ELEMENT
 
 # Of a page for 12 layers of 12 heads, everything included.
 _LIMIT = 2_000_000
@@ -63,7 +61,7 @@ def html_document(diagnosis: Diagnosis) -> str:
     }
     bare = page.page("document.html.j2", kind="report", data="", **shown)
     room = _LIMIT - len(bare.encode()) - 200
-    data = page.json_element(embedding.ELEMENT, embedding.fitted(diagnosis, room))
+    data = page.json_element(ELEMENT, embedding.fitted(diagnosis, room))
     return page.page("document.html.j2", kind="report", data=data, **shown)
 
 

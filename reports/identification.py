@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from attn_diag.identification.result import Identification, Identifications, RankedRecipe
+    from attn_diag.results.identification import Identification, Identifications, RankedRecipe
 
 _STYLES = {"identified": "bold green", "ambiguous": "bold yellow", "unnamed": "bold yellow", "unknown": "bold red"}
 # Lines of the ranking, and recipes with the same bits that are named in one.

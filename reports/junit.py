@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING, get_args
 
 if TYPE_CHECKING:
-    from attn_diag.regression.result import Case, CheckReport, Failure, Kind
+    from attn_diag.results.check import Case, CheckReport, Failure, Kind
 
 # What XML 1.0 (section 2.2) has no way to say.
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -15,7 +15,7 @@ _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 def junit_document(found: CheckReport) -> str:
     """One testsuite: properties name versions and key; a failure's text has message, suspect and command."""
-    from attn_diag.regression.result import Kind
+    from attn_diag.results.check import Kind
 
     kinds = get_args(Kind)
     suite = ET.Element("testsuite")

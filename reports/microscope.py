@@ -15,7 +15,7 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.microscopy.result import Addition, ClosedFormTotals, Curve, Explained, Microscope, Point, Site
+    from attn_diag.results.microscope import Addition, ClosedFormTotals, Curve, Explained, Microscope, Point, Site
 
 _MAX_SITES = 6
 _PLOT_COLUMNS, _PLOT_ROWS = 64, 7

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, TypeVar
 from attn_diag.reports import paper_words as say
 from attn_diag.reports import words
 from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Section, Series
+from attn_diag.reports.gallery import gallery_document
 from attn_diag.reports.paper_atoms import atoms, plain_values
 from attn_diag.reports.paper_terminal import paper_renderables
 
 if TYPE_CHECKING:
-    from attn_diag.paper.result import (
+    from attn_diag.results.paper import (
         Accumulated,
         DeltaRows,
         DeltaSteps,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
         Triggers,
     )
 
-__all__ = ["paper_gallery", "paper_renderables"]
+__all__ = ["paper_document", "paper_gallery", "paper_renderables"]
 
 # Lines that can still be told apart.
 _MAX_LINES = 12
@@ -33,6 +34,11 @@ _MAX_LINES = 12
 _Figure = TypeVar("_Figure")
 # Paragraphs and charts.
 _Drawn = tuple[Sequence[str], Sequence[Chart]]
+
+
+def paper_document(f: PaperFigures) -> str:
+    """The gallery as a self-contained page."""
+    return gallery_document(paper_gallery(f))
 
 
 def paper_gallery(f: PaperFigures) -> Gallery:

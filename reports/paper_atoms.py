@@ -10,7 +10,7 @@ from attn_diag.reports import paper_words as say
 from attn_diag.reports.charts import Axis, Chart, Map, Series
 
 if TYPE_CHECKING:
-    from attn_diag.paper.result import AtomRow, Atoms, Matrix, OverSteps, Similarity, StepAtoms
+    from attn_diag.results.paper import AtomRow, Atoms, Matrix, OverSteps, Similarity, StepAtoms
 
 _SOURCE = f"After Figure 4 of {say.PAPER}"
 

@@ -14,7 +14,7 @@ from attn_diag.reports import paper_words as say
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.paper.result import PaperFigures
+    from attn_diag.results.paper import PaperFigures
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 56

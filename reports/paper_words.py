@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attn_diag.paper.result import (
+from attn_diag.reports import words
+from attn_diag.results.paper import (
     Accumulated,
     Atoms,
     DeltaRows,
@@ -16,7 +17,6 @@ from attn_diag.paper.result import (
     TriggerCounts,
     Triggers,
 )
-from attn_diag.reports import words
 
 PAPER = "Qiu & Yao, arXiv 2510.04212"
 TITLES = {

@@ -10,16 +10,17 @@ A diagnosis is told one fact a line, each line with its kind first, so that grep
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 
-from attn_diag.diagnosis import Diagnosis
 from attn_diag.reports import story, words
+from attn_diag.reports.renderers import plain_lines, renderables
 from attn_diag.reports.sparks import drift_words, spark
 from attn_diag.reports.story import Entry
 from attn_diag.reports.terminal import numbers, warnings
+from attn_diag.results.base import Result
+from attn_diag.results.diagnosis import Diagnosis
 
 # Other reports are wrapped to this width, whatever the terminal's.
 WIDTH = 120
@@ -33,22 +34,11 @@ _OURS = str.maketrans(
 )  # fmt: skip
 
 
-class Showable(Protocol):
-    """A result that a rich console can print."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult: ...
-
-
-def plain_text(result: Showable) -> str:
+def plain_text(result: Result) -> str:
     """The report of a diagnosis, a comparison or another result, for a log."""
-    lines: Callable[[], Iterator[str]] | None = getattr(result, "plain_lines", None)
-    if isinstance(result, Diagnosis):
-        found = list(diagnosis_lines(result))
-    elif lines is not None:
-        found = list(lines())
-    else:
-        found = _rendered(result).splitlines()
-    return "".join(f"{ascii_where_ours(line).rstrip()}\n" for line in found)
+    found = plain_lines(result)
+    lines = _rendered(result).splitlines() if found is None else found
+    return "".join(f"{ascii_where_ours(line).rstrip()}\n" for line in lines)
 
 
 def ascii_where_ours(text: str) -> str:
@@ -69,10 +59,10 @@ class _Ascii(io.StringIO):
     encoding = "ascii"
 
 
-def _rendered(result: Showable) -> str:
+def _rendered(result: Result) -> str:
     buffer = _Ascii()
     console = Console(file=buffer, width=WIDTH, color_system=None, legacy_windows=False, safe_box=True)
-    for renderable in result.__rich_console__(console, console.options):
+    for renderable in renderables(result):
         console.print(renderable)
     return buffer.getvalue()
 

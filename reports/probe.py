@@ -13,7 +13,7 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.probing.result import Finding, ProbeReport
+    from attn_diag.results.probe import Finding, ProbeReport
 
 _STYLES = {
     "exact": "green",

@@ -13,8 +13,8 @@ from rich.text import Text
 from attn_diag.reports.words import DASH, number, signed, tool_line
 
 if TYPE_CHECKING:
-    from attn_diag.hardware.installation import Installation
-    from attn_diag.hardware.profile import Exp2Profile, HardwareProfile, SumProfile
+    from attn_diag.results.hardware import Exp2Profile, HardwareProfile, SumProfile
+    from attn_diag.results.selftest import Installation
 
 _NO_FIT = "does not fit"
 

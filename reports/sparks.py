@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_diag.diagnosis import BiasEstimate
+from attn_diag.results.diagnosis import BiasEstimate
 
 _SIGNIFICANT = 0.05
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -7,8 +7,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attn_diag.diagnosis import BiasEstimate, CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
 from attn_diag.reports import words
+from attn_diag.results.diagnosis import (
+    BiasEstimate,
+    CaptureDiagnosis,
+    Diagnosis,
+    HeadDiagnosis,
+    Label,
+    ObservationDiagnosis,
+)
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _ORDER: tuple[Label, ...] = ("biased", "lossy", "ill_conditioned", "undecided", "clean")

@@ -5,7 +5,6 @@ Readable from 60 columns on. It shows what the HTML report shows first; what it 
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, GradientError, HeadDiagnosis, severity
 from attn_diag.reports import story, words
 from attn_diag.reports.head_map import STYLES, HeadMap
 from attn_diag.reports.sparks import ASCII, BLOCKS, drift_words, spark
 from attn_diag.reports.story import Entry
+from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, GradientError, HeadDiagnosis, severity
 
 _MAX_ROWS = 16
 _MAX_DETAILS = 3
@@ -37,15 +36,6 @@ _HEAD, _PLACE, _VERDICT = 5, 22, 15
 _EXPENDABLE = (
     "dQ error\nby delta", "repeated\nmaxima", "condi-\ntioning", "dW_Q\nerror", "noise\nfactor", "dQ\nerror",
 )  # fmt: skip
-
-
-def terminal_text(diagnosis: Diagnosis, width: int = 100) -> str:
-    """The report as plain text without colours, ``width`` columns wide."""
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=width, color_system=None, legacy_windows=False)
-    for renderable in terminal_renderables(diagnosis):
-        console.print(renderable)
-    return buffer.getvalue()
 
 
 def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:

@@ -14,8 +14,8 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.diagnosis import BiasEstimate
-    from attn_diag.mitigation.result import Candidate, WhatIf
+    from attn_diag.results.diagnosis import BiasEstimate
+    from attn_diag.results.what_if import Candidate, WhatIf
 
 _WIDE = 110
 _STYLES = {"baseline": "bold", "mitigation": "", "mix": "yellow", "other recipe": "cyan"}

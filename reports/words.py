@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from attn_diag.diagnosis import (
+from attn_diag.results.diagnosis import (
     BiasEstimate,
     CaptureDiagnosis,
     GradientError,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from synthetic_reports import synthetic
 
-from attn_diag.diagnosis import Diagnosis, Summary
+from attn_diag.results.diagnosis import Diagnosis, Summary
 
 # Each sets window.hacked where anything of it runs.
 NAMES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from attn_diag.diagnosis import (
+from attn_diag.results.diagnosis import (
     Assumptions,
     Bias,
     BiasEstimate,
@@ -27,7 +27,15 @@ from attn_diag.diagnosis import (
     TopRow,
     Verdict,
 )
-from attn_diag.figures import Alignment, HeadFigures, PredictedError, RowRuns, RowStrip, UlpHistogram, UnitPositions
+from attn_diag.results.figures import (
+    Alignment,
+    HeadFigures,
+    PredictedError,
+    RowRuns,
+    RowStrip,
+    UlpHistogram,
+    UnitPositions,
+)
 
 ROWS = 1024
 

@@ -18,6 +18,7 @@ from attn_diag.analysis import inspect_captures
 from attn_diag.capture_job import Selection
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reports import html_document
+from attn_diag.results.diagnosis import HeadDiagnosis
 
 
 def tensors(
@@ -291,7 +292,7 @@ def test_a_recipe_run_on_all_nan_queries_is_undecided_too() -> None:
     assert found.labels == {"undecided"}
 
 
-def sink(rounding: str, rows: int = 128) -> attn_diag.HeadDiagnosis:
+def sink(rounding: str, rows: int = 128) -> HeadDiagnosis:
     """A head in which one key takes nearly everything in every row, its O rounded as stated."""
     generator = torch.Generator().manual_seed(11)
     q, k, v, do = (torch.randn(1, 1, n, 32, generator=generator) for n in (rows, 128, 128, rows))

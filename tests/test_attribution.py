@@ -17,7 +17,6 @@ import torch
 from rich.cells import cell_len
 
 from attn_diag.attribution.attribute import attribute
-from attn_diag.attribution.result import Attribution, HeadAttribution
 from attn_diag.attribution.shapley import Array, Plan, Subset
 from attn_diag.attribution.site_shares import attribute_sites
 from attn_diag.attribution.sites import rounding_sites, with_low, with_mode
@@ -29,6 +28,7 @@ from attn_diag.kernels.exponential import exp2_polynomial
 from attn_diag.kernels.formats import Mode
 from attn_diag.loading import load
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head
+from attn_diag.results.attribution import Attribution, HeadAttribution
 from attn_diag.variants import exact_recipe, head_truth, measure_variants
 
 SEEDS = range(20)

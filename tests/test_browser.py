@@ -20,11 +20,11 @@ from hostile import NAMES, hostile_diagnosis
 from synthetic_reports import synthetic
 
 from attn_diag.analysis import inspect_captures
-from attn_diag.diagnosis import Diagnosis, HeadDiagnosis
 from attn_diag.loading import load
 from attn_diag.reports import gallery_document, html_document
 from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Mark, Section, Series, Tone
 from attn_diag.reports.story import headline
+from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

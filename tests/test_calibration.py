@@ -19,8 +19,8 @@ from scipy import stats
 
 from attn_diag import inspect
 from attn_diag.bias import PRIMARY, FeatureSums, MeanTest, SignedErrors, adjust, estimate_bias, mean_test, two_way
-from attn_diag.diagnosis import HeadDiagnosis
 from attn_diag.reference import round_nearest_even
+from attn_diag.results.diagnosis import HeadDiagnosis
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from calibration import draws, engine, markdown, others, summary

@@ -20,9 +20,9 @@ import attn_diag.loading
 from attn_diag import Capture, InputError, load
 from attn_diag.analysis import inspect_captures
 from attn_diag.capture_job import Selection
-from attn_diag.diagnosis import CaptureDiagnosis
 from attn_diag.loading import find_captures
 from attn_diag.metadata import Metadata
+from attn_diag.results.diagnosis import CaptureDiagnosis
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -24,14 +24,14 @@ from attn_diag.bias import PRIMARY
 from attn_diag.certification import Certify, RoundedBound, pool_certificates, rounding_of_products
 from attn_diag.cli import main
 from attn_diag.cli.inspect import inspect as command
-from attn_diag.diagnosis import BiasEstimate, Certificate, Diagnosis, HeadDiagnosis
 from attn_diag.ranges import Ranges
 from attn_diag.reference import UNIT, BoundCollector, HeadBounds, HeadReference, format_of, round_nearest_even, ulp
 from attn_diag.reference import attention as forward
 from attn_diag.reference.exact import exact_dot
 from attn_diag.reference.oracle import DEFAULT_BITS
-from attn_diag.reports.html import embedded_diagnosis
 from attn_diag.reports.words import certificate_words
+from attn_diag.results.diagnosis import BiasEstimate, Certificate, Diagnosis, HeadDiagnosis
+from attn_diag.results.embedded import embedded_diagnosis
 from attn_diag.verdict import beyond_reference
 
 T, D = 64, 16

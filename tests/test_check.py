@@ -18,11 +18,11 @@ from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
 from attn_diag.regression import cases as suite
 from attn_diag.regression import judge
-from attn_diag.regression.baseline import BaselineCase, BaselineSize
 from attn_diag.regression.cases import CaseInputs
-from attn_diag.regression.measure import MeanError, Measured, measure_case
-from attn_diag.regression.result import Case, CheckReport
+from attn_diag.regression.measure import Measured, measure_case
 from attn_diag.regression.subject import emulate
+from attn_diag.results.baseline import BaselineCase, BaselineSize, SequenceMean
+from attn_diag.results.check import Case, CheckReport
 
 FA2 = attn_diag.preset("fa2")
 CASES = ["normal", "pairs"]
@@ -169,7 +169,7 @@ def entry(run: Measured) -> BaselineCase:
 def surer(run: Measured, factor: float) -> Measured:
     """The same with standard errors that are too small, as rows taken for independent would give."""
 
-    def less(mean: MeanError) -> MeanError:
+    def less(mean: SequenceMean) -> SequenceMean:
         assert mean.standard_error is not None
         return replace(mean, standard_error=mean.standard_error / factor)
 
@@ -188,14 +188,14 @@ def test_200_seeds_without_a_false_alarm_beyond_the_level(healthy: list[Measured
 
 
 def test_p_values_are_those_of_student_and_welch() -> None:
-    one, other = MeanError(0.3, 0.1, 15.0), MeanError(0.1, 0.05, 15.0)
+    one, other = SequenceMean(0.3, 0.1, 15.0), SequenceMean(0.1, 0.05, 15.0)
     assert judge.beyond(one, (-0.1, 0.1)) == pytest.approx(2 * stats.t.sf(2, 15))
     assert judge.beyond(one, (-0.1, 0.4)) == 1
     expected = stats.ttest_ind_from_stats(0.3, 0.4, 16, 0.1, 0.2, 16, equal_var=False).pvalue
     assert judge.welch(one, other) == pytest.approx(expected)
     assert judge.welch(one, other, 0.25) == 1
-    assert judge.welch(MeanError(0.0, None, None), MeanError(0.0, 0.0, 15.0)) == 1
-    assert judge.welch(MeanError(0.1, 0.0, 15.0), MeanError(0.0, 0.0, 15.0)) == 0
+    assert judge.welch(SequenceMean(0.0, None, None), SequenceMean(0.0, 0.0, 15.0)) == 1
+    assert judge.welch(SequenceMean(0.1, 0.0, 15.0), SequenceMean(0.0, 0.0, 15.0)) == 0
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 
 

@@ -15,14 +15,13 @@ import pytest
 import attn_diag
 from attn_diag.errors import InputError
 from attn_diag.regression import baseline as files
-from attn_diag.regression.baseline import BaselineCase, BaselineFile, BaselineSize, Entry
-from attn_diag.regression.measure import MeanError
+from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineFile, BaselineSize, SequenceMean
 
 CASE = BaselineCase(
-    "a1", "b2", ("o",), True, {"o_excess": MeanError(0.1 + 0.2, 1e-17 / 3, 15.0)},
-    {"o": BaselineSize(1 / 3, 0.3, MeanError(0.0, None, None))},
+    "a1", "b2", ("o",), True, {"o_excess": SequenceMean(0.1 + 0.2, 1e-17 / 3, 15.0)},
+    {"o": BaselineSize(1 / 3, 0.3, SequenceMean(0.0, None, None))},
 )  # fmt: skip
-ENTRY = Entry("fa2", "CPU", "torch 1", 0, False, "fa2", 1.0, {"normal": CASE})
+ENTRY = BaselineEntry("fa2", "CPU", "torch 1", 0, False, "fa2", 1.0, {"normal": CASE})
 
 
 def test_numbers_come_back_as_they_were_and_the_diff_is_stable(tmp_path: Path) -> None:
@@ -53,7 +52,7 @@ def test_save_refuses_and_update_replaces_only_its_own_entry(tmp_path: Path) -> 
 
 
 def test_the_nearest_entry() -> None:
-    def keyed(*entries: Entry) -> BaselineFile:
+    def keyed(*entries: BaselineEntry) -> BaselineFile:
         return BaselineFile({e.key: e for e in entries})
 
     newer, gpu = replace(ENTRY, versions="torch 2"), replace(ENTRY, device="H200")
@@ -68,16 +67,16 @@ DAMAGED = {
     "not JSON": ("{", "not JSON"),
     "a merge": ("<<<<<<< ours\n{}\n", "left by a git merge"),
     "a list": ("[]", "not a baseline"),
-    "another schema": ('{"schema": "attn-diag-check", "schema_version": 1}', "expected schema 'attn-diag-baseline'"),
-    "another version": ('{"schema": "attn-diag-baseline", "schema_version": 2}', "schema version 2"),
+    "another schema": ('{"schema": "attn-diag-check", "schema_version": 1}', "got schema 'attn-diag-check'"),
+    "another version": ('{"schema": "attn-diag-baseline", "schema_version": 2}', "expected schema_version 1, got 2"),
     "a field missing": (
         '{"schema": "attn-diag-baseline", "schema_version": 1, "entries": {"x": {"subject": "x"}}}',
-        r"damaged baseline: entries\.x\.device",
+        r"the first at entries\.x\.device",
     ),
     "an entry under another key": (
         files.dump(BaselineFile({"x": ENTRY})), "entry 'x' is not of that key",
     ),
-    "an unknown field": ('{"schema": "attn-diag-baseline", "schema_version": 1, "more": 1}', "damaged baseline: more"),
+    "an unknown field": ('{"schema": "attn-diag-baseline", "schema_version": 1, "more": 1}', "the first at more"),
     "nothing": ("", "not JSON"),
 }  # fmt: skip
 

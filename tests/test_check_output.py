@@ -15,9 +15,9 @@ import pytest
 import attn_diag
 from attn_diag.cli import main
 from attn_diag.provenance import describe_tool, pick_device
-from attn_diag.regression.result import Bias, Case, CheckReport, Failure, Size
 from attn_diag.reports.github import step_summary, workflow_commands
 from attn_diag.reports.junit import junit_document
+from attn_diag.results.check import Bias, Case, CheckReport, Failure, Size
 
 HOSTILE = "<script>alert(1)</script>|\x00\x1b[31m\ud800\n::error::x%0A,a:b]]>&\"'`|[l](javascript:x)"
 

@@ -17,8 +17,8 @@ from torch import Tensor
 import attn_diag
 from attn_diag.analysis import inspect_captures
 from attn_diag.cli import main
-from attn_diag.diagnosis import Diagnosis, HeadDiagnosis
 from attn_diag.reference import AttentionHead, Masking, reference_head
+from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 
 CAPTURES = Path(__file__).parent / "captures"
 

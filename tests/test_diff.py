@@ -23,8 +23,8 @@ import attn_diag
 from attn_diag.comparison import means, sizes
 from attn_diag.comparison.diff import compare
 from attn_diag.comparison.means import Estimated, degrees_of_freedom, welch
-from attn_diag.comparison.result import Comparison, HeadComparison
-from attn_diag.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
+from attn_diag.results.comparison import Comparison, HeadComparison
+from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
 
 HEADS = 300
 

@@ -18,7 +18,7 @@ import attn_diag
 from attn_diag import Diagnosis, Explanation, InputError, explain
 from attn_diag.analysis import inspect_captures
 from attn_diag.debugging.paragraphs import paragraphs
-from attn_diag.diagnosis import HeadDiagnosis
+from attn_diag.results.diagnosis import Certificate, HeadDiagnosis, Verdict
 
 CAPTURES = Path(__file__).parent / "captures"
 
@@ -255,8 +255,8 @@ def test_nan_of_the_kernel_is_told_first() -> None:
 
 
 def test_a_violated_bound_ends_it() -> None:
-    certificate = attn_diag.diagnosis.Certificate(4, 200, {"o": 2.5}, False)
-    verdict = attn_diag.diagnosis.Verdict(("undecided",), "none", ("THE REFERENCE IS WRONG HERE",), ("Report it.",))
+    certificate = Certificate(4, 200, {"o": 2.5}, False)
+    verdict = Verdict(("undecided",), "none", ("THE REFERENCE IS WRONG HERE",), ("Report it.",))
     broken = with_head(diagnosed("gpt2_step731_L2H4"), lambda h: replace(h, certificate=certificate, verdict=verdict))
     found = explain(broken)
     assert found.paragraphs[-1].text == "THE REFERENCE IS WRONG HERE Report it."

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from attn_diag.analysis import inspect_captures
-from attn_diag.diagnosis import Diagnosis, ObservationDiagnosis
 from attn_diag.loading import load
+from attn_diag.results.diagnosis import Diagnosis, ObservationDiagnosis
 
 CAPTURES = Path(__file__).parent / "captures"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.analysis import inspect_captures
-from attn_diag.diagnosis import HeadDiagnosis, HeadFigures
-from attn_diag.figures import PredictedError
+from attn_diag.results.diagnosis import HeadDiagnosis, HeadFigures
+from attn_diag.results.figures import PredictedError
 from attn_diag.ulp_counts import UlpCounts
 
 CAPTURES = Path(__file__).parent / "captures"

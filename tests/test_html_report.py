@@ -15,12 +15,13 @@ from hostile import NAMES, hostile_diagnosis
 from synthetic_reports import synthetic
 
 from attn_diag.analysis import inspect_captures
-from attn_diag.diagnosis import Diagnosis
 from attn_diag.errors import InputError
 from attn_diag.loading import load
-from attn_diag.reports import embedded_diagnosis, gallery_document, html_document, html_fragment
+from attn_diag.reports import gallery_document, html_document, html_fragment
 from attn_diag.reports.charts import Axis, Chart, Gallery, Section, Series
 from attn_diag.reports.embedding import thinned
+from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.results.embedded import embedded_diagnosis
 
 ECHARTS = Path(__file__).parent.parent / "reports" / "static" / "vendor" / "echarts"
 ECHARTS_SHA256 = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"

@@ -29,8 +29,8 @@ from attn_diag.identification.candidates import (
     schedules,
 )
 from attn_diag.identification.recognise import recognise
-from attn_diag.identification.result import Identifications
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
+from attn_diag.results.identification import Identifications
 
 CAPTURES = Path(__file__).parent / "captures"
 CPU = torch.device("cpu")

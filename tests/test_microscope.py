@@ -23,9 +23,9 @@ from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
 from attn_diag.microscopy.closed_form import predict_block
-from attn_diag.microscopy.result import Microscope
 from attn_diag.microscopy.walk import exponent_factor, walk_element
 from attn_diag.reference import AttentionHead, format_of, reference_rows, round_nearest_even
+from attn_diag.results.microscope import Microscope
 
 # The golden example: a tie of two BF16 numbers, and a residual of 1815 * 2**-21 = 121 * 2**-12 * 15 * 2**-9.
 TIED = [-2.40625, -2.296875]

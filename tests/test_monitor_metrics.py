@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_diag
-from attn_diag.diagnosis import HeadDiagnosis
 from attn_diag.live.call import AttentionCall, Place
 from attn_diag.monitoring import metrics as metrics_module
 from attn_diag.monitoring import rows as rows_module
@@ -26,6 +25,7 @@ from attn_diag.monitoring.sample import Sample
 from attn_diag.monitoring.weight import spectral_norms
 from attn_diag.reference import FloatFormat, round_nearest_even
 from attn_diag.reference.rounding import BF16, FP16
+from attn_diag.results.diagnosis import HeadDiagnosis
 
 # Both are sums of at most 2**20 float64 terms (2**20 * 2**-53 = 1e-10) of which some cancel.
 CLOSE = 1e-9

@@ -14,6 +14,7 @@ from step_captures import Plant, planted, series
 from attn_diag import PaperFigures, paper_figures
 from attn_diag.cli import main
 from attn_diag.reports.charts import Chart, Gallery
+from attn_diag.reports.paper import paper_gallery
 from attn_diag.reports.paper_terminal import spark
 
 
@@ -24,7 +25,7 @@ def found() -> PaperFigures:
 
 @pytest.fixture(scope="module")
 def gallery(found: PaperFigures) -> Gallery:
-    return found.gallery()
+    return paper_gallery(found)
 
 
 def charts(gallery: Gallery) -> dict[str, Chart]:
@@ -99,8 +100,8 @@ def test_captions_say_what_is_so() -> None:
     """In the band and out of it, the words differ."""
     inside = paper_figures(series(4), device="cpu")
     outside = paper_figures(series(8, Plant(bias=0.7)), device="cpu")
-    assert "stays inside: no bias beyond chance" in charts(inside.gallery())["figure-5a-total"].caption
-    assert "leaves the band" in charts(outside.gallery())["figure-5a-total"].caption
+    assert "stays inside: no bias beyond chance" in charts(paper_gallery(inside))["figure-5a-total"].caption
+    assert "leaves the band" in charts(paper_gallery(outside))["figure-5a-total"].caption
     assert "stays inside the 99 % band" in inside.report(200)
     assert "leaves the 99 % band" in outside.report(200)
 
@@ -117,7 +118,7 @@ def test_the_terminal_report_fits(width: int, found: PaperFigures) -> None:
 def test_missing_figures_are_listed_with_the_reason() -> None:
     one = paper_figures(planted(None, Plant()), device="cpu")
     assert "Figure 13: needs two steps or more" in one.report(200)
-    (section,) = (s for s in one.gallery().sections if s.title == "Not drawn")
+    (section,) = (s for s in paper_gallery(one).sections if s.title == "Not drawn")
     assert len(section.table) == 1 + len(one.missing) == 3
 
 
@@ -155,7 +156,7 @@ def test_the_command(
     assert json.loads(target.read_text())["schema"] == "attn-diag-paper-figures"
     page = tmp_path / "figures.html"
     assert run(monkeypatch, str(folder), "--json", "-", "--html", str(page), "--device", "cpu") == 0
-    assert all(f'"{name}"' in page.read_text(encoding="utf-8") for name in charts(stored.gallery()))
+    assert all(f'"{name}"' in page.read_text(encoding="utf-8") for name in charts(paper_gallery(stored)))
     assert json.loads(capsys.readouterr().out)["schema_version"] == 1
 
 

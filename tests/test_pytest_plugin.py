@@ -22,8 +22,8 @@ CONFTEST = """
 import json
 import pytest
 import attn_diag
-from attn_diag.diagnosis import Tool
-from attn_diag.regression.result import Case, CheckReport, Failure
+from attn_diag.results.diagnosis import Tool
+from attn_diag.results.check import Case, CheckReport, Failure
 
 def check(fn, *, baseline=None, update=False, **options):
     if fn == "refused":

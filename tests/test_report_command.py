@@ -15,7 +15,7 @@ import torch
 import attn_diag
 from attn_diag.comparison import read
 from attn_diag.comparison.read import read_diagnosis
-from attn_diag.diagnosis import Diagnosis
+from attn_diag.results.diagnosis import Diagnosis
 
 
 @pytest.fixture(scope="module")

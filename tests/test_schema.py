@@ -16,22 +16,24 @@ import pytest
 
 import attn_diag
 from attn_diag.analysis import inspect_captures
-from attn_diag.reports import html_document, terminal_text
+from attn_diag.reports import html_document
+from attn_diag.results.schema import kinds, schema_text
 
 ROOT = Path(__file__).parent.parent
 SHARED = sorted(path.stem for path in (ROOT / "tests" / "captures").glob("*.safetensors"))
 VERSION_1 = sorted((ROOT / "tests" / "data").glob("diagnosis_v1_*.json"))
-REGENERATE = (
-    "python -c 'import attn_diag, json, sys; json.dump(attn_diag.json_schema(), sys.stdout, indent=2, "
-    "ensure_ascii=False)' > reports/schema/diagnosis-2.schema.json"
-)
+KINDS = kinds()
+REGENERATE = "python -m attn_diag.results.schema reports/schema"
 
 
 def shipped(version: int) -> dict[str, Any]:
     """The schema as the package ships it."""
-    file = resources.files("attn_diag.reports") / "schema" / f"diagnosis-{version}.schema.json"
-    schema: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    schema: dict[str, Any] = json.loads(shipped_text(f"diagnosis-{version}"))
     return schema
+
+
+def shipped_text(kind: str) -> str:
+    return (resources.files("attn_diag.reports") / "schema" / f"{kind}.schema.json").read_text(encoding="utf-8")
 
 
 def errors(document: Any, version: int) -> list[str]:
@@ -51,8 +53,17 @@ def written(name: str) -> dict[str, Any]:
     return document
 
 
-def test_the_shipped_schema_is_that_of_the_code() -> None:
-    assert shipped(2) == attn_diag.json_schema(), f"the schema has changed; write it again: {REGENERATE}"
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_document_has_its_schema_shipped(kind: str) -> None:
+    assert shipped_text(kind) == schema_text(KINDS[kind]), f"the schema has changed; write it again: {REGENERATE}"
+    jsonschema.Draft202012Validator.check_schema(json.loads(shipped_text(kind)))
+
+
+def test_every_kind_of_document_is_known_and_none_else_is_shipped() -> None:
+    folder = Path(str(resources.files("attn_diag.reports") / "schema"))
+    assert {path.name.removesuffix(".schema.json") for path in folder.glob("*.json")} == {*KINDS, "diagnosis-1"}
+    assert len(KINDS) == 17
+    assert attn_diag.json_schema() == shipped(2)
 
 
 def undescribed(schema: dict[str, Any]) -> list[str]:
@@ -68,11 +79,6 @@ def test_every_field_is_described() -> None:
     """Version 1 described its classes alone."""
     assert undescribed(shipped(2)) == []
     assert "BiasEstimate.mean" in undescribed(shipped(1))
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_shipped_schemas_are_schemas(version: int) -> None:
-    jsonschema.Draft202012Validator.check_schema(shipped(version))
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -116,9 +122,9 @@ def test_version_1_is_read_and_shown(file: Path) -> None:
     assert found.schema_version == 1
     for capture, observation, head in found.entries():
         assert (head.figures, head.attribution, head.microscope, head.details_note) == (None, None, None, None)
-        assert capture.source in terminal_text(found)
+        assert capture.source in found.report()
         assert observation.pooled.figures is None
-    shown, page = terminal_text(found).replace("\n", " "), html_document(found)
+    shown, page = found.report().replace("\n", " "), html_document(found)
     for words in ("noise floor", found.summary.sentence.split(":")[0]):
         assert words in shown
         assert words in page
@@ -161,10 +167,10 @@ def test_numbers_that_are_not_finite_are_strings(place: str, word: str) -> None:
     ("text", "message"),
     [
         ("", "not JSON"),
-        ("<html>", "not JSON.*name the file"),
+        ("<html>", "not JSON.*name a file"),
         ("[1]", "expected a document .* got a JSON list"),
         ("null", "got a JSON NoneType"),
-        ("{}", "got schema None"),
+        ("{}", "got no schema"),
         ('{"schema": "attn-diag-attribution", "schema_version": 1}', "got schema 'attn-diag-attribution'"),
         ('{"schema": "attn-diag-diagnosis"}', "expected schema_version 1 or 2, got None"),
         ('{"schema": "attn-diag-diagnosis", "schema_version": 3}', "expected schema_version 1 or 2, got 3.*newer"),

@@ -19,13 +19,14 @@ from attn_diag import Capture, HardwareProfile, InputError, cli
 from attn_diag.analysis import inspect_captures
 from attn_diag.cli import app
 from attn_diag.hardware import installation, store
-from attn_diag.hardware.installation import Check, Installation, attention_checks, function_checks, rounding_checks
-from attn_diag.hardware.profile import CastProfile, Exp2Profile, SumProfile, summary_of
+from attn_diag.hardware.installation import attention_checks, function_checks, rounding_checks
 from attn_diag.hardware.store import profile_path, read_profile, save_profile
 from attn_diag.kernels.accumulation import HOPPER, tensor_core_matmul
 from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.provenance import describe_tool
 from attn_diag.reference import AttentionHead, FloatFormat, reference_head, round_nearest_even
+from attn_diag.results.hardware import CastProfile, Exp2Profile, SumProfile, summary_of
+from attn_diag.results.selftest import Check, Installation
 
 GPU, TORCH, TRITON = "Example GPU 9000 (80 GB)", "2.11.0+cu128", "3.6.0"
 

@@ -18,10 +18,10 @@ import pytest
 from rich.cells import cell_len
 
 import attn_diag
-from attn_diag.diagnosis import BiasEstimate, Diagnosis, Drift
 from attn_diag.reports import story
 from attn_diag.reports.plain import plain_text
 from attn_diag.reports.sparks import ASCII, BLOCKS, drift_words, log_levels, spark
+from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, Drift
 
 CAPTURES = Path(__file__).parent / "captures"
 NAMES = sorted(path.stem for path in CAPTURES.glob("*.safetensors"))

@@ -20,8 +20,8 @@ from attn_diag.cli import main
 from attn_diag.heads import NonFiniteCensus, read_head
 from attn_diag.kernels import PRESETS, preset
 from attn_diag.mitigation.mitigations import BETAS, content, plans
-from attn_diag.mitigation.result import Candidate, WhatIf
 from attn_diag.reference import reference_head, round_nearest_even
+from attn_diag.results.what_if import Candidate, WhatIf
 
 
 @pytest.fixture(scope="module")

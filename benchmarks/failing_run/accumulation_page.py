@@ -21,6 +21,7 @@ from accumulation_verdict import ACROSS, ACROSS_EQUAL, BAND, CHANGE, EQUAL, NOIS
 from attn_diag import PaperFigures
 from attn_diag.reports import gallery_document, words
 from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Section, Series, Value
+from attn_diag.reports.paper import paper_gallery
 
 Read = Callable[[dict[str, Any]], Any]
 
@@ -264,7 +265,7 @@ class _Page:
         if (figures.get("prefix") or {}).get("as_observed") is False:
             why = "the recipe that was taken for the kernel's does not end at O as observed"
             figures |= {"prefix": None, "missing": {**figures["missing"], "prefix": why}}
-        gallery = PaperFigures.from_json(json.dumps(figures)).gallery()
+        gallery = paper_gallery(PaperFigures.from_json(json.dumps(figures)))
         return Section("The paper's figures, of these steps", (gallery.lead, _REDRAWN)), *gallery.sections
 
     def _alignment(self, name: str, title: str, caption: str, label: str, bands: tuple[Band, ...]) -> Chart:

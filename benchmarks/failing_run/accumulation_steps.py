@@ -17,8 +17,8 @@ from torch import Tensor
 from attn_diag import Capture, InputError
 from attn_diag.analysis import DEFAULT_LEVEL
 from attn_diag.capture_job import CaptureJob, Runs, Selection
-from attn_diag.diagnosis import BiasEstimate, HeadDiagnosis
 from attn_diag.propagation import add_parts
+from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis
 
 # Adam's beta_1 in train.py.
 BETA_1 = 0.9

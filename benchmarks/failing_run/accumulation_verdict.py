@@ -41,7 +41,6 @@ from accumulation_steps import Alignment, Series, cosine, first_directions
 from torch import Tensor
 
 from attn_diag.bias import holm
-from attn_diag.diagnosis import BiasEstimate
 from attn_diag.monitoring.alarm import AlarmRule
 from attn_diag.paper.accumulation import (
     SIGN_DRAWS,
@@ -51,8 +50,9 @@ from attn_diag.paper.accumulation import (
     sign_coherence,
     spread_test,
 )
-from attn_diag.paper.result import Accumulated
 from attn_diag.paper.similarity import Directions, cosines
+from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.results.paper import Accumulated
 
 SPREAD, BAND, EQUAL = "bias, spread", "bias, band", "bias, equal weights"
 SIZE, WITHIN = "size", "coherence within steps"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions
-from attn_diag.attribution.result import Attribution, HeadAttribution, RowKind
 from attn_diag.attribution.site_shares import SiteTable, attribute_sites
 from attn_diag.attribution.words import reasons
 from attn_diag.baseline import Baseline, find_baseline, observation_with_o
@@ -23,6 +22,7 @@ from attn_diag.progress import Progress, part_of
 from attn_diag.projection import Projection, find_projection
 from attn_diag.provenance import backend_name, describe_tool, pick_device
 from attn_diag.reference import RowBlock
+from attn_diag.results.attribution import Attribution, HeadAttribution, RowKind
 from attn_diag.row_maxima import RowMaximaCollector, swamped_elements
 from attn_diag.variants import head_truth, observed_sizes
 

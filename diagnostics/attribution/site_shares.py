@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from attn_diag.attribution.result import QUANTITIES, Effect, MeanError, Repair, SiteAttribution, Total, Twin
 from attn_diag.attribution.shapley import Array, Plan, Subset
 from attn_diag.attribution.sites import Site, inert_change, rounding_sites, with_low, with_mode
 from attn_diag.bias import SignedErrors, adjust, estimate_bias
 from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import Mode
+from attn_diag.results.attribution import QUANTITIES, Effect, MeanError, Repair, SiteAttribution, Total, Twin
 from attn_diag.variants import HeadTruth, VariantErrors, measure_variants
 
 ARITHMETIC = "arithmetic"

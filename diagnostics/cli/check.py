@@ -14,7 +14,7 @@ from attn_diag.errors import InputError
 from attn_diag.files import CAPTURE_SUFFIXES
 
 if TYPE_CHECKING:
-    from attn_diag.regression.result import CheckReport
+    from attn_diag.results.check import CheckReport
 
 _DTYPES = ("bf16", "fp16")
 

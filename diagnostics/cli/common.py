@@ -9,18 +9,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-
     from attn_diag.captures import Capture
     from attn_diag.progress import Progress
     from attn_diag.ranges import Ranges
+    from attn_diag.results.base import Result
 
 _PROGRESS_AFTER_S = 1.0
 
@@ -51,13 +50,6 @@ Softcap = Annotated[float | None, typer.Option("--softcap", help="Softcap, inste
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]  # read by main()
 
 
-class Report(Protocol):
-    """What a command hands out: JSON, and a report for a rich console."""
-
-    def to_json(self) -> str: ...  # noqa: D102
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult: ...
-
-
 def metadata_options(
     layout: str | None, causal: str | None, scale: float | None, window: str | None, softcap: float | None
 ) -> dict[str, Any]:
@@ -76,7 +68,7 @@ def json_target(json: str | None) -> Path | None:
     return None if json in (None, "-") else Path(str(json))
 
 
-def deliver(result: Report, json: str | None, *, plain: bool = False, quiet: bool = False) -> None:
+def deliver(result: Result, json: str | None, *, plain: bool = False, quiet: bool = False) -> None:
     """Print the report, or the JSON alone for ``--json -``; write the JSON to the file that ``--json`` names.
 
     ``plain``: the report as a log takes it; ``quiet``: no report.
@@ -98,6 +90,17 @@ def deliver(result: Report, json: str | None, *, plain: bool = False, quiet: boo
         write_atomically(
             target, lambda temporary: Path(temporary).write_text(result.to_json() + "\n", encoding="utf-8")
         )
+
+
+def write_page(result: Result, html: Path | None) -> None:
+    """Write the result's HTML page to the file that ``--html`` names."""
+    if html is None:
+        return
+    from attn_diag.files import write_atomically
+    from attn_diag.reports.renderers import page
+
+    text = page(result)
+    write_atomically(html, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
 
 
 def open_captures(
@@ -193,7 +196,7 @@ def complain(error: InputError) -> None:
     print(f"attn-diag: {error}", file=sys.stderr)
 
 
-def _print_report(result: Report) -> None:
+def _print_report(result: Result) -> None:
     from rich.console import Console
 
     class Piped(Console):
@@ -201,7 +204,7 @@ def _print_report(result: Report) -> None:
             raise BrokenPipeError  # instead of exiting with 1, which would say that there are findings
 
     console = Piped(soft_wrap=False)
-    for renderable in result.__rich_console__(console, console.options):
+    for renderable in result.renderables():
         console.print(renderable)
 
 

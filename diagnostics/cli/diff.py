@@ -10,7 +10,7 @@ import typer
 from attn_diag.cli import common
 
 if TYPE_CHECKING:
-    from attn_diag.diagnosis import Diagnosis
+    from attn_diag.results.diagnosis import Diagnosis
 
 _HELP = "A diagnosis (JSON or HTML report), a capture, or a folder of captures."
 # Beside the outcomes of heads.
@@ -37,7 +37,7 @@ def diff(
     """Say what became biased from A to B, what was cured, and what grew or shrank, beyond chance."""
     from attn_diag.comparison.diff import as_diagnosis, compare, require_level
     from attn_diag.comparison.matching import only
-    from attn_diag.comparison.result import Outcome
+    from attn_diag.results.comparison import Outcome
 
     wanted = common.labels(fail_on, (*get_args(Outcome), _UNMATCHED))
     require_level(level)

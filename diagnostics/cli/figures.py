@@ -31,7 +31,6 @@ def figures(
 
     Figures over steps need captures of several steps of one run (a directory of them) that state their step.
     """
-    from attn_diag.files import write_atomically
     from attn_diag.paper.figures import paper_figures
 
     common.require_apart([t for t in (common.json_target(json), html) if t is not None], paths or [])
@@ -44,9 +43,5 @@ def figures(
     for note in found.notes:
         print(f"attn-diag: {note}", file=sys.stderr)
     common.deliver(found, json)
-    if html is not None:
-        from attn_diag.reports.gallery import gallery_document
-
-        page = gallery_document(found.gallery())
-        write_atomically(html, lambda temporary: Path(temporary).write_text(page, encoding="utf-8"))
+    common.write_page(found, html)
     raise typer.Exit(2 if unreadable else 0)

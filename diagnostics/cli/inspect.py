@@ -12,8 +12,8 @@ from attn_diag.cli import common
 
 if TYPE_CHECKING:
     from attn_diag.certification import Certify
-    from attn_diag.diagnosis import Diagnosis
     from attn_diag.ranges import Ranges
+    from attn_diag.results.diagnosis import Diagnosis
 
 
 def inspect(
@@ -60,8 +60,7 @@ def inspect(
     """Say whether captured attention is biased, lossy or ill-conditioned, and what it does to the gradients."""
     from attn_diag.analysis import inspect_captures
     from attn_diag.capture_job import Selection
-    from attn_diag.diagnosis import Label
-    from attn_diag.files import write_atomically
+    from attn_diag.results.diagnosis import Label
 
     wanted = common.labels(fail_on, get_args(Label))
     common.require_apart([t for t in (common.json_target(json), html) if t is not None], paths or [])
@@ -80,11 +79,7 @@ def inspect(
     for warning in diagnosis.summary.warnings:
         print(f"attn-diag: {warning}", file=sys.stderr)
     common.deliver(diagnosis, json, plain=plain)
-    if html is not None:
-        from attn_diag.reports import html_document
-
-        page = html_document(diagnosis)
-        write_atomically(html, lambda temporary: Path(temporary).write_text(page, encoding="utf-8"))
+    common.write_page(diagnosis, html)
     raise typer.Exit(_exit_code(diagnosis, wanted))
 
 

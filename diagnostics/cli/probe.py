@@ -33,8 +33,8 @@ def probe(
     """Run an attention on inputs with known answers, and say where it is biased, too far off or not invariant."""
     from attn_diag.probing.probe import DEFAULT_SHAPE
     from attn_diag.probing.probe import probe as run
-    from attn_diag.probing.result import Label
     from attn_diag.probing.subject import DTYPES
+    from attn_diag.results.probe import Label
 
     wanted = common.labels(fail_on, get_args(Label))
     dtypes = {name: found for found, name in DTYPES.items()}

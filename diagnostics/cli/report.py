@@ -19,14 +19,9 @@ def report(
 ) -> None:
     """Show a saved diagnosis again, in the terminal or as an HTML page."""
     from attn_diag.comparison.read import read_diagnosis
-    from attn_diag.files import write_atomically
 
     targets = [t for t in (common.json_target(json), html) if t is not None]
     common.require_apart(targets, [file], what="the diagnosis to be shown")
     diagnosis = read_diagnosis(file)
-    if html is not None:
-        from attn_diag.reports import html_document
-
-        page = html_document(diagnosis)
-        write_atomically(html, lambda temporary: Path(temporary).write_text(page, encoding="utf-8"))
+    common.write_page(diagnosis, html)
     common.deliver(diagnosis, json, plain=plain, quiet=html is not None)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal, TypeVar
 
-from attn_diag.comparison.result import Unmatched
-from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.errors import InputError
+from attn_diag.results.comparison import Unmatched
+from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 
 T = TypeVar("T")
 

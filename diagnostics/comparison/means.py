@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from attn_diag.comparison.result import MeanChange, MeanOutcome
-from attn_diag.diagnosis import BiasEstimate, HeadDiagnosis
+from attn_diag.results.comparison import MeanChange, MeanOutcome
+from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis
 
 PRIMARY = ("delta", "delta_excess", "o_away_excess", "o_excess")
 # Degrees of freedom outside are taken as these: below, a mean says nothing; above, t is normal to six digits.

@@ -9,9 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attn_diag.diagnosis import Diagnosis
 from attn_diag.errors import InputError
 from attn_diag.files import CAPTURE_SUFFIXES
+from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.results.embedded import embedded_diagnosis
 
 # A diagnosis takes about 30 kB a head: no model has as many heads as this holds.
 _LARGEST = 2**30
@@ -71,8 +72,6 @@ def _text(file: Path) -> str:
 
 def _embedded(file: Path, text: str) -> str:
     """The JSON in an HTML report."""
-    from attn_diag.reports.html import embedded_diagnosis
-
     try:
         return embedded_diagnosis(text)
     except InputError as error:

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from attn_diag.comparison.result import SizeChange, SizeOutcome
-from attn_diag.diagnosis import BiasEstimate, HeadDiagnosis
+from attn_diag.results.comparison import SizeChange, SizeOutcome
+from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis
 
 # Rows that are NaN or Inf are no matter of chance.
 _COUNTED = "nonfinite_rows"

@@ -19,12 +19,12 @@ from attn_diag.capture_job import Selection
 from attn_diag.debugging.conditions import Conditions
 from attn_diag.debugging.finding import Finding
 from attn_diag.debugging.stopping import at_next_instruction, users_frame
-from attn_diag.diagnosis import Diagnosis, Label, severity
 from attn_diag.errors import InputError
 from attn_diag.live.call import AttentionCall, Place
 from attn_diag.live.choices import require_container
 from attn_diag.live.notices import COMPILED, UNSEEN
 from attn_diag.live.watch import Watch
+from attn_diag.results.diagnosis import Diagnosis, Label, severity
 
 _log = logging.getLogger("attn_diag")
 _last: Finding | None = None

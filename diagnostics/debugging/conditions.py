@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attn_diag.diagnosis import Diagnosis, Label
 from attn_diag.live.call import AttentionCall
 from attn_diag.metadata import Causal
 from attn_diag.reference import Masking
+from attn_diag.results.diagnosis import Diagnosis, Label
 
 _FORWARD, _BACKWARD = ("q", "k", "v", "o", "lse"), ("do", "dq", "dk", "dv")
 # Scores that are held at one time.

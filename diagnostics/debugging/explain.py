@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from attn_diag.debugging.paragraphs import paragraphs
-from attn_diag.debugging.result import Explanation
-from attn_diag.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.errors import InputError
+from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.results.explanation import Explanation
 
 _Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 # So many heads are named where the one asked for does not exist.

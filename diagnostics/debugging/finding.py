@@ -5,10 +5,12 @@ from __future__ import annotations
 import html
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from attn_diag.captures import Capture
-from attn_diag.diagnosis import Diagnosis
 from attn_diag.live.call import Place
+from attn_diag.results.base import shown_at_prompt
+from attn_diag.results.diagnosis import Diagnosis
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,21 +31,11 @@ class Finding:
     diagnosis: Diagnosis | None
     refused: str | None = None
     also: tuple[Finding, ...] = ()
+    schema: ClassVar[str] = "attn-diag-finding"
     disarm: Callable[[], None] = field(default=lambda: None, compare=False)
 
     def __str__(self) -> str:
-        from attn_diag.reports.brief import brief, wrapped
-
-        p = self.place
-        module = f" ({p.module})" if p.module else ""
-        more = f" {len(self.also)} more in .also." if self.also else ""
-        head = f"attn_diag.break_if: {'; '.join(self.reasons)}"
-        where = f"Layer {p.layer}{module}, call {p.call} of step {p.step}, {self.kernel}; judged {self.judged}.{more}"
-        lines = [*wrapped(head, 2), *wrapped(where, 2)]
-        lines += wrapped("import attn_diag; attn_diag.last_finding(): .capture.save(path), .disarm()", 1)
-        if self.diagnosis is None:
-            return "\n".join([*lines, *wrapped(f"Not analysed: {self.refused}", 3)])
-        return "\n".join([*lines, brief(self.diagnosis, "attn_diag.last_finding().diagnosis")])
+        return str(shown_at_prompt(self))
 
     def __repr__(self) -> str:
         p = self.place

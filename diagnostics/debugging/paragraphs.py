@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from attn_diag.bias import MIN_SEQUENCES, PRIMARY
-from attn_diag.debugging.result import Paragraph
-from attn_diag.diagnosis import (
+from attn_diag.results.diagnosis import (
     BiasEstimate,
     CaptureDiagnosis,
     Diagnosis,
@@ -16,6 +15,7 @@ from attn_diag.diagnosis import (
     HeadDiagnosis,
     ObservationDiagnosis,
 )
+from attn_diag.results.explanation import Paragraph
 from attn_diag.verdict import (
     DQ_ERROR_ABOVE,
     LOSSY_ABOVE,

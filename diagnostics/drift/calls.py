@@ -11,8 +11,8 @@ import torch
 from attn_diag.drift.attention import Triple, is_attention, is_sdpa, mixed_in_traceback, qkv_of
 from attn_diag.drift.dtypes import autocast_dtype, expected_dtype
 from attn_diag.drift.history import Change, History
-from attn_diag.drift.result import Outcome, SourceLine, Step
 from attn_diag.drift.source import operation_name, source_line
+from attn_diag.results.dtypes import Outcome, SourceLine, Step
 
 
 class Call:

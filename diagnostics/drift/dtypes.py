@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.drift.result import Kind
+from attn_diag.results.dtypes import Kind
 
 # Complex numbers count as their parts: rotary embeddings pass through complex64 without a change of precision.
 PRECISION = {

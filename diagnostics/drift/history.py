@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.drift.dtypes import PRECISION, autocast_dtype, kind_of_change, short
-from attn_diag.drift.result import Kind, Operand, SourceLine, Step
 from attn_diag.drift.source import compiled_function, is_users, name_of, operation_name, source_line
+from attn_diag.results.dtypes import Kind, Operand, SourceLine, Step
 
 _LONGEST_PATH = 64
 # A residual stream goes back to all of its additions; this many are kept.

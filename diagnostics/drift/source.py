@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.drift.result import SourceLine
+from attn_diag.results.dtypes import SourceLine
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _NOT_THE_USERS = (_TORCH, str(Path(__file__).parent.parent) + os.sep)

@@ -8,9 +8,9 @@ from attn_diag.drift import words
 from attn_diag.drift.calls import Call, CallLog
 from attn_diag.drift.dtypes import short, short_or_none
 from attn_diag.drift.history import Change, History
-from attn_diag.drift.result import AttentionCall, DtypeDrift, DtypeEvent, Severity
 from attn_diag.drift.source import operation_name
 from attn_diag.provenance import describe_tool
+from attn_diag.results.dtypes import AttentionCall, DtypeDrift, DtypeEvent, Severity
 
 _ORDER: tuple[Severity, ...] = ("mixed", "alike", "elsewhere")
 

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from attn_diag.drift.calls import CallLog
 from attn_diag.drift.eager import eagerly
 from attn_diag.drift.history import History
-from attn_diag.drift.result import DtypeDrift, DtypeEvent, Step
 from attn_diag.drift.summary import event_of, summarise
+from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, Step
 
 _ACTIVE = threading.local()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from attn_diag.drift.result import AttentionCall, DtypeEvent, Kind, Operand, Outcome, SourceLine, Step
+from attn_diag.results.dtypes import AttentionCall, DtypeEvent, Kind, Operand, Outcome, SourceLine, Step
 
 
 def event_fix(kind: Kind, result: str, regime: str | None, operands: tuple[Operand, ...]) -> str:

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attn_diag.hardware.profile import CastProfile, Exp2Profile, Subnormals
 from attn_diag.hardware.sums import rounding_of
 from attn_diag.reference import FloatFormat, format_of
+from attn_diag.results.hardware import CastProfile, Exp2Profile, Subnormals
 
 Exp2 = Callable[[Tensor], Tensor]
 Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from attn_diag.diagnosis import Number, Tool
 from attn_diag.kernels import formats
 from attn_diag.kernels.accumulation import tensor_core_matmul
 from attn_diag.provenance import describe_tool
@@ -27,47 +24,10 @@ from attn_diag.reference import (
     round_nearest_even,
 )
 from attn_diag.reference.rounding_table import RoundingTable
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.selftest import Check, Installation
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _DIGITS = 50
-
-
-@dataclass(frozen=True)
-class Check:
-    """``figure``, in ``unit``, of ``cases`` cases; it passes where that is at most ``limit``."""
-
-    name: str
-    figure: Number
-    unit: str
-    limit: Number
-    cases: int
-
-    @property
-    def passed(self) -> bool:
-        """False for NaN too."""
-        return self.figure <= self.limit
-
-
-@dataclass(frozen=True, repr=False)
-class Installation(Result):
-    """What ``selftest`` found: every check with its figure and limit. ``seconds``: how long it took."""
-
-    tool: Tool
-    checks: tuple[Check, ...]
-    passed: bool
-    seconds: Number
-    schema: Literal["attn-diag-selftest"] = "attn-diag-selftest"
-    schema_version: Literal[1] = 1
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.selftest import installation_renderables
-
-        yield from installation_renderables(self)
 
 
 def check_installation() -> Installation:

@@ -6,8 +6,9 @@ import warnings
 from typing import Literal, overload
 
 from attn_diag.errors import InputError
-from attn_diag.hardware.installation import Installation, check_installation
-from attn_diag.hardware.profile import HardwareProfile
+from attn_diag.hardware.installation import check_installation
+from attn_diag.results.hardware import HardwareProfile
+from attn_diag.results.selftest import Installation
 
 
 @overload

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
+from attn_diag.errors import InputError
 from attn_diag.files import write_atomically
-from attn_diag.hardware.profile import HardwareProfile
+from attn_diag.results.hardware import HardwareProfile
 
 
 def profile_path(gpu: str, torch_version: str, triton: str) -> Path:
@@ -64,7 +64,7 @@ def read_profile(gpu: str, torch_version: str, triton: str) -> HardwareProfile |
 def _parsed(path: Path, changed: int) -> HardwareProfile | None:  # noqa: ARG001 - another file, read again
     try:
         return HardwareProfile.from_json(path.read_bytes())
-    except (OSError, ValidationError):
+    except (OSError, InputError):
         warnings.warn(
             f"{path} is not a hardware profile and is ignored; `attn-diag selftest --hardware` makes a new one",
             stacklevel=2,

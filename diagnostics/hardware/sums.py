@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attn_diag.hardware.profile import Rounding, Subnormals, SumProfile
 from attn_diag.kernels.accumulation import TensorCore, tensor_core_matmul
 from attn_diag.kernels.formats import Mode
+from attn_diag.results.hardware import Rounding, Subnormals, SumProfile
 
 Dot = Callable[[Tensor, Tensor, Tensor], Tensor]
 Operands = Literal["bf16", "fp16"]

@@ -18,12 +18,12 @@ from attn_diag.errors import InputError
 from attn_diag.identification import search
 from attn_diag.identification.agreement import Match, choose_rows
 from attn_diag.identification.candidates import describe_schedule, family_name, known_name, same_forward
-from attn_diag.identification.result import BackwardMatch, HardwareMatch, Identification, RankedRecipe
 from attn_diag.identification.search import LEVEL, Subject, Trial
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.parallel import map_in_order
 from attn_diag.provenance import backend_name, pick_device
+from attn_diag.results.identification import BackwardMatch, HardwareMatch, Identification, RankedRecipe
 
 if TYPE_CHECKING:
     from attn_diag.progress import Progress

@@ -18,8 +18,8 @@ from fractions import Fraction
 import torch
 
 from attn_diag.errors import InputError
-from attn_diag.microscopy.result import Addition, Counterfactual, Direction, Operand
 from attn_diag.reference import FloatFormat, format_of
+from attn_diag.results.microscope import Addition, Counterfactual, Direction, Operand
 
 _NAMED: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,

@@ -27,10 +27,10 @@ from torch import Tensor
 from attn_diag.captures import Capture
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import Format, Mode, Rounding, parse, round_to
-from attn_diag.microscopy.result import ClosedForm, ClosedFormRows, ClosedFormTotals, Explained
 from attn_diag.microscopy.subject import Subject, subject_of
 from attn_diag.microscopy.walk import rounds_numerator
 from attn_diag.reference import AttentionHead, RowBlock, row_blocks
+from attn_diag.results.microscope import ClosedForm, ClosedFormRows, ClosedFormTotals, Explained
 
 CLASSES: tuple[str, ...] = ("tie", "swamped", "ordinary")
 

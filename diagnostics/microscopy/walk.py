@@ -25,8 +25,8 @@ from attn_diag.errors import InputError
 from attn_diag.kernels import RangeTrace, Recipe, RowTrace
 from attn_diag.kernels.accumulation import matmul
 from attn_diag.kernels.formats import Mode, parse, round_to
-from attn_diag.microscopy.result import Site
 from attn_diag.reference import AttentionHead, FloatFormat
+from attn_diag.results.microscope import Site
 
 Array = NDArray[Any]
 _FORWARD_SITES = ("scores", "difference", "row_max", "probs", "row_sum", "range_pv", "accumulator", "out")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from attn_diag.kernels import Recipe, SoftmaxRule, emulate_blocks
-from attn_diag.mitigation.result import Equivalence
+from attn_diag.results.what_if import Equivalence
 from attn_diag.variants import HeadTruth, exact_recipe
 
 # A difference below one rounding in fp32 is beyond what a kernel with fp32 sums could show.

@@ -17,7 +17,6 @@ from attn_diag.assumptions import check_assumptions
 from attn_diag.baseline import find_baseline, observation_with_o
 from attn_diag.bias import SignedErrors, adjust, estimate_bias
 from attn_diag.captures import Capture
-from attn_diag.diagnosis import BiasEstimate
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe
@@ -33,13 +32,14 @@ from attn_diag.mitigation.mitigations import (
     plans,
     stabilised_rule,
 )
-from attn_diag.mitigation.result import Candidate, Cost, Equivalence, Errors, StabilisedLimits, WhatIf
 from attn_diag.mitigation.stabilised import RepeatedMaxima, beta_limits, repeated_maxima_as_run
 from attn_diag.mitigation.words import summarise
 from attn_diag.parallel import map_in_order
 from attn_diag.projection import HeadProjection, find_projection
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import round_nearest_even, ulp
+from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors, StabilisedLimits, WhatIf
 from attn_diag.variants import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
 
 Progress = Callable[[int, int], None]

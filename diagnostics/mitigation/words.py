@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attn_diag.mitigation.result import Candidate, Cost, WhatIf
+    from attn_diag.results.what_if import Candidate, Cost, WhatIf
 
 # Less than this fraction of the baseline's error, either way, is called nothing.
 NOTHING = 0.02

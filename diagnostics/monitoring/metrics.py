@@ -1,6 +1,6 @@
 """Per-head figures of one attention call on the device, against float64; nothing here makes the host wait.
 
-They are those of ``attn_diag.inspect`` (see ``attn_diag.diagnosis``), over all heads at once and on a sample of rows.
+They are those of ``attn_diag.inspect`` (``attn_diag.results.diagnosis``), over all heads at once and on sampled rows.
 With e_t = -alpha Delta_delta,t (P K)_t the first-order error of dQ in row t and x_t the projection's input, the
 predicted error of dW_Q is E = sum e_t (x) x_t. See ``HeadMetrics`` for each figure's definition.
 """

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.diagnosis import BiasEstimate
-from attn_diag.paper.result import Accumulated
+from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.results.paper import Accumulated
 
 Array = npt.NDArray[np.float64]
 

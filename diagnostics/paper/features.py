@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.paper.result import FeatureProducts
 from attn_diag.paper.rows import HeadRows
+from attn_diag.results.paper import FeatureProducts
 
 
 @dataclass

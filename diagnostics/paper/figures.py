@@ -15,7 +15,13 @@ from attn_diag.microscopy.microscope import microscope
 from attn_diag.paper.accumulation import accumulate
 from attn_diag.paper.atoms import StepRecord, figure_4, shares
 from attn_diag.paper.features import FeatureSums
-from attn_diag.paper.result import (
+from attn_diag.paper.rows import HeadReader
+from attn_diag.paper.survey import HeadAtStep, HeadKey, Survey, choose
+from attn_diag.paper.weights import NormSeries
+from attn_diag.progress import Progress
+from attn_diag.provenance import describe_tool, pick_device
+from attn_diag.ranks import merged_over_ranks
+from attn_diag.results.paper import (
     FIGURES,
     Atoms,
     DeltaRows,
@@ -27,12 +33,6 @@ from attn_diag.paper.result import (
     TriggerCounts,
     Triggers,
 )
-from attn_diag.paper.rows import HeadReader
-from attn_diag.paper.survey import HeadAtStep, HeadKey, Survey, choose
-from attn_diag.paper.weights import NormSeries
-from attn_diag.progress import Progress
-from attn_diag.provenance import describe_tool, pick_device
-from attn_diag.ranks import merged_over_ranks
 
 
 def paper_figures(

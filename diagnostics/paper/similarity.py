@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.paper.result import Matrix, Similarity
+from attn_diag.results.paper import Matrix, Similarity
 
 
 def unit_rows(rows: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from attn_diag.captures import Capture
-from attn_diag.diagnosis import (
+from attn_diag.errors import InputError
+from attn_diag.results.diagnosis import (
     BiasEstimate,
     Diagnosis,
     Drift,
@@ -14,8 +15,7 @@ from attn_diag.diagnosis import (
     RowMaxima,
     severity,
 )
-from attn_diag.errors import InputError
-from attn_diag.paper.result import Chosen
+from attn_diag.results.paper import Chosen
 
 
 @dataclass(frozen=True)

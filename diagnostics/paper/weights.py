@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attn_diag.captures import Capture
-from attn_diag.paper.result import Chosen, HeadNorms, SpectralNorms
+from attn_diag.results.paper import Chosen, HeadNorms, SpectralNorms
 
 # Run, module (where the layer has no number), layer, head.
 _Key = tuple[str | None, str | None, int | None, int]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attn_diag.probing.result import Direction, Finding
+    from attn_diag.results.probe import Direction, Finding
 
 # V is 1, or one key has nearly all of P: O_ref lies at, or next to, a number, where rounding is another than elsewhere.
 _AT_NUMBERS = ("ones", "one-hot")

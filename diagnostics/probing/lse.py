@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_diag.bias import SignedErrors, estimate_bias
 from attn_diag.probing.means import confidence, p_beyond
-from attn_diag.probing.result import LseTest
+from attn_diag.results.probe import LseTest
 
 
 @dataclass(frozen=True)

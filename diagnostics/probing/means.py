@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from attn_diag.diagnosis import BiasEstimate
+from attn_diag.results.diagnosis import BiasEstimate
 
 
 def confidence(estimate: BiasEstimate, level: float) -> tuple[float, float] | None:

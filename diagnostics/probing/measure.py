@@ -16,7 +16,6 @@ from attn_diag.probing.budget import error_budget
 from attn_diag.probing.inputs import Case
 from attn_diag.probing.lse import LseErrors
 from attn_diag.probing.means import confidence, p_beyond
-from attn_diag.probing.result import Direction, SignedTest
 from attn_diag.probing.subject import Output
 from attn_diag.reference import (
     AttentionHead,
@@ -28,6 +27,7 @@ from attn_diag.reference import (
     round_nearest_even,
     ulp,
 )
+from attn_diag.results.probe import Direction, SignedTest
 
 # An O whose spacing is no more than 2^8 of fp32's shows what fp32 arithmetic does: orders of sums, exp, alpha's cast.
 _FINE_PRECISION = 23 - 8

@@ -21,10 +21,10 @@ from attn_diag.probing.invariance import Pair
 from attn_diag.probing.lse import lse_test
 from attn_diag.probing.means import confidence
 from attn_diag.probing.measure import HeadErrors, measure_case, signed_tests
-from attn_diag.probing.result import Assumptions, Finding, Label, LseTest, ProbeReport, SignedTest
 from attn_diag.probing.subject import DTYPES, Attention, Output, Subject, subject_of
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, ulp
+from attn_diag.results.probe import Assumptions, Finding, Label, LseTest, ProbeReport, SignedTest
 
 if TYPE_CHECKING:
     from attn_diag.progress import Progress

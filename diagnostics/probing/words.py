@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attn_diag.probing import cause
 
 if TYPE_CHECKING:
-    from attn_diag.probing.result import Assumptions, Finding, LseTest, SignedTest
+    from attn_diag.results.probe import Assumptions, Finding, LseTest, SignedTest
 
 # More probes of one kind are only counted.
 _NAMED = 6

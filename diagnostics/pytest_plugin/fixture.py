@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from attn_diag import Capture, Recipe
-    from attn_diag.regression.result import CheckReport
     from attn_diag.regression.subject import Attention
     from attn_diag.regression.unbiased import Clusters, TensorBias
+    from attn_diag.results.check import CheckReport
 
 PROPERTY = "attn_diag_baseline"
 

@@ -11,72 +11,12 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from attn_diag.errors import InputError
 from attn_diag.files import write_atomically
-from attn_diag.regression.measure import MeanError
-
-SCHEMA, VERSION = "attn-diag-baseline", 1
-
-
-@dataclass(frozen=True)
-class BaselineSize:
-    """An error, the yardstick's on the same input, and ln(error / yardstick) over sequences (``measure.ErrorSize``)."""
-
-    error: float
-    yardstick: float
-    log_ratio: MeanError
-
-
-@dataclass(frozen=True)
-class BaselineCase:
-    """What was accepted of one case; names as in ``result.Case``."""
-
-    inputs_fingerprint: str
-    fingerprint: str
-    outputs: tuple[str, ...]
-    deterministic: bool | None
-    biases: dict[str, MeanError] = field(default_factory=dict)
-    sizes: dict[str, BaselineSize] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One kernel on one device. ``subject``: its name and what it computes; ``device`` and ``versions`` in words.
-
-    ``exact``: equal bits are demanded of whoever compares. ``recipe``: the published one whose O's elements agree
-    most, on the case "normal" or the first, and the fraction that does: where a search for a culprit starts.
-    """
-
-    subject: str
-    device: str
-    versions: str
-    seed: int
-    exact: bool
-    recipe: str | None
-    agreement: float | None
-    cases: dict[str, BaselineCase]
-
-    @property
-    def key(self) -> str:
-        """What the entry is kept by."""
-        return " | ".join((self.subject, self.device, self.versions))
-
-
-@dataclass(frozen=True)
-class BaselineFile:
-    """A whole file."""
-
-    entries: dict[str, Entry] = field(default_factory=dict)
-    schema: Literal["attn-diag-baseline"] = "attn-diag-baseline"
-    schema_version: Literal[1] = 1
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings", extra="forbid")
+from attn_diag.results.baseline import BaselineEntry, BaselineFile
 
 
 def read(path: Path) -> BaselineFile:
@@ -88,30 +28,16 @@ def read(path: Path) -> BaselineFile:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
+        result = BaselineFile.from_json(text)
+    except InputError as error:
         hint = " (left by a git merge? keep one side, then --update)" if "<<<<<<<" in text else ""
-        raise InputError(f"{path}: not JSON: {error}{hint}") from None
-    named = found.get("schema") if isinstance(found, dict) else None
-    if named != SCHEMA:
-        raise InputError(f"{path}: not a baseline: expected schema {SCHEMA!r}, got {named!r}; name another file")
-    if found.get("schema_version") != VERSION:
-        raise InputError(
-            f"{path}: a baseline of schema version {found.get('schema_version')!r}, this attn-diag reads {VERSION}; "
-            "use the version that wrote it, or save it anew"
-        )
-    try:
-        result = _ADAPTER.validate_python(found)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(f"{path}: a damaged baseline: {where}: {first['msg']}; save it anew") from None
+        raise InputError(f"{path}: not a baseline that this attn-diag reads: {error}{hint}") from None
     if wrong := [key for key, entry in result.entries.items() if entry.key != key]:
         raise InputError(f"{path}: a damaged baseline: entry {wrong[0]!r} is not of that key; save it anew")
     return result
 
 
-def nearest(file: BaselineFile, subject: str, device: str, versions: str) -> Entry | None:
+def nearest(file: BaselineFile, subject: str, device: str, versions: str) -> BaselineEntry | None:
     """The entry of this key, else one of this subject: on the same device, else on any. The last by name of several."""
     same = [e for _, e in sorted(file.entries.items()) if e.subject == subject]
     for fits in (
@@ -131,7 +57,7 @@ def refuse_to_overwrite(path: Path, key: str) -> None:
         raise InputError(f"{path} already has an entry for {key}; use --update (update=True) to replace it")
 
 
-def store(path: Path, entry: Entry, *, replace: bool) -> bool:
+def store(path: Path, entry: BaselineEntry, *, replace: bool) -> bool:
     """Add an entry to the file, which is made (with its folder) where there is none; whether one was replaced.
 
     Raises InputError where the key has an entry and ``replace`` is not set, and where the file cannot be written.
@@ -155,7 +81,7 @@ def store(path: Path, entry: Entry, *, replace: bool) -> bool:
 
 def dump(file: BaselineFile) -> str:
     """The file's text."""
-    return json.dumps(json.loads(_ADAPTER.dump_json(file)), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    return json.dumps(json.loads(file.to_json()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 @contextlib.contextmanager
@@ -177,6 +103,3 @@ def _turn(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
-
-
-_ADAPTER: TypeAdapter[BaselineFile] = TypeAdapter(BaselineFile)

@@ -23,11 +23,12 @@ from attn_diag.metadata import Causal
 from attn_diag.provenance import backend_name, describe_tool, package_version, pick_device
 from attn_diag.regression import cases as suite
 from attn_diag.regression import judge, suspects
-from attn_diag.regression.baseline import BaselineCase, BaselineSize, Entry, nearest, read, refuse_to_overwrite, store
+from attn_diag.regression.baseline import nearest, read, refuse_to_overwrite, store
 from attn_diag.regression.cases import CaseInputs, fingerprint
 from attn_diag.regression.measure import Measured, measure_case
-from attn_diag.regression.result import Case, CheckReport, Failure
 from attn_diag.regression.subject import DTYPES, Attention, MisfitError, Subject, emulate, subject_of
+from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
+from attn_diag.results.check import Case, CheckReport, Failure
 
 if TYPE_CHECKING:
     from attn_diag.progress import Progress
@@ -141,7 +142,7 @@ class _Check:
         if save:
             assert baseline is not None
             refuse_to_overwrite(baseline, self.key)
-        self.entry: Entry | None = None
+        self.entry: BaselineEntry | None = None
         if baseline is not None and not save and not update:
             self.entry = nearest(read(baseline), self.subject_key, device_words(self.where), versions())
             self._say_which_entry(baseline)
@@ -384,7 +385,7 @@ class _Check:
             options = suspects.published(first.inputs.q.dtype, first.inputs.q.shape[3])
             alike = suspects.closest(first.inputs, first.outputs["o"], options, self.where)
             recipe, agreement = alike.recipe.name, alike.agreement
-        entry = Entry(
+        entry = BaselineEntry(
             subject=self.subject_key, device=device_words(self.where), versions=versions(), seed=self.seed,
             exact=self.exact, recipe=recipe, agreement=agreement,
             cases={r.case.name: _accepted(r) for r in ran},

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from attn_diag.bias import holm
 from attn_diag.comparison import means
-from attn_diag.regression.baseline import BaselineCase
-from attn_diag.regression.measure import MeanError, Measured
-from attn_diag.regression.result import Bias, Case, Failure, Size
+from attn_diag.regression.measure import Measured
+from attn_diag.results.baseline import BaselineCase, SequenceMean
+from attn_diag.results.check import Bias, Case, Failure, Size
 
 # An error may be so many times the baseline's: a quarter of the variance more, as one more independent rounding makes
 # whose errors are half as large.
@@ -48,19 +48,19 @@ def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same
     return found
 
 
-def beyond(mean: MeanError, accepted: tuple[float, float]) -> float:
+def beyond(mean: SequenceMean, accepted: tuple[float, float]) -> float:
     """p-value of "the true mean lies in the interval": t of the distance to it, two-sided; 1 inside."""
     distance = max(accepted[0] - mean.mean, mean.mean - accepted[1], 0.0)
     return _t_p(distance, mean.standard_error or 0.0, mean.degrees_of_freedom or 1.0)
 
 
-def welch(one: MeanError, other: MeanError, width: float = 0.0) -> float:
+def welch(one: SequenceMean, other: SequenceMean, width: float = 0.0) -> float:
     """p-value of "the two means differ by at most ``width``": Welch's test of what they differ by beyond it."""
     test = means.welch(_estimated(other), _estimated(one))
     return _t_p(max(abs(test.difference) - width, 0.0), test.standard_error, test.df)
 
 
-def _estimated(mean: MeanError) -> means.Estimated:
+def _estimated(mean: SequenceMean) -> means.Estimated:
     return means.Estimated(mean.mean, mean.standard_error or 0.0, mean.degrees_of_freedom or 1.0)
 
 

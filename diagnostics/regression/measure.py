@@ -12,23 +12,15 @@ from torch import Tensor
 from attn_diag.analysis import inspect_captures
 from attn_diag.bias import MIN_SEQUENCES
 from attn_diag.captures import DEFAULT_OBSERVATION, Capture
-from attn_diag.diagnosis import CaptureDiagnosis, HeadDiagnosis
 from attn_diag.kernels import Recipe
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, format_of, reference_head, ulp
 from attn_diag.regression.cases import CaseInputs
+from attn_diag.results.baseline import SequenceMean
+from attn_diag.results.diagnosis import CaptureDiagnosis, HeadDiagnosis
 
 BIASES = ("o_excess", "o_away_excess", "delta_excess")
 _YARDSTICK = "yardstick"
 _GRADIENTS = ("dq", "dk", "dv")
-
-
-@dataclass(frozen=True)
-class MeanError:
-    """A mean over sequences in its unit (see ``result.Bias``), its standard error and degrees of freedom."""
-
-    mean: float
-    standard_error: float | None
-    degrees_of_freedom: float | None
 
 
 @dataclass(frozen=True)
@@ -44,14 +36,14 @@ class ErrorSize:
     yardstick: float
     budget_band: float
     growth_band: float
-    log_ratio: MeanError
+    log_ratio: SequenceMean
 
 
 @dataclass(frozen=True)
 class Measured:
     """A case's biases, those of the yardstick on the same inputs, and its sizes; ``misfit``: why there are none."""
 
-    biases: dict[str, MeanError]
+    biases: dict[str, SequenceMean]
     accepted: dict[str, float]
     sizes: dict[str, ErrorSize]
     worst: tuple[int, int, int, float] | None
@@ -123,7 +115,7 @@ def _misfit(found: CaptureDiagnosis) -> str | None:
     return None
 
 
-def _means(sequences: list[HeadDiagnosis], units: _Units) -> dict[str, MeanError]:
+def _means(sequences: list[HeadDiagnosis], units: _Units) -> dict[str, SequenceMean]:
     """The tests' means, where there are sequences enough to be the clusters."""
     if len(sequences) < MIN_SEQUENCES:
         return {}
@@ -137,12 +129,12 @@ def _means(sequences: list[HeadDiagnosis], units: _Units) -> dict[str, MeanError
     return found
 
 
-def _mean(values: list[float]) -> MeanError:
+def _mean(values: list[float]) -> SequenceMean:
     """Mean, standard error and G - 1."""
     n = len(values)
     if n < 2:
-        return MeanError(values[0], None, None)
-    return MeanError(math.fsum(values) / n, statistics.stdev(values) / math.sqrt(n), n - 1.0)
+        return SequenceMean(values[0], None, None)
+    return SequenceMean(math.fsum(values) / n, statistics.stdev(values) / math.sqrt(n), n - 1.0)
 
 
 def _sizes(

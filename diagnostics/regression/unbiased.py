@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.bias import MIN_SEQUENCES, SignedErrors, estimate_bias, holm
-from attn_diag.diagnosis import BiasEstimate
 from attn_diag.errors import InputError
 from attn_diag.reference import format_of, round_nearest_even, ulp
+from attn_diag.results.diagnosis import BiasEstimate
 
 Clusters = Tensor | np.ndarray | Sequence[int]
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.diagnosis import BiasEstimate, Number, Tool
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.base import Result
+from attn_diag.results.diagnosis import BiasEstimate, Number, Tool
 
 Label = Literal[
     "exact", "within-rounding", "biased", "too-large", "lse-biased", "lse-too-large", "not-invariant", "broken"
@@ -143,9 +139,3 @@ class ProbeReport(Result):
     def labels(self) -> frozenset[str]:
         """Every label that some finding has."""
         return frozenset(label for finding in self.findings for label in finding.labels)
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.probe import probe_renderables
-
-        yield from probe_renderables(self)

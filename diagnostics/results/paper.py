@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.diagnosis import Number, Tool
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from attn_diag.reports.charts import Gallery
+from attn_diag.results.base import Result
+from attn_diag.results.diagnosis import Number, Tool
 
 Matrix = tuple[tuple[Number, ...], ...]
 FIGURES = ("spectral_norms", "atoms", "delta_rows", "delta_steps", "features", "prefix", "triggers")
@@ -303,15 +297,3 @@ class PaperFigures(Result):
     notes: tuple[str, ...] = ()
     schema: Literal["attn-diag-paper-figures"] = "attn-diag-paper-figures"
     schema_version: Literal[1] = 1
-
-    def gallery(self) -> Gallery:
-        """The figures as charts."""
-        from attn_diag.reports.paper import paper_gallery
-
-        return paper_gallery(self)
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.paper import paper_renderables
-
-        yield from paper_renderables(self)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.diagnosis import BiasEstimate, Number, Tool
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.base import Result
+from attn_diag.results.diagnosis import BiasEstimate, Number, Tool
 
 CandidateKind = Literal["baseline", "mitigation", "mix", "other recipe"]
 EquivalenceStatus = Literal["exact", "nearly exact", "breaks down", "changes the model"]
@@ -152,9 +148,3 @@ class WhatIf(Result):
             if candidate.name == name:
                 return candidate
         raise KeyError(f"no candidate {name!r}; there are {', '.join(c.name for c in self.candidates)}")
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.what_if import what_if_renderables
-
-        yield from what_if_renderables(self)

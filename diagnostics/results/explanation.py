@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.diagnosis import Label
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.base import Result
+from attn_diag.results.diagnosis import Label
 
 
 @dataclass(frozen=True)
@@ -40,22 +36,3 @@ class Explanation(Result):
     paragraphs: tuple[Paragraph, ...]
     schema: Literal["attn-diag-explanation"] = "attn-diag-explanation"
     schema_version: Literal[1] = 1
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The explanation, piece by piece, for a rich console."""
-        from attn_diag.reports.explanation import explanation_renderables
-
-        yield from explanation_renderables(self)
-
-    def __str__(self) -> str:
-        # rich fills lines up with blanks.
-        return "\n".join(line.rstrip() for line in self.report(width=80).splitlines())
-
-    def __repr__(self) -> str:
-        # At a prompt the words are what was asked for.
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        from attn_diag.reports.explanation import explanation_html
-
-        return explanation_html(self)

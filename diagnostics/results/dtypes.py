@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.diagnosis import Tool
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.base import Result
+from attn_diag.results.diagnosis import Tool
 
 Kind = Literal["widened", "narrowed", "cast", "policy"]
 Severity = Literal["mixed", "alike", "elsewhere"]
@@ -147,9 +143,3 @@ class DtypeDrift(Result):
         """Every severity that was found."""
         found: set[Severity] = {event.severity for event in self.findings}
         return frozenset(found | {"mixed" if call.differing else "alike" for call in self.calls})
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.drift import drift_renderables
-
-        yield from drift_renderables(self)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.diagnosis import Number, Tool
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.base import Result
+from attn_diag.results.diagnosis import Number, Tool
 
 # "fit": what came back is not this attention (or the kernel raised); "determinism": two runs on the same inputs differ
 # although bits were demanded.
@@ -128,9 +124,3 @@ class CheckReport(Result):
     def passed(self) -> bool:
         """Whether nothing failed."""
         return not self.failures
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.check import check_renderables
-
-        yield from check_renderables(self)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.base import Result
 
 
 @dataclass(frozen=True)
@@ -113,12 +109,6 @@ class Identification(Result):
         """The recipe with the highest agreement."""
         return self.candidates[0]
 
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.identification import identification_renderables
-
-        yield from identification_renderables(self)
-
 
 @dataclass(frozen=True, repr=False)
 class Identifications(Result):
@@ -128,9 +118,3 @@ class Identifications(Result):
     unreadable: tuple[str, ...]
     schema: Literal["attn-diag-identifications"] = "attn-diag-identifications"
     schema_version: Literal[1] = 1
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The reports, one after the other."""
-        from attn_diag.reports.identification import identifications_renderables
-
-        yield from identifications_renderables(self)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.diagnosis import Label, Number, Tool
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.base import Result
+from attn_diag.results.diagnosis import Label, Number, Tool
 
 MeanOutcome = Literal["became biased", "cured", "grew", "shrank", "reversed", "moved", "none", "untested"]
 SizeOutcome = Literal["grew", "shrank", "none", "other inputs", "unknown"]
@@ -154,15 +150,3 @@ class Comparison(Result):
     def outcomes(self) -> frozenset[Outcome]:
         """Every outcome of any head, of the pooled entries too."""
         return frozenset(outcome for entry in self.entries for outcome in entry.outcomes)
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.diff import diff_renderables
-
-        yield from diff_renderables(self)
-
-    def plain_lines(self) -> Iterator[str]:
-        """The report for a log, one fact a line."""
-        from attn_diag.reports.diff import diff_lines
-
-        yield from diff_lines(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_diag.plain import Number
+from attn_diag.results.base import Number
 
 
 @dataclass(frozen=True)

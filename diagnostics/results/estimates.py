@@ -15,7 +15,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
 
-from attn_diag.plain import Number
+from attn_diag.results.base import Number
 
 Label = Literal["clean", "lossy", "ill_conditioned", "biased", "undecided"]
 

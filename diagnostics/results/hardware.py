@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.diagnosis import Number
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.base import Result
+from attn_diag.results.diagnosis import Number
 
 Rounding = Literal["toward-zero", "nearest-even", "nearest-away", "down", "up"]
 Subnormals = Literal["kept", "flushed"]
@@ -115,12 +111,6 @@ class HardwareProfile(Result):
         names = ("operands", "instruction", "block", "fraction_bits", "alignment", "result", "fits")
         sums = [{name: getattr(found, name) for name in names} for found in self.sums]
         return json.dumps({"summary": self.summary, "gpu": self.gpu, "triton": self.triton, "sums": sums})
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.selftest import profile_renderables
-
-        yield from profile_renderables(self)
 
 
 def summary_of(note: str) -> str | None:

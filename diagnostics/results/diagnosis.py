@@ -8,15 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import from_json
-
-from attn_diag.attribution.result import HeadAttribution
-from attn_diag.errors import InputError
-from attn_diag.estimates import (
+from attn_diag.results.attribution import HeadAttribution
+from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.estimates import (
     Bias,
     BiasEstimate,
     Certificate,
@@ -33,12 +29,8 @@ from attn_diag.estimates import (
     TopRow,
     Verdict,
 )
-from attn_diag.figures import HeadFigures
-from attn_diag.microscopy.result import Microscope
-from attn_diag.plain import Number, Tool
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+from attn_diag.results.figures import HeadFigures
+from attn_diag.results.microscope import Microscope
 
 # Everything that a Diagnosis is made of is found here, wherever it is defined.
 __all__ = [
@@ -76,16 +68,6 @@ __all__ = [
     "json_schema",
     "severity",
 ]
-SCHEMA = "attn-diag-diagnosis"
-# Where the classes of a Diagnosis are defined.
-_MODULES = (
-    "attn_diag.diagnosis",
-    "attn_diag.estimates",
-    "attn_diag.figures",
-    "attn_diag.plain",
-    "attn_diag.attribution.result",
-    "attn_diag.microscopy.result",
-)
 
 
 @dataclass(frozen=True)
@@ -288,7 +270,7 @@ class Summary:
 
 
 @dataclass(frozen=True, repr=False)
-class Diagnosis:
+class Diagnosis(Result):
     """The result of ``attn_diag.inspect``. ``print(d.report())`` shows it; ``d.to_json()`` exports it."""
 
     tool: Tool
@@ -303,23 +285,6 @@ class Diagnosis:
     """Which kind of document this is."""
     schema_version: Literal[1, 2] = 2
     """Version of its schema; 1: read from an older document, without what is new in 2."""
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """As JSON text; NaN and infinities are the strings "NaN", "Infinity", "-Infinity"."""
-        return _adapter().dump_json(self, indent=indent).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Diagnosis:
-        """Read what ``to_json`` wrote, in this version of the schema or version 1 (what is new is None then).
-
-        Raises InputError for text that is not JSON, another schema or version, and a document with missing or wrong
-        fields; it says which.
-        """
-        try:
-            return _adapter().validate_json(text)
-        except ValidationError as error:
-            raise InputError(_refusal(text, error)) from None
 
     def entries(self) -> Iterator[tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]]:
         """Every judged entry: the heads of every observation (not the pooled ones)."""
@@ -339,67 +304,10 @@ class Diagnosis:
         heads = [h for c in self.captures for o in c.observations for h in o.heads]
         return frozenset(label for h in heads if h.verdict for label in h.verdict.labels)
 
-    def report(self, width: int = 100) -> str:
-        """The terminal report as plain text, ``width`` columns wide."""
-        from attn_diag.reports import terminal_text
-
-        return terminal_text(self, width=width)
-
-    def __repr__(self) -> str:
-        from attn_diag.reports import brief
-
-        return brief(self)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from attn_diag.reports import terminal_renderables
-
-        yield from terminal_renderables(self)
-
-    def _repr_html_(self) -> str:
-        from attn_diag.reports import html_fragment
-
-        return html_fragment(self)
-
-
-def _refusal(text: str | bytes, error: ValidationError) -> str:
-    """Why ``text`` is no diagnosis that this version knows: not JSON, something else, another version, or broken."""
-    try:
-        document = from_json(text)
-    except ValueError as reason:
-        return (
-            f"expected the JSON of a diagnosis, got text that is not JSON ({reason}); name the file that "
-            "`attn-diag inspect --json FILE` wrote"
-        )
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != SCHEMA:
-        got = f"schema {schema!r}" if isinstance(document, dict) else f"a JSON {type(document).__name__}"
-        return (
-            f'expected a document with "schema": "{SCHEMA}", got {got}; name what `attn-diag inspect --json FILE` wrote'
-        )
-    version = document.get("schema_version")
-    if version not in (1, 2) or isinstance(version, bool):
-        return (
-            f"expected schema_version 1 or 2, got {version!r}: this attn-diag does not know it; read it with the "
-            "attn-diag that wrote it (or a newer one), or inspect the captures again"
-        )
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    return (
-        f"expected a diagnosis as `attn-diag inspect --json` writes it, got a document with {error.error_count()} "
-        f"wrong or missing fields, the first at {place}: {first['msg']}; inspect the captures again"
-    )
-
-
-@cache
-def _adapter() -> TypeAdapter[Diagnosis]:
-    return TypeAdapter(Diagnosis)
-
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of ``Diagnosis.to_json`` (draft 2020-12), as a dict; every field with a description.
 
     The package ships it as ``attn_diag/reports/schema/diagnosis-2.schema.json``.
     """
-    from attn_diag.descriptions import described_schema
-
-    return described_schema(_adapter(), _MODULES)
+    return Diagnosis.json_schema()

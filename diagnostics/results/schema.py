@@ -1,15 +1,24 @@
-"""The JSON Schema of a dataclass with a description for every field, taken from the fields' docstrings."""
+"""The JSON Schemas of results, with a description for every field, taken from the fields' docstrings.
+
+python -m attn_diag.results.schema reports/schema      # writes every kind's present schema there
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
+import pkgutil
 import sys
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
+
+from attn_diag.results.base import Result, schema_name, schema_versions
 
 
 class _AllFields(GenerateJsonSchema):
@@ -20,21 +29,49 @@ class _AllFields(GenerateJsonSchema):
         return True
 
 
-def described_schema(adapter: TypeAdapter[Any], modules: Iterable[str]) -> dict[str, Any]:
-    """The schema (draft 2020-12) of what ``adapter`` writes; ``modules``: where its classes are defined.
+def described_schema(cls: type, adapter: TypeAdapter[Any]) -> dict[str, Any]:
+    """The schema (draft 2020-12) of what ``adapter`` writes of the dataclass ``cls``.
 
     pydantic's ``use_attribute_docstrings`` would do it too, but where dataclasses nest it asks for one configuration
     of all of them, and takes a second to read the sources whenever a document is read or written.
     """
     schema = adapter.json_schema(mode="serialization", schema_generator=_AllFields)
     found: dict[str, dict[str, str]] = {}
-    for module in modules:
+    for module in sorted({part.__module__ for part in parts_of(cls)}):
         found |= _field_docstrings(inspect.getsource(sys.modules[module]))
     for name, definition in {**schema.get("$defs", {}), schema.get("title", ""): schema}.items():
         for field, properties in definition.get("properties", {}).items():
             if field in found.get(name, {}):
                 properties["description"] = found[name][field]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def kinds() -> dict[str, type[Result]]:
+    """Every kind of document, by its name and the version that is written, such as "probe-1"."""
+    room = import_module("attn_diag.results")
+    for module in pkgutil.iter_modules(room.__path__):
+        import_module(f"{room.__name__}.{module.name}")
+    return {f"{schema_name(c).removeprefix('attn-diag-')}-{schema_versions(c)[-1]}": c for c in Result.__subclasses__()}
+
+
+def schema_text(cls: type[Result]) -> str:
+    """The file that ships for a kind of document."""
+    return json.dumps(cls.json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def parts_of(cls: type) -> set[type]:
+    """``cls`` and every dataclass that its fields can hold, at any depth."""
+    found: set[type] = set()
+    open_types: list[Any] = [cls]
+    while open_types:
+        item = open_types.pop()
+        if isinstance(item, type) and is_dataclass(item):
+            if item not in found:
+                found.add(item)
+                open_types += get_type_hints(item).values()
+        else:
+            open_types += get_args(item)
+    return found
 
 
 def _field_docstrings(source: str) -> dict[str, dict[str, str]]:
@@ -54,3 +91,8 @@ def _field_docstrings(source: str) -> dict[str, dict[str, str]]:
             ):
                 fields[field.target.id] = inspect.cleandoc(after.value.value)
     return result
+
+
+if __name__ == "__main__":
+    for name, kind in kinds().items():
+        (Path(sys.argv[1]) / f"{name}.schema.json").write_text(schema_text(kind), encoding="utf-8")

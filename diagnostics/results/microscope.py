@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.plain import Number, Tool
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.base import Number, Result, Tool
 
 Tie = Literal["exact", "broken", "none"]
 Direction = Literal["exact", "toward zero", "away from zero"]
@@ -100,12 +95,6 @@ class Addition(Result):
     """Which kind of document this is."""
     schema_version: Literal[1] = 1
     """Version of its schema."""
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.microscope import addition_renderables
-
-        yield from addition_renderables(self)
 
 
 @dataclass(frozen=True)
@@ -291,12 +280,6 @@ class ClosedForm(Result):
     schema_version: Literal[1] = 1
     """Version of its schema."""
 
-    def renderables(self) -> Iterator[RenderableType]:
-        """A paragraph."""
-        from attn_diag.reports.microscope import closed_form_renderables
-
-        yield from closed_form_renderables(self.totals)
-
 
 @dataclass(frozen=True, repr=False)
 class Microscope(Result):
@@ -368,9 +351,3 @@ class Microscope(Result):
     """Which kind of document this is."""
     schema_version: Literal[1] = 1
     """Version of its schema."""
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.microscope import microscope_renderables
-
-        yield from microscope_renderables(self)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from attn_diag.plain import Number, Tool
-from attn_diag.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from attn_diag.results.base import Number, Result, Tool
 
 Quantity = Literal["o", "delta", "dq", "dw_q"]
 QUANTITIES = ("o", "delta", "dq", "dw_q")
@@ -189,9 +184,3 @@ class Attribution(Result):
     heads: tuple[HeadAttribution, ...]
     schema: Literal["attn-diag-attribution"] = "attn-diag-attribution"
     schema_version: Literal[1] = 1
-
-    def renderables(self) -> Iterator[RenderableType]:
-        """The report, piece by piece, for a rich console."""
-        from attn_diag.reports.attribution import attribution_renderables
-
-        yield from attribution_renderables(self)

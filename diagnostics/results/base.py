@@ -1,0 +1,175 @@
+"""What every result is: a frozen dataclass of plain values, with its JSON and its report. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic_core import from_json
+
+from attn_diag.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
+# The one place that knows where results are shown. Found by name: a result is read without its report.
+_RENDERERS = "attn_diag.reports.renderers"
+
+Number = Annotated[
+    float,
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}),
+]
+"""A float; where it is not finite it is a string in JSON."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """What produced the numbers."""
+
+    version: str
+    """Version of attn-diag."""
+    python: str
+    """Version of Python."""
+    torch: str
+    """Version of torch."""
+    triton: str | None
+    """Version of triton; null where it is not installed."""
+    device: str
+    """The device on which the float64 reference and the emulations ran."""
+    backend: str
+    """cpu, or the GPU's compute capability, such as sm90."""
+    hardware: str | None = None
+    """What ``selftest --hardware`` once measured on this device, in a line; null: it was never run there."""
+
+
+class Result:
+    """JSON and display of a result; its subclasses are frozen dataclasses of plain values, None where unknown.
+
+    A subclass names its kind of document in the field ``schema`` and the versions that it reads in
+    ``schema_version``. ``print(result.report())`` shows it; ``result.to_json()`` exports it. A notebook shows the
+    report too.
+    """
+
+    schema: str
+    """Which kind of document this is."""
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """As JSON text; NaN and infinities are the strings "NaN", "Infinity", "-Infinity"."""
+        return _adapter(type(self)).dump_json(self, indent=indent).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read what ``to_json`` wrote, in this version of the schema or an older one.
+
+        Raises:
+            InputError: for text that is not JSON, another schema or version, and a document with missing or wrong
+                fields; it says which.
+        """
+        try:
+            result: Self = _adapter(cls).validate_json(text)
+        except ValidationError as error:
+            raise InputError(_refusal(cls, text, error)) from None
+        return result
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON Schema of ``to_json`` (draft 2020-12), every described field with its description.
+
+        The package ships it as ``attn_diag/reports/schema/<kind>-<version>.schema.json``.
+        """
+        from attn_diag.results.schema import described_schema
+
+        return described_schema(cls, _adapter(cls))
+
+    def renderables(self) -> Iterator[RenderableType]:
+        """The report, piece by piece, for a rich console."""
+        yield from _renderers().renderables(self)
+
+    def report(self, width: int = 100) -> str:
+        """The terminal report as plain text, ``width`` columns wide."""
+        from rich.console import Console
+
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=width, color_system=None, legacy_windows=False)
+        for renderable in self.renderables():
+            console.print(renderable)
+        return buffer.getvalue()
+
+    def __repr__(self) -> str:
+        if (shown := shown_at_prompt(self)) is not None:
+            return shown
+        source = getattr(self, "source", None)
+        what = "" if source is None else f" of {source}"
+        return f"<{type(self).__name__}{what}: print(r.report()) shows it; r.to_json() exports it>"
+
+    def _repr_html_(self) -> str:
+        shown = _renderers().notebook(self)
+        return f"<pre>{html.escape(self.report())}</pre>" if shown is None else str(shown)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self.renderables()
+
+
+def schema_name(cls: type) -> str:
+    """The kind of document that a result's class writes, such as "attn-diag-probe"."""
+    return str(next(f.default for f in fields(cls) if f.name == "schema"))
+
+
+def schema_versions(cls: type) -> tuple[int, ...]:
+    """The versions of its schema that a result's class reads, the one that it writes last."""
+    return get_args(get_type_hints(cls)["schema_version"])
+
+
+def shown_at_prompt(result: object) -> str | None:
+    """What a debugger's prompt shows of a result or a finding; None where its kind has nothing of its own."""
+    text: str | None = _renderers().prompt(result)
+    return text
+
+
+def _renderers() -> Any:
+    return import_module(_RENDERERS)
+
+
+def _refusal(cls: type[Result], text: str | bytes, error: ValidationError) -> str:
+    """Why ``text`` is no document that ``cls`` reads: not JSON, something else, another version, or broken."""
+    expected, versions = schema_name(cls), schema_versions(cls)
+    name_it = f"name a file that --json, or {cls.__name__}.to_json(), wrote"
+    try:
+        document = from_json(text)
+    except ValueError as reason:
+        return f"expected a document (JSON) with schema {expected!r}, got text that is not JSON ({reason}); {name_it}"
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != expected:
+        got = f"schema {str(schema)[:60]!r}" if schema is not None else "no schema"
+        got = got if isinstance(document, dict) else f"a JSON {type(document).__name__}"
+        other = isinstance(schema, str) and schema.startswith("attn-diag-")
+        why = ", the result of another command" if other else ""
+        return f"expected a document with schema {expected!r}, got {got}{why}; {name_it}"
+    version = document.get("schema_version")
+    if type(version) is not int or version not in versions:
+        known = " or ".join(map(str, versions))
+        return (
+            f"expected schema_version {known}, got {repr(version)[:60]}: this attn-diag does not know it; read it "
+            "with the attn-diag that wrote it, or a newer one, or make it again"
+        )
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return (
+        f"expected a document with schema {expected!r} as attn-diag writes it, got one with {error.error_count()} "
+        f"wrong or missing fields, the first at {place}: {first['msg']}; it is damaged or was edited: make it again"
+    )
+
+
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    if cls not in _ADAPTERS:
+        _ADAPTERS[cls] = TypeAdapter(cls)
+    return _ADAPTERS[cls]
