@@ -3,8 +3,8 @@
     python benchmarks/study_calibration.py --redraws 10000 --device cuda --processes 16 --json FILE
     python benchmarks/study_calibration.py --markdown FILE [--brief]       # tables from a JSON file
 
-What is called is the product's own: the errors as ``measure`` forms them, ``bias.mean_test`` and ``bias.two_way``
-(which are all of ``estimate_bias``'s inference, vectorised), the clusters of ``pooling``, and ``bias.adjust``.
+What is called is the product's own: the errors as ``measure`` forms them, ``means.mean_test`` and ``means.two_way``
+(which are all of ``estimate_bias``'s inference, vectorised), the clusters of ``pooling``, and ``means.adjust``.
 
 Kernels without bias ("nulls"). Which test each is a null of is not assumed: the mean over all redraws is measured in
 the test's own standard errors, and "is_null" says whether it vanishes.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attn_diag.assumptions import check_assumptions, read_lse
-from attn_diag.bias import SignedErrors
 from attn_diag.captures import Capture
 from attn_diag.certification import Certify
 from attn_diag.engines import Engine, engine_backend, run_recipe, select_recipes
@@ -37,6 +36,8 @@ from attn_diag.results.diagnosis import (
     Propagation,
 )
 from attn_diag.results.hardware import summary_of
+from attn_diag.signed_errors import of_elements
+from attn_diag.statistics.means import SignedErrors
 
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20
@@ -270,7 +271,7 @@ class CaptureJob:
         return {
             output: (
                 GradientSums.of(p),
-                SignedErrors.of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum())),
+                of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum())),
             )
             for output, p in parts.items()
             if p.observed is not None

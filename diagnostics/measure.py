@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.bias import SignedErrors
 from attn_diag.certification import Certify, RoundedBound, rounding_of_products, sum_of
 from attn_diag.collectors import collector_of
 from attn_diag.figure_sums import FigureSums
@@ -30,6 +29,8 @@ from attn_diag.reference import (
 )
 from attn_diag.results.diagnosis import Certificate, DeltaRounding
 from attn_diag.row_maxima import DEFINITIONS, Repeats, RowMaximaCollector, swamped_elements
+from attn_diag.signed_errors import by_feature, of_elements, of_rows
+from attn_diag.statistics.means import SignedErrors
 
 
 @dataclass
@@ -231,9 +232,7 @@ def _measure(
         broken_outputs={name: count for name, count in faulty.items() if count},
     )
     rounding = _Rounding(reference.out[rows], passed.bounds.out[rows], seen.formats.get("o", inputs.input_format))
-    result.errors["rounding_o"] = SignedErrors.of_elements(rounding.error, rounding.ulp_sum).by_feature(
-        rounding.error, top_key
-    )
+    result.errors["rounding_o"] = by_feature(of_elements(rounding.error, rounding.ulp_sum), rounding.error, top_key)
     _measure_forward(result, inputs, passed, seen, rounding, rows, top_key, eligible[rows])
     if inputs.head.do is not None:
         _measure_backward(result, inputs, passed, seen, forward_errors, rounding, rows, top_key, projection)
@@ -265,10 +264,10 @@ def _measure_forward(
     if (out := seen.outputs.get("o")) is not None:
         out = out[rows]
         error, excess = out - rounding.truth, out - rounding.rounded
-        result.errors["o"] = SignedErrors.of_elements(error, rounding.ulp_sum).by_feature(error, top_key)
+        result.errors["o"] = by_feature(of_elements(error, rounding.ulp_sum), error, top_key)
         result.figures.add_out(error, rounding.ulps)
-        result.errors["o_excess"] = SignedErrors.of_elements(excess, rounding.ulp_sum)
-        result.errors["o_away_excess"] = SignedErrors.of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
+        result.errors["o_excess"] = of_elements(excess, rounding.ulp_sum)
+        result.errors["o_away_excess"] = of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
         certain = rounding.certain
         result.reference_bounds |= {
             "o": sum_of(rounding.bound),
@@ -283,7 +282,7 @@ def _measure_forward(
         truth = passed.reference.lse[rows]
         result.reference_bounds["lse"] = sum_of(passed.bounds.lse[rows])
         ulp_sum = float(ulp(truth, seen.formats["lse"]).sum())
-        result.errors["lse"] = SignedErrors.of_elements((lse[rows] - truth)[:, None], ulp_sum)
+        result.errors["lse"] = of_elements((lse[rows] - truth)[:, None], ulp_sum)
 
 
 def _measure_backward(
@@ -306,19 +305,17 @@ def _measure_backward(
     # sigma_t: the standard deviation of delta_t if every O_ti is rounded once, uniformly within half an ulp.
     noise_floor = ((do * rounding.ulps).square_().sum(1) / 12).sqrt()
     of_rounding = do * rounding.error
-    result.errors["rounding_delta"] = SignedErrors.of_rows(of_rounding.sum(1), noise_floor).by_feature(
-        of_rounding, top_key
-    )
+    result.errors["rounding_delta"] = by_feature(of_rows(of_rounding.sum(1), noise_floor), of_rounding, top_key)
     direction = passed.probs_k[rows].square().sum(1) * head.scale**2  # ||alpha (P K)_t||^2
     floor = float((noise_floor.square() * direction).sum())
 
     if forward_errors is not None:
         error = forward_errors.delta_error[rows]
-        result.errors["delta"] = SignedErrors.of_rows(error, noise_floor)
+        result.errors["delta"] = of_rows(error, noise_floor)
         if (out := seen.outputs.get("o")) is not None:
             contributions = do * (out[rows] - rounding.truth)
             result.figures.add_contributions(contributions)
-            result.errors["delta"] = result.errors["delta"].by_feature(contributions, top_key)
+            result.errors["delta"] = by_feature(result.errors["delta"], contributions, top_key)
         assert passed.bounds.delta is not None
         own, moved = sum_of(passed.bounds.delta[rows]), rounding.certain.sum(do)
         if "delta" in seen.outputs:
@@ -332,7 +329,7 @@ def _measure_backward(
             excess = (do * difference).sum(1)
             own_excess = moved + rounding_of_products(do, difference)
         result.reference_bounds |= {"delta": own, "delta_excess": own_excess}
-        result.errors["delta_excess"] = SignedErrors.of_rows(excess, noise_floor)
+        result.errors["delta_excess"] = of_rows(excess, noise_floor)
         judged = noise_floor > 0
         result.noise = float((error[judged] / noise_floor[judged]).square().sum()), int(judged.sum())
         result.delta_source = "captured" if "delta" in seen.outputs else "from_o"
@@ -347,7 +344,7 @@ def _measure_backward(
         assert passed.bounds.dq is not None
         result.reference_bounds["dq"] = sum_of(passed.bounds.dq[rows])
         dq_error = dq[rows] - truth
-        result.errors["dq"] = SignedErrors.of_elements(dq_error, float(ulp(truth, seen.formats["dq"]).sum()))
+        result.errors["dq"] = of_elements(dq_error, float(ulp(truth, seen.formats["dq"]).sum()))
     parts = _dq_parts(inputs, passed, seen, forward_errors)
     kept = parts if isinstance(rows, slice) else parts.map(lambda tensor: tensor[rows])
     result.dq = GradientSums.of(kept, floor=floor)

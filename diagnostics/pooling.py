@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_diag.bias import MIN_SEQUENCES, PRIMARY, SignedErrors, adjust, estimate_bias
 from attn_diag.certification import pool_certificates
 from attn_diag.figure_sums import errors_by_feature
 from attn_diag.measure import HeadMeasurement
@@ -29,6 +28,7 @@ from attn_diag.results.diagnosis import (
     TopRow,
 )
 from attn_diag.results.figures import HeadFigures, PredictedError
+from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY, SignedErrors, adjust, estimate_bias
 from attn_diag.verdict import beyond_reference, judge
 
 _TOP_ROWS = 5

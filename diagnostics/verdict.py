@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Literal
 
-from attn_diag.bias import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 from attn_diag.results.diagnosis import (
     Bias,
     BiasEstimate,
@@ -21,6 +20,7 @@ from attn_diag.results.diagnosis import (
     TopRow,
     Verdict,
 )
+from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
 # A kernel that rounds O once has a noise factor of about 1 (0.98-1.4 measured on production kernels).
 LOSSY_ABOVE = 2.0

@@ -11,12 +11,13 @@ import pytest
 import torch
 from scipy import stats
 
-from attn_diag.bias import FLAT_BAND_99, SignedErrors, adjust, estimate_bias, mean_test
+from attn_diag.signed_errors import by_feature, of_elements, of_rows
+from attn_diag.statistics.means import FLAT_BAND_99, SignedErrors, adjust, estimate_bias, mean_test
 
 
 def rows_of(values: np.ndarray) -> SignedErrors:
     errors = torch.from_numpy(values)
-    return SignedErrors.of_rows(errors, torch.ones_like(errors))
+    return of_rows(errors, torch.ones_like(errors))
 
 
 def test_single_rows_are_students_t() -> None:
@@ -74,7 +75,7 @@ def test_absent_clusters_change_nothing() -> None:
 def test_elements_are_summed_by_row() -> None:
     errors = torch.randn(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ulps = torch.full_like(errors, 0.25)
-    found = estimate_bias(SignedErrors.of_elements(errors, float(ulps.sum())), np.arange(50), 0.01)
+    found = estimate_bias(of_elements(errors, float(ulps.sum())), np.arange(50), 0.01)
     assert found.n == 400
     assert found.mean == pytest.approx(float(errors.mean()))
     assert found.mean_ulp == pytest.approx(float(errors.mean()) / 0.25)
@@ -169,7 +170,7 @@ def effects(seed: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
 
 def signed(errors: npt.NDArray[np.float64], keys: npt.NDArray[np.int64]) -> SignedErrors:
     values = torch.from_numpy(errors)
-    return SignedErrors.of_elements(values, 1.0).by_feature(values, torch.from_numpy(keys))
+    return by_feature(of_elements(values, 1.0), values, torch.from_numpy(keys))
 
 
 def test_two_ways_of_clustering_at_once() -> None:
@@ -178,7 +179,7 @@ def test_two_ways_of_clustering_at_once() -> None:
     for seed in range(600):
         errors, keys = effects(seed)
         both, dense = signed(errors, keys), np.unique(keys, return_inverse=True)[1]
-        feature = SignedErrors.of_elements(torch.from_numpy(errors.T.copy()), 1.0)
+        feature = of_elements(torch.from_numpy(errors.T.copy()), 1.0)
         tests = {
             "both": estimate_bias(both, dense, 0.05),
             "keys": estimate_bias(replace(both, features=None), dense, 0.05),
@@ -225,9 +226,9 @@ def test_features_of_several_heads_lie_side_by_side() -> None:
 def test_features_that_do_not_make_up_the_errors_are_left_out() -> None:
     """As of a delta that a kernel took from its unrounded O."""
     errors, keys = effects(4)
-    total, cells = SignedErrors.of_elements(torch.from_numpy(errors), 1.0), torch.from_numpy(errors)
+    total, cells = of_elements(torch.from_numpy(errors), 1.0), torch.from_numpy(errors)
     by = torch.from_numpy(keys)
-    assert total.by_feature(cells, by).features is not None
-    assert total.by_feature(cells * 1.4, by).features is not None
-    assert total.by_feature(cells * 1.6, by).features is None
-    assert total.by_feature(-cells, by).features is None
+    assert by_feature(total, cells, by).features is not None
+    assert by_feature(total, cells * 1.4, by).features is not None
+    assert by_feature(total, cells * 1.6, by).features is None
+    assert by_feature(total, -cells, by).features is None

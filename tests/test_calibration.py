@@ -18,9 +18,18 @@ import torch
 from scipy import stats
 
 from attn_diag import inspect
-from attn_diag.bias import PRIMARY, FeatureSums, MeanTest, SignedErrors, adjust, estimate_bias, mean_test, two_way
 from attn_diag.reference import round_nearest_even
 from attn_diag.results.diagnosis import HeadDiagnosis
+from attn_diag.statistics.means import (
+    PRIMARY,
+    FeatureSums,
+    MeanTest,
+    SignedErrors,
+    adjust,
+    estimate_bias,
+    mean_test,
+    two_way,
+)
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from calibration import draws, engine, markdown, others, summary

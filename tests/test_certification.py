@@ -20,7 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import attn_diag
 from attn_diag import InputError, load
 from attn_diag.analysis import inspect_captures
-from attn_diag.bias import PRIMARY
 from attn_diag.certification import Certify, RoundedBound, pool_certificates, rounding_of_products
 from attn_diag.cli import main
 from attn_diag.cli.inspect import inspect as command
@@ -32,6 +31,7 @@ from attn_diag.reference.oracle import DEFAULT_BITS
 from attn_diag.reports.words import certificate_words
 from attn_diag.results.diagnosis import BiasEstimate, Certificate, Diagnosis, HeadDiagnosis
 from attn_diag.results.embedded import embedded_diagnosis
+from attn_diag.statistics.means import PRIMARY
 from attn_diag.verdict import beyond_reference
 
 T, D = 64, 16

@@ -13,7 +13,6 @@ from scipy import stats
 from torch import Tensor
 
 import attn_diag
-from attn_diag.bias import holm
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
 from attn_diag.regression import cases as suite
@@ -23,6 +22,7 @@ from attn_diag.regression.measure import Measured, measure_case
 from attn_diag.regression.subject import emulate
 from attn_diag.results.baseline import BaselineCase, BaselineSize, SequenceMean
 from attn_diag.results.check import Case, CheckReport
+from attn_diag.statistics.means import holm
 
 FA2 = attn_diag.preset("fa2")
 CASES = ["normal", "pairs"]

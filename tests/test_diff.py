@@ -20,11 +20,12 @@ from scipy import stats
 from torch import Tensor
 
 import attn_diag
-from attn_diag.comparison import means, sizes
+from attn_diag.comparison import means
 from attn_diag.comparison.diff import compare
-from attn_diag.comparison.means import Estimated, degrees_of_freedom, welch
 from attn_diag.results.comparison import Comparison, HeadComparison
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
+from attn_diag.statistics import sizes
+from attn_diag.statistics.welch import Estimated, Welch, degrees_of_freedom, welch
 
 HEADS = 300
 
@@ -90,18 +91,18 @@ def test_false_alarms_stay_under_the_level(case: str, level: float) -> None:
     assert "became-biased" not in whole.outcomes
 
 
-def only_one_error(a: Estimated, b: Estimated) -> means.Welch:
+def only_one_error(a: Estimated, b: Estimated) -> Welch:
     return welch(Estimated(a.mean, 0.0, math.inf), b)
 
 
-def difference_of_errors(a: Estimated, b: Estimated) -> means.Welch:
+def difference_of_errors(a: Estimated, b: Estimated) -> Welch:
     """As if the two were perfectly correlated."""
     return welch(Estimated(a.mean, abs(a.standard_error - b.standard_error), a.df), Estimated(b.mean, 0.0, math.inf))
 
 
 @pytest.mark.parametrize("mutant", [only_one_error, difference_of_errors])
 def test_the_check_of_false_alarms_can_fail(
-    mutant: Callable[[Estimated, Estimated], means.Welch], monkeypatch: pytest.MonkeyPatch
+    mutant: Callable[[Estimated, Estimated], Welch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(means, "welch", mutant)
     first, second = (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS["same-inputs"])
@@ -172,16 +173,22 @@ def test_freedom_of_normal_errors_is_their_number() -> None:
     assert sizes.freedom(BiasEstimate(n_clusters=1, n_eff=1)) is None
 
 
-@pytest.mark.parametrize("kept", ["ci95", "p_value"])
 @pytest.mark.parametrize("df", [1.0, 2.7, 7.0, 31.5, 400.0])
 @pytest.mark.parametrize("t", [0.9, -3.0, 25.0])
-def test_degrees_of_freedom_are_recovered(t: float, df: float, kept: str) -> None:
-    if kept == "p_value" and stats.t.sf(abs(t), df) == 0:
-        pytest.skip("nothing is left of the p-value")
-    given = estimate(t * 2e-7, 2e-7, df)
-    found = degrees_of_freedom(dataclasses.replace(given, ci95=None) if kept == "p_value" else given)
+def test_degrees_of_freedom_of_documents_that_do_not_state_them(t: float, df: float) -> None:
+    found = degrees_of_freedom(estimate(t * 2e-7, 2e-7, df))
     assert found == pytest.approx(df, rel=1e-6)
     assert found != pytest.approx(df + 1, rel=1e-6)
+
+
+def test_a_test_states_its_degrees_of_freedom() -> None:
+    for _, _, head in diagnosed("bf16").entries():
+        found = head.bias.delta
+        assert found is not None
+        assert found.degrees_of_freedom is not None
+        assert degrees_of_freedom(found) == found.degrees_of_freedom
+        unstated = dataclasses.replace(found, degrees_of_freedom=None)
+        assert degrees_of_freedom(unstated) == pytest.approx(found.degrees_of_freedom, rel=1e-6)
 
 
 def estimate(mean: float, se: float, df: float) -> BiasEstimate:
@@ -201,8 +208,7 @@ def test_degrees_of_freedom_survive_what_files_do_to_numbers() -> None:
     assert degrees_of_freedom(short) == pytest.approx(12, rel=0.01)
     far = estimate(1.0, 1e-17, 12.0)
     assert far.ci95 == (1.0, 1.0)
-    assert degrees_of_freedom(far) == pytest.approx(12)
-    assert degrees_of_freedom(dataclasses.replace(far, p_value=0.0)) == 49
+    assert degrees_of_freedom(far) == 49, "from the number of clusters"
     assert math.isinf(degrees_of_freedom(estimate(1e-7, 2e-7, 1e9)))
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag import Capture, InputError, PaperFigures
-from attn_diag.paper.accumulation import band_p_value, flat_band
 from attn_diag.reports import gallery_document
 from attn_diag.reports.charts import Gallery
+from attn_diag.statistics.sums import band_p_value, flat_band
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import accumulation

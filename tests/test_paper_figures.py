@@ -19,11 +19,12 @@ from torch import Tensor
 import attn_diag
 import attn_diag.paper.atoms
 from attn_diag import Capture, InputError, PaperFigures, paper_figures
-from attn_diag.bias import FLAT_BAND_99, mean_test
-from attn_diag.paper.accumulation import accumulate, degrees_of_freedom, flat_band, sign_coherence
 from attn_diag.paper.features import sign_bound
 from attn_diag.paper.similarity import Directions, random_cosine95
 from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.statistics.means import FLAT_BAND_99, mean_test
+from attn_diag.statistics.sums import accumulate, flat_band, sign_coherence
+from attn_diag.statistics.welch import degrees_of_freedom
 
 Array = npt.NDArray[np.float64]
 STEPS = 6

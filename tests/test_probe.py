@@ -19,16 +19,17 @@ from scipy import stats
 from torch import Tensor
 
 import attn_diag
-from attn_diag.bias import SignedErrors, estimate_bias
 from attn_diag.cli import main
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.probing import measure
 from attn_diag.probing.catalogue import PROBES
 from attn_diag.probing.cause import matches_prediction
 from attn_diag.probing.inputs import Draw, cast_gap
-from attn_diag.probing.means import p_beyond
 from attn_diag.probing.probe import MIN_HEADS
 from attn_diag.reference import format_of, round_nearest_even
+from attn_diag.signed_errors import of_elements
+from attn_diag.statistics.means import estimate_bias
+from attn_diag.statistics.welch import p_beyond
 
 SHAPE = (2, 8, 96, 32)
 QUIET = {"exact", "within-rounding"}
@@ -237,7 +238,7 @@ def test_an_fp32_o_is_biased_beyond_what_fp32_makes() -> None:
 def test_a_mean_at_the_allowed_one_is_called_bias_no_more_often_than_the_level(true_mean: float) -> None:
     draws = true_mean + torch.randn(1000, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 4
     heads = np.arange(16)
-    errors = [SignedErrors.of_elements(d[:, None], 0.0) for d in draws]
+    errors = [of_elements(d[:, None], 0.0) for d in draws]
     estimates = [estimate_bias(e, heads, LEVEL, with_drift=False) for e in errors]
     p_values = [p_beyond(estimate, 1.0) for estimate in estimates]
     alarms = sum(p is not None and p <= LEVEL for p in p_values)

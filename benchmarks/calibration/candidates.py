@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr, stdtr
 
-from attn_diag.bias import effective
+from attn_diag.statistics.means import effective
 
 Array = npt.NDArray[np.float64]
 Candidate = Callable[[Array, Array], Array]

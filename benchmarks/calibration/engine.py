@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.bias import PRIMARY, effective, mean_test, two_way
 from attn_diag.pooling import Clusters
+from attn_diag.statistics.means import PRIMARY, effective, mean_test, two_way
 from calibration import draws, others
 from calibration.candidates import CANDIDATES
 

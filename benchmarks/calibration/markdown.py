@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from attn_diag.bias import PRIMARY
+from attn_diag.statistics.means import PRIMARY
 from calibration import engine
 from calibration.summary import CONTROL, FORMER_RULE
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from scipy.special import bdtr, ndtr
 from torch import Tensor
 
-from attn_diag.bias import FLAT_BAND_99
+from attn_diag.statistics.means import FLAT_BAND_99
 
 Array = npt.NDArray[np.float64]
 _BLOCK, _RESAMPLES = 32, 399

@@ -40,19 +40,19 @@ import torch
 from accumulation_steps import Alignment, Series, cosine, first_directions
 from torch import Tensor
 
-from attn_diag.bias import holm
 from attn_diag.monitoring.alarm import AlarmRule
-from attn_diag.paper.accumulation import (
-    SIGN_DRAWS,
-    accumulate,
-    band_p_value,
-    degrees_of_freedom,
-    sign_coherence,
-    spread_test,
-)
 from attn_diag.paper.similarity import Directions, cosines
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.paper import Accumulated
+from attn_diag.statistics.means import holm
+from attn_diag.statistics.sums import (
+    SIGN_DRAWS,
+    accumulate,
+    band_p_value,
+    sign_coherence,
+    spread_test,
+)
+from attn_diag.statistics.welch import degrees_of_freedom
 
 SPREAD, BAND, EQUAL = "bias, spread", "bias, band", "bias, equal weights"
 SIZE, WITHIN = "size", "coherence within steps"

@@ -18,10 +18,10 @@ import torch
 
 from attn_diag.attribution.shapley import Array, Plan, Subset
 from attn_diag.attribution.sites import Site, inert_change, rounding_sites, with_low, with_mode
-from attn_diag.bias import SignedErrors, adjust, estimate_bias
 from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import Mode
 from attn_diag.results.attribution import QUANTITIES, Effect, MeanError, Repair, SiteAttribution, Total, Twin
+from attn_diag.statistics.means import SignedErrors, adjust, estimate_bias
 from attn_diag.variants import HeadTruth, VariantErrors, measure_variants
 
 ARITHMETIC = "arithmetic"
@@ -168,7 +168,7 @@ class _Game:
     def __init__(self, truth: HeadTruth) -> None:
         self.truth = truth
         self.rows = int(truth.usable.sum())
-        # Argmax keys alone: sums by feature as well (``bias.two_way``) would need them of every subset.
+        # Argmax keys alone: sums by feature as well (``means.two_way``) would need them of every subset.
         self.clusters = truth.clusters[truth.usable].cpu().numpy()
         self.floor = None if truth.noise_floor is None else truth.noise_floor[truth.usable]
         # By row: how many elements each has, and in what the mean is stated.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from attn_diag.bias import MIN_EFFECTIVE
 from attn_diag.results.attribution import HeadAttribution, MeanError, SiteAttribution
+from attn_diag.statistics.means import MIN_EFFECTIVE
 from attn_diag.verdict import DQ_ERROR_ABOVE, LOSSY_ABOVE
 
 _NAMES = {"o": "O", "delta": "delta", "dq": "dQ", "dw_q": "dW_Q"}

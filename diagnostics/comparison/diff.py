@@ -13,11 +13,11 @@ from attn_diag.comparison.matching import Place, match
 from attn_diag.comparison.means import judged, mean_changes
 from attn_diag.comparison.outcome import head_notes, head_outcomes, same_inputs, summarise
 from attn_diag.comparison.read import read_diagnosis
-from attn_diag.comparison.sizes import Sizes, bonferroni_tail, same, size_changes
 from attn_diag.errors import InputError
 from attn_diag.files import CAPTURE_SUFFIXES
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, Outcome, Side, SizeChange
 from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.statistics.sizes import Sizes, bonferroni_tail, same, size_changes
 
 if TYPE_CHECKING:
     from attn_diag.captures import Capture

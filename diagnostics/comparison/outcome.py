@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attn_diag.comparison.matching import Place
-from attn_diag.comparison.sizes import same
 from attn_diag.results.comparison import Comparison, HeadComparison, Outcome
+from attn_diag.statistics.sizes import same
 
 _STATED = ("causal", "scale", "window", "softcap", "dtype")
 ORDER: tuple[Outcome, ...] = (

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from attn_diag.bias import MIN_SEQUENCES, PRIMARY
 from attn_diag.results.diagnosis import (
     BiasEstimate,
     CaptureDiagnosis,
@@ -16,6 +15,7 @@ from attn_diag.results.diagnosis import (
     ObservationDiagnosis,
 )
 from attn_diag.results.explanation import Paragraph
+from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY
 from attn_diag.verdict import (
     DQ_ERROR_ABOVE,
     LOSSY_ABOVE,

@@ -15,7 +15,6 @@ import torch
 
 from attn_diag.assumptions import check_assumptions
 from attn_diag.baseline import find_baseline, observation_with_o
-from attn_diag.bias import SignedErrors, adjust, estimate_bias
 from attn_diag.captures import Capture
 from attn_diag.errors import InputError
 from attn_diag.heads import HeadInputs, NonFiniteCensus, read_head
@@ -40,6 +39,8 @@ from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors, StabilisedLimits, WhatIf
+from attn_diag.signed_errors import by_cell, of_rows
+from attn_diag.statistics.means import SignedErrors, adjust, estimate_bias
 from attn_diag.variants import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
 
 Progress = Callable[[int, int], None]
@@ -307,8 +308,8 @@ class _Bench:
         mean, keys = torch.stack(parts).mean(0), truth.clusters[truth.usable]
         if not bool(mean.isfinite().all()):
             return None
-        errors = SignedErrors.of_rows(mean, truth.noise_floor[truth.usable])
-        errors = errors.by_cell(torch.stack(cells).mean(0), keys)
+        errors = of_rows(mean, truth.noise_floor[truth.usable])
+        errors = by_cell(errors, torch.stack(cells).mean(0), keys)
         return estimate_bias(errors, keys.cpu().numpy(), 0.01, with_drift=False)
 
     def _cost(self, price: Price) -> Cost:

@@ -1,4 +1,4 @@
-"""The test of delta's mean, for many heads at once on the device: ``attn_diag.bias`` without degrees of freedom."""
+"""The test of delta's mean, for many heads at once on the device: ``statistics.means`` without degrees of freedom."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def standard_error(contributions: Tensor, clusters: Tensor, usable: Tensor) -> T
     """Of the sum over rows of delta's errors, [h]: n times the standard error of their mean.
 
     ``contributions`` [h, R, F]: what each feature of O adds to a row's error, 0 in unusable rows. Errors may be shared
-    within an argmax key and within a feature: ``bias.two_way``; features alone where all rows have one key.
+    within an argmax key and within a feature: ``means.two_way``; features alone where all rows have one key.
     """
     heads, _, features = contributions.shape
     index = clusters[..., None].expand_as(contributions)
@@ -44,6 +44,6 @@ def standard_error(contributions: Tensor, clusters: Tensor, usable: Tensor) -> T
 
 
 def _variance(sums: Tensor, sizes: Tensor, mean: Tensor, n: Tensor) -> Tensor:
-    """CR2's variance of the sum, as ``bias.mean_test``; [h]."""
+    """CR2's variance of the sum, as ``means.mean_test``; [h]."""
     left = (1 - sizes / n[:, None]).clamp_(min=torch.finfo(sums.dtype).tiny)
     return ((sums - sizes * mean[:, None]).square() / left).sum(1)

@@ -21,7 +21,7 @@ from attn_diag.monitoring.sample import Sample
 SKETCH = 256
 # q - x W_Q^T, less a bias, is rounding where q is the projection's own output; RoPE or QK-norm leave the order of 1.
 _MISFIT = 0.05
-# From so many sequences on they are the clusters of delta's test (``bias.MIN_SEQUENCES``).
+# From so many sequences on they are the clusters of delta's test (``means.MIN_SEQUENCES``).
 _SEQUENCES = 8
 
 
@@ -34,8 +34,8 @@ class HeadMetrics:
     maximum is repeated, "exact" and "unit" of ``attn_diag.row_maxima``. ``unity_defect``: mean of exp(L_ref - L_obs) -
     1, by which the backward's probabilities miss a sum of 1. ``noise_factor``: rms of Delta_delta over its noise floor
     sigma. ``conditioning``: ||alpha diag(delta) P K|| / ||dQ||. ``delta_bias``: t of the mean of Delta_delta, with
-    ``attn_diag.bias``'s clusters; ``delta_bias_sigma``: that mean in units of sigma. ``dq_share``, ``dw_q_share``: norm
-    of the predicted error of dQ and dW_Q over the reference's norm, from delta alone; ``dq_share_lse``,
+    ``statistics.means``'s clusters; ``delta_bias_sigma``: that mean in units of sigma. ``dq_share``, ``dw_q_share``:
+    norm of the predicted error of dQ and dW_Q over the reference's norm, from delta alone; ``dq_share_lse``,
     ``dw_q_share_lse`` from delta and LSE. ``dq_over_floor``, ``dw_q_over_floor``: the same error's norm over what one
     correct rounding of O would leave of it if rows erred independently. ``coherence``: ||sum a||^2 / sum ||a||^2 of the
     atoms a_t = e_t (x) x_t; 1 is what random signs give. ``coherence_with_past``: cosine between E and the average of

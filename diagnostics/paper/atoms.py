@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.paper.accumulation import SIGN_DRAWS, sign_coherence
 from attn_diag.paper.rows import HeadRows
 from attn_diag.paper.similarity import Directions, cosines, matrix, random_cosine95
 from attn_diag.results.diagnosis import GradientError
 from attn_diag.results.paper import AtomRow, Atoms, OverSteps, StepAtoms
+from attn_diag.statistics.sums import SIGN_DRAWS, sign_coherence
 
 # Rows shown in all, of at most so many steps; evenly spread rows for the means; steps in a matrix.
 _SHOWN_ROWS, _SHOWN_STEPS, _SAMPLED_ROWS, _MATRIX_STEPS = 48, 16, 512, 100

@@ -12,7 +12,6 @@ from attn_diag.capture_job import Selection
 from attn_diag.captures import Capture
 from attn_diag.errors import InputError
 from attn_diag.microscopy.microscope import microscope
-from attn_diag.paper.accumulation import accumulate
 from attn_diag.paper.atoms import StepRecord, figure_4, shares
 from attn_diag.paper.features import FeatureSums
 from attn_diag.paper.rows import HeadReader
@@ -33,6 +32,7 @@ from attn_diag.results.paper import (
     TriggerCounts,
     Triggers,
 )
+from attn_diag.statistics.sums import accumulate
 
 
 def paper_figures(

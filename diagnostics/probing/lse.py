@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from attn_diag.bias import SignedErrors, estimate_bias
-from attn_diag.probing.means import confidence, p_beyond
 from attn_diag.results.probe import LseTest
+from attn_diag.signed_errors import of_elements
+from attn_diag.statistics.means import SignedErrors, estimate_bias
+from attn_diag.statistics.welch import confidence, p_beyond
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class LseErrors:
         observed, truth, budget = observed[finite], truth[finite], budget[finite]
         error = observed - truth
         return cls(
-            signed=SignedErrors.of_elements(error[:, None], 0.0),
+            signed=of_elements(error[:, None], 0.0),
             max_error=float(error.abs().max()) if len(error) else 0.0,
             of_budget=float((error.abs() / budget).max()) if len(error) else 0.0,
             allowed=float(arithmetic[finite].sum()),

@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.bias import SignedErrors, estimate_bias
 from attn_diag.parallel import map_in_order
 from attn_diag.probing.budget import error_budget
 from attn_diag.probing.inputs import Case
 from attn_diag.probing.lse import LseErrors
-from attn_diag.probing.means import confidence, p_beyond
 from attn_diag.probing.subject import Output
 from attn_diag.reference import (
     AttentionHead,
@@ -28,6 +26,9 @@ from attn_diag.reference import (
     ulp,
 )
 from attn_diag.results.probe import Direction, SignedTest
+from attn_diag.signed_errors import of_elements
+from attn_diag.statistics.means import SignedErrors, estimate_bias
+from attn_diag.statistics.welch import confidence, p_beyond
 
 # An O whose spacing is no more than 2^8 of fp32's shows what fp32 arithmetic does: orders of sums, exp, alpha's cast.
 _FINE_PRECISION = 23 - 8
@@ -100,8 +101,8 @@ def measure_head(
     spacing = ulp(truth, out)
     signed: dict[tuple[Direction, str], SignedErrors] = {}
     for name, values in (("error", error), ("excess", excess)):
-        signed["away from zero", name] = SignedErrors.of_elements(values * truth.sign(), float(spacing.sum()))
-        signed["upward", name] = SignedErrors.of_elements(values, float(spacing.sum()))
+        signed["away from zero", name] = of_elements(values * truth.sign(), float(spacing.sum()))
+        signed["upward", name] = of_elements(values, float(spacing.sum()))
     return HeadErrors(
         signed=signed,
         lse=None if lse is None else LseErrors.of(lse.double(), reference.lse, lse_budget, lse_arithmetic),

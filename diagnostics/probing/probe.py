@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from attn_diag.bias import adjust
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
 from attn_diag.probing import inputs, words
@@ -19,12 +18,13 @@ from attn_diag.probing.catalogue import Probe, choose
 from attn_diag.probing.inputs import Case, Draw
 from attn_diag.probing.invariance import Pair
 from attn_diag.probing.lse import lse_test
-from attn_diag.probing.means import confidence
 from attn_diag.probing.measure import HeadErrors, measure_case, signed_tests
 from attn_diag.probing.subject import DTYPES, Attention, Output, Subject, subject_of
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, ulp
 from attn_diag.results.probe import Assumptions, Finding, Label, LseTest, ProbeReport, SignedTest
+from attn_diag.statistics.means import adjust
+from attn_diag.statistics.welch import confidence
 
 if TYPE_CHECKING:
     from attn_diag.progress import Progress

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attn_diag import __version__
-from attn_diag.bias import MIN_SEQUENCES
 from attn_diag.capture_job import select_observations
 from attn_diag.captures import Capture
 from attn_diag.engines import DEFAULT_RECIPE
@@ -29,6 +28,7 @@ from attn_diag.regression.measure import Measured, measure_case
 from attn_diag.regression.subject import DTYPES, Attention, MisfitError, Subject, emulate, subject_of
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
 from attn_diag.results.check import Case, CheckReport, Failure
+from attn_diag.statistics.means import MIN_SEQUENCES
 
 if TYPE_CHECKING:
     from attn_diag.progress import Progress

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from attn_diag.bias import holm
-from attn_diag.comparison import means
 from attn_diag.regression.measure import Measured
 from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import Bias, Case, Failure, Size
+from attn_diag.statistics import welch as means
+from attn_diag.statistics.means import holm
 
 # An error may be so many times the baseline's: a quarter of the variance more, as one more independent rounding makes
 # whose errors are half as large.

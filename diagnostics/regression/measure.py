@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from attn_diag.analysis import inspect_captures
-from attn_diag.bias import MIN_SEQUENCES
 from attn_diag.captures import DEFAULT_OBSERVATION, Capture
 from attn_diag.kernels import Recipe
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, format_of, reference_head, ulp
 from attn_diag.regression.cases import CaseInputs
 from attn_diag.results.baseline import SequenceMean
 from attn_diag.results.diagnosis import CaptureDiagnosis, HeadDiagnosis
+from attn_diag.statistics.means import MIN_SEQUENCES
 
 BIASES = ("o_excess", "o_away_excess", "delta_excess")
 _YARDSTICK = "yardstick"

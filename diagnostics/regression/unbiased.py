@@ -12,13 +12,14 @@ correctly (every excess is zero), and one whose inner errors have mean zero. Clu
 - the leading indices (all before the last two) where there are at least 8, as the heads of [B, H, T, D];
 - else the rows (all indices but the last): the elements of a row may share an error, as of a row sum;
 - and beside either, the features (the last index) where there are at least 8: the rows may share an error too, as of a
-  weight's or a value's rounding. Two-way clustering, ``attn_diag.bias.two_way``. Where nothing is shared that makes the
-  smallest detectable bias larger: 1.02 times with 128 features, 1.1 with 40, 1.3 with 16, 1.7 with 8.
+  weight's or a value's rounding. Two-way clustering, ``statistics.means.two_way``. Where nothing is shared that makes
+  the smallest detectable bias larger: 1.02 times with 128 features, 1.1 with 40, 1.3 with 16, 1.7 with 8.
 
 L or delta, [B, H, T], have their heads for rows and their positions for features; ``.unsqueeze(-1)`` makes rows of the
 positions. What spans both ways, such as one wrong scale for a whole tensor of few heads, is no noise but a bias, and is
 found as one. How far the reference lies from a representable number is taken as random: where many rows are copies of
-one another, give labels as clusters. The estimator is ``attn_diag.bias.estimate_bias``; its docstring has the sources.
+one another, give labels as clusters. The estimator is ``statistics.means.estimate_bias``; its docstring has the
+sources.
 
 Measured by ``tests/test_unbiased.py`` (with 4,000 redraws instead of its 500), where errors are independent, shared by
 rows, features or heads, or rounded stochastically: alarms of 3.8 to 4.9 % at level 5 %, and 0.5 to 1.0 % at 1 %.
@@ -34,10 +35,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.bias import MIN_SEQUENCES, SignedErrors, estimate_bias, holm
 from attn_diag.errors import InputError
 from attn_diag.reference import format_of, round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.signed_errors import by_feature, of_elements
+from attn_diag.statistics.means import MIN_SEQUENCES, estimate_bias, holm
 
 Clusters = Tensor | np.ndarray | Sequence[int]
 
@@ -214,9 +216,9 @@ def _clusters(given: Clusters | None, rows: Sequence[int], features: int, name: 
 
 
 def _estimate(values: Tensor, spacing: float, keys: Tensor, level: float) -> BiasEstimate:
-    errors = SignedErrors.of_elements(values, spacing)
+    errors = of_elements(values, spacing)
     if values.shape[1] >= MIN_SEQUENCES:
-        errors = errors.by_feature(values, keys.to(values.device))
+        errors = by_feature(errors, values, keys.to(values.device))
     return estimate_bias(errors, keys.numpy(), level, with_drift=False)
 
 

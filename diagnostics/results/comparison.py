@@ -25,7 +25,7 @@ Outcome = Literal[
 
 @dataclass(frozen=True)
 class MeanChange:
-    """One primary mean error in A and B, and Welch's test of their difference; see ``attn_diag.comparison.means``.
+    """One primary mean error in A and B, and Welch's test of their difference; see ``statistics.welch``.
 
     ``a_units``, ``b_units``: the means in ulp, or for delta in noise floors. ``a_biased``: significant in A's own run.
     ``df``: Welch and Satterthwaite's degrees of freedom. ``p_adjusted``: Benjamini-Hochberg over all differences.

@@ -67,7 +67,7 @@ class Drift(Sequence[DriftPoint]):
 
 @dataclass(frozen=True)
 class BiasEstimate:
-    """Mean of a signed error (observed - reference) with its uncertainty; see ``attn_diag.bias``.
+    """Mean of a signed error (observed - reference) with its uncertainty; see ``statistics.means``.
 
     Errors are in the quantity's own unit (that of O, L, delta, dQ, …) unless a field says otherwise. Null: not tested,
     or nothing to test.
@@ -91,6 +91,8 @@ class BiasEstimate:
     """mean / standard_error."""
     p_value: Number | None = None
     """Two-sided p-value of a zero mean."""
+    degrees_of_freedom: Number | None = None
+    """Degrees of freedom of the t-test; null also in documents written before this was stated."""
     p_adjusted: Number | None = None
     """p_value after Benjamini-Hochberg over the run's family; the primary tests alone have one."""
     ci95: tuple[Number, Number] | None = None

@@ -4,7 +4,7 @@ A size is the root of a mean square over n terms. With kurtosis k = E e^4 / (E e
 square is (k - 1) / n, that of its root (k - 1) / (4 n). As n_eff = (sum e^2)^2 / sum e^4 estimates n / k, this is
 1 / n_eff - 1 / n: a mean square scatters like chi^2 / f of f = 2 / (1 / n_eff - 1 / n) degrees of freedom (n for normal
 errors). So the squared ratio of two sizes of equal expectation follows F(f_B, f_A), and ``bounds`` are its quantiles.
-Assumed: terms are independent (n and n_eff count clusters, see ``attn_diag.bias``), tails are no lighter than the
+Assumed: terms are independent (n and n_eff count clusters, see ``statistics.means``), tails are no lighter than the
 normal's (f <= n), and the norm of the true dQ and dW_Q is known.
 
 - noise factor: f from delta's errors, unscaled; scaled by their noise floors they are more alike: f is rather larger.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.paper import Accumulated
+from attn_diag.statistics.welch import degrees_of_freedom
 
 Array = npt.NDArray[np.float64]
 
@@ -54,16 +55,6 @@ def _of_sum(standard_errors: Array, df: Array) -> tuple[Array, Array]:
     with np.errstate(divide="ignore", invalid="ignore"):
         total = np.square(variance) / (np.square(squares) / df).sum(-1)
     return np.asarray(np.sqrt(variance)), np.asarray(np.where(variance > 0, total, np.inf))
-
-
-def degrees_of_freedom(estimate: BiasEstimate) -> float:
-    """Those of an estimate's standard error, from its 95 % interval; infinite where it has none."""
-    from scipy.special import stdtridf
-
-    if estimate.ci95 is None or not estimate.standard_error:
-        return math.inf
-    low, high = estimate.ci95
-    return float(stdtridf(0.975, (high - low) / 2 / estimate.standard_error))
 
 
 def accumulate(estimates: Sequence[BiasEstimate]) -> Accumulated | None:

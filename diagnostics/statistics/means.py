@@ -31,8 +31,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from attn_diag.results.diagnosis import BiasEstimate, Drift
 
@@ -64,19 +62,6 @@ class FeatureSums:
     cell_sizes: float
 
     @classmethod
-    def of(cls, cells: Tensor, rows: Tensor, count: int) -> FeatureSums:
-        """Of one head: ``cells`` [K, D] the errors' sums, ``rows`` [K] each key's rows, ``count`` elements a row."""
-        features = cells.shape[1]
-        sizes = rows * (count / features)
-        return cls(
-            sums=cells.sum(0).cpu().numpy(),
-            sizes=np.full(features, float(sizes.sum())),
-            cell_squares=_sum_of_squares(cells),
-            cell_products=float(cells.sum(1) @ sizes),
-            cell_sizes=_sum_of_squares(sizes) * features,
-        )
-
-    @classmethod
     def join(cls, parts: Sequence[FeatureSums]) -> FeatureSums:
         """The features and cells of several heads or sequences side by side."""
         return cls(
@@ -104,54 +89,6 @@ class SignedErrors:
     unit_scale: float
     count: int
     features: FeatureSums | None = None
-
-    @classmethod
-    def of_elements(cls, errors: Tensor, ulp_sum: float) -> SignedErrors:
-        """From elementwise errors [n, D] and the sum of their spacings: the mean in ulp is mean(e) / mean(ulp)."""
-        total = errors.sum(1).cpu().numpy()
-        positive, nonzero = _count_signs(errors)
-        return cls(
-            total=total,
-            square=_sum_of_squares(errors),
-            positive=positive,
-            nonzero=nonzero,
-            unit_total=float(total.sum()),
-            unit_scale=ulp_sum,
-            count=errors.shape[1],
-        )
-
-    @classmethod
-    def of_rows(cls, errors: Tensor, units: Tensor) -> SignedErrors:
-        """From one error a row in units of one scale a row, both [n]: the mean in units is mean(e / unit)."""
-        usable = (units > 0) & units.isfinite()
-        positive, nonzero = _count_signs(errors)
-        return cls(
-            total=errors.cpu().numpy(),
-            square=_sum_of_squares(errors),
-            positive=positive,
-            nonzero=nonzero,
-            unit_total=float((errors[usable] / units[usable]).sum()),
-            unit_scale=float(usable.count_nonzero()),
-            count=1,
-        )
-
-    def by_feature(self, contributions: Tensor, keys: Tensor) -> SignedErrors:
-        """These errors of one head, with what the features of O contribute to them, [n, D]; ``keys`` [n] of the rows.
-
-        Unchanged where that is not most of them: a kernel's delta need not come from the O that it returns.
-        """
-        present = int(keys.max()) + 1 if len(keys) else 0
-        cells = contributions.new_zeros(present, contributions.shape[1]).index_add_(0, keys, contributions)
-        return self.by_cell(cells, keys)
-
-    def by_cell(self, cells: Tensor, keys: Tensor) -> SignedErrors:
-        """The same from the contributions' sums by key and feature, [K, D], 0 <= key < K."""
-        total = torch.as_tensor(self.total, dtype=cells.dtype, device=cells.device)
-        own = cells.new_zeros(len(cells)).index_add_(0, keys, total)
-        if _sum_of_squares(own - cells.sum(1)) > _sum_of_squares(own) / 4:
-            return self
-        rows = torch.bincount(keys, minlength=len(cells)).to(cells.dtype)
-        return replace(self, features=FeatureSums.of(cells, rows, self.count))
 
     @classmethod
     def join(cls, parts: Sequence[SignedErrors]) -> SignedErrors:
@@ -212,6 +149,7 @@ def estimate_bias(
         standard_error=se,
         t=float(test.t),
         p_value=float(test.p_value),
+        degrees_of_freedom=float(test.df),
         ci95=(mean - half, mean + half),
         minimum_detectable=float(test.minimum_detectable),
     )
@@ -335,18 +273,6 @@ def effective(sums: Array) -> Array:
     largest = np.abs(sums).max(-1, keepdims=True, initial=0.0)
     squares = np.square(sums / np.where(largest > 0, largest, np.nan))
     return np.asarray(squares.sum(-1) ** 2 / np.square(squares).sum(-1))
-
-
-def _sum_of_squares(values: Tensor) -> float:
-    flat = values.reshape(-1)
-    return float(torch.dot(flat, flat))
-
-
-def _count_signs(values: Tensor) -> tuple[int, int]:
-    """How many are positive, and how many not zero. Sums of signs are exact, and a quarter of the cost of comparing."""
-    signs = values.sign()
-    nonzero = int(_sum_of_squares(signs))
-    return (nonzero + int(signs.sum())) // 2, nonzero
 
 
 def _by_cluster(index: npt.NDArray[np.int64], values: Array) -> Array:
