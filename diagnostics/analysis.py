@@ -17,7 +17,6 @@ from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe
 from attn_diag.pooling import adjust_family
-from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.ranks import merged_over_ranks
 from attn_diag.reference import reference_head
@@ -28,6 +27,7 @@ from attn_diag.results.diagnosis import (
 )
 from attn_diag.row_maxima import DEFINITIONS, Repeats
 from attn_diag.verdict import summarise
+from attn_diag.work import Progress
 
 if TYPE_CHECKING:
     from attn_diag.kernels.dump import Dump

@@ -19,7 +19,6 @@ from attn_diag.heads import HeadInputs, NonFiniteCensus, read_float64, read_head
 from attn_diag.identification.recognise import Recognised, recognise
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.measure import HeadMeasurement, ObservedHead, measure_head
-from attn_diag.parallel import map_in_order
 from attn_diag.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.projection import Projection, find_projection
 from attn_diag.propagation import BackwardCollector, GradientSums, key_parts
@@ -38,6 +37,7 @@ from attn_diag.results.diagnosis import (
 from attn_diag.results.hardware import summary_of
 from attn_diag.signed_errors import of_elements
 from attn_diag.statistics.means import SignedErrors
+from attn_diag.work import map_in_order
 
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20

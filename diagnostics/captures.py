@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.files import write_atomically
+from attn_diag.hardware.store import stored_profile
 from attn_diag.metadata import Metadata, refuse_unsupported
 from attn_diag.reference import format_of
 
@@ -78,8 +79,6 @@ class Capture:
 
         Where ``selftest --hardware`` has measured the GPU that q is on, its note becomes part of the metadata.
         """
-        from attn_diag.hardware.store import stored_profile
-
         given = {name: t.detach() for name, t in tensors.items() if t is not None}
         if "q" in given and "hardware" not in metadata:
             profile = stored_profile(given["q"].device)

@@ -13,10 +13,10 @@ from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
 from attn_diag.microscopy.microscope import look, most_of_delta
 from attn_diag.microscopy.subject import subject_of
-from attn_diag.progress import Progress
 from attn_diag.results.attribution import HeadAttribution
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.microscope import Microscope
+from attn_diag.work import Progress
 
 _Found = TypeVar("_Found")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 import torch
 
-from attn_diag import __version__
 from attn_diag.errors import InputError
+from attn_diag.hardware.store import package_version, stored_profile
 from attn_diag.results.diagnosis import Tool
 
 
@@ -23,11 +23,9 @@ def pick_device(name: str) -> torch.device:
 
 def describe_tool(device: torch.device) -> Tool:
     """Versions, the device on which the reference and emulations ran, and what was measured of it."""
-    from attn_diag.hardware.store import stored_profile
-
     profile = stored_profile(device)
     return Tool(
-        version=__version__,
+        version=version("attn-diag"),
         python=platform.python_version(),
         torch=torch.__version__,
         triton=package_version("triton"),
@@ -43,11 +41,3 @@ def backend_name(device: torch.device) -> str:
         return "cpu"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
-
-
-def package_version(package: str) -> str | None:
-    """The installed version of a package; None where there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -15,9 +15,9 @@ from attn_diag.captures import Capture
 from attn_diag.heads import HeadInputs, read_float64
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
 from attn_diag.kernels.recipe import FORMATS
-from attn_diag.parallel import map_in_order
 from attn_diag.projection import HeadProjection
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_head, ulp
+from attn_diag.work import map_in_order
 
 
 @dataclass

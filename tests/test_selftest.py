@@ -227,7 +227,8 @@ class TestStore:
 def on_example_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device is the example GPU with a stored profile."""
     save_profile(profile())
-    monkeypatch.setattr(store, "stored_profile", lambda _: read_profile(GPU, TORCH, TRITON))
+    for module in ("attn_diag.captures", "attn_diag.provenance"):
+        monkeypatch.setattr(f"{module}.stored_profile", lambda _: read_profile(GPU, TORCH, TRITON))
 
 
 def tensors() -> dict[str, Tensor]:

@@ -38,8 +38,8 @@ from attn_diag import Capture, InputError, PaperFigures
 from attn_diag.loading import find_captures
 from attn_diag.paper.atoms import thinned
 from attn_diag.paper.similarity import random_cosine95
-from attn_diag.progress import Progress
 from attn_diag.provenance import pick_device
+from attn_diag.work import Progress
 
 SCHEMA = "attn-diag-accumulation"
 # Steps on which the head is chosen.

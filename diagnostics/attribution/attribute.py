@@ -18,13 +18,13 @@ from attn_diag.collectors import collector_of
 from attn_diag.errors import InputError
 from attn_diag.heads import NonFiniteCensus, read_float64, read_head
 from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.progress import Progress, part_of
 from attn_diag.projection import Projection, find_projection
 from attn_diag.provenance import backend_name, describe_tool, pick_device
 from attn_diag.reference import RowBlock
 from attn_diag.results.attribution import Attribution, HeadAttribution, RowKind
 from attn_diag.row_maxima import RowMaximaCollector, swamped_elements
 from attn_diag.variants import head_truth, observed_sizes
+from attn_diag.work import Progress, part_of
 
 # A row with less than this part of P outside its top key is called near one-hot.
 _NEAR_ONE_HOT = 0.05

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import traceback
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from attn_diag import __version__
 from attn_diag.cli.attribute import attribute
 from attn_diag.cli.check import check
 from attn_diag.cli.convert import convert
@@ -53,7 +53,7 @@ app.command()(env)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(__version__)
+        typer.echo(version("attn-diag"))
         raise typer.Exit
 
 

@@ -17,9 +17,9 @@ from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
     from attn_diag.captures import Capture
-    from attn_diag.progress import Progress
     from attn_diag.ranges import Ranges
     from attn_diag.results.base import Result
+    from attn_diag.work import Progress
 
 _PROGRESS_AFTER_S = 1.0
 

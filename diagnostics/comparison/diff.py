@@ -21,7 +21,7 @@ from attn_diag.statistics.sizes import Sizes, bonferroni_tail, same, size_change
 
 if TYPE_CHECKING:
     from attn_diag.captures import Capture
-    from attn_diag.progress import Progress
+    from attn_diag.work import Progress
 
 
 def diff(

@@ -1,4 +1,9 @@
-"""Dumps in, captures out."""
+"""Dumps in, captures out: what a dump does not state is tried, and the guesses are checked.
+
+The layout, causal alignment or base of LSE is the one under which the dumped O (or LSE) agrees with attention
+recomputed in float64. Every such choice is written to the capture's notes, and ``inspect`` checks it again before any
+verdict.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
+import torch
+
+from attn_diag.assumptions import Fit, lse_error, out_fit
+from attn_diag.captures import DEFAULT_OBSERVATION, Capture
 from attn_diag.conversion import flashinfer, sglang, torch_save
 from attn_diag.conversion.dumped import DumpedCall, Wanted
 from attn_diag.errors import InputError
+from attn_diag.metadata import LseBase
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
+_CPU = torch.device("cpu")
 _SUFFIX = ".safetensors"
 _Reader = Callable[[], Iterable[DumpedCall]]
 
@@ -127,7 +138,7 @@ class _Writer:
             raise InputError(f"{call.source}: {target} was written from another call of this dump already")
         if target.exists() and not self.force:
             raise InputError(f"{target} exists; choose another place, or say --force to overwrite it")
-        capture, notes = call.to_capture(self.wanted)
+        capture, notes = _captured(call, self.wanted)
         if not self.one_file:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
@@ -136,6 +147,64 @@ class _Writer:
         self.written.append(capture.save(target))
         if self.told is not None:
             self.told(target, notes)
+
+
+def _captured(call: DumpedCall, wanted: Wanted) -> tuple[Capture, tuple[str, ...]]:
+    """The capture, and the notes that it carries. Raises InputError where the tensors do not fit each other."""
+    try:
+        readings = call.readings(wanted)
+        capture, chosen = _settled(readings.captures, readings.layout_open, readings.causal_open)
+        capture, based = _with_base(capture, readings.bases)
+    except InputError as error:
+        raise InputError(f"{call.source}: {error}") from None
+    if readings.layout_by_shape:
+        chosen.insert(0, f"layout={capture.metadata.layout}: no other fits the shapes")
+    if capture.metadata.scale is None:
+        chosen.append("scale=1/sqrt(D) (default)")
+    notes = (*call.notes, *capture.assumed, *chosen, *based)
+    metadata = replace(capture.metadata, notes="; ".join(notes))
+    return replace(capture, metadata=metadata, assumed=()), notes
+
+
+def _settled(readings: list[Capture], layout_open: bool, causal_open: bool) -> tuple[Capture, list[str]]:
+    """The reading under which O is what attention gives, with what was found out; the first where none can tell."""
+    fits = {index: fit for index, c in enumerate(readings) if (fit := _fit(c)) is not None}
+    good = [index for index, fit in fits.items() if fit.ok]
+    chosen = readings[min(good, key=lambda index: fits[index].error) if good else 0]
+    m = chosen.metadata
+    words = [w for w, is_open in ((f"layout={m.layout}", layout_open), (f"causal={m.causal}", causal_open)) if is_open]
+    if good:
+        error = min(fits[index].error for index in good)
+        said = [f"{' and '.join(words)}: O agrees within {error:.2g}, tried {len(readings)}"] if words else []
+        return chosen, said
+    if fits:
+        least = min(fit.error for fit in fits.values())
+        return chosen, [
+            f"O does not agree with attention on q, k and v (off by {least:.2g} or more"
+            + (f"; {' and '.join(words)} is assumed" if words else "")
+            + "): q or k from before RoPE or a norm, another scale, or keys that are not in the dump?"
+        ]
+    return chosen, [f"{' and '.join(words)} assumed: no O to check with"] if words else []
+
+
+def _fit(capture: Capture) -> Fit | None:
+    if "o" not in capture.tensors:
+        return None
+    return out_fit(capture, DEFAULT_OBSERVATION, _CPU)
+
+
+def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, list[str]]:
+    """The capture with the base under which its LSE fits best, and what is to be said about it."""
+    if "lse" not in capture.tensors:
+        return capture, []
+    readings = [replace(capture, metadata=replace(capture.metadata, lse_base=base)) for base in bases]
+    errors = [lse_error(reading, DEFAULT_OBSERVATION, _CPU) for reading in readings]
+    known = [(error, index) for index, error in enumerate(errors) if error is not None]
+    best = readings[min(known)[1] if known else 0]
+    if len(bases) == 1:
+        return best, []
+    how = f"LSE agrees within {min(known)[0]:.2g}" if known else "assumed, no row to check with"
+    return best, [f"lse_base={best.metadata.lse_base}: {how}"]
 
 
 def _detected(path: Path) -> Kind:

@@ -1,9 +1,4 @@
-"""One attention call of a dump on its way to a capture: shapes, layout, masking and LSE base settled, guesses checked.
-
-What the dump does not state is tried: the layout, causal alignment or base of LSE under which the dumped O (or LSE)
-agrees with attention recomputed in float64. Every such choice is written to the capture's notes, and ``inspect``
-checks it again before any verdict.
-"""
+"""One attention call of a dump, and every capture that it may be: shapes, layouts, masking and LSE bases."""
 
 from __future__ import annotations
 
@@ -11,16 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
-import torch
 from torch import Tensor
 
-from attn_diag.assumptions import Fit, lse_error, out_fit
-from attn_diag.captures import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures import Capture
 from attn_diag.conversion.names import require_known
 from attn_diag.errors import InputError
 from attn_diag.metadata import Causal, Layout, LseBase, Metadata
 
-_CPU = torch.device("cpu")
 _HEADS_AND_ROWS = ("lse", "delta")
 
 
@@ -74,38 +66,46 @@ class DumpedCall:
     lse_bases: tuple[LseBase, ...] = get_args(LseBase)
     notes: tuple[str, ...] = ()
 
-    def to_capture(self, wanted: Wanted) -> tuple[Capture, tuple[str, ...]]:
-        """The capture, and the notes that it carries. Raises InputError where the tensors do not fit each other."""
-        try:
-            return self._captured(wanted)
-        except InputError as error:
-            raise InputError(f"{self.source}: {error}") from None
-
-    def _captured(self, wanted: Wanted) -> tuple[Capture, tuple[str, ...]]:
+    def readings(self, wanted: Wanted) -> Readings:
+        """The call as every capture that it may be. Raises InputError where the tensors do not fit each other."""
         stated = {**self.stated, **wanted.stated}
         layouts = (stated.pop("layout"),) if "layout" in stated else self.layouts
         causals = _causals_of(stated.pop("causal")) if "causal" in stated else self.causals
         bases = (stated.pop("lse_base"),) if "lse_base" in stated else self.lse_bases
-        readings: list[Capture] = []
+        found: list[Capture] = []
         errors: list[InputError] = []
         for layout in layouts:
             try:
                 tensors, reshaped = _shaped(self.tensors, layout, wanted.head_dim)
                 metadata = Metadata(layout=layout, causal=causals[0], lse_base=bases[0], **stated)
-                readings.append(Capture(tensors, metadata, self.source, tuple(reshaped)))
+                found.append(Capture(tensors, metadata, self.source, tuple(reshaped)))
             except InputError as error:
                 errors.append(error)
-        if not readings:
+        if not found:
             raise errors[0]
-        capture, chosen = _settled(_with_causals(readings, causals), len(readings) > 1, len(causals) > 1)
-        capture, based = _with_base(capture, bases)
-        if len(readings) == 1 and len(layouts) > 1:
-            chosen.insert(0, f"layout={capture.metadata.layout}: no other fits the shapes")
-        if capture.metadata.scale is None:
-            chosen.append("scale=1/sqrt(D) (default)")
-        notes = (*self.notes, *capture.assumed, *chosen, *based)
-        metadata = replace(capture.metadata, notes="; ".join(notes))
-        return replace(capture, metadata=metadata, assumed=()), notes
+        return Readings(
+            _with_causals(found, causals),
+            bases,
+            layout_open=len(found) > 1,
+            causal_open=len(causals) > 1,
+            layout_by_shape=len(found) == 1 and len(layouts) > 1,
+        )
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What a call may be: captures that differ in layout and causal alignment, and the bases that its LSE may have."""
+
+    captures: list[Capture]
+    """At least one; the most likely first."""
+    bases: tuple[LseBase, ...]
+    """Likewise."""
+    layout_open: bool
+    """Whether they differ in layout."""
+    causal_open: bool
+    """Whether the dump leaves the causal alignment open."""
+    layout_by_shape: bool
+    """Whether the shapes alone have ruled out the other layouts."""
 
 
 def _with_causals(readings: list[Capture], causals: tuple[Causal, ...]) -> list[Capture]:
@@ -116,47 +116,6 @@ def _with_causals(readings: list[Capture], causals: tuple[Causal, ...]) -> list[
         for causal in causals
         if not (causal == "bottom-right" and "top-left" in causals and c.q_length == c.k_length)
     ]
-
-
-def _settled(readings: list[Capture], layout_open: bool, causal_open: bool) -> tuple[Capture, list[str]]:
-    """The reading under which O is what attention gives, with what was found out; the first where none can tell."""
-    fits = {index: fit for index, c in enumerate(readings) if (fit := _fit(c)) is not None}
-    good = [index for index, fit in fits.items() if fit.ok]
-    chosen = readings[min(good, key=lambda index: fits[index].error) if good else 0]
-    m = chosen.metadata
-    words = [w for w, is_open in ((f"layout={m.layout}", layout_open), (f"causal={m.causal}", causal_open)) if is_open]
-    if good:
-        error = min(fits[index].error for index in good)
-        said = [f"{' and '.join(words)}: O agrees within {error:.2g}, tried {len(readings)}"] if words else []
-        return chosen, said
-    if fits:
-        least = min(fit.error for fit in fits.values())
-        return chosen, [
-            f"O does not agree with attention on q, k and v (off by {least:.2g} or more"
-            + (f"; {' and '.join(words)} is assumed" if words else "")
-            + "): q or k from before RoPE or a norm, another scale, or keys that are not in the dump?"
-        ]
-    return chosen, [f"{' and '.join(words)} assumed: no O to check with"] if words else []
-
-
-def _fit(capture: Capture) -> Fit | None:
-    if "o" not in capture.tensors:
-        return None
-    return out_fit(capture, DEFAULT_OBSERVATION, _CPU)
-
-
-def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, list[str]]:
-    """The capture with the base under which its LSE fits best, and what is to be said about it."""
-    if "lse" not in capture.tensors:
-        return capture, []
-    readings = [replace(capture, metadata=replace(capture.metadata, lse_base=base)) for base in bases]
-    errors = [lse_error(reading, DEFAULT_OBSERVATION, _CPU) for reading in readings]
-    known = [(error, index) for index, error in enumerate(errors) if error is not None]
-    best = readings[min(known)[1] if known else 0]
-    if len(bases) == 1:
-        return best, []
-    how = f"LSE agrees within {min(known)[0]:.2g}" if known else "assumed, no row to check with"
-    return best, [f"lse_base={best.metadata.lse_base}: {how}"]
 
 
 def _shaped(dumped: Mapping[str, Tensor], layout: Layout, head_dim: int | None) -> tuple[dict[str, Tensor], list[str]]:

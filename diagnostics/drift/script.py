@@ -9,12 +9,12 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import attn_diag
+from attn_diag import errors
 from attn_diag.drift.trace import trace_dtypes
 from attn_diag.errors import InputError
 from attn_diag.results.dtypes import DtypeDrift
 
-_OURS = str(Path(attn_diag.__file__).parent) + os.sep
+_OURS = str(Path(errors.__file__).parent) + os.sep
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _RAISED = 1  # as Python exits
 

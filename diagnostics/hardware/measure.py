@@ -10,8 +10,9 @@ from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.hardware.functions import CASTS, profile_cast, profile_exp2, profile_multiply
+from attn_diag.hardware.store import package_version
 from attn_diag.hardware.sums import DTYPES, profile_sums
-from attn_diag.provenance import backend_name, package_version
+from attn_diag.provenance import backend_name
 from attn_diag.results.hardware import HardwareProfile, SumProfile
 
 

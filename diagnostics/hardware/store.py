@@ -10,6 +10,7 @@ import os
 import re
 import warnings
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -42,8 +43,6 @@ def stored_profile(device: torch.device) -> HardwareProfile | None:
     """The profile of a CUDA device under the present versions, if one was stored."""
     if device.type != "cuda":
         return None
-    from attn_diag.provenance import package_version
-
     return read_profile(torch.cuda.get_device_name(device), torch.__version__, package_version("triton") or "unknown")
 
 
@@ -58,6 +57,14 @@ def read_profile(gpu: str, torch_version: str, triton: str) -> HardwareProfile |
     if profile is None or (profile.gpu, profile.torch, profile.triton) != (gpu, torch_version, triton):
         return None
     return profile
+
+
+def package_version(package: str) -> str | None:
+    """The installed version of a package; None where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @cache

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.heads import HeadInputs
-from attn_diag.parallel import map_in_order
 from attn_diag.reference import reference_rows
+from attn_diag.work import map_in_order
 
 # Rows among which those that attend to many keys are looked for, and how many are looked at together.
 _POOL, _BLOCK = 512, 64

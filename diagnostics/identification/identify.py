@@ -21,12 +21,12 @@ from attn_diag.identification.candidates import describe_schedule, family_name, 
 from attn_diag.identification.search import LEVEL, Subject, Trial
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.kernels.recipe import BACKWARD
-from attn_diag.parallel import map_in_order
 from attn_diag.provenance import backend_name, pick_device
 from attn_diag.results.identification import BackwardMatch, HardwareMatch, Identification, RankedRecipe
+from attn_diag.work import map_in_order
 
 if TYPE_CHECKING:
-    from attn_diag.progress import Progress
+    from attn_diag.work import Progress
 
 # Rows that are compared: as many as have so many scores together, and at least so many.
 _FINAL_SCORES, _FINAL_ROWS = 2**20, 128

@@ -8,8 +8,8 @@ from attn_diag.capture_job import Selection, select_heads, select_observations
 from attn_diag.captures import Capture
 from attn_diag.errors import InputError
 from attn_diag.identification.identify import identify
-from attn_diag.progress import Progress, part_of
 from attn_diag.results.identification import Identification, Identifications
+from attn_diag.work import Progress, part_of
 
 
 def identify_captures(

@@ -15,7 +15,7 @@ from attn_diag.identification.agreement import Match
 from attn_diag.identification.candidates import families, known_name, known_recipes, mixtures, schedules, variants
 from attn_diag.kernels import Recipe, emulate_rows
 from attn_diag.kernels.formats import Format
-from attn_diag.parallel import map_in_order
+from attn_diag.work import map_in_order
 
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Significance of "told apart".

@@ -18,10 +18,10 @@ from attn_diag.microscopy.addition import examine_addition
 from attn_diag.microscopy.closed_form import explain, predict_block
 from attn_diag.microscopy.subject import Subject, subject_of
 from attn_diag.microscopy.walk import Array, Parts, Walk, exponent_factor, site_format, walk_element
-from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool
 from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.results.microscope import Addition, Class, Curve, Element, Microscope, Point, Site, Term
+from attn_diag.work import Progress
 
 _MAX_POINTS = 512
 # Operands of the decisive addition, and further terms, that are listed one by one.

@@ -33,7 +33,6 @@ from attn_diag.mitigation.mitigations import (
 )
 from attn_diag.mitigation.stabilised import RepeatedMaxima, beta_limits, repeated_maxima_as_run
 from attn_diag.mitigation.words import summarise
-from attn_diag.parallel import map_in_order
 from attn_diag.projection import HeadProjection, find_projection
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference import round_nearest_even, ulp
@@ -42,6 +41,7 @@ from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors, Stab
 from attn_diag.signed_errors import by_cell, of_rows
 from attn_diag.statistics.means import SignedErrors, adjust, estimate_bias
 from attn_diag.variants import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
+from attn_diag.work import map_in_order
 
 Progress = Callable[[int, int], None]
 

@@ -17,7 +17,6 @@ from attn_diag.paper.features import FeatureSums
 from attn_diag.paper.rows import HeadReader
 from attn_diag.paper.survey import HeadAtStep, HeadKey, Survey, choose
 from attn_diag.paper.weights import NormSeries
-from attn_diag.progress import Progress
 from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.ranks import merged_over_ranks
 from attn_diag.results.paper import (
@@ -33,6 +32,7 @@ from attn_diag.results.paper import (
     Triggers,
 )
 from attn_diag.statistics.sums import accumulate
+from attn_diag.work import Progress
 
 
 def paper_figures(

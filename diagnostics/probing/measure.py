@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.parallel import map_in_order
 from attn_diag.probing.budget import error_budget
 from attn_diag.probing.inputs import Case
 from attn_diag.probing.lse import LseErrors
@@ -29,6 +28,7 @@ from attn_diag.results.probe import Direction, SignedTest
 from attn_diag.signed_errors import of_elements
 from attn_diag.statistics.means import SignedErrors, estimate_bias
 from attn_diag.statistics.welch import confidence, p_beyond
+from attn_diag.work import map_in_order
 
 # An O whose spacing is no more than 2^8 of fp32's shows what fp32 arithmetic does: orders of sums, exp, alpha's cast.
 _FINE_PRECISION = 23 - 8

@@ -27,7 +27,7 @@ from attn_diag.statistics.means import adjust
 from attn_diag.statistics.welch import confidence
 
 if TYPE_CHECKING:
-    from attn_diag.progress import Progress
+    from attn_diag.work import Progress
 
 _Inputs = TypeVar("_Inputs", Case, Pair)
 _Test = TypeVar("_Test", SignedTest, LseTest)

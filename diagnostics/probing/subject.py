@@ -12,9 +12,9 @@ from torch import Tensor
 from attn_diag.engines import require_known
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
-from attn_diag.parallel import map_in_order
 from attn_diag.provenance import backend_name
 from attn_diag.reference import AttentionHead, Masking
+from attn_diag.work import map_in_order
 
 # What is probed: fn(q, k, v) -> o, (o, lse) or (o, ...), [B, H, T, D].
 Attention = Callable[[Tensor, Tensor, Tensor], Any]

@@ -6,20 +6,21 @@ import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from attn_diag import __version__
 from attn_diag.capture_job import select_observations
 from attn_diag.captures import Capture
 from attn_diag.engines import DEFAULT_RECIPE
 from attn_diag.errors import InputError
+from attn_diag.hardware.store import package_version
 from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.metadata import Causal
-from attn_diag.provenance import backend_name, describe_tool, package_version, pick_device
+from attn_diag.provenance import backend_name, describe_tool, pick_device
 from attn_diag.regression import cases as suite
 from attn_diag.regression import judge, suspects
 from attn_diag.regression.baseline import nearest, read, refuse_to_overwrite, store
@@ -31,7 +32,7 @@ from attn_diag.results.check import Case, CheckReport, Failure
 from attn_diag.statistics.means import MIN_SEQUENCES
 
 if TYPE_CHECKING:
-    from attn_diag.progress import Progress
+    from attn_diag.work import Progress
 
 # So many failing cases are searched for what changed; the others are only asked about what was found there.
 _SEARCHED = 2
@@ -440,4 +441,4 @@ def device_words(device: torch.device) -> str:
 def versions() -> str:
     """The versions that bits depend on."""
     triton = package_version("triton")
-    return f"torch {torch.__version__}, {f'triton {triton}, ' if triton else ''}attn-diag {__version__}"
+    return f"torch {torch.__version__}, {f'triton {triton}, ' if triton else ''}attn-diag {version('attn-diag')}"

@@ -13,10 +13,10 @@ from torch import Tensor
 from attn_diag.engines import require_known
 from attn_diag.errors import InputError
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
-from attn_diag.parallel import map_in_order
 from attn_diag.provenance import backend_name
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.regression.cases import CaseInputs
+from attn_diag.work import map_in_order
 
 # fn(q, k, v) -> o, or (o, lse, ...); [B, H, T, D].
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
