@@ -11,6 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from attn_diag.errors import InputError
 from attn_diag.files import CAPTURE_SUFFIXES, PARTIAL
 from attn_diag.metadata import KEYS, Metadata, refuse_unsupported
 
-_EXAMPLE = Path(__file__).parent / "data" / "gpt2_step731_L2H4_rows.safetensors"
+_EXAMPLE = Path(str(files("attn_diag.data"))) / "gpt2_step731_L2H4_rows.safetensors"
 _HALF_WRITTEN = re.compile(rf"\.(.+({'|'.join(map(re.escape, CAPTURE_SUFFIXES))}))\.[^.]+{re.escape(PARTIAL)}")
 _STATED_BY_DEFAULT = ("layout", "causal", "scale")
 

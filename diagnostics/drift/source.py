@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_diag import errors
 from attn_diag.results.dtypes import SourceLine
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_NOT_THE_USERS = (_TORCH, str(Path(__file__).parent.parent) + os.sep)
+_NOT_THE_USERS = (_TORCH, str(Path(errors.__file__).parent) + os.sep)
 _EVAL_FRAME = str(Path(_TORCH, "_dynamo", "eval_frame.py"))
 _FLEX = str(Path(_TORCH, "nn", "attention", "flex_attention.py"))
 
