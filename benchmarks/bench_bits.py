@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch
 
-from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.captures.loading import load
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
-from attn_diag.loading import load
-from attn_diag.provenance import describe_tool, pick_device
 
 CAPTURES = Path(__file__).parent.parent / "tests" / "captures"
 SPLIT = replace(preset("fa2"), schedule=Schedule(key_tile=256, split_keys=256))

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_diag import Capture, load
-from attn_diag.analysis import inspect_captures
-from attn_diag.certification import RoundedBound
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.head.certification import RoundedBound
 from attn_diag.reference import AttentionHead, HeadBounds, HeadReference, RowBlock, reference_head
 
 CAPTURES = Path(__file__).parent.parent / "tests" / "captures"
@@ -55,10 +55,10 @@ def without_sums(*arguments: Any, **options: Any) -> HeadReference:
 def no_bounds() -> Iterator[None]:
     """Inspections in here do none of the bounds' work."""
     with (
-        patch("attn_diag.measure.BoundCollector", NoBounds),
-        patch("attn_diag.measure.reference_head", without_sums),
-        patch("attn_diag.measure.sum_of", lambda _: 0.0),
-        patch("attn_diag.measure.rounding_of_products", lambda *_: 0.0),
+        patch("attn_diag.head.measure.BoundCollector", NoBounds),
+        patch("attn_diag.head.measure.reference_head", without_sums),
+        patch("attn_diag.head.measure.sum_of", lambda _: 0.0),
+        patch("attn_diag.head.measure.rounding_of_products", lambda *_: 0.0),
         patch.object(RoundedBound, "of", lambda *_: RoundedBound(None, None)),
     ):
         yield

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import attn_diag
-from attn_diag.provenance import describe_tool
+from attn_diag.head.machine import describe_tool
 from attn_diag.results.check import CheckReport
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]

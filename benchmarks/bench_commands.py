@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from attn_diag.attribution.attribute import attribute
-from attn_diag.captures import Capture
-from attn_diag.heads import NonFiniteCensus, read_head
-from attn_diag.identification.identify import identify
+from attn_diag.analyses.attribution.attribute import attribute
+from attn_diag.analyses.identification.identify import identify
+from attn_diag.analyses.microscopy.microscope import microscope
+from attn_diag.analyses.mitigation.what_if import what_if
+from attn_diag.captures.capture import Capture
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import emulate_head, preset
-from attn_diag.microscopy.microscope import microscope
-from attn_diag.mitigation.what_if import what_if
-from attn_diag.provenance import describe_tool, pick_device
 
 SHAPES = [(1024, 64), (8192, 128)]
 RECIPES = ["cudnn", "bf16-forward", "qiu2025"]

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from attn_diag.drift.trace import DtypeTrace, trace_dtypes
-from attn_diag.provenance import describe_tool, pick_device
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.watching.drift.trace import DtypeTrace, trace_dtypes
 
 BOUND = 3.0
 # layers, width, T

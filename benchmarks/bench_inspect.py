@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attn_diag.analysis import inspect_captures
-from attn_diag.captures import Capture
-from attn_diag.loading import load
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.loading import load
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.results.diagnosis import Diagnosis
 

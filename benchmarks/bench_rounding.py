@@ -37,9 +37,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels.formats import Rounding, parse, round_to
 from attn_diag.kernels.rounding_numpy import round_array
-from attn_diag.provenance import describe_tool, pick_device
 from attn_diag.reference.rounding import BF16, E4M3, E5M2, FP16, FloatFormat, round_nearest_even
 from attn_diag.reference.rounding_table import RoundingTable, TableMode
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels.accumulation import tensor_core_matmul
-from attn_diag.provenance import describe_tool, pick_device
 
 LENGTHS = (16, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 M, N = 128, 64

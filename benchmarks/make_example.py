@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from attn_diag.captures import Capture
-from attn_diag.loading import load
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.loading import load
 
 STRIDE = 5
 # Of the five offsets, the cut whose dQ error (7.1 %) and conditioning (90) lie nearest the full capture's (8.0 %, 91).

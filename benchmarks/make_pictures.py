@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 from playwright.sync_api import sync_playwright
 
-from attn_diag.analysis import inspect_captures
-from attn_diag.loading import load
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.loading import load
 from attn_diag.reports import html_document
 
 CAPTURES = Path(__file__).parent.parent / "tests" / "captures"

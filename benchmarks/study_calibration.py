@@ -58,7 +58,7 @@ from calibration.draws import GAUSSIAN, capture_names
 from calibration.engine import Outcomes, run
 from calibration.summary import summarise
 
-from attn_diag.provenance import describe_tool
+from attn_diag.head.machine import describe_tool
 
 # Redraws of one job: enough jobs for many processes, and few enough to fill a GPU's batches.
 _SHARD = 500

@@ -28,13 +28,13 @@ from scipy import stats
 from torch import Tensor
 
 import attn_diag
-from attn_diag.provenance import describe_tool
-from attn_diag.regression import cases as suite
-from attn_diag.regression import judge
-from attn_diag.regression.measure import Measured, measure_case
-from attn_diag.regression.subject import emulate, subject_of
+from attn_diag.head.machine import describe_tool
 from attn_diag.results.baseline import BaselineCase, BaselineSize
 from attn_diag.results.check import Case
+from attn_diag.testing.regression import cases as suite
+from attn_diag.testing.regression import judge
+from attn_diag.testing.regression.measure import Measured, measure_case
+from attn_diag.testing.regression.subject import emulate, subject_of
 
 LEVEL = 0.01
 DEVICE = torch.device("cpu")

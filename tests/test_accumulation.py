@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.captures.loading import load
+from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, accumulation, emulate_head, preset
 from attn_diag.kernels.accumulation import HOPPER, TensorCore, matmul, tensor_core_matmul
 from attn_diag.kernels.formats import Mode
-from attn_diag.loading import load
 
 
 def exponent(x: Fraction) -> int:

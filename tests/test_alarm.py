@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attn_diag.monitoring.alarm import Alarm, AlarmRule, LayerState, replay
-from attn_diag.monitoring.record import Check, LayerCheck, Values, read_log, with_growth
+from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, LayerState, replay
+from attn_diag.watching.monitoring.record import Check, LayerCheck, Values, read_log, with_growth
 
 HEADS = 144
 # Worst head's share in the failing arm A of our own runs, by step; loss and gradient norm leave their trend at 600.

@@ -16,20 +16,20 @@ import pytest
 import torch
 from rich.cells import cell_len
 
-from attn_diag.attribution.attribute import attribute
-from attn_diag.attribution.shapley import Array, Plan, Subset
-from attn_diag.attribution.site_shares import attribute_sites
-from attn_diag.attribution.sites import rounding_sites, with_low, with_mode
-from attn_diag.captures import Capture
+from attn_diag.analyses.attribution.attribute import attribute
+from attn_diag.analyses.attribution.shapley import Array, Plan, Subset
+from attn_diag.analyses.attribution.site_shares import attribute_sites
+from attn_diag.analyses.attribution.sites import rounding_sites, with_low, with_mode
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.loading import load
 from attn_diag.errors import InputError
-from attn_diag.heads import HeadInputs
+from attn_diag.head.read import HeadInputs
+from attn_diag.head.truth import exact_recipe, head_truth, measure_variants
 from attn_diag.kernels import PRESETS, Recipe, Schedule, SoftmaxRule, emulate_head, preset
 from attn_diag.kernels.exponential import exp2_polynomial
 from attn_diag.kernels.formats import Mode
-from attn_diag.loading import load
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head
 from attn_diag.results.attribution import Attribution, HeadAttribution
-from attn_diag.variants import exact_recipe, head_truth, measure_variants
 
 SEEDS = range(20)
 

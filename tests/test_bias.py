@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from attn_diag.signed_errors import by_feature, of_elements, of_rows
+from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
 from attn_diag.statistics.means import FLAT_BAND_99, SignedErrors, adjust, estimate_bias, mean_test
 
 

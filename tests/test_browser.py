@@ -19,8 +19,8 @@ import pytest
 from hostile import NAMES, hostile_diagnosis
 from synthetic_reports import synthetic
 
-from attn_diag.analysis import inspect_captures
-from attn_diag.loading import load
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.loading import load
 from attn_diag.reports import gallery_document, html_document
 from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Mark, Section, Series, Tone
 from attn_diag.reports.story import headline

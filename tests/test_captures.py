@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import attn_diag.loading
+import attn_diag.captures.loading
 from attn_diag import Capture, InputError, load
-from attn_diag.analysis import inspect_captures
-from attn_diag.capture_job import Selection
-from attn_diag.loading import find_captures
-from attn_diag.metadata import Metadata
+from attn_diag.analyses.inspection.capture_job import Selection
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.loading import find_captures
+from attn_diag.captures.metadata import Metadata
 from attn_diag.results.diagnosis import CaptureDiagnosis
 
 
@@ -89,7 +89,7 @@ def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attn_diag.captures.save_file", full_disk)
+    monkeypatch.setattr("attn_diag.captures.capture.save_file", full_disk)
     with pytest.raises(InputError, match="No space left"):
         Capture(full()).save(tmp_path / "capture.safetensors")
     assert not list(tmp_path.iterdir())
@@ -123,13 +123,13 @@ def test_other_formats_hold_the_same(how: str, tmp_path: Path) -> None:
 def test_only_the_head_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Capture(full(heads=4, kv_heads=4), Metadata(causal="bottom-right")).save(tmp_path / "capture.safetensors")
     read: list[tuple[str, Any]] = []
-    original = attn_diag.loading._SafetensorsSource.__getitem__
+    original = attn_diag.captures.loading._SafetensorsSource.__getitem__
 
     def spy(source: Any, index: Any) -> Tensor:
         read.append((source.name, index))
         return original(source, index)
 
-    monkeypatch.setattr(attn_diag.loading._SafetensorsSource, "__getitem__", spy)
+    monkeypatch.setattr(attn_diag.captures.loading._SafetensorsSource, "__getitem__", spy)
     capture = load(path)
     assert not read
     capture.read("q", 1, 2)

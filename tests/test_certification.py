@@ -19,11 +19,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
 from attn_diag import InputError, load
-from attn_diag.analysis import inspect_captures
-from attn_diag.certification import Certify, RoundedBound, pool_certificates, rounding_of_products
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.analyses.inspection.verdict import beyond_reference
+from attn_diag.captures.ranges import Ranges
 from attn_diag.cli import main
 from attn_diag.cli.inspect import inspect as command
-from attn_diag.ranges import Ranges
+from attn_diag.head.certification import Certify, RoundedBound, pool_certificates, rounding_of_products
 from attn_diag.reference import UNIT, BoundCollector, HeadBounds, HeadReference, format_of, round_nearest_even, ulp
 from attn_diag.reference import attention as forward
 from attn_diag.reference.exact import exact_dot
@@ -32,7 +33,6 @@ from attn_diag.reports.words import certificate_words
 from attn_diag.results.diagnosis import BiasEstimate, Certificate, Diagnosis, HeadDiagnosis
 from attn_diag.results.embedded import embedded_diagnosis
 from attn_diag.statistics.means import PRIMARY
-from attn_diag.verdict import beyond_reference
 
 T, D = 64, 16
 
@@ -84,7 +84,7 @@ def test_no_verdict_on_means_below_the_references_own_error(size: float, monkeyp
     assert sum(len(estimates(head)) for head in heads(diagnosis)) > 4
     assert is_withheld(diagnosis)
     # One that judges whatever it sees is found out.
-    monkeypatch.setattr("attn_diag.verdict.REFERENCE_BELOW", math.inf)
+    monkeypatch.setattr("attn_diag.analyses.inspection.verdict.REFERENCE_BELOW", math.inf)
     assert not is_withheld(attn_diag.inspect(**noisy(size), causal=True))
 
 

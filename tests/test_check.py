@@ -15,14 +15,14 @@ from torch import Tensor
 import attn_diag
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
-from attn_diag.regression import cases as suite
-from attn_diag.regression import judge
-from attn_diag.regression.cases import CaseInputs
-from attn_diag.regression.measure import Measured, measure_case
-from attn_diag.regression.subject import emulate
 from attn_diag.results.baseline import BaselineCase, BaselineSize, SequenceMean
 from attn_diag.results.check import Case, CheckReport
 from attn_diag.statistics.means import holm
+from attn_diag.testing.regression import cases as suite
+from attn_diag.testing.regression import judge
+from attn_diag.testing.regression.cases import CaseInputs
+from attn_diag.testing.regression.measure import Measured, measure_case
+from attn_diag.testing.regression.subject import emulate
 
 FA2 = attn_diag.preset("fa2")
 CASES = ["normal", "pairs"]

@@ -14,8 +14,8 @@ import pytest
 
 import attn_diag
 from attn_diag.errors import InputError
-from attn_diag.regression import baseline as files
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineFile, BaselineSize, SequenceMean
+from attn_diag.testing.regression import baseline as files
 
 CASE = BaselineCase(
     "a1", "b2", ("o",), True, {"o_excess": SequenceMean(0.1 + 0.2, 1e-17 / 3, 15.0)},

@@ -14,7 +14,7 @@ import pytest
 
 import attn_diag
 from attn_diag.cli import main
-from attn_diag.provenance import describe_tool, pick_device
+from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.reports.github import step_summary, workflow_commands
 from attn_diag.reports.junit import junit_document
 from attn_diag.results.check import Bias, Case, CheckReport, Failure, Size

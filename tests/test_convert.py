@@ -19,10 +19,10 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag import InputError, convert, inspect_captures, load
-from attn_diag.assumptions import check_assumptions
-from attn_diag.captures import Capture
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.dumps.names import Leaf, choose, parse_map, role_of
 from attn_diag.cli import main
-from attn_diag.conversion.names import Leaf, choose, parse_map, role_of
+from attn_diag.head.assumptions import check_assumptions
 
 # The upstream files that the writers below follow, line by line where it matters.
 FLASHINFER = "flashinfer-ai/flashinfer 008a2836 flashinfer/api_logging.py"

@@ -23,14 +23,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
 from attn_diag import Capture, Diagnosis, Finding, InputError, break_if
-from attn_diag.analysis import inspect_captures
-from attn_diag.captures import Captures
-from attn_diag.debugging.conditions import largest_logit
-from attn_diag.debugging.stopping import at_next_instruction, users_frame
-from attn_diag.live.call import AttentionCall, Place
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.capture import Captures
 from attn_diag.reports import brief
 from attn_diag.reports.brief import wrapped
 from attn_diag.results.diagnosis import GradientError
+from attn_diag.watching.debugging.conditions import largest_logit
+from attn_diag.watching.debugging.stopping import at_next_instruction, users_frame
+from attn_diag.watching.live.call import AttentionCall, Place
 
 LONG = "a_very_long_name_of_a_kernel_or_a_file_that_goes_on_and_on_" * 5
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import attn_diag
-from attn_diag.analysis import inspect_captures
+from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.cli import main
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis

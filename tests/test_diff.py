@@ -20,8 +20,8 @@ from scipy import stats
 from torch import Tensor
 
 import attn_diag
-from attn_diag.comparison import means
-from attn_diag.comparison.diff import compare
+from attn_diag.analyses.comparison import means
+from attn_diag.analyses.comparison.diff import compare
 from attn_diag.results.comparison import Comparison, HeadComparison
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
 from attn_diag.statistics import sizes

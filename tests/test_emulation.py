@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_diag.analysis import inspect_captures
-from attn_diag.capture_job import Selection
-from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.analyses.inspection.capture_job import Selection
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.loading import load
+from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import (
     PRESETS,
     Recipe,
@@ -21,7 +22,6 @@ from attn_diag.kernels import (
     emulate_rows,
     preset,
 )
-from attn_diag.loading import load
 from attn_diag.reference import AttentionHead, Masking, reference_head
 
 SPLIT = Schedule(key_tile=256, split_keys=256)

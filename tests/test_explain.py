@@ -16,8 +16,8 @@ import torch
 
 import attn_diag
 from attn_diag import Diagnosis, Explanation, InputError, explain
-from attn_diag.analysis import inspect_captures
-from attn_diag.debugging.paragraphs import paragraphs
+from attn_diag.analyses.explanation.paragraphs import paragraphs
+from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.results.diagnosis import Certificate, HeadDiagnosis, Verdict
 
 CAPTURES = Path(__file__).parent / "captures"

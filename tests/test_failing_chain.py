@@ -23,11 +23,11 @@ import torch
 from scipy import stats
 
 import attn_diag
-from attn_diag.captures import Capture
+from attn_diag.captures.capture import Capture
 from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.monitoring.alarm import AlarmRule
-from attn_diag.monitoring.record import Check, LayerCheck, read_log
 from attn_diag.reference import AttentionHead, Masking
+from attn_diag.watching.monitoring.alarm import AlarmRule
+from attn_diag.watching.monitoring.record import Check, LayerCheck, read_log
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import agreement

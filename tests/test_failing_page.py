@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attn_diag.monitoring.alarm import AlarmRule
-from attn_diag.monitoring.record import Check, LayerCheck
 from attn_diag.reports.charts import Chart, Gallery, Section
 from attn_diag.reports.gallery import gallery_document
+from attn_diag.watching.monitoring.alarm import AlarmRule
+from attn_diag.watching.monitoring.record import Check, LayerCheck
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import page

@@ -30,8 +30,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import attn_diag
 from attn_diag.kernels.recipe import BACKWARD, Recipe, preset
-from attn_diag.monitoring.alarm import AlarmRule
-from attn_diag.monitoring.record import Check, read_log
+from attn_diag.watching.monitoring.alarm import AlarmRule
+from attn_diag.watching.monitoring.record import Check, read_log
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import alarms

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from attn_diag.analysis import inspect_captures
-from attn_diag.loading import load
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.loading import load
 from attn_diag.results.diagnosis import Diagnosis, ObservationDiagnosis
 
 CAPTURES = Path(__file__).parent / "captures"

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_diag.captures import Capture
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.files import write_atomically
+from attn_diag.captures.loading import find_captures, half_written
 from attn_diag.cli import main
 from attn_diag.errors import InputError
-from attn_diag.files import write_atomically
-from attn_diag.loading import find_captures, half_written
 
 # Writes half of a capture's bytes, says so, and waits to be killed; {writer} is how.
 WRITER = """
 import sys, time
 from pathlib import Path
-from attn_diag.files import write_atomically
+from attn_diag.captures.files import write_atomically
 
 source, target = map(Path, sys.argv[1:])
 

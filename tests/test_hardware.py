@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_diag.hardware.functions import CASTS, CastFormat, profile_cast, profile_exp2, profile_multiply
-from attn_diag.hardware.sums import Operands, profile_sums, rounding_of
 from attn_diag.kernels.accumulation import HOPPER, TensorCore, tensor_core_matmul
 from attn_diag.kernels.exponential import exp2_polynomial
 from attn_diag.kernels.formats import Mode, parse, round_to
 from attn_diag.reference import format_of
 from attn_diag.results.hardware import CastProfile, Exp2Profile, SumProfile
+from attn_diag.testing.hardware.functions import CASTS, CastFormat, profile_cast, profile_exp2, profile_multiply
+from attn_diag.testing.hardware.sums import Operands, profile_sums, rounding_of
 
 CPU = torch.device("cpu")
 

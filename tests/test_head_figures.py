@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import attn_diag
-from attn_diag.analysis import inspect_captures
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.head.ulp_counts import UlpCounts
 from attn_diag.results.diagnosis import HeadDiagnosis, HeadFigures
 from attn_diag.results.figures import PredictedError
-from attn_diag.ulp_counts import UlpCounts
 
 CAPTURES = Path(__file__).parent / "captures"
 SHARED = sorted(path.stem for path in CAPTURES.glob("*.safetensors"))

@@ -14,9 +14,9 @@ import pytest
 from hostile import NAMES, hostile_diagnosis
 from synthetic_reports import synthetic
 
-from attn_diag.analysis import inspect_captures
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.loading import load
 from attn_diag.errors import InputError
-from attn_diag.loading import load
 from attn_diag.reports import gallery_document, html_document, html_fragment
 from attn_diag.reports.charts import Axis, Chart, Gallery, Section, Series
 from attn_diag.reports.embedding import thinned

@@ -17,10 +17,10 @@ from torch import Tensor
 import attn_diag
 from attn_diag import Identification
 from attn_diag.cli import main
-from attn_diag.heads import NonFiniteCensus, read_head
-from attn_diag.identification import search
-from attn_diag.identification.agreement import Match, choose_rows
-from attn_diag.identification.candidates import (
+from attn_diag.head.read import NonFiniteCensus, read_head
+from attn_diag.head.recipe import search
+from attn_diag.head.recipe.agreement import Match, choose_rows
+from attn_diag.head.recipe.candidates import (
     describe_schedule,
     families,
     family_name,
@@ -28,7 +28,7 @@ from attn_diag.identification.candidates import (
     mixtures,
     schedules,
 )
-from attn_diag.identification.recognise import recognise
+from attn_diag.head.recipe.recognise import recognise
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.results.identification import Identifications
 

@@ -24,8 +24,8 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attn_diag
-from attn_diag.assumptions import check_assumptions
-from attn_diag.captures import Capture
+from attn_diag.captures.capture import Capture
+from attn_diag.head.assumptions import check_assumptions
 
 DIM = WIDTH // HEADS
 
@@ -374,7 +374,7 @@ def test_flash_attn(packing: str, probs: bool, flash_attn: ModuleType, tmp_path:
 def test_our_own_operator(tmp_path: Path) -> None:
     script = """
 import sys, torch, attn_diag
-from attn_diag.assumptions import check_assumptions
+from attn_diag.head.assumptions import check_assumptions
 q, k, v = (torch.randn(1, 2, 32, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 with attn_diag.capture(None, sys.argv[1]) as recorder:
     for step in range(2):
@@ -411,7 +411,7 @@ def test_two_axes_and_three(tmp_path: Path) -> None:
 def test_a_call_that_cannot_be_read_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from attn_diag.live import sites
+    from attn_diag.watching.live import sites
 
     def broken(*_: object) -> None:
         raise RuntimeError("not today")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import attn_diag
-from attn_diag.assumptions import check_assumptions
-from attn_diag.monitoring.record import read_log
+from attn_diag.head.assumptions import check_assumptions
+from attn_diag.watching.monitoring.record import read_log
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 

@@ -18,11 +18,11 @@ from tiny_models import Tiny, nano_gpt
 from torch import nn
 
 import attn_diag
-from attn_diag.assumptions import check_assumptions
-from attn_diag.captures import Capture
+from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
-from attn_diag.live import recorder as recording
-from attn_diag.live.writer import Taken, Writer
+from attn_diag.head.assumptions import check_assumptions
+from attn_diag.watching.live import recorder as recording
+from attn_diag.watching.live.writer import Taken, Writer
 
 
 def steps(tiny: Tiny, count: int = 1) -> None:
@@ -80,7 +80,7 @@ def test_a_full_disk_costs_its_step_alone(tmp_path: Path) -> None:
 def test_a_save_that_fails_says_why(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors import SafetensorError
 
-    from attn_diag import captures
+    from attn_diag.captures import capture as captures
 
     def fail(*_: object) -> None:
         if kind == "OSError":
@@ -96,7 +96,7 @@ def test_a_save_that_fails_says_why(kind: str, tmp_path: Path, monkeypatch: pyte
 
 KILLED = """
 import os, signal, sys, time, torch, attn_diag
-from attn_diag import captures
+from attn_diag.captures import capture as captures
 from tiny_models import nano_gpt
 write = captures.save_file
 def half(tensors, path, metadata):

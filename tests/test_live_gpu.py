@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 import attn_diag
-from attn_diag.assumptions import check_assumptions
-from attn_diag.captures import Capture
+from attn_diag.captures.capture import Capture
+from attn_diag.head.assumptions import check_assumptions
 
 pytestmark = pytest.mark.gpu
 LENGTH = 333

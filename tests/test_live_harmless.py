@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attn_diag
-from attn_diag.live import intercept, recorder
+from attn_diag.watching.live import intercept, recorder
 
 KINDS: dict[str, Callable[[], Tiny]] = {
     "nano_gpt": nano_gpt,
@@ -172,7 +172,7 @@ def test_nothing_stays_after_an_exception(where: str, error: type[BaseException]
 
 @pytest.mark.parametrize("part", ["Watch", "_prepare", "Projections", "install"])
 def test_nothing_stays_where_it_cannot_start(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_diag.live import watch
+    from attn_diag.watching.live import watch
 
     def fail(*_: object) -> None:
         raise _StopError
@@ -250,7 +250,7 @@ def test_a_listener_that_raises_is_only_logged(
 def test_hooks_that_raise_are_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from attn_diag.live import pending, projection
+    from attn_diag.watching.live import pending, projection
 
     alone = train(nano_gpt(), contextlib.nullcontext())
 

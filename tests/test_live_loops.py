@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import attn_diag
 from attn_diag.errors import InputError
-from attn_diag.live import intercept
+from attn_diag.watching.live import intercept
 
 
 def hooks(model: nn.Module) -> int:

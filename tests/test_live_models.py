@@ -15,9 +15,9 @@ from tiny_models import HEADS, TRANSFORMERS, WIDTH, Tiny, transformers_model
 from torch import Tensor, nn
 
 import attn_diag
-from attn_diag.assumptions import check_assumptions
-from attn_diag.captures import Capture
-from attn_diag.loading import find_captures
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.loading import find_captures
+from attn_diag.head.assumptions import check_assumptions
 
 pytest.importorskip("transformers")
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 import attn_diag
+from attn_diag.analyses.microscopy.closed_form import predict_block
+from attn_diag.analyses.microscopy.walk import exponent_factor, walk_element
 from attn_diag.cli import main
 from attn_diag.errors import InputError
-from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
-from attn_diag.microscopy.closed_form import predict_block
-from attn_diag.microscopy.walk import exponent_factor, walk_element
 from attn_diag.reference import AttentionHead, format_of, reference_rows, round_nearest_even
 from attn_diag.results.microscope import Microscope
 

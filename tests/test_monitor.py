@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_diag
 from attn_diag import Monitor
-from attn_diag.live.call import AttentionCall
-from attn_diag.monitoring import monitor as monitor_module
-from attn_diag.monitoring.alarm import Alarm, replay
-from attn_diag.monitoring.metrics import METRICS
-from attn_diag.monitoring.record import Check, read_log
-from attn_diag.monitoring.sample import Sample
+from attn_diag.watching.live.call import AttentionCall
+from attn_diag.watching.monitoring import monitor as monitor_module
+from attn_diag.watching.monitoring.alarm import Alarm, replay
+from attn_diag.watching.monitoring.metrics import METRICS
+from attn_diag.watching.monitoring.record import Check, read_log
+from attn_diag.watching.monitoring.sample import Sample
 
 WIDTH, HEADS, CONTEXT, VOCABULARY = 48, 3, 21, 29
 
@@ -444,8 +444,8 @@ def test_a_rank_that_misses_a_layer_does_not_stop_the_other(two_ranks: Path) -> 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_waits_and_memory_is_bounded() -> None:
-    from attn_diag.live.call import Place
-    from attn_diag.monitoring.metrics import head_sums
+    from attn_diag.watching.live.call import Place
+    from attn_diag.watching.monitoring.metrics import head_sums
 
     g = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(1, 1024, 768, generator=g, device="cuda").bfloat16()

@@ -17,10 +17,10 @@ from step_captures import T as ROW_COUNT
 from torch import Tensor
 
 import attn_diag
-import attn_diag.paper.atoms
+import attn_diag.analyses.paper.atoms
 from attn_diag import Capture, InputError, PaperFigures, paper_figures
-from attn_diag.paper.features import sign_bound
-from attn_diag.paper.similarity import Directions, random_cosine95
+from attn_diag.analyses.paper.features import sign_bound
+from attn_diag.analyses.paper.similarity import Directions, random_cosine95
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.statistics.means import FLAT_BAND_99, mean_test
 from attn_diag.statistics.sums import accumulate, flat_band, sign_coherence
@@ -453,7 +453,7 @@ def test_captures_that_do_not_fit_are_named(unbiased: list[Capture]) -> None:
 def test_no_step_stays_in_memory(mutant: bool, unbiased: list[Capture], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each step of the second pass little more is kept than [D, C] numbers and the rows shown."""
     if mutant:
-        monkeypatch.setattr(attn_diag.paper.atoms, "_kept", lambda rows: rows)
+        monkeypatch.setattr(attn_diag.analyses.paper.atoms, "_kept", lambda rows: rows)
     held: dict[int, int] = {}
 
     def progress(done: int, _: int) -> None:

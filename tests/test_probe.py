@@ -20,16 +20,16 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.cli import main
+from attn_diag.head.signed_errors import of_elements
 from attn_diag.kernels.formats import parse, round_to
-from attn_diag.probing import measure
-from attn_diag.probing.catalogue import PROBES
-from attn_diag.probing.cause import matches_prediction
-from attn_diag.probing.inputs import Draw, cast_gap
-from attn_diag.probing.probe import MIN_HEADS
 from attn_diag.reference import format_of, round_nearest_even
-from attn_diag.signed_errors import of_elements
 from attn_diag.statistics.means import estimate_bias
 from attn_diag.statistics.welch import p_beyond
+from attn_diag.testing.probing import measure
+from attn_diag.testing.probing.catalogue import PROBES
+from attn_diag.testing.probing.cause import matches_prediction
+from attn_diag.testing.probing.inputs import Draw, cast_gap
+from attn_diag.testing.probing.probe import MIN_HEADS
 
 SHAPE = (2, 8, 96, 32)
 QUIET = {"exact", "within-rounding"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_diag.propagation import (
+from attn_diag.head.propagation import (
     AtomSums,
     BackwardCollector,
     ForwardErrors,

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 import attn_diag
-from attn_diag.analysis import inspect_captures
-from attn_diag.capture_job import Selection
-from attn_diag.heads import NonFiniteCensus, read_head
-from attn_diag.projection import HeadProjection, Projection, find_projection
-from attn_diag.pullback.jacobian import Pullback
-from attn_diag.pullback.rotation import Pairs, Rotation
+from attn_diag.analyses.inspection.capture_job import Selection
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.head.projection import HeadProjection, Projection, find_projection
+from attn_diag.head.pullback.jacobian import Pullback
+from attn_diag.head.pullback.rotation import Pairs, Rotation
+from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.reference import reference_head, round_nearest_even
 from attn_diag.reference.rounding import BF16
 from attn_diag.results.diagnosis import HeadDiagnosis

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import attn_diag
-from attn_diag.comparison import read
-from attn_diag.comparison.read import read_diagnosis
+from attn_diag.analyses.comparison import read
+from attn_diag.analyses.comparison.read import read_diagnosis
 from attn_diag.results.diagnosis import Diagnosis
 
 

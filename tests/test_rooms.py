@@ -66,7 +66,7 @@ def test_a_diagnosis_is_read_without_torch() -> None:
     for module in ("results.figures", "results.microscope", "results.attribution"):
         assert not (heavy | {"numpy"}) & modules_after(f"import attn_diag.{module}"), module
     assert not heavy & modules_after("import attn_diag.results.diagnosis")
-    assert "torch" in modules_after("import attn_diag.microscopy.microscope"), "the check above can fail"
+    assert "torch" in modules_after("import attn_diag.analyses.microscopy.microscope"), "the check above can fail"
 
 
 def modules_after(code: str) -> set[str]:

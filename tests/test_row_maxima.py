@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import attn_diag
+from attn_diag.head.row_maxima import MAX_POSITIONS, WINDOW, RowMaximaCollector, swamped_elements
 from attn_diag.kernels import preset, score_rounding
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reference.rounding import BF16, FP16, FloatFormat, round_nearest_even
-from attn_diag.row_maxima import MAX_POSITIONS, WINDOW, RowMaximaCollector, swamped_elements
 
 
 def head_with_ties(tq: int = 90, tk: int = 130, d: int = 16, spread: float = 1.0) -> AttentionHead:

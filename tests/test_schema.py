@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 import attn_diag
-from attn_diag.analysis import inspect_captures
+from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.reports import html_document
 from attn_diag.results.schema import kinds, schema_text
 

@@ -16,17 +16,18 @@ from typer.testing import CliRunner
 
 import attn_diag
 from attn_diag import Capture, HardwareProfile, InputError, cli
-from attn_diag.analysis import inspect_captures
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures import hardware as store
+from attn_diag.captures.hardware import profile_path, read_profile, save_profile
 from attn_diag.cli import app
-from attn_diag.hardware import installation, store
-from attn_diag.hardware.installation import attention_checks, function_checks, rounding_checks
-from attn_diag.hardware.store import profile_path, read_profile, save_profile
+from attn_diag.head.machine import describe_tool
 from attn_diag.kernels.accumulation import HOPPER, tensor_core_matmul
 from attn_diag.kernels.formats import Mode, Rounding, round_to
-from attn_diag.provenance import describe_tool
 from attn_diag.reference import AttentionHead, FloatFormat, reference_head, round_nearest_even
 from attn_diag.results.hardware import CastProfile, Exp2Profile, SumProfile, summary_of
 from attn_diag.results.selftest import Check, Installation
+from attn_diag.testing.hardware import installation
+from attn_diag.testing.hardware.installation import attention_checks, function_checks, rounding_checks
 
 GPU, TORCH, TRITON = "Example GPU 9000 (80 GB)", "2.11.0+cu128", "3.6.0"
 
@@ -138,7 +139,7 @@ class TestCommand:
             attn_diag.selftest(hardware=True)
 
     def test_it_measures_keeps_and_reports(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-        monkeypatch.setattr("attn_diag.hardware.measure.measure_hardware", profile)
+        monkeypatch.setattr("attn_diag.testing.hardware.measure.measure_hardware", profile)
         done = runner.invoke(app, ["selftest", "--hardware"])
         assert done.exit_code == 0, done.output
         assert "kept in" in done.output
@@ -218,7 +219,7 @@ class TestStore:
         with pytest.raises(InputError, match="cannot write"):
             save_profile(profile())
         assert read_profile(GPU, TORCH, TRITON) is None
-        monkeypatch.setattr("attn_diag.hardware.measure.measure_hardware", profile)
+        monkeypatch.setattr("attn_diag.testing.hardware.measure.measure_hardware", profile)
         with pytest.warns(UserWarning, match="measured but not kept: cannot write"):
             assert attn_diag.selftest(hardware=True) == profile()
 
@@ -227,7 +228,7 @@ class TestStore:
 def on_example_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device is the example GPU with a stored profile."""
     save_profile(profile())
-    for module in ("attn_diag.captures", "attn_diag.provenance"):
+    for module in ("attn_diag.captures.capture", "attn_diag.head.machine"):
         monkeypatch.setattr(f"{module}.stored_profile", lambda _: read_profile(GPU, TORCH, TRITON))
 
 
@@ -311,7 +312,7 @@ class TestKernels:
         assert torch.equal(kernels.cast(x, torch.float16), x.half())
 
     def test_profiles_run_on_the_kernels(self, kernels: Any, device: str) -> None:
-        from attn_diag.hardware.functions import profile_exp2, profile_multiply
+        from attn_diag.testing.hardware.functions import profile_exp2, profile_multiply
 
         found = profile_exp2(kernels.exp2, torch.device(device), per_binade=2**8)
         assert found.exact_at_zero

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attn_diag.captures.loading import load
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, Schedule, SoftmaxRule, emulate_head, preset
 from attn_diag.kernels.attention import attention, check_kernels_support
 from attn_diag.kernels.backend import DTYPES
@@ -21,7 +22,6 @@ from attn_diag.kernels.dump import Dump
 from attn_diag.kernels.geometry import Visibility, forward_geometry
 from attn_diag.kernels.triton_forward import forward
 from attn_diag.kernels.triton_math import as_operand, dot_add
-from attn_diag.loading import load
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, round_nearest_even
 
 # Interpreted, numpy says so where inputs hold infinities; a GPU does not.

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 import attn_diag
-from attn_diag.analysis import inspect_captures
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.analyses.mitigation.mitigations import BETAS, content, plans
 from attn_diag.cli import main
-from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import PRESETS, preset
-from attn_diag.mitigation.mitigations import BETAS, content, plans
 from attn_diag.reference import reference_head, round_nearest_even
 from attn_diag.results.what_if import Candidate, WhatIf
 

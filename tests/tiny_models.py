@@ -1,4 +1,4 @@
-"""Tiny models of several kinds, each with a batch and a loss: what the tests of ``attn_diag.live`` run."""
+"""Tiny models of several kinds, each with a batch and a loss: what the tests of ``attn_diag.watching.live`` run."""
 
 from __future__ import annotations
 

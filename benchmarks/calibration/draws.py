@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.captures.loading import load
+from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels.formats import parse, round_to
-from attn_diag.loading import load
 from attn_diag.reference import AttentionHead, Masking, format_of, round_nearest_even, ulp
 
 BF16 = format_of(torch.bfloat16)
@@ -166,7 +166,7 @@ def planted(out: Tensor, sample: Sample, direction: str, size: float, seed: int)
 
 
 def row_totals(out: Tensor, sample: Sample) -> dict[str, Tensor]:
-    """The signed errors of O and delta summed by row, [B, T], as ``attn_diag.measure`` forms them."""
+    """The signed errors of O and delta summed by row, [B, T], as ``attn_diag.head.measure`` forms them."""
     error, excess = out - sample.out, out - sample.rounded
     return {
         "o": error.sum(-1),

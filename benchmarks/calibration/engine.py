@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.pooling import Clusters
+from attn_diag.analyses.inspection.pooling import Clusters
 from attn_diag.statistics.means import PRIMARY, effective, mean_test, two_way
 from calibration import draws, others
 from calibration.candidates import CANDIDATES

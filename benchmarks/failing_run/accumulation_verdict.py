@@ -40,8 +40,7 @@ import torch
 from accumulation_steps import Alignment, Series, cosine, first_directions
 from torch import Tensor
 
-from attn_diag.monitoring.alarm import AlarmRule
-from attn_diag.paper.similarity import Directions, cosines
+from attn_diag.analyses.paper.similarity import Directions, cosines
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.paper import Accumulated
 from attn_diag.statistics.means import holm
@@ -53,6 +52,7 @@ from attn_diag.statistics.sums import (
     spread_test,
 )
 from attn_diag.statistics.welch import degrees_of_freedom
+from attn_diag.watching.monitoring.alarm import AlarmRule
 
 SPREAD, BAND, EQUAL = "bias, spread", "bias, band", "bias, equal weights"
 SIZE, WITHIN = "size", "coherence within steps"

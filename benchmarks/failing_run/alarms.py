@@ -21,8 +21,8 @@ from departure import departures
 from folder import markdown, monitor_logs, read_checks, read_runs, start_of
 from runlog import RunLog, plain
 
-from attn_diag.monitoring.alarm import Alarm, AlarmRule, AlarmState
-from attn_diag.monitoring.record import Check
+from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
+from attn_diag.watching.monitoring.record import Check
 
 # Steps between checks, at which runs from step 0 are replayed.
 SPACINGS = (25, 50)

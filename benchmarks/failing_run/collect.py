@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runlog import plain, rows_of
 
-from attn_diag.files import write_atomically
+from attn_diag.captures.files import write_atomically
 
 _DIGITS = 5
 

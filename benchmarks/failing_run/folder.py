@@ -17,8 +17,8 @@ from typing import Any
 
 from runlog import RunLog, begun, plain
 
-from attn_diag.files import write_atomically
-from attn_diag.monitoring.record import Check, read_log
+from attn_diag.captures.files import write_atomically
+from attn_diag.watching.monitoring.record import Check, read_log
 
 # Arms that round O once, at the end.
 HEALTHY = ("fa2", "healthy")

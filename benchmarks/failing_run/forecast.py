@@ -30,7 +30,7 @@ import numpy.typing as npt
 from folder import markdown
 from scipy import stats
 
-from attn_diag.monitoring.record import Check, read_log
+from attn_diag.watching.monitoring.record import Check, read_log
 
 Rule = Literal["log-linear", "linear"]
 Which = Literal["all heads", "worst head"]

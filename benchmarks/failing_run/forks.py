@@ -11,7 +11,7 @@ from departure import WINDOW, departures
 from folder import arm_of, start_of
 from runlog import RunLog
 
-from attn_diag.monitoring.record import Check
+from attn_diag.watching.monitoring.record import Check
 
 # Steps whose mean is called a loss.
 _TRAILING = 20

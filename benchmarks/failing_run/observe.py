@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import attn_diag
-from attn_diag.files import write_atomically
-from attn_diag.monitoring.record import Check, read_log
+from attn_diag.captures.files import write_atomically
+from attn_diag.watching.monitoring.record import Check, read_log
 
 # Of the alarm's head: enough for a test clustered by sequence.
 _SEQUENCES = range(8)

@@ -25,9 +25,9 @@ from folder import command, markdown, read_chains, read_checks, read_runs
 from forks import forks_of
 from values import percent
 
-from attn_diag.hardware.store import package_version
-from attn_diag.monitoring.alarm import AlarmRule
-from attn_diag.provenance import describe_tool, pick_device
+from attn_diag.captures.hardware import package_version
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.watching.monitoring.alarm import AlarmRule
 
 
 def outcomes(folder: Path) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from alarms import replayed
 from page_record import Record, Run
 from page_series import FAILING_TONE, HEALTHY_TONE, STEP, drawable, last_drawn
 
-from attn_diag.monitoring.alarm import AlarmRule, AlarmState
-from attn_diag.monitoring.record import Check
 from attn_diag.reports.charts import Axis, Band, Chart, Mark, Section, Series, Tone
 from attn_diag.reports.words import DASH
+from attn_diag.watching.monitoring.alarm import AlarmRule, AlarmState
+from attn_diag.watching.monitoring.record import Check
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from departure import Departure, departures
 from folder import HEALTHY, monitor_logs, read_runs
 from runlog import RunLog
 
-from attn_diag.monitoring.record import Check, read_log
+from attn_diag.watching.monitoring.record import Check, read_log
 
 _NAME = re.compile(r"(?P<arm>.+)_seed(?P<seed>\d+)(_(?P<tag>.+))?")
 

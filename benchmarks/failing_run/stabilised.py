@@ -26,9 +26,9 @@ from runlog import RunLog
 from values import signed_percent
 
 from attn_diag import preset
-from attn_diag.mitigation.stabilised import beta_limits
-from attn_diag.monitoring.record import Check
-from attn_diag.provenance import describe_tool, pick_device
+from attn_diag.analyses.mitigation.stabilised import beta_limits
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.watching.monitoring.record import Check
 
 BETAS = (2.0, 4.0, 8.0)
 

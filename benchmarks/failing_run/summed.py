@@ -27,13 +27,13 @@ from runlog import plain
 from torch import Tensor
 
 import attn_diag
-from attn_diag.captures import Capture
-from attn_diag.files import write_atomically
-from attn_diag.heads import NonFiniteCensus, read_head
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.files import write_atomically
+from attn_diag.captures.loading import find_captures
+from attn_diag.head.machine import describe_tool
+from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.kernels.recipe import FORMATS
-from attn_diag.loading import find_captures
-from attn_diag.provenance import describe_tool
 
 # All signs of more sequences are too many.
 _MOST = 16

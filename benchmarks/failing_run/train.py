@@ -49,7 +49,7 @@ from observe import Observer, steps_of
 from runlog import Record, RunLog, Writer, run_name
 from torch.nn.parallel import DistributedDataParallel
 
-from attn_diag.provenance import describe_tool
+from attn_diag.head.machine import describe_tool
 
 # What stands between the attentions, as functions of tensors: compiled, one graph serves all blocks, and the modules,
 # on which captures and monitors put their hooks, stay as they are.

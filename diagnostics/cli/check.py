@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.cli import common
 from attn_diag.errors import InputError
-from attn_diag.files import CAPTURE_SUFFIXES
 
 if TYPE_CHECKING:
     from attn_diag.results.check import CheckReport
@@ -59,7 +59,7 @@ def check(
     """Run a kernel on structured and random inputs: is it biased, less accurate than before, or other in its bits?"""
     import torch
 
-    from attn_diag.regression.check import check as run
+    from attn_diag.testing.regression.check import check as run
 
     if dtype not in _DTYPES:
         raise InputError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -98,7 +98,7 @@ def _subject(target: str) -> Any:
 
 
 def _write_junit(found: CheckReport, target: Path) -> None:
-    from attn_diag.files import write_atomically
+    from attn_diag.captures.files import write_atomically
     from attn_diag.reports.junit import junit_document
 
     text = junit_document(found)

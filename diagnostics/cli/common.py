@@ -16,8 +16,8 @@ import typer
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
-    from attn_diag.captures import Capture
-    from attn_diag.ranges import Ranges
+    from attn_diag.captures.capture import Capture
+    from attn_diag.captures.ranges import Ranges
     from attn_diag.results.base import Result
     from attn_diag.work import Progress
 
@@ -54,7 +54,7 @@ def metadata_options(
     layout: str | None, causal: str | None, scale: float | None, window: str | None, softcap: float | None
 ) -> dict[str, Any]:
     """What the command line says instead of a capture's metadata. Raises InputError for a window that is none."""
-    from attn_diag.metadata import parse_window
+    from attn_diag.captures.metadata import parse_window
 
     try:
         parsed = None if window is None else parse_window(window)
@@ -73,7 +73,7 @@ def deliver(result: Result, json: str | None, *, plain: bool = False, quiet: boo
 
     ``plain``: the report as a log takes it; ``quiet``: no report.
     """
-    from attn_diag.files import write_atomically
+    from attn_diag.captures.files import write_atomically
 
     with _stdout():
         if json == "-":
@@ -96,7 +96,7 @@ def write_page(result: Result, html: Path | None) -> None:
     """Write the result's HTML page to the file that ``--html`` names."""
     if html is None:
         return
-    from attn_diag.files import write_atomically
+    from attn_diag.captures.files import write_atomically
     from attn_diag.reports.renderers import page
 
     text = page(result)
@@ -107,8 +107,8 @@ def open_captures(
     paths: list[Path], *, example: bool, layers: Ranges | None, options: dict[str, Any]
 ) -> tuple[list[Capture], list[str]]:
     """Open every capture; what is missing or cannot be read is named on stderr, and is an error if nothing can."""
-    from attn_diag.loading import find_captures, half_written, load, load_example
-    from attn_diag.metadata import Metadata
+    from attn_diag.captures.loading import find_captures, half_written, load, load_example
+    from attn_diag.captures.metadata import Metadata
 
     # Said once, not of every file.
     Metadata().override(**options)
@@ -163,7 +163,7 @@ def one_place(capture: Capture, head: str | None, batch: str | None) -> tuple[in
 
     Raises InputError for what is not there, and where an option names several.
     """
-    from attn_diag.capture_job import Selection, select_heads
+    from attn_diag.analyses.inspection.capture_job import Selection, select_heads
 
     wanted = {"--head": numbers("--head", head), "--batch": numbers("--batch", batch)}
     for option, named in wanted.items():
@@ -178,7 +178,7 @@ def require_apart(targets: list[Path], inputs: list[Path], what: str = "a captur
 
     ``what``: an input, in words.
     """
-    from attn_diag.files import require_writable
+    from attn_diag.captures.files import require_writable
 
     for target in targets:
         require_writable(target)
@@ -243,7 +243,7 @@ def progress_bar(unit: str = "heads") -> Iterator[Progress]:
 
 def numbers(option: str, value: str | None) -> Ranges | None:
     """The numbers and ranges that an option names; None for all."""
-    from attn_diag.ranges import Ranges
+    from attn_diag.captures.ranges import Ranges
 
     return None if value is None else Ranges.parse(option, value)
 

@@ -46,8 +46,8 @@ def convert(
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Convert dumps of FlashInfer, SGLang or torch.save to captures that inspect reads; every guess is printed."""
-    from attn_diag.conversion.convert import convert as run
-    from attn_diag.conversion.names import parse_map
+    from attn_diag.analyses.conversion import convert as run
+    from attn_diag.captures.dumps.names import parse_map
     from attn_diag.errors import InputError
 
     options = common.metadata_options(layout, causal, scale, window, softcap)

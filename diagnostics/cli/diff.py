@@ -35,8 +35,8 @@ def diff(
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Say what became biased from A to B, what was cured, and what grew or shrank, beyond chance."""
-    from attn_diag.comparison.diff import as_diagnosis, compare, require_level
-    from attn_diag.comparison.matching import only
+    from attn_diag.analyses.comparison.diff import as_diagnosis, compare, require_level
+    from attn_diag.analyses.comparison.matching import only
     from attn_diag.results.comparison import Outcome
 
     wanted = common.labels(fail_on, (*get_args(Outcome), _UNMATCHED))

@@ -37,8 +37,8 @@ def dtypes(
 
     Exit codes: 1 for what --fail-on names, 2 if the script cannot be read or raises; its own sys.exit(n) otherwise.
     """
-    from attn_diag.drift.script import run_script
     from attn_diag.results.dtypes import Severity
+    from attn_diag.watching.drift.script import run_script
 
     wanted = common.labels(fail_on, get_args(Severity))
     common.require_apart([t for t in [common.json_target(json)] if t is not None], [script])

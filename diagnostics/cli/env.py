@@ -10,7 +10,7 @@ def env() -> None:
 
     import torch
 
-    from attn_diag.provenance import describe_tool, pick_device
+    from attn_diag.head.machine import describe_tool, pick_device
 
     tool = describe_tool(pick_device("auto"))
     print(f"attn-diag {tool.version}")

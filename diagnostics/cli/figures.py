@@ -31,7 +31,7 @@ def figures(
 
     Figures over steps need captures of several steps of one run (a directory of them) that state their step.
     """
-    from attn_diag.paper.figures import paper_figures
+    from attn_diag.analyses.paper.figures import paper_figures
 
     common.require_apart([t for t in (common.json_target(json), html) if t is not None], paths or [])
     options = common.metadata_options(layout, causal, scale, window, softcap)

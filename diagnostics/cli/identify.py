@@ -30,8 +30,8 @@ def identify(
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Say which known recipe and order of keys reproduce a captured O bit for bit (first head unless --head)."""
-    from attn_diag.capture_job import Selection
-    from attn_diag.identification.many import identify_captures
+    from attn_diag.analyses.identification.many import identify_captures
+    from attn_diag.analyses.inspection.capture_job import Selection
 
     common.require_apart([t for t in [common.json_target(json)] if t is not None], paths or [])
     options = common.metadata_options(layout, causal, scale, window, softcap)

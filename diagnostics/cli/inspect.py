@@ -11,8 +11,8 @@ import typer
 from attn_diag.cli import common
 
 if TYPE_CHECKING:
-    from attn_diag.certification import Certify
-    from attn_diag.ranges import Ranges
+    from attn_diag.captures.ranges import Ranges
+    from attn_diag.head.certification import Certify
     from attn_diag.results.diagnosis import Diagnosis
 
 
@@ -58,8 +58,8 @@ def inspect(
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Say whether captured attention is biased, lossy or ill-conditioned, and what it does to the gradients."""
-    from attn_diag.analysis import inspect_captures
-    from attn_diag.capture_job import Selection
+    from attn_diag.analyses.inspection.capture_job import Selection
+    from attn_diag.analyses.inspection.inspect import inspect_captures
     from attn_diag.results.diagnosis import Label
 
     wanted = common.labels(fail_on, get_args(Label))
@@ -90,7 +90,7 @@ def _details(asked: int | None, html: Path | None) -> int:
 
 def _certify(count: int, rows: Ranges | None, bits: int) -> Certify:
     """What the three options ask for. Raises InputError for what cannot be done."""
-    from attn_diag.certification import Certify
+    from attn_diag.head.certification import Certify
 
     return Certify(count, rows, bits)
 

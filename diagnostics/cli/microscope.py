@@ -34,7 +34,7 @@ def microscope(
 
     Without --row or --feature: where the captured O is furthest from its correctly rounded value.
     """
-    from attn_diag.microscopy.microscope import microscope as look
+    from attn_diag.analyses.microscopy.microscope import microscope as look
 
     common.require_apart([t for t in (common.json_target(json),) if t is not None], paths or [])
     options = common.metadata_options(layout, causal, scale, window, softcap)

@@ -12,7 +12,7 @@ from attn_diag.cli import common
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
-    from attn_diag.probing.subject import Attention
+    from attn_diag.testing.probing.subject import Attention
 
 
 def probe(
@@ -31,10 +31,10 @@ def probe(
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Run an attention on inputs with known answers, and say where it is biased, too far off or not invariant."""
-    from attn_diag.probing.probe import DEFAULT_SHAPE
-    from attn_diag.probing.probe import probe as run
-    from attn_diag.probing.subject import DTYPES
     from attn_diag.results.probe import Label
+    from attn_diag.testing.probing.probe import DEFAULT_SHAPE
+    from attn_diag.testing.probing.probe import probe as run
+    from attn_diag.testing.probing.subject import DTYPES
 
     wanted = common.labels(fail_on, get_args(Label))
     dtypes = {name: found for found, name in DTYPES.items()}

@@ -18,7 +18,7 @@ def report(
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Show a saved diagnosis again, in the terminal or as an HTML page."""
-    from attn_diag.comparison.read import read_diagnosis
+    from attn_diag.analyses.comparison.read import read_diagnosis
 
     targets = [t for t in (common.json_target(json), html) if t is not None]
     common.require_apart(targets, [file], what="the diagnosis to be shown")

@@ -20,9 +20,9 @@ def selftest(
     """Check this installation's numbers against independent ones, or measure the GPU's arithmetic."""
     import sys
 
-    from attn_diag.hardware.installation import check_installation
-    from attn_diag.hardware.measure import measure_hardware
-    from attn_diag.hardware.store import save_profile
+    from attn_diag.captures.hardware import save_profile
+    from attn_diag.testing.hardware.installation import check_installation
+    from attn_diag.testing.hardware.measure import measure_hardware
 
     common.require_apart([t for t in [common.json_target(json)] if t is not None], [])
     if hardware:

@@ -39,8 +39,8 @@ def what_if(
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Rank mitigations and other recipes by the error and bias they leave on one captured head, and by their cost."""
-    from attn_diag.mitigation.mitigations import BETAS
-    from attn_diag.mitigation.what_if import what_if as run
+    from attn_diag.analyses.mitigation.mitigations import BETAS
+    from attn_diag.analyses.mitigation.what_if import what_if as run
 
     paths = [] if path is None else [path]
     common.require_apart([t for t in (common.json_target(json),) if t is not None], paths)

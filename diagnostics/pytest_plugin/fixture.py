@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from attn_diag import Capture, Recipe
-    from attn_diag.regression.subject import Attention
-    from attn_diag.regression.unbiased import Clusters, TensorBias
     from attn_diag.results.check import CheckReport
+    from attn_diag.testing.regression.subject import Attention
+    from attn_diag.testing.regression.unbiased import Clusters, TensorBias
 
 PROPERTY = "attn_diag_baseline"
 
@@ -129,8 +129,8 @@ class AttnDiag:
         )
 
     def _failure(self, report: CheckReport, path: Path | None, target: Any, options: CheckOptions) -> list[str]:
-        from attn_diag.regression.rerun import capture_of_case
         from attn_diag.reports.check_failure import failure_lines, gravest
+        from attn_diag.testing.regression.rerun import capture_of_case
 
         closer = None
         capture = capture_of_case(target, gravest(report).case, **options)

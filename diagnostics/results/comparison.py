@@ -53,7 +53,7 @@ class MeanChange:
 
 @dataclass(frozen=True)
 class SizeChange:
-    """A figure without a standard error in A and B; see ``attn_diag.comparison.sizes``.
+    """A figure without a standard error in A and B; see ``attn_diag.statistics.sizes``.
 
     Chance alone leaves B / A between ``low`` and ``high``; beyond them it "grew" or "shrank". A figure of the inputs
     alone (conditioning, repeated maxima) has no such bounds: where it differs, the inputs do ("other inputs").

@@ -1,0 +1,262 @@
+"""Which rounding site makes the errors of O, delta, dQ and dW_Q: recipes in which only some sites round.
+
+Every subset of sites is a run of its own, in which the sites outside it round nothing. Contributions are Shapley values
+(``attn_diag.analyses.attribution.shapley``) of three set functions: the mean signed error, row by row, so that it has
+an uncertainty; the squared error norm; and for delta the squared noise factor. Errors of independent sites add up in
+squares, so a share of the squared norm is what a site alone would be held to account for. fp32 arithmetic joins before
+all sites: its part is small, and every run after it costs half of what float64 would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from attn_diag.analyses.attribution.shapley import Array, Plan, Subset
+from attn_diag.analyses.attribution.sites import Site, inert_change, rounding_sites, with_low, with_mode
+from attn_diag.head.truth import HeadTruth, VariantErrors, measure_variants
+from attn_diag.kernels import Recipe
+from attn_diag.kernels.formats import Mode
+from attn_diag.results.attribution import QUANTITIES, Effect, MeanError, Repair, SiteAttribution, Total, Twin
+from attn_diag.statistics.means import SignedErrors, adjust, estimate_bias
+
+ARITHMETIC = "arithmetic"
+_TWIN_SEEDS = 1
+# So many sites are repaired one after the other.
+_REPAIRS = 4
+
+
+@dataclass(frozen=True)
+class SiteTable:
+    """What ``attribute_sites`` found; see HeadAttribution."""
+
+    runs: int
+    orders: int | None
+    totals: dict[str, Total]
+    sites: tuple[SiteAttribution, ...]
+    inert: tuple[str, float]
+    repairs: tuple[Repair, ...]
+    twin: Twin
+    guilty: dict[str, str]
+    biased: dict[str, str]
+    whole: VariantErrors
+
+
+def attribute_sites(
+    truth: HeadTruth,
+    recipe: Recipe,
+    *,
+    level: float = 0.01,
+    captured: Mapping[str, float] | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> SiteTable:
+    """Attribute the errors that ``recipe`` makes on one head; ``captured``: errors of the real kernel, for comparison.
+
+    ``advance(rows)`` is called after every block of query rows.
+    """
+    sites = rounding_sites(recipe)
+    names = [site.name for site in sites]
+    everything, nothing = frozenset(names), frozenset[str]()
+    plan = Plan.make([n for n in names if n != ARITHMETIC], [n for n in names if n == ARITHMETIC])
+    runs = _Runs(truth, recipe, sites, advance)
+    alone = {name: frozenset([*plan.first, name]) for name in names}
+    without = {name: everything - {name} for name in names}
+    inert, unchanged = inert_change(recipe)
+    extra = {"inert": unchanged}
+    extra |= {f"twin {seed}": with_mode(recipe, sites, Mode.STOCHASTIC, seed) for seed in range(_TWIN_SEEDS)}
+    runs.run([everything, nothing, *plan.subsets, *alone.values(), *without.values()], extra)
+
+    game = _Game(truth)
+    contributions = plan.values({subset: game.value(runs[subset]) for subset in plan.subsets})
+    quantities = [q for q in QUANTITIES if q in runs.sizes(everything)]
+    biases = {q: game.biases(q, contributions, level) for q in quantities if game.has_bias(q)}
+    shares = _shares(contributions, game.value(runs[everything]) - game.value(runs[nothing]), quantities)
+    guilty = {q: max(names, key=lambda n: shares[n][q][0]) for q in quantities} if names else {}
+    biased = _biased(biases, level)
+    main = "dq" if "dq" in quantities else "o"
+    order = sorted(names, key=lambda n: -shares[n][main][0])[:_REPAIRS]
+    stages = [everything - set(order[: i + 1]) for i in range(len(order))]
+    # A sham repair shows something only where a repair would: at the sites that are blamed.
+    blamed = {*guilty.values(), *biased.values()}
+    shams = [site for site in sites if site.format is not None and site.name in blamed]
+    runs.run(stages, {f"sham {site.name}": with_mode(recipe, [site], Mode.RANDOM_SIGN) for site in shams})
+
+    def effect(site: Site, q: str) -> Effect:
+        one, sham = alone[site.name], f"sham {site.name}"
+        share, error = shares[site.name][q]
+        bias = biases[q][site.name] if q in biases else None
+
+        def mean(run: object) -> float | None:
+            return None if bias is None else game.mean(q, game.value(runs[run]), level).mean
+
+        return Effect(
+            share=share,
+            share_error=error,
+            alone=runs.sizes(one)[q],
+            repaired=runs.sizes(without[site.name])[q],
+            sham=runs.sizes(sham)[q] if sham in runs else None,
+            bias=bias,
+            bias_alone=mean(one),
+            bias_repaired=mean(without[site.name]),
+            bias_sham=mean(sham) if sham in runs else None,
+        )
+
+    whole = game.value(runs[everything])
+    return SiteTable(
+        runs=len(runs),
+        orders=None if plan.orders is None else len(plan.orders),
+        totals={
+            q: Total(
+                runs.sizes(everything)[q],
+                runs.sizes(nothing)[q],
+                (captured or {}).get(q),
+                game.mean(q, whole, level) if game.has_bias(q) else None,
+            )
+            for q in quantities
+        },
+        sites=tuple(SiteAttribution(s.name, s.words, s.format, {q: effect(s, q) for q in quantities}) for s in sites),
+        inert=(inert, max((abs(runs.sizes("inert")[q] - runs.sizes(everything)[q]) for q in quantities), default=0.0)),
+        repairs=tuple(Repair(name, runs.sizes(stage)) for name, stage in zip(order, stages, strict=True)),
+        twin=_twin(game, [runs[f"twin {seed}"] for seed in range(_TWIN_SEEDS)], quantities, level),
+        guilty=guilty,
+        biased=biased,
+        whole=runs[everything],
+    )
+
+
+class _Runs:
+    """Errors of the recipe's variants: by the subset of sites that round, or by name."""
+
+    def __init__(
+        self, truth: HeadTruth, recipe: Recipe, sites: Sequence[Site], advance: Callable[[int], None] | None
+    ) -> None:
+        self._truth, self._recipe, self._sites, self._advance = truth, recipe, sites, advance
+        self._found: dict[object, VariantErrors] = {}
+
+    def run(self, subsets: Iterable[Subset], others: Mapping[str, Recipe]) -> None:
+        """Run the recipes of these subsets, where they have not been run, and others by name, side by side."""
+        recipes: dict[object, Recipe] = {
+            s: with_low(self._recipe, self._sites, s) for s in dict.fromkeys(subsets) if s not in self._found
+        }
+        recipes.update(others)
+        if recipes:
+            errors = measure_variants(self._truth, list(recipes.values()), self._advance)
+            self._found |= dict(zip(recipes, errors, strict=True))
+
+    def sizes(self, key: object) -> dict[str, float]:
+        """||error|| / ||reference|| by quantity; delta's noise factor."""
+        return self._found[key].relative(self._truth)
+
+    def __getitem__(self, key: object) -> VariantErrors:
+        return self._found[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._found
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+class _Game:
+    """The set functions as one array: squared sizes of o, delta, dq, dw_q; dW_Q's error along dW_Q; and by row the
+    signed errors of o, delta and dq."""
+
+    def __init__(self, truth: HeadTruth) -> None:
+        self.truth = truth
+        self.rows = int(truth.usable.sum())
+        # Argmax keys alone: sums by feature as well (``means.two_way``) would need them of every subset.
+        self.clusters = truth.clusters[truth.usable].cpu().numpy()
+        self.floor = None if truth.noise_floor is None else truth.noise_floor[truth.usable]
+        # By row: how many elements each has, and in what the mean is stated.
+        self.by_row = {"o": (truth.head.v.shape[1], truth.mean_ulp["o"])}
+        if self.floor is not None:
+            self.by_row |= {"delta": (1, 1.0), "dq": (truth.head.q.shape[1], truth.mean_ulp["dq"])}
+
+    def value(self, errors: VariantErrors) -> Array:
+        relative = errors.relative(self.truth)
+        along = 0.0
+        if errors.dw_q is not None and self.truth.dw_q is not None and self.truth.norms["dw_q"]:
+            along = float((errors.dw_q * self.truth.dw_q).sum()) / self.truth.norms["dw_q"] ** 2
+        parts = [np.array([relative.get(q, 0.0) ** 2 for q in QUANTITIES] + [along]), errors.o_away.cpu().numpy()]
+        if self.floor is not None and errors.delta is not None and errors.dq is not None:
+            in_floors = torch.where(self.floor > 0, errors.delta / self.floor, 0.0)
+            parts += [in_floors.cpu().numpy(), errors.dq.cpu().numpy()]
+        return np.concatenate(parts)
+
+    def has_bias(self, quantity: str) -> bool:
+        return quantity in self.by_row or (quantity == "dw_q" and self.truth.dw_q is not None)
+
+    def mean(self, quantity: str, value: Array, level: float) -> MeanError:
+        """The mean signed error in a value (or in a contribution to one), with its uncertainty where there is one."""
+        if quantity == "dw_q":
+            return MeanError(float(value[len(QUANTITIES)]))
+        start = len(QUANTITIES) + 1 + self.rows * list(self.by_row).index(quantity)
+        rows = value[start : start + self.rows]
+        count, unit = self.by_row[quantity]
+        errors = SignedErrors(
+            total=rows,
+            square=float(np.square(rows).sum()),
+            positive=int((rows > 0).sum()),
+            nonzero=int((rows != 0).sum()),
+            unit_total=float(rows.sum()),
+            unit_scale=1.0,
+            count=count,
+        )
+        estimate = estimate_bias(errors, None if quantity == "dq" else self.clusters, level, with_drift=False)
+        error = estimate.standard_error
+        return MeanError(
+            mean=(estimate.mean or 0.0) / unit,
+            standard_error=None if error is None else error / unit,
+            n_eff=estimate.n_eff,
+            p_value=estimate.p_value,
+        )
+
+    def biases(
+        self, quantity: str, contributions: Mapping[str, tuple[Array, Array | None]], level: float
+    ) -> dict[str, MeanError]:
+        """Every site's contribution to the mean signed error."""
+        means = {name: self.mean(quantity, phi, level) for name, (phi, _) in contributions.items()}
+        tested = {name: m.p_value for name, m in means.items() if m.p_value is not None}
+        adjusted = dict(zip(tested, adjust(list(tested.values())), strict=True))
+        return {name: replace(m, p_adjusted=adjusted.get(name)) for name, m in means.items()}
+
+
+def _shares(
+    contributions: Mapping[str, tuple[Array, Array | None]], total: Array, quantities: Sequence[str]
+) -> dict[str, dict[str, tuple[float, float | None]]]:
+    """(share of the squared size, its standard error) by site and quantity; 0 of a quantity without error."""
+
+    def share(phi: Array, error: Array | None, index: int) -> tuple[float, float | None]:
+        whole = total[index]
+        if not whole:
+            return 0.0, None if error is None else 0.0
+        return float(phi[index] / whole), None if error is None else float(error[index] / whole)
+
+    return {
+        name: {q: share(phi, error, QUANTITIES.index(q)) for q in quantities}
+        for name, (phi, error) in contributions.items()
+    }
+
+
+def _twin(game: _Game, runs: Sequence[VariantErrors], quantities: Sequence[str], level: float) -> Twin:
+    mean_value = np.mean([game.value(run) for run in runs], axis=0)
+    sizes = [run.relative(game.truth) for run in runs]
+    return Twin(
+        seeds=len(runs),
+        sizes={q: math.sqrt(sum(s[q] ** 2 for s in sizes) / len(sizes)) for q in quantities},
+        bias={q: game.mean(q, mean_value, level) for q in quantities if game.has_bias(q)},
+    )
+
+
+def _biased(biases: Mapping[str, Mapping[str, MeanError]], level: float) -> dict[str, str]:
+    """By quantity, the site with the largest significant mean error."""
+    named = {}
+    for quantity, means in biases.items():
+        significant = {n: m for n, m in means.items() if m.p_adjusted is not None and m.p_adjusted < level}
+        if significant:
+            named[quantity] = max(significant, key=lambda n: abs(significant[n].mean))
+    return named

@@ -1,0 +1,101 @@
+"""Diagnoses from files: the JSON that ``--json`` wrote, or the HTML report that holds it."""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from attn_diag.captures.files import CAPTURE_SUFFIXES
+from attn_diag.errors import InputError
+from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.results.embedded import embedded_diagnosis
+
+# A diagnosis takes about 30 kB a head: no model has as many heads as this holds.
+_LARGEST = 2**30
+_NEWEST = 2
+_MAKE = "attn-diag inspect CAPTURE --json FILE writes one"
+
+
+def read_diagnosis(path: str | PathLike[str]) -> Diagnosis:
+    """The diagnosis in a file written by ``attn-diag inspect --json`` (version 1 or 2) or ``--html``.
+
+    Raises InputError, naming the file, for what is no such file: a directory, a capture, an empty, damaged or
+    oversized file, another command's result, a later version.
+    """
+    file = Path(path)
+    text = _text(file)
+    if text.lstrip()[:1] == "<":
+        text = _embedded(file, text)
+    document = _document(file, text)
+    try:
+        return Diagnosis.from_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        version = document.get("schema_version")
+        raise InputError(
+            f"{file}: expected a diagnosis of version {version}, but {where} is wrong: {first['msg']}{more}; "
+            "the file is damaged or was edited: write it again"
+        ) from None
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    except RecursionError:
+        raise InputError(f"{file}: nested too deeply for a diagnosis; {_MAKE}") from None
+
+
+def _text(file: Path) -> str:
+    if file.is_dir():
+        raise InputError(f"{file}: is a directory; expected one diagnosis (JSON or HTML): {_MAKE}")
+    if file.suffix in CAPTURE_SUFFIXES:
+        raise InputError(f"{file}: is a capture, expected a diagnosis (JSON or HTML): {_MAKE}")
+    try:
+        size = file.stat().st_size
+        if size > _LARGEST:
+            raise InputError(f"{file}: {size / 2**30:.1f} GiB is more than any diagnosis takes (1 GiB); {_MAKE}")
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"{file}: no such file or directory") from None
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+    if not data.strip():
+        raise InputError(f"{file}: the file is empty; {_MAKE}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(f"{file}: is neither JSON nor HTML (its bytes are no text); {_MAKE}") from None
+
+
+def _embedded(file: Path, text: str) -> str:
+    """The JSON in an HTML report."""
+    try:
+        return embedded_diagnosis(text)
+    except InputError as error:
+        raise InputError(f"{file}: an HTML page, but {error}") from None
+
+
+def _document(file: Path, text: str) -> dict[str, Any]:
+    """The parsed JSON, known to claim to be a diagnosis of a version that can be read."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InputError(f"{file}: is neither JSON nor an HTML report, or is cut off; {_MAKE}") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{file}: expected a diagnosis (a JSON object), got a {type(document).__name__}; {_MAKE}")
+    schema = document.get("schema")
+    if schema != "attn-diag-diagnosis":
+        got = f"schema {str(schema)[:60]!r}" if schema is not None else "no schema"
+        ours = isinstance(schema, str) and schema.startswith("attn-diag-")
+        why = ", the result of another command" if ours else ""
+        raise InputError(f"{file}: expected schema 'attn-diag-diagnosis', got {got}{why}; {_MAKE}")
+    version = document.get("schema_version")
+    if type(version) is not int or not 1 <= version <= _NEWEST:
+        raise InputError(
+            f"{file}: expected a diagnosis of version 1 to {_NEWEST}, got {str(version)[:60]!r}; upgrade attn-diag, or "
+            "inspect the capture again"
+        )
+    return document

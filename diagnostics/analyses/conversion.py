@@ -1,0 +1,273 @@
+"""Dumps in, captures out: what a dump does not state is tried, and the guesses are checked.
+
+The layout, causal alignment or base of LSE is the one under which the dumped O (or LSE) agrees with attention
+recomputed in float64. Every such choice is written to the capture's notes, and ``inspect`` checks it again before any
+verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.dumps import flashinfer, sglang, torch_save
+from attn_diag.captures.dumps.call import DumpedCall, Wanted
+from attn_diag.captures.metadata import LseBase
+from attn_diag.errors import InputError
+from attn_diag.head.assumptions import Fit, lse_error, out_fit
+
+Kind = Literal["auto", "flashinfer", "sglang", "torch"]
+_CPU = torch.device("cpu")
+_SUFFIX = ".safetensors"
+_Reader = Callable[[], Iterable[DumpedCall]]
+
+
+def convert(
+    path: str | Path,
+    out: str | Path,
+    *,
+    kind: Kind = "auto",
+    names: Mapping[str, str] | None = None,
+    layout: str | None = None,
+    causal: str | None = None,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    lse_base: str | None = None,
+    layer: int | None = None,
+    head_dim: int | None = None,
+    force: bool = False,
+    skip: Callable[[InputError], None] | None = None,
+    told: Callable[[Path, tuple[str, ...]], None] | None = None,
+) -> list[Path]:
+    """Convert another tool's dump of attention calls to captures (format 1); returns the files written.
+
+    ``path``: a folder (every call in it is converted) or a file of FlashInfer's flight recorder, SGLang's dumper or
+    ``torch.save``; ``kind`` says which where that is not plain. ``out``: a file ending in .safetensors for one call,
+    else a folder, made if missing, which gets one file a call. ``names``: which tensor of the dump is which, such as
+    {"q": "layers.*.query"}. ``layout`` … ``lse_base``: metadata instead of what the dump says or a check finds.
+    ``layer``: only calls of this layer; of a dump that states none, the layer of its only call. ``head_dim``: D, where
+    heads and features share one axis. ``force``: overwrite files. ``skip(error)`` is called for a call that cannot be
+    converted beside others that can; without it, that is raised. ``told(file, notes)``: what was guessed and checked.
+
+    Nothing but tensors and plain values is ever unpickled. Raises InputError for pickles that hold more, unsupported
+    calls (packed, varlen, paged), tensors that cannot be told apart, files that exist, and where nothing is converted.
+    """
+    path, out = Path(path), Path(out)
+    if kind not in get_args(Kind):
+        raise InputError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+    wanted = Wanted(names or {}, layout, causal, scale, window, softcap, lse_base, layer, head_dim)
+    readers = _readers(path, _detected(path) if kind == "auto" else kind, wanted)
+    writer = _Writer(out, wanted, force=force, told=told)
+    errors: list[InputError] = []
+
+    def failed(error: InputError) -> None:
+        if skip is None:
+            raise error
+        errors.append(error)
+
+    for reader in readers:
+        try:
+            for call in reader():
+                try:
+                    writer.add(call)
+                except InputError as error:
+                    failed(error)
+        except InputError as error:
+            failed(error)
+    if len(errors) == 1 and not writer.taken:
+        raise errors[0]
+    for problem in errors:
+        if skip is not None:
+            skip(problem)
+    return writer.finish()
+
+
+class _Writer:
+    """Writes calls as they come; a single file, or calls without a layer of their own, only once all are known."""
+
+    def __init__(
+        self, out: Path, wanted: Wanted, *, force: bool, told: Callable[[Path, tuple[str, ...]], None] | None
+    ) -> None:
+        self.out, self.wanted, self.force, self.told = out, wanted, force, told
+        self.one_file = out.suffix == _SUFFIX and not out.is_dir()
+        # Of the calls left out because they are of another layer.
+        self.other_layers: set[int] = set()
+        self.held: list[DumpedCall] = []
+        self.written: list[Path] = []
+
+    @property
+    def taken(self) -> bool:
+        """Whether there is a call that was, or is to be, written or left out."""
+        return bool(self.held or self.written or self.other_layers)
+
+    def add(self, call: DumpedCall) -> None:
+        """Take a call: write it, keep it for later, or leave it out because it is of another layer."""
+        layer = call.stated.get("layer")
+        if self.wanted.layer is not None and layer not in (None, self.wanted.layer):
+            self.other_layers.add(layer)
+        elif self.one_file or (self.wanted.layer is not None and layer is None):
+            self.held.append(call)
+        else:
+            self._write(call)
+
+    def finish(self) -> list[Path]:
+        """Write what was kept. Raises InputError where nothing was or is to be written."""
+        if len(self.held) > 1:
+            what = "the dump holds several calls" if self.one_file else "several calls state no layer"
+            hint = "name a folder to write to" if self.one_file else "--layer can name that of one call only"
+            raise InputError(f"{what} ({self.held[0].source}, {self.held[1].source}, …): {hint}")
+        for call in self.held:
+            layer = call.stated.get("layer", self.wanted.layer)
+            self._write(replace(call, stated={**call.stated, "layer": layer}))
+        if not self.written and self.other_layers:
+            known = ", ".join(map(str, sorted(self.other_layers)))
+            raise InputError(f"no call is of layer {self.wanted.layer}: they are of {known}")
+        if not self.written:
+            raise InputError("none of the calls could be converted")
+        return self.written
+
+    def _write(self, call: DumpedCall) -> None:
+        target = self.out if self.one_file else self.out / f"{call.name}{_SUFFIX}"
+        if target in self.written:
+            raise InputError(f"{call.source}: {target} was written from another call of this dump already")
+        if target.exists() and not self.force:
+            raise InputError(f"{target} exists; choose another place, or say --force to overwrite it")
+        capture, notes = _captured(call, self.wanted)
+        if not self.one_file:
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"cannot make the folder {self.out}: {error.strerror}") from None
+        self.written.append(capture.save(target))
+        if self.told is not None:
+            self.told(target, notes)
+
+
+def _captured(call: DumpedCall, wanted: Wanted) -> tuple[Capture, tuple[str, ...]]:
+    """The capture, and the notes that it carries. Raises InputError where the tensors do not fit each other."""
+    try:
+        readings = call.readings(wanted)
+        capture, chosen = _settled(readings.captures, readings.layout_open, readings.causal_open)
+        capture, based = _with_base(capture, readings.bases)
+    except InputError as error:
+        raise InputError(f"{call.source}: {error}") from None
+    if readings.layout_by_shape:
+        chosen.insert(0, f"layout={capture.metadata.layout}: no other fits the shapes")
+    if capture.metadata.scale is None:
+        chosen.append("scale=1/sqrt(D) (default)")
+    notes = (*call.notes, *capture.assumed, *chosen, *based)
+    metadata = replace(capture.metadata, notes="; ".join(notes))
+    return replace(capture, metadata=metadata, assumed=()), notes
+
+
+def _settled(readings: list[Capture], layout_open: bool, causal_open: bool) -> tuple[Capture, list[str]]:
+    """The reading under which O is what attention gives, with what was found out; the first where none can tell."""
+    fits = {index: fit for index, c in enumerate(readings) if (fit := _fit(c)) is not None}
+    good = [index for index, fit in fits.items() if fit.ok]
+    chosen = readings[min(good, key=lambda index: fits[index].error) if good else 0]
+    m = chosen.metadata
+    words = [w for w, is_open in ((f"layout={m.layout}", layout_open), (f"causal={m.causal}", causal_open)) if is_open]
+    if good:
+        error = min(fits[index].error for index in good)
+        said = [f"{' and '.join(words)}: O agrees within {error:.2g}, tried {len(readings)}"] if words else []
+        return chosen, said
+    if fits:
+        least = min(fit.error for fit in fits.values())
+        return chosen, [
+            f"O does not agree with attention on q, k and v (off by {least:.2g} or more"
+            + (f"; {' and '.join(words)} is assumed" if words else "")
+            + "): q or k from before RoPE or a norm, another scale, or keys that are not in the dump?"
+        ]
+    return chosen, [f"{' and '.join(words)} assumed: no O to check with"] if words else []
+
+
+def _fit(capture: Capture) -> Fit | None:
+    if "o" not in capture.tensors:
+        return None
+    return out_fit(capture, DEFAULT_OBSERVATION, _CPU)
+
+
+def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, list[str]]:
+    """The capture with the base under which its LSE fits best, and what is to be said about it."""
+    if "lse" not in capture.tensors:
+        return capture, []
+    readings = [replace(capture, metadata=replace(capture.metadata, lse_base=base)) for base in bases]
+    errors = [lse_error(reading, DEFAULT_OBSERVATION, _CPU) for reading in readings]
+    known = [(error, index) for index, error in enumerate(errors) if error is not None]
+    best = readings[min(known)[1] if known else 0]
+    if len(bases) == 1:
+        return best, []
+    how = f"LSE agrees within {min(known)[0]:.2g}" if known else "assumed, no row to check with"
+    return best, [f"lse_base={best.metadata.lse_base}: {how}"]
+
+
+def _detected(path: Path) -> Kind:
+    """What kind of dump ``path`` is. Raises InputError where it is none that is known."""
+    if path.is_dir():
+        if next(path.rglob(flashinfer.METADATA), None) is not None:
+            return "flashinfer"
+        return "sglang" if sglang.groups_of(path) else "torch"
+    if path.name == flashinfer.METADATA or (path.parent / flashinfer.METADATA).is_file():
+        return "flashinfer"
+    if sglang.parse(path) is not None:
+        raise InputError(f"{path}: a file of SGLang's dumper holds one tensor; name its folder")
+    return "torch"
+
+
+def _readers(path: Path, kind: Kind, wanted: Wanted) -> list[_Reader]:
+    """What reads each call, forward pass or file of the dump; nothing is opened yet."""
+    if not path.exists():
+        raise InputError(f"{path}: no such file or directory")
+    if kind == "flashinfer":
+        return _flashinfer_readers(path, wanted)
+    if kind == "sglang":
+        return _sglang_readers(path, wanted)
+    files = [path]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in torch_save.SUFFIXES and not p.name.startswith("."))
+        if not files:
+            raise InputError(f"{path}: no dump in this directory (looked for {flashinfer.METADATA}, *.pt, *.pth)")
+    elif path.suffix not in torch_save.SUFFIXES:
+        raise InputError(f"{path}: expected a file ending in {', '.join(torch_save.SUFFIXES)}, or a folder of a dump")
+    return [_reader_of(file, path, wanted) for file in files]
+
+
+def _reader_of(file: Path, root: Path, wanted: Wanted) -> _Reader:
+    inside = file.stem if file == root else "_".join(file.relative_to(root).with_suffix("").parts)
+    return lambda: torch_save.read_calls(file, inside, wanted.names)
+
+
+def _flashinfer_readers(path: Path, wanted: Wanted) -> list[_Reader]:
+    if wanted.names:
+        raise InputError("--map is of no use here: FlashInfer's dumps say which tensor is which")
+    folders = flashinfer.call_folders(path)
+    attention = [folder for folder in folders if flashinfer.is_attention(folder)]
+    if not attention:
+        raise InputError(f"{path}: no attention call among the {len(folders)} calls dumped there")
+
+    def reader(folder: Path) -> _Reader:
+        return lambda: iter([flashinfer.read_call(folder)])
+
+    return [reader(folder) for folder in attention]
+
+
+def _sglang_readers(path: Path, wanted: Wanted) -> list[_Reader]:
+    groups = sglang.groups_of(path)
+    if not groups:
+        raise InputError(f"{path}: no file of SGLang's dumper in this directory (name=…___rank=…___dump_index=….pt)")
+    sglang.require_matches(groups, wanted.names)
+    # Forward passes without any attention are passed over; where there are no others, the reader says why.
+    groups = [files for files in groups if sglang.holds_call(files, wanted.names)] or groups
+    several = len({files[0].path.parent for files in groups}) > 1
+
+    def reader(files: list[sglang.DumpFile]) -> _Reader:
+        prefix = files[0].path.parent.name if several else ""
+        return lambda: sglang.read_calls(files, prefix, wanted.names)
+
+    return [reader(files) for files in groups]

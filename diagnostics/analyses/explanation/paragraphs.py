@@ -1,0 +1,312 @@
+"""The paragraphs of an explanation. Each says only what the diagnosis holds; what is None is said to be unknown."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from attn_diag.analyses.inspection.verdict import (
+    DQ_ERROR_ABOVE,
+    LOSSY_ABOVE,
+    ROUNDS_ELSEWHERE_ABOVE,
+    beyond_reference,
+    explained_by_rounding,
+)
+from attn_diag.results.diagnosis import (
+    BiasEstimate,
+    CaptureDiagnosis,
+    Diagnosis,
+    GradientError,
+    HeadDiagnosis,
+    ObservationDiagnosis,
+)
+from attn_diag.results.explanation import Paragraph
+from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY
+
+_TESTED = {
+    "delta": "delta",
+    "delta_excess": "delta beyond correct rounding",
+    "o_excess": "O beyond correct rounding",
+    "o_away_excess": "the magnitude of O beyond correct rounding",
+}
+_OUTPUTS = {"o": "O", "lse": "LSE", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV", "dq_pre": "dQ before RoPE"}
+_PARTS = {"delta": "delta", "lse": "the LSE", "ds_cast": "the cast of dS", "dq_cast": "the cast of dQ"}
+# A part of an error below this is not worth a word.
+_NO_PART = 0.005
+# From this part of delta's squared error in five rows on, those rows are named.
+_FEW_ROWS = 0.25
+# Conditioning from which a head's dQ is called a small difference; ordinary heads of GPT-2 have 6 to 8.
+_ILL_ABOVE = 20.0
+
+
+def paragraphs(
+    diagnosis: Diagnosis,
+    capture: CaptureDiagnosis,
+    observation: ObservationDiagnosis,
+    head: HeadDiagnosis,
+    *,
+    others: int = 0,
+) -> Iterator[Paragraph]:
+    """In the order in which one would ask."""
+    yield Paragraph("What was measured", " ".join(_measured(capture, observation, head, others)))
+    if head.verdict is None:
+        yield Paragraph("No verdict", " ".join(_no_verdict(capture)))
+        return
+    if head.certificate is not None and not head.certificate.held:
+        yield Paragraph("No verdict", " ".join((*head.verdict.reasons, *head.verdict.suggestions)))
+        return
+    sequences = capture.shape["B"] if head.batch is None else 1
+    yield Paragraph("Is the error larger than it must be?", " ".join(_size(head)))
+    yield Paragraph("Is it biased?", " ".join(_bias(head, diagnosis.family.level, sequences)))
+    yield Paragraph("What in the data triggers it?", " ".join(_trigger(observation, head)))
+    yield Paragraph("What reaches the gradients?", " ".join(_gradients(head)))
+    yield Paragraph("What is not known", " ".join(_unknown(observation, head)))
+    yield Paragraph("What to do next", " ".join(_next(capture, observation, head)))
+
+
+def _measured(
+    capture: CaptureDiagnosis, observation: ObservationDiagnosis, head: HeadDiagnosis, others: int
+) -> Iterator[str]:
+    where = f"Head {head.head}" if head.layer is None else f"Head {head.head} of layer {head.layer}"
+    module = f" ({capture.metadata['module']})" if capture.metadata.get("module") else ""
+    step = f" at step {capture.metadata['step']}" if capture.metadata.get("step") else ""
+    source = "tensors in memory" if capture.source == "memory" else PurePath(capture.source).name
+    sequences = capture.shape["B"] if head.batch is None else 1
+    yield (
+        f"{where}{module}{step}, observation {observation.name!r} of {source}: {head.rows_all} query rows of "
+        f"{sequences} sequence{'s' * (sequences != 1)}."
+    )
+    if others:
+        yield f"The worst of {others + 1} entries that fit what was asked for."
+    outputs = [words for name, words in _OUTPUTS.items() if name in observation.outputs]
+    listed = f"{', '.join(outputs[:-1])} and {outputs[-1]}" if len(outputs) > 1 else "".join(outputs or ["results"])
+    whose = "Its" if observation.emulated else "The kernel's"
+    if observation.emulated:
+        yield f"Not a captured kernel but an emulation of a recipe was run ({observation.backend})."
+    yield (
+        f"{whose} {listed} {'was' if len(outputs) == 1 else 'were'} compared with a reference: the same attention in "
+        "float64 on the same inputs, taken as exact. Every error is observed minus reference, with its sign; an ulp is "
+        "the spacing of neighbouring numbers of the output's format at the true value."
+    )
+    if head.delta_source is not None:
+        made = "as it was captured" if head.delta_source == "captured" else "from this O"
+        yield (
+            "delta is the row sum of dO times O, one number per query row, which the backward subtracts from dP in "
+            f"dS = P (dP - delta), P the probabilities and dP = dO V^T; here it is taken {made}."
+        )
+    left_out = {
+        "no visible key": head.rows_fully_masked,
+        "NaN or Inf": head.rows_nonfinite,
+        "scores beyond float64": head.rows_unknown,
+    }
+    if any(left_out.values()):
+        yield f"Rows left out: {', '.join(f'{n} with {why}' for why, n in left_out.items() if n)}."
+
+
+def _no_verdict(capture: CaptureDiagnosis) -> Iterator[str]:
+    message = capture.assumptions.message
+    yield f"What was assumed of the capture does not hold, so its numbers mean nothing: {message.rstrip('.')}."
+    yield "Correct the metadata (causal, scale, layout, window, mask) and inspect again."
+
+
+def _size(head: HeadDiagnosis) -> Iterator[str]:
+    assert head.verdict is not None
+    # NaN has no size.
+    yield from (reason for reason in head.verdict.reasons if reason.startswith("The kernel returned"))
+    noise = head.noise_factor
+    if noise is None:
+        yield "Not judged: it is measured on delta, which needs dO and O."
+        return
+    yield (
+        "Rounding O once, to the format in which it is returned, already moves delta by a known amount, the noise "
+        f"floor. The noise factor is the rms of delta's error over that floor: {noise:.3g}."
+    )
+    passes = f"up to {LOSSY_ABOVE:g} passes for correct rounding"
+    if noise <= LOSSY_ABOVE:
+        answer = "Not in the finite rows" if head.rows_nonfinite else "No"
+        yield f"{answer}: {passes}, and a perfect kernel with this output format would leave about 1."
+        dq = _error_of(head.propagation.dq)
+        if dq is not None and dq > DQ_ERROR_ABOVE:
+            yield f"Yet dQ is {_percent(dq)} off, see below: this head makes much of a small error."
+    elif "lossy" in head.verdict.labels:
+        yield f"Yes: {passes}, and it leaves about 1; the kernel rounds something else coarsely."
+    else:
+        yield f"Not known: {passes}, but the float64 reference is not sharp enough here to blame the kernel for more."
+
+
+def _error_of(gradient: GradientError | None) -> float | None:
+    """The observed error, else the predicted one."""
+    if gradient is None:
+        return None
+    return gradient.predicted_relative_error if gradient.relative_error is None else gradient.relative_error
+
+
+def _bias(head: HeadDiagnosis, level: float, sequences: int) -> Iterator[str]:
+    assert head.verdict is not None
+    tests = {n: e for n in PRIMARY if (e := getattr(head.bias, n)) is not None and e.p_adjusted is not None}
+    blurred = [n for n, e in tests.items() if beyond_reference(e)]
+    found = [n for n, e in tests.items() if n not in blurred and (e.p_adjusted or 0.0) <= level]
+    rounding = head.rounding_bias.delta
+    natural = [n for n in found if n == "delta" and rounding and explained_by_rounding(rounding, tests[n], level)]
+    guilty = [n for n in found if n not in natural]
+    if not tests:
+        yield "Not tested: there is no output whose mean error could be tested."
+        return
+    chance = "the chance of such a mean without bias, corrected (Benjamini-Hochberg) for all tests of the run"
+    if guilty:
+        listed = "; ".join(_mean(n, tests[n]) for n in guilty)
+        yield f"Yes. Bias is a mean error that differs from zero beyond chance; found at level {level:g} in: {listed}."
+        yield f"(Adjusted p: {chance}.)"
+    elif "undecided" not in head.verdict.labels:
+        yield "No bias, a mean error that differs from zero beyond chance, was found: adjusted p is above"
+        yield f"{level:g} in {len(tests) - len(natural)} tests ({chance})."
+    if natural:
+        assert rounding is not None
+        yield (
+            f"The mean error of delta, {tests['delta'].mean:.2g}, differs from zero too, but correct rounding of O "
+            f"alone makes {rounding.mean:.2g} on this input: no fault of the kernel."
+        )
+    if blurred:
+        yield f"Undecided for {_listed(blurred)}: the float64 reference's own error may matter beside the mean."
+    yield from (r for r in head.verdict.reasons if r.startswith(("The mean of", "O is bit-identical")))
+    clear = tests.get("delta") or tests.get("o_excess")
+    if not guilty and clear is not None and clear.minimum_detectable is not None and clear.mean is not None:
+        name = "delta" if "delta" in tests else "O"
+        yield (
+            f"The mean error of {name} is {clear.mean:.2g}; one of {clear.minimum_detectable:.2g} would have been "
+            "found in four of five such captures, a smaller one may be there."
+        )
+    if sequences < MIN_SEQUENCES:
+        yield f"This holds for the query rows of {'this sequence' if sequences == 1 else 'these sequences'} only."
+
+
+def _mean(name: str, e: BiasEstimate) -> str:
+    unit = "noise floors" if name.startswith("delta") else "ulp"
+    relative = "" if e.mean_ulp is None else f" ({e.mean_ulp:+.2g} {unit})"
+    return f"{_TESTED[name]} {e.mean:+.3g}{relative}, adjusted p {e.p_adjusted:.2g}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(_TESTED[n] for n in names)
+
+
+def _trigger(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator[str]:
+    exact = head.row_maxima.exact
+    if exact.rows:
+        yield (
+            f"Repeated maxima: in {exact.rows} of {exact.rows_eligible} rows that could, the largest score occurs more "
+            f"than once (up to {exact.max_multiplicity} times) when scores are rounded to the input's format. That "
+            "can make several probabilities exactly 1, the published trigger of biased rounding; a count does not "
+            "show that it did."
+        )
+        as_run = head.row_maxima.as_run
+        if as_run is not None and as_run.rows != exact.rows:
+            yield f"With scores as recipe {observation.recipe} rounds them there are {as_run.rows} such rows."
+    else:
+        yield "No row has a repeated maximum, so the published trigger of biased rounding is absent."
+    if head.conditioning is None:
+        yield "Conditioning is not known without dO."
+    else:
+        yield (
+            f"Conditioning, the size of delta's term in dQ over dQ itself, is {head.conditioning:.3g}: were every "
+            f"delta off by 0.1 %, dQ would be off by {_percent(1e-3 * head.conditioning)}."
+        )
+        if head.conditioning > _ILL_ABOVE:
+            yield (
+                "So dQ is a small difference of large terms (rows that put nearly all weight on one key are the usual "
+                "reason)."
+            )
+    top = sum(row.share for row in head.top_rows)
+    if head.top_rows and top >= _FEW_ROWS:
+        rows = ", ".join(f"{row.row} ({row.share:.0%})" for row in head.top_rows)
+        yield f"The error sits in few rows: of delta's squared error, {top:.0%} is in rows {rows}."
+    if head.swamped is not None and head.swamped.rows:
+        yield (
+            f"{head.swamped.rows} rows of O equal V of their top key exactly though they should not: the other keys "
+            "were rounded away. That is a count, not a cause."
+        )
+
+
+def _gradients(head: HeadDiagnosis) -> Iterator[str]:
+    dq, dw_q = head.propagation.dq, head.propagation.dw_q
+    if dq is None or (dq.relative_error is None and dq.predicted_relative_error is None):
+        yield "Nothing can be said of dQ and dW_Q: that needs dO."
+        return
+    yield (
+        "An error of delta in a row moves that row of dQ by -alpha P K times it (alpha the softmax scale, P K the keys "
+        "weighted by the probabilities)."
+    )
+    yield from _gradient("dQ", dq)
+    if dq.over_noise_floor is not None:
+        yield (
+            f"By this way alone, one correct rounding of O would make an error of dQ, too; the observed one is "
+            f"{dq.over_noise_floor:.3g} times that."
+        )
+    if dw_q is not None and dw_q.relative_error is not None:
+        yield "dW_Q is the sum over rows of dQ times x, so row errors may cancel in it or add up."
+        yield from _gradient("dW_Q", dw_q)
+        if dw_q.coherence is not None and dw_q.coherence_null95 is not None:
+            coherent = dw_q.coherence > dw_q.coherence_null95
+            yield (
+                f"delta's contributions of the rows add up {'more' if coherent else 'no more'} than with random signs "
+                f"(coherence {dw_q.coherence:.3g}, random signs stay below {dw_q.coherence_null95:.3g} in 95 %)."
+            )
+
+
+def _gradient(name: str, error: GradientError) -> Iterator[str]:
+    predicted = error.predicted_relative_error
+    alone = "" if predicted is None else f"the error of delta alone would put it {_percent(predicted)} off"
+    if error.relative_error is None:
+        yield f"The kernel's {name} was not captured; {alone}."
+        return
+    size = f"{name} is {_percent(error.relative_error)} off (norm of its error over the norm of the true {name})"
+    yield f"{size}; {alone}." if alone else f"{size}."
+    shares = {_PARTS[n]: s for n, s in (error.shares or {}).items() if n in _PARTS and s is not None}
+    told = [f"{part} {_percent(s)}" for part, s in sorted(shares.items(), key=lambda i: -i[1]) if abs(s) >= _NO_PART]
+    if told:
+        rest = error.unexplained_with_casts
+        unexplained = "" if rest is None else f" Left unexplained: {_percent(rest)} of the error's norm"
+        if rest is not None:
+            unexplained += ", so this backward rounds elsewhere too." if rest > ROUNDS_ELSEWHERE_ABOVE else "."
+        yield f"Parts of its squared error: {', '.join(told)}.{unexplained}"
+
+
+def _unknown(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator[str]:
+    missing = []
+    if head.delta_source is None:
+        missing.append("delta's error, the noise factor and all gradients (dO was not captured, or O was not)")
+    elif head.propagation.dq is not None and head.propagation.dq.relative_error is None:
+        missing.append("the error of the kernel's own dQ (not captured; delta's prediction leaves its casts out)")
+    if "lse" not in observation.outputs and not observation.emulated:
+        missing.append("the error of the LSE (not captured)")
+    if missing:
+        yield f"Not measured: {'; '.join(missing)}."
+    for note in head.propagation.notes:
+        yield f"{note.rstrip('.')}."
+    yield "Which rounding inside the kernel makes the error: an inspection sees only what comes out."
+    yield "Whether training suffers: this is one capture, and neither bias nor size in one proves or excludes it."
+    if head.certificate is None:
+        yield "The reference's error is bounded by proof; its rows were not recomputed in higher precision (certify)."
+
+
+def _next(capture: CaptureDiagnosis, observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator[str]:
+    assert head.verdict is not None
+    yield from head.verdict.suggestions
+    harmful = set(head.verdict.labels) & {"biased", "lossy", "ill_conditioned"}
+    if not harmful:
+        return
+    if capture.source == "memory":
+        yield "Save the capture (capture.save(path)) for the commands that look further:"
+        source = "path"
+    else:
+        source = shlex.quote(capture.source)
+    name = "" if observation.name == "observed" else f" --observation {shlex.quote(observation.name)}"
+    yield (
+        f"attn-diag attribute {source}{name} --head {head.head} says which rounding makes it, "
+        f"attn-diag what-if {source}{name} --head {head.head} what would remove it."
+    )
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.3g} %"

@@ -1,0 +1,386 @@
+"""One capture on its way through: check, measure head by head, pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.ranges import Ranges
+from attn_diag.errors import InputError
+from attn_diag.head.assumptions import check_assumptions, read_lse
+from attn_diag.head.certification import Certify
+from attn_diag.head.engines import Engine, engine_backend, run_recipe, select_recipes
+from attn_diag.head.figure_sums import head_figures
+from attn_diag.head.measure import HeadMeasurement, ObservedHead, measure_head
+from attn_diag.head.projection import Projection, find_projection
+from attn_diag.head.propagation import BackwardCollector, GradientSums, key_parts
+from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head
+from attn_diag.head.recipe.recognise import Recognised, recognise
+from attn_diag.head.signed_errors import of_elements
+from attn_diag.kernels import Recipe, emulate_head
+from attn_diag.reference import HeadReference, format_of, ulp
+from attn_diag.results.diagnosis import (
+    Assumptions,
+    CaptureDiagnosis,
+    HeadDiagnosis,
+    KvBias,
+    KvHeadDiagnosis,
+    NonFinite,
+    ObservationDiagnosis,
+    Propagation,
+)
+from attn_diag.results.hardware import summary_of
+from attn_diag.statistics.means import SignedErrors
+from attn_diag.work import map_in_order
+
+# Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
+_PARALLEL_ELEMENTS = 2**20
+# So many missing heads are named; more are only hinted at.
+_NAMED_MISSING = 4
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which observation and which heads (the model's numbers) and batch items to look at; None for all."""
+
+    observation: str | None = None
+    heads: frozenset[int] | Ranges | None = None
+    batches: frozenset[int] | Ranges | None = None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Query heads (of those selected) that share a key head, in one sequence."""
+
+    kv_head: int
+    batch: int
+    heads: list[int]
+
+
+@dataclass
+class _GroupResult:
+    """What measuring a group yields, by observation."""
+
+    group: _Group
+    parts: dict[str, list[HeadMeasurement]] = field(default_factory=dict)
+    key_sums: dict[str, dict[str, tuple[GradientSums, SignedErrors]]] = field(default_factory=dict)
+    census: NonFiniteCensus = field(default_factory=NonFiniteCensus)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Recipes to run, by which engine, and the recipes that captured observations are known to have."""
+
+    recipes: tuple[str | Recipe, ...]
+    engine: Engine
+    made_by: dict[str, Recipe]
+
+
+class CaptureJob:
+    """One capture on its way through: check, measure head by head, pool."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        selection: Selection,
+        runs: Runs,
+        device: torch.device,
+        level: float,
+        certify: Certify | None = None,
+    ) -> None:
+        self.capture, self.device, self.level, self.certify = capture, device, level, certify
+        if certify is not None:
+            certify.require_rows(capture.source, capture.q_length)
+        self.engine = runs.engine
+        self.captured = select_observations(capture, selection.observation)
+        self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
+        self.heads, self.batches = select_heads(capture, selection)
+        self.group = capture.q_heads // capture.kv_heads
+        self.census = NonFiniteCensus()
+        self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
+        # observation -> key head -> "dk" or "dv" -> one item a sequence
+        self.key_sums: dict[str, dict[int, dict[str, list[tuple[GradientSums, SignedErrors]]]]] = {}
+        self.entries: dict[str, list[Entry]] = {}
+        self.notes: list[str] = []
+        self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
+        self.assumptions: Assumptions
+        self._projection: Projection | None = None
+
+    @property
+    def head_count(self) -> int:
+        """How many heads it goes through, sequence by sequence."""
+        return len(self.heads) * len(self.batches)
+
+    def run(self) -> Iterable[int]:
+        """Do the work; yields the number of heads done since the last time."""
+        self.assumptions = check_assumptions(self.capture, self.captured, self.device)
+        if "do" in self.capture.tensors:
+            self._projection = find_projection(self.capture, self.batches, self.heads, self.device)
+            self.notes += [] if self._projection.note is None else [self._projection.note]
+        for name in self.captured:
+            if name in self.recognised:
+                continue
+            found = recognise(self.capture, name, self.batches[0], self.heads[0], self.device)
+            if found is not None and self.assumptions.ok:
+                self.recognised[name] = found
+        # dK and dV of a key head need all the query heads that share it.
+        by_kv: dict[int, list[int]] = {}
+        for head in self.heads:
+            by_kv.setdefault(head // self.group, []).append(head)
+        groups = [_Group(kv, batch, heads) for kv, heads in by_kv.items() for batch in self.batches]
+        small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
+        # Triton's interpreter runs one kernel at a time.
+        parallel = self.device.type == "cpu" and small and self.engine == "emulation"
+        for result in map_in_order(self._measure, groups, parallel=parallel):
+            self.census.merge(result.census)
+            for name, parts in result.parts.items():
+                for part in parts:
+                    self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
+            for name, sums in result.key_sums.items():
+                for output, pair in sums.items():
+                    self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {}).setdefault(
+                        output, []
+                    ).append(pair)
+            yield len(result.group.heads)
+        for name, measured in self.measured.items():
+            self.entries[name] = self._pool(name, measured)
+
+    def tested_entries(self) -> Iterable[Entry]:
+        """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
+        if self.assumptions.ok is False:
+            return
+        for entries in self.entries.values():
+            yield from entries[:-1] if len(entries) == 2 else entries
+
+    def result(self, judged: dict[int, HeadDiagnosis]) -> CaptureDiagnosis:
+        """What was found; ``judged`` holds the entries with their verdicts, by identity."""
+        c = self.capture
+        observations = []
+        for name, entries in self.entries.items():
+            heads = [judged.get(id(e), e.diagnosis) for e in entries]
+            if len(heads) == 2:  # one head and its pooled twin
+                heads[1] = replace(heads[0], head=None, figures=None)
+            recipe, found = self.recipes.get(name), self.recognised.get(name)
+            observations.append(
+                ObservationDiagnosis(
+                    name=name,
+                    recipe=recipe.name if recipe else found.name if found else None,
+                    agreement=found.agreement if found else None,
+                    backend=engine_backend(self.engine, self.device) if recipe else _captured_backend(c),
+                    emulated=recipe is not None and self.engine == "emulation",
+                    outputs=c.observations.get(name, ()),
+                    heads=tuple(heads),
+                    kv_heads=tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {}))),
+                )
+            )
+        shape = {
+            "B": c.batch,
+            "Hq": c.q_heads,
+            "Hk": c.kv_heads,
+            "Tq": c.q_length,
+            "Tk": c.k_length,
+            "D": c.head_dim,
+        }
+        nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
+        text = {**c.metadata.to_text(), "dtype": str(c.tensors["q"].dtype).removeprefix("torch.")}
+        return CaptureDiagnosis(c.source, text, shape, self.assumptions, nonfinite, tuple(observations))
+
+    def _measure(self, group: _Group) -> _GroupResult:
+        """Every observation of the query heads that share a key head, in one sequence."""
+        result = _GroupResult(group)
+        whole = len(group.heads) == self.group
+        collected: dict[str, list[tuple[HeadReference, BackwardCollector]]] = {}
+        unusable = False
+        for head in group.heads:
+            inputs = read_head(self.capture, group.batch, head, self.device, result.census)
+            observed = self._observed(inputs, group.batch, head, result.census, want_keys=whole)
+            projection = self._projection.head(group.batch, head) if self._projection is not None else None
+            reference, parts = measure_head(inputs, observed, group.batch, head, projection, self.certify)
+            unusable |= bool(inputs.unusable.any())
+            for seen, part in zip(observed, parts, strict=True):
+                if part.keys is not None and part.keys.dk_delta is not None:
+                    collected.setdefault(seen.name, []).append((reference, part.keys))
+                part.keys = None
+                result.parts.setdefault(seen.name, []).append(part)
+        if whole and not unusable:
+            for name, pairs in collected.items():
+                result.key_sums[name] = self._key_gradients(name, group, pairs, result.census)
+        return result
+
+    def _observed(
+        self, inputs: HeadInputs, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
+    ) -> list[ObservedHead]:
+        seen = [self._read_observation(name, batch, head, census, want_keys=want_keys) for name in self.captured]
+        for observed in seen:
+            if self._assumes_lse(observed.name):
+                assert observed.recipe is not None
+                # Coarse scores move L by far more than fp32 arithmetic does; the recipe tells by how much.
+                observed.assumed_lse = emulate_head(observed.recipe, replace(inputs.head, do=None)).lse.double()
+        for name, recipe in self.recipes.items():
+            result = run_recipe(self.engine, recipe, inputs.head)
+            tensors = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
+            formats = {n: format_of(t.dtype) for n, t in tensors.items()}
+            seen.append(ObservedHead(name, {n: t.double() for n, t in tensors.items()}, formats, recipe))
+        return seen
+
+    def _read_observation(
+        self, name: str, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
+    ) -> ObservedHead:
+        c = self.capture
+        outputs: dict[str, Tensor] = {}
+        formats = {}
+        for output in c.observations[name]:
+            key = c.key(name, output)
+            if output in ("o", "delta", "dq"):
+                tensor = read_float64(c, key, batch, head, self.device)
+            elif output == "lse":
+                tensor = read_lse(c, name, batch, head, self.device)
+            else:
+                continue
+            assert tensor is not None
+            # A fully masked row's LSE is rightly -inf, and is left out with its row.
+            if output != "lse":
+                census.add(key, batch, head, tensor)
+            outputs[output], formats[output] = tensor, format_of(c.tensors[key].dtype)
+        keys = any(output in ("dk", "dv") for output in c.observations[name])
+        found = self.recognised.get(name)
+        return ObservedHead(name, outputs, formats, found.recipe if found else None, want_keys=keys and want_keys)
+
+    def _key_gradients(
+        self,
+        name: str,
+        group: _Group,
+        pairs: list[tuple[HeadReference, BackwardCollector]],
+        census: NonFiniteCensus,
+    ) -> dict[str, tuple[GradientSums, SignedErrors]]:
+        """Errors of an observation's dK and dV in one key head and sequence, those that were captured."""
+        observed: dict[str, Tensor | None] = {}
+        formats = {}
+        for output in ("dk", "dv"):
+            key = self.capture.key(name, output)
+            tensor = read_float64(self.capture, key, group.batch, group.kv_head, self.device)
+            if tensor is not None and not bool(census.add(key, group.batch, group.kv_head, tensor).any()):
+                observed[output], formats[output] = tensor, format_of(self.capture.tensors[key].dtype)
+        parts = key_parts([r for r, _ in pairs], [k for _, k in pairs], observed, formats)
+        return {
+            output: (
+                GradientSums.of(p),
+                of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum())),
+            )
+            for output, p in parts.items()
+            if p.observed is not None
+        }
+
+    def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
+        c = self.capture
+        sequences = len(self.batches)
+        dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
+        entries = [
+            pool(
+                parts,
+                layer=c.metadata.layer,
+                head=head + c.metadata.head_offset,
+                dw_q=None if (found := dw_q[head]) is None else found.sums,
+                extra=self._extra(name, [head] if self.group == 1 else []),
+                level=self.level,
+                figures=head_figures(
+                    [p.figures for p in parts],
+                    [p.batch for p in parts],
+                    [p.rows for p in parts],
+                    None if found is None else found.by_feature,
+                ),
+                sequences=sequences,
+                k_length=c.k_length,
+            )
+            for head, parts in measured.items()
+        ]
+        known = [found.sums for found in dw_q.values() if found is not None]
+        everything = [part for parts in measured.values() for part in parts]
+        pooled = GradientSums.pool(known) if len(known) == len(measured) else None
+        extra = self._extra(name, sorted({head // self.group for head in measured}))
+        entries.append(
+            pool(
+                everything,
+                layer=c.metadata.layer,
+                head=None,
+                dw_q=pooled,
+                extra=extra,
+                level=self.level,
+                sequences=sequences,
+                k_length=c.k_length,
+            )
+        )
+        return entries
+
+    def _extra(self, name: str, kv_heads: list[int]) -> Propagation:
+        """dK and dV over some key heads, and the notes."""
+        found = {
+            output: [s for kv in kv_heads for s, _ in self.key_sums.get(name, {}).get(kv, {}).get(output, [])]
+            for output in ("dk", "dv")
+        }
+        results = {output: GradientSums.pool(sums).result() for output, sums in found.items() if sums}
+        notes = list(self.notes)
+        if self._assumes_lse(name):
+            notes.append(f"LSE was not captured: that of recipe {self.recognised[name].recipe.name} is used")
+        return Propagation(**results, notes=tuple(notes))
+
+    def _assumes_lse(self, name: str) -> bool:
+        """Whether an uncaptured LSE is known, from the recipe, to be off: coarse scores in the forward only."""
+        found = self.recognised.get(name)
+        if found is None or "lse" in self.capture.observations[name]:
+            return False
+        return found.recipe.scores != "fp32" and found.recipe.backward_scores == "fp32"
+
+    def _kv_head(self, name: str, kv_head: int) -> KvHeadDiagnosis:
+        sums = self.key_sums[name][kv_head]
+        biases = {o: unclustered(SignedErrors.join([e for _, e in found])) for o, found in sums.items()}
+        offset = self.capture.metadata.head_offset
+        query_heads = tuple(offset + kv_head * self.group + i for i in range(self.group))
+        return KvHeadDiagnosis(
+            kv_head + offset // self.group, query_heads, KvBias(**biases), self._extra(name, [kv_head])
+        )
+
+
+def select_observations(capture: Capture, wanted: str | None) -> list[str]:
+    """The observation of that name, or all. Raises InputError where there is none of that name."""
+    known = list(capture.observations)
+    if wanted is None:
+        return known
+    if wanted not in known:
+        raise InputError(f"{capture.source}: no observation {wanted!r}; it has {', '.join(known) or 'none'}")
+    return [wanted]
+
+
+def select_heads(capture: Capture, selection: Selection) -> tuple[list[int], list[int]]:
+    """The heads (counted within the capture) and batch items selected. Raises InputError for what is not there."""
+    heads = _select(capture, range(capture.q_heads), selection.heads, "head", capture.metadata.head_offset)
+    return heads, _select(capture, range(capture.batch), selection.batches, "batch item", 0)
+
+
+def _select(
+    capture: Capture, available: range, wanted: frozenset[int] | Ranges | None, what: str, offset: int
+) -> list[int]:
+    if wanted is None:
+        return list(available)
+    numbers = range(available.start + offset, available.stop + offset)
+    named = wanted if isinstance(wanted, Ranges) else sorted(wanted)
+    # Ranges may be longer than memory: a few of the missing numbers will do.
+    missing = [str(i) for i in islice((i for i in named if i not in numbers), _NAMED_MISSING + 1)]
+    if missing:
+        listed = ", ".join(missing if len(missing) <= _NAMED_MISSING else [*missing[:-1], "…"])
+        asked = f" (got {wanted})" if isinstance(wanted, Ranges) else ""
+        raise InputError(f"{capture.source}: no {what} {listed}; the capture has {numbers[0]} to {numbers[-1]}{asked}")
+    return [i for i in available if i + offset in wanted]
+
+
+def _captured_backend(capture: Capture) -> str:
+    m = capture.metadata
+    summary = summary_of(m.hardware) if m.hardware else None
+    where = f"captured on {m.device}" if m.device else "captured, device not stated"
+    return where if summary is None else f"{where} ({summary})"

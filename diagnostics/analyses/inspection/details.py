@@ -1,0 +1,100 @@
+"""The worst heads of a run in detail: every rounding site's part in their errors, and one element of O followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from attn_diag.analyses.attribution.attribute import attribute
+from attn_diag.analyses.inspection.capture_job import CaptureJob, Selection
+from attn_diag.analyses.microscopy.microscope import look, most_of_delta
+from attn_diag.analyses.microscopy.subject import subject_of
+from attn_diag.captures.capture import INPUTS, Capture
+from attn_diag.errors import InputError
+from attn_diag.kernels import Recipe
+from attn_diag.results.attribution import HeadAttribution
+from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.results.microscope import Microscope
+from attn_diag.work import Progress
+
+_Found = TypeVar("_Found")
+
+
+def with_details(
+    diagnosis: Diagnosis, jobs: Sequence[CaptureJob], count: int, progress: Progress | None = None
+) -> Diagnosis:
+    """``diagnosis`` with ``attribution`` and ``microscope`` of its ``count`` worst heads (those ranked first).
+
+    ``jobs``: of its captures, in their order. What cannot be taken apart says why in ``details_note``.
+    ``progress(done, total)`` counts heads.
+    """
+    worst = [(id(observation), head) for _, observation, head in diagnosis.ranked()[:count]]
+    done = 0
+
+    def of_observation(job: CaptureJob, observation: ObservationDiagnosis) -> ObservationDiagnosis:
+        nonlocal done
+        chosen = [head for place, head in worst if place == id(observation)]
+        detailed: dict[int, HeadDiagnosis] = {}
+        for head in chosen:
+            detailed[id(head)] = _detailed(job, observation, head, diagnosis.family.level)
+            done += 1
+            if progress is not None:
+                progress(done, len(worst))
+        return replace(observation, heads=tuple(detailed.get(id(head), head) for head in observation.heads))
+
+    def of_capture(job: CaptureJob, capture: CaptureDiagnosis) -> CaptureDiagnosis:
+        return replace(capture, observations=tuple(of_observation(job, o) for o in capture.observations))
+
+    captures = tuple(of_capture(job, capture) for job, capture in zip(jobs, diagnosis.captures, strict=True))
+    return replace(diagnosis, captures=captures)
+
+
+def _detailed(job: CaptureJob, observation: ObservationDiagnosis, head: HeadDiagnosis, level: float) -> HeadDiagnosis:
+    """One head of one observation, taken apart in the sequence of its worst row."""
+    assert head.head is not None
+    top = head.top_rows[0] if head.top_rows else None
+    batch = job.batches[0] if top is None else top.batch
+    capture, name, recipe = _explained(job, observation.name)
+    number, device = head.head - job.capture.metadata.head_offset, job.device.type
+    place = Selection(heads=frozenset({head.head}), batches=frozenset({batch}))
+
+    def shares() -> HeadAttribution:
+        found = attribute(capture, name, recipe=recipe, selection=place, level=level, device=device)
+        return found.heads[0]
+
+    def element() -> Microscope:
+        subject = subject_of(capture, observation=name, recipe=recipe, batch=batch, head=number, device=device)
+        if top is None:
+            return look(subject, None, None)
+        feature = most_of_delta(subject, top.row)
+        return look(subject, top.row, feature, chosen="adds most to delta's error, in the row where that is largest")
+
+    attribution, no_attribution = _attempt(shares)
+    microscope, no_microscope = _attempt(element)
+    notes = {"no attribution": no_attribution, "no microscope": no_microscope}
+    if no_attribution == no_microscope:
+        notes = {"neither attribution nor microscope": no_attribution}
+    said = [f"{what}: {why}" for what, why in notes.items() if why is not None]
+    if observation.name in job.recipes and not observation.emulated:
+        said.append("attribution and microscope follow the recipe's emulation, not what the kernels returned")
+    return replace(head, attribution=attribution, microscope=microscope, details_note="; ".join(said) or None)
+
+
+def _attempt(work: Callable[[], _Found]) -> tuple[_Found | None, str | None]:
+    """What ``work`` finds, or why it refuses."""
+    try:
+        return work(), None
+    except InputError as error:
+        return None, str(error)
+
+
+def _explained(job: CaptureJob, name: str) -> tuple[Capture, str | None, str | Recipe | None]:
+    """The capture, observation and recipe that explain an observation: its own where they are known."""
+    if (run := job.recipes.get(name)) is not None:
+        # Without what kernels returned, the emulation's own O is explained.
+        inputs = {n: tensor for n, tensor in job.capture.tensors.items() if n in INPUTS}
+        return replace(job.capture, tensors=inputs), None, run
+    known = job.recognised.get(name)
+    # A recipe that was recognised, not given, is recognised again on the head itself.
+    return job.capture, name, known.recipe if known is not None and known.agreement is None else None

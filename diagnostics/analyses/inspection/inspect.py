@@ -1,0 +1,214 @@
+"""The main job: captures in, a Diagnosis out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs, Selection
+from attn_diag.analyses.inspection.pooling import adjust_family
+from attn_diag.analyses.inspection.verdict import summarise
+from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.merge import merged_over_ranks
+from attn_diag.errors import InputError
+from attn_diag.head.certification import Certify
+from attn_diag.head.collectors import collector_of
+from attn_diag.head.engines import require_known
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.read import NonFiniteCensus, read_head
+from attn_diag.head.row_maxima import DEFINITIONS, Repeats
+from attn_diag.kernels import Recipe
+from attn_diag.reference import reference_head
+from attn_diag.results.diagnosis import (
+    Diagnosis,
+    Family,
+    NonFinite,
+)
+from attn_diag.work import Progress
+
+if TYPE_CHECKING:
+    from attn_diag.kernels.dump import Dump
+
+DEFAULT_LEVEL = 0.01
+
+
+def inspect(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    o: Tensor | None = None,
+    lse: Tensor | None = None,
+    delta: Tensor | None = None,
+    do: Tensor | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    x: Tensor | None = None,
+    w_q: Tensor | None = None,
+    dq_pre: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    layout: str = "BHTD",
+    dump: Dump | None = None,
+    recipes: Sequence[str | Recipe] = (),
+    engine: str = "emulation",
+    level: float = DEFAULT_LEVEL,
+    device: str = "auto",
+    certify: int | Certify | None = None,
+    details: int = 0,
+) -> Diagnosis:
+    """Diagnose one attention call from its tensors, at a breakpoint or in a notebook.
+
+    q [B, H, T, D], k, v [B, Hk, Tk, D] in the dtype the kernel saw (BF16, FP16, FP32, FP64); o, do, dq like q;
+    dk, dv like k; lse [B, H, T] (natural logarithm) and delta [B, H, T] fp32; x [B, T, C] and w_q [D * H, C]:
+    the query projection's input and weight; dq_pre like q: the gradient of the projection's output, by which dW_Q is
+    known also where RoPE or QK-norm follow it. ``layout`` "BTHD" for tensors with heads and time swapped.
+    ``causal``: True where Tq = Tk, else "top-left" or "bottom-right". Without any output the recipes (default
+    fa2) are run by ``engine`` ("emulation" or "triton") and judged instead; with one, ``recipes`` adds them beside
+    it. ``level``: significance after Benjamini-Hochberg. ``certify``: recompute that many rows of every head (or
+    those that a ``Certify`` says) in mpmath, and compare the float64 reference with them. ``details``: of that many
+    heads, the worst, also find each rounding site's part (``attribution``) and follow one element of O
+    (``microscope``); it takes about as long again as inspecting a head does, or a few times that.
+
+    ``dump``: what ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
+    options are taken from there.
+
+    Raises InputError where tensors do not fit each other or are of an unsupported kind.
+    """
+    if causal is True and q.shape[1 if layout == "BTHD" else 2] != k.shape[1 if layout == "BTHD" else 2]:
+        raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
+    tensors = {"q": q, "k": k, "v": v, "do": do, "x": x, "w_q": w_q, "mask": mask}
+    tensors |= {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "dq_pre": dq_pre}
+    alignment = causal if isinstance(causal, str) else ("top-left" if causal else "none")
+    options = {"causal": alignment, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
+    made_by = {}
+    if dump is not None:
+        tensors |= {"o": dump.o.transpose(1, 2) if layout == "BTHD" else dump.o, "lse": dump.lse, "delta": dump.delta}
+        window = None if dump.window == (-1, -1) else dump.window
+        options |= {"causal": dump.causal, "scale": dump.scale, "window": window, "softcap": dump.softcap}
+        options |= {"kernel": "attn_diag.attention", "device": dump.backend}
+        made_by = {DEFAULT_OBSERVATION: dump.recipe}
+    capture = Capture.from_tensors(tensors, **options)
+    return inspect_captures(
+        [capture], recipes=recipes, engine=engine, made_by=made_by, level=level, device=device, certify=certify,
+        details=details,
+    )  # fmt: skip
+
+
+def inspect_captures(
+    captures: Iterable[Capture],
+    *,
+    selection: Selection | None = None,
+    recipes: Sequence[str | Recipe] = (),
+    engine: str = "emulation",
+    made_by: Mapping[str, Recipe] | None = None,
+    level: float = DEFAULT_LEVEL,
+    device: str = "auto",
+    progress: Progress | None = None,
+    unreadable: Sequence[str] = (),
+    skip: Callable[[InputError], None] | None = None,
+    certify: int | Certify | None = None,
+    merge_ranks: bool = True,
+    details: int = 0,
+) -> Diagnosis:
+    """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
+
+    ``recipes``: run these (names or Recipe) beside the captured observations; where a capture has none, "fa2" is run.
+    ``engine``: by the "emulation", or by the "triton" kernels (CUDA, or interpreted). ``made_by``: the recipes of
+    captured observations, where they are known and need not be recognised. ``progress(done, total)`` is called after
+    every head. ``unreadable`` lists inputs that could not be read, for the summary. ``skip(error)`` is called for a
+    capture among several that lacks the observation, heads or batch items selected, or whose dtype no recipe covers;
+    it is listed as unreadable too. ``certify``, ``details``: see ``inspect``. ``merge_ranks``: captures that differ
+    only in their rank become one (see ``attn_diag.captures.merge``), whose batch items (or heads) are those of all
+    ranks.
+
+    Raises InputError for unknown recipes, a level or number of details out of range, rows or a precision that cannot
+    be certified and, without ``skip`` or where no capture is left, for what it would skip.
+    """
+    if not 0 < level < 1:
+        raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    if details < 0:
+        raise InputError(f"details must be how many heads to look at closely, 0 or more; got {details}")
+    runner = require_known(engine, recipes)
+    certified = Certify.of(certify)
+    where = pick_device(device)
+    chosen, skipped, merging = list(captures), list(unreadable), list[str]()
+    if merge_ranks:
+        chosen, merging = merged_over_ranks(chosen)
+    jobs: list[CaptureJob] = []
+    for capture in chosen:
+        try:
+            runs = Runs(tuple(recipes), runner, dict(made_by or {}))
+            jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level, certified))
+        except InputError as error:
+            if skip is None or len(chosen) == 1:
+                raise
+            skip(error)
+            skipped.append(str(error))
+    if chosen and not jobs:
+        raise InputError("none of the captures could be used")
+    total, done = sum(job.head_count for job in jobs), 0
+    for job in jobs:
+        for count in job.run():
+            done += count
+            if progress is not None:
+                progress(done, total)
+    tested = [entry for job in jobs for entry in job.tested_entries()]
+    adjusted, size = adjust_family(tested)
+    judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
+    results = tuple(job.result(judged) for job in jobs)
+    entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
+    warnings = tuple(merging)
+    warnings += tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
+    warnings += tuple(
+        f"{source}: {name} H{head.head}: {head.verdict.reasons[0]}"
+        for source, name, head in entries
+        if head.certificate is not None and not head.certificate.held and head.verdict is not None
+    )
+    diagnosis = Diagnosis(
+        tool=describe_tool(where),
+        family=Family(size, level),
+        captures=results,
+        summary=summarise(entries, tuple(skipped), warnings),
+    )
+    if not details:
+        return diagnosis
+    # Imported here: a plain inspection needs none of it.
+    from attn_diag.analyses.inspection.details import with_details
+
+    return with_details(diagnosis, jobs, details, _after(progress, total))
+
+
+def _after(progress: Progress | None, before: int) -> Progress | None:
+    """For work that counts on after ``before`` heads; None without a listener."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(before + done, before + total)
+
+
+def repeated_maxima(
+    capture: Capture, batch: int = 0, head: int = 0, *, recipe: Recipe | None = None, device: str = "auto"
+) -> dict[str, Repeats | None]:
+    """Where one head's row maxima are repeated, row by row: multiplicities [Tq] and positions by definition.
+
+    ``head`` counts within the capture. ``recipe`` is needed for "as_run", which is None without it. See
+    ``Repeats.values`` for sign and exponent of V at the positions.
+    """
+    inputs = read_head(capture, batch, head, pick_device(device), NonFiniteCensus())
+    collector = collector_of(inputs, recipe)
+    reference_head(replace(inputs.head, do=None), collector.add)
+    return {definition: collector.repeats(definition) for definition in DEFINITIONS}
+
+
+def _nonfinite_words(source: str, found: NonFinite) -> str:
+    where = f"in {found.tensor}, first at {list(found.first)}"
+    if found.tensor == "mask":
+        return f"{source}: {found.count} NaN or +Inf {where}: leave a key out with -Inf; rows that see it are left out"
+    return f"{source}: {found.count} NaN or Inf {where}"

@@ -1,0 +1,285 @@
+"""The signed error that a tie or swamping must give, in closed form, beside the measured one.
+
+With the n keys whose cast P_bar is 1 (*unit* keys), A = their sum of V, R = sum of the others' cast P_bar V:
+
+    a recipe that rounds O_bar:   base = A          r = R                      O_bar = base + r, error of O divided by l
+    one that rounds O only:       base = A / n      r = (R - (l - n) A/n) / l  O     = base + r   (an identity)
+
+    swamped  base is a number of the format and r does not move it:       error = -r
+    tie      base lies half-way between two neighbours, and r decides:    error = sign(r) spacing / 2 - r,
+             to even where r = 0
+    else     ordinary rounding: nothing is predicted, 0
+
+The mechanism is that of Qiu & Yao (arXiv 2510.04212, section 3.3); the form for recipes that round O only is ours: it
+needs the rest's contrast with the unit keys' mean of V, not the rest itself. l is the recipe's own. Recipes of several
+key ranges round O_bar once per range; here it is rounded once, at the end. Softcapped and biased scores are rounded
+once, after both; P_bar is relative to the row's final maximum, whatever the softmax rule's stale ones were.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.microscopy.subject import Subject, subject_of
+from attn_diag.analyses.microscopy.walk import rounds_numerator
+from attn_diag.captures.capture import Capture
+from attn_diag.kernels import Recipe, score_rounding
+from attn_diag.kernels.formats import Format, Mode, Rounding, parse, round_to
+from attn_diag.reference import AttentionHead, RowBlock, row_blocks
+from attn_diag.results.microscope import ClosedForm, ClosedFormRows, ClosedFormTotals, Explained
+
+CLASSES: tuple[str, ...] = ("tie", "swamped", "ordinary")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """For a block: unit keys [R], and per element [R, Dv]: tie and swamped marks, base, residual r, error of O, and O
+    as the recipe has it before the rounding."""
+
+    unit_keys: Tensor
+    tie: Tensor
+    swamped: Tensor
+    base: Tensor
+    residual: Tensor
+    error: Tensor
+    unrounded: Tensor
+
+
+def closed_form(
+    source: Capture | AttentionHead,
+    *,
+    recipe: str | Recipe | None = None,
+    observation: str | None = None,
+    observed: Tensor | None = None,
+    batch: int = 0,
+    head: int = 0,
+    device: str = "auto",
+) -> ClosedForm:
+    """Predict the signed error of every row of one head in closed form, beside the measured one.
+
+    ``source``: a capture, or one head (float64) with ``observed`` O [Tq, Dv] where there is one; without an observed O
+    the recipe's own is explained. ``recipe``: a name or a Recipe (default: what the O is recognised as, else fa2).
+    ``batch``, ``head``: counted within the capture. Streams over row blocks. Raises InputError as ``inspect`` does.
+    """
+    return explain(
+        subject_of(
+            source, recipe=recipe, observation=observation, observed=observed, batch=batch, head=head, device=device
+        )
+    )
+
+
+def explain(subject: Subject) -> ClosedForm:
+    """The closed form of a subject."""
+    sums = _Sums(subject.recipe)
+    for block in row_blocks(subject.inputs.head):
+        sums.add(subject, block, predict_block(subject.recipe, subject.inputs.head, block))
+    s = subject
+    return ClosedForm(s.source, s.observation, s.layer, s.batch, s.head, sums.totals(), sums.by_row())
+
+
+def predict_block(recipe: Recipe, head: AttentionHead, block: RowBlock) -> Prediction:
+    """The closed form for a block of rows of the float64 reference."""
+    values = head.v[block.keys]
+    probs, cast = _recipe_probs(recipe, head.scale, block.scores)
+    row_sum = (probs if recipe.row_sum_of == "fp32-probs" else cast).sum(1, keepdim=True)
+    row_sum = round_to(row_sum.clamp_(min=recipe.row_sum_clamp or 0.0), parse(recipe.row_sum))
+    unit = cast == 1.0
+    top = unit.double() @ values
+    rest = cast.masked_fill(unit, 0.0) @ values
+    count = unit.sum(1, keepdim=True).double()
+    inverse = torch.where(row_sum > 0, 1 / row_sum, 0.0)
+    if rounds_numerator(recipe):
+        base, residual, divisor, reach = top, rest, torch.ones_like(count), inverse
+    else:
+        divisor, reach = count.clamp(min=1.0), torch.ones_like(inverse)
+        base = top / divisor
+        residual = (rest - (row_sum - count) * base) * inverse
+    unrounded = (base + residual) * reach
+    rounding = _rounding(recipe)
+    if rounding is None:
+        nothing = torch.zeros_like(base, dtype=torch.bool)
+        return Prediction(count[:, 0].long(), nothing, nothing, base, residual, torch.zeros_like(base), unrounded)
+    below = round_to(base, Rounding(rounding.format, Mode.DOWN))
+    above = round_to(base, Rounding(rounding.format, Mode.UP))
+    middle = (below + above) / 2
+    known = count > 0
+    # base may be a quotient; times n both sides are exact: a few bits each.
+    representable = known & (below == above) & (below * divisor == top)
+    swamped = representable & (residual != 0) & (round_to(base + residual, rounding) == base)
+    tie = known & (below < above) & (middle * divisor == top) & (residual.abs() <= (above - below) / 2)
+    even = round_to(middle, rounding)
+    goes = torch.where(residual > 0, above, torch.where(residual < 0, below, even))
+    error = torch.where(tie, goes - base - residual, torch.where(swamped, -residual, 0.0)) * reach
+    return Prediction(count[:, 0].long(), tie, swamped, base, residual, error, unrounded)
+
+
+def _recipe_probs(recipe: Recipe, scale: float, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """P_bar [R, K] as the recipe has it before and after its cast, float64, relative to the row's final maximum."""
+    scores = score_rounding(recipe, scale)(exact).double()
+    if recipe.alpha == "in-exponent":
+        scores = scores * scale
+    scores = scores.masked_fill(exact == -torch.inf, -torch.inf)
+    row_max = scores.amax(1, keepdim=True) if scores.shape[1] else scores.new_full((len(scores), 1), -torch.inf)
+    rule = recipe.softmax
+    if rule.kind == "stabilised" and rule.beta is not None:
+        repeated = (scores >= row_max - rule.epsilon).sum(1, keepdim=True) > 1
+        row_max = torch.where(repeated, torch.where(row_max > 0, rule.beta * row_max, row_max.clamp(min=0.0)), row_max)
+    row_max = round_to(row_max, parse(recipe.row_max)).masked_fill(row_max == -torch.inf, 0.0)
+    difference = scores - row_max
+    if recipe.exp == "exact":
+        difference = round_to(difference, parse(recipe.difference))
+    probs = difference.exp()
+    cast = round_to(probs * recipe.probs_scale, parse(recipe.probs)) / recipe.probs_scale
+    return probs, cast
+
+
+def _rounding(recipe: Recipe) -> Rounding | None:
+    """The rounding that the closed form is about: the coarsest of O_bar's, else that of O; nearest-even only."""
+    names: list[Format] = [recipe.range_pv, recipe.accumulator]
+    if recipe.division == "after-last-cast" or not rounds_numerator(recipe):
+        names.append(recipe.out)
+    found = [rounding for rounding in map(parse, names) if rounding is not None]
+    if not found:
+        return None
+    coarsest = min(found, key=lambda rounding: rounding.format.mantissa_bits)
+    return coarsest if coarsest.mode is Mode.NEAREST_EVEN else None
+
+
+@dataclass
+class _Pairs:
+    """Sums over pairs (predicted, measured)."""
+
+    n: int = 0
+    p: float = 0.0
+    m: float = 0.0
+    pp: float = 0.0
+    mm: float = 0.0
+    pm: float = 0.0
+
+    def add(self, predicted: Tensor, measured: Tensor) -> None:
+        self.n += predicted.numel()
+        self.p += float(predicted.sum())
+        self.m += float(measured.sum())
+        self.pp += float(predicted.square().sum())
+        self.mm += float(measured.square().sum())
+        self.pm += float((predicted * measured).sum())
+
+    def result(self) -> Explained:
+        n = max(self.n, 1)
+        spread = (self.pp - self.p**2 / n) * (self.mm - self.m**2 / n)
+        return Explained(
+            n=self.n,
+            predicted_sum=self.p,
+            measured_sum=self.m,
+            predicted_rms=math.sqrt(self.pp / n),
+            measured_rms=math.sqrt(self.mm / n),
+            correlation=(self.pm - self.p * self.m / n) / math.sqrt(spread) if spread > 0 else None,
+            projection=self.pm / self.mm if self.mm else None,
+            share=(2 * self.pm - self.pp) / self.mm if self.mm else None,
+        )
+
+
+@dataclass
+class _Sums:
+    """What is kept of the stream."""
+
+    recipe: Recipe
+    o: _Pairs = field(default_factory=_Pairs)
+    delta: _Pairs = field(default_factory=_Pairs)
+    before: _Pairs = field(default_factory=_Pairs)
+    elements: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0))
+    energy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
+    dq_energy: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, subject: Subject, block: RowBlock, found: Prediction) -> None:
+        head = subject.inputs.head
+        subject.inputs.mark_rows(block)
+        reference, observed = block.out, subject.out[block.rows]
+        usable = ~(subject.inputs.unusable[block.rows] | block.fully_masked) & observed.isfinite().all(1)
+        predicted, measured = found.error[usable], (observed - reference)[usable]
+        self.o.add(predicted, measured)
+        self.before.add((found.unrounded - reference)[usable], measured)
+        tie, swamped = found.tie[usable], found.swamped[usable]
+        for name, mark in zip(CLASSES, (tie, swamped, ~(tie | swamped)), strict=True):
+            self.elements[name] += int(mark.sum())
+            self.energy[name] += float(measured[mark].square().sum())
+        rows = torch.arange(len(head.q), device=usable.device)[block.rows][usable]
+        kept = {"row": rows, "unit_keys": found.unit_keys[usable], "tied": tie.sum(1), "swamped": swamped.sum(1),
+                "predicted_o": predicted.sum(1), "measured_o": measured.sum(1)}  # fmt: skip
+        if head.do is not None:
+            assert block.dq is not None
+            do = head.do[block.rows][usable]
+            deltas = (do * predicted).sum(1), (do * measured).sum(1)
+            self.delta.add(*deltas)
+            kept |= {"predicted_delta": deltas[0], "measured_delta": deltas[1]}
+            size = (block.probs @ head.k[block.keys])[usable].square().sum(1) * head.scale**2
+            for i, delta in enumerate(deltas):
+                self.dq_energy[i] += float((delta.square() * size).sum())
+            self.dq_energy[2] += float(block.dq[usable].square().sum())
+        for name, values in kept.items():
+            self.columns.setdefault(name, []).append(values.cpu())
+
+    def by_row(self) -> ClosedFormRows:
+        names = ClosedFormRows.__dataclass_fields__
+        joined = {n: tuple(torch.cat(self.columns[n]).tolist()) if n in self.columns else () for n in names}
+        return ClosedFormRows(**joined)
+
+    def totals(self) -> ClosedFormTotals:
+        rows = dict.fromkeys(CLASSES, 0)
+        for tied, swamped in zip(self.columns.get("tied", []), self.columns.get("swamped", []), strict=True):
+            rows["tie"] += int((tied > 0).sum())
+            rows["swamped"] += int(((tied == 0) & (swamped > 0)).sum())
+            rows["ordinary"] += int(((tied == 0) & (swamped == 0)).sum())
+        rounding, numerator = _rounding(self.recipe), rounds_numerator(self.recipe)
+        *dq, norm = self.dq_energy
+        by_delta = [math.sqrt(e / norm) if norm else None for e in dq] if self.delta.n else [None, None]
+        total = sum(self.energy.values())
+        result = ClosedFormTotals(
+            recipe=self.recipe.name,
+            site="O_bar" if numerator else "O",
+            format=None if rounding is None else _name(self.recipe, rounding),
+            rows=rows,
+            elements=self.elements,
+            error_share={name: energy / total if total else 0.0 for name, energy in self.energy.items()},
+            o=self.o.result(),
+            delta=self.delta.result() if self.delta.n else None,
+            before=self.before.result(),
+            dq_predicted=by_delta[0],
+            dq_measured=by_delta[1],
+            statement="",
+        )
+        return replace(result, statement=_statement(result))
+
+
+def _name(recipe: Recipe, rounding: Rounding) -> str:
+    return next(t for t in (recipe.range_pv, recipe.accumulator, recipe.out) if parse(t) == rounding)
+
+
+def _statement(t: ClosedFormTotals) -> str:
+    """What the totals mean, in words."""
+    if t.format is None:
+        return "The recipe rounds neither O_bar nor O to nearest even: the closed form has nothing to say."
+    said = t.elements["tie"] + t.elements["swamped"]
+    count = max(t.o.n, 1)
+    share = t.o.share
+    if share is None:
+        return "O is equal to the reference: there is no error to explain."
+    covered = t.error_share["tie"] + t.error_share["swamped"]
+    text = (
+        f"Ties and swamping of {t.site} cover {said / count:.1%} of the elements, which carry {covered:.1%} of O's "
+        f"squared error; the closed form explains {share:.1%} of the whole"
+    )
+    if share >= 0.5:
+        text += ": most of this head's error in O is of this kind."
+    elif (t.before.share or 0.0) > 0.5:
+        text += f". What was lost before that rounding (scores, P_bar, l) explains {t.before.share:.1%}."
+    else:
+        text += ": most of it is ordinary rounding."
+    if t.site == "O":
+        text += " Under this recipe all of these are single correct roundings of O: the data decide their sign."
+    return text

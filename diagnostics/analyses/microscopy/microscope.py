@@ -1,0 +1,321 @@
+"""The microscope: how one element O[row, feature] came about, rounding by rounding, and what its residual decided."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.microscopy.addition import examine_addition
+from attn_diag.analyses.microscopy.closed_form import explain, predict_block
+from attn_diag.analyses.microscopy.subject import Subject, subject_of
+from attn_diag.analyses.microscopy.walk import Array, Parts, Walk, exponent_factor, site_format, walk_element
+from attn_diag.captures.capture import Capture
+from attn_diag.errors import InputError
+from attn_diag.head.machine import describe_tool
+from attn_diag.kernels import Recipe, emulate_rows, trace_row
+from attn_diag.kernels.formats import parse, round_to
+from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
+from attn_diag.results.microscope import Addition, Class, Curve, Element, Microscope, Point, Site, Term
+from attn_diag.work import Progress
+
+_MAX_POINTS = 512
+# Operands of the decisive addition, and further terms, that are listed one by one.
+_SHOWN_OPERANDS = 6
+_SHOWN_TERMS = 12
+# Rows that are emulated together with the one that is walked.
+_EMULATED_ROWS = 64
+
+
+def microscope(
+    source: Capture | AttentionHead,
+    row: int | None = None,
+    feature: int | None = None,
+    recipe: str | Recipe | None = None,
+    *,
+    observation: str | None = None,
+    observed: Tensor | None = None,
+    batch: int = 0,
+    head: int = 0,
+    device: str = "auto",
+    whole_head: bool = True,
+    progress: Progress | None = None,
+) -> Microscope:
+    """Walk O[row, feature] through a recipe's own arithmetic and schedule, and examine its decisive rounding.
+
+    ``source``: a capture, or one head (q, k, v float64) with ``observed`` O [Tq, Dv] where there is one. ``row`` (a
+    query row of the capture) and ``feature``: default, those of the largest |excess error| of the captured O, or of the
+    recipe's where none was captured. ``recipe``: a name or a Recipe; default: what the captured O is recognised as,
+    else fa2. ``observation``: default the first with an O. ``batch``, ``head`` count within the capture.
+    ``whole_head``: also give the closed form's totals over the head (another pass over it). ``progress(done, total)``
+    counts the three steps: the recipe found, the element walked, the closed form.
+
+    Raises InputError for a row, feature, head or name that does not exist, a row that NaN or Inf makes unusable or that
+    sees no key, and a recipe that rounds at random.
+    """
+    subject = subject_of(
+        source, recipe=recipe, observation=observation, observed=observed, batch=batch, head=head, device=device
+    )
+    return look(subject, row, feature, whole_head=whole_head, progress=progress or _silent)
+
+
+def _silent(done: int, total: int) -> None:
+    """Nobody listens."""
+
+
+def look(
+    subject: Subject,
+    row: int | None,
+    feature: int | None,
+    *,
+    chosen: str = "as asked",
+    whole_head: bool = True,
+    progress: Progress = _silent,
+) -> Microscope:
+    """The microscope on a subject; see ``microscope``. ``chosen``: how row and feature, where both are given, were."""
+    head, recipe = subject.inputs.head, subject.recipe
+    progress(1, 3)
+    for name, number, count in (("row", row, len(head.q)), ("feature", feature, head.v.shape[1])):
+        if number is not None and not 0 <= number < count:
+            raise InputError(f"{subject.source}: {name} must lie between 0 and {count - 1}, got {number}")
+    if row is None or feature is None:
+        row, feature, chosen = _worst(subject, row, feature)
+    forward, values = replace(head, do=None), head.v[:, feature].cpu().numpy()
+    rows = torch.tensor([row], device=head.q.device)
+    block = reference_rows(forward, rows)
+    subject.inputs.mark_rows(block)
+    if bool(subject.inputs.unusable[row]):
+        raise InputError(f"{subject.source}: row {row} holds or sees NaN or Inf; choose another row")
+    if bool(block.fully_masked[0]):
+        raise InputError(f"{subject.source}: row {row} sees no key; choose another row")
+    trace = trace_row(recipe, forward, row)
+    walk = walk_element(recipe, trace, head.v[:, feature], exponent_factor(recipe, head))
+    emulated = _emulated(recipe, forward, row, feature)
+    reference = float(block.out[0, feature])
+    truth = torch.tensor(reference, dtype=torch.float64)
+    rounded = float(round_nearest_even(truth, subject.out_format))
+    observed = None if subject.observation is None else float(subject.out[row, feature])
+    told = walk.out if observed is None else observed
+    decisive = _decisive(walk.sites)
+    prefix = _prefix_errors(walk, recipe, block.scores[0].cpu().numpy(), block.keys, values)
+    prediction = predict_block(recipe, forward, block)
+    kind: Class = "ordinary"
+    if bool(prediction.tie[0, feature]):
+        kind = "tie"
+    elif bool(prediction.swamped[0, feature]):
+        kind = "swamped"
+    addition = None
+    if decisive is not None:
+        site, parts = walk.sites[decisive], walk.parts[decisive]
+        of_o = site.step == "cast" and kind != "ordinary" and not parts.earlier
+        addition = _examined_mean(site, walk, values) if of_o else _examined(site, parts)
+    progress(2, 3)
+    found = Microscope(
+        tool=describe_tool(head.q.device),
+        source=subject.source,
+        observation=subject.observation,
+        recipe=recipe.name,
+        recipe_reason=subject.recipe_reason,
+        layer=subject.layer,
+        batch=subject.batch,
+        head=subject.head,
+        row=row,
+        feature=feature,
+        chosen=chosen,
+        keys=len(walk.keys),
+        ranges=len(trace.ranges),
+        splits=len({part.split for part in trace.ranges}),
+        observed=observed,
+        walked=walk.out,
+        emulated=emulated,
+        bit_equal=walk.out == emulated,
+        reference=reference,
+        rounded_reference=rounded,
+        error=told - reference,
+        excess=told - rounded,
+        ulp=float(ulp(truth, subject.out_format)),
+        sites=walk.sites,
+        before_sum=walk.out - reference - sum(site.contribution for site in walk.sites),
+        decisive=decisive,
+        addition=addition,
+        terms=_terms(walk, prefix.error, values),
+        curve=_curve(walk, prefix),
+        element=Element(
+            kind,
+            int(prediction.unit_keys[0]),
+            float(prediction.base[0, feature]),
+            float(prediction.residual[0, feature]),
+            float(prediction.error[0, feature]),
+        ),
+        closed_form=explain(subject).totals if whole_head else None,
+    )
+    progress(3, 3)
+    return found
+
+
+def most_of_delta(subject: Subject, row: int) -> int | None:
+    """The feature whose error of O adds most to |delta's error| in ``row``; None where none does, or without dO."""
+    head = subject.inputs.head
+    if head.do is None:
+        return None
+    truth = reference_rows(replace(head, do=None), torch.tensor([row], device=head.q.device)).out[0]
+    parts = (head.do[row] * (subject.out[row] - truth)).abs()
+    at = int(parts.argmax())
+    return at if float(parts[at]) > 0 else None
+
+
+def _decisive(sites: tuple[Site, ...]) -> int | None:
+    """The site with the largest contribution; one that overflows comes first, one that rounds no number never."""
+    ranked = {i: abs(site.contribution) for i, site in enumerate(sites) if math.isfinite(site.before)}
+    return max(ranked, key=lambda i: ranked[i], default=None)
+
+
+def _emulated(recipe: Recipe, head: AttentionHead, row: int, feature: int) -> float:
+    """The element as the emulation has it among its neighbours: products of many rows add up in another order."""
+    start = row - row % min(recipe.schedule.query_block, _EMULATED_ROWS)
+    stop = min(start + _EMULATED_ROWS, len(head.q))
+    rows = torch.arange(start, stop, device=head.q.device)
+    return float(emulate_rows(recipe, head, rows)[row - start, feature])
+
+
+def _worst(subject: Subject, row: int | None, feature: int | None) -> tuple[int, int, str]:
+    """The (row, feature) of the largest |excess| within what is asked for, of the largest |error| where all are 0."""
+    inputs = subject.inputs
+    head = replace(inputs.head, do=None)
+    reference = reference_head(head, inputs.mark_rows)
+    errors = subject.out - round_nearest_even(reference.out, subject.out_format)
+    wanted = torch.ones_like(errors, dtype=torch.bool)
+    wanted[inputs.unusable | reference.fully_masked] = False
+    if row is not None:
+        wanted[torch.arange(len(wanted), device=wanted.device) != row] = False
+    if feature is not None:
+        wanted[:, torch.arange(wanted.shape[1], device=wanted.device) != feature] = False
+    wanted &= errors.isfinite()
+    if not bool(wanted.any()):
+        where = "no row" if row is None else f"row {row} is not one that"
+        raise InputError(f"{subject.source}: {where} sees a key and holds finite numbers; nothing can be looked at")
+    name = "largest |excess error|"
+    if not bool((errors[wanted] != 0).any()):
+        errors, name = subject.out - reference.out, "largest |error| (O is correctly rounded everywhere)"
+    at = int(torch.where(wanted, errors.abs(), -1.0).argmax())
+    return at // errors.shape[1], at % errors.shape[1], name
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """Prefix errors [N], see Curve."""
+
+    format: str
+    error: Array
+    rounding_error: Array
+
+
+def _prefix_errors(walk: Walk, recipe: Recipe, scores: Array, keys: slice, values: Array) -> _Prefix:
+    """``scores`` [K]: float64 S of the row over ``keys``; ``values`` [Tk]."""
+    held, fmt = walk.held, recipe.accumulator
+    if not any(parse(text) for text in (recipe.range_pv, recipe.accumulator)):
+        fmt = recipe.out
+        held = round_to(torch.from_numpy(held), parse(fmt)).numpy()
+    elif parse(fmt) is None:
+        fmt = recipe.range_pv
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = np.exp(scores[walk.keys - keys.start] - walk.maximum) * values[walk.keys]
+        return _Prefix(fmt, held - np.cumsum(exact), held - np.cumsum(walk.products))
+
+
+def _curve(walk: Walk, prefix: _Prefix) -> Curve:
+    count = len(walk.keys)
+    units = np.flatnonzero(walk.unit)
+    if len(units) > _MAX_POINTS:
+        units = units[np.linspace(0, len(units) - 1, _MAX_POINTS - 1).astype(int)]
+    units = np.union1d(units, [count - 1])
+    others = np.setdiff1d(np.arange(count), units)
+    room = min(max(_MAX_POINTS - len(units), 0), len(others))
+    picked = others[np.unique(np.linspace(0, len(others) - 1, room).astype(int))] if room else others[:0]
+    points = tuple(
+        Point(i + 1, int(walk.keys[i]), float(prefix.error[i]), float(prefix.rounding_error[i]), bool(walk.unit[i]))
+        for i in np.union1d(units, picked).astype(int).tolist()
+    )
+    return Curve(prefix.format, count, int(walk.unit.sum()), points)
+
+
+def _terms(walk: Walk, errors: Array, values: Array) -> tuple[Term, ...]:
+    """The P_bar = 1 terms first, then the largest, as many as are shown, in the recipe's order."""
+    ranked = np.lexsort((-np.abs(walk.products), ~walk.unit))[:_SHOWN_TERMS]
+    return tuple(
+        Term(
+            position=i + 1,
+            key=int(walk.keys[i]),
+            probs=float(walk.probs[i]),
+            cast_probs=float(walk.cast_probs[i]),
+            value=float(values[walk.keys[i]]),
+            product=float(walk.products[i]),
+            unit=bool(walk.unit[i]),
+            error_before=float(errors[i - 1]) if i else 0.0,
+            error_after=float(errors[i]),
+        )
+        for i in sorted(ranked.tolist())
+    )
+
+
+def _examined(site: Site, parts: Parts) -> Addition:
+    """The site's rounding, with what it rounds taken apart.
+
+    Main operands: earlier sums, P_bar = 1 terms, and terms of at least half a spacing; the residual: all smaller terms,
+    and what fp32 arithmetic lost on the way. Operands sum exactly to what is rounded.
+    """
+    fmt = site_format(site.format)
+    assert fmt is not None
+    half = float(ulp(torch.tensor(site.before, dtype=torch.float64), fmt)) / 2
+    large = np.abs(parts.products) >= half
+    main = parts.unit.astype(bool) | large
+    ranked = np.lexsort((-np.abs(parts.products), ~main))
+    if not main.any() and not parts.earlier:
+        main = np.zeros(len(ranked), dtype=bool)
+        main[ranked[:_SHOWN_OPERANDS]] = True
+    shown = [i for i in ranked.tolist() if main[i]][:_SHOWN_OPERANDS]
+    terms: list[Fraction] = [Fraction(value) for _, value in parts.earlier]
+    labels, residual = [name for name, _ in parts.earlier], [False] * len(parts.earlier)
+
+    def add(label: str, value: Fraction, *, small: bool) -> None:
+        terms.append(value)
+        labels.append(label)
+        residual.append(small)
+
+    for i in sorted(shown):
+        mark = " (P_bar = 1)" if parts.unit[i] else ""
+        add(f"key {int(parts.keys[i])}{mark}", Fraction(float(parts.products[i])), small=False)
+    for name, chosen, small in (("large ", main, False), ("", ~main, True)):
+        rest = [i for i in np.flatnonzero(chosen).tolist() if i not in shown]
+        if rest:
+            value = sum((Fraction(float(parts.products[i])) for i in rest), Fraction(0))
+            add(f"{len(rest)} {name}term{'s' if len(rest) > 1 else ''}", value, small=small)
+    if lost := Fraction(site.before) - sum(terms, Fraction(0)):
+        add("arithmetic", lost, small=bool(terms))
+    return examine_addition(terms, fmt, residual=residual, labels=labels)
+
+
+def _examined_mean(site: Site, walk: Walk, values: Array) -> Addition:
+    """The cast of O of a tied or swamped element: the n keys of P_bar = 1 by V / n, and the rest as the residual.
+
+    O = A / n + r, as in the closed form: r is what the other keys pull O away from the unit keys' mean of V.
+    """
+    fmt = site_format(site.format)
+    assert fmt is not None
+    keys = walk.keys[walk.unit].tolist()
+    shares = [Fraction(float(values[key])) / len(keys) for key in keys]
+    over = f" / {len(keys)}" if len(keys) > 1 else ""
+    terms, labels = shares[:_SHOWN_OPERANDS], [f"V[{key}]{over}, P_bar = 1" for key in keys[:_SHOWN_OPERANDS]]
+    if more := shares[_SHOWN_OPERANDS:]:
+        terms.append(sum(more, Fraction(0)))
+        labels.append(f"{len(more)} further such keys")
+    residual = [False] * len(terms)
+    if rest := Fraction(site.before) - sum(terms, Fraction(0)):
+        terms.append(rest)
+        labels.append("other keys")
+        residual.append(True)
+    return examine_addition(terms, fmt, residual=residual, labels=labels)

@@ -1,0 +1,479 @@
+"""What-if: other recipes and mitigations on one head's inputs, ranked by the error and the bias they leave."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attn_diag.analyses.mitigation.equivalence import exact_twin, float64_bounds, judge, rule_difference
+from attn_diag.analyses.mitigation.mitigations import (
+    BETAS,
+    PRODUCTS,
+    SEEDS,
+    Plan,
+    Price,
+    changed_fields,
+    content,
+    plans,
+    stabilised_rule,
+)
+from attn_diag.analyses.mitigation.stabilised import RepeatedMaxima, beta_limits, repeated_maxima_as_run
+from attn_diag.analyses.mitigation.words import summarise
+from attn_diag.captures.capture import Capture
+from attn_diag.errors import InputError
+from attn_diag.head.assumptions import check_assumptions
+from attn_diag.head.baseline import find_baseline, observation_with_o
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.projection import HeadProjection, find_projection
+from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head
+from attn_diag.head.signed_errors import by_cell, of_rows
+from attn_diag.head.truth import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
+from attn_diag.kernels import Recipe
+from attn_diag.reference import round_nearest_even, ulp
+from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors, StabilisedLimits, WhatIf
+from attn_diag.statistics.means import SignedErrors, adjust, estimate_bias
+from attn_diag.work import map_in_order
+
+Progress = Callable[[int, int], None]
+
+# Largest scaled scores that QK-clip is tried for; 100 is Kimi K2's (arXiv 2507.20534).
+CLIP_THRESHOLDS = (100.0, 50.0, 30.0)
+# Recipes run side by side keep their intermediates of a block: eight stay far below a gigabyte.
+_SIDE_BY_SIDE = 8
+
+
+def what_if(
+    capture: Capture,
+    observation: str | None = None,
+    *,
+    recipe: str | Recipe | None = None,
+    batch: int = 0,
+    head: int = 0,
+    only: Sequence[str] = (),
+    betas: Sequence[float] = BETAS,
+    seeds: int = SEEDS,
+    level: float = 0.01,
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> WhatIf:
+    """Run mitigations, mixed recipes and other kernels' recipes on one head's q, k, v and dO, and rank them.
+
+    The baseline is ``recipe`` (a name or a Recipe), else the one that made the captured O of ``observation``
+    (recognised by its bits), else fa2. ``batch`` and ``head`` count within the capture. ``only``: names of candidates,
+    or patterns such as "stabilised-*". ``betas`` of the stabilised softmax; ``seeds``: how many runs of each
+    stochastic rounding. ``level``: significance after Benjamini-Hochberg over all candidates' biases.
+    ``progress(done, total)`` counts query rows times recipes.
+
+    Raises InputError for what the capture lacks, for inputs that no recipe covers, and where the metadata do not
+    describe the captured O.
+    """
+    _check_options(capture, batch, head, betas, seeds, level)
+    where = pick_device(device)
+    chosen = observation_with_o(capture, observation)
+    notes: list[str] = []
+    if observation is None and len(capture.observations) > 1:
+        notes.append(f"the capture has observations {', '.join(capture.observations)}; {chosen} is looked at")
+    if chosen is not None:
+        assumptions = check_assumptions(capture, [chosen], where)
+        if assumptions.ok is False:
+            raise InputError(f"{capture.source}: {assumptions.message}")
+    baseline = find_baseline(capture, recipe, chosen, batch, head, where)
+    inputs = read_head(capture, batch, head, where, NonFiniteCensus())
+    truth = head_truth(inputs, _projection(capture, batch, head, where, notes))
+    if not bool(truth.usable.any()):
+        raise InputError(f"{capture.source}: head {head}: every row is fully masked, or has NaN or Inf in its inputs")
+    unit = _score_unit(baseline.recipe, inputs)
+    acting = repeated_maxima_as_run(baseline.recipe, truth.head, stabilised_rule(2.0, unit).epsilon)
+    if not acting.rows and betas:
+        notes.append("stabilised softmax: not run, no row's maximum is repeated among the recipe's own scores")
+        betas = ()
+    wanted = plans(
+        baseline.recipe, head_dim=capture.head_dim, keys=capture.k_length, score_unit=unit, betas=betas, seeds=seeds
+    )
+    max_logit = float(truth.reference.row_max[truth.usable].max())
+    clips = _clip_thresholds(inputs, max_logit, notes)
+    wanted, clips = _select(wanted, clips, only)
+    bench = _Bench(truth, _Counter(progress))
+    found = bench.run(baseline.recipe, wanted, clips, max_logit)
+    ranked_by: Literal["o", "dq"] = "o" if truth.reference.dq is None else "dq"
+    candidates = _rank(found, ranked_by)
+    candidates, family = _adjusted(candidates, level)
+    first, rest = candidates[0], tuple(candidates[1:])
+    result = WhatIf(
+        tool=describe_tool(where),
+        source=capture.source,
+        layer=capture.metadata.layer,
+        batch=batch,
+        head=head + capture.metadata.head_offset,
+        rows=int(truth.usable.sum()),
+        observation=chosen,
+        recipe=baseline.name,
+        baseline_from=baseline.origin,
+        agreement=baseline.agreement,
+        ranked_by=ranked_by,
+        max_logit=max_logit,
+        level=level,
+        observed=None if chosen is None else Errors(**observed_sizes(capture, chosen, batch, head, truth)),
+        baseline=first,
+        candidates=rest,
+        stabilised=_stabilised(baseline.recipe, acting, rest, int(truth.usable.sum())),
+        summary=(),
+        notes=tuple(notes),
+        family_size=family,
+    )
+    return replace(result, summary=summarise(result))
+
+
+@dataclass
+class _Found:
+    """A candidate's measurement before it is ranked."""
+
+    candidate: Candidate
+    price: Price | None
+
+
+class _Bench:
+    """Runs recipes on one head and turns what they err by into candidates."""
+
+    def __init__(self, truth: HeadTruth, counter: _Counter) -> None:
+        self.truth, self.counter = truth, counter
+        rows = truth.usable
+        out = truth.reference.out[rows]
+        self._ulp_sum = float(ulp(out, truth.out_format).sum())
+        rounding = round_nearest_even(out, truth.out_format) - out
+        self._rounding_away = (rounding * out.sign()).sum(1)
+        self._clusters = truth.clusters[rows].cpu().numpy()
+        self._parallel = truth.head.q.device.type == "cpu"
+        self._acting: dict[object, RepeatedMaxima] = {}
+
+    def run(self, baseline: Recipe, wanted: list[Plan], clips: list[float], max_logit: float) -> list[_Found]:
+        """The baseline first, then the plans, then QK-clip."""
+        started = Plan("baseline", baseline.summary, "mitigation", (baseline,), None)
+        everything = [started, *wanted]
+        recipes = {content(r): r for plan in everything for r in plan.recipes}
+        twins = {content(twin): twin for twin in (exact_twin(plan.recipes[0]) for plan in everything)}
+        self.counter.total = len(self.truth.head.q) * (len(recipes) + len(twins) + 3 * len(clips))
+        errors = self._measure(self.truth, recipes | twins)
+
+        def judged(plan: Plan) -> _Found:
+            return self._found(plan, baseline, errors)
+
+        found = list(map_in_order(judged, everything, parallel=self._parallel))
+        found[0] = replace(found[0], candidate=replace(found[0].candidate, kind="baseline", changes={}))
+
+        def clipped(tau: float) -> _Found:
+            return self._clipped(baseline, tau, max_logit)
+
+        return found + list(map_in_order(clipped, clips, parallel=self._parallel))
+
+    def _measure(self, truth: HeadTruth, recipes: dict[str, Recipe]) -> dict[str, VariantErrors]:
+        """All of them, those side by side that share most."""
+
+        def likeness(key: str) -> tuple[object, ...]:
+            recipe = recipes[key]
+            return recipe.schedule.query_block, recipe.arithmetic, recipe.forward_json
+
+        groups: list[list[str]] = []
+        for key in sorted(recipes, key=likeness):
+            alike = groups and likeness(groups[-1][0])[:2] == likeness(key)[:2]
+            if alike and len(groups[-1]) < _SIDE_BY_SIDE:
+                groups[-1].append(key)
+            else:
+                groups.append([key])
+
+        def work(keys: list[str]) -> list[VariantErrors]:
+            def advance(rows: int) -> None:
+                self.counter.add(rows * len(keys))
+
+            return measure_variants(truth, [recipes[key] for key in keys], advance, delta_cells=True)
+
+        measured = map_in_order(work, groups, parallel=self._parallel)
+        return {
+            key: errors for keys, part in zip(groups, measured, strict=True)
+            for key, errors in zip(keys, part, strict=True)
+        }  # fmt: skip
+
+    def _found(self, plan: Plan, baseline: Recipe, errors: dict[str, VariantErrors]) -> _Found:
+        recipe = plan.recipes[0]
+        runs = [errors[content(r)] for r in plan.recipes]
+        exact = errors[content(exact_twin(recipe))]
+        beta = recipe.softmax.beta or 1.0
+        equivalence = judge(exact.relative(self.truth), float64_bounds(self.truth, beta))
+        equivalence = self._survives(recipe, equivalence, finite=all(e.finite for e in runs))
+        return _Found(self._candidate(plan, baseline, self.truth, runs, equivalence), plan.price)
+
+    def _candidate(
+        self, plan: Plan, baseline: Recipe, truth: HeadTruth, runs: list[VariantErrors], equivalence: Equivalence
+    ) -> Candidate:
+        relative = [Errors(**run.relative(truth)) for run in runs]
+        price = plan.price
+        return Candidate(
+            name=plan.name,
+            description=plan.description,
+            kind="mitigation" if plan.kind == "clip" else plan.kind,
+            changes=changed_fields(baseline, plan.recipes[0]),
+            errors=_combined(relative, lambda v: float(v.mean())),
+            equivalence=equivalence,
+            finite=all(run.finite for run in runs),
+            seeds=len(runs),
+            spread=_combined(relative, lambda v: float(np.std(v, ddof=1))) if len(runs) > 1 else None,
+            bias_o=self._bias_o(plan.recipes[0], runs) if truth is self.truth else None,
+            bias_delta=self._bias_delta(truth, runs),
+            cost=None if price is None else self._cost(price),
+        )
+
+    def _clipped(self, baseline: Recipe, tau: float, max_logit: float) -> _Found:
+        """QK-clip: q and k scaled so that the largest score becomes tau, and rounded again."""
+        factor = math.sqrt(tau / max_logit)
+        inputs, original = self.truth.inputs, self.truth
+        q, k = (round_nearest_even(t * factor, inputs.input_format) for t in (inputs.head.q, inputs.head.k))
+        clipped = head_truth(replace(inputs, head=replace(inputs.head, q=q, k=k)), original.projection)
+        self.counter.add(2 * len(q))
+        rows = original.usable
+        change = clipped.reference.out[rows] - original.reference.out[rows]
+        (errors,) = measure_variants(clipped, [baseline], self.counter.add, delta_cells=True)
+        words = f"q and k scaled by {factor:.3g} each, so that the largest score ({max_logit:.4g}) becomes {tau:g}"
+        price = Price(words="none in attention: W_q and W_k are scaled after the optimiser's step")
+        plan = Plan(f"qk-clip-{tau:g}", words, "clip", (baseline,), price)
+        difference = float(change.norm() / original.reference.out[rows].norm())
+        reason = f"a change of the model: O itself changes by {100 * difference:.2g} %"
+        equivalence = Equivalence("changes the model", o=difference, reason=reason)
+        found = self._candidate(plan, baseline, clipped, [errors], equivalence)
+        return _Found(replace(found, changes={"inputs": f"q, k -> {factor:.3g} q, {factor:.3g} k"}), price)
+
+    def _survives(self, recipe: Recipe, found: Equivalence, *, finite: bool) -> Equivalence:
+        """Equivalence in exact arithmetic is no use where the recipe's own range of numbers does not suffice."""
+        broken = None if finite else replace(found, status="breaks down", reason="an output is not finite")
+        if recipe.softmax.kind != "stabilised" or not (acting := self._acting_rows(recipe)).rows:
+            return broken or found
+        beta = recipe.softmax.beta or 1.0
+        setting = "with only the scores rounded"
+        moved = judge(rule_difference(recipe, self.truth), float64_bounds(self.truth, beta), setting)
+        if acting.largest is not None:
+            clamp, flush, _ = beta_limits(recipe, acting.largest)
+            if beta >= flush:
+                end = "" if finite else ", and an output is not finite"
+                reason = f"P_bar underflows from beta {flush:.3g} on{end}"
+                return replace(moved, status="breaks down", reason=reason)
+            if moved.status != "exact" and recipe.row_sum_clamp is not None and beta >= clamp:
+                reason = f"{moved.reason}: l meets its lower limit from beta {clamp:.3g} on"
+                return replace(moved, reason=reason)
+        if broken is not None or moved.status == "exact":
+            return broken or found
+        if moved.status == "breaks down":
+            return moved
+        return replace(moved, reason=f"on the recipe's own scores, {moved.reason}")
+
+    def _acting_rows(self, recipe: Recipe) -> RepeatedMaxima:
+        epsilon = recipe.softmax.epsilon
+        key = recipe.scores, recipe.alpha, recipe.accumulation, recipe.schedule, epsilon
+        if key not in self._acting:
+            self._acting[key] = repeated_maxima_as_run(recipe, self.truth.head, epsilon)
+        return self._acting[key]
+
+    def _bias_o(self, recipe: Recipe, runs: list[VariantErrors]) -> BiasEstimate | None:
+        """Away from zero, in ulp; beyond one correct rounding where the recipe rounds O to nearest."""
+        total = torch.stack([run.o_away for run in runs]).mean(0)
+        if recipe.out == recipe.input:
+            total = total - self._rounding_away
+        if not bool(total.isfinite().all()):
+            return None
+        signed = SignedErrors(
+            total=total.cpu().numpy(),
+            square=0.0,
+            positive=0,
+            nonzero=int(total.count_nonzero()),
+            unit_total=float(total.sum()),
+            unit_scale=self._ulp_sum,
+            count=self.truth.head.v.shape[1],
+        )
+        estimate = estimate_bias(signed, self._clusters, 0.01, with_drift=False)
+        # Only sums by row are known.
+        return replace(estimate, rms=None, positive_fraction=None)
+
+    def _bias_delta(self, truth: HeadTruth, runs: list[VariantErrors]) -> BiasEstimate | None:
+        parts = [run.delta for run in runs if run.delta is not None]
+        cells = [run.delta_cells for run in runs if run.delta_cells is not None]
+        if not parts or not cells or truth.noise_floor is None:
+            return None
+        mean, keys = torch.stack(parts).mean(0), truth.clusters[truth.usable]
+        if not bool(mean.isfinite().all()):
+            return None
+        errors = of_rows(mean, truth.noise_floor[truth.usable])
+        errors = by_cell(errors, torch.stack(cells).mean(0), keys)
+        return estimate_bias(errors, keys.cpu().numpy(), 0.01, with_drift=False)
+
+    def _cost(self, price: Price) -> Cost:
+        """Of what fused attention moves: q, k, v, O and L forward; those and dO, delta, dq, dk, dv backward."""
+        d, dv = self.truth.head.q.shape[1], self.truth.head.v.shape[1]
+        moved = 2 * (3 * d + 3 * d) + 2 * (3 * dv + 3 * dv) + 4 * 4
+        return Cost(
+            bytes_per_row=price.bytes_per_feature * dv,
+            bytes_fraction=price.bytes_per_feature * dv / moved,
+            tensor_flops=price.products / PRODUCTS,
+            vector_ops=price.vector_ops,
+            words=price.words or "none",
+        )
+
+
+class _Counter:
+    """Progress from several threads."""
+
+    def __init__(self, report: Progress | None) -> None:
+        self.total, self._done, self._report, self._lock = 0, 0, report, threading.Lock()
+
+    def add(self, count: int) -> None:
+        """So many more query rows times recipes are done."""
+        with self._lock:
+            self._done += count
+            if self._report is not None:
+                self._report(self._done, self.total)
+
+
+def _rank(found: list[_Found], by: str) -> list[Candidate]:
+    """The baseline, then what is equivalent by the error it leaves and its cost, then the rest."""
+    start = getattr(found[0].candidate.errors, by)
+    completed = []
+    for item in found:
+        candidate = item.candidate
+        left = getattr(candidate.errors, by)
+        left = left if candidate.finite and not math.isnan(left) else math.inf
+        removed = 1 - left / start if start and math.isfinite(start) else None
+        completed.append(replace(candidate, left=left, removed=removed))
+    baseline, *others = completed
+    equivalent = [c for c in others if c.equivalence.status in ("exact", "nearly exact")]
+    rest = [c for c in others if c.equivalence.status not in ("exact", "nearly exact")]
+    equivalent.sort(key=lambda c: (c.left, _cost_key(c)))
+    rest.sort(key=lambda c: c.equivalence.status)
+    mitigations = [c for c in (baseline, *equivalent) if c.kind in ("baseline", "mitigation")]
+    ranked = [
+        replace(c, rank=i, pareto=c.kind == "mitigation" and not any(_dominates(o, c) for o in mitigations))
+        for i, c in enumerate(equivalent, 1)
+    ]
+    return [baseline, *ranked, *rest]
+
+
+def _cost_key(candidate: Candidate) -> tuple[float, ...]:
+    cost = candidate.cost
+    if cost is None:
+        # The baseline costs nothing more; what another kernel costs is unknown.
+        return (0.0, 0.0, 0.0) if candidate.kind == "baseline" else (math.inf,) * 3
+    return float(cost.tensor_flops), float(cost.bytes_per_row), float(cost.vector_ops)
+
+
+def _dominates(one: Candidate, other: Candidate) -> bool:
+    a, b = ((c.left or 0.0, *_cost_key(c)) for c in (one, other))
+    return all(x <= y for x, y in zip(a, b, strict=True)) and a != b
+
+
+def _adjusted(candidates: list[Candidate], level: float) -> tuple[list[Candidate], int]:
+    """All biases' p-values as one Benjamini-Hochberg family, and its size."""
+    tested = [
+        (i, name)
+        for i, candidate in enumerate(candidates)
+        for name in ("bias_o", "bias_delta")
+        if (estimate := getattr(candidate, name)) is not None and estimate.p_value is not None
+    ]
+    adjusted = list(candidates)
+    p_values = [float(getattr(candidates[i], name).p_value) for i, name in tested]
+    for (i, name), p in zip(tested, adjust(p_values), strict=True):
+        adjusted[i] = replace(adjusted[i], **{name: replace(getattr(adjusted[i], name), p_adjusted=p)})
+    return [replace(c, biased=_biased(c, level)) for c in adjusted], len(tested)
+
+
+def _biased(candidate: Candidate, level: float) -> tuple[Literal["o", "delta"], ...]:
+    def is_biased(estimate: BiasEstimate | None) -> bool:
+        return estimate is not None and estimate.p_adjusted is not None and estimate.p_adjusted <= level
+
+    found: tuple[Literal["o", "delta"], ...] = ("o",) if is_biased(candidate.bias_o) else ()
+    return (*found, "delta") if is_biased(candidate.bias_delta) else found
+
+
+def _stabilised(
+    recipe: Recipe, acting: RepeatedMaxima, candidates: Sequence[Candidate], rows: int
+) -> StabilisedLimits | None:
+    limits = StabilisedLimits(acting.rows, rows)
+    if acting.largest is None:
+        return limits
+    clamp, flush, subnormal = beta_limits(recipe, acting.largest)
+    limits = replace(limits, largest=acting.largest, clamp=clamp, flush=flush, subnormal=subnormal)
+    tried = [c for c in candidates if c.rank is not None and c.name.startswith("stabilised-")]
+    if not tried:
+        return limits
+    best = tried[0]  # the candidates come ranked
+    beta = float(best.name.removeprefix("stabilised-"))
+    return replace(limits, best=beta, best_helps=best.removed is not None and best.removed > 0)
+
+
+def _combined(errors: list[Errors], how: Callable[[npt.NDArray[np.float64]], float]) -> Errors:
+    def over(name: str) -> float | None:
+        values = [getattr(e, name) for e in errors]
+        return None if values[0] is None else float(how(np.array(values, dtype=np.float64)))
+
+    return Errors(**{name: over(name) for name in ("o", "delta", "dq", "dw_q")})
+
+
+def _score_unit(recipe: Recipe, inputs: HeadInputs) -> float:
+    """What a scaled score of 1 is among the recipe's stored scores."""
+    mask = inputs.head.masking.mask
+    plain = inputs.head.softcap is None and (mask is None or mask.dtype == torch.bool)
+    return 1 / inputs.head.scale if recipe.alpha == "in-exponent" and plain else 1.0
+
+
+def _clip_thresholds(inputs: HeadInputs, max_logit: float, notes: list[str]) -> list[float]:
+    mask = inputs.head.masking.mask
+    if inputs.head.softcap is not None or (mask is not None and mask.dtype != torch.bool):
+        notes.append("QK-clip: not run, softcap or an additive mask acts on the scores")
+        return []
+    known = CLIP_THRESHOLDS[0]
+    if max_logit <= known:
+        notes.append(f"QK-clip at {known:g} (Kimi K2) would not act: the largest score is {max_logit:.4g}")
+    return [tau for tau in CLIP_THRESHOLDS if max_logit > tau]
+
+
+def _select(wanted: list[Plan], clips: list[float], only: Sequence[str]) -> tuple[list[Plan], list[float]]:
+    """What ``only`` names, or everything."""
+    if not only:
+        return wanted, clips
+    names = [plan.name for plan in wanted] + [f"qk-clip-{tau:g}" for tau in clips]
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(f"no candidate {pattern!r} changes this baseline; there are {', '.join(names)}")
+
+    def named(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in only)
+
+    return [plan for plan in wanted if named(plan.name)], [tau for tau in clips if named(f"qk-clip-{tau:g}")]
+
+
+def _check_options(capture: Capture, batch: int, head: int, betas: Sequence[float], seeds: int, level: float) -> None:
+    if not 0 < level < 1:
+        raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    for value, count, what in ((batch, capture.batch, "batch item"), (head, capture.q_heads, "head")):
+        if not 0 <= value < count:
+            raise InputError(f"{capture.source}: no {what} {value}; the capture has 0 to {count - 1} (counted in it)")
+    if any(not 1 < beta < math.inf for beta in betas):
+        raise InputError(f"beta must be a finite number above 1, got {', '.join(map(str, betas))}; 2 to 8 is published")
+    if seeds < 0:
+        raise InputError(f"seeds must not be negative, got {seeds}; 0 leaves stochastic rounding out")
+
+
+def _projection(
+    capture: Capture, batch: int, head: int, device: torch.device, notes: list[str]
+) -> HeadProjection | None:
+    """How dW_Q follows from dQ, or None; a note says what lies between, or why it does not follow."""
+    if "do" not in capture.tensors:
+        notes.append("no dO was captured: candidates are ranked by O's error, and nothing is said of gradients")
+        return None
+    projection = find_projection(capture, [batch], [head], device)
+    notes += [] if projection.note is None else [projection.note]
+    return projection.head(batch, head)

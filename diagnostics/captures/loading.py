@@ -1,0 +1,277 @@
+"""Reading captures from safetensors, .pt and .npz files, lazily where the format allows it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import stat
+import warnings
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from attn_diag.captures.capture import OBSERVED, Capture, TensorSource
+from attn_diag.captures.files import CAPTURE_SUFFIXES, PARTIAL
+from attn_diag.captures.metadata import KEYS, Metadata, refuse_unsupported
+from attn_diag.errors import InputError
+
+_EXAMPLE = Path(str(files("attn_diag.data"))) / "gpt2_step731_L2H4_rows.safetensors"
+_HALF_WRITTEN = re.compile(rf"\.(.+({'|'.join(map(re.escape, CAPTURE_SUFFIXES))}))\.[^.]+{re.escape(PARTIAL)}")
+_STATED_BY_DEFAULT = ("layout", "causal", "scale")
+
+
+def load_example() -> Capture:
+    """The capture that ships with the package, opened."""
+    return replace(load(_EXAMPLE), source=f"example {_EXAMPLE.name}")
+
+
+def find_captures(paths: Iterable[str | Path]) -> list[Path]:
+    """The capture files among ``paths``; a directory stands for all of those below it, in order of their names.
+
+    Raises InputError for a path that does not exist or cannot be reached, and a directory without captures.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not stat.S_ISDIR(_mode(path)):
+            found.append(path)
+            continue
+        inside = sorted(p for p in path.rglob("*") if p.suffix in CAPTURE_SUFFIXES and not p.name.startswith("."))
+        inside = [p for p in inside if not p.is_dir()]
+        if not inside:
+            partial = next((f"; {error}" for error in half_written([path])), "")
+            raise InputError(
+                f"{path}: no captures in this directory (looked for {', '.join(CAPTURE_SUFFIXES)}){partial}"
+            )
+        found += inside
+    return found
+
+
+def half_written(paths: Iterable[str | Path]) -> list[InputError]:
+    """A complaint for every capture below the directories among ``paths`` that was never completed.
+
+    A capture is written as ".<name>.<random>.partial" and renamed when it is complete (``files.write_atomically``).
+    One that was completed later under the same name is no longer missed.
+    """
+    complaints = []
+    for file in sorted({f for path in map(Path, paths) if path.is_dir() for f in path.rglob(f".*{PARTIAL}")}):
+        named = _HALF_WRITTEN.fullmatch(file.name)
+        if named is not None and not _was_completed(file.with_name(named[1]), file):
+            complaints.append(
+                InputError(
+                    f"{file}: {named[1]} was being written when the process died (or still is: look again then); "
+                    "this capture is lost, the other files are complete"
+                )
+            )
+    return complaints
+
+
+def _was_completed(file: Path, partial: Path) -> bool:
+    """Whether ``file`` was completed after ``partial`` was last written to; a live writer may rename it meanwhile."""
+    try:
+        return file.stat().st_mtime_ns >= partial.stat().st_mtime_ns
+    except FileNotFoundError:
+        return not partial.exists()
+
+
+def load(path: str | Path, **options: Any) -> Capture:
+    """Open a capture file. Tensors of safetensors files are read head by head, when they are needed.
+
+    ``options``: metadata to put in place of what the file says (``layout``, ``causal``, ``scale``, …).
+    Raises InputError for a file that is missing, empty, truncated, of another kind, or whose tensors do not
+    fit each other. A pickle that would run code is refused and never executed. A pipe is never opened.
+    """
+    path = Path(path)
+    require_regular_file(path)
+    if path.suffix not in CAPTURE_SUFFIXES:
+        raise InputError(f"{path}: not a capture; expected a file ending in {', '.join(CAPTURE_SUFFIXES)}")
+    if path.stat().st_size == 0:
+        raise InputError(f"{path}: the file is empty")
+    with named_errors(path):
+        reader = {".safetensors": _read_safetensors, ".npz": _read_npz}.get(path.suffix, _read_pt)
+        tensors, text, notes = reader(path)
+        # A scale or window kept as an array is metadata all the same, and must not be overlooked.
+        for name in KEYS & tensors.keys():
+            text[name] = _numbers_as_text(name, tensors.pop(name))
+        given = {name: value for name, value in options.items() if value is not None}
+        metadata = Metadata.parse(text).override(**given)
+        assumed = [
+            f"{name}={'1/sqrt(D)' if name == 'scale' else getattr(metadata, name)} (default)"
+            for name in _STATED_BY_DEFAULT
+            if name not in text and name not in given
+        ]
+        return Capture(tensors, metadata, str(path), (*assumed, *notes))
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def _mode(path: Path) -> int:
+    """What ``path`` leads to, as st_mode. Raises InputError where it leads nowhere."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file or directory") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be opened: {error.strerror}") from None
+
+
+def require_regular_file(path: Path) -> None:
+    """Raise InputError for what is not there, is no regular file (a pipe, a folder), or may not be read."""
+    # Opening a pipe without a writer would wait for one for ever.
+    mode = _mode(path)
+    if not stat.S_ISREG(mode):
+        kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
+        raise InputError(f"{path}: expected a regular file, this is {kind}; save the capture to a file and name that")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path}: cannot be opened: no permission to read it")
+
+
+@contextlib.contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Name the file in every complaint, and turn whatever a parser raises on untrusted bytes into an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except Exception as error:
+        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{path}: truncated or damaged, or not a {path.suffix} file ({detail})") from error
+
+
+@dataclass(frozen=True)
+class _SafetensorsSource:
+    """A tensor in an open safetensors file; indexing reads just that part."""
+
+    handle: Any
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if index is Ellipsis:
+            return self.handle.get_tensor(self.name)  # type: ignore[no-any-return]
+        return self.handle.get_slice(self.name)[index]  # type: ignore[no-any-return]
+
+
+_Read = tuple[dict[str, TensorSource], dict[str, str], list[str]]
+_SAFETENSORS_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+}
+
+
+def _read_safetensors(path: Path) -> _Read:
+    handle: Any = safe_open(path, framework="pt")  # ships without types
+    tensors: dict[str, TensorSource] = {}
+    for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
+        part = handle.get_slice(name)
+        if part.get_dtype() not in _SAFETENSORS_DTYPES:
+            raise InputError(f"{name} has dtype {part.get_dtype()}, which is not supported")
+        tensors[name] = _SafetensorsSource(handle, name, tuple(part.get_shape()), _SAFETENSORS_DTYPES[part.get_dtype()])
+    return tensors, handle.metadata() or {}, []
+
+
+def unpickle(path: Path) -> Any:
+    """What ``torch.save`` wrote, on the CPU. Raises InputError where reading it would run code: it is never run."""
+    try:
+        with warnings.catch_warnings():
+            # About how the file was pickled: nothing that its reader can change.
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if "weights_only" in str(error).lower() or "unsupported" in str(error).lower():
+            raise InputError(
+                "this pickle holds more than tensors and was not executed; save a plain dict of tensors "
+                "with torch.save, or a safetensors file"
+            ) from None
+        raise
+
+
+def _read_pt(path: Path) -> _Read:
+    content = unpickle(path)
+    if not isinstance(content, dict):
+        raise InputError(f"expected a dict of tensors, got {type(content).__name__}")
+    tensors: dict[str, TensorSource] = {}
+    text: dict[str, str] = {}
+    for name, value in content.items():
+        if isinstance(value, Tensor):
+            if value.layout != torch.strided or value.is_nested or value.is_meta:
+                raise InputError(f"{name} is sparse, nested or without data; expected a dense tensor: save one")
+            tensors[str(name)] = value.detach()
+        elif name == "metadata" and isinstance(value, dict):
+            text |= {str(key): _as_text(item) for key, item in value.items() if item is not None}
+        elif isinstance(value, str | int | float) or (name in KEYS and value is not None):
+            text[str(name)] = _as_text(value)
+        elif value is not None:
+            refuse_unsupported(str(name))
+    return tensors, text, []
+
+
+def _as_text(value: object) -> str:
+    """A metadata value as a safetensors file would state it."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _numbers_as_text(name: str, tensor: TensorSource) -> str:
+    if math.prod(tensor.shape) > 2:
+        raise InputError(f"{name} is metadata, one number (two for window), got a tensor {list(tensor.shape)}")
+    return _as_text(tensor[...].flatten().tolist())
+
+
+def _read_npz(path: Path) -> _Read:
+    if not zipfile.is_zipfile(path):
+        raise InputError("truncated or damaged: not a complete .npz archive")
+    tensors: dict[str, TensorSource] = {}
+    text: dict[str, str] = {}
+    notes: list[str] = []
+    # numpy leaves a file that it opened itself open where the archive is damaged.
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        for name in archive.files:
+            array = archive[name]
+            if array.ndim == 0 and array.dtype.kind in "USifb" and not name.endswith("_descale"):
+                text[name] = str(array)
+            elif array.dtype.kind in "US":
+                raise InputError(f"{name} holds text; expected numbers")
+            else:
+                tensors[name] = _tensor_from_numpy(name, array, notes)
+    return tensors, text, notes
+
+
+def _tensor_from_numpy(name: str, array: np.ndarray[Any, Any], notes: list[str]) -> Tensor:
+    base = name.rpartition(".")[2]
+    # ml_dtypes arrays come back from an .npz as raw bytes ("void") of their size.
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
+        array = array.view(np.uint16)
+    if array.dtype == np.uint16 and base in ("q", "k", "v", "do", "x", "w_q", *OBSERVED):
+        notes.append(f"{name}: 16-bit words taken as BF16")
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    if array.dtype.kind == "V":
+        raise InputError(f"{name} holds {array.dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors")
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))

@@ -1,0 +1,353 @@
+"""Captures that the ranks of one distributed run wrote of the same attention call, merged into one.
+
+Data-parallel ranks hold other sequences of one batch: their batch items are stacked in the order of the ranks.
+Tensor-parallel ranks (another ``head_offset``) hold other heads of the same sequences: their heads are put side by
+side. Nothing is read to merge but what must be equal on all ranks (w_q, shared masks, x of tensor-parallel ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import INPUTS, OBSERVED, Capture, TensorSource
+from attn_diag.captures.metadata import Metadata
+from attn_diag.errors import InputError
+
+# What may differ between the ranks of one call.
+_OF_A_RANK = ("rank", "head_offset", "device", "hardware", "notes", "extra")
+_PER_ROW = ("lse", "delta")
+_OF_ALL_SEQUENCES = ("w_q", "q_positions")
+
+
+@dataclass(frozen=True)
+class JoinedSource:
+    """Tensors put side by side along ``axis``; an index that picks one place of that axis reads one of them only."""
+
+    parts: tuple[TensorSource, ...]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of all axes; that of ``axis`` is the sum over the parts."""
+        first = tuple(self.parts[0].shape)
+        return (*first[: self.axis], sum(self._sizes), *first[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the stored values."""
+        return self.parts[0].dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        place = index if isinstance(index, tuple) else (index,)
+        if Ellipsis not in place and len(place) > self.axis and isinstance(place[self.axis], int):
+            part, within = self._find(place[self.axis])
+            return part[(*place[: self.axis], within, *place[self.axis + 1 :])]
+        whole = torch.cat([part[...] for part in self.parts], self.axis)
+        return whole if index is Ellipsis else whole[index]
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [part.shape[self.axis] for part in self.parts]
+
+    def _find(self, position: int) -> tuple[TensorSource, int]:
+        total = sum(self._sizes)
+        if not -total <= position < total:
+            raise IndexError(f"index {position} of axis {self.axis} with {total} places")
+        position %= total
+        number = next(i for i, end in enumerate(accumulate(self._sizes)) if position < end)
+        return self.parts[number], position - sum(self._sizes[:number])
+
+
+@dataclass(frozen=True)
+class RepeatedSource:
+    """A tensor [1, ...] that all of ``count`` batch items share, as [count, ...]."""
+
+    part: TensorSource
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of all axes."""
+        return (self.count, *self.part.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the stored values."""
+        return self.part.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        place = index if isinstance(index, tuple) else (index,)
+        if isinstance(place[0], int):
+            return self.part[(0, *place[1:])]
+        whole = self.part[...].expand(self.shape)
+        return whole if index is Ellipsis else whole[index]
+
+
+def merged_over_ranks(captures: Iterable[Capture]) -> tuple[list[Capture], list[str]]:
+    """``captures`` with those of several ranks merged, at the place of the first; and what is to be said about it.
+
+    Merged are captures of the same ``run``, ``module``, ``layer``, ``step`` and ``call`` that state different ranks,
+    where everything but the batch (or, by ``head_offset``, the heads) agrees. A capture without ``run`` never is.
+    Ranks that are missing by ``world_size``, and captures that cannot be merged, are named with the reason.
+    """
+    groups: dict[object, list[Capture]] = {}
+    for capture in captures:
+        groups.setdefault(_call_of(capture) or id(capture), []).append(capture)
+    merged: list[Capture] = []
+    said: list[str] = []
+    for group in groups.values():
+        if _call_of(group[0]) is None:
+            merged += group
+        elif len(group) == 1:
+            merged.append(_alone(group[0]))
+        else:
+            results, words = _merge(group)
+            merged += results
+            said += words
+    return merged, said
+
+
+def _call_of(capture: Capture) -> tuple[object, ...] | None:
+    """What the captures of one call have in common; None where the run or the rank is not stated."""
+    m = capture.metadata
+    if "run" not in m.extra or m.rank is None:
+        return None
+    return m.extra["run"], m.extra.get("module"), m.layer, m.step, m.extra.get("call")
+
+
+def _world_size(capture: Capture) -> int:
+    stated = capture.metadata.extra.get("world_size", "")
+    return int(stated) if stated.isdecimal() else 0
+
+
+def _alone(capture: Capture) -> Capture:
+    size = _world_size(capture)
+    if size <= 1:
+        return capture
+    return replace(capture, assumed=(*capture.assumed, f"rank {capture.metadata.rank} alone, of {size}"))
+
+
+def _merge(group: list[Capture]) -> tuple[list[Capture], list[str]]:
+    """The captures of one call, merged as far as they agree, and the warnings."""
+    group = sorted(group, key=_rank)
+    ranks = [_rank(capture) for capture in group]
+    if len(set(ranks)) < len(ranks):
+        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+        return group, [f"{_sources(group)}: not merged: several say rank {twice}; name only one of them"]
+    missing = [rank for rank in range(_world_size(group[0])) if rank not in ranks]
+    said: list[str] = []
+    if missing:
+        said.append(f"{_sources(group)}: {_named(missing)} of {_world_size(group[0])} missing; the others are used")
+    # The largest set of captures that agree comes first.
+    alike: list[list[Capture]] = []
+    for capture in group:
+        matching = next((members for members in alike if _difference(members[0], capture) is None), None)
+        if matching is None:
+            alike.append([capture])
+        else:
+            matching.append(capture)
+    alike.sort(key=len, reverse=True)
+    for other in alike[1:]:
+        why = _difference(alike[0][0], other[0])
+        said.append(f"{_sources(other)}: not merged with {_named(map(_rank, alike[0]))}: {why}")
+    results: list[Capture] = []
+    for members in alike:
+        try:
+            results.append(_merge_alike(members, missing) if len(members) > 1 else members[0])
+        except InputError as error:
+            results += members
+            said.append(f"{_sources(members)}: not merged: {error}")
+    return results, said
+
+
+def _difference(one: Capture, other: Capture) -> str | None:
+    """Why two captures of a call cannot be merged, as far as can be told without reading them; None if they can."""
+    for item in fields(Metadata):
+        mine, yours = getattr(one.metadata, item.name), getattr(other.metadata, item.name)
+        if item.name not in _OF_A_RANK and mine != yours:
+            return f"{item.name} is {yours}, not {mine}"
+    if lacking := set(one.tensors) ^ set(other.tensors):
+        name = min(lacking)
+        return f"only {_named([_rank(one if name in one.tensors else other)])} has {name}"
+    for name in ("q", "k", "v", *one.tensors):
+        mine, yours = one.tensors[name], other.tensors[name]
+        if mine.dtype != yours.dtype:
+            return f"{name} is {yours.dtype}, not {mine.dtype}"
+        # Masks and descale factors may be shared by all sequences: their first axis tells nothing.
+        free = 0 if name in _OF_ALL_SEQUENCES else 1
+        if len(mine.shape) != len(yours.shape) or tuple(mine.shape[free:]) != tuple(yours.shape[free:]):
+            return f"{name} has shape {list(yours.shape)}, not {list(mine.shape)}"
+    return None
+
+
+def _merge_alike(members: list[Capture], missing: list[int]) -> Capture:
+    """One capture of all ``members``. Raises InputError where what they must share differs."""
+    by_offset: dict[int, list[Capture]] = {}
+    for capture in members:
+        by_offset.setdefault(capture.metadata.head_offset, []).append(capture)
+    for group in by_offset.values():
+        _require_other_sequences(group)
+    parts = [_stack_batches(by_offset[offset]) for offset in sorted(by_offset)]
+    tensors = parts[0] if len(parts) == 1 else _join_heads(members[0], sorted(by_offset), parts)
+    how = "batch items" if len(parts) == 1 else "heads" if len(parts) == len(members) else "batch items and heads"
+    gone = f", {_named(missing)} missing" if missing else ""
+    assumed = dict.fromkeys(note for capture in members for note in capture.assumed)
+    words = f"{how} of {_named(map(_rank, members))} put together in this order{gone}"
+    return Capture(tensors, _metadata_of(members), _sources(members), (*assumed, words))
+
+
+def _require_other_sequences(members: list[Capture]) -> None:
+    """Raise InputError where two ranks saw the same sequences: they then hold other heads, and do not say which."""
+    first = [capture.tensors["x"][0] for capture in members if "x" in capture.tensors]
+    if any(_equal(a, b) for i, a in enumerate(first) for b in first[:i]):
+        raise InputError("x is the same on two ranks (tensor parallelism?): state head_offset in the metadata")
+
+
+def _stack_batches(members: list[Capture]) -> dict[str, TensorSource]:
+    """The tensors of data-parallel ranks: batch items after each other."""
+    tensors: dict[str, TensorSource] = {}
+    for name in members[0].tensors:
+        if name.rpartition(".")[2] not in INPUTS + OBSERVED:
+            continue  # nobody reads it, and nobody knows which of its axes counts sequences
+        sources = [capture.tensors[name] for capture in members]
+        if len(members) == 1:
+            tensors[name] = sources[0]
+        elif name in _OF_ALL_SEQUENCES:
+            _require_equal(name, members)
+            tensors[name] = sources[0]
+        elif name == "mask" or name.endswith("_descale"):
+            tensors[name] = _stack_shared(name, members)
+        else:
+            tensors[name] = JoinedSource(tuple(sources), 0)
+    return tensors
+
+
+def _stack_shared(name: str, members: list[Capture]) -> TensorSource:
+    """A mask, or descale factors: one for all sequences where all ranks have the same one, else one a sequence."""
+    sources = [capture.tensors[name] for capture in members]
+    whole = 4 if name == "mask" else 2
+    per_item = len(sources[0].shape) == whole
+    shared = all(not per_item or source.shape[0] == 1 for source in sources)
+    if shared and all(_equal(sources[0][...], source[...]) for source in sources[1:]):
+        return sources[0]
+    if not per_item:
+        raise InputError(f"{name} differs between the ranks and has no batch axis ({list(sources[0].shape)})")
+    repeated = (
+        source if source.shape[0] == capture.batch else RepeatedSource(source, capture.batch)
+        for source, capture in zip(sources, members, strict=True)
+    )
+    return JoinedSource(tuple(repeated), 0)
+
+
+def _join_heads(
+    first: Capture, offsets: Sequence[int], parts: Sequence[dict[str, TensorSource]]
+) -> dict[str, TensorSource]:
+    """The tensors of tensor-parallel ranks: heads side by side. ``parts``: one for each of ``offsets``."""
+    heads = first.q_heads
+    expected = list(range(offsets[0], offsets[0] + heads * len(parts), heads))
+    if list(offsets) != expected:
+        raise InputError(
+            f"tensor-parallel ranks with {heads} heads each start at heads {_listed(offsets)}; expected "
+            f"{_listed(expected)}: a rank between them is missing"
+        )
+    if len({part["q"].shape[0] for part in parts}) > 1:
+        raise InputError(
+            f"tensor-parallel ranks hold {_listed(part['q'].shape[0] for part in parts)} sequences; expected as many"
+        )
+    head_axis = 1 if first.metadata.layout == "BHTD" else 2
+    tensors: dict[str, TensorSource] = {}
+    for name in parts[0]:
+        sources, base = tuple(part[name] for part in parts), name.rpartition(".")[2]
+        if base == "w_q":
+            own = sources[0].shape[0] == heads * first.head_dim
+            tensors[name] = JoinedSource(sources, 0) if own else _same(name, sources)
+        elif base in ("x", "q_positions"):
+            tensors[name] = _same(name, sources)
+        elif base == "mask":
+            per_head = len(sources[0].shape) > 2 and sources[0].shape[-3] > 1
+            tensors[name] = JoinedSource(sources, len(sources[0].shape) - 3) if per_head else _same(name, sources)
+        elif base.endswith("_descale"):
+            tensors[name] = JoinedSource(sources, 1) if len(sources[0].shape) == 2 else _same(name, sources)
+        else:
+            tensors[name] = JoinedSource(sources, 1 if base in _PER_ROW else head_axis)
+    return tensors
+
+
+def _same(name: str, sources: Sequence[TensorSource]) -> TensorSource:
+    """The one tensor that tensor-parallel ranks must all hold. Raises InputError where they do not."""
+    # By sequence: x of the whole batch may be large.
+    pieces = range(sources[0].shape[0]) if name == "x" else (Ellipsis,)
+    for source in sources[1:]:
+        if not all(_equal(sources[0][piece], source[piece]) for piece in pieces):
+            raise InputError(f"{name} differs between ranks that hold different heads of the same sequences")
+    return sources[0]
+
+
+def _require_equal(name: str, members: list[Capture]) -> None:
+    first = members[0].tensors[name][...]
+    for capture in members[1:]:
+        if not _equal(first, capture.tensors[name][...]):
+            raise InputError(
+                f"{name} of rank {_rank(capture)} differs from that of rank {_rank(members[0])}, though both say "
+                f"head_offset {capture.metadata.head_offset}: state head_offset if they hold different heads"
+            )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Equal bit for bit; NaN equals NaN."""
+    one, other = one.contiguous(), other.contiguous()
+    same = one.shape == other.shape and one.dtype == other.dtype
+    return same and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+
+
+def _metadata_of(members: list[Capture]) -> Metadata:
+    """What all ranks say; what only each says of itself is kept with its rank."""
+    all_metadata = [capture.metadata for capture in members]
+    keys = dict.fromkeys(key for m in all_metadata for key in m.extra)
+    extra = {key: _together([m.extra.get(key) for m in all_metadata], members) for key in keys}
+    hardware = {m.hardware for m in all_metadata}
+    return replace(
+        all_metadata[0],
+        rank=None,
+        head_offset=min(m.head_offset for m in all_metadata),
+        device=", ".join(dict.fromkeys(m.device for m in all_metadata if m.device)) or None,
+        hardware=hardware.pop() if len(hardware) == 1 else None,
+        notes=_together([m.notes for m in all_metadata], members),
+        extra={**_stated(extra), "ranks": ",".join(str(_rank(capture)) for capture in members)},
+    )
+
+
+def _stated(extra: Mapping[str, str | None]) -> dict[str, str]:
+    return {key: value for key, value in extra.items() if value is not None}
+
+
+def _together(values: list[str | None], members: list[Capture]) -> str | None:
+    if len(set(values)) == 1:
+        return values[0]
+    return "; ".join(f"rank {_rank(c)}: {value}" for c, value in zip(members, values, strict=True) if value is not None)
+
+
+def _rank(capture: Capture) -> int:
+    assert capture.metadata.rank is not None
+    return capture.metadata.rank
+
+
+def _sources(members: Sequence[Capture]) -> str:
+    """The first capture's source, and how many more there are."""
+    rest = [_rank(capture) for capture in members[1:]]
+    return members[0].source + (f" (and {_named(rest)})" if rest else "")
+
+
+def _named(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {_listed(numbers)}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,250 @@
+"""The check before any verdict: does the captured O agree with attention as the metadata describe it?
+
+A wrong causal alignment, scale, layout, window or LSE base makes "errors" of order one that no rounding can
+explain. Rows spread over the capture are recomputed; where they miss, other readings are tried and the one
+that fits is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.metadata import Causal, Layout, LseBase
+from attn_diag.errors import InputError
+from attn_diag.head.read import NonFiniteCensus, read_float64, read_head
+from attn_diag.reference import format_of, reference_rows, round_nearest_even
+from attn_diag.results.diagnosis import Assumptions, Misfit
+
+# Rounding errors inside a kernel, even a failing one, stay well below this; a wrong mask or scale exceeds it at once.
+# O's own format comes on top: one correct rounding makes 0.17 % in BF16, but 2.6 % in E4M3 (far more where O is
+# subnormal there) and 5.5 % in E5M2.
+TOLERANCE = 0.05
+_NAMES = {"o": "O", "lse": "LSE"}
+_ROWS = 48
+_HEADS = 4
+
+
+def check_assumptions(capture: Capture, observations: list[str], device: torch.device) -> Assumptions:
+    """Compare each observation's O and LSE with a recomputation under the metadata, in norm.
+
+    LSE may be 5 % off, O 5 % more than correct rounding of the recomputed O to its own format makes it be.
+    Rows with NaN or Inf in their inputs or output are not compared. Where none is left, or nothing was captured
+    to compare with, ``ok`` is None.
+    """
+    checks = [check for name in observations for check in _checks(capture, name, device)]
+    wrong = [c for c in checks if not c.ok]
+    if not checks:
+        captured = any(capture.key(name, output) in capture.tensors for name in observations for output in _NAMES)
+        why = (
+            "no sampled row could be compared, each has NaN or Inf or is fully masked"
+            if captured
+            else "no O or LSE was captured to check them with"
+        )
+        return Assumptions(None, capture.assumed, (), f"not checked: {why}")
+    if not wrong:
+        worst = max(c.relative_error for c in checks)
+        names = " and ".join(dict.fromkeys(_NAMES[c.output] for c in checks))
+        agree = "agrees" if len({c.output for c in checks}) == 1 else "agree"
+        # Only O may be further off, and only so far as its own format makes it.
+        coarse = ", which correct rounding to O's own format explains" if worst > TOLERANCE else ""
+        message = f"hold: {names} {agree} within {worst:.2g} (sampled rows){coarse}"
+        return Assumptions(True, capture.assumed, tuple(checks), message)
+    return Assumptions(False, capture.assumed, tuple(checks), " ".join(dict.fromkeys(_message(c) for c in wrong)))
+
+
+def _checks(capture: Capture, observation: str, device: torch.device) -> Iterator[Misfit]:
+    """The check of O, then that of LSE unless O already fails; only where there are rows to compare."""
+    captured = {output for output in _NAMES if capture.key(observation, output) in capture.tensors}
+    out = _check_out(capture, observation, device) if "o" in captured else None
+    if out is not None:
+        yield out
+    lse = _check_lse(capture, observation, device) if "lse" in captured and (out is None or out.ok) else None
+    if lse is not None:
+        yield lse
+
+
+def _message(check: Misfit) -> str:
+    found = (
+        f"{_NAMES[check.output]} of '{check.observation}' is {100 * check.relative_error:.3g} % off under the stated "
+        "metadata, which no rounding explains;"
+    )
+    if check.relative_error == math.inf:
+        found = (
+            f"{_NAMES[check.output]} of '{check.observation}' is not 0, as it must be under the stated metadata: "
+            "every sampled row is fully masked (or V is 0);"
+        )
+    if math.isnan(check.relative_error):
+        found = (
+            f"{_NAMES[check.output]} of '{check.observation}' cannot be compared: with these values and the stated "
+            "scale the float64 reference itself overflows;"
+        )
+    if check.better is None:
+        return f"{found} no other causal alignment, scale, layout, window or base tried fits either."
+    return f"{found} {check.better} fits within {check.better_error:.2g}: correct the metadata or pass it as an option."
+
+
+def _check_out(capture: Capture, observation: str, device: torch.device) -> Misfit | None:
+    stated = out_fit(capture, observation, device)
+    if stated is None:
+        return None
+    if stated.ok:
+        return Misfit(observation, "o", stated.error, ok=True)
+    best: tuple[float, str] | None = None
+    for reading in _readings(capture):
+        other = out_fit(reading.capture, observation, device)
+        if other is not None and other.ok and (best is None or other.error < 0.9 * best[0]):
+            best = other.error, reading.words
+    return Misfit(observation, "o", stated.error, False, best and best[1], best and best[0])
+
+
+def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misfit | None:
+    stated = capture.metadata.lse_base
+    error = lse_error(capture, observation, device)
+    if error is None:
+        return None
+    if error <= TOLERANCE:
+        return Misfit(observation, "lse", error, ok=True)
+    base: LseBase = "2" if stated == "e" else "e"
+    flipped = replace(capture, metadata=replace(capture.metadata, lse_base=base))
+    other = lse_error(flipped, observation, device)
+    if other is not None and other <= TOLERANCE:
+        return Misfit(observation, "lse", error, False, f"lse_base={base}", other)
+    return Misfit(observation, "lse", error, ok=False)
+
+
+@dataclass
+class _Reading:
+    """The same tensors under other metadata."""
+
+    capture: Capture
+    words: str
+
+
+def _readings(capture: Capture) -> Iterator[_Reading]:
+    """Other layouts, causal alignments, windows and scales, singly and together, that the shapes allow."""
+    stated = capture.metadata
+    default = capture.head_dim**-0.5
+    factors = {"log2(e)": math.log2(math.e), "ln(2)": math.log(2)}
+    scales = {
+        f"scale={default:.6g} (1/sqrt(D))": default,
+        "scale=1": 1.0,
+        f"scale={1 / capture.head_dim:.6g} (1/D)": 1 / capture.head_dim,
+    }
+    scales |= {f"scale times {name} (base-2 exponent)": capture.scale * f for name, f in factors.items()}
+    scales |= {f"scale={capture.scale**2:.6g} (applied twice)": capture.scale**2}
+    causals: list[Causal] = [c for c in get_args(Causal) if c != stated.causal]
+    layouts: tuple[Layout, ...] = get_args(Layout)
+    for layout in layouts:
+        for causal in (stated.causal, *causals):
+            for window in {stated.window, None}:
+                for words, scale in {"": stated.scale, **scales}.items():
+                    changed = {
+                        f"layout={layout}": layout != stated.layout,
+                        f"causal={causal}": causal != stated.causal,
+                        "no window": window != stated.window,
+                        words: bool(words),
+                    }
+                    said = ", ".join(name for name, is_changed in changed.items() if is_changed)
+                    try:
+                        metadata = replace(stated, layout=layout, causal=causal, window=window, scale=scale)
+                        other = replace(capture, metadata=metadata)
+                    except InputError:
+                        continue
+                    if said:
+                        yield _Reading(other, said)
+    if stated.window is None:
+        for causal in (stated.causal, *causals):
+            for left in _usual_windows(capture.k_length):
+                window = (left, left if causal == "none" else 0)
+                said = f"window={left},{window[1]}"
+                said = said if causal == stated.causal else f"causal={causal}, {said}"
+                yield _Reading(replace(capture, metadata=replace(stated, causal=causal, window=window)), said)
+
+
+def _usual_windows(k_length: int) -> list[int]:
+    """Powers of two below the number of keys, and one less: a window of W keys reaches W - 1 back."""
+    powers = [2**i for i in range(k_length.bit_length()) if 2**i < k_length]
+    return sorted({left for power in powers for left in (power - 1, power) if left})
+
+
+def _sample(capture: Capture) -> Iterator[tuple[int, int, torch.Tensor]]:
+    heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
+    rows = torch.linspace(0, capture.q_length - 1, min(capture.q_length, _ROWS)).long()
+    for batch in {0, capture.batch - 1}:
+        for head in heads:
+            yield batch, head, rows
+
+
+@dataclass(frozen=True)
+class Fit:
+    """O's error, and that of the reference once it is rounded to O's format, both over the norm of the reference.
+
+    ``error`` is infinite where O must be 0 and is not.
+    """
+
+    error: float
+    rounding: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether roundings can explain the error."""
+        return self.error <= TOLERANCE + self.rounding
+
+
+def out_fit(capture: Capture, observation: str, device: torch.device) -> Fit | None:
+    """How well O fits the metadata, from the sampled rows; None where no row can tell."""
+    fmt = format_of(capture.tensors[capture.key(observation, "o")].dtype)
+    wrong = right = rounding = 0.0
+    compared = 0
+    for batch, head, rows in _sample(capture):
+        inputs = read_head(capture, batch, head, device, NonFiniteCensus())
+        observed = read_float64(capture, capture.key(observation, "o"), batch, head, device)
+        assert observed is not None
+        block = reference_rows(replace(inputs.head, do=None), rows.to(device))
+        inputs.mark_rows(block)
+        observed = observed[rows]
+        usable = ~inputs.unusable[rows] & observed.isfinite().all(1)
+        truth = block.out[usable]
+        # A finite O past the largest number was clamped to it.
+        rounded = round_nearest_even(truth, fmt).clamp(-fmt.largest, fmt.largest)
+        wrong += float((observed[usable] - truth).square().sum())
+        right += float(truth.square().sum())
+        rounding += float((rounded - truth).square().sum())
+        compared += int(usable.sum())
+    if not compared:
+        return None
+    if not right:
+        return Fit(math.inf if wrong else 0.0, 0.0)
+    return Fit(math.sqrt(wrong / right), math.sqrt(rounding / right))
+
+
+def lse_error(capture: Capture, observation: str, device: torch.device) -> float | None:
+    """Norm of LSE's error over the norm of LSE, the latter at least 1: LSE may well be near 0. None as for O."""
+    wrong = right = 0.0
+    compared = 0
+    for batch, head, rows in _sample(capture):
+        inputs = read_head(capture, batch, head, device, NonFiniteCensus())
+        observed = read_lse(capture, observation, batch, head, device)
+        assert observed is not None
+        block = reference_rows(replace(inputs.head, do=None), rows.to(device))
+        inputs.mark_rows(block)
+        observed = observed[rows]
+        usable = ~inputs.unusable[rows] & observed.isfinite() & block.lse.isfinite()
+        wrong += float((observed - block.lse)[usable].square().sum())
+        right += float(block.lse[usable].square().sum())
+        compared += int(usable.sum())
+    if not compared:
+        return None
+    return math.sqrt(wrong / max(right, 1.0))
+
+
+def read_lse(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> torch.Tensor | None:
+    """One head's LSE, natural logarithm whatever base was captured, [Tq] float64."""
+    lse = read_float64(capture, capture.key(observation, "lse"), batch, head, device)
+    return lse if lse is None or capture.metadata.lse_base == "e" else lse * math.log(2)

@@ -1,0 +1,212 @@
+"""A head's figures: what one sequence leaves behind of them, and how sequences are joined and thinned.
+
+What is kept of a sequence is linear in its rows: two multiplicities and three squared norms a row. All else is counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attn_diag.head.propagation import Parts
+from attn_diag.head.row_maxima import Repeats
+from attn_diag.head.ulp_counts import UlpCounts
+from attn_diag.reference import Rows
+from attn_diag.results.figures import Alignment, HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_STRIP_GROUPS = 512
+_POSITIONS = 512
+_RUNS = 512
+_ERROR_GROUPS = 128
+
+
+@dataclass(frozen=True)
+class _RowNorms:
+    """Squared norms of a gradient's rows [n]: of its observed and predicted errors (None where unknown), and of it."""
+
+    observed: Floats | None
+    predicted: Floats | None
+    reference: Floats
+
+    @classmethod
+    def of(cls, parts: Parts) -> _RowNorms | None:
+        """None where neither the observed nor the predicted error is known."""
+        delta = parts.parts["delta"]
+        if parts.observed is None and delta is None:
+            return None
+        return cls(
+            None if parts.observed is None else _squares(parts.observed - parts.reference),
+            None if delta is None else _squares(delta),
+            _squares(parts.reference),
+        )
+
+
+def _squares(values: Tensor) -> Floats:
+    return np.asarray(torch.linalg.vecdot(values, values).cpu().numpy(), dtype=np.float64)
+
+
+@dataclass
+class FigureSums:
+    """One observation of one head and sequence, over its n usable rows.
+
+    ``exact``, ``unit`` [n]: multiplicities of the row maximum. ``unit_rows`` (counted among the usable ones) and
+    ``unit_keys``: where P_bar rounds to 1 in rows with several, at most 512 of ``unit_total``. ``aligned`` [3, Dv]:
+    rows where dO * error is positive, where it is not 0, and its sum.
+    """
+
+    exact: npt.NDArray[np.int32]
+    unit: npt.NDArray[np.int32]
+    unit_rows: Ints
+    unit_keys: Ints
+    unit_total: int
+    max_logit: float | None
+    o_error: UlpCounts | None = None
+    aligned: Floats | None = None
+    dq: _RowNorms | None = None
+
+    @classmethod
+    def of(cls, exact: Repeats, unit: Repeats, row_max: Tensor, rows: Rows) -> FigureSums:
+        """From the row maxima of a head: by both definitions, and the maxima [Tq]; ``rows`` the usable ones."""
+        kept = row_max[rows]
+        multiplicity = unit.multiplicity[rows]
+        number = torch.full_like(unit.multiplicity, -1)
+        number[rows] = torch.arange(len(kept), device=number.device)
+        at = number[unit.rows]
+        # A collector meets the rows in their order.
+        order = (at >= 0).nonzero()[:, 0]
+        order = order[torch.from_numpy(_evenly(len(order), _POSITIONS)).to(order.device)]
+        return cls(
+            exact=exact.multiplicity[rows].int().cpu().numpy(),
+            unit=multiplicity.int().cpu().numpy(),
+            unit_rows=at[order].cpu().numpy(),
+            unit_keys=unit.keys[order].cpu().numpy(),
+            unit_total=int(multiplicity[multiplicity > 1].sum()),
+            max_logit=float(kept.max()) if len(kept) else None,
+        )
+
+    def add_out(self, error: Tensor, ulps: Tensor) -> None:
+        """O's signed error and the spacing there, both [n, Dv] float64."""
+        self.o_error = UlpCounts.of(error / ulps)
+
+    def add_contributions(self, contributions: Tensor) -> None:
+        """dO * error of O, [n, Dv] float64."""
+        signs = contributions.sign()
+        balance, nonzero = signs.sum(0), signs.abs_().sum(0)
+        self.aligned = torch.stack([(balance + nonzero) / 2, nonzero, contributions.sum(0)]).cpu().numpy()
+
+    def add_dq(self, error: Tensor | None, by_delta: Tensor | None, reference: Tensor) -> None:
+        """dQ's error and the true dQ [n, D], and the squared norms [n] of what delta makes of it; None if unknown."""
+        if error is not None or by_delta is not None:
+            self.dq = _RowNorms(
+                None if error is None else _squares(error),
+                None if by_delta is None else by_delta.cpu().numpy(),
+                _squares(reference),
+            )
+
+
+def head_figures(
+    parts: Sequence[FigureSums], batches: Sequence[int], rows: Sequence[Ints], dw_q: PredictedError | None
+) -> HeadFigures:
+    """The figures of one head from its sequences: their batch items, and the usable rows [n] of each."""
+    errors = [p.o_error for p in parts if p.o_error is not None]
+    logits = [p.max_logit for p in parts if p.max_logit is not None]
+    return HeadFigures(
+        rows=_runs(batches, rows),
+        strip=_strip(parts),
+        unit_positions=_unit_positions(parts),
+        o_error=UlpCounts.join(errors).histogram() if len(errors) == len(parts) else None,
+        alignment=_alignment([p.aligned for p in parts if p.aligned is not None], len(parts)),
+        dq=_dq_errors([p.dq for p in parts if p.dq is not None], len(parts)),
+        dw_q=dw_q,
+        max_logit=max(logits, default=None),
+    )
+
+
+def errors_by_feature(parts: Parts) -> PredictedError | None:
+    """The figure of dW_Q, whose tensors are [D, C]; None where no error is known."""
+    norms = _RowNorms.of(parts)
+    return None if norms is None else _grouped(norms)
+
+
+def _runs(batches: Sequence[int], rows: Sequence[Ints]) -> RowRuns:
+    first: list[int] = []
+    batch: list[int] = []
+    row: list[int] = []
+    count = 0
+    for item, kept in zip(batches, rows, strict=True):
+        starts = np.flatnonzero(np.diff(kept, prepend=-2) != 1)
+        first += (starts + count).tolist()
+        batch += [item] * len(starts)
+        row += kept[starts].tolist()
+        count += len(kept)
+    return RowRuns(tuple(first[:_RUNS]), tuple(batch[:_RUNS]), tuple(row[:_RUNS]), count, len(first))
+
+
+def _group_starts(count: int, most: int) -> Ints:
+    """Where each of at most ``most`` groups of nearly equal size begins."""
+    groups = min(count, most)
+    return np.arange(groups) * count // max(groups, 1)
+
+
+def _strip(parts: Sequence[FigureSums]) -> RowStrip:
+    exact, unit = np.concatenate([p.exact for p in parts]), np.concatenate([p.unit for p in parts])
+    starts = _group_starts(len(exact), _STRIP_GROUPS)
+    if not len(starts):
+        return RowStrip((), (), ())
+    largest = (np.maximum.reduceat(values, starts).tolist() for values in (exact, unit))
+    return RowStrip(tuple(starts.tolist()), *(tuple(values) for values in largest))
+
+
+def _unit_positions(parts: Sequence[FigureSums]) -> UnitPositions:
+    ends = np.cumsum([0, *(len(p.unit) for p in parts)])
+    rows = np.concatenate([p.unit_rows + end for p, end in zip(parts, ends, strict=False)])
+    keys = np.concatenate([p.unit_keys for p in parts])
+    picked = _evenly(len(rows), _POSITIONS)
+    return UnitPositions(tuple(rows[picked].tolist()), tuple(keys[picked].tolist()), sum(p.unit_total for p in parts))
+
+
+def _evenly(count: int, most: int) -> Ints:
+    """At most ``most`` of ``count`` indices, evenly, with both ends."""
+    return np.arange(count) if count <= most else np.linspace(0, count - 1, most).astype(np.int64)
+
+
+def _alignment(sums: Sequence[Floats], wanted: int) -> Alignment | None:
+    if len(sums) < wanted:
+        return None
+    positive, nonzero, contribution = np.sum(sums, axis=0)
+    fractions = (p / n if n else None for p, n in zip(positive.tolist(), nonzero.tolist(), strict=True))
+    return Alignment(tuple(fractions), tuple(contribution.tolist()))
+
+
+def _dq_errors(norms: Sequence[_RowNorms], wanted: int) -> PredictedError | None:
+    if len(norms) < wanted:
+        return None
+    observed, predicted = [n.observed for n in norms], [n.predicted for n in norms]
+    return _grouped(_RowNorms(_joined(observed), _joined(predicted), np.concatenate([n.reference for n in norms])))
+
+
+def _joined(arrays: Sequence[Floats | None]) -> Floats | None:
+    known = [a for a in arrays if a is not None]
+    return np.concatenate(known) if len(known) == len(arrays) else None
+
+
+def _grouped(norms: _RowNorms) -> PredictedError:
+    starts = _group_starts(len(norms.reference), _ERROR_GROUPS)
+
+    def norm(squares: Floats) -> tuple[float, ...]:
+        return tuple(np.sqrt(np.add.reduceat(squares, starts)).tolist()) if len(starts) else ()
+
+    return PredictedError(
+        first=tuple(starts.tolist()),
+        observed=None if norms.observed is None else norm(norms.observed),
+        predicted=None if norms.predicted is None else norm(norms.predicted),
+        reference=norm(norms.reference),
+    )

@@ -1,0 +1,404 @@
+"""One streamed pass over one head: every observation's signed errors, row by row, against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attn_diag.head.certification import Certify, RoundedBound, rounding_of_products, sum_of
+from attn_diag.head.collectors import collector_of
+from attn_diag.head.figure_sums import FigureSums
+from attn_diag.head.projection import HeadProjection
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientSums, Parts, dq_parts, project
+from attn_diag.head.read import HeadInputs, all_finite
+from attn_diag.head.row_maxima import DEFINITIONS, Repeats, RowMaximaCollector, swamped_elements
+from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
+from attn_diag.kernels import Recipe
+from attn_diag.reference import (
+    BoundCollector,
+    FloatFormat,
+    HeadBounds,
+    HeadReference,
+    RowBlock,
+    Rows,
+    reference_head,
+    round_nearest_even,
+    ulp,
+)
+from attn_diag.results.diagnosis import Certificate, DeltaRounding
+from attn_diag.statistics.means import SignedErrors
+
+
+@dataclass
+class ObservedHead:
+    """What one kernel returned for one head: float64 tensors by name (o, lse, delta, dq) and their own formats.
+
+    ``recipe`` where it is known. ``want_keys``: dK or dV were captured too, so their predictions are wanted.
+    ``assumed_lse`` [Tq]: what the backward was fed where LSE was not captured but follows from the recipe.
+    """
+
+    name: str
+    outputs: dict[str, Tensor]
+    formats: dict[str, FloatFormat]
+    recipe: Recipe | None = None
+    want_keys: bool = False
+    assumed_lse: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RepeatSums:
+    """Rows with a repeated maximum by one definition, and the largest multiplicity; adds over heads."""
+
+    rows: int
+    largest: int
+
+
+@dataclass
+class HeadMeasurement:
+    """One observation of one head and sequence, reduced to what is linear in T.
+
+    ``rows`` [n]: the usable rows (finite, with at least one key); arrays in ``errors`` and ``top_key`` [n] follow them.
+    ``rows_unknown``: those whose truth float64 cannot tell. ``in_doubt``: elements of RN(O_ref) that the reference's
+    error could change. ``reference_bounds``: what the reference's own error can have added to the sum of each of
+    ``errors``. ``dq``, ``dw_q`` are None where they cannot be known.
+    """
+
+    batch: int
+    head: int
+    rows: npt.NDArray[np.int64]
+    rows_fully_masked: int
+    rows_unknown: int
+    rows_nonfinite: int
+    rows_eligible: int
+    repeats: dict[str, RepeatSums | None]
+    top_key: npt.NDArray[np.int64]
+    figures: FigureSums
+    swamped: tuple[int, int] | None = None
+    bit_identical: bool | None = None
+    in_doubt: int = 0
+    broken_outputs: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, SignedErrors] = field(default_factory=dict)
+    reference_bounds: dict[str, float] = field(default_factory=dict)
+    certificate: Certificate | None = None
+    delta_source: str | None = None
+    delta_rounding: DeltaRounding | None = None
+    noise: tuple[float, int] = (0.0, 0)
+    conditioning: tuple[float, float] | None = None
+    dq: GradientSums | None = None
+    dw_q: Parts | None = None
+    atoms: tuple[Tensor, Tensor] | None = None
+    keys: BackwardCollector | None = None
+
+
+@dataclass
+class _Pass:
+    """What the observers of the stream share and leave behind."""
+
+    maxima: dict[str, RowMaximaCollector]
+    backward: dict[str, BackwardCollector]
+    probs_k: Tensor | None
+    reference: HeadReference
+    bounds: HeadBounds
+
+
+def measure_head(
+    inputs: HeadInputs,
+    observed: list[ObservedHead],
+    batch: int,
+    head: int,
+    projection: HeadProjection | None,
+    certify: Certify | None = None,
+) -> tuple[HeadReference, list[HeadMeasurement]]:
+    """Stream the reference of one head once and measure every observation against it.
+
+    ``projection``: where dW_Q is wanted. ``certify``: rows to recompute by the oracle.
+    """
+    forward = _ForwardPass(inputs, observed)
+    passed = forward.run()
+    results = [
+        _measure(inputs, passed, seen, forward.errors.get(seen.name), batch, head, projection) for seen in observed
+    ]
+    if certify is not None:
+        usable = ~inputs.unusable & ~passed.reference.fully_masked & passed.bounds.known_rows
+        certificate = certify.check(inputs.head, passed.reference, passed.bounds, usable)
+        for result in results:
+            result.certificate = certificate
+    return passed.reference, results
+
+
+class _ForwardPass:
+    """Streams a head. delta's error needs O_ref of a row before its dS can be cast; both happen block by block."""
+
+    def __init__(self, inputs: HeadInputs, observed: list[ObservedHead]) -> None:
+        self.inputs, self.observed = inputs, observed
+        self.errors: dict[str, ForwardErrors] = {}
+        head = inputs.head
+        self._maxima: dict[str, RowMaximaCollector] = {}
+        for seen in observed:
+            # Observations without a recipe share one collector: only "as_run" depends on it.
+            key = seen.name if seen.recipe else ""
+            if key not in self._maxima:
+                self._maxima[key] = collector_of(inputs, seen.recipe)
+        self._bounds = BoundCollector(head)
+        self._backward: dict[str, BackwardCollector] = {}
+        self._probs_k = torch.zeros_like(head.q) if head.do is not None else None
+        if head.do is None:
+            return
+        for seen in observed:
+            delta = _observed_delta(inputs, seen)
+            if delta is None:
+                continue
+            lse = seen.outputs.get("lse", seen.assumed_lse)
+            errors = ForwardErrors(
+                # NaN in one row's outputs must not reach the sums over rows.
+                delta=delta.nan_to_num(0.0, 0.0, 0.0),
+                delta_error=torch.zeros_like(delta),
+                lse=None if lse is None else lse.nan_to_num(0.0, 0.0, 0.0),
+                lse_error=None if lse is None else torch.zeros_like(lse),
+                cast=inputs.input_format,
+            )
+            self.errors[seen.name] = errors
+            want_casts = "dq" in seen.outputs or seen.want_keys
+            self._backward[seen.name] = BackwardCollector(head, errors, want_casts=want_casts, want_keys=seen.want_keys)
+
+    def run(self) -> _Pass:
+        want_keys = any(seen.want_keys for seen in self.observed)
+        reference = reference_head(self.inputs.head, self._observe, key_gradients=want_keys, gradient_sums=True)
+        maxima = {seen.name: self._maxima.get(seen.name) or self._maxima[""] for seen in self.observed}
+        return _Pass(maxima, self._backward, self._probs_k, reference, self._bounds.bounds(reference))
+
+    def _observe(self, block: RowBlock) -> None:
+        self.inputs.mark_rows(block)
+        self._bounds.add(block)
+        for collector in self._maxima.values():
+            collector.add(block)
+        if self._probs_k is not None:
+            probs = block.unnormalised_probs if block.slope is None else block.unnormalised_probs * block.slope
+            product = probs @ self.inputs.head.k[block.keys]
+            self._probs_k[block.rows] = product.mul_(block.inverse_row_sum[:, None])
+        for name, backward in self._backward.items():
+            errors = self.errors[name]
+            assert block.delta is not None
+            errors.delta_error[block.rows] = errors.delta[block.rows] - block.delta
+            if errors.lse is not None and errors.lse_error is not None:
+                difference = errors.lse[block.rows] - block.lse
+                errors.lse_error[block.rows] = difference.masked_fill_(block.fully_masked, 0.0)
+            backward.add(block)
+
+
+def _measure(
+    inputs: HeadInputs,
+    passed: _Pass,
+    seen: ObservedHead,
+    forward_errors: ForwardErrors | None,
+    batch: int,
+    head: int,
+    projection: HeadProjection | None,
+) -> HeadMeasurement:
+    reference, maxima = passed.reference, passed.maxima[seen.name]
+    broken = {name: ~_row_finite(values) for name, values in seen.outputs.items()}
+    finite = ~inputs.unusable
+    known = passed.bounds.known_rows
+    usable = finite & ~reference.fully_masked & known
+    faulty = {name: int((bad & usable).sum()) for name, bad in broken.items()}
+    before = int(usable.sum())
+    for bad in broken.values():
+        usable = usable & ~bad
+    lost = before - int(usable.sum())
+    # All rows usable, as ever but for masked or non-finite ones: a slice spares copies of every tensor.
+    rows = slice(None) if bool(usable.all()) else usable.nonzero()[:, 0]
+    kept = torch.arange(len(usable))[rows] if isinstance(rows, slice) else rows.cpu()
+    eligible = usable & maxima.several_keys
+    repeats = {name: maxima.repeats(name) for name in DEFINITIONS}
+    exact, unit = repeats["exact"], repeats["unit"]
+    assert exact is not None
+    assert unit is not None
+    top_key = maxima.top_key[rows]
+    result = HeadMeasurement(
+        batch=batch,
+        head=head,
+        rows=kept.numpy(),
+        rows_fully_masked=int((reference.fully_masked & finite).sum()),
+        rows_unknown=int((finite & ~reference.fully_masked & ~known).sum()),
+        rows_nonfinite=int((~finite).sum()) + lost,
+        rows_eligible=int(eligible.sum()),
+        repeats={name: _repeat_sums(found, usable) for name, found in repeats.items()},
+        top_key=top_key.cpu().numpy(),
+        figures=FigureSums.of(exact, unit, maxima.row_max, rows),
+        broken_outputs={name: count for name, count in faulty.items() if count},
+    )
+    rounding = _Rounding(reference.out[rows], passed.bounds.out[rows], seen.formats.get("o", inputs.input_format))
+    result.errors["rounding_o"] = by_feature(of_elements(rounding.error, rounding.ulp_sum), rounding.error, top_key)
+    _measure_forward(result, inputs, passed, seen, rounding, rows, top_key, eligible[rows])
+    if inputs.head.do is not None:
+        _measure_backward(result, inputs, passed, seen, forward_errors, rounding, rows, top_key, projection)
+    return result
+
+
+class _Rounding:
+    """What one correct rounding of O (``truth`` [n, Dv], up to ``bound``) to its format gives and errs by."""
+
+    def __init__(self, truth: Tensor, bound: Tensor, fmt: FloatFormat) -> None:
+        self.truth, self.bound = truth, bound
+        self.rounded = round_nearest_even(truth, fmt)
+        self.error = self.rounded - truth
+        self.ulps = ulp(truth, fmt)
+        self.ulp_sum = float(self.ulps.sum())
+        self.certain = RoundedBound.of(truth, self.error, self.ulps, bound)
+
+
+def _measure_forward(
+    result: HeadMeasurement,
+    inputs: HeadInputs,
+    passed: _Pass,
+    seen: ObservedHead,
+    rounding: _Rounding,
+    rows: Rows,
+    top_key: Tensor,
+    eligible: Tensor,
+) -> None:
+    if (out := seen.outputs.get("o")) is not None:
+        out = out[rows]
+        error, excess = out - rounding.truth, out - rounding.rounded
+        result.errors["o"] = by_feature(of_elements(error, rounding.ulp_sum), error, top_key)
+        result.figures.add_out(error, rounding.ulps)
+        result.errors["o_excess"] = of_elements(excess, rounding.ulp_sum)
+        result.errors["o_away_excess"] = of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
+        certain = rounding.certain
+        result.reference_bounds |= {
+            "o": sum_of(rounding.bound),
+            "o_excess": certain.sum(),
+            "o_away_excess": certain.sum() + certain.turned(excess),
+        }
+        result.in_doubt = certain.count
+        result.bit_identical = not result.errors["o_excess"].nonzero if len(out) else None
+        swamped = swamped_elements(out, rounding.truth, inputs.head.v, top_key).sum(1)[eligible]
+        result.swamped = int((swamped == out.shape[1]).sum()), int(swamped.sum())
+    if (lse := seen.outputs.get("lse")) is not None:
+        truth = passed.reference.lse[rows]
+        result.reference_bounds["lse"] = sum_of(passed.bounds.lse[rows])
+        ulp_sum = float(ulp(truth, seen.formats["lse"]).sum())
+        result.errors["lse"] = of_elements((lse[rows] - truth)[:, None], ulp_sum)
+
+
+def _measure_backward(
+    result: HeadMeasurement,
+    inputs: HeadInputs,
+    passed: _Pass,
+    seen: ObservedHead,
+    forward_errors: ForwardErrors | None,
+    rounding: _Rounding,
+    rows: Rows,
+    top_key: Tensor,
+    projection: HeadProjection | None,
+) -> None:
+    head, reference = inputs.head, passed.reference
+    assert head.do is not None
+    assert reference.delta is not None
+    assert reference.dq is not None
+    assert passed.probs_k is not None
+    do = head.do[rows]
+    # sigma_t: the standard deviation of delta_t if every O_ti is rounded once, uniformly within half an ulp.
+    noise_floor = ((do * rounding.ulps).square_().sum(1) / 12).sqrt()
+    of_rounding = do * rounding.error
+    result.errors["rounding_delta"] = by_feature(of_rows(of_rounding.sum(1), noise_floor), of_rounding, top_key)
+    direction = passed.probs_k[rows].square().sum(1) * head.scale**2  # ||alpha (P K)_t||^2
+    floor = float((noise_floor.square() * direction).sum())
+
+    if forward_errors is not None:
+        error = forward_errors.delta_error[rows]
+        result.errors["delta"] = of_rows(error, noise_floor)
+        if (out := seen.outputs.get("o")) is not None:
+            contributions = do * (out[rows] - rounding.truth)
+            result.figures.add_contributions(contributions)
+            result.errors["delta"] = by_feature(result.errors["delta"], contributions, top_key)
+        assert passed.bounds.delta is not None
+        own, moved = sum_of(passed.bounds.delta[rows]), rounding.certain.sum(do)
+        if "delta" in seen.outputs:
+            excess = forward_errors.delta[rows] - (do * rounding.rounded).sum(1)
+            own_excess = moved + rounding_of_products(do, rounding.rounded)
+        else:
+            out = seen.outputs["o"][rows]
+            own += rounding_of_products(do, out)
+            # The same quantity without cancellation: zero where O is correctly rounded.
+            difference = out - rounding.rounded
+            excess = (do * difference).sum(1)
+            own_excess = moved + rounding_of_products(do, difference)
+        result.reference_bounds |= {"delta": own, "delta_excess": own_excess}
+        result.errors["delta_excess"] = of_rows(excess, noise_floor)
+        judged = noise_floor > 0
+        result.noise = float((error[judged] / noise_floor[judged]).square().sum()), int(judged.sum())
+        result.delta_source = "captured" if "delta" in seen.outputs else "from_o"
+        if "delta" in seen.outputs and "o" in seen.outputs and len(error):
+            cast = seen.outputs["delta"][rows] - (do * seen.outputs["o"][rows]).sum(1)
+            result.delta_rounding = DeltaRounding(
+                float(cast.mean()), float(cast.square().mean().sqrt()), float(cast.abs().max())
+            )
+    dq_error, by_delta = None, None
+    if (dq := seen.outputs.get("dq")) is not None:
+        truth = reference.dq[rows]
+        assert passed.bounds.dq is not None
+        result.reference_bounds["dq"] = sum_of(passed.bounds.dq[rows])
+        dq_error = dq[rows] - truth
+        result.errors["dq"] = of_elements(dq_error, float(ulp(truth, seen.formats["dq"]).sum()))
+    parts = _dq_parts(inputs, passed, seen, forward_errors)
+    kept = parts if isinstance(rows, slice) else parts.map(lambda tensor: tensor[rows])
+    result.dq = GradientSums.of(kept, floor=floor)
+    if forward_errors is not None:
+        # Squared norms of alpha Delta_delta (P K), row by row.
+        by_delta = forward_errors.delta_error[rows].square() * direction
+    result.figures.add_dq(dq_error, by_delta, kept.reference)
+    result.conditioning = float((reference.delta[rows].square() * direction).sum()), result.dq.reference
+    if projection is not None:
+        x = projection.x[rows]
+        pulled = kept.map(lambda errors: projection.pull(errors, rows))
+        result.dw_q = project(pulled, x)
+        if (delta := pulled.parts["delta"]) is not None:
+            result.atoms = delta, x
+    result.keys = passed.backward.get(seen.name)
+
+
+def _dq_parts(inputs: HeadInputs, passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None) -> Parts:
+    observed = seen.outputs.get("dq")
+    if forward_errors is None:
+        assert passed.reference.dq is not None
+        unknown: dict[str, Tensor | None] = dict.fromkeys(("delta", "lse", "ds_cast", "dq_cast"))
+        return Parts(passed.reference.dq, observed, unknown, None)
+    assert passed.probs_k is not None
+    collected = passed.backward[seen.name]
+    return dq_parts(
+        inputs.head,
+        passed.reference,
+        passed.probs_k,
+        forward_errors,
+        collected,
+        observed,
+        seen.formats.get("dq"),
+    )
+
+
+def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:
+    """delta as captured, else rowsum(dO o O_obs) in float64; [Tq]."""
+    if "delta" in seen.outputs:
+        return seen.outputs["delta"]
+    if "o" in seen.outputs and inputs.head.do is not None:
+        return (inputs.head.do * seen.outputs["o"]).sum(1)
+    return None
+
+
+def _repeat_sums(found: Repeats | None, usable: Tensor) -> RepeatSums | None:
+    if found is None:
+        return None
+    multiplicity = found.multiplicity[usable]
+    return RepeatSums(int((multiplicity > 1).sum()), int(multiplicity.max()) if len(multiplicity) else 0)
+
+
+def _row_finite(values: Tensor) -> Tensor:
+    if all_finite(values):
+        return torch.ones(len(values), dtype=torch.bool, device=values.device)
+    finite = values.isfinite()
+    return finite.all(1) if finite.ndim == 2 else finite

@@ -1,0 +1,350 @@
+"""How the forward's error reaches the gradients: delta, LSE, and the casts of a fused backward.
+
+With D_delta and D_L the signed errors of delta and LSE of the query rows, and w = exp(-D_L) - 1 (-D_L to first
+order; the exact factor makes the parts add up):
+
+    from delta    dQ: -alpha diag(D_delta) P K       dK: -alpha (diag(D_delta) P)^T Q
+    from LSE      dQ: diag(w) (dQ + delta's part)    dK: alpha (diag(w) (dS - diag(D_delta) P))^T Q
+                  dV: (diag(w) P)^T dO
+    casts         dS' = cast(exp(S - L_obs) o (dP - delta_obs));  dQ' = cast(alpha dS' K);  dK' = cast(alpha dS'^T Q)
+                  P' = cast(exp(S - L_obs));  dV' = cast(P'^T dO)
+
+With softcap P in the delta terms becomes P o (1 - (S/c)^2). The delta identity is Qiu & Yao's, arXiv
+2510.04212, section 3.2. dW_Q = sum over rows of dQ (x) x carries every part over linearly, and so does the transposed
+Jacobian of what may lie between (``head.pullback``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, round_nearest_even
+from attn_diag.results.diagnosis import GradientError
+
+_FLIPS = 499
+_ATOM_BLOCK = 512
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class ForwardErrors:
+    """What the backward was fed: delta and LSE of one observation and head, [Tq] float64, and the cast's format.
+
+    ``delta_error`` = observed - reference; ``lse`` and ``lse_error`` None where LSE was not captured.
+    """
+
+    delta: Tensor
+    delta_error: Tensor
+    lse: Tensor | None
+    lse_error: Tensor | None
+    cast: FloatFormat
+
+
+@dataclass
+class Parts:
+    """One gradient's reference, observation and the predicted parts of its error; tensors of one shape.
+
+    ``parts`` holds the additive contributions by name, None where unknown; ``predicted`` the gradient that
+    delta, LSE and all casts together predict.
+    """
+
+    reference: Tensor
+    observed: Tensor | None
+    parts: dict[str, Tensor | None]
+    predicted: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Parts:
+        """Every tensor that is known through a linear ``function``."""
+
+        def apply(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else function(tensor)
+
+        parts = {name: apply(part) for name, part in self.parts.items()}
+        return Parts(function(self.reference), apply(self.observed), parts, apply(self.predicted))
+
+
+class BackwardCollector:
+    """Gathers, block by block, the T x T products that the predictions of dQ, dK and dV need.
+
+    ``want_casts``: follow the casts too. ``want_keys``: also dK and dV.
+    """
+
+    def __init__(self, head: AttentionHead, errors: ForwardErrors, *, want_casts: bool, want_keys: bool) -> None:
+        assert head.do is not None
+        self._head, self._errors = head, errors
+        self._want_casts = want_casts
+        new = head.q.new_zeros
+        self.dq_cast = new(head.q.shape) if want_casts else None
+        self.dk_delta = new(head.k.shape) if want_keys else None
+        self.dk_lse = new(head.k.shape) if want_keys and errors.lse is not None else None
+        self.dv_lse = new(head.v.shape) if want_keys and errors.lse is not None else None
+        self.dk_cast = new(head.k.shape) if want_keys and want_casts else None
+        self.dv_cast = new(head.v.shape) if want_keys and want_casts else None
+
+    def add(self, block: RowBlock) -> None:
+        """Take one block of the reference, backward included."""
+        assert block.unnormalised_dscores is not None
+        assert self._head.do is not None
+        rows, keys = block.rows, block.keys
+        scaled_q = self._head.q[rows] * self._head.scale
+        delta_error = self._errors.delta_error[rows]
+        if self.dk_delta is not None:
+            weight = (delta_error * block.inverse_row_sum)[:, None]
+            self.dk_delta[keys] -= _sloped(block, block.unnormalised_probs).T @ (scaled_q * weight)
+        if self.dk_lse is not None and self.dv_lse is not None and self._errors.lse_error is not None:
+            factor = torch.expm1(-self._errors.lse_error[rows])[:, None]
+            probs = block.probs
+            moved = block.unnormalised_dscores * block.inverse_row_sum[:, None] - _sloped(
+                block, probs * delta_error[:, None]
+            )
+            self.dk_lse[keys] += moved.T @ (scaled_q * factor)
+            self.dv_lse[keys] += probs.T @ (self._head.do[rows] * factor)
+        if not self._want_casts:
+            return
+        # dS_obs = exp(-D_L) (dS - D_delta P), and P = P_bar / l: two passes, no second exponential.
+        probs = _sloped(block, block.unnormalised_probs)
+        dscores = torch.addcmul(block.unnormalised_dscores, probs, delta_error[:, None], value=-1)
+        factor = block.inverse_row_sum
+        if self._errors.lse_error is not None:
+            factor = factor * torch.exp(-self._errors.lse_error[rows])
+        dscores = _kernel_cast_(dscores.mul_(factor[:, None]), self._errors.cast)
+        if self.dq_cast is not None:
+            self.dq_cast[rows] = (dscores @ self._head.k[keys]).mul_(self._head.scale)
+        if self.dk_cast is not None and self.dv_cast is not None:
+            self.dk_cast[keys] += dscores.T @ scaled_q
+            probs = _kernel_cast_(block.unnormalised_probs * factor[:, None], self._errors.cast)
+            self.dv_cast[keys] += probs.T @ self._head.do[rows]
+
+
+def _kernel_cast_(x: Tensor, fmt: FloatFormat) -> Tensor:
+    """Round float64 in place as a fused kernel does, from its fp32 value. The second rounding is the kernel's own."""
+    narrow = _NARROW.get(fmt.name)
+    return round_nearest_even(x, fmt) if narrow is None else x.copy_(x.float().to(narrow))
+
+
+def _sloped(block: RowBlock, values: Tensor) -> Tensor:
+    return values if block.slope is None else values * block.slope
+
+
+def dq_parts(
+    head: AttentionHead,
+    reference: HeadReference,
+    probs_k: Tensor,
+    errors: ForwardErrors,
+    collected: BackwardCollector,
+    observed: Tensor | None,
+    observed_format: FloatFormat | None,
+) -> Parts:
+    """The parts of dQ's error. ``probs_k`` [Tq, D] is P K; ``observed`` [Tq, D] the kernel's dQ or None."""
+    assert reference.dq is not None
+    delta = probs_k * (-head.scale * errors.delta_error)[:, None]
+    lse = None
+    if errors.lse_error is not None:
+        lse = torch.expm1(-errors.lse_error)[:, None] * (reference.dq + delta)
+    parts: dict[str, Tensor | None] = {"delta": delta, "lse": lse, "ds_cast": None, "dq_cast": None}
+    predicted = None
+    if collected.dq_cast is not None and observed_format is not None:
+        predicted = round_nearest_even(collected.dq_cast, observed_format)
+        uncast = reference.dq + delta + (0.0 if lse is None else lse)
+        parts["ds_cast"] = collected.dq_cast - uncast
+        parts["dq_cast"] = predicted - collected.dq_cast
+    return Parts(reference.dq, observed, parts, predicted)
+
+
+def key_parts(
+    references: list[HeadReference],
+    collected: list[BackwardCollector],
+    observed: dict[str, Tensor | None],
+    formats: dict[str, FloatFormat],
+) -> dict[str, Parts]:
+    """The parts of dK's and dV's errors of one key head: query heads' contributions added up.
+
+    ``observed`` and ``formats`` by "dk" and "dv".
+    """
+
+    def total(tensors: Iterable[Tensor | None]) -> Tensor | None:
+        kept = [t for t in tensors if t is not None]
+        return torch.stack(kept).sum(0) if kept else None
+
+    results: dict[str, Parts] = {}
+    for name, operand in (("dk", "ds_cast"), ("dv", "p_cast")):
+        reference = total(getattr(r, name) for r in references)
+        assert reference is not None
+        parts: dict[str, Tensor | None] = {} if name == "dv" else {"delta": total(c.dk_delta for c in collected)}
+        parts["lse"] = total(getattr(c, f"{name}_lse") for c in collected)
+        uncast = sum((p for p in parts.values() if p is not None), start=reference)
+        cast = total(getattr(c, f"{name}_cast") for c in collected)
+        predicted = None
+        if cast is not None and name in formats:
+            predicted = round_nearest_even(cast, formats[name])
+            parts |= {operand: cast - uncast, f"{name}_cast": predicted - cast}
+        results[name] = Parts(reference, observed.get(name), parts, predicted)
+    return results
+
+
+@dataclass
+class GradientSums:
+    """Squared norms and inner products of one gradient's error parts, and of its atoms; they add over heads."""
+
+    reference: float = 0.0
+    error: float = 0.0
+    observed: bool = True
+    predicted_by_delta: float | None = None
+    left_by_delta: float = 0.0
+    left_by_all: float | None = None
+    dots: dict[str, float | None] = field(default_factory=dict)
+    floor: float | None = None
+    atoms: AtomSums | None = None
+
+    @classmethod
+    def of(cls, p: Parts, floor: float | None = None, atoms: AtomSums | None = None) -> GradientSums:
+        """Of one gradient tensor (Frobenius inner products)."""
+        delta = p.parts.get("delta")
+        sums = cls(
+            reference=_dot(p.reference, p.reference),
+            observed=p.observed is not None,
+            predicted_by_delta=None if delta is None else _dot(delta, delta),
+            floor=floor,
+            atoms=atoms,
+        )
+        if p.observed is None:
+            return sums
+        error = p.observed - p.reference
+        sums.error = _dot(error, error)
+        sums.dots = {name: None if part is None else _dot(part, error) for name, part in p.parts.items()}
+        if delta is not None:
+            sums.left_by_delta = _dot(rest := error - delta, rest)
+        if p.predicted is not None:
+            sums.left_by_all = _dot(rest := p.observed - p.predicted, rest)
+        return sums
+
+    @classmethod
+    def pool(cls, parts: list[GradientSums]) -> GradientSums:
+        """The sums over several heads; a part unknown in one of them is unknown in all."""
+        first = parts[0]
+        return cls(
+            reference=sum(p.reference for p in parts),
+            error=sum(p.error for p in parts),
+            observed=all(p.observed for p in parts),
+            predicted_by_delta=_sum([p.predicted_by_delta for p in parts]),
+            left_by_delta=sum(p.left_by_delta for p in parts),
+            left_by_all=_sum([p.left_by_all for p in parts]),
+            dots={name: _sum([p.dots.get(name) for p in parts]) for name in first.dots},
+            floor=_sum([p.floor for p in parts]),
+            atoms=AtomSums.pool([p.atoms for p in parts]),
+        )
+
+    def result(self) -> GradientError:
+        """The figures of a report."""
+        observed = self.observed and self.error > 0
+        return GradientError(
+            relative_error=_norm_ratio(self.error, self.reference) if self.observed else None,
+            predicted_relative_error=_norm_ratio(self.predicted_by_delta, self.reference),
+            unexplained_fraction=_norm_ratio(self.left_by_delta, self.error)
+            if observed and self.predicted_by_delta is not None
+            else None,
+            shares={n: None if d is None else d / self.error for n, d in self.dots.items()} if observed else None,
+            unexplained_with_casts=_norm_ratio(self.left_by_all, self.error) if observed else None,
+            over_noise_floor=_norm_ratio(self.error, self.floor) if self.observed else None,
+            **(self.atoms.result() if self.atoms is not None else {}),
+        )
+
+
+@dataclass
+class AtomSums:
+    """Sums over the rank-1 atoms a_t of delta's error; they add over heads (whose blocks of dW_Q or dK differ)."""
+
+    total: float
+    squares: float
+    norms: float
+    fourths: float
+    flipped: Tensor
+
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor, seed: int = 0) -> AtomSums:
+        """Atoms left_t (x) right_t; ``left`` [n, D], ``right`` [n, C], n rows.
+
+        ||sum s_t a_t||^2 = s^T G s with G = (left left^T) o (right right^T), evaluated in row blocks for
+        the plain sum and for random signs s (fixed seed).
+        """
+        n = len(left)
+        generator = torch.Generator().manual_seed(seed)
+        signs = torch.randint(0, 2, (n, _FLIPS), generator=generator, dtype=torch.int8).to(left.device)
+        squares = left.square().sum(1) * right.square().sum(1)
+        flipped = left.new_zeros(_FLIPS)
+        flips = signs.double().mul_(2).sub_(1)
+        for start in range(0, n, _ATOM_BLOCK):
+            part = slice(start, start + _ATOM_BLOCK)
+            gram = (left[part] @ left.T).mul_(right[part] @ right.T)
+            flipped += (gram @ flips).mul_(flips[part]).sum(0)
+        total = _dot(together := left.T @ right, together)
+        norms = squares.sqrt().sum()
+        return cls(total, float(squares.sum()), float(norms), float(squares.square().sum()), flipped.cpu())
+
+    @classmethod
+    def pool(cls, parts: list[AtomSums | None]) -> AtomSums | None:
+        """The sums over heads; None if one of them has none."""
+        known = [p for p in parts if p is not None]
+        if not known or len(known) < len(parts):
+            return None
+        sums = {name: sum(getattr(p, name) for p in known) for name in ("total", "squares", "norms", "fourths")}
+        return cls(**sums, flipped=torch.stack([p.flipped for p in known]).sum(0))
+
+    def result(self) -> dict[str, float | None]:
+        """coherence, its null, cancellation and participation."""
+        if not self.squares:
+            return {}
+        return {
+            "coherence": self.total / self.squares,
+            "coherence_null95": float(self.flipped.quantile(0.95)) / self.squares,
+            "cancellation": math.sqrt(self.total) / self.norms,
+            "participation": self.squares**2 / self.fourths,
+        }
+
+
+def project(parts: Parts, x: Tensor) -> Parts:
+    """dQ's parts carried over to dW_Q: every [n, D] tensor t becomes t^T x, [D, C]; ``x`` [n, C] float64."""
+    names = list(parts.parts)
+    stack = [parts.reference, parts.observed, parts.predicted, *(parts.parts[name] for name in names)]
+    known = [t for t in stack if t is not None]
+    products = iter(torch.split(torch.cat(known, 1).T @ x, [t.shape[1] for t in known]))
+    reference, observed, predicted, *rest = (None if t is None else next(products) for t in stack)
+    assert reference is not None
+    return Parts(reference, observed, dict(zip(names, rest, strict=True)), predicted)
+
+
+def add_parts(parts: list[Parts]) -> Parts:
+    """Elementwise sums, for gradients to which several sequences contribute."""
+
+    def total(tensors: list[Tensor | None]) -> Tensor | None:
+        known = [t for t in tensors if t is not None]
+        return torch.stack(known).sum(0) if len(known) == len(tensors) else None
+
+    reference = total([p.reference for p in parts])
+    assert reference is not None
+    names = parts[0].parts
+    return Parts(
+        reference,
+        total([p.observed for p in parts]),
+        {name: total([p.parts[name] for p in parts]) for name in names},
+        total([p.predicted for p in parts]),
+    )
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a.reshape(-1), b.reshape(-1)))
+
+
+def _sum(values: list[float | None]) -> float | None:
+    return None if any(v is None for v in values) else sum(v for v in values if v is not None)
+
+
+def _norm_ratio(numerator: float | None, denominator: float | None) -> float | None:
+    if numerator is None or not denominator:
+        return None
+    return math.sqrt(numerator / denominator)

@@ -1,0 +1,145 @@
+"""From a capture to one float64 head: exact conversion, and the rows that NaN or Inf make unusable."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import Capture
+from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, format_of
+
+
+class NonFiniteCensus:
+    """NaN and Inf met while reading: how many, and the first position, of every tensor."""
+
+    def __init__(self) -> None:
+        # tensor -> (batch, head) -> (count, first position in the inner layout)
+        self._heads: dict[str, dict[tuple[int, int], tuple[int, tuple[int, ...]]]] = {}
+
+    def add(self, name: str, batch: int, head: int, values: Tensor) -> Tensor:
+        """Record the non-finite values of one head; returns where ``values`` is not finite (bool)."""
+        if all_finite(values):
+            return torch.zeros_like(values, dtype=torch.bool)
+        bad = ~values.isfinite()
+        self.record(name, batch, head, bad)
+        return bad
+
+    def record(self, name: str, batch: int, head: int, bad: Tensor) -> None:
+        """Record the values of one head that ``bad`` (bool, with at least one True) points out."""
+        first = (batch, head, *bad.nonzero()[0].tolist())
+        self._heads.setdefault(name, {})[batch, head] = int(bad.sum()), first
+
+    def merge(self, other: NonFiniteCensus) -> None:
+        """Take over another census; a head that both have seen counts once."""
+        for name, heads in other._heads.items():
+            self._heads.setdefault(name, {}).update(heads)
+
+    def totals(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Count and first position by tensor."""
+        return {
+            name: (sum(count for count, _ in heads.values()), min(first for _, first in heads.values()))
+            for name, heads in self._heads.items()
+        }
+
+
+@dataclass
+class HeadInputs:
+    """One head of a capture in float64, non-finite values replaced by 0 and their rows marked.
+
+    ``unusable`` [Tq]: rows whose own q or dO is not finite; ``bad_keys``: indices of keys with a NaN or Inf
+    in k or v; ``bad_mask`` [Tq, Tk]: where an additive mask is NaN or +Inf, None for nowhere. ``input_format`` is
+    q's own.
+    """
+
+    head: AttentionHead
+    unusable: Tensor
+    bad_keys: Tensor
+    input_format: FloatFormat
+    bad_mask: Tensor | None = None
+
+    def mark_rows(self, block: RowBlock) -> None:
+        """Mark the rows of ``block`` that attend to a bad key, or to any key by way of a bad mask."""
+        if len(self.bad_keys):
+            inside = self.bad_keys[(self.bad_keys >= block.keys.start) & (self.bad_keys < block.keys.stop)]
+            self.unusable[block.rows] |= (block.scores[:, inside - block.keys.start] > -torch.inf).any(1)
+        if self.bad_mask is not None:
+            bad = self.bad_mask[block.rows, block.keys]
+            self.unusable[block.rows] |= (bad & (block.scores > -torch.inf)).any(1)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether every value is finite, by way of their sum: much cheaper than looking at each."""
+    # An overflowing sum of finite values needs the second look.
+    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
+
+
+def read_float64(capture: Capture, name: str, batch: int, head: int, device: torch.device) -> Tensor | None:
+    """One head of a tensor, exactly, as float64 on ``device``; None where the capture lacks it."""
+    stored = capture.read(name, batch, head)
+    if stored is None:
+        return None
+    # FP8 has no direct conversion to float64; both steps are exact.
+    stored = stored.float() if stored.dtype.itemsize == 1 else stored
+    # A narrow tensor travels faster than its float64 copy.
+    return stored.to(device).double().contiguous()
+
+
+def _read_mask(
+    capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask of one head, NaN and +Inf replaced by 0, and where those were (None: nowhere); [Tq, Tk], expanded.
+
+    -Inf is how an additive mask leaves a key out. +Inf has no meaning: it makes NaN of every probability.
+    """
+    found = capture.mask(batch, head)
+    if found is None:
+        return None, None
+    mask, index = found[0].to(device), found[1]
+    if mask.dtype.itemsize == 1 and mask.dtype != torch.bool:
+        mask = mask.float()  # torch adds no FP8 numbers
+    shape = capture.q_length, capture.k_length
+    # NaN and +Inf are what keeps the maximum from lying below +Inf.
+    if mask.dtype == torch.bool or bool(mask.amax() < torch.inf):
+        return mask.expand(shape), None
+    bad = mask.isnan() | (mask == torch.inf)
+    census.record("mask", *index, bad)
+    return mask.masked_fill(bad, 0.0).expand(shape), bad.expand(shape)
+
+
+def read_head(capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus) -> HeadInputs:
+    """Read q, k, v and dO of query head ``head`` (with its key head) of sequence ``batch``."""
+    kv_head = head // (capture.q_heads // capture.kv_heads)
+    tensors: dict[str, Tensor | None] = {}
+    bad_rows: dict[str, Tensor] = {}
+    for name, index in (("q", head), ("k", kv_head), ("v", kv_head), ("do", head)):
+        values = read_float64(capture, name, batch, index, device)
+        if values is not None:
+            factor = capture.descale(name, batch, index)
+            values = values if factor == 1.0 else values * factor
+            bad = census.add(name, batch, index, values)
+            bad_rows[name] = bad.any(1)
+            if bad_rows[name].any():
+                values.masked_fill_(bad, 0.0)
+        tensors[name] = values
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    mask, bad_mask = _read_mask(capture, batch, head, device, census)
+    positions = capture.tensors.get("q_positions")
+    masking = Masking(
+        causal=capture.metadata.causal,
+        window=capture.metadata.window,
+        mask=mask,
+        positions=None if positions is None else positions[...],
+    )
+    return HeadInputs(
+        AttentionHead(q, k, v, tensors["do"], capture.scale, masking, capture.metadata.softcap),
+        unusable=bad_rows["q"] | bad_rows.get("do", torch.zeros_like(bad_rows["q"])),
+        bad_keys=(bad_rows["k"] | bad_rows["v"]).nonzero()[:, 0],
+        input_format=format_of(capture.tensors["q"].dtype),
+        bad_mask=bad_mask,
+    )

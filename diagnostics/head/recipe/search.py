@@ -1,0 +1,156 @@
+"""The search behind ``identify`` and ``inspect``: emulate recipes on some rows of one head and count equal bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import Capture
+from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head
+from attn_diag.head.recipe.agreement import Match
+from attn_diag.head.recipe.candidates import families, known_name, known_recipes, mixtures, schedules, variants
+from attn_diag.kernels import Recipe, emulate_rows
+from attn_diag.kernels.formats import Format
+from attn_diag.work import map_in_order
+
+FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Significance of "told apart".
+LEVEL = 0.01
+# The right schedule misses at most 0.2 % of BF16 outputs on N(0,1) (H200): the order of additions and the tensor cores'
+# truncation, which are not modelled, now and then move O across a rounding boundary.
+_MISSED_BF16 = 0.002
+# With p explicit mantissa bits there are 2^p boundaries an octave, so that the same error crosses one as often.
+_MANTISSA: dict[Format, int] = {"bf16": 7, "fp16": 10}
+# Families of rounding sites that are tried in every schedule: the best in two schedules, and always fp32 scores.
+_FAMILIES = 2
+# The final comparison takes at least so many recipes of the coarse search, and all that are as good as the best at
+# this level; around so many of the leaders the other exponentials and row sums are tried.
+_FINALISTS, _COARSE_LEVEL, _LEADERS = 8, 1e-3, 4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A recipe that was run on the compared rows: what it returned ([R, Dv], the recipe's format) and how it fits."""
+
+    recipe: Recipe
+    out: Tensor
+    match: Match
+
+
+@dataclass
+class Subject:
+    """One head of an observation, to be compared: ``observed`` [Tq, Dv] as stored, on the device of the inputs."""
+
+    inputs: HeadInputs
+    observed: Tensor
+    fmt: Format
+    diagonal: bool
+    step: Callable[[], None] = field(default=lambda: None)
+
+    @property
+    def head_dim(self) -> int:
+        """D of q and k."""
+        return self.inputs.head.q.shape[1]
+
+    def run(self, recipes: Iterable[Recipe], rows: Tensor) -> list[Trial]:
+        """Every recipe on ``rows`` (int64 [R], ascending), in the order given."""
+        expected, head = self.observed[rows], replace(self.inputs.head, do=None)
+
+        def trial(recipe: Recipe) -> Trial:
+            out = emulate_rows(_in_one_block(recipe), head, rows)
+            return Trial(recipe, out, Match(out == expected))
+
+        trials = []
+        for done in map_in_order(trial, list(recipes), parallel=rows.device.type == "cpu"):
+            trials.append(done)
+            self.step()
+        return trials
+
+
+def read_subject(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> Subject | None:
+    """One head of an observation; None where O is missing, or inputs or O are in a format that no recipe covers."""
+    fmt = FORMATS.get(capture.tensors["q"].dtype)
+    observed = capture.read(capture.key(observation, "o"), batch, head)
+    if fmt is None or observed is None or observed.dtype != capture.tensors["q"].dtype:
+        return None
+    # Chosen rows do not tell which query block each was in.
+    diagonal = capture.metadata.causal != "none" and "q_positions" not in capture.tensors
+    inputs = read_head(capture, batch, head, device, NonFiniteCensus())
+    return Subject(inputs, observed.to(device), fmt, diagonal)
+
+
+def known(subject: Subject) -> list[Recipe]:
+    """The presets that can be told for this subject."""
+    recipes, keys = known_recipes(subject.fmt, subject.head_dim), len(subject.inputs.head.k)
+    # A split that holds all keys is none.
+    recipes = tuple(r for r in recipes if r.schedule.split_keys is None or r.schedule.split_keys < keys)
+    return [r for r in recipes if subject.diagonal or r.schedule.order != "diagonal-first"]
+
+
+def threshold(fmt: Format, elements: int) -> float:
+    """The agreement from which a recipe fits: what the right one has, less a standard error of so many elements."""
+    missed = _MISSED_BF16 * 2.0 ** (_MANTISSA[fmt] - _MANTISSA["bf16"])
+    return 1 - missed - math.sqrt(missed * (1 - missed) / elements)
+
+
+def ranked(trials: list[Trial], head_dim: int) -> list[Trial]:
+    """The highest agreement first; of equals the published kernels, then those with fp32 scores."""
+    return sorted(
+        trials,
+        key=lambda t: (-t.match.agreement, known_name(t.recipe, head_dim) is None, t.recipe.scores != "fp32"),
+    )
+
+
+def search(subject: Subject, coarse_rows: Tensor, final_rows: Tensor) -> tuple[list[Trial], int]:
+    """The finalists on the final rows, best first, and how many recipes were tried altogether.
+
+    First the presets' rounding sites; where none of them fits, every mixture of these.
+    """
+    d = subject.head_dim
+    found = families(subject.fmt, d)
+    trials, tried = _tried(subject, coarse_rows, final_rows, found, [r for r in found if r.scores == "fp32"])
+    best = trials[0].match
+    if best.agreement >= threshold(subject.fmt, best.equal.numel()):
+        return trials, tried
+    more, tried_more = _tried(subject, coarse_rows, final_rows, mixtures(subject.fmt, d), [])
+    known_already = {t.recipe for t in trials}
+    return ranked([*trials, *(t for t in more if t.recipe not in known_already)], d), tried + tried_more
+
+
+def _tried(
+    subject: Subject, coarse_rows: Tensor, final_rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]
+) -> tuple[list[Trial], int]:
+    """Every schedule on a few rows, with the rounding sites that look best in two of them, and those of ``always``; the
+    leaders, and the presets, on more rows; then other exponentials and row sums around the leaders."""
+    d = subject.head_dim
+    tried = dict.fromkeys(_coarse(subject, coarse_rows, found, always))
+    trials = ranked(subject.run(tried, coarse_rows), d)
+    best = trials[0].match
+    leaders = [t.recipe for t in trials[:_FINALISTS]]
+    leaders += [t.recipe for t in trials[_FINALISTS:] if best.compare(t.match).p_value > _COARSE_LEVEL]
+    final = ranked(subject.run(dict.fromkeys([*known(subject), *leaders]), final_rows), d)
+    tried |= dict.fromkeys(t.recipe for t in final)
+    others = [v for t in final[:_LEADERS] for v in variants(t.recipe)]
+    others = [v for v in dict.fromkeys(others) if v not in {t.recipe for t in final}]
+    return ranked([*final, *subject.run(others, final_rows)], d), len(tried | dict.fromkeys(others))
+
+
+def _coarse(subject: Subject, rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]) -> list[Recipe]:
+    every = schedules(len(subject.inputs.head.k), diagonal=subject.diagonal)
+    # Rounding sites show in any schedule, most with few ranges.
+    probes = {recipe: [replace(recipe, schedule=s) for s in (every[0], recipe.schedule)] for recipe in found}
+    agreement = {r: max(t.match.agreement for t in subject.run(probes[r], rows)) for r in found}
+    best = sorted(found, key=lambda r: -agreement[r])[:_FAMILIES]
+    chosen = [r for r in found if r in best or r in always]
+    return [replace(recipe, schedule=s) for recipe in chosen for s in every]
+
+
+def _in_one_block(recipe: Recipe) -> Recipe:
+    """The recipe for any rows at once, which is faster, where the order of keys does not depend on their block."""
+    if recipe.schedule.order == "diagonal-first":
+        return recipe
+    return replace(recipe, schedule=replace(recipe.schedule, query_block=2**20))

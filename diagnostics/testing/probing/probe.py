@@ -1,0 +1,276 @@
+"""``attn_diag.probe``: signed defects of any attention callable, on inputs with known answers."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_diag.errors import InputError
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.kernels import Recipe
+from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, ulp
+from attn_diag.results.probe import Assumptions, Finding, Label, LseTest, ProbeReport, SignedTest
+from attn_diag.statistics.means import adjust
+from attn_diag.statistics.welch import confidence
+from attn_diag.testing.probing import inputs, words
+from attn_diag.testing.probing.catalogue import Probe, choose
+from attn_diag.testing.probing.inputs import Case, Draw
+from attn_diag.testing.probing.invariance import Pair
+from attn_diag.testing.probing.lse import lse_test
+from attn_diag.testing.probing.measure import HeadErrors, measure_case, signed_tests
+from attn_diag.testing.probing.subject import DTYPES, Attention, Output, Subject, subject_of
+
+if TYPE_CHECKING:
+    from attn_diag.work import Progress
+
+_Inputs = TypeVar("_Inputs", Case, Pair)
+_Test = TypeVar("_Test", SignedTest, LseTest)
+
+DEFAULT_SHAPE = (4, 4, 384, 64)
+# Independent heads: at least so many are drawn, in as many calls as that takes (t with 15 degrees of freedom).
+MIN_HEADS = 16
+# Design: an O this far off was computed under other metadata.
+_ASSUMPTION_LIMIT = 0.05
+_SMALLEST = {"length T": 16, "head dimension D": 8}
+
+
+def probe(
+    fn: Attention | str | Recipe,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    shape: Sequence[int] = DEFAULT_SHAPE,
+    causal: bool | str = "none",
+    scale: float | None = None,
+    device: str = "auto",
+    level: float = 0.01,
+    seed: int = 0,
+    probes: Sequence[str] | None = None,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> ProbeReport:
+    """Run an attention on inputs whose answer is known, and report its signed defects with their uncertainty.
+
+        attn_diag.probe(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+
+    ``fn(q, k, v)``: returns o, (o, lse) or (o, ...), all [B, H, T, D], o in the inputs' dtype or in fp32, lse
+    [B, H, T] in natural logarithm. It is assumed to compute softmax(scale Q K^T) V; that is checked. A recipe or its
+    name is emulated, which needs no GPU. ``dtype``: bfloat16, float16 or float32 (fn only). ``shape``: B, H, T, D of a
+    call; where B H < 16, several are made, so that 16 heads are independent. (The probe "length" calls fn with T + 128
+    rows and keys, "batch" with one head, and with 2 B.)
+    ``causal``: what fn masks: "none" or False; "top-left", "bottom-right" or True (the same, for Tq = Tk). ``scale``:
+    what fn uses, default 1/sqrt(D). ``level``: of the tests after Benjamini-Hochberg. ``probes``: names out of
+    ``attn_diag.testing.probing.catalogue.PROBES`` (default: all; float32 has no cast of P_bar for the normaliser's).
+    ``name``: what the report calls fn. ``progress(done, total)`` is called after each probe.
+
+    Raises InputError for options that cannot be used, and, naming the probe, where fn raises or returns another shape,
+    dtype or device, or the scale needs inputs beyond the dtype's range; and where nothing that fn returns is finite.
+    """
+    where = pick_device(device)
+    chosen = _checked(dtype, shape, level, choose(probes), probes is not None)
+    batch, heads, length, dim = shape
+    alpha = 1 / math.sqrt(dim) if scale is None else float(scale)
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise InputError(f"scale must be a positive number, got {scale}")
+    masked = _masking(causal)
+    subject = subject_of(fn, name, dtype=dtype, head_dim=dim, scale=alpha, masking=masked, device=where)
+    draw = Draw(batch, heads, length, dim, dtype, alpha, masked.causal != "none", torch.Generator().manual_seed(seed))
+    run = _Run(subject, draw, masked, rounds=-(-MIN_HEADS // (batch * heads)), level=level)
+    assumptions = run.check_assumptions()
+    findings = []
+    for number, item in enumerate(chosen):
+        # A probe's inputs do not depend on which others run.
+        draw.generator.manual_seed(zlib.crc32(f"{seed} {item.name}".encode()))
+        findings.append(run.accuracy(item) if item.build is not None else run.invariance(item))
+        if progress is not None:
+            progress(number + 1, len(chosen))
+    if all(f.nonfinite == f.elements for f in findings):
+        raise InputError(f"{subject.name}: every o of every probe is NaN or Inf; does fn write its output?")
+    judged, family = _judge(findings, level)
+    return ProbeReport(
+        tool=describe_tool(where),
+        source=subject.name,
+        backend=subject.backend,
+        dtype=DTYPES[dtype],
+        out_dtype=run.out_dtype,
+        shape=(batch, heads, length, dim),
+        rounds=run.rounds,
+        heads=run.rounds * batch * heads,
+        seed=seed,
+        level=level,
+        assumptions=assumptions,
+        findings=judged,
+        family_size=family,
+        summary=words.summarise(judged, assumptions, level, subject.name, emulated=subject.emulated),
+    )
+
+
+@dataclass
+class _Run:
+    subject: Subject
+    draw: Draw
+    masking: Masking
+    rounds: int
+    level: float
+    out_dtype: str = field(default="")
+
+    def check_assumptions(self) -> Assumptions:
+        """On N(0,1) inputs: does fn compute what it is assumed to, and if not, what else?"""
+        case = _built("normal", inputs.normal, self.draw)
+        output = self._call("normal", case.q, case.k, case.values[0])
+        self.out_dtype = DTYPES[output.o.dtype]
+
+        def off(scale: float, masking: Masking) -> float:
+            q, k, v, o = (x[0, 0].to(self.subject.device).double() for x in (case.q, case.k, case.values[0], output.o))
+            truth = reference_head(AttentionHead(q, k, v, None, scale, masking)).out
+            rows = o.isfinite().all(1)
+            return float((o - truth)[rows].norm() / truth[rows].norm()) if bool(rows.any()) else math.inf
+
+        assumed = off(self.draw.scale, self.masking)
+        dim, causal = self.draw.head_dim, self.masking.causal
+        ok, fits = assumed <= _ASSUMPTION_LIMIT, None
+        if not ok:
+            for scale in (self.draw.scale, 1 / math.sqrt(dim), 1.0, 1 / dim):
+                for other in ("none", "top-left"):
+                    if off(scale, _masking(other)) <= _ASSUMPTION_LIMIT:
+                        fits = fits or f"scale {scale:g}, causal {other}"
+        return Assumptions(self.draw.scale, causal, assumed if math.isfinite(assumed) else None, ok, fits)
+
+    def accuracy(self, item: Probe) -> Finding:
+        """One probe against the reference; its verdict comes with the others'."""
+        assert item.build is not None
+        measured: list[HeadErrors] = []
+        for _ in range(self.rounds):
+            case = _built(item.name, item.build, self.draw)
+            outputs = [self._call(item.name, case.q, case.k, v) for v in case.values]
+            measured += measure_case(case, outputs, self.draw.scale, self.masking, self.subject.device)
+        size = sum(h.size for h in measured)
+        predicted = [h.predicted for h in measured if h.predicted is not None]
+        tests = signed_tests(measured, self.level)
+        excess, interval = tests[0].excess, confidence(tests[0].excess, self.level)
+        mean_size = size / excess.n if excess.n else 0.0
+        lse = [h.lse for h in measured if h.lse is not None]
+        of_lse = lse_test(lse, self.level) if len(lse) == len(measured) else None
+        return Finding(
+            name=item.name,
+            shows=item.shows,
+            kind="accuracy",
+            labels=(),
+            words="",
+            elements=sum(h.elements for h in measured),
+            differing=sum(h.differing for h in measured),
+            nonfinite=sum(h.nonfinite for h in measured),
+            max_error_ulp=max(h.max_error_ulp for h in measured),
+            of_budget=max(h.of_budget for h in measured),
+            relative=(excess.mean or 0.0) / mean_size if mean_size else None,
+            relative_ci=(interval[0] / mean_size, interval[1] / mean_size) if interval and mean_size else None,
+            predicted=sum(predicted) / size if predicted and size else None,
+            tests=tests,
+            lse=of_lse,
+        )
+
+    def invariance(self, item: Probe) -> Finding:
+        """Two calls that must agree."""
+        assert item.pair is not None
+        pair = _built(item.name, item.pair, self.draw)
+        o = [self._call(item.name, *given).o for given in (pair.first, pair.second)]
+        first, second = pair.align(o[0].double(), o[1].double())
+        finite = first.isfinite() & second.isfinite()
+        # What is NaN in both calls is broken, but the same.
+        differs = (first != second) & ~(first.isnan() & second.isnan())
+        distance = (second - first)[finite].abs() / ulp(first[finite], format_of(o[0].dtype))
+        found = Finding(
+            name=item.name,
+            shows=item.shows,
+            kind="invariance",
+            labels=("not-invariant" if bool(differs.any()) else "exact",),
+            words="",
+            elements=first.numel(),
+            differing=int(differs.sum()),
+            nonfinite=int((~finite).sum()),
+            max_error_ulp=float(distance.max()) if distance.numel() else None,
+        )
+        labels: tuple[Label, ...] = ("broken",) if found.nonfinite else ()
+        found = replace(found, labels=labels + found.labels if found.differing or not labels else labels)
+        return replace(found, words=words.invariance_words(found))
+
+    def _call(self, probe_name: str, q: Tensor, k: Tensor, v: Tensor) -> Output:
+        return self.subject(probe_name, (q, k, v))
+
+
+def _built(name: str, build: Callable[[Draw], _Inputs], draw: Draw) -> _Inputs:
+    """The inputs of that probe; its InputError names it."""
+    try:
+        return build(draw)
+    except InputError as error:
+        raise InputError(f"probe '{name}': {error}") from None
+
+
+def _judge(findings: Sequence[Finding], level: float) -> tuple[tuple[Finding, ...], int]:
+    """Labels and words, after Benjamini-Hochberg over every p-value of the run; and how many there were."""
+    every: list[SignedTest | LseTest] = [t for f in findings for t in f.tests]
+    every += [f.lse for f in findings if f.lse is not None]
+    p_values = [t.p_value for t in every if t.p_value is not None]
+    adjusted = iter(adjust(p_values))
+    by_test = {id(t): next(adjusted) for t in every if t.p_value is not None}
+
+    def decided(test: _Test) -> _Test:
+        p_value = by_test.get(id(test))
+        return test if p_value is None else replace(test, p_adjusted=p_value, biased=p_value <= level)
+
+    judged = []
+    for found in findings:
+        if found.kind == "accuracy":
+            tests = tuple(decided(t) for t in found.tests)
+            of_lse = None if found.lse is None else decided(found.lse)
+            found = replace(found, tests=tests, lse=of_lse)
+            found = replace(found, labels=_accuracy_labels(found))
+            found = replace(found, words=words.accuracy_words(found, level))
+        judged.append(found)
+    return tuple(judged), len(p_values)
+
+
+def _accuracy_labels(found: Finding) -> tuple[Label, ...]:
+    lse = found.lse
+    wrong: dict[Label, bool] = {
+        "broken": found.nonfinite > 0 or (lse is not None and lse.nonfinite > 0),
+        "too-large": (found.of_budget or 0.0) > 1,
+        "lse-too-large": lse is not None and lse.of_budget > 1,
+        "biased": any(t.biased for t in found.tests),
+        "lse-biased": lse is not None and lse.biased,
+    }
+    labels = tuple(label for label, holds in wrong.items() if holds)
+    return labels or ("within-rounding" if found.differing else "exact",)
+
+
+def _checked(dtype: torch.dtype, shape: Sequence[int], level: float, chosen: list[Probe], by_name: bool) -> list[Probe]:
+    """The probes that can run. Raises InputError for options that cannot be used."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+    if not isinstance(shape, Sequence) or len(shape) != 4 or any(not isinstance(n, int) or n < 1 for n in shape):
+        raise InputError(f"shape must be four positive integers B, H, T, D, got {shape}")
+    for (what, least), got in zip(_SMALLEST.items(), shape[2:], strict=True):
+        if got < least:
+            raise InputError(f"the {what} must be at least {least}, got {got}")
+    if not 0 < level < 1:
+        raise InputError(f"level must lie between 0 and 1, got {level}")
+    if dtype != torch.float32:
+        return chosen
+    left = [item for item in chosen if not item.name.startswith("normaliser")]
+    if by_name and len(left) < len(chosen):
+        raise InputError("the normaliser probes need a 16-bit dtype: they show a mismatch that the cast of P makes")
+    return left
+
+
+def _masking(causal: bool | str) -> Masking:
+    named = {False: "none", True: "top-left"}.get(causal, causal) if isinstance(causal, bool) else causal
+    if named == "none":
+        return Masking("none")
+    if named in ("top-left", "bottom-right"):
+        return Masking("top-left" if named == "top-left" else "bottom-right")
+    raise InputError(f"causal must be none, top-left or bottom-right (or a bool), got {causal!r}")

@@ -1,0 +1,193 @@
+"""A probe run in a few sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attn_diag.testing.probing import cause
+
+if TYPE_CHECKING:
+    from attn_diag.results.probe import Assumptions, Finding, LseTest, SignedTest
+
+# More probes of one kind are only counted.
+_NAMED = 6
+
+
+def accuracy_words(found: Finding, level: float) -> str:
+    """The verdict on a comparison with the reference, gravest first."""
+    parts = []
+    if found.nonfinite:
+        parts.append(f"NaN or Inf in {found.nonfinite} of {found.elements} elements")
+    if "too-large" in found.labels:
+        largest, budget = _short(found.max_error_ulp), _short(found.of_budget)
+        parts.append(f"errors up to {largest} ulp, {budget} times what casts of P̄ and O and fp32 sums can make")
+    parts += [_bias_words(test, level) for test in found.tests if test.biased]
+    if not parts:
+        parts.append(_quiet_words(found))
+    if found.lse is not None:
+        parts += _lse_words(found.lse)
+    if found.name == "ones" and "biased" in found.labels:
+        parts.append("noise in the sum of P alone can do that, for spacing halves below 1")
+    if found.name == "unit-vectors" and found.relative_ci is not None:
+        parts.append(f"rows of P sum to 1 {_relative_mean(found)}")
+    return "; ".join(parts)
+
+
+def _quiet_words(found: Finding) -> str:
+    if not found.differing:
+        return "exact: every element is the correctly rounded one"
+    shown = found.tests[0] if found.tests else None
+    if shown is None or shown.ci_ulp is None:
+        return "within rounding, no bias"
+    if shown.allowed_ulp:
+        return f"no bias beyond fp32 arithmetic's (± {shown.allowed_ulp:.2g} ulp); mean {_mean(shown)} ulp"
+    return f"within rounding, no bias; mean {_mean(shown)} ulp"
+
+
+def _lse_words(lse: LseTest) -> list[str]:
+    """What is wrong with L, if anything."""
+    parts = []
+    if lse.nonfinite:
+        parts.append(f"L is NaN or Inf in {lse.nonfinite} rows")
+    if lse.of_budget > 1:
+        base = ", but L ln 2 fits: it is in base 2" if lse.fits_base_2 else ""
+        parts.append(f"L off by up to {_short(lse.max_error)}, {_short(lse.of_budget)} times its bound{base}")
+    if lse.biased:
+        interval = "" if lse.ci is None else f" ({lse.ci[0]:+.2g} to {lse.ci[1]:+.2g})"
+        parts.append(f"L biased by {lse.error.mean or 0.0:+.2g}{interval}, p {_p(lse.p_adjusted)}")
+    return parts
+
+
+def invariance_words(found: Finding) -> str:
+    """The verdict on two calls that must agree."""
+    broken = f"NaN or Inf in {found.nonfinite} of {found.elements} elements"
+    if not found.differing:
+        return f"{broken}, the same in both calls" if "broken" in found.labels else "exact: all elements bit-identical"
+    moved = (
+        f"not invariant: {found.differing} of {found.elements} elements differ, "
+        f"by up to {_short(found.max_error_ulp)} ulp"
+    )
+    return f"{broken}; {moved}" if "broken" in found.labels else moved
+
+
+def summarise(
+    findings: Sequence[Finding], assumptions: Assumptions, level: float, name: str, *, emulated: bool
+) -> tuple[str, ...]:
+    """What is wrong, most important first; or that nothing is."""
+    sentences = []
+    if not assumptions.ok:
+        sentences.append(_wrong_function(assumptions))
+    elif not any(set(f.labels) - {"exact", "within-rounding"} for f in findings):
+        sentences.append(f"Nothing beyond correct rounding was found in {name}.")
+    # Of another function the predictions do not hold.
+    mismatch = assumptions.ok and cause.shows_mismatch(findings)
+    own = cause.of_own_rounding(findings) if assumptions.ok else None
+    if assumptions.ok:
+        sentences += cause.normaliser_words(findings, level)
+    if own is not None:
+        sentences.append(
+            f"All probes whose O lies anywhere between two numbers are biased alike, by {own[0]:+.2g} ulp ({own[1]}): "
+            "that is O's own rounding, not l or P̄."
+        )
+    broken = [f for f in findings if "broken" in f.labels]
+    if broken:
+        sentences.append(f"NaN or Inf: {_names(broken)}.")
+    large = [f for f in findings if "too-large" in f.labels]
+    if large:
+        sentences.append(
+            "Errors beyond what casts of P̄ and O and sums in fp32 can make (something else is rounded, or lost): "
+            f"{_names(large)}."
+        )
+    biased = [f for f in findings if "biased" in f.labels and not (mismatch and f.predicted is not None)]
+    if biased and own is None:
+        more = f" and {len(biased) - _NAMED} more" if len(biased) > _NAMED else ""
+        sentences.append(f"Biased beyond correct rounding: {', '.join(_with_mean(f) for f in biased[:_NAMED])}{more}.")
+    sentences += _lse_summary(findings)
+    moved = [f for f in findings if "not-invariant" in f.labels]
+    if any(f.name == "repeat" for f in moved):
+        sentences.append(
+            "The same call gives different results: no other comparison of two calls can hold bit for bit."
+        )
+        moved = [f for f in moved if f.name != "repeat"]
+    if moved:
+        sentences.append(f"Not invariant: {'; '.join(f'{f.name} ({f.shows})' for f in moved)}.")
+    if emulated and any(f.name == "length" for f in moved):
+        sentences.append(
+            "(The emulation adds inside a tile as the library does, whose order may change with size and place.)"
+        )
+    return tuple(sentences)
+
+
+def _lse_summary(findings: Sequence[Finding]) -> list[str]:
+    """Where L is wrong; nothing where it is not, or did not come."""
+    known = [(f, f.lse) for f in findings if f.lse is not None]
+    large = [(f, lse) for f, lse in known if lse.of_budget > 1]
+    sentences = []
+    if large:
+        worst = max(lse.max_error for _, lse in large)
+        # A base fits only if it fits everywhere.
+        base = all(lse.fits_base_2 for _, lse in large)
+        hint = " L ln 2 fits: return the natural logarithm, m + ln l." if base else ""
+        sentences.append(
+            f"L (lse) is off by up to {worst:.3g}, more than fp32 arithmetic and a cast of P̄ can make: "
+            f"{_names([f for f, _ in large])}.{hint}"
+        )
+    biased = [(f, lse) for f, lse in known if lse.biased and lse.of_budget <= 1]
+    if biased:
+        found, lse = max(biased, key=lambda pair: abs(pair[1].error.mean or 0.0))
+        mean = lse.error.mean or 0.0
+        # With l the sum of P̄ cast, L moves by ln(1 + what O would be off by if l alone summed it uncast).
+        cast = "" if found.predicted is None else f" (an l that sums P̄ cast gives {math.log1p(found.predicted):+.2g})"
+        sentences.append(
+            f"L (lse) is biased: {_names([f for f, _ in biased])}; by {mean:+.2g} in {found.name}{cast}, where rows of "
+            f"the exp(S - L) that a backward takes for P sum to 1 {math.expm1(-mean):+.2g}."
+        )
+    return sentences
+
+
+def _wrong_function(assumptions: Assumptions) -> str:
+    off = "not finite" if assumptions.relative_error is None else f"{100 * assumptions.relative_error:.3g} % off"
+    words = (
+        f"On N(0,1) inputs O is {off}: fn does not compute softmax(scale Q K^T) V with scale {assumptions.scale:g}, "
+        f"causal {assumptions.causal}"
+    )
+    if assumptions.fits is not None:
+        return f"{words}; with {assumptions.fits} it fits: probe it so. What follows is about another function."
+    return f"{words}, nor with other scales or masks that were tried. What follows may be about another function."
+
+
+def _bias_words(test: SignedTest, level: float) -> str:
+    interval = "" if test.ci_ulp is None else f" ({test.ci_ulp[0]:+.2g} to {test.ci_ulp[1]:+.2g})"
+    away = " upward" if test.direction == "upward" else ""
+    return f"biased by {test.mean_ulp or 0.0:+.2g} ulp{away}{interval}, p {_p(test.p_adjusted)} at level {level:g}"
+
+
+def _mean(test: SignedTest) -> str:
+    assert test.ci_ulp is not None
+    half = (test.ci_ulp[1] - test.ci_ulp[0]) / 2
+    return f"{test.mean_ulp or 0.0:+.1g} ± {half:.1g}"
+
+
+def _relative_mean(found: Finding) -> str:
+    assert found.relative_ci is not None
+    return f"{found.relative or 0.0:+.1g} ± {(found.relative_ci[1] - found.relative_ci[0]) / 2:.1g}"
+
+
+def _with_mean(found: Finding) -> str:
+    worst = max((t for t in found.tests if t.biased), key=lambda t: abs(t.mean_ulp or 0.0))
+    return f"{found.name} ({worst.mean_ulp or 0.0:+.2g} ulp{' upward' if worst.direction == 'upward' else ''})"
+
+
+def _names(findings: Sequence[Finding]) -> str:
+    more = f" and {len(findings) - _NAMED} more" if len(findings) > _NAMED else ""
+    return f"{', '.join(f.name for f in findings[:_NAMED])}{more}"
+
+
+def _p(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1g}"
+
+
+def _short(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"

@@ -1,0 +1,105 @@
+"""The baseline file: JSON (schema "attn-diag-baseline" 1), one entry for every subject, device and set of versions.
+
+Entries of several devices lie side by side. Keys are sorted and numbers written in full, so that git shows what
+changed. Writers take turns (a lock on the folder): each reads the file again before it writes, so that all entries
+survive; readers never see half a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace as replace_fields
+from pathlib import Path
+
+from attn_diag.captures.files import write_atomically
+from attn_diag.errors import InputError
+from attn_diag.results.baseline import BaselineEntry, BaselineFile
+
+
+def read(path: Path) -> BaselineFile:
+    """The file. Raises InputError where it is missing, unreadable, not a baseline, or of another version."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such baseline; make it with --save (save=True)") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    try:
+        result = BaselineFile.from_json(text)
+    except InputError as error:
+        hint = " (left by a git merge? keep one side, then --update)" if "<<<<<<<" in text else ""
+        raise InputError(f"{path}: not a baseline that this attn-diag reads: {error}{hint}") from None
+    if wrong := [key for key, entry in result.entries.items() if entry.key != key]:
+        raise InputError(f"{path}: a damaged baseline: entry {wrong[0]!r} is not of that key; save it anew")
+    return result
+
+
+def nearest(file: BaselineFile, subject: str, device: str, versions: str) -> BaselineEntry | None:
+    """The entry of this key, else one of this subject: on the same device, else on any. The last by name of several."""
+    same = [e for _, e in sorted(file.entries.items()) if e.subject == subject]
+    for fits in (
+        lambda e: e.device == device and e.versions == versions,
+        lambda e: e.device == device,
+        lambda e: e.versions == versions,
+        lambda _: True,
+    ):
+        if found := [e for e in same if fits(e)]:
+            return found[-1]
+    return None
+
+
+def refuse_to_overwrite(path: Path, key: str) -> None:
+    """Raise InputError where the file already has an entry of this key."""
+    if path.exists() and key in read(path).entries:
+        raise InputError(f"{path} already has an entry for {key}; use --update (update=True) to replace it")
+
+
+def store(path: Path, entry: BaselineEntry, *, replace: bool) -> bool:
+    """Add an entry to the file, which is made (with its folder) where there is none; whether one was replaced.
+
+    Raises InputError where the key has an entry and ``replace`` is not set, and where the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; choose another folder") from None
+    with _turn(path):
+        if not replace:
+            refuse_to_overwrite(path, entry.key)
+        file = read(path) if path.exists() else BaselineFile()
+        before = file.entries.get(entry.key)
+        if before is not None:
+            # An update of some cases leaves the others as they were accepted.
+            entry = replace_fields(entry, cases={**before.cases, **entry.cases})
+        text = dump(BaselineFile({**file.entries, entry.key: entry}))
+        write_atomically(path, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
+    return before is not None
+
+
+def dump(file: BaselineFile) -> str:
+    """The file's text."""
+    return json.dumps(json.loads(file.to_json()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+@contextlib.contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Alone among writers to files of this folder, where the system can lock a folder (not on Windows)."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    try:
+        folder = os.open(path.resolve().parent, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; choose a folder that exists") from None
+    try:
+        # Where locks are not supported (some network file systems) writers are on their own.
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)

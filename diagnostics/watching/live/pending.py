@@ -1,0 +1,118 @@
+"""The gradients of one attention call, heard on its way back: hooks on autograd's graph that change nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from attn_diag.watching.live.call import AttentionCall
+from attn_diag.watching.live.projection import Projection
+from attn_diag.watching.live.sites import Graph, LayOut
+from attn_diag.watching.live.tap import attention_node
+
+Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Hook:
+    """A hook that stays on this module: in a copy or a pickle of the model it is a function that does nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> Any:
+        """What the hook does where it was put."""
+        return self._run(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # nullcontext().__exit__(*anything) is None: whoever unpickles the model needs nothing of ours.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class Pending:
+    """A call that waits for its gradients.
+
+    ``guarded`` keeps the failures of a hook from the training loop; ``finished(self)`` is called when all have come.
+    ``copy_dq``: dQ is the gradient at the projection too (a bias alone lies between).
+    """
+
+    def __init__(self, call: AttentionCall, guarded: Guard, finished: Callable[[Pending], None]) -> None:
+        self.call, self._guarded, self._finished = call, guarded, finished
+        self._missing: set[str] = set()
+        self._handles: list[Any] = []
+        self.copy_dq = False
+
+    def follow_projection(self, y: Tensor, projection: Projection) -> None:
+        """Have the gradient at the projection's output too, where q is not just that output without a bias."""
+        if projection.exact:
+            self.copy_dq = projection.biased
+            return
+        if not y.requires_grad:
+            return
+        self._missing.add("dq_pre")
+        batch, _, rows, _ = self.call.q.shape
+
+        def arrived(grad: Tensor) -> None:
+            self.call.dq_pre = projection.slice.of(grad.detach().reshape(batch, rows, -1))
+            self._arrived("dq_pre")
+
+        self._handles.append(y.register_hook(self._guarded(arrived)))  # type: ignore[no-untyped-call]
+
+    def follow(self, o: Tensor, graph: Graph) -> None:
+        """Hook the kernel's own autograd node; where there is none, the tensors."""
+        node = attention_node(o)
+        if node is not None:
+            self._missing.add("kernel")
+            self._handles.append(node.register_hook(self._guarded(self._from_node)))
+            return
+        self.call.notes.append("gradients are the tensors' own: totals, where q, k or v is used elsewhere too")
+        for name, (tensor, lay_out) in graph.items():
+            if tensor.requires_grad:
+                self._missing.add(name)
+                hook = self._guarded(self._taker(name, lay_out))
+                self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def give_up(self) -> None:
+        """The step is over."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        # A gradient at the projection that never came (a frozen model) does not take the others along.
+        if self.call.do is not None and self._missing:
+            self._missing.clear()
+            self._finished(self)
+
+    def _from_node(self, grads: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
+        c = self.call
+        c.do = _trimmed(outputs[0], c.o)
+        c.dq, c.dk, c.dv = (_trimmed(g, like) for g, like in zip(grads, (c.q, c.k, c.v), strict=False))
+        if self.copy_dq:
+            c.dq_pre = c.dq
+        self._arrived("kernel")
+
+    def _taker(self, name: str, lay_out: LayOut) -> Any:
+        # Behind a cast of autocast a gradient comes widened; it has only the bits of what the kernel saw.
+        dtype = getattr(self.call, name[-1]).dtype
+
+        def arrived(grad: Tensor) -> None:
+            setattr(self.call, name, lay_out(grad.detach()).to(dtype))
+            if name == "dq" and self.copy_dq:
+                self.call.dq_pre = self.call.dq
+            self._arrived(name)
+
+        return arrived
+
+    def _arrived(self, name: str) -> None:
+        self._missing.discard(name)
+        if not self._missing:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self._finished(self)
+
+
+def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    """A gradient without the kernel's padding of D."""
+    return None if grad is None else grad.detach()[..., : like.shape[-1]]

@@ -1,0 +1,458 @@
+"""Where attention is called: the functions that are replaced while somebody listens, and how each is read."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from attn_diag.watching.live.tap import Tap
+
+# Everything an AttentionCall holds but its place and gradients, by name; "graph", where those gradients arrive; and,
+# where the site knows better than the watch, "projection" (x, w_q, whether a bias is added).
+Fields = dict[str, Any]
+# do, dq, dk, dv -> the tensor in autograd's graph that gets this gradient, and what makes [B, H, T, D] of it.
+LayOut = Callable[[Tensor], Tensor]
+Graph = dict[str, tuple[Tensor, LayOut]]
+Namespace = dict[str, Any]
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One kind of attention function. ``read(arguments, result, tap)`` tells what a call was; None: no attention.
+
+    ``tapped``: whether the operators underneath may be watched.
+    """
+
+    name: str
+    read: Callable[[Mapping[str, Any], Any, Tap], Fields | None]
+    tapped: bool = True
+
+
+def bind(function: Function, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's arguments by name, defaults filled in."""
+    signature = _SDPA if site is SDPA else _signature(function)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+@cache
+def _signature(function: Function) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _sdpa_signature(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> None:  # fmt: skip
+    """The builtin has no signature that inspect could read."""
+
+
+_SDPA = inspect.signature(_sdpa_signature)
+
+
+def _fused(tap: Tap, q: Tensor, v: Tensor) -> Fields:
+    """Inputs and results of the operator underneath, without its padding; empty where there was none."""
+    seen = tap.fused
+    if seen is None:
+        return {}
+    d, dv, rows = q.shape[-1], v.shape[-1], q.shape[-2]
+    lse = seen.lse
+    if lse is not None:
+        lse = lse.squeeze(-1) if lse.dim() == 4 else lse
+        lse = lse[..., :rows] if lse.numel() else None
+    return {
+        "kernel": seen.kernel,
+        "q": seen.q[..., :d],
+        "k": seen.k[..., :d],
+        "v": seen.v[..., :dv],
+        "o": seen.o[..., :dv],
+        "lse": lse,
+    }
+
+
+def _unchanged(t: Tensor) -> Tensor:
+    return t
+
+
+def _turned(t: Tensor) -> Tensor:
+    """[B, H, T, D] of [B, T, H, D]."""
+    return t.transpose(1, 2)
+
+
+def _gradients(o: Tensor, q: Tensor, k: Tensor, v: Tensor, lay_out: LayOut = _unchanged) -> Graph:
+    """Where the gradients arrive, all laid out alike."""
+    inputs: Graph = {"dq": (q, lay_out), "dk": (k, lay_out), "dv": (v, lay_out)}
+    return {"do": (o, lay_out), **_unshared(inputs.items())}
+
+
+def _unshared(inputs: Iterable[tuple[str, tuple[Tensor, LayOut]]]) -> Graph:
+    """Without tensors given twice: theirs is one gradient for both."""
+    every = dict(inputs)
+    return {
+        name: (t, lay_out)
+        for name, (t, lay_out) in every.items()
+        if sum(t is other and lay_out is of_other for other, of_other in every.values()) == 1
+    }
+
+
+def as_autocast(t: Tensor) -> Tensor:
+    """As autocast casts it for a matrix product, or for an attention function that casts what it is given."""
+    return t.to(autocast_dtype(t))
+
+
+def autocast_dtype(t: Tensor) -> torch.dtype:
+    """The dtype that autocast gives it there."""
+    device = t.device.type
+    autocast = t.dtype != torch.float64 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else t.dtype
+
+
+def _refusals(dropout: float | None, **others: object) -> str | None:
+    if dropout:
+        return f"attention dropout {dropout:g} is on: run with dropout 0 to analyse it"
+    present = [name for name, value in others.items() if value is not None]
+    return f"{', '.join(present)} not supported" if present else None
+
+
+def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
+    q, k, v, mask = a["query"], a["key"], a["value"], a["attn_mask"]
+    causal = "top-left" if a["is_causal"] else "none"
+    if isinstance(mask, CausalBias):
+        causal = "bottom-right" if mask.variant == CausalVariant.LOWER_RIGHT else "top-left"
+        mask = None
+    if any(t.is_nested for t in (q, k, v)) or not 2 <= q.dim() <= 4:
+        return None
+    lead = (None,) * (4 - q.dim())
+    # Two or three axes are one head of several sequences, or of one.
+    spread = (slice(None), None) if q.dim() == 3 else lead
+    found: Fields = {
+        "kernel": "torch SDPA math",
+        "q": as_autocast(q[spread]),
+        "k": as_autocast(k[spread]),
+        "v": as_autocast(v[spread]),
+        "o": result[spread],
+        "graph": _gradients(result, q, k, v, lambda t: t[spread]),
+        "mask": mask if mask is None or q.dim() != 3 or mask.dim() < 3 else mask[:, None],
+        "causal": causal,
+        "scale": a["scale"],
+        "refused": _refusals(a["dropout_p"]),
+    }
+    return found | _outer_projection() | (_fused(tap, q, v) if q.dim() == 4 else {})
+
+
+def _read_own(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
+    from attn_diag.kernels import Recipe
+
+    names = [r.name if isinstance(r, Recipe) else r for r in (a["recipe"], a["backward_recipe"] or a["recipe"])]
+    o = result[0] if isinstance(result, tuple) else result
+    lay_out = _unchanged if a["layout"] == "BHTD" else _turned
+    q, k, v = (lay_out(a[name]) for name in "qkv")
+    found: Fields = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": lay_out(o),
+        "graph": _gradients(o, a["q"], a["k"], a["v"], lay_out),
+        "causal": a["causal"],
+        "scale": a["scale"],
+        "window": a["window"],
+        "softcap": a["softcap"],
+    }
+    fused = _fused(tap, q, v)
+    return found | fused | {"kernel": f"attn_diag.attention, {names[0]} forward, {names[1]} backward"}
+
+
+def _read_multi_head(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
+    """The path with ``need_weights=True``: two batched products around a softmax; scale is already in q."""
+    query, heads = a["query"], a["num_heads"]
+    if len(tap.products) < 2 or query.dim() != 3:
+        return None
+    (q, k_t, _), (_, v, o) = tap.products[0], tap.products[-1]
+    batch = query.shape[1]
+
+    def spread(x: Tensor) -> Tensor:
+        return x.reshape(batch, heads, *x.shape[1:])
+
+    def turned(x: Tensor) -> Tensor:
+        return spread(x.transpose(1, 2))
+
+    mask, padding = a["attn_mask"], a["key_padding_mask"]
+    return {
+        "kernel": "torch multi_head_attention_forward",
+        "q": spread(q),
+        "k": turned(k_t),
+        "v": spread(v),
+        "o": spread(o),
+        "mask": _additive(mask, padding, batch, heads, q.dtype),
+        "scale": 1.0,
+        "refused": _refusals(a["dropout_p"] if a["training"] else 0.0),
+        "graph": {"do": (o, spread), "dq": (q, spread), "dk": (k_t, turned), "dv": (v, spread)},
+        "projection": _multi_head_projection(a, q.shape[-1] ** -0.5),
+    }
+
+
+def _multi_head_projection(a: Mapping[str, Any], scale: float) -> tuple[Tensor, Tensor, bool] | None:
+    """x [B, T, C], the rows of the weight that make q (times what q is multiplied by), and whether with a bias."""
+    packed, size = a["in_proj_weight"], a["embed_dim_to_check"]
+    weight = a["q_proj_weight"] if packed is None else packed[:size]
+    return a["query"].transpose(0, 1), weight * scale, a["in_proj_bias"] is not None
+
+
+_outer = threading.local()
+
+
+@contextmanager
+def inside(site: Site, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """While a call runs that may end in another attention function, keep what only the outer one knows."""
+    if site is not _MULTI_HEAD:
+        yield
+        return
+    _outer.call = (function, args, kwargs)
+    try:
+        yield
+    finally:
+        _outer.call = None
+
+
+def _outer_projection() -> Fields:
+    if (call := getattr(_outer, "call", None)) is None:
+        return {}
+    a = bind(call[0], _MULTI_HEAD, call[1], call[2])
+    return {"projection": _multi_head_projection(a, 1.0)} if a["query"].dim() == 3 else {}
+
+
+def _additive(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
+    """nn.MultiheadAttention's masks (True leaves out) as one additive mask."""
+
+    def floating(x: Tensor) -> Tensor:
+        return torch.zeros_like(x, dtype=dtype).masked_fill_(x, -math.inf) if x.dtype == torch.bool else x
+
+    total = None
+    if mask is not None:
+        total = floating(mask)
+        if total.dim() == 3 and len(total) == batch * heads:
+            total = total.reshape(batch, heads, *total.shape[1:])
+    if padding is not None:
+        keys = floating(padding)[:, None, None, :]
+        total = keys if total is None else total + keys
+    return total
+
+
+def _read_eager(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
+    """transformers' eager_attention_forward masks by the mask it is given alone."""
+    found = _read_transformers(a, result, tap)
+    return None if found is None else found | {"kernel": "transformers eager", "causal": "none", "window": None}
+
+
+def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
+    """Hugging Face's convention: q [B, H, T, D], the result [B, T, H, D] first of a tuple."""
+    more = a.get("kwargs") or {}
+    options = {**more, **{name: value for name, value in a.items() if name != "kwargs"}}
+    q, k, v, module = options["query"], options["key"], options["value"], options["module"]
+    o, more_results = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+    mask, window = options.get("attention_mask"), options.get("sliding_window")
+    # FlexAttention's LSE comes where others return their weights; transformers rounds it to the dtype of v.
+    wide = (torch.float32, torch.float64)
+    lse = next((t for t in more_results if isinstance(t, Tensor) and t.shape == q.shape[:3] and t.dtype in wide), None)
+    found: Fields = {
+        "kernel": f"transformers {getattr(getattr(module, 'config', None), '_attn_implementation', None)}",
+        "q": as_autocast(q),
+        "k": as_autocast(k),
+        "v": as_autocast(v),
+        "o": o.transpose(1, 2),
+        "lse": lse,
+        "graph": _gradients(o, q, k, v) | {"do": (o, _turned)},
+        "scale": options.get("scaling"),
+        "softcap": options.get("softcap"),
+        "refused": _refusals(
+            options.get("dropout"), sinks=options.get("s_aux"), position_bias=options.get("position_bias")
+        ),
+    }
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        # Some masks are longer than the keys of this layer.
+        found["mask"] = mask[..., : k.shape[-2]]
+    elif mask is not None and not isinstance(mask, Tensor):
+        found["mask"] = _block_mask(mask, q, k)
+    else:
+        if isinstance(mask, Tensor):
+            found["refused"] = found["refused"] or "a padding mask goes to a packed kernel"
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        found["causal"] = "bottom-right" if causal and q.shape[2] > 1 else "none"
+        found["window"] = (window - 1, 0) if window else None
+    return found
+
+
+def _read_flex(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
+    q, k, v = a["query"], a["key"], a["value"]
+    o, aux = result if isinstance(result, tuple) else (result, None)
+    mask, refused = None, None
+    if a["block_mask"] is not None:
+        mask = _block_mask(a["block_mask"], q, k)
+    if a["score_mod"] is not None:
+        bias = _score_bias(a["score_mod"], q, k)
+        refused = "a score_mod that is not an addition to the score, or too large" if bias is None else None
+        if bias is not None:
+            mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+    return {
+        "kernel": "torch FlexAttention",
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": o,
+        "graph": _gradients(o, q, k, v),
+        "lse": getattr(aux, "lse", aux),
+        "mask": mask,
+        "scale": a["scale"],
+        "refused": refused,
+    }
+
+
+def _block_mask(block_mask: Any, q: Tensor, k: Tensor) -> Tensor:
+    """A BlockMask written out, [B or 1, H or 1, Tq, Tk] bool: its blocks alone do not say which keys are seen."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads = block_mask.shape[:2]
+    mask: Tensor = create_mask(block_mask.mask_mod, batch, heads, q.shape[2], k.shape[2], device=q.device)
+    return mask
+
+
+# Writing a score_mod out takes about 72 bytes a score for a moment.
+_MOST_SCORES = 2**24
+
+
+def _score_bias(score_mod: Callable[..., Tensor], q: Tensor, k: Tensor) -> Tensor | None:
+    """What a score_mod adds to every score, [B, H, Tq, Tk]; None where it does anything else, or that is too large."""
+    batch, heads, rows, keys = *q.shape[:2], q.shape[2], k.shape[2]
+    if batch * heads * rows * keys > _MOST_SCORES:
+        return None
+    grid = [torch.arange(n, device=q.device) for n in (batch, heads, rows, keys)]
+    at = torch.meshgrid(*grid, indexing="ij")
+
+    def values(score: float) -> Tensor:
+        mapped: Any = score_mod
+        for _ in range(4):
+            mapped = torch.vmap(mapped)
+        moved: Tensor = mapped(torch.full(at[0].shape, score, dtype=torch.float64, device=q.device), *at)
+        return moved
+
+    zero, one = values(0.0), values(1.0)
+    finite = zero.isfinite()
+    return zero.float() if torch.allclose((one - zero)[finite], torch.ones_like(zero[finite])) else None
+
+
+def _read_flash_attn(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
+    o = result[0] if isinstance(result, tuple) else result
+    # Of a packed argument each part's gradient is the same part of its gradient.
+    if "qkv" in a:
+        inputs = [(a["qkv"], _part(number)) for number in range(3)]
+    elif "kv" in a:
+        inputs = [(a["q"], _turned), (a["kv"], _part(0)), (a["kv"], _part(1))]
+    else:
+        inputs = [(a[name], _turned) for name in "qkv"]
+    q, k, v = (lay_out(t) for t, lay_out in inputs)
+    window = tuple(a.get("window_size") or (-1, -1))
+    return {
+        "kernel": "flash_attn",
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": o.transpose(1, 2),
+        "graph": {"do": (o, _turned), **_unshared(zip(("dq", "dk", "dv"), inputs, strict=True))},
+        "lse": _saved_lse(o, tuple(q.shape[:3])),
+        "causal": "bottom-right" if a.get("causal") else "none",
+        "scale": a.get("softmax_scale"),
+        "window": None if window == (-1, -1) else window,
+        "softcap": a.get("softcap") or None,
+        "refused": _refusals(a.get("dropout_p"), alibi_slopes=a.get("alibi_slopes")),
+    }
+
+
+def _part(number: int) -> LayOut:
+    """[B, H, T, D] of one of the tensors packed as [B, T, 2 or 3, H, D]."""
+    return lambda packed: packed[:, :, number].transpose(1, 2)
+
+
+def _saved_lse(o: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """The LSE [B, H, Tq] that an autograd.Function kept for its backward: the one fp32 tensor of that shape."""
+    if o.grad_fn is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None  # unpacking under saved-tensor hooks would run them
+    kept = [t for t in getattr(o.grad_fn, "saved_tensors", ()) if t is not None and t.dtype == torch.float32]
+    fitting = [t for t in kept if tuple(t.shape) == shape]
+    return fitting[0].detach() if len(fitting) == 1 else None
+
+
+SDPA = Site("scaled_dot_product_attention", _read_sdpa)
+_MULTI_HEAD = Site("multi_head_attention_forward", _read_multi_head)
+_OWN = Site("attn_diag.attention", _read_own)
+_EAGER = Site("transformers eager", _read_eager, tapped=False)
+_TRANSFORMERS = Site("transformers", _read_transformers, tapped=False)
+_FLEX = Site("flex_attention", _read_flex, tapped=False)
+_FLASH_ATTN = Site("flash_attn", _read_flash_attn, tapped=False)
+_FLASH_ATTN_NAMES = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
+
+
+def functions() -> Iterator[tuple[Site, Function]]:
+    """Every attention function that is loaded now."""
+    from torch.nn import functional
+
+    # Ours is imported when it is first used: by then the call would be over.
+    with suppress(ImportError):
+        import_module("attn_diag.kernels.attention")
+    yield SDPA, functional.scaled_dot_product_attention
+    yield _MULTI_HEAD, functional.multi_head_attention_forward
+    for module, site, names in (
+        ("attn_diag.kernels.attention", _OWN, ("attention",)),
+        ("torch.nn.attention.flex_attention", _FLEX, ("flex_attention",)),
+        ("flash_attn.flash_attn_interface", _FLASH_ATTN, _FLASH_ATTN_NAMES),
+        ("flash_attn_interface", _FLASH_ATTN, _FLASH_ATTN_NAMES),
+    ):
+        loaded = sys.modules.get(module)
+        for name in names:
+            if (function := getattr(loaded, name, None)) is not None:
+                yield site, function
+    for name, loaded in list(sys.modules.items()):
+        if name.startswith("transformers.") and (eager := vars(loaded).get("eager_attention_forward")) is not None:
+            yield _EAGER, eager
+    for key, function in _transformers_implementations().items():
+        # sdpa ends in scaled_dot_product_attention, which knows more.
+        if key != "sdpa" and callable(function):
+            yield _TRANSFORMERS, function
+
+
+def _transformers_implementations() -> Namespace:
+    """AttentionInterface's table of implementations by name.
+
+    Their names stay what they are, so that AttentionMaskInterface goes on making the mask that each expects.
+    """
+    loaded = sys.modules.get("transformers.modeling_utils")
+    table: Namespace = getattr(getattr(loaded, "AttentionInterface", None), "_global_mapping", {})
+    return table
+
+
+def namespaces() -> Iterator[Namespace]:
+    """Every place where user code may have one of the functions by name."""
+    yield _transformers_implementations()
+    for name, module in list(sys.modules.items()):
+        inside_torch = name == "torch" or name.startswith("torch.")
+        if not inside_torch or name in _TORCH_HOMES:
+            space = getattr(module, "__dict__", None)
+            if isinstance(space, dict):
+                yield space
+
+
+_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention")

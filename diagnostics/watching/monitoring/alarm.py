@@ -1,0 +1,232 @@
+"""When a head's rounding error threatens the run: a rule on the stream of its metrics, with a stated false-alarm rate.
+
+A head alarms ("rounding") when three things hold at one check:
+
+1. **It is more than correct rounding makes.** x = over_floor^2 is the error's square over what one correct rounding
+   of O would leave of it in the mean. Under correct rounding, where errors have random signs and are independent
+   between rows, x is at worst 2 chi^2_1: a sum of randomly signed atoms is a normal variable where all point one way,
+   and noise_factor^2 is at most 2 (1.4^2) on every production kernel measured. So E x^3 <= 120 whatever came before
+   (3.2 to 3.7 on three healthy runs), g = 1/4 + 3/4 x^3 / 120 has a mean of 1 at most (the quarter keeps one small x
+   from undoing all), and the CUSUM
+       X <- max(0, X + min(ln g, h / 2))          (h / 2: no single check may alarm)
+   stays below h for N checks of H heads with probability 1 - N H exp(-h) at least: until then max(1, exp(X)) is no more
+   than the Shiryaev-Roberts sum R <- (R + 1) g, R_n - n is a supermartingale, and Doob's inequality bounds its maximum
+   (Shin, Ramdas & Rinaldo, "E-detectors", arXiv 2203.03532). This alone keeps alarms on such a kernel below the stated
+   rate, Bonferroni over heads included. Rows that nearly copy one key (attention sinks) need not be independent: their
+   roundings share a sign. There the witness can pass for a correct kernel, and 2 and 3 alone hold the alarm back.
+2. **It matters.** share, the predicted error of dW_Q over dW_Q (of dQ where there is no dW_Q), averaged over the last
+   checks, is ``level`` or more.
+3. **It grows.** That average is ``growth`` times its lowest so far, or more: a kernel that always was that coarse is
+   attn-diag inspect's business.
+
+2 and 3 are no tests; their numbers were frozen on one failing and one healthy run of seed 0 and tried on other seeds
+(``benchmarks/results/failing_run``). Max logit and W_Q's spectral norm are in the metrics, but not in the rule: there
+they were larger in the healthy run than in the failing one at its alarm.
+
+A head alarms once for each kind. Two facts need no statistics, but two checks in a row: NaN or Inf ("nonfinite"; a
+single one is what a loss scaler is for), and an error larger than the gradient itself ("overwhelmed").
+
+All is a pure function of the stream of ``Check``: ``replay`` gives the alarms of a log.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from attn_diag.watching.monitoring.record import Check, LayerCheck, Values
+
+Kind = Literal["rounding", "overwhelmed", "nonfinite"]
+
+# E (2 chi^2_1)^3 = 8 * 15.
+_THIRD_MOMENT = 120.0
+_HEDGE = 0.25
+_TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class AlarmRule:
+    """The rule's parameters.
+
+    ``false_alarm_rate``: how many false alarms to expect at most in 1,000 checks of the whole model, of a kernel that
+    rounds correctly, with errors independent between rows. ``level``: of the averaged share, from which a head may
+    alarm. ``growth``: over its lowest so far. ``weight``: of the newest check in the average of ln share. ``warm_up``:
+    checks before the lowest is taken.
+    """
+
+    false_alarm_rate: float = 0.01
+    level: float = 0.03
+    growth: float = 2.0
+    weight: float = 0.5
+    warm_up: int = 4
+
+    def log_odds(self, tests: int) -> float:
+        """ln(N H / rate) with N = 1,000 checks of H ``tests``: the threshold of a sum of log e-values."""
+        return math.log(1000 * max(tests, 1) / self.false_alarm_rate)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One head's alarm: what, where and when, the reason with its numbers, and what to do next."""
+
+    kind: Kind
+    step: int
+    layer: int
+    head: int
+    module: str | None
+    reason: str
+    advice: str
+    values: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        where = f"layer {self.layer} head {self.head}" + (f" ({self.module})" if self.module else "")
+        return f"step {self.step}, {where}: {self.reason}. {self.advice}"
+
+
+class AlarmState:
+    """The rule, applied check by check."""
+
+    def __init__(self, rule: AlarmRule | None = None) -> None:
+        self.rule = rule or AlarmRule()
+        self._layers: dict[tuple[int, str | None], LayerState] = {}
+
+    def update(self, check: Check) -> tuple[Alarm, ...]:
+        """Take the next check; the alarms it raises."""
+        found: list[Alarm] = []
+        for layer in check.layers:
+            key = layer.layer, layer.module
+            state = self._layers.get(key)
+            if state is None or state.heads != layer.heads:
+                state = self._layers[key] = LayerState(layer.heads, self.rule)
+            state.update(check.step, layer, self.rule.log_odds(check.heads))
+            found += state.alarms(check.step, layer)
+        return tuple(found)
+
+    @property
+    def witness(self) -> float:
+        """The largest of all heads' witnesses over their threshold; 1: an error is more than correct rounding makes."""
+        return max((float(s.largest / s.odds) for s in self._layers.values()), default=0.0)
+
+    @property
+    def share(self) -> float:
+        """The largest averaged share."""
+        averages = [float(np.nanmax(s.average)) for s in self._layers.values() if np.isfinite(s.average).any()]
+        return math.exp(max(averages)) if averages else 0.0
+
+
+class LayerState:
+    """What the rule remembers of one layer's heads, [Hq] each."""
+
+    def __init__(self, heads: int, rule: AlarmRule) -> None:
+        self.heads, self.rule, self.name, self.odds = heads, rule, "dw_q", math.inf
+        self.excess = np.zeros(heads)
+        self.average, self.lowest = np.full(heads, math.nan), np.full(heads, math.inf)
+        self.checks, self.above, self.broken, self.lowest_at = (np.zeros(heads, dtype=np.int64) for _ in range(4))
+        self._raised: set[tuple[str, int]] = set()
+
+    @property
+    def largest(self) -> float:
+        """Of the heads' witnesses."""
+        return float(self.excess.max())
+
+    @property
+    def witnessed(self) -> npt.NDArray[np.bool_]:
+        """Whether the error is more than correct rounding makes."""
+        passed: npt.NDArray[np.bool_] = self.excess >= self.odds
+        return passed
+
+    def update(self, step: int, layer: LayerCheck, odds: float) -> None:
+        """Take one check of the layer. ``odds``: the threshold of the witnesses."""
+        unknown = np.full(self.heads, math.nan)
+        share = layer.values.get("dw_q_share", unknown)
+        self.name = "dw_q" if np.isfinite(share).any() else "dq"
+        share = layer.values.get(f"{self.name}_share", unknown)
+        over = layer.values.get(f"{self.name}_over_floor", unknown)
+        self.odds = odds
+        with np.errstate(over="ignore"):
+            excess = np.log(_HEDGE + (1 - _HEDGE) * over**6 / _THIRD_MOMENT)
+        self.excess = _cusum(self.excess, excess, odds)
+        known = np.isfinite(share)
+        logs = np.log(np.maximum(np.where(known, share, 1.0), _TINY))
+        # A plain mean until that is what the weights amount to.
+        weights = np.maximum(self.rule.weight, 1 / (self.checks + 1.0))
+        moved = np.where(self.checks > 0, self.average + weights * (logs - self.average), logs)
+        self.average = np.where(known, moved, self.average)
+        lower = known & (self.checks >= self.rule.warm_up) & (self.average < self.lowest)
+        self.lowest = np.where(lower, self.average, self.lowest)
+        self.lowest_at = np.where(lower, step, self.lowest_at)
+        self.above = np.where(known, np.where(share >= 1, self.above + 1, 0), self.above)
+        self.broken = np.where(layer.values.get("nonfinite_rate", np.zeros(self.heads)) > 0, self.broken + 1, 0)
+        self.checks += known
+
+    def alarms(self, step: int, layer: LayerCheck) -> list[Alarm]:
+        """Those that the last check raises."""
+        with np.errstate(invalid="ignore"):
+            matters = self.average >= math.log(self.rule.level)
+            grows = self.average >= self.lowest + math.log(self.rule.growth)
+        masks: dict[Kind, npt.NDArray[np.bool_]] = {
+            "rounding": self.witnessed & matters & grows,
+            "overwhelmed": self.above >= 2,
+            "nonfinite": self.broken >= 2,
+        }
+        found = []
+        for kind, mask in masks.items():
+            for head in map(int, np.flatnonzero(mask)):
+                if (kind, head) not in self._raised:
+                    self._raised.add((kind, head))
+                    found.append(self._alarm(kind, head, step, layer))
+        return found
+
+    def _alarm(self, kind: Kind, head: int, step: int, layer: LayerCheck) -> Alarm:
+        values = {name: float(v[head]) for name, v in layer.values.items() if math.isfinite(v[head])}
+        values |= {
+            "share_average": math.exp(self.average[head]),
+            "share_lowest": math.exp(self.lowest[head]) if math.isfinite(self.lowest[head]) else math.nan,
+            "excess_cusum": float(self.excess[head]),
+            "witness_threshold": self.odds,
+        }
+        if kind == "nonfinite":
+            reason = (
+                f"NaN or Inf in q, o, dO or what follows from them, in {values['nonfinite_rate']:.1%} of sampled rows"
+            )
+            advice = "Look for the first step that has one: capture it (attn_diag.capture) and run attn-diag inspect"
+        else:
+            reason = self._words(kind, head, values)
+            advice = "Capture this layer (attn_diag.capture) and run attn-diag inspect on it"
+        return Alarm(kind, step, layer.layer, head, layer.module, reason, advice, values)
+
+    def _words(self, kind: Kind, head: int, values: dict[str, float]) -> str:
+        share, matrix = (
+            values.get(f"{self.name}_share", values["share_average"]),
+            "dW_Q" if self.name == "dw_q" else "dQ",
+        )
+        parts = [f"the rounding of O is predicted to put {share:.2g} of {matrix}'s norm in error"]
+        over = values.get(f"{self.name}_over_floor")
+        if over is not None:
+            parts.append(f"{over:.1f} times what correct rounding would")
+        if kind == "rounding":
+            parts.append(f"up from about {values['share_lowest']:.2g} at step {self.lowest_at[head]}")
+        words = {
+            "coherence": "coherence",
+            "noise_factor": "noise factor",
+            "max_logit": "max logit",
+            "w_q_norm": "|W_Q|",
+        }
+        parts += [f"{text} {values[name]:.3g}" for name, text in words.items() if name in values]
+        return "; ".join(parts)
+
+
+def _cusum(before: Values, gain: Values, odds: float) -> Values:
+    """One step of a CUSUM of log e-values; an unknown gain changes nothing, none counts for more than odds / 2."""
+    return np.maximum(0.0, before + np.minimum(np.where(np.isnan(gain), 0.0, gain), odds / 2))
+
+
+def replay(checks: Iterable[Check], rule: AlarmRule | None = None) -> tuple[Alarm, ...]:
+    """The alarms that a stream of checks raises, in order."""
+    state = AlarmState(rule)
+    return tuple(alarm for check in checks for alarm in state.update(check))

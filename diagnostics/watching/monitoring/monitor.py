@@ -1,0 +1,354 @@
+"""``attn_diag.Monitor``: watches a model's attention while it trains, and raises an alarm before the loss does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attn_diag.errors import InputError
+from attn_diag.watching.live.call import AttentionCall, Place
+from attn_diag.watching.live.choices import require_container
+from attn_diag.watching.live.notices import COMPILED, UNFINISHED, UNSEEN, UNSTEPPED
+from attn_diag.watching.live.ranks import rank
+from attn_diag.watching.live.recorder import trigger
+from attn_diag.watching.live.watch import Watch
+from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
+from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
+from attn_diag.watching.monitoring.record import Check, LayerCheck, with_growth
+from attn_diag.watching.monitoring.reduction import LayerKey, Reduction
+from attn_diag.watching.monitoring.sample import Sample
+from attn_diag.watching.monitoring.words import flat_metrics, table
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_log = logging.getLogger("attn_diag")
+# Weight of the newest check in the average of the predicted errors' directions: about the last ten count.
+_NEWEST = 0.1
+_HISTORY = 1000
+
+
+class Monitor:
+    """Watches every attention layer of a model on every ``every``-th step, from now until ``close()``.
+
+        monitor = attn_diag.Monitor(model, every=50)
+        for batch in data:
+            train_step(batch)
+            logger.log(monitor.metrics())
+
+    On a monitored step the first micro-batch's call of each layer is compared with float64, for a sample of rows, on
+    the device; results are read at a later step, so that no step waits for them. Outputs and gradients stay the same
+    bits, and nothing is raised in the training loop: what goes wrong is logged (logger "attn_diag").
+
+    Shares are predicted from the errors of O and LSE, for a backward that takes delta from O and recomputes P from
+    exact scores. One that recomputes it from the scores that the forward rounded errs less than predicted: by 1.2 % of
+    dW_Q instead of 6 % where the scores are BF16 (one capture).
+
+    Behind RoPE or QK-norm dQ's share of error is known, not dW_Q's nor its coherence; ``attn_diag.capture`` and
+    ``inspect`` know them there too.
+
+    With torch.distributed initialised before, the sums of all ranks are added up (``monitoring.reduction``): every rank
+    must have a monitor with the same options, and gets the same results. Where ranks do not all hold the same heads
+    (tensor parallelism), ``process_group`` must be the data-parallel group.
+
+    Args:
+        model: whose calls; None: all calls of the process, without layers' names and dW_Q.
+        every: steps between checks; the first is step 0. A step ends with an optimizer's ``step()``; a loop without any
+            has one step a forward.
+        sequences: how many of the micro-batch are looked at.
+        rows: at most so many query rows of each, evenly spaced.
+        layers: their numbers (as in the module's name); None: all.
+        on_alarm: called with each ``Alarm``; from the training loop, so it should be quick.
+        false_alarm_rate: false alarms to expect at most in 1,000 checks of the whole model; see ``monitoring.alarm``.
+        rule: all parameters of the alarm, instead of ``false_alarm_rate`` alone.
+        log: a file to which each check is appended, as a line of JSON with every head (``monitoring.record.read_log``,
+            ``monitoring.alarm.replay``); on rank 0.
+        process_group: ranks to add up over; None: all.
+        first_step: the number of the first step.
+        history: checks of the run until then, where it is resumed: ``read_log(log)``. The alarm goes on as if nothing
+            had happened; what it raised before is not raised again. Those from ``first_step`` on are left out.
+            Coherence with earlier checks begins anew.
+
+    Raises InputError for numbers below 1, a rate that is not above 0, a log that cannot be written, and a history
+    without a first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        every: int = 50,
+        *,
+        sequences: int = 1,
+        rows: int = 1024,
+        layers: Container[int] | None = None,
+        on_alarm: Callable[[Alarm], None] | None = None,
+        false_alarm_rate: float = 0.01,
+        rule: AlarmRule | None = None,
+        log: str | os.PathLike[str] | None = None,
+        process_group: ProcessGroup | None = None,
+        first_step: int = 0,
+        history: Iterable[Check] = (),
+    ) -> None:
+        for name, number in (("every", every), ("sequences", sequences), ("rows", rows)):
+            if not isinstance(number, int) or number < 1:
+                raise InputError(f"{name} must be a whole number, 1 or more, got {number!r}")
+        require_container("layers", layers)
+        if not false_alarm_rate > 0:
+            raise InputError(f"false_alarm_rate must be above 0, got {false_alarm_rate}; 0.01 in 1,000 checks is usual")
+        self.every, self.alarms = every, list[Alarm]()
+        self.history: deque[Check] = deque(maxlen=_HISTORY)
+        self._sequences, self._rows, self._layers, self._on_alarm = sequences, rows, layers, on_alarm
+        self._alarm_state = AlarmState(rule or AlarmRule(false_alarm_rate=false_alarm_rate))
+        for check in history:
+            if not first_step:
+                raise InputError(f"history holds step {check.step}, but the first step is 0: give first_step")
+            if check.step < first_step:
+                self.history.append(check)
+                self._alarm_state.update(check)
+        self._raised_at_newest = 0
+        self._taken: set[tuple[int, str | None]] = set()
+        self._open: dict[tuple[int, str | None], Sample] = {}
+        self._done: dict[tuple[int, str | None], HeadSums] = {}
+        self._past: dict[tuple[int, str | None], Tensor] = {}
+        self._sent: deque[_Sent] = deque()
+        self._trains = self._refused = False
+        self._reduction = None if _alone(process_group) else Reduction(process_group)
+        self._log_path = _prepared(log)
+        self._watch: Watch | None = Watch(model, self, first_step)
+        if self._watch.compiled:
+            self._watch.warn_once(COMPILED)
+        self._watch.start()
+
+    def close(self) -> None:
+        """Stop watching; what has been computed can still be read."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            if watch.never_stepped:
+                watch.warn_once(UNSTEPPED)
+            if not watch.calls_seen:
+                watch.warn_once(UNSEEN)
+            watch.stop()
+            self._open.clear()
+            self._done.clear()
+            self._read(wait=True)
+            self._past.clear()
+
+    def end_step(self) -> None:
+        """Say that a step is over, where no torch.optim optimizer does."""
+        if self._watch is not None:
+            self._watch.end_step()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        newest = f"newest step {self.history[-1].step}" if self.history else "no check yet"
+        return f"<Monitor every {self.every} steps: {newest}, {len(self.alarms)} alarms; print(m.table()) shows it>"
+
+    def metrics(self, *, per_head: bool = False, wait: bool = False) -> dict[str, float]:
+        """The newest check's figures under flat names, for any logger; empty before the first.
+
+        "attn/max_logit/max" and "/mean" over all heads ("/min" too for some; see ``HeadMetrics`` for the figures; what
+        nothing is known of is left out), "attn/alarm" how many alarms that check raised, "attn/alarms" how many there
+        were in all, "attn/step" its step. ``per_head``: also "attn/layer02/head07/max_logit". ``wait``: for a check
+        that is still being computed; without it nothing waits.
+        """
+        self._read(wait=wait)
+        if not self.history:
+            return {}
+        return flat_metrics(self.history[-1], self._raised_at_newest, len(self.alarms), per_head=per_head)
+
+    def table(self) -> str:
+        """The newest check in words: each layer's worst head, and the alarms so far."""
+        self._read(wait=True)
+        return table(self.history[-1] if self.history else None, self.alarms)
+
+    # What the watch calls.
+
+    def wants_step(self, step: int) -> bool:
+        """Whether this step is checked."""
+        return step % self.every == 0
+
+    def wants(self, place: Place) -> bool:
+        """The first call of each layer; one without gradients only in a loop that has none."""
+        if not self.wants_step(place.step) or (self._layers is not None and place.layer not in self._layers):
+            return False
+        return (place.layer, place.module) not in self._taken and (place.gradients or not self._trains)
+
+    def forward(self, call: AttentionCall) -> None:
+        """Copy the sample; without a backward to come, this is all there is."""
+        key = call.place.layer, call.place.module
+        if call.refused is not None:
+            self._warn(f"{call.place.module or 'attention'} is not monitored: {call.refused}")
+            self._refused = True
+            return
+        sample = Sample.of(call, self._sequences, self._rows)
+        call.let_go()
+        if call.place.gradients:
+            self._trains = True
+            self._taken.add(key)
+        if call.awaits_backward:
+            self._open[key] = sample
+        else:
+            self._done[key] = head_sums(sample)
+
+    def backward(self, call: AttentionCall) -> None:
+        """The gradient is there: compute, on the device."""
+        key = call.place.layer, call.place.module
+        sample = self._open.pop(key, None)
+        if sample is not None:
+            self._done[key] = head_sums(sample.with_gradient(call), self._past.get(key), alone=self._reduction is None)
+
+    def step_ended(self, step: int) -> None:
+        """Send off what this step brought, and read what earlier ones did."""
+        # The collective comes first: whatever fails on one rank, the others must not wait for it.
+        if self.wants_step(step):
+            self._finish(step)
+        self._read(wait=False)
+
+    # Ourselves.
+
+    def _finish(self, step: int) -> None:
+        done, self._done = self._done, {}
+        self._taken.clear()
+        self._open.clear()
+        if self._reduction is not None:
+            done = self._reduce(self._reduction, done)
+        if not done:
+            if self._watch is not None and not self._refused:
+                self._warn(UNFINISHED if self._watch.calls_seen else UNSEEN)
+            return
+        found = {key: sums.metrics(self._past.get(key)) for key, sums in sorted(done.items(), key=_order)}
+        for key, sums in done.items():
+            if sums.sketches is not None:
+                self._remember(key, sums.sketches[0])
+        self._sent.append(_Sent(step, found))
+
+    def _reduce(
+        self, reduction: Reduction, done: dict[tuple[int, str | None], HeadSums]
+    ) -> dict[tuple[int, str | None], HeadSums]:
+        names = {LayerKey.of(*key, sums): key for key, sums in done.items()}
+        found = reduction.reduce({name: done[key] for name, key in names.items()}, self._device(done))
+        if reduction.unknown:
+            self._warn(f"layers that no rank had at the first check are left out: {sorted(reduction.unknown)}")
+        return {names.get(name, (name.layer, name.module or None)): sums for name, sums in found.items()}
+
+    def _device(self, done: Mapping[tuple[int, str | None], HeadSums]) -> torch.device:
+        for sums in done.values():
+            return sums.sums.device
+        if torch.cuda.is_available() and torch.distributed.get_backend() == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def _remember(self, key: tuple[int, str | None], error: Tensor) -> None:
+        """Average the directions of the predicted errors of dW_Q, [Hq, D, c]."""
+        length = torch.linalg.vector_norm(error, dim=(1, 2), keepdim=True)
+        direction = torch.where((length > 0) & length.isfinite(), error / length, 0.0)
+        past = self._past.get(key)
+        if past is None or past.shape != direction.shape:
+            self._past[key] = direction
+        else:
+            past.lerp_(direction, _NEWEST)
+
+    def _read(self, *, wait: bool) -> None:
+        while self._sent and (wait or self._sent[0].ready()):
+            check = self._sent.popleft().check(self.history[-1] if self.history else None)
+            self.history.append(check)
+            self._write(check)
+            found = self._alarm_state.update(check)
+            self._raised_at_newest = len(found)
+            for alarm in found:
+                self._raise(alarm)
+
+    def _write(self, check: Check) -> None:
+        if self._log_path is None:
+            return
+        try:
+            with self._log_path.open("a") as file:
+                file.write(check.to_json() + "\n")
+        except OSError as error:
+            self._warn(f"the monitor's log is not written any more: {error}")
+            self._log_path = None
+
+    def _raise(self, alarm: Alarm) -> None:
+        self.alarms.append(alarm)
+        _log.warning("attention alarm: %s", alarm)
+        # Running captures write their rings.
+        trigger(f"alarm: {alarm}")
+        if self._on_alarm is not None:
+            try:
+                self._on_alarm(alarm)
+            except Exception as error:
+                self._warn(f"on_alarm raised {type(error).__name__}: {error}")
+
+    def _warn(self, message: str) -> None:
+        if self._watch is not None:
+            self._watch.warn_once(message)
+
+
+class _Sent:
+    """One check's metrics on their way to the host."""
+
+    def __init__(self, step: int, found: Mapping[tuple[int, str | None], HeadMetrics]) -> None:
+        self.step = step
+        self._heads = {key: len(metrics.max_logit) for key, metrics in found.items()}
+        columns = [torch.stack([getattr(m, name) for name in METRICS]).reshape(-1) for m in found.values()]
+        packed = torch.cat([c.to(columns[0].device, non_blocking=True) for c in columns])
+        self._event: torch.cuda.Event | None = None
+        self._host = packed
+        if packed.device.type == "cuda":
+            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(packed.device))
+
+    def ready(self) -> bool:
+        """Whether they have arrived; does not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def check(self, before: Check | None) -> Check:
+        """The check; waits where they have not. ``before``: the one before it."""
+        if self._event is not None:
+            self._event.synchronize()
+        values, layers, at = self._host.numpy(), [], 0
+        for (layer, module), heads in self._heads.items():
+            size = heads * len(METRICS)
+            rows = np.array(values[at : at + size]).reshape(len(METRICS), heads)
+            layers.append(LayerCheck(layer, module, dict(zip(METRICS, rows, strict=True))))
+            at += size
+        return with_growth(Check(self.step, tuple(layers)), before)
+
+
+def _order(item: tuple[tuple[int, str | None], HeadSums]) -> tuple[int, str]:
+    (layer, module), _ = item
+    return layer, module or ""
+
+
+def _alone(group: ProcessGroup | None) -> bool:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    return torch.distributed.get_world_size(group) < 2
+
+
+def _prepared(log: str | os.PathLike[str] | None) -> Path | None:
+    if log is None or rank():
+        return None
+    path = Path(log)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise InputError(f"cannot write the monitor's log {path}: {error.strerror}; choose another file") from None
+    return path

@@ -1,0 +1,103 @@
+"""The sums of all ranks of a data-parallel job, added up: three collectives a check, whatever a rank has seen.
+
+All ranks must run a monitor with the same options. Which layers there are is agreed on once, at the first check (an
+all-gather of their names); after that every rank sends tensors of that one layout, zeros for a layer that it missed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attn_diag.watching.monitoring.metrics import NORMS, SUMS, HeadSums
+
+_MAXIMA = 2
+
+
+@dataclass(frozen=True, order=True)
+class LayerKey:
+    """A layer as the ranks name it to each other, with its shapes; ``columns``: of its sketches, 0 without any."""
+
+    layer: int
+    module: str
+    heads: int
+    dim: int
+    columns: int
+
+    @classmethod
+    def of(cls, layer: int, module: str | None, sums: HeadSums) -> LayerKey:
+        """The key of a layer's sums."""
+        dim, columns = (0, 0) if sums.sketches is None else sums.sketches.shape[2:]
+        return cls(layer, "" if module is None else module, len(sums.sums), dim, columns)
+
+
+class Reduction:
+    """Adds up the sums of the ranks of ``group`` (None: all)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._layout: list[LayerKey] | None = None
+        self.unknown: set[LayerKey] = set()
+
+    def reduce(self, own: Mapping[LayerKey, HeadSums], device: torch.device) -> dict[LayerKey, HeadSums]:
+        """The sums over all ranks of every layer that any of them has seen. All ranks must call this."""
+        if self._layout is None:
+            gathered: list[list[LayerKey] | None] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(gathered, sorted(own), group=self._group)
+            self._layout = sorted({key for keys in gathered if keys for key in keys})
+        self.unknown |= set(own) - set(self._layout)
+        if not self._layout:
+            self._layout = None
+            return {}
+        sums = torch.cat([_sums(key, own.get(key), device) for key in self._layout])
+        largest = torch.cat([_maxima(key, own.get(key), device) for key in self._layout])
+        sketches = torch.cat([_sketches(key, own.get(key), device).reshape(-1) for key in self._layout])
+        dist.all_reduce(sums, dist.ReduceOp.SUM, self._group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
+        dist.all_reduce(sketches, dist.ReduceOp.SUM, self._group)
+        return self._unpack(sums, torch.where(largest == -torch.inf, torch.nan, largest), sketches)
+
+    def _unpack(self, sums: Tensor, largest: Tensor, flat: Tensor) -> dict[LayerKey, HeadSums]:
+        assert self._layout is not None
+        found, head, at = {}, 0, 0
+        for key in self._layout:
+            rows = slice(head, head + key.heads)
+            head = rows.stop
+            sketches = None
+            norms = torch.full((key.heads, len(NORMS)), torch.nan, dtype=sums.dtype, device=sums.device)
+            if key.columns:
+                shape = _sketch_shape(key)
+                sketches = flat[at : at + math.prod(shape)].view(shape)
+                at += math.prod(shape)
+                norms = sketches.double().square_().sum((2, 3)).T
+            found[key] = HeadSums(sums[rows], largest[rows], norms, sketches)
+        return found
+
+
+def _sketch_shape(key: LayerKey) -> tuple[int, int, int, int]:
+    return len(NORMS), key.heads, key.dim, key.columns
+
+
+def _sums(key: LayerKey, own: HeadSums | None, device: torch.device) -> Tensor:
+    if own is None:
+        return torch.zeros(key.heads, len(SUMS), dtype=torch.float64, device=device)
+    return own.sums.to(device, non_blocking=True)
+
+
+def _maxima(key: LayerKey, own: HeadSums | None, device: torch.device) -> Tensor:
+    missing = torch.full((key.heads, _MAXIMA), -torch.inf, dtype=torch.float64, device=device)
+    if own is None:
+        return missing
+    known = own.maxima.to(device, non_blocking=True)
+    return torch.where(known.isnan(), missing, known)
+
+
+def _sketches(key: LayerKey, own: HeadSums | None, device: torch.device) -> Tensor:
+    if own is None or own.sketches is None:
+        return torch.zeros(_sketch_shape(key), device=device)
+    return own.sketches.to(device, non_blocking=True)

@@ -1,0 +1,245 @@
+"""Row by row, for some heads at once: float64 attention against what the kernel returned. The host never waits.
+
+The formulas are those of ``attn_diag.reference.attention`` and ``attn_diag.head.measure``, over heads and query rows in
+bounded blocks, with as few operations a block as will do: on a GPU their number, not their size, is what takes time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_diag.reference import FloatFormat, format_of, round_nearest_even, ulp
+from attn_diag.reference.attention import is_power_of_two
+from attn_diag.watching.monitoring.sample import Sample
+
+# Bytes of [heads, rows, keys] float64 that one block may have alive at once.
+TEMPORARIES = 64 * 2**20
+_ALIVE = 3
+_MIN_ROWS = 16
+# exp of this is 0 in float64, and 0 * this is 0 where 0 * -inf would be NaN.
+_FLOOR = -800.0
+
+
+@dataclass
+class HeadRows:
+    """Row quantities of h heads and one sequence, [h, R] float64 unless said otherwise.
+
+    ``usable`` (bool): the row sees a key, and all that was sampled of it and follows from it is finite. ``repeated``,
+    ``units`` (bool): several scores equal the maximum when rounded to q's dtype; several P_bar round to 1.
+    ``top_key`` (int64): the first key with the largest score. ``gradient``: what needs dO.
+    """
+
+    usable: Tensor
+    sees_key: Tensor
+    max_logit: Tensor
+    top_key: Tensor
+    entropy: Tensor
+    repeated: Tensor
+    units: Tensor
+    lse: Tensor
+    gradient: GradientRows | None = None
+
+
+@dataclass
+class GradientRows:
+    """What needs dO; float64, as ``HeadRows``.
+
+    ``delta``, its error ``delta_error`` (observed - reference) and ``noise_floor`` sigma [h, R]; ``dq``, ``probs_k`` =
+    P K [h, R, D]; ``contributions`` [h, R, Dv] of each feature of O to delta's error.
+    """
+
+    delta: Tensor
+    delta_error: Tensor
+    noise_floor: Tensor
+    dq: Tensor
+    probs_k: Tensor
+    contributions: Tensor
+
+
+def heads_at_once(sample: Sample) -> int:
+    """How many key heads fit one block with at least 16 rows each, and their row quantities the same bytes."""
+    group, rows = sample.q.shape[1] // sample.k.shape[1], sample.q.shape[2]
+    block = group * min(_MIN_ROWS, rows) * sample.k.shape[2] * 8 * _ALIVE
+    linear = group * rows * (2 * sample.q.shape[3] + 2 * sample.v.shape[3]) * 8
+    return max(1, min(sample.k.shape[1], TEMPORARIES // block, TEMPORARIES // linear))
+
+
+def measure_rows(sample: Sample, sequence: int, kv_heads: slice) -> HeadRows:
+    """The rows of the query heads that share key heads ``kv_heads``, of one of the sampled sequences."""
+    group = sample.q.shape[1] // sample.k.shape[1]
+    heads = slice(kv_heads.start * group, kv_heads.stop * group)
+    k, v = (t[sequence, kv_heads].double() for t in (sample.k, sample.v))
+    blocks = [_block(sample, sequence, heads, rows, k, v) for rows in _blocks(sample, heads.stop - heads.start)]
+    b = {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0]}
+    del blocks
+    fmt = format_of(sample.q.dtype)
+    row_max, row_sum = b["row_max"], b["row_sum"]
+    sees_key = row_max != -torch.inf  # NaN is left to ``usable``
+    row_max = torch.where(sees_key, row_max, 0.0)
+    inverse = torch.where(sees_key, row_sum.reciprocal(), 0.0)
+    log_sum = torch.where(sees_key, row_sum, 1.0).log()
+    out = sample.o[sequence, heads].double()
+    trace = row_sum + out.sum(-1)  # finite where they are
+    found = HeadRows(
+        usable=sees_key,
+        sees_key=sees_key,
+        max_logit=b.get("largest", row_max),
+        top_key=b["top_key"],
+        entropy=log_sum - b["weighted"] * inverse,
+        repeated=b["second"] >= _tie_threshold(row_max, fmt),
+        units=b["second"] - row_max >= fmt.rounds_to_one,
+        lse=row_max + log_sum,
+    )
+    if sample.do is not None:
+        do = sample.do[sequence, heads].double()
+        truth = b["out"].mul_(inverse[..., None])
+        contributions = out.sub_(truth).mul_(do)
+        found.gradient = GradientRows(
+            delta=b["delta"],
+            # rowsum(dO o O_obs) - rowsum(dO o O_ref), term by term: no cancellation.
+            delta_error=contributions.sum(-1),
+            noise_floor=(do * ulp(truth, format_of(sample.o.dtype))).square_().sum(-1).div_(12).sqrt_(),
+            dq=b["dq"].mul_((inverse * sample.scale)[..., None]),
+            probs_k=b["probs_k"].mul_(inverse[..., None]),
+            contributions=contributions,
+        )
+        # A NaN in a key that the row does not see reaches it all the same: 0 * NaN.
+        gradient = found.gradient
+        trace = trace + gradient.delta_error + gradient.dq.sum(-1) + gradient.probs_k.sum(-1)
+    found.usable = sees_key & trace.isfinite()
+    return found
+
+
+def _blocks(sample: Sample, heads: int) -> Iterator[slice]:
+    """Query rows by blocks: as many as their visible keys leave room for."""
+    rows, start = sample.q.shape[2], 0
+    budget = TEMPORARIES // (heads * 8 * _ALIVE)
+    while start < rows:
+        # The last row of the block decides; its keys are not fewer than its predecessors'.
+        low, high = start + 1, rows
+        while low < high:
+            stop = (low + high + 1) // 2
+            keys = _visible(sample, slice(start, stop))
+            low, high = (stop, high) if (stop - start) * (keys.stop - keys.start) <= budget else (low, stop - 1)
+        yield slice(start, low)
+        start = low
+
+
+def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """One block of query rows, sums not yet divided by l: [h, R] or [h, R, D or Dv] by name. k, v [g, Tk, D or Dv].
+
+    Products are batched over key heads, [g, query heads of one * rows, K]. ``second`` is the largest score but the one
+    at ``top_key``; ``weighted`` is sum P_bar ln P_bar.
+    """
+    count, size = heads.stop - heads.start, rows.stop - rows.start
+    keys = _visible(sample, rows)
+    k, v = k[:, keys], v[:, keys]
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return torch.bmm(left.reshape(len(k), -1, left.shape[-1]), right).view(count, size, -1)
+
+    q = sample.q[sequence, heads, rows].double()
+    # A power of two costs no rounding; another scale waits for the product, as in the reference.
+    early = is_power_of_two(sample.scale)
+    scores = product(q.mul_(sample.scale) if early else q, k.mT)
+    if not early:
+        scores.mul_(sample.scale)
+    scores, slope, largest = _mask(sample, sequence, heads, rows, keys, scores)
+    row_max, top_key = scores.max(-1, keepdim=True)
+    scores.scatter_(-1, top_key, -torch.inf)
+    found = {"row_max": row_max[..., 0], "top_key": top_key[..., 0] + keys.start, "second": scores.amax(-1)}
+    scores.scatter_(-1, top_key, row_max)
+    # exp(-inf - -inf) is NaN: a row without keys has no maximum, and P_bar = 0 throughout.
+    shifted = scores.sub_(torch.where(row_max == -torch.inf, 0.0, row_max)).clamp_(min=_FLOOR)
+    probs = shifted.exp()
+    found["row_sum"] = probs.sum(-1)
+    found["weighted"] = shifted.mul_(probs).sum(-1)
+    if largest is not None:
+        found["largest"] = largest
+    del scores, shifted
+    if sample.do is None:
+        return found
+    do = sample.do[sequence, heads, rows].double()
+    found["out"] = product(probs, v)
+    # Where l = 0 there are no keys, and delta is 0 / 0 in a row that is not used.
+    found["delta"] = (do * found["out"]).sum(-1) / found["row_sum"]
+    dscores = product(do, v.mT).sub_(found["delta"][..., None]).mul_(probs)
+    if slope is not None:
+        dscores.mul_(slope)
+        probs.mul_(slope)
+    found["dq"] = product(dscores, k)
+    found["probs_k"] = product(probs, k)
+    return found
+
+
+def _visible(sample: Sample, rows: slice) -> slice:
+    """The keys that some row of the block may see; at least one, so that there is a maximum."""
+    length = sample.k.shape[2]
+    left, right = (None if n < 0 else n for n in sample.window or (-1, -1))
+    if sample.causal != "none":
+        right = 0
+    first, last = sample.position(rows.start), sample.position(rows.stop - 1)
+    stop = length if right is None else min(length, max(last + right + 1, 1))
+    start = 0 if left is None else min(max(first - left, 0), stop - 1)
+    return slice(start, stop)
+
+
+def _mask(
+    sample: Sample, sequence: int, heads: slice, rows: slice, keys: slice, scores: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Softcap and masks, in place: scores, the softcap's slope, the largest visible alpha q.k where it is another."""
+    hidden = _hidden(sample, rows, keys)
+    mask = _part(sample.mask, sequence, heads, rows, keys)
+    additive = mask is not None and mask.dtype != torch.bool
+    slope = largest = None
+    if sample.softcap is not None or additive:
+        seen = scores
+        if mask is not None:
+            # Hugging Face writes the lowest number of the format for -inf.
+            seen = scores.masked_fill(mask <= torch.finfo(mask.dtype).min / 2 if additive else ~mask, -torch.inf)
+        largest = (seen if hidden is None else seen.masked_fill(hidden, -torch.inf)).amax(-1)
+        del seen
+    if sample.softcap is not None:
+        scores.div_(sample.softcap).tanh_()
+        slope = 1 - scores.square()
+        scores.mul_(sample.softcap)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
+    if mask is not None:
+        scores = scores.add_(mask) if additive else scores.masked_fill_(~mask, -torch.inf)
+    return scores, slope, largest
+
+
+def _hidden(sample: Sample, rows: slice, keys: slice) -> Tensor | None:
+    """Where causality or a window hides a key, bool [R, K]."""
+    left, right = (None if n < 0 else n for n in sample.window or (-1, -1))
+    if sample.causal != "none":
+        right = 0
+    if left is None and right is None:
+        return None
+    positions = sample.positions(rows.start, rows.stop)[:, None]
+    distance = torch.arange(keys.start, keys.stop, device=positions.device) - positions
+    hidden = torch.zeros_like(distance, dtype=torch.bool) if right is None else distance > right
+    return hidden if left is None else hidden | (distance < -left)
+
+
+def _part(mask: Tensor | None, sequence: int, heads: slice, rows: slice, keys: slice) -> Tensor | None:
+    if mask is None:
+        return None
+    own = mask[sequence if len(mask) > 1 else 0]
+    own = own[heads] if len(own) > 1 else own
+    own = own[:, rows] if own.shape[1] > 1 else own
+    return own[..., keys] if own.shape[-1] > 1 else own
+
+
+def _tie_threshold(row_max: Tensor, fmt: FloatFormat) -> Tensor:
+    """The smallest float64 that rounds to what ``row_max`` rounds to: nothing but the maximum need be rounded."""
+    nearest = round_nearest_even(row_max, fmt, wait=False)
+    below = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf))
+    tie = nearest - ulp(below, fmt) / 2
+    goes_up = round_nearest_even(tie, fmt, wait=False) == nearest
+    return torch.where(goes_up, tie, torch.nextafter(tie, torch.full_like(tie, torch.inf)))
