@@ -30,7 +30,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.head.machine import describe_tool
 from attn_diag.results.baseline import BaselineCase, BaselineSize
-from attn_diag.results.check import Case
+from attn_diag.results.check import CheckedCase
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.measure import Measured, measure_case
@@ -60,7 +60,7 @@ def alarms(run: Run, baseline: Run | None) -> list[str]:
     for name, measured in run.measured.items():
         known = None if baseline is None else baseline.known(name)
         biases = judge.biases_of(measured, suite.LENGTH, known, same_key=True)
-        cases.append(Case(name, (), "", biases=biases, sizes=judge.sizes_of(measured, known, same_inputs=False)))
+        cases.append(CheckedCase(name, (), "", biases=biases, sizes=judge.sizes_of(measured, known, same_inputs=False)))
     judged, _ = judge.adjusted(cases)
     return [f"{f.case}: {f.kind} {f.quantity}" for c in judged for f in judge.failures_of(c, LEVEL)]
 

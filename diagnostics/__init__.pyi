@@ -7,7 +7,6 @@ from .analyses.conversion import convert as convert
 from .analyses.explanation.explain import explain as explain
 from .analyses.identification.identify import identify as identify
 from .analyses.identification.many import identify_captures as identify_captures
-from .analyses.inspection.capture_job import Selection as Selection
 from .analyses.inspection.inspect import inspect as inspect
 from .analyses.inspection.inspect import inspect_captures as inspect_captures
 from .analyses.inspection.inspect import repeated_maxima as repeated_maxima
@@ -19,6 +18,7 @@ from .analyses.paper.figures import paper_figures as paper_figures
 from .captures.capture import Capture as Capture
 from .captures.loading import load as load
 from .captures.loading import load_example as load_example
+from .captures.selection import Selection as Selection
 from .errors import AttnDiagError as AttnDiagError
 from .errors import InputError as InputError
 from .head.certification import Certify as Certify

@@ -14,7 +14,7 @@ from attn_diag.reports import words
 from attn_diag.reports.check_failure import suspected
 
 if TYPE_CHECKING:
-    from attn_diag.results.check import Bias, Case, CheckReport, Size
+    from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Size
 
 _SIZES = ("o", "delta", "dq", "dk", "dv")
 _HEADS = {"o": "O\nulp", "delta": "noise\nfactor", "dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -100,7 +100,7 @@ def _table(found: CheckReport) -> Table:
     return table
 
 
-def _bias(bias: Bias | None) -> str:
+def _bias(bias: CheckedBias | None) -> str:
     if bias is None:
         return words.DASH
     return f"{bias.mean:+.1g}" + ("" if bias.standard_error is None else f" ± {bias.standard_error:.0g}")
@@ -112,7 +112,7 @@ def _size(name: str, size: Size | None) -> str:
     return f"{size.error:.2g}" if name in ("o", "delta") else f"{100 * size.error:.2g} %"
 
 
-def _bits(case: Case) -> str:
+def _bits(case: CheckedCase) -> str:
     if case.deterministic is False:
         return "vary"
     return {True: "same", False: "other", None: words.DASH}[case.same_bits]

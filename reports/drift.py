@@ -16,7 +16,7 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.results.dtypes import AttentionCall, DtypeDrift, DtypeEvent, SourceLine
+    from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, SourceLine, TracedCall
 
 
 def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
@@ -44,7 +44,7 @@ def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
     yield Text(f"attn-diag {found.tool.version}, torch {found.tool.torch}{triton}", style="dim")
 
 
-def _call(call: AttentionCall) -> Iterator[RenderableType]:
+def _call(call: TracedCall) -> Iterator[RenderableType]:
     style = "bold red" if call.differing else "bold yellow"
     head = "MIXED CALL" if call.differing else "NOT AUTOCAST'S DTYPE"
     yield Text.assemble((f"{head}  ", style), (_where(call.source), "bold"), _times(call.count))
@@ -60,7 +60,7 @@ def _call(call: AttentionCall) -> Iterator[RenderableType]:
     yield _indented(grid)
 
 
-def _path(name: str, call: AttentionCall) -> Iterator[RenderableType]:
+def _path(name: str, call: TracedCall) -> Iterator[RenderableType]:
     """How q, k or v came by its dtype, the cause first; steps of one line together."""
     steps, causes = call.paths.get(name, ()), call.causes.get(name, ())
     if not steps:

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING, get_args
 
 if TYPE_CHECKING:
-    from attn_diag.results.check import Case, CheckReport, Failure, Kind
+    from attn_diag.results.check import CheckedCase, CheckReport, Failure, Kind
 
 # What XML 1.0 (section 2.2) has no way to say.
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -58,7 +58,7 @@ def junit_document(found: CheckReport) -> str:
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _looked_at(case: Case, kind: Kind) -> bool:
+def _looked_at(case: CheckedCase, kind: Kind) -> bool:
     """Whether this was tested: a kernel that raised has no bits, and without a baseline none are compared."""
     return {
         "fit": True,

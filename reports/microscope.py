@@ -15,7 +15,7 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.results.microscope import Addition, ClosedFormTotals, Curve, Explained, Microscope, Point, Site
+    from attn_diag.results.microscope import Addition, ClosedFormTotals, Curve, Explained, Microscope, Point, SumSite
 
 _MAX_SITES = 6
 _PLOT_COLUMNS, _PLOT_ROWS = 64, 7
@@ -111,12 +111,12 @@ def _sites(m: Microscope) -> Iterator[RenderableType]:
     yield Text("Before the sum: scores, exp, the cast of P̄, l, and fp32 arithmetic.", style="dim")
 
 
-def _lost_before(m: Microscope, site: Site) -> bool:
+def _lost_before(m: Microscope, site: SumSite) -> bool:
     """Whether more was lost before the sum than by this rounding of it."""
     return abs(m.before_sum) > abs(site.contribution)
 
 
-def _addition(a: Addition, site: Site, *, decisive: bool) -> Iterator[RenderableType]:
+def _addition(a: Addition, site: SumSite, *, decisive: bool) -> Iterator[RenderableType]:
     where = f", keys {_keys(site)}" if site.keys else ""
     title = "The decisive rounding" if decisive else "Largest rounding of the sum (more was lost before)"
     yield Rule(Text(f"{title}: {_step(site)}{where}, to {a.format}"), align="left", style="dim")
@@ -229,11 +229,11 @@ def _explained(name: str, found: Explained) -> tuple[str, ...]:
     )
 
 
-def _step(site: Site) -> str:
+def _step(site: SumSite) -> str:
     return _STEPS.get((site.name, site.step), f"{site.name}, {site.step}")
 
 
-def _keys(site: Site) -> str:
+def _keys(site: SumSite) -> str:
     return "" if site.keys is None else f"{site.keys[0]}-{site.keys[1] - 1}"
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.results.probe import Finding, ProbeReport
+    from attn_diag.results.probe import ProbeFinding, ProbeReport
 
 _STYLES = {
     "exact": "green",
@@ -47,7 +47,7 @@ def probe_renderables(found: ProbeReport) -> Iterator[RenderableType]:
     yield Text(words.tool_line(found.tool), style="dim")
 
 
-def _table(findings: list[Finding], title: str) -> Table | Text:
+def _table(findings: list[ProbeFinding], title: str) -> Table | Text:
     if not findings:
         return Text(f"{title}: not asked for", style="dim")
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim", collapse_padding=True)

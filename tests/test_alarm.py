@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, LayerState, replay
-from attn_diag.watching.monitoring.record import Check, LayerCheck, Values, read_log, with_growth
+from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, Values, read_log, with_growth
 
 HEADS = 144
 # Worst head's share in the failing arm A of our own runs, by step; loss and gradient norm leave their trend at 600.
@@ -23,10 +23,10 @@ def course(known: dict[int, float], steps: Values) -> Values:
     return np.exp(np.interp(steps, list(known), np.log(list(known.values()))))
 
 
-def checks(steps: Values, **values: Values) -> Iterator[Check]:
+def checks(steps: Values, **values: Values) -> Iterator[MonitorCheck]:
     """One layer; every metric [checks, heads]."""
     for i, step in enumerate(steps):
-        yield Check(int(step), (LayerCheck(2, "h.2.attn", {name: v[i] for name, v in values.items()}),))
+        yield MonitorCheck(int(step), (LayerCheck(2, "h.2.attn", {name: v[i] for name, v in values.items()}),))
 
 
 def run(
@@ -140,7 +140,7 @@ def test_missing_metrics_do_no_harm() -> None:
     assert replay(checks(steps, max_logit=unknown)) == ()
     # A layer, or one head, that is not seen at some checks; and none at all.
     values["dw_q_share"][5:8] = math.nan
-    seen = [c if c.step != 200 else Check(200, ()) for c in checks(steps, **values)]
+    seen = [c if c.step != 200 else MonitorCheck(200, ()) for c in checks(steps, **values)]
     assert [(a.kind, a.head) for a in replay(seen)] == [("rounding", 7)]
 
 
@@ -177,16 +177,16 @@ def test_an_alarm_says_what_where_and_what_to_do(tmp_path: Any) -> None:
 
 def test_a_check_survives_its_log() -> None:
     layer = LayerCheck(1, None, {"max_logit": np.array([1.25, math.nan, math.inf])})
-    back = Check.from_json(Check(50, (layer,)).to_json())
+    back = MonitorCheck.from_json(MonitorCheck(50, (layer,)).to_json())
     assert back.step == 50
     assert back.layers[0].module is None
     np.testing.assert_array_equal(back.layers[0].values["max_logit"], layer.values["max_logit"])
 
 
 def test_growth_is_the_logarithms_per_step() -> None:
-    def check(step: int, logits: list[float]) -> Check:
+    def check(step: int, logits: list[float]) -> MonitorCheck:
         values = {"max_logit": np.array(logits), "dw_q_share": np.array([math.nan, 0.1])}
-        return Check(step, (LayerCheck(0, "a", values),))
+        return MonitorCheck(step, (LayerCheck(0, "a", values),))
 
     found = with_growth(check(100, [2.0, -1.0]), check(50, [1.0, 3.0])).layers[0].values
     assert found["max_logit_growth"][0] == pytest.approx(math.log(2) / 50)

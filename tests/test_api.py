@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 import attn_diag
-from attn_diag.analyses.inspection.capture_job import Selection
 from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.selection import Selection
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reports import html_document
 from attn_diag.results.diagnosis import HeadDiagnosis

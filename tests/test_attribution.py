@@ -17,7 +17,7 @@ import torch
 from rich.cells import cell_len
 
 from attn_diag.analyses.attribution.attribute import attribute
-from attn_diag.analyses.attribution.shapley import Array, Plan, Subset
+from attn_diag.analyses.attribution.shapley import Array, Subset, SubsetPlan
 from attn_diag.analyses.attribution.site_shares import attribute_sites
 from attn_diag.analyses.attribution.sites import rounding_sites, with_low, with_mode
 from attn_diag.captures.capture import Capture
@@ -59,7 +59,7 @@ class RandomGame(dict[Subset, Array]):
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_shapley_is_the_mean_over_all_orders(count: int) -> None:
     game, players = RandomGame(count), [f"p{i}" for i in range(count)]
-    plan = Plan.make(players)
+    plan = SubsetPlan.make(players)
     found = plan.values({s: game[s] for s in plan.subsets})
     for player in players:
         gains = []
@@ -73,7 +73,7 @@ def test_shapley_is_the_mean_over_all_orders(count: int) -> None:
 @pytest.mark.parametrize("first", [(), ("z",), ("y", "z")])
 def test_contributions_add_up(count: int, first: tuple[str, ...]) -> None:
     game, players = RandomGame(count), [f"p{i}" for i in range(count)]
-    plan = Plan.make(players, first)
+    plan = SubsetPlan.make(players, first)
     found = plan.values({s: game[s] for s in plan.subsets})
     total = game[frozenset([*players, *first])] - game[frozenset()]
     np.testing.assert_allclose(sum(phi for phi, _ in found.values()), total, rtol=0, atol=1e-10)
@@ -83,11 +83,11 @@ def test_sampled_values_state_their_error() -> None:
     """Over many seeds the exact value lies within three stated standard errors about as often as t with 1 df says."""
     players = [f"p{i}" for i in range(6)]
     game = RandomGame(7)
-    full = Plan.make(players, exact_up_to=6)
+    full = SubsetPlan.make(players, exact_up_to=6)
     exact = full.values({s: game[s] for s in full.subsets})["p0"][0]
     inside, trials = 0, 100
     for seed in range(trials):
-        plan = Plan.make(players, pairs=8, seed=seed)
+        plan = SubsetPlan.make(players, pairs=8, seed=seed)
         value, error = plan.values({s: game[s] for s in plan.subsets})["p0"]
         assert error is not None
         inside += int(abs(value[0] - exact[0]) < 3 * error[0])
@@ -99,7 +99,7 @@ def test_a_player_without_effect_gets_nothing() -> None:
     def value(subset: Subset) -> Array:
         return np.array([float(len(subset - {"dummy"})) ** 2])
 
-    plan = Plan.make(["a", "b", "dummy"])
+    plan = SubsetPlan.make(["a", "b", "dummy"])
     found = plan.values({s: value(s) for s in plan.subsets})
     assert found["dummy"][0] == 0
     assert found["a"][0] == found["b"][0] == 2
@@ -125,7 +125,7 @@ def test_every_subset_is_a_run_of_its_own() -> None:
     truth, recipe = head_truth(inputs_of(head)), preset("fa2")
     sites = rounding_sites(recipe)
     names = [s.name for s in sites if s.name != "arithmetic"]
-    plan = Plan.make(names, ["arithmetic"])
+    plan = SubsetPlan.make(names, ["arithmetic"])
     together = measure_variants(truth, [with_low(recipe, sites, s) for s in plan.subsets])
     values: dict[Subset, Array] = {}
     for subset, shared in zip(plan.subsets, together, strict=True):

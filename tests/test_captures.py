@@ -18,10 +18,10 @@ from torch import Tensor
 
 import attn_diag.captures.loading
 from attn_diag import Capture, InputError, load
-from attn_diag.analyses.inspection.capture_job import Selection
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.loading import find_captures
 from attn_diag.captures.metadata import Metadata
+from attn_diag.captures.selection import Selection
 from attn_diag.results.diagnosis import CaptureDiagnosis
 
 

@@ -16,7 +16,7 @@ import attn_diag
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
 from attn_diag.results.baseline import BaselineCase, BaselineSize, SequenceMean
-from attn_diag.results.check import Case, CheckReport
+from attn_diag.results.check import CheckedCase, CheckReport
 from attn_diag.statistics.means import holm
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
@@ -155,7 +155,7 @@ def alarms(runs: list[Measured], known: list[Measured] | None) -> int:
     for i, run in enumerate(runs):
         before = None if known is None else entry(known[i])
         biases = judge.biases_of(run, 64, before, same_key=True)
-        case = Case("normal", (), "", biases=biases, sizes=judge.sizes_of(run, before, same_inputs=False))
+        case = CheckedCase("normal", (), "", biases=biases, sizes=judge.sizes_of(run, before, same_inputs=False))
         (case,), _ = judge.adjusted([case])
         count += bool(judge.failures_of(case, LEVEL))
     return count

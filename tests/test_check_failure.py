@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_diag import check, load
 from attn_diag.reports.check_failure import failure_lines, gravest
-from attn_diag.results.check import KINDS, Case, CheckReport, Failure
+from attn_diag.results.check import KINDS, CheckedCase, CheckReport, Failure
 from attn_diag.results.diagnosis import Tool
 from attn_diag.testing.regression.cases import fingerprint
 from attn_diag.testing.regression.rerun import capture_of_case
@@ -33,7 +33,7 @@ def report(*failures: Failure, **changes: object) -> CheckReport:
         exact=False,
         baseline="kept.json",
         baseline_key="attention | cpu | torch 2",
-        cases=(Case("pairs", (16, 1, 192, 64), "bf16"), Case("normal", (16, 1, 192, 64), "bf16")),
+        cases=(CheckedCase("pairs", (16, 1, 192, 64), "bf16"), CheckedCase("normal", (16, 1, 192, 64), "bf16")),
         failures=failures,
     )
     return replace(made, **changes)  # type: ignore[arg-type]

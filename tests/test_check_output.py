@@ -17,7 +17,7 @@ from attn_diag.cli import main
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.reports.github import step_summary, workflow_commands
 from attn_diag.reports.junit import junit_document
-from attn_diag.results.check import Bias, Case, CheckReport, Failure, Size
+from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Failure, Size
 
 HOSTILE = "<script>alert(1)</script>|\x00\x1b[31m\ud800\n::error::x%0A,a:b]]>&\"'`|[l](javascript:x)"
 
@@ -28,12 +28,12 @@ def failed() -> CheckReport:
         tool=describe_tool(pick_device("cpu")), source=HOSTILE, backend="cpu", key="k | d | v", level=0.01, seed=0,
         exact=True, baseline=HOSTILE, baseline_key="k | d | v",
         cases=(
-            Case(
+            CheckedCase(
                 HOSTILE, (16, 1, 192, 64), "bfloat16", deterministic=True, same_bits=False, seconds=1.5,
-                biases={"o_away_excess": Bias(-0.5, 0.01, 15.0, (-0.02, 0.02), 1e-9, 1e-8, 0.0)},
+                biases={"o_away_excess": CheckedBias(-0.5, 0.01, 15.0, (-0.02, 0.02), 1e-9, 1e-8, 0.0)},
                 sizes={"o": Size(0.8, 0.4, 1.1, 0.4, 0.45)}, worst=(1, 0, 7, 1.0),
             ),
-            Case("normal", (16, 1, 192, 64), "bfloat16", deterministic=False, seconds=0.5),
+            CheckedCase("normal", (16, 1, 192, 64), "bfloat16", deterministic=False, seconds=0.5),
         ),
         failures=(
             Failure("bias", HOSTILE, "o", f"{HOSTILE}: 50 % off", f"truncates {HOSTILE}", f"inspect {HOSTILE}"),

@@ -30,7 +30,7 @@ from attn_diag.reports.brief import wrapped
 from attn_diag.results.diagnosis import GradientError
 from attn_diag.watching.debugging.conditions import largest_logit
 from attn_diag.watching.debugging.stopping import at_next_instruction, users_frame
-from attn_diag.watching.live.call import AttentionCall, Place
+from attn_diag.watching.live.call import AttentionCall, CallPlace
 
 LONG = "a_very_long_name_of_a_kernel_or_a_file_that_goes_on_and_on_" * 5
 
@@ -116,7 +116,7 @@ def test_a_diagnosis_takes_at_most_25_lines(small: Diagnosis, case: str) -> None
     diagnosis = CASES[case](small)
     assert not too_much(repr(diagnosis))
     assert "report()" in repr(diagnosis)
-    place = Place(10**6, 11, LONG, 3, True)
+    place = CallPlace(10**6, 11, LONG, 3, True)
     finding = Finding((LONG, LONG), place, "after its backward", LONG, None, diagnosis)
     assert not too_much(str(finding)), str(finding)
     assert not too_much(str(replace(finding, diagnosis=None, refused=LONG * 9)))
@@ -190,7 +190,7 @@ def test_notebooks_escape_names() -> None:
     capture = Capture.from_tensors(given, causal="top-left", step=1, kernel=TAG, extra={"module": TAG})
     capture = replace(capture, source=f"{TAG}.safetensors")
     diagnosis = inspect_captures([capture])
-    finding = Finding((TAG,), Place(0, 0, TAG, 0, True), "after its forward", TAG, capture, diagnosis)
+    finding = Finding((TAG,), CallPlace(0, 0, TAG, 0, True), "after its forward", TAG, capture, diagnosis)
     for shown in (diagnosis, Captures([capture]), finding):
         page = shown._repr_html_()
         assert "<script" not in page
@@ -764,7 +764,7 @@ def dense_logit(call: AttentionCall) -> tuple[float, int]:
 def test_the_largest_logit(name: str, options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(len(name))
     q, k = torch.randn(1, 4, 24, 16, generator=generator), torch.randn(1, 2, 40, 16, generator=generator)
-    call = AttentionCall(Place(0, 0, None, 0, False), "test", q, k, k, q, **options)
+    call = AttentionCall(CallPlace(0, 0, None, 0, False), "test", q, k, k, q, **options)
     assert largest_logit(call) == pytest.approx(dense_logit(call))
     if options:
         assert largest_logit(replace(call, causal="none", window=None, mask=None, scale=9.0)) != largest_logit(call)

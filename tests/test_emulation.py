@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_diag.analyses.inspection.capture_job import Selection
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.loading import load
+from attn_diag.captures.selection import Selection
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import (
     PRESETS,

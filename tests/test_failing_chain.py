@@ -27,7 +27,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.watching.monitoring.alarm import AlarmRule
-from attn_diag.watching.monitoring.record import Check, LayerCheck, read_log
+from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, read_log
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import agreement
@@ -221,12 +221,12 @@ def a_run(
         )
 
 
-def a_check(step: int, max_logit: float, share: float = 0.1) -> Check:
+def a_check(step: int, max_logit: float, share: float = 0.1) -> MonitorCheck:
     values = {"max_logit": [0.5 * max_logit, max_logit], "dw_q_share": [share / 2, share]}
-    return Check(step, (LayerCheck(1, None, {n: np.array(v) for n, v in values.items()}),))
+    return MonitorCheck(step, (LayerCheck(1, None, {n: np.array(v) for n, v in values.items()}),))
 
 
-def write_checks(path: Path, checks: list[Check]) -> None:
+def write_checks(path: Path, checks: list[MonitorCheck]) -> None:
     path.write_text("".join(check.to_json() + "\n" for check in checks))
 
 
@@ -702,7 +702,7 @@ def test_a_parent_that_is_missing_leaves_everything_not_run(runs: Path) -> None:
 # --- The NaN foreseen ---
 
 
-def growing(rate: float, end: int, every: int = 25, noise: float = 0.0, seed: int = 0) -> list[Check]:
+def growing(rate: float, end: int, every: int = 25, noise: float = 0.0, seed: int = 0) -> list[MonitorCheck]:
     draw = np.random.default_rng(seed)
     return [a_check(s, 2 * math.exp(rate * s + noise * draw.normal())) for s in range(0, end, every)]
 
@@ -761,7 +761,7 @@ def test_no_growth_and_too_few_checks_give_no_step() -> None:
 def test_the_worst_head_is_followed_back() -> None:
     """The head that is the largest at the end, also where another was before."""
     values = [(s, np.array([40.0 - s / 50, 2 * math.exp(0.006 * s)])) for s in range(0, 501, 25)]
-    checks = [Check(s, (LayerCheck(0, None, {"max_logit": v}),)) for s, v in values]
+    checks = [MonitorCheck(s, (LayerCheck(0, None, {"max_logit": v}),)) for s, v in values]
     worst = forecast.series(checks, "worst head", 500)
     assert worst[:, 1] == pytest.approx([v[1] for _, v in values])
     assert forecast.series(checks, "all heads", 500)[0, 1] == 40.0

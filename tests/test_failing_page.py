@@ -25,7 +25,7 @@ import pytest
 from attn_diag.reports.charts import Chart, Gallery, Section
 from attn_diag.reports.gallery import gallery_document
 from attn_diag.watching.monitoring.alarm import AlarmRule
-from attn_diag.watching.monitoring.record import Check, LayerCheck
+from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import page
@@ -109,7 +109,7 @@ def write_log(
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def checks_of(end: int, grows: bool, every: int = 10) -> list[Check]:
+def checks_of(end: int, grows: bool, every: int = 10) -> list[MonitorCheck]:
     """Two layers of two heads; where it grows layer 1, head 0 does, from step 80 on."""
     found = []
     for step in range(0, end, every):
@@ -118,7 +118,7 @@ def checks_of(end: int, grows: bool, every: int = 10) -> list[Check]:
         guilty = [share * [2 + max(step - 80, 0), 1], over * [20 if step > 80 else 1, 1]] if grows else [share, over]
         metrics = [(share, over), (guilty[0], guilty[1])]
         found.append(
-            Check(
+            MonitorCheck(
                 step,
                 tuple(
                     LayerCheck(
@@ -131,7 +131,7 @@ def checks_of(end: int, grows: bool, every: int = 10) -> list[Check]:
     return found
 
 
-def write_checks(folder: Path, name: str, checks: list[Check]) -> None:
+def write_checks(folder: Path, name: str, checks: list[MonitorCheck]) -> None:
     (folder / "monitor").mkdir(exist_ok=True)
     with lzma.open(folder / "monitor" / f"{name}.jsonl.xz", "wt") as file:
         file.writelines(check.to_json() + "\n" for check in checks)

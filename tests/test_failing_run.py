@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import attn_diag
 from attn_diag.kernels.recipe import BACKWARD, Recipe, preset
 from attn_diag.watching.monitoring.alarm import AlarmRule
-from attn_diag.watching.monitoring.record import Check, read_log
+from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import alarms
@@ -463,7 +463,7 @@ class FakeMonitor:
     """What the script relies on of ``attn_diag.Monitor``."""
 
     def __init__(
-        self, model: torch.nn.Module, every: int, *, first_step: int, log: Path, history: Sequence[Check]
+        self, model: torch.nn.Module, every: int, *, first_step: int, log: Path, history: Sequence[MonitorCheck]
     ) -> None:
         assert isinstance(model, train.GPT)
         self.history = list(history)
@@ -584,7 +584,7 @@ def test_a_fork_has_its_parent_s_checks_behind_it(
     seen = []
 
     class Watched(attn_diag.Monitor):
-        def __init__(self, *args: Any, history: Sequence[Check], **options: Any) -> None:
+        def __init__(self, *args: Any, history: Sequence[MonitorCheck], **options: Any) -> None:
             seen.append([check.step for check in history])
             super().__init__(*args, history=history, **options)
 

@@ -25,7 +25,7 @@ from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.monitoring import monitor as monitor_module
 from attn_diag.watching.monitoring.alarm import Alarm, replay
 from attn_diag.watching.monitoring.metrics import METRICS
-from attn_diag.watching.monitoring.record import Check, read_log
+from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 from attn_diag.watching.monitoring.sample import Sample
 
 WIDTH, HEADS, CONTEXT, VOCABULARY = 48, 3, 21, 29
@@ -99,7 +99,7 @@ def train(model: nn.Module, steps: int = 5, micro: int = 1, first: int = 0) -> l
     return [*seen, *(float(t.double().sum()) for t in tensors)]
 
 
-def same(a: Check, b: Check, rel: float = 1e-9) -> bool:
+def same(a: MonitorCheck, b: MonitorCheck, rel: float = 1e-9) -> bool:
     """Whether two checks say the same of all heads."""
     return len(a.layers) == len(b.layers) and all(
         math.isclose(x, y, rel_tol=rel, abs_tol=1e-12) or (math.isnan(x) and math.isnan(y))
@@ -109,7 +109,7 @@ def same(a: Check, b: Check, rel: float = 1e-9) -> bool:
     )
 
 
-def watched(model: nn.Module, steps: int = 4, micro: int = 1, **options: Any) -> list[Check]:
+def watched(model: nn.Module, steps: int = 4, micro: int = 1, **options: Any) -> list[MonitorCheck]:
     with Monitor(model, every=2, **options) as monitor:
         train(model, steps, micro)
         monitor.metrics(wait=True)
@@ -404,7 +404,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def alone(rows: slice, sequences: int) -> list[Check]:
+def alone(rows: slice, sequences: int) -> list[MonitorCheck]:
     """The same training steps in one process."""
     model = Model()
     with Monitor(model, every=2, sequences=sequences) as monitor:
@@ -415,7 +415,7 @@ def alone(rows: slice, sequences: int) -> list[Check]:
     return list(monitor.history)
 
 
-def seen_by(folder: Path, case: str) -> list[Check]:
+def seen_by(folder: Path, case: str) -> list[MonitorCheck]:
     """What both ranks say, which must be the same."""
     first, second = ((folder / f"{case}{rank}.jsonl").read_text() for rank in range(2))
     assert first == second
@@ -435,16 +435,16 @@ def test_a_rank_that_misses_a_layer_does_not_stop_the_other(two_ranks: Path) -> 
     found, one, both = seen_by(two_ranks, "missing"), alone(slice(0, 1), 1), alone(slice(0, 2), 2)
     assert [layer.layer for layer in found[0].layers] == [0, 1]
     for a, b in zip(found, both, strict=True):
-        assert same(Check(0, a.layers[:1]), Check(0, b.layers[:1]), rel=1e-4)
+        assert same(MonitorCheck(0, a.layers[:1]), MonitorCheck(0, b.layers[:1]), rel=1e-4)
     for a, b in zip(found, one, strict=True):
-        assert same(Check(0, a.layers[1:]), Check(0, b.layers[1:]), rel=1e-4)
+        assert same(MonitorCheck(0, a.layers[1:]), MonitorCheck(0, b.layers[1:]), rel=1e-4)
     assert [len(c.layers) for c in seen_by(two_ranks, "silent")] == [2, 2]
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_waits_and_memory_is_bounded() -> None:
-    from attn_diag.watching.live.call import Place
+    from attn_diag.watching.live.call import CallPlace
     from attn_diag.watching.monitoring.metrics import head_sums
 
     g = torch.Generator("cuda").manual_seed(0)
@@ -453,7 +453,7 @@ def test_on_a_gpu_nothing_waits_and_memory_is_bounded() -> None:
     q = (x.float() @ w_q.T).bfloat16().view(1, 1024, 12, 64).transpose(1, 2)
     k, v, do = (torch.randn(1, 12, 1024, 64, generator=g, device="cuda").bfloat16() for _ in range(3))
     o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    place = Place(0, 0, "h.0.attn", 0, True)
+    place = CallPlace(0, 0, "h.0.attn", 0, True)
     call = AttentionCall(place, "test", q, k, v, o, causal="top-left", do=do, x=x, w_q=w_q)
     past = head_sums(Sample.of(call)).sketches
     assert past is not None

@@ -19,7 +19,7 @@ import attn_diag
 from attn_diag.reference import FloatFormat, round_nearest_even
 from attn_diag.reference.rounding import BF16, FP16
 from attn_diag.results.diagnosis import HeadDiagnosis
-from attn_diag.watching.live.call import AttentionCall, Place
+from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.monitoring import metrics as metrics_module
 from attn_diag.watching.monitoring import rows as rows_module
 from attn_diag.watching.monitoring.clustered import dense_clusters
@@ -39,7 +39,7 @@ CASES = [
 
 
 def call_of(tensors: Mapping[str, Tensor], **options: Any) -> AttentionCall:
-    place = Place(step=0, layer=2, module="h.2.attn", call=0, gradients=True)
+    place = CallPlace(step=0, layer=2, module="h.2.attn", call=0, gradients=True)
     return AttentionCall(place=place, kernel="test", **{**tensors, **options})
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import attn_diag
-from attn_diag.analyses.inspection.capture_job import Selection
 from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.selection import Selection
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
 from attn_diag.head.pullback.jacobian import Pullback
 from attn_diag.head.pullback.rotation import Pairs, Rotation

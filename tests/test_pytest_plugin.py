@@ -23,7 +23,7 @@ import json
 import pytest
 import attn_diag
 from attn_diag.results.diagnosis import Tool
-from attn_diag.results.check import Case, CheckReport, Failure
+from attn_diag.results.check import CheckedCase, CheckReport, Failure
 
 def check(fn, *, baseline=None, update=False, **options):
     if fn == "refused":
@@ -36,7 +36,7 @@ def check(fn, *, baseline=None, update=False, **options):
                 f"attn-diag inspect {name}.safetensors")
         for name in ("pairs", "normal")
     )
-    case = Case("pairs", (16, 1, 192, 64), "bf16", ("o",), "", "", True, True, {}, {})
+    case = CheckedCase("pairs", (16, 1, 192, 64), "bf16", ("o",), "", "", True, True, {}, {})
     return CheckReport(
         tool=Tool("1", "3", "2", None, "cpu", "cpu"), source=str(fn), backend="cpu", key="cpu", level=0.01, seed=0,
         exact=False, baseline=baseline and str(baseline), baseline_key=None if fn == "renamed" else "cpu",

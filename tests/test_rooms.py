@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,50 +15,135 @@ import pytest
 import attn_diag
 
 ROOT = Path(__file__).parent.parent
-# Folder -> our modules that it may import, by prefix.
-ALLOWED = {
-    "reference": ("attn_diag.reference",),
-    "kernels": ("attn_diag.kernels",),
-    "diagnostics/results": ("attn_diag.results", "attn_diag.errors"),
-    "reports": ("attn_diag.reports", "attn_diag.results", "attn_diag.errors"),
+SOURCES = {
+    "diagnostics": "attn_diag",
+    "diagnostics/pytest_plugin": "attn_diag_pytest",
+    "kernels": "attn_diag.kernels",
+    "reference": "attn_diag.reference",
+    "reports": "attn_diag.reports",
 }
-# Of diagnostics, only what faces the user knows the reports; results find them by name.
-FACES = ("cli/", "pytest_plugin/")
+# From the bottom up. A room imports from itself and from rooms below it; rooms of one line never from each other.
+LAYERS = (
+    ("reference", "kernels"),
+    ("errors", "work"),
+    ("results",),
+    ("captures", "statistics"),
+    ("head",),
+    ("analyses",),
+    ("testing", "watching"),
+    ("cli",),
+    ("faces",),
+)
+HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
+# Reports stand beside all of it: they see results, and only what talks to the user sees them.
+REPORTS_SEE, REPORTS_SEEN_BY = {"reports", "results", "errors"}, {"cli", "faces"}
+# The package itself hands out public names of all rooms; Python and pytest start the others.
+FACES = {"attn_diag", "attn_diag.__main__", "attn_diag_pytest"}
 
 
-def imports(source: str) -> set[str]:
-    """Modules of ours that a file imports anywhere in it."""
-    found = set()
+def modules() -> dict[str, Path]:
+    """Every module of ours by its name."""
+    found = {}
+    for folder, package in SOURCES.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = [p for p in file.relative_to(ROOT / folder).with_suffix("").parts if p != "__init__"]
+            if folder != "diagnostics" or parts[:1] != ["pytest_plugin"]:
+                found[".".join([package, *parts])] = file
+    return found
+
+
+def imports(source: str, known: Iterable[str]) -> set[str]:
+    """Modules of ours that a file imports anywhere in it, in functions and for type checkers too."""
+    known, found = set(known), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.split(".")[0] == "attn_diag"}
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & known or {str(node.module)}
+    return found & known
 
 
-def offences(folder: str, source: str) -> list[str]:
-    return [name for name in imports(source) if not name.startswith(ALLOWED[folder])]
+def arrows() -> dict[str, set[str]]:
+    """Module -> the modules that it imports."""
+    files = modules()
+    return {name: imports(file.read_text(), files) - {name} for name, file in files.items()}
 
 
-@pytest.mark.parametrize("folder", ALLOWED)
-def test_rooms_import_only_what_they_may(folder: str) -> None:
-    for file in (ROOT / folder).rglob("*.py"):
-        assert not offences(folder, file.read_text()), file
+def room(module: str) -> str:
+    if module in FACES or module.startswith("attn_diag_pytest."):
+        return "faces"
+    return module.split(".")[1]
 
 
-def test_only_the_faces_import_reports() -> None:
-    for file in (ROOT / "diagnostics").rglob("*.py"):
-        name = file.relative_to(ROOT / "diagnostics").as_posix()
-        found = {i for i in imports(file.read_text()) if i.startswith("attn_diag.reports")}
-        assert not found or name.startswith(FACES), name
+def allowed(one: str, other: str) -> bool:
+    """Whether a module of room ``one`` may import one of room ``other``."""
+    if "reports" in (one, other):
+        return other in REPORTS_SEE if one == "reports" else one in REPORTS_SEEN_BY
+    return one == other or HEIGHT[other] < HEIGHT[one]
 
 
-def test_the_import_rules_can_fail() -> None:
-    assert offences("reference", "def f():\n    from attn_diag.kernels import preset")
-    assert offences("reports", "import attn_diag.reference.rounding")
-    assert not offences("reports", "from attn_diag.results.diagnosis import Diagnosis")
+def circles(graph: Mapping[str, Iterable[str]]) -> list[set[str]]:
+    """Sets of names that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for name in graph:
+        todo = list(graph[name])
+        reached[name] = set()
+        while todo:
+            if (item := todo.pop()) not in reached[name]:
+                reached[name].add(item)
+                todo += graph.get(item, ())
+    inside = [{n for n in reached[name] if name in reached.get(n, ())} for name in graph if name in reached[name]]
+    return [circle for i, circle in enumerate(inside) if circle not in inside[:i]]
+
+
+def public_classes() -> dict[str, list[str]]:
+    """Name -> the modules that define a class of that name."""
+    found: dict[str, list[str]] = {}
+    for name, file in modules().items():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(name)
+    return found
+
+
+def test_arrows_between_rooms_point_down() -> None:
+    up = [f"{a} -> {b}" for a, found in arrows().items() for b in found if not allowed(room(a), room(b))]
+    assert not up
+
+
+def test_neither_modules_nor_folders_go_in_circles() -> None:
+    graph, files = arrows(), modules()
+    assert not circles(graph)
+    home = {name: str(file.parent.relative_to(ROOT)) for name, file in files.items() if room(name) != "faces"}
+    folders: dict[str, set[str]] = {folder: set() for folder in home.values()}
+    for name, folder in home.items():
+        folders[folder] |= {home[other] for other in graph[name] if other in home} - {folder}
+    assert not circles(folders)
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    assert {name: places for name, places in public_classes().items() if len(places) > 1} == {}
+
+
+def test_modules_stay_small() -> None:
+    lengths = sorted(len(file.read_text().splitlines()) for file in modules().values() if file.name != "__init__.py")
+    assert lengths[len(lengths) // 2] <= 150
+    assert lengths[len(lengths) * 9 // 10] <= 400
+
+
+def test_the_rules_of_the_rooms_can_fail() -> None:
+    known = set(modules())
+    assert imports("def f():\n    from attn_diag.head import measure", known) == {"attn_diag.head.measure"}
+    assert imports("import attn_diag.errors\nimport torch", known) == {"attn_diag.errors"}
+    upward = [("head", "analyses"), ("testing", "watching"), ("results", "reports"), ("reports", "head")]
+    upward += [("statistics", "captures"), ("kernels", "reference"), ("captures", "head"), ("head", "reports")]
+    assert not any(allowed(one, other) for one, other in upward)
+    assert allowed("cli", "watching")
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}})
+    assert "Diagnosis" in public_classes()
 
 
 def test_a_diagnosis_is_read_without_torch() -> None:

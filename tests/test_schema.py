@@ -17,13 +17,13 @@ import pytest
 import attn_diag
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.reports import html_document
-from attn_diag.results.schema import kinds, schema_text
+from attn_diag.results.publish import kinds, schema_text
 
 ROOT = Path(__file__).parent.parent
 SHARED = sorted(path.stem for path in (ROOT / "tests" / "captures").glob("*.safetensors"))
 VERSION_1 = sorted((ROOT / "tests" / "data").glob("diagnosis_v1_*.json"))
 KINDS = kinds()
-REGENERATE = "python -m attn_diag.results.schema reports/schema"
+REGENERATE = "python -m attn_diag.results.publish reports/schema"
 
 
 def shipped(version: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from attn_diag.kernels.accumulation import HOPPER, tensor_core_matmul
 from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.reference import AttentionHead, FloatFormat, reference_head, round_nearest_even
 from attn_diag.results.hardware import CastProfile, Exp2Profile, SumProfile, summary_of
-from attn_diag.results.selftest import Check, Installation
+from attn_diag.results.selftest import Installation, InstallationCheck
 from attn_diag.testing.hardware import installation
 from attn_diag.testing.hardware.installation import attention_checks, function_checks, rounding_checks
 
@@ -51,7 +51,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "attn-diag"
 
 
-def failed(checks: Iterator[Check]) -> set[str]:
+def failed(checks: Iterator[InstallationCheck]) -> set[str]:
     return {check.name for check in checks if not check.passed}
 
 
@@ -120,7 +120,9 @@ class TestCommand:
         assert Installation.from_json(target.read_text()).passed
 
     def test_a_failed_check_is_exit_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(installation, "GROUPS", (lambda: iter([Check("a wrong number", 3, "ulp", 2, 10)]),))
+        monkeypatch.setattr(
+            installation, "GROUPS", (lambda: iter([InstallationCheck("a wrong number", 3, "ulp", 2, 10)]),)
+        )
         done = runner.invoke(app, ["selftest"])
         assert done.exit_code == 1
         assert "1 of 1 checks failed" in done.output

@@ -15,8 +15,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from attn_diag import Capture, InputError
-from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs, Selection
+from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.analyses.inspection.inspect import DEFAULT_LEVEL
+from attn_diag.captures.selection import Selection
 from attn_diag.head.propagation import add_parts
 from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis
 

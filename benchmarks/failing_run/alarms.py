@@ -22,7 +22,7 @@ from folder import markdown, monitor_logs, read_checks, read_runs, start_of
 from runlog import RunLog, plain
 
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
-from attn_diag.watching.monitoring.record import Check
+from attn_diag.watching.monitoring.record import MonitorCheck
 
 # Steps between checks, at which runs from step 0 are replayed.
 SPACINGS = (25, 50)
@@ -46,7 +46,7 @@ class Replay:
     share: float
 
 
-def replayed(log: RunLog, checks: Sequence[Check], every: int, rule: AlarmRule) -> Replay:
+def replayed(log: RunLog, checks: Sequence[MonitorCheck], every: int, rule: AlarmRule) -> Replay:
     """The rule on the checks whose step is a multiple of ``every``; of a fork the first alarm since it began."""
     state, alarms, start = AlarmState(rule), list[Alarm](), (start_of(log) or ("", 0))[1]
     witness = share = 0.0
@@ -114,7 +114,7 @@ def replay_folder(folder: Path, rule: AlarmRule) -> list[Replay]:
     return found
 
 
-def _spacing(checks: Sequence[Check]) -> int | None:
+def _spacing(checks: Sequence[MonitorCheck]) -> int | None:
     """Steps between checks; None where there are no two."""
     return int(np.diff([check.step for check in checks]).min()) if len(checks) > 1 else None
 

@@ -18,7 +18,7 @@ from typing import Any
 from runlog import RunLog, begun, plain
 
 from attn_diag.captures.files import write_atomically
-from attn_diag.watching.monitoring.record import Check, read_log
+from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 
 # Arms that round O once, at the end.
 HEALTHY = ("fa2", "healthy")
@@ -35,7 +35,7 @@ def monitor_logs(folder: Path) -> dict[str, Path]:
     return {_stem(path): path for path in sorted((folder / "monitor").glob("*.jsonl*"))}
 
 
-def read_checks(folder: Path, name: str) -> list[Check] | None:
+def read_checks(folder: Path, name: str) -> list[MonitorCheck] | None:
     """The checks of a run's monitor, every head; None where it was not monitored."""
     path = monitor_logs(folder).get(name)
     return None if path is None else list(read_log(path))

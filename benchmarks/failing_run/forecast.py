@@ -30,7 +30,7 @@ import numpy.typing as npt
 from folder import markdown
 from scipy import stats
 
-from attn_diag.watching.monitoring.record import Check, read_log
+from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 
 Rule = Literal["log-linear", "linear"]
 Which = Literal["all heads", "worst head"]
@@ -73,7 +73,7 @@ class Forecast:
     high: float | None
 
 
-def series(checks: Sequence[Check], which: Which, until: int) -> Points:
+def series(checks: Sequence[MonitorCheck], which: Which, until: int) -> Points:
     """(step, max logit) [N, 2] of the checks up to a step: the largest of all heads, or of the one that is the largest
     at the last of them."""
     seen = [check for check in checks if check.step <= until]
@@ -141,7 +141,9 @@ def _fieller(
     return max(low, 0.0), max((b + math.sqrt(root)) / a, 0.0) if a > 0 and slope > 0 else None
 
 
-def all_forecasts(checks: Sequence[Check], limit: float, at: int, captured: float | None) -> tuple[Forecast, ...]:
+def all_forecasts(
+    checks: Sequence[MonitorCheck], limit: float, at: int, captured: float | None
+) -> tuple[Forecast, ...]:
     """By every rule, the chosen one first."""
     combinations: list[tuple[Rule, Which]] = [
         (RULE, WHICH), ("linear", "all heads"), ("log-linear", "worst head"), ("linear", "worst head"),
@@ -161,7 +163,7 @@ class Tried:
 
 
 def backtest(
-    logs: Sequence[Sequence[Check]],
+    logs: Sequence[Sequence[MonitorCheck]],
     limits: Sequence[float] = _LIMITS,
     leads: Sequence[int] = _LEADS,
 ) -> list[Tried]:

@@ -11,7 +11,7 @@ from departure import WINDOW, departures
 from folder import arm_of, start_of
 from runlog import RunLog
 
-from attn_diag.watching.monitoring.record import Check
+from attn_diag.watching.monitoring.record import MonitorCheck
 
 # Steps whose mean is called a loss.
 _TRAILING = 20
@@ -52,7 +52,7 @@ class Fork:
         return None if self.cut_off else self.departure is not None
 
 
-def forks_of(runs: Mapping[str, RunLog], parent: str, checks: Mapping[str, Sequence[Check]]) -> dict[str, Fork]:
+def forks_of(runs: Mapping[str, RunLog], parent: str, checks: Mapping[str, Sequence[MonitorCheck]]) -> dict[str, Fork]:
     """The forks of a run by their mitigation; the control is called "control".
 
     A fork of the parent's own arm is the control; without one it is the parent itself.
@@ -97,7 +97,9 @@ def _departure(log: RunLog, parent: RunLog, start: int) -> tuple[int, str] | Non
     return (found[0].step, found[0].reason) if found else None
 
 
-def _fork(name: str, log: RunLog, parent: RunLog, start: int, common: int, checks: Sequence[Check] | None) -> Fork:
+def _fork(
+    name: str, log: RunLog, parent: RunLog, start: int, common: int, checks: Sequence[MonitorCheck] | None
+) -> Fork:
     """``common``: the control's departure, up to which forks are compared."""
     found = _departure(log, parent, start)
     own = [(step, loss) for step, loss, _ in log.steps if step >= start]
@@ -122,7 +124,7 @@ def _fork(name: str, log: RunLog, parent: RunLog, start: int, common: int, check
     )
 
 
-def largest_share(checks: Sequence[Check]) -> tuple[float | None, tuple[int, int] | None]:
+def largest_share(checks: Sequence[MonitorCheck]) -> tuple[float | None, tuple[int, int] | None]:
     """Of the monitored errors of dW_Q over dW_Q, and its layer and head; infinite where none of them is finite."""
     shares = [(c.layer, c.values["dw_q_share"]) for check in checks for c in check.layers if "dw_q_share" in c.values]
     finite = [

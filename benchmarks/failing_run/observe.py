@@ -13,7 +13,7 @@ from torch import nn
 
 import attn_diag
 from attn_diag.captures.files import write_atomically
-from attn_diag.watching.monitoring.record import Check, read_log
+from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 
 # Of the alarm's head: enough for a test clustered by sequence.
 _SEQUENCES = range(8)
@@ -26,7 +26,7 @@ def steps_of(text: str) -> range:
     return range(int(first), int(end) if end else int(first) + 1)
 
 
-def checks_before(first: int, log: Path, parent: Path | None) -> list[Check]:
+def checks_before(first: int, log: Path, parent: Path | None) -> list[MonitorCheck]:
     """Leave a monitor's log with the checks before step ``first``, and return them: those from there on are made again.
 
     A run without a log, which starts from another one's checkpoint, has that one's checks behind it: ``parent``.

@@ -14,7 +14,7 @@ from page_series import FAILING_TONE, HEALTHY_TONE, STEP, drawable, last_drawn
 from attn_diag.reports.charts import Axis, Band, Chart, Mark, Section, Series, Tone
 from attn_diag.reports.words import DASH
 from attn_diag.watching.monitoring.alarm import AlarmRule, AlarmState
-from attn_diag.watching.monitoring.record import Check
+from attn_diag.watching.monitoring.record import MonitorCheck
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Watched:
     alarm: int | None
 
 
-def watched(checks: Iterable[Check], every: int, rule: AlarmRule) -> Watched:
+def watched(checks: Iterable[MonitorCheck], every: int, rule: AlarmRule) -> Watched:
     """Replay the rule at the checks whose step is a multiple of ``every``."""
     state, rows, alarm = AlarmState(rule), list[tuple[float, ...]](), None
     for check in checks:
@@ -42,7 +42,7 @@ def watched(checks: Iterable[Check], every: int, rule: AlarmRule) -> Watched:
     return Watched(steps, share, witness, norms, logits, alarm)
 
 
-def worst(check: Check, metric: str) -> float:
+def worst(check: MonitorCheck, metric: str) -> float:
     """The largest of all heads, NaN where none has it."""
     found = [
         float(np.nanmax(v)) for c in check.layers if (v := c.values.get(metric)) is not None and not np.isnan(v).all()

@@ -18,7 +18,7 @@ from departure import Departure, departures
 from folder import HEALTHY, monitor_logs, read_runs
 from runlog import RunLog
 
-from attn_diag.watching.monitoring.record import Check, read_log
+from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 
 _NAME = re.compile(r"(?P<arm>.+)_seed(?P<seed>\d+)(_(?P<tag>.+))?")
 
@@ -73,7 +73,7 @@ class Run:
         return next((d for d in departures(self.log.steps) if d.step >= self.first), None)
 
     @cached_property
-    def checks(self) -> tuple[Check, ...]:
+    def checks(self) -> tuple[MonitorCheck, ...]:
         """The monitor's, every head."""
         return tuple(read_log(self.monitor)) if self.monitor else ()
 

@@ -28,7 +28,7 @@ from values import signed_percent
 from attn_diag import preset
 from attn_diag.analyses.mitigation.stabilised import beta_limits
 from attn_diag.head.machine import describe_tool, pick_device
-from attn_diag.watching.monitoring.record import Check
+from attn_diag.watching.monitoring.record import MonitorCheck
 
 BETAS = (2.0, 4.0, 8.0)
 
@@ -82,7 +82,7 @@ def first_nonfinite(log: RunLog) -> int | None:
     return next((step for step, loss, norm in log.steps if not math.isfinite(loss + norm)), None)
 
 
-def outcome(log: RunLog, beta: float, checks: Sequence[Check], at: int, captured: float) -> Outcome:
+def outcome(log: RunLog, beta: float, checks: Sequence[MonitorCheck], at: int, captured: float) -> Outcome:
     """What was predicted at ``at`` of a stabilised run, from the capture and the log of the run that it is of."""
     limit, origin = limit_of(beta), start_of(log)
     start = 0 if origin is None else origin[1]

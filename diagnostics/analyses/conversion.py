@@ -19,7 +19,7 @@ from attn_diag.captures.dumps import flashinfer, sglang, torch_save
 from attn_diag.captures.dumps.call import DumpedCall, Wanted
 from attn_diag.captures.metadata import LseBase
 from attn_diag.errors import InputError
-from attn_diag.head.assumptions import Fit, lse_error, out_fit
+from attn_diag.head.assumptions import OutputFit, lse_error, out_fit
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
 _CPU = torch.device("cpu")
@@ -187,7 +187,7 @@ def _settled(readings: list[Capture], layout_open: bool, causal_open: bool) -> t
     return chosen, [f"{' and '.join(words)} assumed: no O to check with"] if words else []
 
 
-def _fit(capture: Capture) -> Fit | None:
+def _fit(capture: Capture) -> OutputFit | None:
     if "o" not in capture.tensors:
         return None
     return out_fit(capture, DEFAULT_OBSERVATION, _CPU)

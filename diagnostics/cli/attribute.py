@@ -32,7 +32,7 @@ def attribute(
 ) -> None:
     """Say which rounding site makes the errors of O, delta, dQ and dW_Q, head by head."""
     from attn_diag.analyses.attribution.attribute import attribute as take_apart
-    from attn_diag.analyses.inspection.capture_job import Selection
+    from attn_diag.captures.selection import Selection
 
     common.require_apart([t for t in (common.json_target(json),) if t is not None], paths or [])
     options = common.metadata_options(layout, causal, scale, window, softcap)

@@ -163,7 +163,7 @@ def one_place(capture: Capture, head: str | None, batch: str | None) -> tuple[in
 
     Raises InputError for what is not there, and where an option names several.
     """
-    from attn_diag.analyses.inspection.capture_job import Selection, select_heads
+    from attn_diag.captures.selection import Selection, select_heads
 
     wanted = {"--head": numbers("--head", head), "--batch": numbers("--batch", batch)}
     for option, named in wanted.items():

@@ -31,7 +31,7 @@ def identify(
 ) -> None:
     """Say which known recipe and order of keys reproduce a captured O bit for bit (first head unless --head)."""
     from attn_diag.analyses.identification.many import identify_captures
-    from attn_diag.analyses.inspection.capture_job import Selection
+    from attn_diag.captures.selection import Selection
 
     common.require_apart([t for t in [common.json_target(json)] if t is not None], paths or [])
     options = common.metadata_options(layout, causal, scale, window, softcap)

@@ -58,8 +58,8 @@ def inspect(
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Say whether captured attention is biased, lossy or ill-conditioned, and what it does to the gradients."""
-    from attn_diag.analyses.inspection.capture_job import Selection
     from attn_diag.analyses.inspection.inspect import inspect_captures
+    from attn_diag.captures.selection import Selection
     from attn_diag.results.diagnosis import Label
 
     wanted = common.labels(fail_on, get_args(Label))

@@ -182,7 +182,7 @@ def _sample(capture: Capture) -> Iterator[tuple[int, int, torch.Tensor]]:
 
 
 @dataclass(frozen=True)
-class Fit:
+class OutputFit:
     """O's error, and that of the reference once it is rounded to O's format, both over the norm of the reference.
 
     ``error`` is infinite where O must be 0 and is not.
@@ -197,7 +197,7 @@ class Fit:
         return self.error <= TOLERANCE + self.rounding
 
 
-def out_fit(capture: Capture, observation: str, device: torch.device) -> Fit | None:
+def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputFit | None:
     """How well O fits the metadata, from the sampled rows; None where no row can tell."""
     fmt = format_of(capture.tensors[capture.key(observation, "o")].dtype)
     wrong = right = rounding = 0.0
@@ -220,8 +220,8 @@ def out_fit(capture: Capture, observation: str, device: torch.device) -> Fit | N
     if not compared:
         return None
     if not right:
-        return Fit(math.inf if wrong else 0.0, 0.0)
-    return Fit(math.sqrt(wrong / right), math.sqrt(rounding / right))
+        return OutputFit(math.inf if wrong else 0.0, 0.0)
+    return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right))
 
 
 def lse_error(capture: Capture, observation: str, device: torch.device) -> float | None:

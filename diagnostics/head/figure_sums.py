@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.head.propagation import Parts
+from attn_diag.head.propagation import GradientParts
 from attn_diag.head.row_maxima import Repeats
 from attn_diag.head.ulp_counts import UlpCounts
 from attn_diag.reference import Rows
@@ -37,7 +37,7 @@ class _RowNorms:
     reference: Floats
 
     @classmethod
-    def of(cls, parts: Parts) -> _RowNorms | None:
+    def of(cls, parts: GradientParts) -> _RowNorms | None:
         """None where neither the observed nor the predicted error is known."""
         delta = parts.parts["delta"]
         if parts.observed is None and delta is None:
@@ -130,7 +130,7 @@ def head_figures(
     )
 
 
-def errors_by_feature(parts: Parts) -> PredictedError | None:
+def errors_by_feature(parts: GradientParts) -> PredictedError | None:
     """The figure of dW_Q, whose tensors are [D, C]; None where no error is known."""
     norms = _RowNorms.of(parts)
     return None if norms is None else _grouped(norms)

@@ -13,7 +13,7 @@ from attn_diag.head.certification import Certify, RoundedBound, rounding_of_prod
 from attn_diag.head.collectors import collector_of
 from attn_diag.head.figure_sums import FigureSums
 from attn_diag.head.projection import HeadProjection
-from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientSums, Parts, dq_parts, project
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts, GradientSums, dq_parts, project
 from attn_diag.head.read import HeadInputs, all_finite
 from attn_diag.head.row_maxima import DEFINITIONS, Repeats, RowMaximaCollector, swamped_elements
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
@@ -89,7 +89,7 @@ class HeadMeasurement:
     noise: tuple[float, int] = (0.0, 0)
     conditioning: tuple[float, float] | None = None
     dq: GradientSums | None = None
-    dw_q: Parts | None = None
+    dw_q: GradientParts | None = None
     atoms: tuple[Tensor, Tensor] | None = None
     keys: BackwardCollector | None = None
 
@@ -362,12 +362,14 @@ def _measure_backward(
     result.keys = passed.backward.get(seen.name)
 
 
-def _dq_parts(inputs: HeadInputs, passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None) -> Parts:
+def _dq_parts(
+    inputs: HeadInputs, passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None
+) -> GradientParts:
     observed = seen.outputs.get("dq")
     if forward_errors is None:
         assert passed.reference.dq is not None
         unknown: dict[str, Tensor | None] = dict.fromkeys(("delta", "lse", "ds_cast", "dq_cast"))
-        return Parts(passed.reference.dq, observed, unknown, None)
+        return GradientParts(passed.reference.dq, observed, unknown, None)
     assert passed.probs_k is not None
     collected = passed.backward[seen.name]
     return dq_parts(

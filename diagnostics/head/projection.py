@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.head.pullback.fit import KINDS, Fit, Kind, Verified, bias_alone, measure
-from attn_diag.head.pullback.jacobian import HeadRows, Pullback
+from attn_diag.head.pullback.fit import KINDS, Kind, MapFit, Verified, bias_alone, measure
+from attn_diag.head.pullback.jacobian import MapRows, Pullback
 from attn_diag.head.pullback.rotation import ALL_ROWS
 from attn_diag.head.pullback.rounding import Formats, product_variance
 from attn_diag.head.read import read_float64
@@ -44,7 +44,7 @@ class Projection:
 
     note: str | None
     _reader: _Reader | None = None
-    _fits: dict[int, Fit] = field(default_factory=dict)
+    _fits: dict[int, MapFit] = field(default_factory=dict)
 
     @property
     def known(self) -> bool:
@@ -131,7 +131,7 @@ class _Reader:
                 right += float(q[finite].square().sum())
         return math.sqrt(wrong / right) if right else math.inf
 
-    def rows(self, batch: int, head: int) -> HeadRows:
+    def rows(self, batch: int, head: int) -> MapRows:
         """One head of one sequence."""
         x, w, tensors = self.x(batch), self.weight(head), self._capture.tensors
         found = {"q": self._read("q", batch, head), "y": x @ w.T}
@@ -140,7 +140,7 @@ class _Reader:
             for output in ("dq", "dq_pre"):
                 found[output] = self._read(self._capture.key(self.observation, output), batch, head)
         usable = torch.stack([t.isfinite().all(1) for t in found.values()]).all(0)
-        return HeadRows(usable=usable, **{name: t.where(usable[:, None], 0.0) for name, t in found.items()})
+        return MapRows(usable=usable, **{name: t.where(usable[:, None], 0.0) for name, t in found.items()})
 
     def _read(self, name: str, batch: int, head: int) -> Tensor:
         tensor = read_float64(self._capture, name, batch, head, self._device)
@@ -152,7 +152,7 @@ class _Reader:
 class _Tried:
     """A kind of map: its fits by batch item, and the head that agrees worst (the first that fails, if one does)."""
 
-    fits: dict[int, Fit]
+    fits: dict[int, MapFit]
     words: str
     worst: Verified | None
     where: str
@@ -183,7 +183,7 @@ class _Search:
     def __init__(self, reader: _Reader, batches: Sequence[int], heads: Sequence[int]) -> None:
         self._reader, self._batches, self._heads = reader, batches, heads
         # Of one batch item: the heads that what they share is measured on.
-        self._sample: tuple[int, dict[int, HeadRows]] | None = None
+        self._sample: tuple[int, dict[int, MapRows]] | None = None
 
     def same_gradient(self) -> bool:
         """Whether dq_pre is dq in every head."""
@@ -196,7 +196,7 @@ class _Search:
 
     def try_kind(self, kind: Kind | None) -> _Tried:
         """Measure, then test every head; None: a bias, without dq_pre. Stops at the first head that fails."""
-        fits: dict[int, Fit] = {}
+        fits: dict[int, MapFit] = {}
         worst: tuple[Verified, str] | None = None
         words = ""
         for batch in self._batches:
@@ -216,19 +216,19 @@ class _Search:
         assert worst is not None
         return _Tried(fits, words, *worst)
 
-    def _bias_alone(self) -> Fit:
+    def _bias_alone(self) -> MapFit:
         weight = self._reader.weight(self._heads[0])
         return bias_alone(len(weight), weight.device)
 
-    def _measure(self, kind: Kind, batch: int) -> Fit | None:
+    def _measure(self, kind: Kind, batch: int) -> MapFit | None:
         """What the heads share; None where no head has rows enough."""
         if self._sample is None or self._sample[0] != batch:
             self._sample = batch, self._first_with_gradient(batch)
         sample = [rows for rows in self._sample[1].values() if int(rows.usable.sum()) >= kind.min_rows]
         return measure(kind, sample, self._reader.formats) if sample else None
 
-    def _first_with_gradient(self, batch: int) -> dict[int, HeadRows]:
-        found: dict[int, HeadRows] = {}
+    def _first_with_gradient(self, batch: int) -> dict[int, MapRows]:
+        found: dict[int, MapRows] = {}
         for head in self._heads:
             rows = self._reader.rows(batch, head)
             assert rows.dq is not None
@@ -239,6 +239,6 @@ class _Search:
                 break
         return found
 
-    def _rows(self, batch: int, head: int) -> HeadRows:
+    def _rows(self, batch: int, head: int) -> MapRows:
         known = self._sample[1] if self._sample is not None and self._sample[0] == batch else {}
         return known[head] if head in known else self._reader.rows(batch, head)

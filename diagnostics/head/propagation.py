@@ -46,7 +46,7 @@ class ForwardErrors:
 
 
 @dataclass
-class Parts:
+class GradientParts:
     """One gradient's reference, observation and the predicted parts of its error; tensors of one shape.
 
     ``parts`` holds the additive contributions by name, None where unknown; ``predicted`` the gradient that
@@ -58,14 +58,14 @@ class Parts:
     parts: dict[str, Tensor | None]
     predicted: Tensor | None
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Parts:
+    def map(self, function: Callable[[Tensor], Tensor]) -> GradientParts:
         """Every tensor that is known through a linear ``function``."""
 
         def apply(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else function(tensor)
 
         parts = {name: apply(part) for name, part in self.parts.items()}
-        return Parts(function(self.reference), apply(self.observed), parts, apply(self.predicted))
+        return GradientParts(function(self.reference), apply(self.observed), parts, apply(self.predicted))
 
 
 class BackwardCollector:
@@ -139,7 +139,7 @@ def dq_parts(
     collected: BackwardCollector,
     observed: Tensor | None,
     observed_format: FloatFormat | None,
-) -> Parts:
+) -> GradientParts:
     """The parts of dQ's error. ``probs_k`` [Tq, D] is P K; ``observed`` [Tq, D] the kernel's dQ or None."""
     assert reference.dq is not None
     delta = probs_k * (-head.scale * errors.delta_error)[:, None]
@@ -153,7 +153,7 @@ def dq_parts(
         uncast = reference.dq + delta + (0.0 if lse is None else lse)
         parts["ds_cast"] = collected.dq_cast - uncast
         parts["dq_cast"] = predicted - collected.dq_cast
-    return Parts(reference.dq, observed, parts, predicted)
+    return GradientParts(reference.dq, observed, parts, predicted)
 
 
 def key_parts(
@@ -161,7 +161,7 @@ def key_parts(
     collected: list[BackwardCollector],
     observed: dict[str, Tensor | None],
     formats: dict[str, FloatFormat],
-) -> dict[str, Parts]:
+) -> dict[str, GradientParts]:
     """The parts of dK's and dV's errors of one key head: query heads' contributions added up.
 
     ``observed`` and ``formats`` by "dk" and "dv".
@@ -171,7 +171,7 @@ def key_parts(
         kept = [t for t in tensors if t is not None]
         return torch.stack(kept).sum(0) if kept else None
 
-    results: dict[str, Parts] = {}
+    results: dict[str, GradientParts] = {}
     for name, operand in (("dk", "ds_cast"), ("dv", "p_cast")):
         reference = total(getattr(r, name) for r in references)
         assert reference is not None
@@ -183,7 +183,7 @@ def key_parts(
         if cast is not None and name in formats:
             predicted = round_nearest_even(cast, formats[name])
             parts |= {operand: cast - uncast, f"{name}_cast": predicted - cast}
-        results[name] = Parts(reference, observed.get(name), parts, predicted)
+        results[name] = GradientParts(reference, observed.get(name), parts, predicted)
     return results
 
 
@@ -202,7 +202,7 @@ class GradientSums:
     atoms: AtomSums | None = None
 
     @classmethod
-    def of(cls, p: Parts, floor: float | None = None, atoms: AtomSums | None = None) -> GradientSums:
+    def of(cls, p: GradientParts, floor: float | None = None, atoms: AtomSums | None = None) -> GradientSums:
         """Of one gradient tensor (Frobenius inner products)."""
         delta = p.parts.get("delta")
         sums = cls(
@@ -307,7 +307,7 @@ class AtomSums:
         }
 
 
-def project(parts: Parts, x: Tensor) -> Parts:
+def project(parts: GradientParts, x: Tensor) -> GradientParts:
     """dQ's parts carried over to dW_Q: every [n, D] tensor t becomes t^T x, [D, C]; ``x`` [n, C] float64."""
     names = list(parts.parts)
     stack = [parts.reference, parts.observed, parts.predicted, *(parts.parts[name] for name in names)]
@@ -315,10 +315,10 @@ def project(parts: Parts, x: Tensor) -> Parts:
     products = iter(torch.split(torch.cat(known, 1).T @ x, [t.shape[1] for t in known]))
     reference, observed, predicted, *rest = (None if t is None else next(products) for t in stack)
     assert reference is not None
-    return Parts(reference, observed, dict(zip(names, rest, strict=True)), predicted)
+    return GradientParts(reference, observed, dict(zip(names, rest, strict=True)), predicted)
 
 
-def add_parts(parts: list[Parts]) -> Parts:
+def add_parts(parts: list[GradientParts]) -> GradientParts:
     """Elementwise sums, for gradients to which several sequences contribute."""
 
     def total(tensors: list[Tensor | None]) -> Tensor | None:
@@ -328,7 +328,7 @@ def add_parts(parts: list[Parts]) -> Parts:
     reference = total([p.reference for p in parts])
     assert reference is not None
     names = parts[0].parts
-    return Parts(
+    return GradientParts(
         reference,
         total([p.observed for p in parts]),
         {name: total([p.parts[name] for p in parts]) for name in names},

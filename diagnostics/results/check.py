@@ -15,7 +15,7 @@ KINDS: tuple[Kind, ...] = ("fit", "determinism", "bits", "bias", "growth")
 
 
 @dataclass(frozen=True)
-class Bias:
+class CheckedBias:
     """A mean signed error beyond correct rounding, with its standard error over independent sequences.
 
     In ulp of O (mean over elements); of delta in the rms error that correct rounding of O makes of it. ``accepted``:
@@ -40,7 +40,7 @@ class Size:
     "o": rms in ulp; "lse": rms; "delta": the noise factor; gradients: ||error|| / ||reference||. ``yardstick``: the
     published recipe's on the same input; ``budget``: twice that and one correct rounding. ``baseline``: the
     baseline's error, carried over to this input by the yardstick; ``limit``: how far the error may have grown.
-    ``p_value`` of no growth, where the inputs are not the baseline's; ``p_adjusted`` as in ``Bias``.
+    ``p_value`` of no growth, where the inputs are not the baseline's; ``p_adjusted`` as in ``CheckedBias``.
     """
 
     error: Number
@@ -53,7 +53,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Case:
+class CheckedCase:
     """One input of the suite and what the kernel made of it.
 
     ``name``: of the input, such as "pairs", or of a capture; ``shape`` [B, H, T, D] of q. ``fingerprint``: SHA-256 of
@@ -72,7 +72,7 @@ class Case:
     fingerprint: str = ""
     deterministic: bool | None = None
     same_bits: bool | None = None
-    biases: dict[str, Bias] = field(default_factory=dict)
+    biases: dict[str, CheckedBias] = field(default_factory=dict)
     sizes: dict[str, Size] = field(default_factory=dict)
     worst: tuple[int, int, int, Number] | None = None
     seconds: float = 0.0
@@ -112,7 +112,7 @@ class CheckReport(Result):
     exact: bool
     baseline: str | None
     baseline_key: str | None
-    cases: tuple[Case, ...]
+    cases: tuple[CheckedCase, ...]
     failures: tuple[Failure, ...]
     notes: tuple[str, ...] = ()
     tests: int = 0

@@ -27,7 +27,7 @@ class SourceLine:
 
 
 @dataclass(frozen=True)
-class Operand:
+class TracedOperand:
     """A tensor that an operation was given: what the user calls it (None: an unnamed intermediate), dtype, shape.
 
     ``made``: the line that made it, where that ran inside the trace.
@@ -61,7 +61,7 @@ class DtypeEvent:
     operation: str
     result: str
     regime: str | None
-    operands: tuple[Operand, ...]
+    operands: tuple[TracedOperand, ...]
     source: SourceLine | None
     count: int
     fix: str
@@ -86,7 +86,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class TracedCall:
     """A call whose q, k and v differ in dtype (or share one that is not autocast's: ``differing`` is empty then).
 
     ``expected``: autocast's dtype where one of them has it, else the narrowest; ``differing``: those of another.
@@ -124,7 +124,7 @@ class DtypeDrift(Result):
     source: str
     operations: int
     attention_calls: int
-    calls: tuple[AttentionCall, ...]
+    calls: tuple[TracedCall, ...]
     findings: tuple[DtypeEvent, ...]
     by_design: tuple[DtypeEvent, ...]
     compiled: tuple[str, ...]
@@ -134,7 +134,7 @@ class DtypeDrift(Result):
     schema_version: Literal[1] = 1
 
     @property
-    def mixed_calls(self) -> tuple[AttentionCall, ...]:
+    def mixed_calls(self) -> tuple[TracedCall, ...]:
         """The calls whose q, k and v differ."""
         return tuple(call for call in self.calls if call.differing)
 

@@ -98,7 +98,7 @@ class Addition(Result):
 
 
 @dataclass(frozen=True)
-class Site:
+class SumSite:
     """One rounding of the walked element."""
 
     name: str
@@ -329,7 +329,7 @@ class Microscope(Result):
     """observed (else walked) - rounded_reference."""
     ulp: Number
     """The spacing of O's format at the reference."""
-    sites: tuple[Site, ...]
+    sites: tuple[SumSite, ...]
     """Every rounding of the sum, with its contribution to O."""
     before_sum: Number
     """What of walked - reference is left: scores, P_bar, l, fp32."""

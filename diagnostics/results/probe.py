@@ -60,7 +60,7 @@ class LseTest:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeFinding:
     """What one probe found.
 
     ``elements`` compared; ``differing`` of them are not the correctly rounded reference's (accuracy) or not the other
@@ -90,7 +90,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Assumptions:
+class ProbeAssumptions:
     """What was assumed of fn. ``relative_error``: ||O_obs - O_ref|| / ||O_ref|| on N(0,1) inputs; ``ok``: at most 5 %.
 
     ``fits``: another choice that does fit, where the assumed one does not.
@@ -121,14 +121,14 @@ class ProbeReport(Result):
     heads: int
     seed: int
     level: Number
-    assumptions: Assumptions
-    findings: tuple[Finding, ...]
+    assumptions: ProbeAssumptions
+    findings: tuple[ProbeFinding, ...]
     family_size: int
     summary: tuple[str, ...]
     schema: Literal["attn-diag-probe"] = "attn-diag-probe"
     schema_version: Literal[1] = 1
 
-    def __getitem__(self, name: str) -> Finding:
+    def __getitem__(self, name: str) -> ProbeFinding:
         """The finding of that probe; KeyError names those there are."""
         for finding in self.findings:
             if finding.name == name:

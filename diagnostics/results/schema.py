@@ -1,24 +1,15 @@
-"""The JSON Schemas of results, with a description for every field, taken from the fields' docstrings.
-
-python -m attn_diag.results.schema reports/schema      # writes every kind's present schema there
-"""
+"""The JSON Schema of a result, with a description for every field, taken from the fields' docstrings."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import json
-import pkgutil
 import sys
 from dataclasses import is_dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
-
-from attn_diag.results.base import Result, schema_name, schema_versions
 
 
 class _AllFields(GenerateJsonSchema):
@@ -44,19 +35,6 @@ def described_schema(cls: type, adapter: TypeAdapter[Any]) -> dict[str, Any]:
             if field in found.get(name, {}):
                 properties["description"] = found[name][field]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def kinds() -> dict[str, type[Result]]:
-    """Every kind of document, by its name and the version that is written, such as "probe-1"."""
-    room = import_module("attn_diag.results")
-    for module in pkgutil.iter_modules(room.__path__):
-        import_module(f"{room.__name__}.{module.name}")
-    return {f"{schema_name(c).removeprefix('attn-diag-')}-{schema_versions(c)[-1]}": c for c in Result.__subclasses__()}
-
-
-def schema_text(cls: type[Result]) -> str:
-    """The file that ships for a kind of document."""
-    return json.dumps(cls.json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def parts_of(cls: type) -> set[type]:
@@ -91,8 +69,3 @@ def _field_docstrings(source: str) -> dict[str, dict[str, str]]:
             ):
                 fields[field.target.id] = inspect.cleandoc(after.value.value)
     return result
-
-
-if __name__ == "__main__":
-    for name, kind in kinds().items():
-        (Path(sys.argv[1]) / f"{name}.schema.json").write_text(schema_text(kind), encoding="utf-8")

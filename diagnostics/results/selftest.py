@@ -9,7 +9,7 @@ from attn_diag.results.base import Number, Result, Tool
 
 
 @dataclass(frozen=True)
-class Check:
+class InstallationCheck:
     """``figure``, in ``unit``, of ``cases`` cases; it passes where that is at most ``limit``."""
 
     name: str
@@ -29,7 +29,7 @@ class Installation(Result):
     """What ``selftest`` found: every check with its figure and limit. ``seconds``: how long it took."""
 
     tool: Tool
-    checks: tuple[Check, ...]
+    checks: tuple[InstallationCheck, ...]
     passed: bool
     seconds: Number
     schema: Literal["attn-diag-selftest"] = "attn-diag-selftest"

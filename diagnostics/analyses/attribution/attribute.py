@@ -10,15 +10,15 @@ from torch import Tensor
 
 from attn_diag.analyses.attribution.site_shares import SiteTable, attribute_sites
 from attn_diag.analyses.attribution.words import reasons
-from attn_diag.analyses.inspection.capture_job import Selection, select_heads
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.selection import Selection, select_heads
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_assumptions
-from attn_diag.head.baseline import Baseline, find_baseline, observation_with_o
 from attn_diag.head.collectors import collector_of
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.head.projection import Projection, find_projection
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head
+from attn_diag.head.recipe.baseline import Baseline, find_baseline, observation_with_o
 from attn_diag.head.row_maxima import RowMaximaCollector, swamped_elements
 from attn_diag.head.truth import head_truth, observed_sizes
 from attn_diag.kernels import Recipe, emulate_head

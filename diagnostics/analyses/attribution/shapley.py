@@ -26,7 +26,7 @@ EXACT_PLAYERS = 5
 
 
 @dataclass(frozen=True)
-class Plan:
+class SubsetPlan:
     """Which subsets must be evaluated; ``orders`` is None where all of them are.
 
     ``first``: players that join before all others, in this order; the others share what is won after them.
@@ -41,7 +41,7 @@ class Plan:
     def make(
         cls, players: Sequence[str], first: Sequence[str] = (), *, pairs: int = 2, exact_up_to: int = EXACT_PLAYERS,
         seed: int = 0,
-    ) -> Plan:  # fmt: skip
+    ) -> SubsetPlan:  # fmt: skip
         """For these players; beyond ``exact_up_to`` of them, ``pairs`` random orders and their reverses."""
         players, first = tuple(players), tuple(first)
         starts = [frozenset(first[:n]) for n in range(len(first))]

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from attn_diag.analyses.attribution.shapley import Array, Plan, Subset
-from attn_diag.analyses.attribution.sites import Site, inert_change, rounding_sites, with_low, with_mode
+from attn_diag.analyses.attribution.shapley import Array, Subset, SubsetPlan
+from attn_diag.analyses.attribution.sites import RoundingSite, inert_change, rounding_sites, with_low, with_mode
 from attn_diag.head.truth import HeadTruth, VariantErrors, measure_variants
 from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import Mode
@@ -61,7 +61,7 @@ def attribute_sites(
     sites = rounding_sites(recipe)
     names = [site.name for site in sites]
     everything, nothing = frozenset(names), frozenset[str]()
-    plan = Plan.make([n for n in names if n != ARITHMETIC], [n for n in names if n == ARITHMETIC])
+    plan = SubsetPlan.make([n for n in names if n != ARITHMETIC], [n for n in names if n == ARITHMETIC])
     runs = _Runs(truth, recipe, sites, advance)
     alone = {name: frozenset([*plan.first, name]) for name in names}
     without = {name: everything - {name} for name in names}
@@ -85,7 +85,7 @@ def attribute_sites(
     shams = [site for site in sites if site.format is not None and site.name in blamed]
     runs.run(stages, {f"sham {site.name}": with_mode(recipe, [site], Mode.RANDOM_SIGN) for site in shams})
 
-    def effect(site: Site, q: str) -> Effect:
+    def effect(site: RoundingSite, q: str) -> Effect:
         one, sham = alone[site.name], f"sham {site.name}"
         share, error = shares[site.name][q]
         bias = biases[q][site.name] if q in biases else None
@@ -132,7 +132,7 @@ class _Runs:
     """Errors of the recipe's variants: by the subset of sites that round, or by name."""
 
     def __init__(
-        self, truth: HeadTruth, recipe: Recipe, sites: Sequence[Site], advance: Callable[[int], None] | None
+        self, truth: HeadTruth, recipe: Recipe, sites: Sequence[RoundingSite], advance: Callable[[int], None] | None
     ) -> None:
         self._truth, self._recipe, self._sites, self._advance = truth, recipe, sites, advance
         self._found: dict[object, VariantErrors] = {}

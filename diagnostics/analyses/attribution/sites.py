@@ -34,7 +34,7 @@ _ARITHMETIC = {"arithmetic": "fp64", "accumulation": "exact"}
 
 
 @dataclass(frozen=True)
-class Site:
+class RoundingSite:
     """A place where a recipe loses precision: ``exact`` holds the fields that undo it, ``format`` what it rounds to.
 
     ``format`` is None for sites that do not round to a format (arithmetic, accumulation, exp).
@@ -46,23 +46,23 @@ class Site:
     format: str | None = None
 
 
-def rounding_sites(recipe: Recipe) -> tuple[Site, ...]:
+def rounding_sites(recipe: Recipe) -> tuple[RoundingSite, ...]:
     """Every site at which the recipe does less than float64 would, in the order of the computation."""
     sites = []
     for name, words in _WORDS.items():
         value = getattr(recipe, name)
         if name in _FORMAT_SITES:
             if parse(value) is not None and _acts(recipe, name):
-                sites.append(Site(name, words, {name: "fp32"}, value))
+                sites.append(RoundingSite(name, words, {name: "fp32"}, value))
         elif name == "exp":
             if value == "polynomial":
-                sites.append(Site(name, f"{words} of degree {recipe.exp_degree}", {"exp": "exact"}))
+                sites.append(RoundingSite(name, f"{words} of degree {recipe.exp_degree}", {"exp": "exact"}))
         elif name == "accumulation":
             if value == "nvidia-tensor-core":
-                sites.append(Site(name, words, {"accumulation": "exact"}))
+                sites.append(RoundingSite(name, words, {"accumulation": "exact"}))
         elif value == "fp32":
             undone = _ARITHMETIC if recipe.accumulation == "fp32-nearest" else {"arithmetic": "fp64"}
-            sites.append(Site(name, words, dict(undone)))
+            sites.append(RoundingSite(name, words, dict(undone)))
     return tuple(sites)
 
 
@@ -77,13 +77,13 @@ def inert_change(recipe: Recipe) -> tuple[str, Recipe]:
     return "backward_probs", replace(recipe, backward_probs=changed)
 
 
-def with_low(recipe: Recipe, sites: Collection[Site], low: Collection[str]) -> Recipe:
+def with_low(recipe: Recipe, sites: Collection[RoundingSite], low: Collection[str]) -> Recipe:
     """The recipe with only the sites named ``low`` as they are, all others exact."""
     exact = {key: value for site in sites if site.name not in low for key, value in site.exact.items()}
     return replace(recipe, **exact)
 
 
-def with_mode(recipe: Recipe, sites: Collection[Site], mode: Mode, seed: int = 0) -> Recipe:
+def with_mode(recipe: Recipe, sites: Collection[RoundingSite], mode: Mode, seed: int = 0) -> Recipe:
     """The recipe with these sites' roundings in another mode; sites without a format stay."""
     changes: dict[str, Any] = {site.name: f"{base(site.format)}:{mode}" for site in sites if site.format is not None}
     return replace(recipe, seed=seed, **changes)

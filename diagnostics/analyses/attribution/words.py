@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from attn_diag.analyses.inspection.verdict import DQ_ERROR_ABOVE, LOSSY_ABOVE
+from attn_diag.analyses.verdict import DQ_ERROR_ABOVE, LOSSY_ABOVE
 from attn_diag.results.attribution import HeadAttribution, MeanError, SiteAttribution
 from attn_diag.statistics.means import MIN_EFFECTIVE
 

@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attn_diag.analyses.comparison.matching import Place, match
+from attn_diag.analyses.comparison.matching import HeadPlace, match
 from attn_diag.analyses.comparison.means import judged, mean_changes
 from attn_diag.analyses.comparison.outcome import head_notes, head_outcomes, same_inputs, summarise
 from attn_diag.analyses.comparison.read import read_diagnosis
@@ -124,7 +124,7 @@ def compare(a: Diagnosis, b: Diagnosis, *, level: float = 0.01, sources: tuple[s
 
 
 def _entry(
-    a: Place, b: Place, means: Iterable[MeanChange], sizes: Iterable[SizeChange], level: float
+    a: HeadPlace, b: HeadPlace, means: Iterable[MeanChange], sizes: Iterable[SizeChange], level: float
 ) -> HeadComparison:
     assert a.head.verdict is not None
     assert b.head.verdict is not None

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class HeadPlace:
     """One head of one side."""
 
     capture: CaptureDiagnosis
@@ -28,7 +28,7 @@ class Place:
 class Matched:
     """The pairs (A, B), in words how they were found, and what is left."""
 
-    pairs: tuple[tuple[Place, Place], ...]
+    pairs: tuple[tuple[HeadPlace, HeadPlace], ...]
     how: tuple[str, ...]
     unmatched: tuple[Unmatched, ...]
 
@@ -41,7 +41,7 @@ def match(a: Diagnosis, b: Diagnosis) -> Matched:
     that one side has twice pairs nothing: which is meant cannot be known.
     """
     captures, how, left = _captures(a.captures, b.captures)
-    pairs: list[tuple[Place, Place]] = []
+    pairs: list[tuple[HeadPlace, HeadPlace]] = []
     renamed: dict[str, None] = {}
     for one, other in captures:
         found, without = _paired(one.observations, other.observations, lambda o: o.name)
@@ -54,7 +54,7 @@ def match(a: Diagnosis, b: Diagnosis) -> Matched:
         left += [_unmatched(side, f"{one.source if side == 'A' else other.source}, {o.name}") for side, o in without]
         for first, second in found:
             heads, unpaired = _heads(first, second)
-            pairs += [(Place(one, first, h), Place(other, second, g)) for h, g in heads]
+            pairs += [(HeadPlace(one, first, h), HeadPlace(other, second, g)) for h, g in heads]
             left += unpaired if one.source == other.source else [_named(u, one.source, other.source) for u in unpaired]
     return Matched(tuple(pairs), (*how, *renamed), tuple(left))
 

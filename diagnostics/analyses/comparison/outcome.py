@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_diag.analyses.comparison.matching import Place
+from attn_diag.analyses.comparison.matching import HeadPlace
 from attn_diag.results.comparison import Comparison, HeadComparison, Outcome
 from attn_diag.statistics.sizes import same
 
@@ -31,7 +31,7 @@ PHRASES: dict[Outcome, str] = {
 }
 
 
-def same_inputs(a: Place, b: Place) -> bool | None:
+def same_inputs(a: HeadPlace, b: HeadPlace) -> bool | None:
     """Whether what both diagnoses say of q, k, v and the mask agrees; None where they say too little.
 
     What correct rounding of O does to this input (``rounding_bias``) is a fingerprint of q, k and v: its mean and rms

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from attn_diag.analyses.inspection.verdict import (
+from attn_diag.analyses.verdict import (
     DQ_ERROR_ABOVE,
     LOSSY_ABOVE,
     ROUNDS_ELSEWHERE_ABOVE,

@@ -19,7 +19,7 @@ from attn_diag.head.machine import backend_name, pick_device
 from attn_diag.head.recipe import search
 from attn_diag.head.recipe.agreement import Match, choose_rows
 from attn_diag.head.recipe.candidates import describe_schedule, family_name, known_name, same_forward
-from attn_diag.head.recipe.search import LEVEL, Subject, Trial
+from attn_diag.head.recipe.search import LEVEL, SearchedHead, Trial
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.results.identification import BackwardMatch, HardwareMatch, Identification, RankedRecipe
@@ -100,7 +100,7 @@ class _Judgement:
     """From ranked trials to words."""
 
     def __init__(
-        self, capture: Capture, observation: str, batch: int, head: int, subject: Subject, trials: list[Trial],
+        self, capture: Capture, observation: str, batch: int, head: int, subject: SearchedHead, trials: list[Trial],
         tried: int, device: torch.device,
     ) -> None:  # fmt: skip
         self.capture, self.observation, self.batch, self.head = capture, observation, batch, head

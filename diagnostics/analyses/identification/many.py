@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from attn_diag.analyses.identification.identify import identify
-from attn_diag.analyses.inspection.capture_job import Selection, select_heads, select_observations
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.selection import Selection, select_heads, select_observations
 from attn_diag.errors import InputError
 from attn_diag.results.identification import Identification, Identifications
 from attn_diag.work import Progress, part_of

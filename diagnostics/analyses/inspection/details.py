@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from attn_diag.analyses.attribution.attribute import attribute
-from attn_diag.analyses.inspection.capture_job import CaptureJob, Selection
+from attn_diag.analyses.inspection.capture_job import CaptureJob
 from attn_diag.analyses.microscopy.microscope import look, most_of_delta
 from attn_diag.analyses.microscopy.subject import subject_of
 from attn_diag.captures.capture import INPUTS, Capture
+from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
 from attn_diag.results.attribution import HeadAttribution

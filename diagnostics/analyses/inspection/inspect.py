@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs, Selection
+from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.analyses.inspection.pooling import adjust_family
-from attn_diag.analyses.inspection.verdict import summarise
+from attn_diag.analyses.verdict import summarise
 from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
 from attn_diag.captures.merge import merged_over_ranks
+from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.head.certification import Certify
 from attn_diag.head.collectors import collector_of

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_diag.analyses.inspection.verdict import beyond_reference, judge
+from attn_diag.analyses.verdict import beyond_reference, judge
 from attn_diag.head.certification import pool_certificates
 from attn_diag.head.figure_sums import errors_by_feature
 from attn_diag.head.measure import HeadMeasurement

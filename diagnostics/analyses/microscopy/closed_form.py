@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.microscopy.subject import Subject, subject_of
+from attn_diag.analyses.microscopy.subject import MicroscopeSubject, subject_of
 from attn_diag.analyses.microscopy.walk import rounds_numerator
 from attn_diag.captures.capture import Capture
 from attn_diag.kernels import Recipe, score_rounding
@@ -72,7 +72,7 @@ def closed_form(
     )
 
 
-def explain(subject: Subject) -> ClosedForm:
+def explain(subject: MicroscopeSubject) -> ClosedForm:
     """The closed form of a subject."""
     sums = _Sums(subject.recipe)
     for block in row_blocks(subject.inputs.head):
@@ -196,7 +196,7 @@ class _Sums:
     dq_energy: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     columns: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def add(self, subject: Subject, block: RowBlock, found: Prediction) -> None:
+    def add(self, subject: MicroscopeSubject, block: RowBlock, found: Prediction) -> None:
         head = subject.inputs.head
         subject.inputs.mark_rows(block)
         reference, observed = block.out, subject.out[block.rows]

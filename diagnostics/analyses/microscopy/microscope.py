@@ -12,15 +12,15 @@ from torch import Tensor
 
 from attn_diag.analyses.microscopy.addition import examine_addition
 from attn_diag.analyses.microscopy.closed_form import explain, predict_block
-from attn_diag.analyses.microscopy.subject import Subject, subject_of
-from attn_diag.analyses.microscopy.walk import Array, Parts, Walk, exponent_factor, site_format, walk_element
+from attn_diag.analyses.microscopy.subject import MicroscopeSubject, subject_of
+from attn_diag.analyses.microscopy.walk import Array, Walk, WalkParts, exponent_factor, site_format, walk_element
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool
 from attn_diag.kernels import Recipe, emulate_rows, trace_row
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
-from attn_diag.results.microscope import Addition, Class, Curve, Element, Microscope, Point, Site, Term
+from attn_diag.results.microscope import Addition, Class, Curve, Element, Microscope, Point, SumSite, Term
 from attn_diag.work import Progress
 
 _MAX_POINTS = 512
@@ -68,7 +68,7 @@ def _silent(done: int, total: int) -> None:
 
 
 def look(
-    subject: Subject,
+    subject: MicroscopeSubject,
     row: int | None,
     feature: int | None,
     *,
@@ -157,7 +157,7 @@ def look(
     return found
 
 
-def most_of_delta(subject: Subject, row: int) -> int | None:
+def most_of_delta(subject: MicroscopeSubject, row: int) -> int | None:
     """The feature whose error of O adds most to |delta's error| in ``row``; None where none does, or without dO."""
     head = subject.inputs.head
     if head.do is None:
@@ -168,7 +168,7 @@ def most_of_delta(subject: Subject, row: int) -> int | None:
     return at if float(parts[at]) > 0 else None
 
 
-def _decisive(sites: tuple[Site, ...]) -> int | None:
+def _decisive(sites: tuple[SumSite, ...]) -> int | None:
     """The site with the largest contribution; one that overflows comes first, one that rounds no number never."""
     ranked = {i: abs(site.contribution) for i, site in enumerate(sites) if math.isfinite(site.before)}
     return max(ranked, key=lambda i: ranked[i], default=None)
@@ -182,7 +182,7 @@ def _emulated(recipe: Recipe, head: AttentionHead, row: int, feature: int) -> fl
     return float(emulate_rows(recipe, head, rows)[row - start, feature])
 
 
-def _worst(subject: Subject, row: int | None, feature: int | None) -> tuple[int, int, str]:
+def _worst(subject: MicroscopeSubject, row: int | None, feature: int | None) -> tuple[int, int, str]:
     """The (row, feature) of the largest |excess| within what is asked for, of the largest |error| where all are 0."""
     inputs = subject.inputs
     head = replace(inputs.head, do=None)
@@ -262,7 +262,7 @@ def _terms(walk: Walk, errors: Array, values: Array) -> tuple[Term, ...]:
     )
 
 
-def _examined(site: Site, parts: Parts) -> Addition:
+def _examined(site: SumSite, parts: WalkParts) -> Addition:
     """The site's rounding, with what it rounds taken apart.
 
     Main operands: earlier sums, P_bar = 1 terms, and terms of at least half a spacing; the residual: all smaller terms,
@@ -299,7 +299,7 @@ def _examined(site: Site, parts: Parts) -> Addition:
     return examine_addition(terms, fmt, residual=residual, labels=labels)
 
 
-def _examined_mean(site: Site, walk: Walk, values: Array) -> Addition:
+def _examined_mean(site: SumSite, walk: Walk, values: Array) -> Addition:
     """The cast of O of a tied or swamped element: the n keys of P_bar = 1 by V / n, and the rest as the residual.
 
     O = A / n + r, as in the closed form: r is what the other keys pull O away from the unit keys' mean of V.

@@ -11,16 +11,16 @@ from attn_diag.analyses.microscopy.walk import require_walkable, site_format
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_assumptions
-from attn_diag.head.baseline import Baseline, find_baseline, observation_with_o
 from attn_diag.head.engines import DEFAULT_RECIPE, require_known
 from attn_diag.head.machine import pick_device
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head
+from attn_diag.head.recipe.baseline import Baseline, find_baseline, observation_with_o
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
 
 
 @dataclass(frozen=True)
-class Subject:
+class MicroscopeSubject:
     """One head of one sequence, with the O to explain.
 
     ``out`` [Tq, Dv] float64: O as captured, or as the recipe makes it where none was (``observation`` is None then), in
@@ -48,7 +48,7 @@ def subject_of(
     batch: int = 0,
     head: int = 0,
     device: str = "auto",
-) -> Subject:
+) -> MicroscopeSubject:
     """The subject of a capture (``batch``, ``head`` counted within it), or of a head with ``observed`` O [Tq, Dv].
 
     ``recipe``: to follow (default: what the captured O is recognised as, else fa2). Raises InputError for what does
@@ -74,13 +74,15 @@ def subject_of(
         out, out_format = read_float64(source, key, batch, head, where), format_of(source.tensors[key].dtype)
     model_head = head + source.metadata.head_offset
     return _complete(
-        Subject(source.source, name, baseline.recipe, baseline.words, source.metadata.layer, batch, model_head, inputs,
-                torch.empty(0), inputs.input_format),
+        MicroscopeSubject(
+            source.source, name, baseline.recipe, baseline.words, source.metadata.layer, batch, model_head, inputs,
+            torch.empty(0), inputs.input_format,
+        ),
         out, out_format,
     )  # fmt: skip
 
 
-def _of_head(head: AttentionHead, recipe: str | Recipe | None, observed: Tensor | None) -> Subject:
+def _of_head(head: AttentionHead, recipe: str | Recipe | None, observed: Tensor | None) -> MicroscopeSubject:
     from attn_diag.kernels import preset
 
     if isinstance(recipe, str):
@@ -94,7 +96,7 @@ def _of_head(head: AttentionHead, recipe: str | Recipe | None, observed: Tensor 
     fmt = site_format(known.input) or format_of(torch.float32)
     inputs = HeadInputs(head, none, none.new_empty(0, dtype=torch.int64), fmt)
     reason = Baseline(known, known.name, "assumed" if recipe is None else "given").words
-    found = Subject(
+    found = MicroscopeSubject(
         "memory", None if observed is None else "observed", known, reason, None, 0, 0, inputs, torch.empty(0), fmt
     )
     if observed is None:
@@ -102,7 +104,7 @@ def _of_head(head: AttentionHead, recipe: str | Recipe | None, observed: Tensor 
     return _complete(found, observed.double().to(head.q.device), format_of(observed.dtype))
 
 
-def _complete(subject: Subject, out: Tensor | None, out_format: FloatFormat | None) -> Subject:
+def _complete(subject: MicroscopeSubject, out: Tensor | None, out_format: FloatFormat | None) -> MicroscopeSubject:
     """With the O to explain: as captured, else as the recipe makes it."""
     if out is None or out_format is None:
         out = emulate_head(subject.recipe, replace(subject.inputs.head, do=None)).o.double()

@@ -26,14 +26,14 @@ from attn_diag.kernels import RangeTrace, Recipe, RowTrace
 from attn_diag.kernels.accumulation import matmul
 from attn_diag.kernels.formats import Mode, parse, round_to
 from attn_diag.reference import AttentionHead, FloatFormat
-from attn_diag.results.microscope import Site
+from attn_diag.results.microscope import SumSite
 
 Array = NDArray[Any]
 _FORWARD_SITES = ("scores", "difference", "row_max", "probs", "row_sum", "range_pv", "accumulator", "out")
 
 
 @dataclass(frozen=True)
-class Parts:
+class WalkParts:
     """What a site rounds: earlier results by name, and the products [N] of keys with their P_bar = 1 marks; float64."""
 
     earlier: tuple[tuple[str, float], ...] = ()
@@ -52,8 +52,8 @@ class Walk:
     were this key the last. ``maximum``: the final maximum times the exponent's factor. ``parts``: of every site.
     """
 
-    sites: tuple[Site, ...]
-    parts: tuple[Parts, ...]
+    sites: tuple[SumSite, ...]
+    parts: tuple[WalkParts, ...]
     unrounded: float
     out: float
     maximum: float
@@ -112,8 +112,8 @@ class _Pending:
     """A rounding whose reach is known only at the end. ``place``: index of its range; -1 past the ranges of a split,
     None for the last cast."""
 
-    site: Site
-    parts: Parts
+    site: SumSite
+    parts: WalkParts
     place: int | None
 
 
@@ -145,9 +145,9 @@ class _Walker:
         unrounded = self.real(sum((w * o for w, o in zip(weights, outs, strict=True)), self.real(0)))
         joined = {n: np.concatenate([c[n] for c in columns]) if columns else np.empty(0) for n in _COLUMNS}
         if rounds_numerator(self.recipe) or not total:
-            parts = Parts((("O_bar / l", float(unrounded)),))
+            parts = WalkParts((("O_bar / l", float(unrounded)),))
         else:
-            parts = Parts((), joined["keys"], joined["products"] / total, joined["unit"])
+            parts = WalkParts((), joined["keys"], joined["products"] / total, joined["unit"])
         out = self._site("out", "cast", unrounded, parts)
         scales = {
             split: (_later(ranges), float(weight) / ranges[-1].row_sum if ranges[-1].row_sum else math.nan)
@@ -173,7 +173,7 @@ class _Walker:
             added = part.probs if self.recipe.row_sum_of == "fp32-probs" else part.cast_probs
             exact_sum = real(part.rescale) * exact_sum + real(max(float(added.sum()), self.recipe.row_sum_clamp or 0.0))
         if self.recipe.division == "after-last-cast":
-            parts = Parts((("O_bar", float(numerator)),))
+            parts = WalkParts((("O_bar", float(numerator)),))
             numerator = self._site("out", "numerator", numerator, parts, ranges[-1])
         return held, numerator, exact_sum
 
@@ -186,7 +186,7 @@ class _Walker:
         running = np.cumsum(exact.astype(np.float32)).astype(real) if recipe.accumulation != "exact" else None
         if running is None:
             running = np.cumsum(exact).astype(real)
-        terms = Parts((), _keys(part)[visible], exact[visible], cast[visible] == 1.0)
+        terms = WalkParts((), _keys(part)[visible], exact[visible], cast[visible] == 1.0)
         scaled = real(numerator * real(part.rescale))
         hardware = recipe.accumulation == "nvidia-tensor-core"
         if hardware and recipe.range_pv == recipe.accumulator == "fp32":
@@ -197,13 +197,13 @@ class _Walker:
         kept = scaled
         if numerator:
             kept = self._site(
-                "accumulator", "rescale", scaled, Parts((("O_bar rescaled", float(scaled)),)), part, place
+                "accumulator", "rescale", scaled, WalkParts((("O_bar rescaled", float(scaled)),)), part, place
             )
         earlier = (("O_bar so far", float(kept)),) if kept else ()
         if parse(recipe.range_pv) is None:
-            parts = Parts(earlier, terms.keys, terms.products, terms.unit)
+            parts = WalkParts(earlier, terms.keys, terms.products, terms.unit)
         else:
-            parts = Parts((*earlier, ("P_bar V of the range", float(rounded_product))))
+            parts = WalkParts((*earlier, ("P_bar V of the range", float(rounded_product))))
         after = self._site("accumulator", "addition", real(kept + rounded_product), parts, part, place)
         prefixes = (kept + _round(running[visible], recipe.range_pv)).astype(real)
         return _round(prefixes, recipe.accumulator), after
@@ -242,7 +242,13 @@ class _Walker:
         }
 
     def _site(
-        self, name: str, step: str, before: Any, parts: Parts, part: RangeTrace | None = None, place: int | None = None
+        self,
+        name: str,
+        step: str,
+        before: Any,
+        parts: WalkParts,
+        part: RangeTrace | None = None,
+        place: int | None = None,
     ) -> Any:
         """Round, and note it; nothing where the format is that of the arithmetic."""
         text = getattr(self.recipe, name)
@@ -252,7 +258,7 @@ class _Walker:
         error = float(after) - float(before)
         keys = None if part is None or place is None else (part.keys.start, part.keys.stop)
         split = 0 if part is None else part.split
-        site = Site(name, step, text, split, keys, float(before), float(after), error, error)
+        site = SumSite(name, step, text, split, keys, float(before), float(after), error, error)
         self.pending.append(_Pending(site, parts, -1 if part is not None and place is None else place))
         return after
 
@@ -260,7 +266,7 @@ class _Walker:
 _COLUMNS = ("keys", "probs", "cast_probs", "products", "unit", "held")
 
 
-def _reaching_o(pending: _Pending, scales: dict[int, tuple[list[float], float]]) -> Site:
+def _reaching_o(pending: _Pending, scales: dict[int, tuple[list[float], float]]) -> SumSite:
     """The site with what its error makes of O: place None is O itself, -1 (the last range's end) only divided."""
     site = pending.site
     if pending.place is None:

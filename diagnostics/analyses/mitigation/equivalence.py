@@ -33,14 +33,14 @@ def exact_twin(recipe: Recipe) -> Recipe:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class EquivalenceBounds:
     """Relative differences of two float64 computations of O and dQ on one head; None where dQ is unknown."""
 
     o: float
     dq: float | None
 
 
-def float64_bounds(truth: HeadTruth, beta: float = 1.0) -> Bounds:
+def float64_bounds(truth: HeadTruth, beta: float = 1.0) -> EquivalenceBounds:
     """Worst-case bounds, normwise, to first order in u = 2^-53.
 
     A score errs by (D + 2) u s, s = alpha max|q| max|k|, its subtraction of m = beta max by 2 (1 + beta) u s and the
@@ -55,13 +55,13 @@ def float64_bounds(truth: HeadTruth, beta: float = 1.0) -> Bounds:
     out = float(truth.reference.out[rows].norm())
     bound_o = 4 * e * math.sqrt(count) * norm["v"] / out if out else 0.0
     if head.do is None or truth.reference.dq is None:
-        return Bounds(bound_o, None)
+        return EquivalenceBounds(bound_o, None)
     dq = float(truth.reference.dq[rows].norm())
     size = float(head.do[rows].norm()) * norm["v"] * norm["k"] * head.scale
-    return Bounds(bound_o, 8 * e * size / dq if dq else 0.0)
+    return EquivalenceBounds(bound_o, 8 * e * size / dq if dq else 0.0)
 
 
-def judge(relative: dict[str, float], bounds: Bounds, setting: str = "without any rounding") -> Equivalence:
+def judge(relative: dict[str, float], bounds: EquivalenceBounds, setting: str = "without any rounding") -> Equivalence:
     """From the relative differences of a float64 run; ``setting``: what was rounded in it."""
     o, dq = relative["o"], relative.get("dq")
     pairs = [(o, bounds.o)] + ([] if dq is None or bounds.dq is None else [(dq, bounds.dq)])

@@ -50,7 +50,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Change:
+class RecipeChange:
     """One change of a recipe: the fields it sets, what it is in words, and its price."""
 
     words: str
@@ -67,7 +67,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WhatIfPlan:
     """A candidate to run: one recipe, or one for every seed. ``price`` is None for another kernel altogether."""
 
     name: str
@@ -78,45 +78,45 @@ class Plan:
 
 
 _FREE = Price(words="no bytes and no products (registers of a fused kernel)")
-FP32_O = Change(
+FP32_O = RecipeChange(
     "delta from O before its last rounding",
     {"delta_from": "fp32-o", "delta_products": "fp32", "delta": "fp32"},
     Price(bytes_per_feature=6, words="O is also written in fp32, and read in place of the rounded one"),
 )
-DELTA_FROM_DP = Change(
+DELTA_FROM_DP = RecipeChange(
     "delta = rowsum(P o dP)",
     {"delta_from": "dp", "delta": "fp32"},
     Price(products=2, words="S and dP are made once more before dS"),
 )
-UNCAST_DS = Change(
+UNCAST_DS = RecipeChange(
     "dS not cast",
     {"dscores": "fp32"},
     Price(products=2, words="dS in two parts of the input format: one product more for dQ and for dK"),
 )
-UNCAST_P = Change(
+UNCAST_P = RecipeChange(
     "P_bar not cast for PV",
     {"probs": "fp32"},
     Price(products=1, words="P_bar in two parts of the input format: one product more"),
 )
-FP32_SCORES = Change(
+FP32_SCORES = RecipeChange(
     "scores, S - m and the row maximum in fp32", {"scores": "fp32", "difference": "fp32", "row_max": "fp32"}, _FREE
 )
-FP32_SUMS = Change(
+FP32_SUMS = RecipeChange(
     "row sum, PV of a range and O's accumulator in fp32",
     {"row_sum": "fp32", "range_pv": "fp32", "accumulator": "fp32", "lse_from": "unrounded-l"},
     _FREE,
 )
-FP32_BACKWARD = Change(
+FP32_BACKWARD = RecipeChange(
     "dO o O, delta, dP and the gradients' sums in fp32",
     {"delta_products": "fp32", "delta": "fp32", "dprobs": "fp32", "gradient_accumulator": "fp32"},
     _FREE,
 )
-CAST_ROW_SUM = Change("l sums the cast P_bar", {"row_sum_of": "cast-probs"}, _FREE)
-SAME_SCORES = Change(
+CAST_ROW_SUM = RecipeChange("l sums the cast P_bar", {"row_sum_of": "cast-probs"}, _FREE)
+SAME_SCORES = RecipeChange(
     "the backward recomputes P from scores rounded as in the forward", {"backward_scores": "as-forward"}, _FREE
 )
 # Several changes at once, by name.
-_FIELD_CHANGES: dict[str, tuple[Change, ...]] = {
+_FIELD_CHANGES: dict[str, tuple[RecipeChange, ...]] = {
     "fp32-o-delta": (FP32_O,),
     "fp32-o-delta+uncast-ds": (FP32_O, UNCAST_DS),
     "fp32-o-delta+uncast-p": (FP32_O, UNCAST_P),
@@ -156,14 +156,14 @@ def plans(
     score_unit: float,
     betas: Sequence[float] = BETAS,
     seeds: int = SEEDS,
-) -> list[Plan]:
+) -> list[WhatIfPlan]:
     """Everything to be tried on a baseline: what changes nothing is left out, as are second copies.
 
     ``keys``: the length of K; where one key range holds them all there is no order to change.
     ``score_unit``: what a score of 1 is in the unit of the stored scores (1/alpha where they are stored unscaled),
     in which the rules' thresholds are given. ``betas`` of the stabilised softmax; ``seeds`` of random roundings.
     """
-    found: list[Plan] = []
+    found: list[WhatIfPlan] = []
     seen = {content(baseline)}
     for plan in _all(baseline, head_dim, keys, score_unit, betas, seeds):
         key = content(plan.recipes[0])
@@ -197,7 +197,7 @@ def stabilised_rule(beta: float, score_unit: float) -> SoftmaxRule:
 
 def _all(
     baseline: Recipe, head_dim: int, keys: int, score_unit: float, betas: Sequence[float], seeds: int
-) -> Iterator[Plan]:
+) -> Iterator[WhatIfPlan]:
     yield from _field_changes(baseline)
     yield from _mixes(baseline)
     yield from _rules(baseline, keys, score_unit, betas)
@@ -205,10 +205,10 @@ def _all(
     yield from _random(baseline, seeds)
     for name in _KERNELS:
         recipe = preset(name, baseline.input, head_dim)
-        yield Plan(name, recipe.summary, "other recipe", (recipe,), None)
+        yield WhatIfPlan(name, recipe.summary, "other recipe", (recipe,), None)
 
 
-def _field_changes(baseline: Recipe) -> Iterator[Plan]:
+def _field_changes(baseline: Recipe) -> Iterator[WhatIfPlan]:
     for name, changes in _FIELD_CHANGES.items():
         if acting := [change for change in changes if change.acts_on(baseline)]:
             yield _changed(name, baseline, acting, "mitigation")
@@ -216,18 +216,18 @@ def _field_changes(baseline: Recipe) -> Iterator[Plan]:
         if CAST_ROW_SUM.acts_on(baseline):
             yield _changed("cast-row-sum", baseline, [CAST_ROW_SUM], "mitigation")
         else:
-            fp32_sum = Change("l sums the fp32 P_bar", {"row_sum_of": "fp32-probs"}, _FREE)
+            fp32_sum = RecipeChange("l sums the fp32 P_bar", {"row_sum_of": "fp32-probs"}, _FREE)
             yield _changed("fp32-row-sum", baseline, [fp32_sum], "mitigation")
 
 
-def _mixes(baseline: Recipe) -> Iterator[Plan]:
+def _mixes(baseline: Recipe) -> Iterator[WhatIfPlan]:
     """Forward and backward recomputing P from scores that are rounded differently, or no longer so."""
     if baseline.scores != "fp32":
         if baseline.backward_scores == "fp32":
             yield _changed("same-scores", baseline, [SAME_SCORES], "mitigation")
         else:
             words = "the forward's scores as they are, the backward recomputes P from fp32 scores"
-            change = Change(words, {"backward_scores": "fp32"}, _FREE)
+            change = RecipeChange(words, {"backward_scores": "fp32"}, _FREE)
             yield _changed("backward-fp32-scores", baseline, [change], "mix")
         return
     fmt = base(baseline.input)
@@ -237,27 +237,27 @@ def _mixes(baseline: Recipe) -> Iterator[Plan]:
         ("coarse-forward-scores", "fp32", "fp32 scores"),
         ("coarse-scores", "as-forward", "the same rounded scores"),
     ):
-        change = Change(f"{words} {rest}", {**coarse, "backward_scores": scores}, _FREE)
+        change = RecipeChange(f"{words} {rest}", {**coarse, "backward_scores": scores}, _FREE)
         yield _changed(name, baseline, [change], "mix")
 
 
-def _rules(baseline: Recipe, keys: int, score_unit: float, betas: Iterable[float]) -> Iterator[Plan]:
+def _rules(baseline: Recipe, keys: int, score_unit: float, betas: Iterable[float]) -> Iterator[WhatIfPlan]:
     if baseline.softmax.kind != "safe":
-        safe = Change("the running maximum itself is subtracted", {"softmax": SoftmaxRule()}, _FREE)
+        safe = RecipeChange("the running maximum itself is subtracted", {"softmax": SoftmaxRule()}, _FREE)
         yield _changed("safe-softmax", baseline, [safe], "mitigation")
     if baseline.softmax.kind != "stale" and baseline.schedule.key_tile < keys:
         words = f"the old maximum is kept until P_bar would exceed 2^{STALE_LOG2}"
         saved = Price(words="saves most rescalings of O's accumulator")
         yield _changed(
-            "stale-maximum", baseline, [Change(words, {"softmax": stale_rule(score_unit)}, saved)], "mitigation"
+            "stale-maximum", baseline, [RecipeChange(words, {"softmax": stale_rule(score_unit)}, saved)], "mitigation"
         )
     for beta in betas:
         words = f"a repeated maximum r > 0 is replaced by {beta:g} r"
-        change = Change(words, {"softmax": stabilised_rule(beta, score_unit)}, _STABILISED_PRICE)
+        change = RecipeChange(words, {"softmax": stabilised_rule(beta, score_unit)}, _STABILISED_PRICE)
         yield _changed(f"stabilised-{beta:g}", baseline, [change], "mitigation")
 
 
-def _orders(baseline: Recipe, keys: int) -> Iterator[Plan]:
+def _orders(baseline: Recipe, keys: int) -> Iterator[WhatIfPlan]:
     schedule = baseline.schedule
     for order in ("ascending", "descending", "diagonal-first") if schedule.key_tile < keys else ():
         yield _scheduled(f"order-{order}", baseline, replace(schedule, order=order), f"key ranges {order}")
@@ -269,7 +269,7 @@ def _orders(baseline: Recipe, keys: int) -> Iterator[Plan]:
         yield _scheduled(f"tile-{tile}", baseline, replace(schedule, key_tile=tile), f"{tile} keys a range")
 
 
-def _random(baseline: Recipe, seeds: int) -> Iterator[Plan]:
+def _random(baseline: Recipe, seeds: int) -> Iterator[WhatIfPlan]:
     """Stochastic rounding where O, or P_bar, is rounded to nearest."""
     for name, site, words, price in (
         ("stochastic-o", "out", "O", _RANDOM_O_PRICE),
@@ -279,20 +279,22 @@ def _random(baseline: Recipe, seeds: int) -> Iterator[Plan]:
         if seeds and fmt not in ("fp32", "fp64") and ":" not in fmt:
             change: dict[str, Any] = {site: f"{fmt}:stochastic"}
             recipes = tuple(replace(baseline, name=name, seed=seed, **change) for seed in range(seeds))
-            yield Plan(name, f"{words} rounded stochastically (mean of {seeds} seeds)", "mitigation", recipes, price)
+            yield WhatIfPlan(
+                name, f"{words} rounded stochastically (mean of {seeds} seeds)", "mitigation", recipes, price
+            )
 
 
-def _changed(name: str, baseline: Recipe, changes: Sequence[Change], kind: Kind) -> Plan:
+def _changed(name: str, baseline: Recipe, changes: Sequence[RecipeChange], kind: Kind) -> WhatIfPlan:
     recipe, price = baseline, Price()
     for change in changes:
         recipe = change.apply(recipe)
         price = price if change.price.words in price.words.split("; ") else price + change.price
     words = "; ".join(change.words for change in changes)
-    return Plan(name, words, kind, (replace(recipe, name=name, summary=words),), price)
+    return WhatIfPlan(name, words, kind, (replace(recipe, name=name, summary=words),), price)
 
 
-def _scheduled(name: str, baseline: Recipe, schedule: Schedule, words: str) -> Plan:
-    return _changed(name, baseline, [Change(words, {"schedule": schedule}, Price(words="none"))], "mitigation")
+def _scheduled(name: str, baseline: Recipe, schedule: Schedule, words: str) -> WhatIfPlan:
+    return _changed(name, baseline, [RecipeChange(words, {"schedule": schedule}, Price(words="none"))], "mitigation")
 
 
 def _shown(recipe: Recipe, name: str) -> str:

@@ -18,8 +18,8 @@ from attn_diag.analyses.mitigation.mitigations import (
     BETAS,
     PRODUCTS,
     SEEDS,
-    Plan,
     Price,
+    WhatIfPlan,
     changed_fields,
     content,
     plans,
@@ -30,10 +30,10 @@ from attn_diag.analyses.mitigation.words import summarise
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_assumptions
-from attn_diag.head.baseline import find_baseline, observation_with_o
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.projection import HeadProjection, find_projection
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head
+from attn_diag.head.recipe.baseline import find_baseline, observation_with_o
 from attn_diag.head.signed_errors import by_cell, of_rows
 from attn_diag.head.truth import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
 from attn_diag.kernels import Recipe
@@ -155,16 +155,16 @@ class _Bench:
         self._parallel = truth.head.q.device.type == "cpu"
         self._acting: dict[object, RepeatedMaxima] = {}
 
-    def run(self, baseline: Recipe, wanted: list[Plan], clips: list[float], max_logit: float) -> list[_Found]:
+    def run(self, baseline: Recipe, wanted: list[WhatIfPlan], clips: list[float], max_logit: float) -> list[_Found]:
         """The baseline first, then the plans, then QK-clip."""
-        started = Plan("baseline", baseline.summary, "mitigation", (baseline,), None)
+        started = WhatIfPlan("baseline", baseline.summary, "mitigation", (baseline,), None)
         everything = [started, *wanted]
         recipes = {content(r): r for plan in everything for r in plan.recipes}
         twins = {content(twin): twin for twin in (exact_twin(plan.recipes[0]) for plan in everything)}
         self.counter.total = len(self.truth.head.q) * (len(recipes) + len(twins) + 3 * len(clips))
         errors = self._measure(self.truth, recipes | twins)
 
-        def judged(plan: Plan) -> _Found:
+        def judged(plan: WhatIfPlan) -> _Found:
             return self._found(plan, baseline, errors)
 
         found = list(map_in_order(judged, everything, parallel=self._parallel))
@@ -202,7 +202,7 @@ class _Bench:
             for key, errors in zip(keys, part, strict=True)
         }  # fmt: skip
 
-    def _found(self, plan: Plan, baseline: Recipe, errors: dict[str, VariantErrors]) -> _Found:
+    def _found(self, plan: WhatIfPlan, baseline: Recipe, errors: dict[str, VariantErrors]) -> _Found:
         recipe = plan.recipes[0]
         runs = [errors[content(r)] for r in plan.recipes]
         exact = errors[content(exact_twin(recipe))]
@@ -212,7 +212,7 @@ class _Bench:
         return _Found(self._candidate(plan, baseline, self.truth, runs, equivalence), plan.price)
 
     def _candidate(
-        self, plan: Plan, baseline: Recipe, truth: HeadTruth, runs: list[VariantErrors], equivalence: Equivalence
+        self, plan: WhatIfPlan, baseline: Recipe, truth: HeadTruth, runs: list[VariantErrors], equivalence: Equivalence
     ) -> Candidate:
         relative = [Errors(**run.relative(truth)) for run in runs]
         price = plan.price
@@ -243,7 +243,7 @@ class _Bench:
         (errors,) = measure_variants(clipped, [baseline], self.counter.add, delta_cells=True)
         words = f"q and k scaled by {factor:.3g} each, so that the largest score ({max_logit:.4g}) becomes {tau:g}"
         price = Price(words="none in attention: W_q and W_k are scaled after the optimiser's step")
-        plan = Plan(f"qk-clip-{tau:g}", words, "clip", (baseline,), price)
+        plan = WhatIfPlan(f"qk-clip-{tau:g}", words, "clip", (baseline,), price)
         difference = float(change.norm() / original.reference.out[rows].norm())
         reason = f"a change of the model: O itself changes by {100 * difference:.2g} %"
         equivalence = Equivalence("changes the model", o=difference, reason=reason)
@@ -440,7 +440,7 @@ def _clip_thresholds(inputs: HeadInputs, max_logit: float, notes: list[str]) -> 
     return [tau for tau in CLIP_THRESHOLDS if max_logit > tau]
 
 
-def _select(wanted: list[Plan], clips: list[float], only: Sequence[str]) -> tuple[list[Plan], list[float]]:
+def _select(wanted: list[WhatIfPlan], clips: list[float], only: Sequence[str]) -> tuple[list[WhatIfPlan], list[float]]:
     """What ``only`` names, or everything."""
     if not only:
         return wanted, clips

@@ -14,7 +14,7 @@ from attn_diag.results.paper import FeatureProducts
 
 
 @dataclass
-class FeatureSums:
+class FeatureProductSums:
     """Sums over the rows of a step, by feature [Dv], and its worst row so far."""
 
     rows: int = 0

@@ -7,16 +7,16 @@ from itertools import pairwise
 
 import torch
 
-from attn_diag.analyses.inspection.capture_job import Selection
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.microscopy.microscope import microscope
 from attn_diag.analyses.paper.atoms import StepRecord, figure_4, shares
-from attn_diag.analyses.paper.features import FeatureSums
+from attn_diag.analyses.paper.features import FeatureProductSums
 from attn_diag.analyses.paper.rows import HeadReader
 from attn_diag.analyses.paper.survey import HeadAtStep, HeadKey, Survey, choose
 from attn_diag.analyses.paper.weights import NormSeries
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.merge import merged_over_ranks
+from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.results.paper import (
@@ -152,7 +152,7 @@ class _Work:
             self.missing |= dict.fromkeys(("atoms", "features"), reason)
             return None, None
         records: list[StepRecord] = []
-        features, of_step, note = FeatureSums(), StepRecord(None), None
+        features, of_step, note = FeatureProductSums(), StepRecord(None), None
         for done, entry in enumerate(entries, 1):
             capture = self.captures[entry.capture]
             reader = HeadReader(capture, entry.key.observation, _local(entry, capture), self.where)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.head.pullback.jacobian import HeadRows, Norm, Pullback, normalise
+from attn_diag.head.pullback.jacobian import MapRows, Norm, Pullback, normalise
 from attn_diag.head.pullback.rotation import Pairs, Rotation, partner_by_modulus
 from attn_diag.head.pullback.rounding import Formats, backward_variance, forward_variance
 
@@ -109,7 +109,7 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Fit:
+class MapFit:
     """One kind of map as measured in one sequence: what its heads share. ``gain`` [D] without a norm, else None."""
 
     kind: Kind
@@ -130,7 +130,7 @@ class Fit:
             return None
         return Pullback("none", self.rotation, self.gain, *(self.gain.new_zeros(0) for _ in range(3)))
 
-    def of_head(self, head: HeadRows) -> Pullback:
+    def of_head(self, head: MapRows) -> Pullback:
         """The map of one head; with a norm its g and b are measured on the head itself."""
         unit, size = normalise(head.y, self.kind.norm)
         gain, bias = self.gain, torch.zeros_like(unit[0])
@@ -142,7 +142,7 @@ class Fit:
             bias = difference.sum(0) / kept.sum(0).clamp(min=1)
         return Pullback(self.kind.norm, self.rotation, gain, bias, unit, size)
 
-    def verify(self, head: HeadRows, formats: Formats) -> Verified:
+    def verify(self, head: MapRows, formats: Formats) -> Verified:
         """Test both passes in one head."""
         pullback, kept = self.of_head(head), self._kept(head)
         z, rows = pullback.unrotate(head.q), float(head.usable.sum())
@@ -174,23 +174,23 @@ class Fit:
     def _unrotate(self, values: Tensor) -> Tensor:
         return values if self.rotation is None else self.rotation.back(values)
 
-    def _kept(self, head: HeadRows) -> Tensor:
+    def _kept(self, head: MapRows) -> Tensor:
         """Elements of the forward that can be compared, [T, D]: of usable rows, with a known angle."""
         kept = head.usable[:, None].expand_as(head.q)
         return kept if self.rotation is None else kept & self.rotation.known(head.q)
 
 
-def bias_alone(head_dim: int, device: torch.device) -> Fit:
+def bias_alone(head_dim: int, device: torch.device) -> MapFit:
     """q = y + b: what can be seen without dq_pre."""
-    return Fit(Kind("none", False), None, torch.ones(head_dim, dtype=torch.float64, device=device))
+    return MapFit(Kind("none", False), None, torch.ones(head_dim, dtype=torch.float64, device=device))
 
 
-def measure(kind: Kind, heads: Sequence[HeadRows], formats: Formats) -> Fit:
+def measure(kind: Kind, heads: Sequence[MapRows], formats: Formats) -> MapFit:
     """Measure a map of this kind on some heads of one sequence, with dq and dq_pre, at least one of them not 0."""
     if kind.norm == "none":
         return _measure_backward(kind, heads, formats)
     if not kind.rotated:
-        return Fit(kind, None, None)
+        return MapFit(kind, None, None)
     units = [normalise(head.y, kind.norm)[0] for head in heads]
     pairs = Pairs.of_partner(_partner_by_fit(heads, units, kind.norm), heads[0].q.shape[1])
     z = []
@@ -198,17 +198,17 @@ def measure(kind: Kind, heads: Sequence[HeadRows], formats: Formats) -> Fit:
         gain, bias = _gain(head, unit, kind, pairs)
         z.append(gain * unit + bias)
     rotation = Rotation.measure(pairs, z, [head.q for head in heads])
-    fit = Fit(kind, rotation, None)
+    fit = MapFit(kind, rotation, None)
     noise = [forward_variance(fit.of_head(head), head, formats.working) for head in heads]
     return replace(fit, rotation=Rotation.measure(pairs, z, [head.q for head in heads], noise))
 
 
-def _measure_backward(kind: Kind, heads: Sequence[HeadRows], formats: Formats) -> Fit:
+def _measure_backward(kind: Kind, heads: Sequence[MapRows], formats: Formats) -> MapFit:
     before = [head.dq for head in heads if head.dq is not None]
     after = [head.dq_pre for head in heads if head.dq_pre is not None]
     gain = torch.ones_like(before[0][0])
     if not kind.rotated:
-        return Fit(kind, None, gain * (_dot(before, after) / _dot(before, before)))
+        return MapFit(kind, None, gain * (_dot(before, after) / _dot(before, before)))
     pairs = Pairs.of_partner(partner_by_modulus(before, after), len(gain))
     # A scaled rotary embedding may carry a factor (YaRN), which features that do not turn lack.
     turning, rest = slice(0, pairs.features), slice(pairs.features, None)
@@ -218,7 +218,7 @@ def _measure_backward(kind: Kind, heads: Sequence[HeadRows], formats: Formats) -
             turned = math.sqrt(_dot(found, found) * squares)
             gain[place] = (turned if place == turning else _dot(given, found)) / squares
     # dq_pre is dq turned back: what is measured is R^T.
-    fit = Fit(kind, Rotation.measure(pairs, before, after).inverse(), gain)
+    fit = MapFit(kind, Rotation.measure(pairs, before, after).inverse(), gain)
     noise = [backward_variance(fit.of_head(head), head, formats) for head in heads]
     rotation = Rotation.measure(pairs, before, after, noise).inverse()
     if bool(rotation.seen.all()):
@@ -229,7 +229,7 @@ def _measure_backward(kind: Kind, heads: Sequence[HeadRows], formats: Formats) -
     return replace(fit, rotation=rotation.filled_from(forward))
 
 
-def _gain(head: HeadRows, unit: Tensor, kind: Kind, pairs: Pairs | None) -> tuple[Tensor, Tensor]:
+def _gain(head: MapRows, unit: Tensor, kind: Kind, pairs: Pairs | None) -> tuple[Tensor, Tensor]:
     """g and b [D] of q = R (g o u + b), by least squares over the rows.
 
     In features that turn only the modulus is known before R is: |q|^2 is linear in the squares of g and, with a bias,
@@ -248,7 +248,7 @@ def _gain(head: HeadRows, unit: Tensor, kind: Kind, pairs: Pairs | None) -> tupl
     return gain, bias
 
 
-def _partner_by_fit(heads: Iterable[HeadRows], units: Iterable[Tensor], norm: Norm) -> int:
+def _partner_by_fit(heads: Iterable[MapRows], units: Iterable[Tensor], norm: Norm) -> int:
     """The feature that turns with feature 0: with the right one |q|^2 follows from u; see ``partner_by_modulus``."""
     wrong: Tensor | None = None
     for head, unit in zip(heads, units, strict=True):

@@ -26,7 +26,7 @@ Norm = Literal["none", "rms", "layer"]
 
 
 @dataclass
-class HeadRows:
+class MapRows:
     """One head of one sequence: what goes into the map and comes out of it, forward and backward; [T, D] float64.
 
     ``y`` = x w_q^T recomputed; ``y_variance``: squares of what it may be off the model's own y before that is rounded.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.head.pullback.jacobian import HeadRows, Pullback
+from attn_diag.head.pullback.jacobian import MapRows, Pullback
 from attn_diag.head.pullback.rotation import half_ulp_square
 from attn_diag.reference import FloatFormat, format_of
 
@@ -46,7 +46,7 @@ def product_variance(x: Tensor, w: Tensor, working: FloatFormat, given: tuple[to
     return variance
 
 
-def forward_variance(pullback: Pullback, head: HeadRows, working: FloatFormat) -> Tensor:
+def forward_variance(pullback: Pullback, head: MapRows, working: FloatFormat) -> Tensor:
     """Squares of the largest errors of R^T q - (g o n(y) + b), [T, D]; those of R's angles are left out."""
     z = pullback.unrotate(head.q)
     # n(y) or y + b, then g: two roundings of about z's size.
@@ -56,7 +56,7 @@ def forward_variance(pullback: Pullback, head: HeadRows, working: FloatFormat) -
     return variance
 
 
-def backward_variance(pullback: Pullback, head: HeadRows, formats: Formats) -> Tensor:
+def backward_variance(pullback: Pullback, head: MapRows, formats: Formats) -> Tensor:
     """Squares of the largest errors of dq_pre - J^T dq, [T, D]; those of R's angles are left out."""
     assert head.dq is not None
     working = formats.working
@@ -81,5 +81,5 @@ def backward_variance(pullback: Pullback, head: HeadRows, formats: Formats) -> T
     return variance + half_ulp_square(pulled, working) + half_ulp_square(pulled, formats.dq_pre)
 
 
-def _y_variance(head: HeadRows, working: FloatFormat) -> Tensor:
+def _y_variance(head: MapRows, working: FloatFormat) -> Tensor:
     return head.y_variance + half_ulp_square(head.y, working)

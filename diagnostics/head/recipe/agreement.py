@@ -38,10 +38,10 @@ class Match:
         rows = self.equal.double().mean(1)
         return float(rows.std() / math.sqrt(len(rows))) if len(rows) > 1 else None
 
-    def compare(self, other: Match) -> Comparison:
+    def compare(self, other: Match) -> BitComparison:
         """Where the two differ, and how likely that is if ``other`` is in truth right as often."""
         difference = (self.equal.sum(1) - other.equal.sum(1))[(self.equal != other.equal).any(1)]
-        return Comparison(
+        return BitComparison(
             won=int((self.equal & ~other.equal).sum()),
             lost=int((other.equal & ~self.equal).sum()),
             rows=len(difference),
@@ -50,7 +50,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BitComparison:
     """Two recipes on the same elements: those that only one reproduces (``won``) or only the other (``lost``).
 
     ``rows``: rows in which there are such elements. ``p_value``: McNemar's test clustered by row, one-sided, of "the

@@ -42,7 +42,7 @@ class Trial:
 
 
 @dataclass
-class Subject:
+class SearchedHead:
     """One head of an observation, to be compared: ``observed`` [Tq, Dv] as stored, on the device of the inputs."""
 
     inputs: HeadInputs
@@ -71,7 +71,9 @@ class Subject:
         return trials
 
 
-def read_subject(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> Subject | None:
+def read_subject(
+    capture: Capture, observation: str, batch: int, head: int, device: torch.device
+) -> SearchedHead | None:
     """One head of an observation; None where O is missing, or inputs or O are in a format that no recipe covers."""
     fmt = FORMATS.get(capture.tensors["q"].dtype)
     observed = capture.read(capture.key(observation, "o"), batch, head)
@@ -80,10 +82,10 @@ def read_subject(capture: Capture, observation: str, batch: int, head: int, devi
     # Chosen rows do not tell which query block each was in.
     diagonal = capture.metadata.causal != "none" and "q_positions" not in capture.tensors
     inputs = read_head(capture, batch, head, device, NonFiniteCensus())
-    return Subject(inputs, observed.to(device), fmt, diagonal)
+    return SearchedHead(inputs, observed.to(device), fmt, diagonal)
 
 
-def known(subject: Subject) -> list[Recipe]:
+def known(subject: SearchedHead) -> list[Recipe]:
     """The presets that can be told for this subject."""
     recipes, keys = known_recipes(subject.fmt, subject.head_dim), len(subject.inputs.head.k)
     # A split that holds all keys is none.
@@ -105,7 +107,7 @@ def ranked(trials: list[Trial], head_dim: int) -> list[Trial]:
     )
 
 
-def search(subject: Subject, coarse_rows: Tensor, final_rows: Tensor) -> tuple[list[Trial], int]:
+def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tuple[list[Trial], int]:
     """The finalists on the final rows, best first, and how many recipes were tried altogether.
 
     First the presets' rounding sites; where none of them fits, every mixture of these.
@@ -122,7 +124,7 @@ def search(subject: Subject, coarse_rows: Tensor, final_rows: Tensor) -> tuple[l
 
 
 def _tried(
-    subject: Subject, coarse_rows: Tensor, final_rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]
+    subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]
 ) -> tuple[list[Trial], int]:
     """Every schedule on a few rows, with the rounding sites that look best in two of them, and those of ``always``; the
     leaders, and the presets, on more rows; then other exponentials and row sums around the leaders."""
@@ -139,7 +141,7 @@ def _tried(
     return ranked([*final, *subject.run(others, final_rows)], d), len(tried | dict.fromkeys(others))
 
 
-def _coarse(subject: Subject, rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]) -> list[Recipe]:
+def _coarse(subject: SearchedHead, rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]) -> list[Recipe]:
     every = schedules(len(subject.inputs.head.k), diagonal=subject.diagonal)
     # Rounding sites show in any schedule, most with few ranges.
     probes = {recipe: [replace(recipe, schedule=s) for s in (every[0], recipe.schedule)] for recipe in found}

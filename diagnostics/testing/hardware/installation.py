@@ -24,7 +24,7 @@ from attn_diag.reference import (
     round_nearest_even,
 )
 from attn_diag.reference.rounding_table import RoundingTable
-from attn_diag.results.selftest import Check, Installation
+from attn_diag.results.selftest import Installation, InstallationCheck
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _DIGITS = 50
@@ -45,7 +45,7 @@ def check_installation() -> Installation:
 def rounding_checks(
     reference: Callable[[Tensor, FloatFormat], Tensor] = round_nearest_even,
     site: Callable[[Tensor, formats.Rounding | None], Tensor] = formats.round_to,
-) -> Iterator[Check]:
+) -> Iterator[InstallationCheck]:
     """Both rounding functions, and torch's own cast from fp32, against tables of all numbers of each format."""
     for name, dtype in _FORMATS.items():
         fmt = formats.parse(name)
@@ -55,16 +55,16 @@ def rounding_checks(
         x = _around(table.numbers)
         expected = table.bracket(x).round("nearest-even")
         wrong = _different(reference(x, format_of(dtype)), expected) + _different(site(x, fmt), expected)
-        yield Check(f"float64 to {name}, nearest-even", wrong, "wrong", 0, 2 * len(x))
+        yield InstallationCheck(f"float64 to {name}, nearest-even", wrong, "wrong", 0, 2 * len(x))
         single = x.float()
         exact = (single.double() == x) & expected.isfinite() & (expected.abs() < format_of(dtype).largest)
         wrong = _different(single.to(dtype).double()[exact], expected[exact])
-        yield Check(f"torch's cast of fp32 to {name}", wrong, "wrong", 0, int(exact.sum()))
+        yield InstallationCheck(f"torch's cast of fp32 to {name}", wrong, "wrong", 0, int(exact.sum()))
 
 
 def function_checks(
     exp: Callable[[Tensor], Tensor] = torch.exp, log: Callable[[Tensor], Tensor] = torch.log
-) -> Iterator[Check]:
+) -> Iterator[InstallationCheck]:
     """float64's exp and log against mpmath, on arguments that attention meets.
 
     Limit: 2 ulp. The references' bounds count on no more.
@@ -84,10 +84,12 @@ def function_checks(
                 true = truth(mpmath.mpf(value))
                 error = abs(mpmath.mpf(got) - true) / math.ulp(float(true))
                 worst = max(worst, float(error)) if error == error else math.nan
-            yield Check(f"float64 {name}, largest error", worst, "ulp", 2.0, len(x))
+            yield InstallationCheck(f"float64 {name}, largest error", worst, "ulp", 2.0, len(x))
 
 
-def attention_checks(reference: Callable[[AttentionHead], HeadReference] = reference_head) -> Iterator[Check]:
+def attention_checks(
+    reference: Callable[[AttentionHead], HeadReference] = reference_head,
+) -> Iterator[InstallationCheck]:
     """The float64 reference of a small causal head against the oracle; errors in units of their proven bounds."""
     from attn_diag.reference.certify import OUTPUTS, check_rows
 
@@ -99,13 +101,13 @@ def attention_checks(reference: Callable[[AttentionHead], HeadReference] = refer
     found = check_rows(head, reference(head), bounds, range(len(q)))
     for output in OUTPUTS:
         worst = max(row.outputs[output].ratio for row in found)
-        yield Check(f"reference {output} of a causal head", worst, "of its bound", 1.0, len(found))
+        yield InstallationCheck(f"reference {output} of a causal head", worst, "of its bound", 1.0, len(found))
 
 
 def sum_checks(
     matmul: Callable[[Tensor, Tensor], Tensor] = tensor_core_matmul,
     exact: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
-) -> Iterator[Check]:
+) -> Iterator[InstallationCheck]:
     """Sums whose results are known: a Hopper tensor core's, and float64 ones of BF16 products, exact here."""
     known = [
         ([1.0, 2.0**-24], 1.0),
@@ -118,7 +120,7 @@ def sum_checks(
         float(matmul(torch.tensor([terms], dtype=torch.float64), torch.ones(len(terms), 1).double())) != value
         for terms, value in known
     )
-    yield Check("tensor-core sums that an H200 returned", wrong, "wrong", 0, len(known))
+    yield InstallationCheck("tensor-core sums that an H200 returned", wrong, "wrong", 0, len(known))
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(40, 64, generator=generator).bfloat16().double() for _ in range(2))
     a, b = (torch.where(x.abs() < 2.0**-8, 0.0, x) for x in (a, b))  # so that no sum needs more than 53 bits
@@ -128,10 +130,15 @@ def sum_checks(
         for row, results in zip(a.tolist(), got, strict=True)
         for column, value in zip(b.tolist(), results, strict=True)
     )
-    yield Check("float64 products of BF16 matrices", wrong, "wrong", 0, 1600)
+    yield InstallationCheck("float64 products of BF16 matrices", wrong, "wrong", 0, 1600)
 
 
-GROUPS: tuple[Callable[[], Iterator[Check]], ...] = (rounding_checks, function_checks, attention_checks, sum_checks)
+GROUPS: tuple[Callable[[], Iterator[InstallationCheck]], ...] = (
+    rounding_checks,
+    function_checks,
+    attention_checks,
+    sum_checks,
+)
 
 
 def _different(found: Tensor, expected: Tensor) -> int:

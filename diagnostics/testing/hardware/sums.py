@@ -46,7 +46,7 @@ _MODES: dict[Rounding, Mode] = {
 
 
 @dataclass(frozen=True)
-class Probe:
+class SumProbe:
     """One sum: products by position (each a number whose significand has a few bits), and the accumulator."""
 
     products: dict[int, float]
@@ -115,7 +115,7 @@ class _Unit:
         a, b = (x.to(self.device, self.dtype) for x in (a, b))
         return self.dot(a, b, c.to(self.device, torch.float32))
 
-    def run(self, probes: Sequence[Probe]) -> Tensor:
+    def run(self, probes: Sequence[SumProbe]) -> Tensor:
         """What each probe's sum comes out as, [P] float64."""
         results = []
         for start in range(0, len(probes), _BATCH):
@@ -152,7 +152,7 @@ def _block(unit: _Unit) -> int | None:
     for s in range(_LENGTH - 1):
         places = [j for j in range(_LENGTH) if j not in (s, s + 1)]
         big = 2.0**_BIG
-        found = unit.run([Probe({s: big, s + 1: -big, j: 2.0**_SMALLEST}) for j in places])
+        found = unit.run([SumProbe({s: big, s + 1: -big, j: 2.0**_SMALLEST}) for j in places])
         lost = (found != 2.0**_SMALLEST).tolist()
         swallowed.append([j for j, gone in zip(places, lost, strict=True) if gone])
     for n in range(1, _LENGTH // 2 + 1):
@@ -170,9 +170,9 @@ def _fraction_bits(unit: _Unit, notes: list[str]) -> int | None:
     big = 2.0**_BIG
     depths = range(1, _BIG - _SMALLEST + 1)
     small = [2.0 ** (_BIG - n) for n in depths]
-    as_product = unit.run([Probe({0: big, 1: -big, 2: x}) for x in small])
-    as_accumulator = unit.run([Probe({0: big, 1: -big}, x) for x in small])
-    beside_accumulator = unit.run([Probe({0: -big, 1: x}, big) for x in small])
+    as_product = unit.run([SumProbe({0: big, 1: -big, 2: x}) for x in small])
+    as_accumulator = unit.run([SumProbe({0: big, 1: -big}, x) for x in small])
+    beside_accumulator = unit.run([SumProbe({0: -big, 1: x}, big) for x in small])
     counts = {_leading(found.tolist(), small) for found in (as_product, as_accumulator, beside_accumulator)}
     if len(counts) > 1:
         notes.append(f"products and the running sum keep different numbers of bits: {sorted(counts)}")
@@ -194,8 +194,8 @@ def _alignment(unit: _Unit, bits: int) -> Rounding | None:
     big, quantum = 2.0**_BIG, 2.0 ** (_BIG - bits)
     steps = torch.tensor([sign * f for f in _FRACTIONS for sign in (1, -1)], dtype=torch.float64)
     terms = (steps * quantum).tolist()
-    as_product = unit.run([Probe({0: big, 1: -big, 2: x}) for x in terms])
-    as_accumulator = unit.run([Probe({0: big, 1: -big}, x) for x in terms])
+    as_product = unit.run([SumProbe({0: big, 1: -big, 2: x}) for x in terms])
+    as_accumulator = unit.run([SumProbe({0: big, 1: -big}, x) for x in terms])
     found = {rounding_of(steps, results / quantum) for results in (as_product, as_accumulator)}
     return found.pop() if len(found) == 1 else None
 
@@ -210,7 +210,7 @@ def _result(unit: _Unit) -> Rounding | None:
     probes = []
     for rest in rests:
         large = math.copysign(big, rest)
-        probes.append(Probe({0: large, 1: large, 2: large, 3: rest * ulp}, large))
+        probes.append(SumProbe({0: large, 1: large, 2: large, 3: rest * ulp}, large))
     steps = torch.tensor([math.copysign(2**23, rest) + rest for rest in rests], dtype=torch.float64)
     return rounding_of(steps, unit.run(probes) / ulp)
 

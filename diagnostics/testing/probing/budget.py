@@ -16,7 +16,7 @@ _FLUSHED = 2.0**-126
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ErrorBudget:
     """The largest |observed - reference| of a block's rows: of O [R, D], of L [R]. float64."""
 
     o: Tensor
@@ -25,7 +25,7 @@ class Bounds:
 
 def error_budget(
     head: AttentionHead, block: RowBlock, fmt: FloatFormat, out: FloatFormat, lse: FloatFormat
-) -> tuple[Bounds, Bounds]:
+) -> tuple[ErrorBudget, ErrorBudget]:
     """What every rounding may make, and what fp32 arithmetic alone may (P_bar uncast), of a block's rows.
 
     P_bar_j may change by the factors 1 +- u (its cast to ``fmt``, u half a spacing relative to its number),
@@ -51,7 +51,7 @@ def error_budget(
     logs = 4 * _FP32 * (block.row_max.abs() + block.row_sum.log())
     smallest = float(ulp(torch.zeros(1, dtype=torch.float64), fmt)) / 2
 
-    def bounds(casts: float, tiny: float, last: float) -> Bounds:
+    def bounds(casts: float, tiny: float, last: float) -> ErrorBudget:
         f = (casts * sums * shift.exp() - 1)[:, None]
         # Where f reaches 1 (scores of many thousands) nothing is promised.
         inner = torch.where(f < 1, f / (1 - f).clamp(min=1e-300) * reach, torch.inf)
@@ -60,7 +60,7 @@ def error_budget(
         o = inner + last * ulp((block.out.abs() + inner).clamp(max=out.largest), out)
         of_l = casts * sums - 1 + tiny * keys * inverse
         moved = shift - torch.log1p(-of_l.clamp(max=1.0)) + logs
-        return Bounds(o, moved + last * ulp((block.lse.abs() + moved).clamp(max=lse.largest), lse))
+        return ErrorBudget(o, moved + last * ulp((block.lse.abs() + moved).clamp(max=lse.largest), lse))
 
     return (
         bounds(1 + 2.0 ** -(fmt.precision + 1), max(smallest, _FLUSHED), 0.5),

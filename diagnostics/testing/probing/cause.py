@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attn_diag.results.probe import Direction, Finding
+    from attn_diag.results.probe import Direction, ProbeFinding
 
 # V is 1, or one key has nearly all of P: O_ref lies at, or next to, a number, where rounding is another than elsewhere.
 _AT_NUMBERS = ("ones", "one-hot")
@@ -16,7 +16,7 @@ _ALIKE = 2.0
 _FAR_BELOW = 0.1
 
 
-def of_own_rounding(findings: Sequence[Finding]) -> tuple[float, str] | None:
+def of_own_rounding(findings: Sequence[ProbeFinding]) -> tuple[float, str] | None:
     """The mean in ulp, and where it points, of a bias that every probe shows alike; None where they differ.
 
     l, P_bar and the sums differ from probe to probe, O's last rounding does not. Two probes at least beside the
@@ -37,7 +37,7 @@ def of_own_rounding(findings: Sequence[Finding]) -> tuple[float, str] | None:
     return None
 
 
-def normaliser_words(findings: Sequence[Finding], level: float) -> list[str]:
+def normaliser_words(findings: Sequence[ProbeFinding], level: float) -> list[str]:
     """Whether the row sum matches the weights that multiply V, where the normaliser probes show it.
 
     A mismatch biases every one of them, to the predicted side, unlike "constant-rows" and "ramp".
@@ -67,7 +67,7 @@ def normaliser_words(findings: Sequence[Finding], level: float) -> list[str]:
     return [words]
 
 
-def shows_mismatch(findings: Sequence[Finding]) -> bool:
+def shows_mismatch(findings: Sequence[ProbeFinding]) -> bool:
     """Whether every normaliser probe that ran is biased as a mismatch of l biases it, and other probes are not."""
     known = [f for f in findings if f.predicted is not None]
     if not known or not all("biased" in f.labels and "broken" not in f.labels and _to_its_side(f) for f in known):
@@ -77,7 +77,7 @@ def shows_mismatch(findings: Sequence[Finding]) -> bool:
     return not any(m is not None and o is not None and _alike([m, o]) for m in elsewhere for o in own)
 
 
-def relative_words(found: Finding) -> str:
+def relative_words(found: ProbeFinding) -> str:
     """A relative defect with its interval."""
     if found.relative is None:
         return "unknown"
@@ -86,19 +86,19 @@ def relative_words(found: Finding) -> str:
     return f"{found.relative:+.3g} ({found.relative_ci[0]:+.3g} to {found.relative_ci[1]:+.3g})"
 
 
-def matches_prediction(found: Finding) -> bool:
+def matches_prediction(found: ProbeFinding) -> bool:
     """Whether the predicted relative error lies in the measured interval."""
     if found.relative_ci is None or found.predicted is None:
         return False
     return found.relative_ci[0] <= found.predicted <= found.relative_ci[1]
 
 
-def _to_its_side(found: Finding) -> bool:
+def _to_its_side(found: ProbeFinding) -> bool:
     predicted, relative = found.predicted or 0.0, found.relative or 0.0
     return relative * predicted > 0 and abs(relative) >= _FAR_BELOW * abs(predicted)
 
 
-def _biased_mean(found: Finding, direction: Direction) -> float | None:
+def _biased_mean(found: ProbeFinding, direction: Direction) -> float | None:
     """The mean in ulp of a biased test; of a positive O the one test serves both directions."""
     tests = {t.direction: t for t in found.tests}
     test = tests.get(direction, found.tests[0] if len(found.tests) == 1 else None)
@@ -110,5 +110,5 @@ def _alike(means: Sequence[float]) -> bool:
     return len({m > 0 for m in means}) == 1 and max(sizes) < _ALIKE * min(sizes)
 
 
-def _rounds(found: Finding) -> str:
+def _rounds(found: ProbeFinding) -> str:
     return "casts down" if (found.predicted or 0.0) < 0 else "casts up"

@@ -56,7 +56,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Case:
+class ProbeCase:
     """Inputs in the kernel's dtype on the CPU: q, k [B, H, T, D], and one or more V for the same q and k.
 
     ``predicted`` [T]: relative error of O's rows where l sums P_bar before its cast and P_bar V takes it after.
@@ -68,15 +68,15 @@ class Case:
     predicted: Tensor | None = None
 
 
-Builder = Callable[[Draw], Case]
+Builder = Callable[[Draw], ProbeCase]
 
 
-def normal(draw: Draw) -> Case:
+def normal(draw: Draw) -> ProbeCase:
     """q, k, v from N(0,1)."""
     return _case(draw, draw.normal(), draw.normal(), draw.normal())
 
 
-def ones(draw: Draw) -> Case:
+def ones(draw: Draw) -> ProbeCase:
     """V == 1: O is 1.
 
     Below 1 the spacing is half of that above: of unbiased noise in P beyond a quarter of a spacing, nearest-even
@@ -85,7 +85,7 @@ def ones(draw: Draw) -> Case:
     return _case(draw, draw.normal(), draw.normal(), torch.ones_like(draw.normal()))
 
 
-def unit_vectors(draw: Draw) -> Case:
+def unit_vectors(draw: Draw) -> ProbeCase:
     """V = e_j: a column of O is a column of P. Key j shows in feature j // c of call j mod c, c = ceil(T / D)."""
     keys = torch.arange(draw.length)
     share = -(-draw.length // draw.head_dim)
@@ -98,26 +98,26 @@ def unit_vectors(draw: Draw) -> Case:
     return _case(draw, q, k, *values)
 
 
-def ramp(draw: Draw) -> Case:
+def ramp(draw: Draw) -> ProbeCase:
     """V grows linearly with the key index, with a slope of its own in every feature."""
     slope = 1 + torch.arange(draw.head_dim) / draw.head_dim
     rise = torch.arange(1, draw.length + 1)[:, None] / draw.length * slope
     return _case(draw, draw.normal(), draw.normal(), rise.expand_as(draw.normal()))
 
 
-def constant_rows(draw: Draw) -> Case:
+def constant_rows(draw: Draw) -> ProbeCase:
     """All keys equal: P is uniform, every P_bar 1, O the mean of the visible V."""
     q = draw.normal()
     return _case(draw, q, draw.normal(1).expand_as(q), draw.normal())
 
 
-def one_hot_rows(draw: Draw) -> Case:
+def one_hot_rows(draw: Draw) -> ProbeCase:
     """Every row's own random key leads by tens: O is that key's V."""
     k = draw.normal()
     return _case(draw, _pick(k, draw.visible_key()) * _for_score(draw, 80.0), k, draw.normal())
 
 
-def duplicate_keys(draw: Draw) -> Case:
+def duplicate_keys(draw: Draw) -> ProbeCase:
     """Keys come in equal pairs anywhere in the row; the largest score is tied ("pair" inputs).
 
     The others' few per cent move O by many spacings off the mean of two V, which is a tie of its rounding.
@@ -135,7 +135,7 @@ def duplicate_keys(draw: Draw) -> Case:
     return _case(draw, _pick(k, key) * _for_score(draw, math.log(draw.length) + 2.5), k, draw.normal())
 
 
-def sinks(draw: Draw) -> Case:
+def sinks(draw: Draw) -> ProbeCase:
     """The first key takes about nine tenths of every row."""
     q, k = draw.normal(), draw.normal()
     q[..., 0], k[..., 0] = 4.0, 0.0
@@ -144,7 +144,7 @@ def sinks(draw: Draw) -> Case:
     return _case(draw, q, k, draw.normal())
 
 
-def long_tails(draw: Draw) -> Case:
+def long_tails(draw: Draw) -> ProbeCase:
     """One key in 64 leads by 4 to 8 and has V = 0: O is what the many small P of the others carry."""
     q, k = draw.normal() / 2, draw.normal()
     top = torch.arange(draw.length) % _TAIL_BLOCK == 0
@@ -156,7 +156,7 @@ def long_tails(draw: Draw) -> Case:
     return _case(draw, q, k, v)
 
 
-def outliers(draw: Draw) -> Case:
+def outliers(draw: Draw) -> ProbeCase:
     """q, k, v from N(0,1) + N(0,100) Bernoulli(0.001) (FlashAttention-3, arXiv 2407.08608, section 4.3)."""
 
     def drawn() -> Tensor:
@@ -166,17 +166,17 @@ def outliers(draw: Draw) -> Case:
     return _case(draw, drawn(), drawn(), drawn())
 
 
-def normaliser_up(draw: Draw) -> Case:
+def normaliser_up(draw: Draw) -> ProbeCase:
     """Below the maximum every P_bar is one x that its cast makes larger; V near a constant."""
     return _normaliser(draw, 1)
 
 
-def normaliser_down(draw: Draw) -> Case:
+def normaliser_down(draw: Draw) -> ProbeCase:
     """Below the maximum every P_bar is one x that its cast makes smaller; V near a constant."""
     return _normaliser(draw, -1)
 
 
-def _normaliser(draw: Draw, sign: int) -> Case:
+def _normaliser(draw: Draw, sign: int) -> ProbeCase:
     """Weights that a cast moves all one way, times a V that shows a shift of less than half a spacing.
 
     With V = c, where c has the output's format, O = c hides every normaliser that is off by less than half a spacing.
@@ -248,6 +248,6 @@ def cast_inputs(draw: Draw, *tensors: Tensor) -> tuple[Tensor, ...]:
     return cast
 
 
-def _case(draw: Draw, q: Tensor, k: Tensor, *values: Tensor, predicted: Tensor | None = None) -> Case:
+def _case(draw: Draw, q: Tensor, k: Tensor, *values: Tensor, predicted: Tensor | None = None) -> ProbeCase:
     q, k, *values_cast = cast_inputs(draw, q, k, *values)
-    return Case(q, k, tuple(values_cast), predicted)
+    return ProbeCase(q, k, tuple(values_cast), predicted)

@@ -25,7 +25,7 @@ from attn_diag.results.probe import Direction, SignedTest
 from attn_diag.statistics.means import SignedErrors, estimate_bias
 from attn_diag.statistics.welch import confidence, p_beyond
 from attn_diag.testing.probing.budget import error_budget
-from attn_diag.testing.probing.inputs import Case
+from attn_diag.testing.probing.inputs import ProbeCase
 from attn_diag.testing.probing.lse import LseErrors
 from attn_diag.testing.probing.subject import Output
 from attn_diag.work import map_in_order
@@ -57,7 +57,7 @@ class HeadErrors:
 
 
 def measure_case(
-    case: Case, outputs: Sequence[Output], scale: float, masking: Masking, device: torch.device
+    case: ProbeCase, outputs: Sequence[Output], scale: float, masking: Masking, device: torch.device
 ) -> list[HeadErrors]:
     """Every head of a case, its V one after the other; a head's parts stay together."""
     batch, heads = case.q.shape[:2]
@@ -70,7 +70,12 @@ def measure_case(
 
 
 def _parts(
-    case: Case, outputs: Sequence[Output], place: tuple[int, int], scale: float, masking: Masking, device: torch.device
+    case: ProbeCase,
+    outputs: Sequence[Output],
+    place: tuple[int, int],
+    scale: float,
+    masking: Masking,
+    device: torch.device,
 ) -> Iterator[HeadErrors]:
     q, k = (x[place].to(device).double() for x in (case.q, case.k))
     for v, output in zip(case.values, outputs, strict=True):

@@ -15,21 +15,21 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import Recipe
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, ulp
-from attn_diag.results.probe import Assumptions, Finding, Label, LseTest, ProbeReport, SignedTest
+from attn_diag.results.probe import Label, LseTest, ProbeAssumptions, ProbeFinding, ProbeReport, SignedTest
 from attn_diag.statistics.means import adjust
 from attn_diag.statistics.welch import confidence
 from attn_diag.testing.probing import inputs, words
 from attn_diag.testing.probing.catalogue import Probe, choose
-from attn_diag.testing.probing.inputs import Case, Draw
+from attn_diag.testing.probing.inputs import Draw, ProbeCase
 from attn_diag.testing.probing.invariance import Pair
 from attn_diag.testing.probing.lse import lse_test
 from attn_diag.testing.probing.measure import HeadErrors, measure_case, signed_tests
-from attn_diag.testing.probing.subject import DTYPES, Attention, Output, Subject, subject_of
+from attn_diag.testing.probing.subject import DTYPES, Attention, Output, ProbedKernel, subject_of
 
 if TYPE_CHECKING:
     from attn_diag.work import Progress
 
-_Inputs = TypeVar("_Inputs", Case, Pair)
+_Inputs = TypeVar("_Inputs", ProbeCase, Pair)
 _Test = TypeVar("_Test", SignedTest, LseTest)
 
 DEFAULT_SHAPE = (4, 4, 384, 64)
@@ -112,14 +112,14 @@ def probe(
 
 @dataclass
 class _Run:
-    subject: Subject
+    subject: ProbedKernel
     draw: Draw
     masking: Masking
     rounds: int
     level: float
     out_dtype: str = field(default="")
 
-    def check_assumptions(self) -> Assumptions:
+    def check_assumptions(self) -> ProbeAssumptions:
         """On N(0,1) inputs: does fn compute what it is assumed to, and if not, what else?"""
         case = _built("normal", inputs.normal, self.draw)
         output = self._call("normal", case.q, case.k, case.values[0])
@@ -139,9 +139,9 @@ class _Run:
                 for other in ("none", "top-left"):
                     if off(scale, _masking(other)) <= _ASSUMPTION_LIMIT:
                         fits = fits or f"scale {scale:g}, causal {other}"
-        return Assumptions(self.draw.scale, causal, assumed if math.isfinite(assumed) else None, ok, fits)
+        return ProbeAssumptions(self.draw.scale, causal, assumed if math.isfinite(assumed) else None, ok, fits)
 
-    def accuracy(self, item: Probe) -> Finding:
+    def accuracy(self, item: Probe) -> ProbeFinding:
         """One probe against the reference; its verdict comes with the others'."""
         assert item.build is not None
         measured: list[HeadErrors] = []
@@ -156,7 +156,7 @@ class _Run:
         mean_size = size / excess.n if excess.n else 0.0
         lse = [h.lse for h in measured if h.lse is not None]
         of_lse = lse_test(lse, self.level) if len(lse) == len(measured) else None
-        return Finding(
+        return ProbeFinding(
             name=item.name,
             shows=item.shows,
             kind="accuracy",
@@ -174,7 +174,7 @@ class _Run:
             lse=of_lse,
         )
 
-    def invariance(self, item: Probe) -> Finding:
+    def invariance(self, item: Probe) -> ProbeFinding:
         """Two calls that must agree."""
         assert item.pair is not None
         pair = _built(item.name, item.pair, self.draw)
@@ -184,7 +184,7 @@ class _Run:
         # What is NaN in both calls is broken, but the same.
         differs = (first != second) & ~(first.isnan() & second.isnan())
         distance = (second - first)[finite].abs() / ulp(first[finite], format_of(o[0].dtype))
-        found = Finding(
+        found = ProbeFinding(
             name=item.name,
             shows=item.shows,
             kind="invariance",
@@ -211,7 +211,7 @@ def _built(name: str, build: Callable[[Draw], _Inputs], draw: Draw) -> _Inputs:
         raise InputError(f"probe '{name}': {error}") from None
 
 
-def _judge(findings: Sequence[Finding], level: float) -> tuple[tuple[Finding, ...], int]:
+def _judge(findings: Sequence[ProbeFinding], level: float) -> tuple[tuple[ProbeFinding, ...], int]:
     """Labels and words, after Benjamini-Hochberg over every p-value of the run; and how many there were."""
     every: list[SignedTest | LseTest] = [t for f in findings for t in f.tests]
     every += [f.lse for f in findings if f.lse is not None]
@@ -235,7 +235,7 @@ def _judge(findings: Sequence[Finding], level: float) -> tuple[tuple[Finding, ..
     return tuple(judged), len(p_values)
 
 
-def _accuracy_labels(found: Finding) -> tuple[Label, ...]:
+def _accuracy_labels(found: ProbeFinding) -> tuple[Label, ...]:
     lse = found.lse
     wrong: dict[Label, bool] = {
         "broken": found.nonfinite > 0 or (lse is not None and lse.nonfinite > 0),

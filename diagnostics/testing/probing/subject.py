@@ -31,7 +31,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProbedKernel:
     """A named attention and where it runs. ``backend``: what a report calls the origin of the numbers.
 
     ``emulated``: it is a recipe.
@@ -78,7 +78,7 @@ class Subject:
 def subject_of(
     fn: Attention | str | Recipe, name: str | None, *, dtype: torch.dtype, head_dim: int, scale: float,
     masking: Masking, device: torch.device,
-) -> Subject:  # fmt: skip
+) -> ProbedKernel:  # fmt: skip
     """What to probe: ``fn`` itself, or a recipe by name or value, emulated head by head.
 
     Raises InputError for what is neither, for unknown or incomplete recipes, and for a recipe's dtype that is not
@@ -86,7 +86,7 @@ def subject_of(
     """
     if callable(fn):
         own = str(getattr(fn, "__name__", type(fn).__name__))
-        return Subject(name or ("fn" if own == "<lambda>" else own), backend_name(device), fn, device)
+        return ProbedKernel(name or ("fn" if own == "<lambda>" else own), backend_name(device), fn, device)
     if not isinstance(fn, str | Recipe):
         raise InputError(f"fn must be a callable fn(q, k, v), or a recipe or its name, got {type(fn).__name__}")
     require_known("emulation", [fn])
@@ -98,7 +98,7 @@ def subject_of(
     except RecipeNotSupportedError as error:
         raise InputError(str(error)) from None
     backend = f"emulation on {backend_name(device)}"
-    return Subject(name or recipe.name, backend, _emulated(recipe, scale, masking), device, emulated=True)
+    return ProbedKernel(name or recipe.name, backend, _emulated(recipe, scale, masking), device, emulated=True)
 
 
 def _emulated(recipe: Recipe, scale: float, masking: Masking) -> Attention:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from attn_diag.testing.probing import cause
 
 if TYPE_CHECKING:
-    from attn_diag.results.probe import Assumptions, Finding, LseTest, SignedTest
+    from attn_diag.results.probe import LseTest, ProbeAssumptions, ProbeFinding, SignedTest
 
 # More probes of one kind are only counted.
 _NAMED = 6
 
 
-def accuracy_words(found: Finding, level: float) -> str:
+def accuracy_words(found: ProbeFinding, level: float) -> str:
     """The verdict on a comparison with the reference, gravest first."""
     parts = []
     if found.nonfinite:
@@ -35,7 +35,7 @@ def accuracy_words(found: Finding, level: float) -> str:
     return "; ".join(parts)
 
 
-def _quiet_words(found: Finding) -> str:
+def _quiet_words(found: ProbeFinding) -> str:
     if not found.differing:
         return "exact: every element is the correctly rounded one"
     shown = found.tests[0] if found.tests else None
@@ -60,7 +60,7 @@ def _lse_words(lse: LseTest) -> list[str]:
     return parts
 
 
-def invariance_words(found: Finding) -> str:
+def invariance_words(found: ProbeFinding) -> str:
     """The verdict on two calls that must agree."""
     broken = f"NaN or Inf in {found.nonfinite} of {found.elements} elements"
     if not found.differing:
@@ -73,7 +73,7 @@ def invariance_words(found: Finding) -> str:
 
 
 def summarise(
-    findings: Sequence[Finding], assumptions: Assumptions, level: float, name: str, *, emulated: bool
+    findings: Sequence[ProbeFinding], assumptions: ProbeAssumptions, level: float, name: str, *, emulated: bool
 ) -> tuple[str, ...]:
     """What is wrong, most important first; or that nothing is."""
     sentences = []
@@ -120,7 +120,7 @@ def summarise(
     return tuple(sentences)
 
 
-def _lse_summary(findings: Sequence[Finding]) -> list[str]:
+def _lse_summary(findings: Sequence[ProbeFinding]) -> list[str]:
     """Where L is wrong; nothing where it is not, or did not come."""
     known = [(f, f.lse) for f in findings if f.lse is not None]
     large = [(f, lse) for f, lse in known if lse.of_budget > 1]
@@ -147,7 +147,7 @@ def _lse_summary(findings: Sequence[Finding]) -> list[str]:
     return sentences
 
 
-def _wrong_function(assumptions: Assumptions) -> str:
+def _wrong_function(assumptions: ProbeAssumptions) -> str:
     off = "not finite" if assumptions.relative_error is None else f"{100 * assumptions.relative_error:.3g} % off"
     words = (
         f"On N(0,1) inputs O is {off}: fn does not compute softmax(scale Q K^T) V with scale {assumptions.scale:g}, "
@@ -170,17 +170,17 @@ def _mean(test: SignedTest) -> str:
     return f"{test.mean_ulp or 0.0:+.1g} ± {half:.1g}"
 
 
-def _relative_mean(found: Finding) -> str:
+def _relative_mean(found: ProbeFinding) -> str:
     assert found.relative_ci is not None
     return f"{found.relative or 0.0:+.1g} ± {(found.relative_ci[1] - found.relative_ci[0]) / 2:.1g}"
 
 
-def _with_mean(found: Finding) -> str:
+def _with_mean(found: ProbeFinding) -> str:
     worst = max((t for t in found.tests if t.biased), key=lambda t: abs(t.mean_ulp or 0.0))
     return f"{found.name} ({worst.mean_ulp or 0.0:+.2g} ulp{' upward' if worst.direction == 'upward' else ''})"
 
 
-def _names(findings: Sequence[Finding]) -> str:
+def _names(findings: Sequence[ProbeFinding]) -> str:
     more = f" and {len(findings) - _NAMED} more" if len(findings) > _NAMED else ""
     return f"{', '.join(f.name for f in findings[:_NAMED])}{more}"
 

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.inspection.capture_job import select_observations
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.hardware import package_version
 from attn_diag.captures.metadata import Causal
+from attn_diag.captures.selection import select_observations
 from attn_diag.errors import InputError
 from attn_diag.head.engines import DEFAULT_RECIPE
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
-from attn_diag.results.check import Case, CheckReport, Failure
+from attn_diag.results.check import CheckedCase, CheckReport, Failure
 from attn_diag.statistics.means import MIN_SEQUENCES
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge, suspects
 from attn_diag.testing.regression.baseline import nearest, read, refuse_to_overwrite, store
 from attn_diag.testing.regression.cases import CaseInputs, fingerprint
 from attn_diag.testing.regression.measure import Measured, measure_case
-from attn_diag.testing.regression.subject import DTYPES, Attention, MisfitError, Subject, emulate, subject_of
+from attn_diag.testing.regression.subject import DTYPES, Attention, CheckedKernel, MisfitError, emulate, subject_of
 
 if TYPE_CHECKING:
     from attn_diag.work import Progress
@@ -46,7 +46,7 @@ class _Ran:
 
     inputs: CaseInputs
     outputs: dict[str, Tensor] | None
-    case: Case
+    case: CheckedCase
     measured: Measured | None
     failures: list[Failure]
 
@@ -125,7 +125,7 @@ class _Check:
         self.dtype, self.head_dim = dtype, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.notes: list[str] = []
-        self.subject: Subject | None = None
+        self.subject: CheckedKernel | None = None
         self.observation: str | None = observation
         self.source = self.backend = self.subject_key = ""
         self.inputs: list[CaseInputs] = []
@@ -247,7 +247,7 @@ class _Check:
     def _one(self, inputs: CaseInputs) -> _Ran:
         started = time.perf_counter()
         shape = tuple(inputs.q.shape)
-        case = Case(inputs.name, shape, str(inputs.q.dtype).removeprefix("torch."))
+        case = CheckedCase(inputs.name, shape, str(inputs.q.dtype).removeprefix("torch."))
         case = replace(case, inputs_fingerprint=inputs.fingerprint)
         try:
             outputs, deterministic = self._outputs(inputs)
@@ -287,7 +287,7 @@ class _Check:
         case = replace(case, biases=biases, sizes=sizes, seconds=time.perf_counter() - started)
         return _Ran(inputs, outputs, case, measured, failures)
 
-    def _compared(self, case: Case, known: BaselineCase | None, bits: str) -> tuple[Case, list[Failure]]:
+    def _compared(self, case: CheckedCase, known: BaselineCase | None, bits: str) -> tuple[CheckedCase, list[Failure]]:
         """Determinism and bits."""
         failures = []
         if case.deterministic is False:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attn_diag.results.baseline import BaselineCase, SequenceMean
-from attn_diag.results.check import Bias, Case, Failure, Size
+from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Size
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
 from attn_diag.testing.regression.measure import Measured
@@ -29,7 +29,7 @@ def margin(name: str, rows: int) -> float:
     return 1 / math.sqrt(rows) if name == "delta_excess" else 1 / math.sqrt(12 * rows)
 
 
-def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same_key: bool) -> dict[str, Bias]:
+def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same_key: bool) -> dict[str, CheckedBias]:
     """The tests of a case, not yet adjusted. ``known``: the baseline's case, of the same bits or not.
 
     ``same_key``: the baseline is of this device and these versions, where any change is news; else one has to exceed
@@ -41,7 +41,7 @@ def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same
         accepted = min(0.0, expected) - width, max(0.0, expected) + width
         before = None if known is None else known.biases.get(name)
         p = beyond(mean, accepted) if before is None else welch(mean, before, 0.0 if same_key else width)
-        found[name] = Bias(
+        found[name] = CheckedBias(
             mean=mean.mean, standard_error=mean.standard_error, degrees_of_freedom=mean.degrees_of_freedom,
             accepted=accepted, p_value=p, baseline_mean=None if before is None else before.mean,
         )  # fmt: skip
@@ -97,7 +97,7 @@ def _without(x: float, band: float) -> float:
     return math.sqrt(max(x**2 - band**2, 0.0))
 
 
-def adjusted(cases: Sequence[Case]) -> tuple[list[Case], int]:
+def adjusted(cases: Sequence[CheckedCase]) -> tuple[list[CheckedCase], int]:
     """The cases with Holm's p-values over all tests of the run, of biases and of growth, and the number of tests."""
     places: list[tuple[int, str, str, float]] = []
     for i, case in enumerate(cases):
@@ -112,7 +112,7 @@ def adjusted(cases: Sequence[Case]) -> tuple[list[Case], int]:
     return result, len(places)
 
 
-def failures_of(case: Case, level: float) -> list[Failure]:
+def failures_of(case: CheckedCase, level: float) -> list[Failure]:
     """What is wrong with the biases and sizes of a case, whose p-values are adjusted; one a quantity and kind."""
     biased: dict[str, tuple[float, Failure]] = {}
     for name, bias in case.biases.items():
@@ -131,7 +131,7 @@ def failures_of(case: Case, level: float) -> list[Failure]:
     return [failure for _, failure in biased.values()] + grown
 
 
-def _bias_words(case: Case, name: str, bias: Bias) -> str:
+def _bias_words(case: CheckedCase, name: str, bias: CheckedBias) -> str:
     quantity = _QUANTITY[name]
     unit = "noise floors" if quantity == "delta" else "ulp"
     se = "" if bias.standard_error is None else f" ± {bias.standard_error:.1g}"
@@ -146,7 +146,7 @@ def _bias_words(case: Case, name: str, bias: Bias) -> str:
     )
 
 
-def _size_words(case: Case, name: str, size: Size) -> str:
+def _size_words(case: CheckedCase, name: str, size: Size) -> str:
     shown = _show(name, size.error)
     if size.limit is not None and size.baseline is not None:
         why = f"in the baseline {_show(name, size.baseline)}, limit {_show(name, size.limit)}"
@@ -163,7 +163,7 @@ def _show(name: str, value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
-def worst_words(case: Case) -> str:
+def worst_words(case: CheckedCase) -> str:
     """Where O is off most."""
     if case.worst is None:
         return "no place is known"

@@ -34,7 +34,7 @@ class NoGradientError(MisfitError):
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckedKernel:
     """A named attention and where it runs. ``run(case)``: outputs by name, on the CPU, beside notes."""
 
     name: str
@@ -47,7 +47,7 @@ class Subject:
 def subject_of(
     target: Attention | str | Recipe, name: str | None, *, dtype: torch.dtype, head_dim: int, device: torch.device,
     backward: bool | None,
-) -> Subject:  # fmt: skip
+) -> CheckedKernel:  # fmt: skip
     """What to check. Raises InputError for what is none of a callable, ``sdpa``, ``sdpa:BACKEND`` and a recipe."""
     if isinstance(target, str) and target.partition(":")[0] == "sdpa":
         return _sdpa(target, name, device, backward)
@@ -62,15 +62,15 @@ def subject_of(
         except RecipeNotSupportedError as error:
             raise InputError(str(error)) from None
         run = _Emulated(recipe, device, with_gradients=backward is not False)
-        return Subject(name or recipe.name, f"emulation on {backend_name(device)}", run)
+        return CheckedKernel(name or recipe.name, f"emulation on {backend_name(device)}", run)
     if not callable(target):
         raise InputError(f"expected a callable fn(q, k, v), a recipe or a name, got {type(target).__name__}")
     own = str(getattr(target, "__name__", type(target).__name__))
     wrapped = _Called(lambda q, k, v, _: target(q, k, v), device, backward)
-    return Subject(name or ("fn" if own == "<lambda>" else own), backend_name(device), wrapped, fixed=True)
+    return CheckedKernel(name or ("fn" if own == "<lambda>" else own), backend_name(device), wrapped, fixed=True)
 
 
-def _sdpa(target: str, name: str | None, device: torch.device, backward: bool | None) -> Subject:
+def _sdpa(target: str, name: str | None, device: torch.device, backward: bool | None) -> CheckedKernel:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     _, _, backend = target.partition(":")
@@ -91,7 +91,7 @@ def _sdpa(target: str, name: str | None, device: torch.device, backward: bool | 
                 q, k, v, is_causal=case.causal != "none", scale=case.scale, enable_gqa=q.shape[1] != k.shape[1]
             )
 
-    return Subject(name or target, backend_name(device), _Called(fn, device, backward))
+    return CheckedKernel(name or target, backend_name(device), _Called(fn, device, backward))
 
 
 @dataclass

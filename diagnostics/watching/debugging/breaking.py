@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from attn_diag.analyses.inspection.capture_job import Selection
 from attn_diag.analyses.inspection.inspect import DEFAULT_LEVEL, inspect_captures
+from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import Diagnosis, Label, severity
 from attn_diag.watching.debugging.conditions import Conditions
 from attn_diag.watching.debugging.finding import Finding
 from attn_diag.watching.debugging.stopping import at_next_instruction, users_frame
-from attn_diag.watching.live.call import AttentionCall, Place
+from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.live.choices import require_container
 from attn_diag.watching.live.notices import COMPILED, UNSEEN
 from attn_diag.watching.live.watch import Watch
@@ -98,7 +98,7 @@ class Breakpoint:
         """Every so many steps."""
         return not self._disarmed.is_set() and step % self._every == 0
 
-    def wants(self, place: Place) -> bool:
+    def wants(self, place: CallPlace) -> bool:
         """The layers asked for; and, as this is asked in the user's own thread, stop for what another one found."""
         if getattr(self._thread, "judging", False):
             return False

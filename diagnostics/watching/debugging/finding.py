@@ -10,7 +10,7 @@ from typing import ClassVar
 from attn_diag.captures.capture import Capture
 from attn_diag.results.base import shown_at_prompt
 from attn_diag.results.diagnosis import Diagnosis
-from attn_diag.watching.live.call import Place
+from attn_diag.watching.live.call import CallPlace
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,7 +24,7 @@ class Finding:
     """
 
     reasons: tuple[str, ...]
-    place: Place
+    place: CallPlace
     judged: str
     kernel: str
     capture: Capture | None

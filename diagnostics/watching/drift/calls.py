@@ -11,7 +11,7 @@ import torch
 from attn_diag.results.dtypes import Outcome, SourceLine, Step
 from attn_diag.watching.drift.attention import Triple, is_attention, is_sdpa, mixed_in_traceback, qkv_of
 from attn_diag.watching.drift.dtypes import autocast_dtype, expected_dtype
-from attn_diag.watching.drift.history import Change, History
+from attn_diag.watching.drift.history import DtypeChange, History
 from attn_diag.watching.drift.source import operation_name, source_line
 
 
@@ -32,7 +32,7 @@ class Call:
         one = len(set(dtypes.values())) == 1
         self.differing = () if one else tuple(n for n, d in dtypes.items() if d != self.expected)
         self.paths: dict[str, tuple[Step, ...]] = {}
-        self.causes: dict[str, tuple[Change, ...]] = {}
+        self.causes: dict[str, tuple[DtypeChange, ...]] = {}
 
 
 class CallLog:

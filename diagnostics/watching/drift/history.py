@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from attn_diag.results.dtypes import Kind, Operand, SourceLine, Step
+from attn_diag.results.dtypes import Kind, SourceLine, Step, TracedOperand
 from attn_diag.watching.drift.dtypes import PRECISION, autocast_dtype, kind_of_change, short
 from attn_diag.watching.drift.source import compiled_function, is_users, name_of, operation_name, source_line
 
@@ -25,7 +25,7 @@ _LONGEST_PATH = 64
 _MOST_CHANGES = 16
 
 
-class Change:
+class DtypeChange:
     """One call in the user's code that changes dtypes: counted, and marked by the attention calls that it reaches."""
 
     __slots__ = (
@@ -47,7 +47,7 @@ class Change:
         func: Callable[..., Any],
         result: torch.dtype,
         regime: torch.dtype | None,
-        operands: tuple[Operand, ...],
+        operands: tuple[TracedOperand, ...],
         source: SourceLine | None,
     ) -> None:
         self.kind, self.func, self.result, self.regime = kind, func, result, regime
@@ -74,7 +74,7 @@ class Made:
         code: CodeType | None,
         instruction: int,
         previous: Made | None,
-        changes: tuple[Change, ...],
+        changes: tuple[DtypeChange, ...],
     ) -> None:
         self.tensor, self.dtype, self.func, self.code, self.instruction = tensor, dtype, func, code, instruction
         self.previous, self.changes, self.depth = previous, changes, 0
@@ -109,13 +109,13 @@ class History:
         self.operations = 0
         self.compiled: dict[str, None] = {}
         # By call and dtypes; None where these change nothing.
-        self._changes: dict[tuple[object, ...], Change | None] = {}
+        self._changes: dict[tuple[object, ...], DtypeChange | None] = {}
         self._made: dict[int, Made] = {}
         # By id, with the code itself to keep it: hashing a code object hashes all of its constants.
         self._users: dict[int, tuple[bool, CodeType]] = {}
 
     @property
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[DtypeChange]:
         """All changes of dtype, in order of appearance."""
         return [change for change in self._changes.values() if change is not None]
 
@@ -133,7 +133,7 @@ class History:
             return
         self.operations += 1
         previous, mixed, table = None, False, self._made
-        changes: tuple[Change, ...] = ()
+        changes: tuple[DtypeChange, ...] = ()
         given = tensors(args, kwargs)
         for x in given:
             if x is result:
@@ -169,15 +169,17 @@ class History:
         given: list[Tensor],
         result: Tensor,
         frame: FrameType | None,
-    ) -> Change | None:
+    ) -> DtypeChange | None:
         floating = [x for x in given if x.dtype in PRECISION]
         regime = autocast_dtype(result.device.type)
         kind = kind_of_change(func, args, kwargs, floating, result, regime)
         if kind is None:
             return None
-        operands = tuple(Operand(name_of(x, frame), short(x.dtype), tuple(x.shape), self._line(x)) for x in floating)
+        operands = tuple(
+            TracedOperand(name_of(x, frame), short(x.dtype), tuple(x.shape), self._line(x)) for x in floating
+        )
         source = None if frame is None else source_line(frame.f_code, frame.f_lasti)
-        return Change(kind, func, PRECISION[result.dtype], regime, operands, source)
+        return DtypeChange(kind, func, PRECISION[result.dtype], regime, operands, source)
 
     def _line(self, tensor: Tensor) -> SourceLine | None:
         made = self.of(tensor)
@@ -200,7 +202,7 @@ class History:
         return None
 
 
-def _union(some: tuple[Change, ...], others: tuple[Change, ...]) -> tuple[Change, ...]:
+def _union(some: tuple[DtypeChange, ...], others: tuple[DtypeChange, ...]) -> tuple[DtypeChange, ...]:
     return (*some, *(change for change in others if change not in some))[:_MOST_CHANGES]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from attn_diag.head.machine import describe_tool
-from attn_diag.results.dtypes import AttentionCall, DtypeDrift, DtypeEvent, Severity
+from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, Severity, TracedCall
 from attn_diag.watching.drift import words
 from attn_diag.watching.drift.calls import Call, CallLog
 from attn_diag.watching.drift.dtypes import short, short_or_none
-from attn_diag.watching.drift.history import Change, History
+from attn_diag.watching.drift.history import DtypeChange, History
 from attn_diag.watching.drift.source import operation_name
 
 _ORDER: tuple[Severity, ...] = ("mixed", "alike", "elsewhere")
@@ -34,7 +34,7 @@ def summarise(source: str, history: History, log: CallLog, error: str | None) ->
     )
 
 
-def event_of(change: Change) -> DtypeEvent:
+def event_of(change: DtypeChange) -> DtypeEvent:
     """A change as the result has it."""
     result, regime = short(change.result), short_or_none(change.regime)
     severity: Severity = "mixed" if change.reaches_mixed else "alike" if change.reaches_alike else "elsewhere"
@@ -53,14 +53,14 @@ def event_of(change: Change) -> DtypeEvent:
     )
 
 
-def _call(call: Call) -> AttentionCall:
+def _call(call: Call) -> TracedCall:
     dtypes = {name: short(dtype) for name, dtype in call.dtypes.items()}
     regime, expected = short_or_none(call.regime), short(call.expected)
     if not call.differing:
         # All alike, and not autocast's.
         expected = regime or expected
     causes = {name: tuple(map(event_of, changes)) for name, changes in call.causes.items()}
-    return AttentionCall(
+    return TracedCall(
         operation=call.operation,
         dtypes=dtypes,
         regime=regime,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from attn_diag.results.dtypes import AttentionCall, DtypeEvent, Kind, Operand, Outcome, SourceLine, Step
+from attn_diag.results.dtypes import DtypeEvent, Kind, Outcome, SourceLine, Step, TracedCall, TracedOperand
 
 
-def event_fix(kind: Kind, result: str, regime: str | None, operands: tuple[Operand, ...]) -> str:
+def event_fix(kind: Kind, result: str, regime: str | None, operands: tuple[TracedOperand, ...]) -> str:
     """What to do about an operation that gives ``result``."""
     if kind == "cast":
         return f"The code asks for {result} here: leave the cast out, or cast back before the attention."
@@ -25,7 +25,7 @@ def event_fix(kind: Kind, result: str, regime: str | None, operands: tuple[Opera
     return f"Cast to {target} first: {', '.join(dict.fromkeys(casts))}."
 
 
-def _unnamed(operand: Operand, like: str) -> str:
+def _unnamed(operand: TracedOperand, like: str) -> str:
     made = "" if operand.made is None else f" made at {place(operand.made)}"
     return f".to({like}) on the {operand.dtype} intermediate{made}"
 
@@ -74,7 +74,7 @@ def call_words(
 def summary(
     operations: int,
     attention_calls: int,
-    calls: tuple[AttentionCall, ...],
+    calls: tuple[TracedCall, ...],
     findings: tuple[DtypeEvent, ...],
     compiled: tuple[str, ...],
     error: str | None,
@@ -117,7 +117,7 @@ def summary(
     return tuple(dict.fromkeys(found))
 
 
-def _cause(name: str, call: AttentionCall) -> str:
+def _cause(name: str, call: TracedCall) -> str:
     event = next(iter(call.causes.get(name, ())), None)
     given = f"{name} is {call.dtypes[name]}"
     if event is None:

@@ -13,7 +13,7 @@ from attn_diag.captures.capture import Capture
 
 
 @dataclass(frozen=True)
-class Place:
+class CallPlace:
     """Where a call stands, known before it runs.
 
     ``step``: of training (see ``Steps``). ``module``: the dotted name of the innermost module of the model that makes
@@ -43,7 +43,7 @@ class AttentionCall:
     or None. ``awaits_backward``: whether o takes part in autograd, so that ``Listener.backward`` may follow.
     """
 
-    place: Place
+    place: CallPlace
     kernel: str
     q: Tensor
     k: Tensor
@@ -107,7 +107,7 @@ class AttentionCall:
 class Listener(Protocol):
     """Who is told of calls. Its exceptions never reach the training loop: they are warned about, once."""
 
-    def wants(self, place: Place) -> bool:
+    def wants(self, place: CallPlace) -> bool:
         """Whether to be told of the call that is about to run. Asked for every call: no work, no synchronisation."""
         ...
 

@@ -18,7 +18,17 @@ from typing import Any, Protocol
 
 import torch
 
-from attn_diag.watching.live.sites import SDPA, Fields, Function, Namespace, Site, bind, functions, inside, namespaces
+from attn_diag.watching.live.sites import (
+    SDPA,
+    AttentionSite,
+    Fields,
+    Function,
+    Namespace,
+    bind,
+    functions,
+    inside,
+    namespaces,
+)
 from attn_diag.watching.live.tap import Tap
 
 
@@ -44,7 +54,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class _Pair:
-    site: Site
+    site: AttentionSite
     original: Function
     wrapper: Function
 
@@ -103,7 +113,7 @@ def _replace() -> None:
     _modules_seen = len(sys.modules)
 
 
-def _wrap(site: Site, function: Function) -> _Pair:
+def _wrap(site: AttentionSite, function: Function) -> _Pair:
     if id(function) not in _wrappers:
         _wrappers[id(function)] = _Pair(site, function, _wrapper(site, function))
     return _wrappers[id(function)]
@@ -132,7 +142,7 @@ def _restore() -> None:
     _wrappers.clear()
 
 
-def _wrapper(site: Site, function: Function) -> Function:
+def _wrapper(site: AttentionSite, function: Function) -> Function:
     @functools.wraps(function)
     def observed(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _observers or _in_cuda_graph():
@@ -173,7 +183,7 @@ def _in_cuda_graph() -> bool:
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-def _run(site: Site, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     observers = tuple(_observers)
     tokens = [observer.guarded(observer.expects)() for observer in observers]
     before = getattr(_thread, "calls", 0)
@@ -201,7 +211,7 @@ def _run(site: Site, function: Function, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _read(
-    site: Site, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tap: Tap
+    site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tap: Tap
 ) -> Fields | None:
     with torch.no_grad():
         return site.read(bind(function, site, args, kwargs), result, tap)

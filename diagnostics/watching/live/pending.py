@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_diag.watching.live.call import AttentionCall
-from attn_diag.watching.live.projection import Projection
+from attn_diag.watching.live.projection import CapturedProjection
 from attn_diag.watching.live.sites import Graph, LayOut
 from attn_diag.watching.live.tap import attention_node
 
@@ -44,7 +44,7 @@ class Pending:
         self._handles: list[Any] = []
         self.copy_dq = False
 
-    def follow_projection(self, y: Tensor, projection: Projection) -> None:
+    def follow_projection(self, y: Tensor, projection: CapturedProjection) -> None:
         """Have the gradient at the projection's output too, where q is not just that output without a bias."""
         if projection.exact:
             self.copy_dq = projection.biased

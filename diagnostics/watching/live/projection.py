@@ -45,7 +45,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Projection:
+class CapturedProjection:
     """A linear layer, the columns that are q, and whether q is exactly its output (nothing in between)."""
 
     layer: Any  # a Linear, or transformers' Conv1D
@@ -89,7 +89,7 @@ class Projections:
         self.recording = False
         self._handles = {layer: layer.register_forward_hook(guarded(self._ran)) for layer in self._names}
         self._recent: deque[_Seen] = deque(maxlen=_KEPT)
-        self._known: dict[str, Projection | None] = {}
+        self._known: dict[str, CapturedProjection | None] = {}
 
     def _ran(self, layer: nn.Module, args: tuple[Any, ...], y: Any) -> None:
         if self.recording and args and isinstance(args[0], Tensor) and isinstance(y, Tensor):
@@ -114,7 +114,7 @@ class Projections:
         """Let go of the activations that are held."""
         self._recent.clear()
 
-    def find(self, module: str, q: Tensor) -> tuple[Projection, Tensor, Tensor] | None:
+    def find(self, module: str, q: Tensor) -> tuple[CapturedProjection, Tensor, Tensor] | None:
         """The projection that made ``q`` [B, H, T, D] in ``module``, its input [B, T, C], and its output as it was."""
         batch, _, rows, _ = q.shape
         prefix = f"{module}." if module else ""
@@ -166,7 +166,7 @@ def _slices(width: int, heads: int, dim: int) -> list[Slice]:
 
 
 @torch.no_grad()
-def _search(near: list[_Seen], q: Tensor) -> Projection | None:
+def _search(near: list[_Seen], q: Tensor) -> CapturedProjection | None:
     """By equal values; else by equal norms of rows, which rotations keep; else by the usual names."""
     batch, heads, rows, dim = q.shape
     candidates = []
@@ -179,15 +179,15 @@ def _search(near: list[_Seen], q: Tensor) -> Projection | None:
     # Each comparison waits for the device: the usual case needs one.
     for seen, y, part in candidates:
         if torch.equal(part.of(y[:1, :_ROWS]).to(q.dtype), wanted):
-            return Projection(seen.layer, part, exact=True)
+            return CapturedProjection(seen.layer, part, exact=True)
     norm = wanted.double().norm(dim=-1)
     for seen, y, part in candidates:
         off = (part.of(y[:1, :_ROWS]).double().norm(dim=-1) - norm).norm() / norm.norm()
         if off < _SAME_NORM:
-            return Projection(seen.layer, part, exact=False)
+            return CapturedProjection(seen.layer, part, exact=False)
     for seen, y, part in candidates:
         last = seen.name.rpartition(".")[2].lower()
         whole = y.shape[-1] == heads * dim
         if (last in _QUERY_NAMES and whole) or (last in _FUSED_NAMES and not whole):
-            return Projection(seen.layer, part, exact=False)
+            return CapturedProjection(seen.layer, part, exact=False)
     return None

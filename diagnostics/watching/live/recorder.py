@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
-from attn_diag.watching.live.call import AttentionCall, Place
+from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.live.choices import indices, require_container
 from attn_diag.watching.live.notices import COMPILED, UNSEEN, UNSTEPPED
 from attn_diag.watching.live.ranks import rank, run_id, world_size
@@ -171,7 +171,7 @@ class Recorder:
             return True
         return bool(self._steps(step)) if callable(self._steps) else step in self._steps
 
-    def wants(self, place: Place) -> bool:
+    def wants(self, place: CallPlace) -> bool:
         """Whether this call is."""
         chosen = self._layers is None or place.layer in self._layers
         return chosen and (self._calls is None or place.call in self._calls) and self.wants_step(place.step)

@@ -30,7 +30,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Site:
+class AttentionSite:
     """One kind of attention function. ``read(arguments, result, tap)`` tells what a call was; None: no attention.
 
     ``tapped``: whether the operators underneath may be watched.
@@ -41,7 +41,7 @@ class Site:
     tapped: bool = True
 
 
-def bind(function: Function, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's arguments by name, defaults filled in."""
     signature = _SDPA if site is SDPA else _signature(function)
     bound = signature.bind(*args, **kwargs)
@@ -216,7 +216,7 @@ _outer = threading.local()
 
 
 @contextmanager
-def inside(site: Site, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def inside(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """While a call runs that may end in another attention function, keep what only the outer one knows."""
     if site is not _MULTI_HEAD:
         yield
@@ -396,17 +396,17 @@ def _saved_lse(o: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     return fitting[0].detach() if len(fitting) == 1 else None
 
 
-SDPA = Site("scaled_dot_product_attention", _read_sdpa)
-_MULTI_HEAD = Site("multi_head_attention_forward", _read_multi_head)
-_OWN = Site("attn_diag.attention", _read_own)
-_EAGER = Site("transformers eager", _read_eager, tapped=False)
-_TRANSFORMERS = Site("transformers", _read_transformers, tapped=False)
-_FLEX = Site("flex_attention", _read_flex, tapped=False)
-_FLASH_ATTN = Site("flash_attn", _read_flash_attn, tapped=False)
+SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa)
+_MULTI_HEAD = AttentionSite("multi_head_attention_forward", _read_multi_head)
+_OWN = AttentionSite("attn_diag.attention", _read_own)
+_EAGER = AttentionSite("transformers eager", _read_eager, tapped=False)
+_TRANSFORMERS = AttentionSite("transformers", _read_transformers, tapped=False)
+_FLEX = AttentionSite("flex_attention", _read_flex, tapped=False)
+_FLASH_ATTN = AttentionSite("flash_attn", _read_flash_attn, tapped=False)
 _FLASH_ATTN_NAMES = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
 
 
-def functions() -> Iterator[tuple[Site, Function]]:
+def functions() -> Iterator[tuple[AttentionSite, Function]]:
     """Every attention function that is loaded now."""
     from torch.nn import functional
 

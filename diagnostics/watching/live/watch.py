@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.watching.live import intercept
-from attn_diag.watching.live.call import AttentionCall, Listener, Place
+from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.notices import UNSEEN
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.projection import FAST_PATHS, Projections, clean
@@ -129,7 +129,7 @@ class Watch:
 
     # What the interception calls.
 
-    def expects(self) -> Place | None:
+    def expects(self) -> CallPlace | None:
         """Where the coming call stands, if the listener wants it."""
         gradients, recomputing = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
         owner = self._owner()
@@ -140,7 +140,7 @@ class Watch:
         call = self._counts[_key(owner), recomputing]
         if recomputing and (layer, call) in self._with_gradients:
             return None  # checkpointing runs the forward again: its first run is already followed
-        place = Place(self.step, layer, module, call, gradients)
+        place = CallPlace(self.step, layer, module, call, gradients)
         return place if self.listener.wants(place) else None
 
     def counts(self) -> None:
@@ -155,7 +155,7 @@ class Watch:
         if self._projections is not None:
             self._projections.forget()  # also the projections of calls that nobody wanted
 
-    def sees(self, place: Place, fields: Fields, result: Any) -> None:
+    def sees(self, place: CallPlace, fields: Fields, result: Any) -> None:
         """A wanted call has run: tell the listener, and follow its gradients."""
         fields = dict(fields)
         graph: Graph = fields.pop("graph")

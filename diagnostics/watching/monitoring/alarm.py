@@ -26,7 +26,7 @@ they were larger in the healthy run than in the failing one at its alarm.
 A head alarms once for each kind. Two facts need no statistics, but two checks in a row: NaN or Inf ("nonfinite"; a
 single one is what a loss scaler is for), and an error larger than the gradient itself ("overwhelmed").
 
-All is a pure function of the stream of ``Check``: ``replay`` gives the alarms of a log.
+All is a pure function of the stream of ``MonitorCheck``: ``replay`` gives the alarms of a log.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.watching.monitoring.record import Check, LayerCheck, Values
+from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, Values
 
 Kind = Literal["rounding", "overwhelmed", "nonfinite"]
 
@@ -95,7 +95,7 @@ class AlarmState:
         self.rule = rule or AlarmRule()
         self._layers: dict[tuple[int, str | None], LayerState] = {}
 
-    def update(self, check: Check) -> tuple[Alarm, ...]:
+    def update(self, check: MonitorCheck) -> tuple[Alarm, ...]:
         """Take the next check; the alarms it raises."""
         found: list[Alarm] = []
         for layer in check.layers:
@@ -226,7 +226,7 @@ def _cusum(before: Values, gain: Values, odds: float) -> Values:
     return np.maximum(0.0, before + np.minimum(np.where(np.isnan(gain), 0.0, gain), odds / 2))
 
 
-def replay(checks: Iterable[Check], rule: AlarmRule | None = None) -> tuple[Alarm, ...]:
+def replay(checks: Iterable[MonitorCheck], rule: AlarmRule | None = None) -> tuple[Alarm, ...]:
     """The alarms that a stream of checks raises, in order."""
     state = AlarmState(rule)
     return tuple(alarm for check in checks for alarm in state.update(check))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.monitoring.clustered import dense_clusters, standard_error
-from attn_diag.watching.monitoring.rows import TEMPORARIES, HeadRows, heads_at_once, measure_rows
+from attn_diag.watching.monitoring.rows import TEMPORARIES, SampledRows, heads_at_once, measure_rows
 from attn_diag.watching.monitoring.sample import Sample
 
 # Columns to which x is projected for what must be kept or sent between ranks.
@@ -222,7 +222,7 @@ class _FewHeads:
         for name, value in sums.items():
             self._totals[name] = self._totals[name] + value if name in self._totals else value
 
-    def _add_forward(self, sequence: int, found: HeadRows) -> None:
+    def _add_forward(self, sequence: int, found: SampledRows) -> None:
         def total(values: Tensor) -> Tensor:
             return torch.where(found.usable, values, 0.0).sum(1)
 
@@ -239,12 +239,12 @@ class _FewHeads:
             known = found.usable & missed.isfinite()
             self._add(unity=torch.where(known, missed, 0.0).sum(1), lse_rows=known.to(ones.dtype).sum(1))
 
-    def _lse_factor(self, sequence: int, found: HeadRows) -> Tensor:
+    def _lse_factor(self, sequence: int, found: SampledRows) -> Tensor:
         """exp(L_ref - L_obs) - 1, [h, R]."""
         assert self._sample.lse is not None
         return torch.expm1(found.lse - self._sample.lse[sequence, self._heads].double())
 
-    def _add_backward(self, sequence: int, found: HeadRows, x: Tensor | None, past: Tensor | None) -> Tensor:
+    def _add_backward(self, sequence: int, found: SampledRows, x: Tensor | None, past: Tensor | None) -> Tensor:
         """Adds what needs dO; returns e, dQ, and e with LSE's part, [3, h, R, D], zero in unusable rows."""
         gradient = found.gradient
         assert gradient is not None

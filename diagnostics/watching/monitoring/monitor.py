@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_diag.errors import InputError
-from attn_diag.watching.live.call import AttentionCall, Place
+from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.live.choices import require_container
 from attn_diag.watching.live.notices import COMPILED, UNFINISHED, UNSEEN, UNSTEPPED
 from attn_diag.watching.live.ranks import rank
@@ -23,7 +23,7 @@ from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.watch import Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
-from attn_diag.watching.monitoring.record import Check, LayerCheck, with_growth
+from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, with_growth
 from attn_diag.watching.monitoring.reduction import LayerKey, Reduction
 from attn_diag.watching.monitoring.sample import Sample
 from attn_diag.watching.monitoring.words import flat_metrics, table
@@ -96,7 +96,7 @@ class Monitor:
         log: str | os.PathLike[str] | None = None,
         process_group: ProcessGroup | None = None,
         first_step: int = 0,
-        history: Iterable[Check] = (),
+        history: Iterable[MonitorCheck] = (),
     ) -> None:
         for name, number in (("every", every), ("sequences", sequences), ("rows", rows)):
             if not isinstance(number, int) or number < 1:
@@ -105,7 +105,7 @@ class Monitor:
         if not false_alarm_rate > 0:
             raise InputError(f"false_alarm_rate must be above 0, got {false_alarm_rate}; 0.01 in 1,000 checks is usual")
         self.every, self.alarms = every, list[Alarm]()
-        self.history: deque[Check] = deque(maxlen=_HISTORY)
+        self.history: deque[MonitorCheck] = deque(maxlen=_HISTORY)
         self._sequences, self._rows, self._layers, self._on_alarm = sequences, rows, layers, on_alarm
         self._alarm_state = AlarmState(rule or AlarmRule(false_alarm_rate=false_alarm_rate))
         for check in history:
@@ -181,7 +181,7 @@ class Monitor:
         """Whether this step is checked."""
         return step % self.every == 0
 
-    def wants(self, place: Place) -> bool:
+    def wants(self, place: CallPlace) -> bool:
         """The first call of each layer; one without gradients only in a loop that has none."""
         if not self.wants_step(place.step) or (self._layers is not None and place.layer not in self._layers):
             return False
@@ -272,7 +272,7 @@ class Monitor:
             for alarm in found:
                 self._raise(alarm)
 
-    def _write(self, check: Check) -> None:
+    def _write(self, check: MonitorCheck) -> None:
         if self._log_path is None:
             return
         try:
@@ -318,7 +318,7 @@ class _Sent:
         """Whether they have arrived; does not wait."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def check(self, before: Check | None) -> Check:
+    def check(self, before: MonitorCheck | None) -> MonitorCheck:
         """The check; waits where they have not. ``before``: the one before it."""
         if self._event is not None:
             self._event.synchronize()
@@ -328,7 +328,7 @@ class _Sent:
             rows = np.array(values[at : at + size]).reshape(len(METRICS), heads)
             layers.append(LayerCheck(layer, module, dict(zip(METRICS, rows, strict=True))))
             at += size
-        return with_growth(Check(self.step, tuple(layers)), before)
+        return with_growth(MonitorCheck(self.step, tuple(layers)), before)
 
 
 def _order(item: tuple[tuple[int, str | None], HeadSums]) -> tuple[int, str]:

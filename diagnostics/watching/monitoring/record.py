@@ -31,7 +31,7 @@ class LayerCheck:
 
 
 @dataclass(frozen=True)
-class Check:
+class MonitorCheck:
     """All layers that were seen at ``step``, in order."""
 
     step: int
@@ -51,7 +51,7 @@ class Check:
         return json.dumps({"step": self.step, "layers": layers}, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Check:
+    def from_json(cls, text: str) -> MonitorCheck:
         """Read what ``to_json`` wrote."""
         found = json.loads(text)
         layers = tuple(
@@ -65,12 +65,12 @@ class Check:
         return cls(found["step"], layers)
 
 
-def read_log(path: str | os.PathLike[str]) -> Iterator[Check]:
+def read_log(path: str | os.PathLike[str]) -> Iterator[MonitorCheck]:
     """The checks of a monitor's log (also of one packed with xz), in order; without a last line that was cut off."""
     with lzma.open(path, "rt") if Path(path).suffix == ".xz" else Path(path).open() as file:
         for line in file:
             if line.endswith("\n"):
-                yield Check.from_json(line)
+                yield MonitorCheck.from_json(line)
 
 
 def _plain(value: float) -> float | str | None:
@@ -81,7 +81,7 @@ def _plain(value: float) -> float | str | None:
     return float(f"{value:.9g}")
 
 
-def with_growth(check: Check, before: Check | None) -> Check:
+def with_growth(check: MonitorCheck, before: MonitorCheck | None) -> MonitorCheck:
     """The check with "max_logit_growth" and "dw_q_share_growth": of the logarithm, per step since ``before``."""
     known = {} if before is None else {(c.layer, c.module): c for c in before.layers}
     layers = []
@@ -96,4 +96,4 @@ def with_growth(check: Check, before: Check | None) -> Check:
                     growth = np.log(np.where(ratio > 0, ratio, math.nan)) / (check.step - before.step)
                 added[f"{name}_growth"] = growth
         layers.append(LayerCheck(layer.layer, layer.module, {**layer.values, **added}))
-    return Check(check.step, tuple(layers))
+    return MonitorCheck(check.step, tuple(layers))

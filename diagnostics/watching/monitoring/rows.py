@@ -25,7 +25,7 @@ _FLOOR = -800.0
 
 
 @dataclass
-class HeadRows:
+class SampledRows:
     """Row quantities of h heads and one sequence, [h, R] float64 unless said otherwise.
 
     ``usable`` (bool): the row sees a key, and all that was sampled of it and follows from it is finite. ``repeated``,
@@ -46,7 +46,7 @@ class HeadRows:
 
 @dataclass
 class GradientRows:
-    """What needs dO; float64, as ``HeadRows``.
+    """What needs dO; float64, as ``SampledRows``.
 
     ``delta``, its error ``delta_error`` (observed - reference) and ``noise_floor`` sigma [h, R]; ``dq``, ``probs_k`` =
     P K [h, R, D]; ``contributions`` [h, R, Dv] of each feature of O to delta's error.
@@ -68,7 +68,7 @@ def heads_at_once(sample: Sample) -> int:
     return max(1, min(sample.k.shape[1], TEMPORARIES // block, TEMPORARIES // linear))
 
 
-def measure_rows(sample: Sample, sequence: int, kv_heads: slice) -> HeadRows:
+def measure_rows(sample: Sample, sequence: int, kv_heads: slice) -> SampledRows:
     """The rows of the query heads that share key heads ``kv_heads``, of one of the sampled sequences."""
     group = sample.q.shape[1] // sample.k.shape[1]
     heads = slice(kv_heads.start * group, kv_heads.stop * group)
@@ -84,7 +84,7 @@ def measure_rows(sample: Sample, sequence: int, kv_heads: slice) -> HeadRows:
     log_sum = torch.where(sees_key, row_sum, 1.0).log()
     out = sample.o[sequence, heads].double()
     trace = row_sum + out.sum(-1)  # finite where they are
-    found = HeadRows(
+    found = SampledRows(
         usable=sees_key,
         sees_key=sees_key,
         max_logit=b.get("largest", row_max),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.watching.live.call import AttentionCall
-from attn_diag.watching.monitoring.weight import Projection
+from attn_diag.watching.monitoring.weight import LayerProjection
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sample:
     lse: Tensor | None
     mask: Tensor | None
     x: Tensor | None
-    projection: Projection | None
+    projection: LayerProjection | None
     do: Tensor | None
     q_length: int
     causal: str
@@ -56,7 +56,7 @@ class Sample:
             lse=None if call.lse is None else pick.rows(call.lse),
             mask=mask,
             x=x,
-            projection=None if w_q is None else Projection.of(w_q, q, x),
+            projection=None if w_q is None else LayerProjection.of(w_q, q, x),
             do=None,
             q_length=length,
             causal=call.causal,

@@ -16,7 +16,7 @@ _ELEMENTS = 2**22  # float64, 32 MB
 
 
 @dataclass(frozen=True)
-class Projection:
+class LayerProjection:
     """Of every head, [Hq] float64: ``norms`` of W_Q; squared norms of q, ``q``, and of what x W_Q^T misses, ``misfit``.
 
     The latter two are NaN without x.
@@ -27,7 +27,7 @@ class Projection:
     misfit: Tensor
 
     @classmethod
-    def of(cls, w_q: Tensor, q: Tensor, x: Tensor | None) -> Projection:
+    def of(cls, w_q: Tensor, q: Tensor, x: Tensor | None) -> LayerProjection:
         """From w_q [Hq * D, C] and the sampled q [S, Hq, R, D] and x [S, R, C]."""
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             heads = q.shape[1]

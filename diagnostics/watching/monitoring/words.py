@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from attn_diag.watching.monitoring.alarm import Alarm
-from attn_diag.watching.monitoring.record import Check, LayerCheck
+from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck
 
 _COLUMNS = (
     ("dw_q_share", "dW_Q err", ".2%"), ("dq_share", "dQ err", ".2%"), ("dw_q_over_floor", "x floor", ".2f"),
@@ -22,7 +22,7 @@ _ALARMS = 3
 _WIDTH = 80
 
 
-def flat_metrics(check: Check, alarms: int, total: int, *, per_head: bool) -> dict[str, float]:
+def flat_metrics(check: MonitorCheck, alarms: int, total: int, *, per_head: bool) -> dict[str, float]:
     """ "attn/NAME/max" and "/mean" over the heads of which NAME is known, "attn/alarm", "attn/alarms", "attn/step"."""
     found: dict[str, float] = {}
     names = dict.fromkeys(name for layer in check.layers for name in layer.values)
@@ -43,7 +43,7 @@ def flat_metrics(check: Check, alarms: int, total: int, *, per_head: bool) -> di
     return found | {"attn/alarm": float(alarms), "attn/alarms": float(total), "attn/step": float(check.step)}
 
 
-def table(check: Check | None, alarms: Sequence[Alarm]) -> str:
+def table(check: MonitorCheck | None, alarms: Sequence[Alarm]) -> str:
     """Each layer's head with the largest predicted error, one line each, then the first alarms; 80 columns."""
     if check is None:
         return "no check yet"
