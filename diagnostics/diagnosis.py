@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from attn_diag.attribution.result import HeadAttribution
@@ -77,6 +77,8 @@ __all__ = [
     "severity",
 ]
 SCHEMA = "attn-diag-diagnosis"
+# Characters of a foreign document that an error message repeats.
+_QUOTED = 60
 # Where the classes of a Diagnosis are defined.
 _MODULES = (
     "attn_diag.diagnosis",
@@ -287,6 +289,13 @@ class Summary:
     """What a reader should know before trusting the numbers."""
 
 
+def _integer(value: object) -> object:
+    """Refuses true and 1.0, which equal 1 and would pass for it."""
+    if type(value) is not int:
+        raise ValueError("expected an integer")
+    return value
+
+
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
     """The result of ``attn_diag.inspect``. ``print(d.report())`` shows it; ``d.to_json()`` exports it."""
@@ -301,7 +310,7 @@ class Diagnosis:
     """The run in brief."""
     schema: Literal["attn-diag-diagnosis"] = "attn-diag-diagnosis"
     """Which kind of document this is."""
-    schema_version: Literal[1, 2] = 2
+    schema_version: Annotated[Literal[1, 2], BeforeValidator(_integer)] = 2
     """Version of its schema; 1: read from an older document, without what is new in 2."""
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
 
@@ -367,20 +376,24 @@ def _refusal(text: str | bytes, error: ValidationError) -> str:
         document = from_json(text)
     except ValueError as reason:
         return (
-            f"expected the JSON of a diagnosis, got text that is not JSON ({reason}); name the file that "
-            "`attn-diag inspect --json FILE` wrote"
+            f"expected the JSON of a diagnosis, got text that is not JSON, or is cut off ({reason}); name the file "
+            "that `attn-diag inspect CAPTURE --json FILE` (or --html) wrote"
         )
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA:
-        got = f"schema {schema!r}" if isinstance(document, dict) else f"a JSON {type(document).__name__}"
+        got = f"a JSON {type(document).__name__}" if not isinstance(document, dict) else "no schema"
+        if schema is not None:
+            other = isinstance(schema, str) and schema.startswith("attn-diag-")
+            got = f"schema {str(schema)[:_QUOTED]!r}" + (", the result of another command" if other else "")
         return (
-            f'expected a document with "schema": "{SCHEMA}", got {got}; name what `attn-diag inspect --json FILE` wrote'
+            f'expected a document with "schema": "{SCHEMA}", got {got}; name what `attn-diag inspect CAPTURE --json '
+            "FILE` (or --html) wrote"
         )
     version = document.get("schema_version")
-    if version not in (1, 2) or isinstance(version, bool):
+    if type(version) is not int or version not in (1, 2):
         return (
-            f"expected schema_version 1 or 2, got {version!r}: this attn-diag does not know it; read it with the "
-            "attn-diag that wrote it (or a newer one), or inspect the captures again"
+            f"expected schema_version 1 or 2, got {repr(version)[:_QUOTED]}: this attn-diag does not know it; upgrade "
+            "attn-diag to the one that wrote it (or a newer one), or inspect the captures again"
         )
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
