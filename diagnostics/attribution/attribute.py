@@ -100,7 +100,8 @@ class _HeadJob:
         found = None if projection is None else projection.head(batch, head)
         self.truth = head_truth(self.inputs, found, self._observe)
         if not bool(self.truth.usable.any()):
-            raise InputError(f"{capture.source}: head {head}: no row is finite and sees a key: nothing to attribute")
+            number = head + capture.metadata.head_offset
+            raise InputError(f"{capture.source}: head {number}: no row is finite and sees a key: nothing to attribute")
 
     def _observe(self, block: RowBlock) -> None:
         self._maxima.add(block)
