@@ -57,10 +57,10 @@ def _detailed(job: CaptureJob, observation: ObservationDiagnosis, head: HeadDiag
     batch = job.batches[0] if top is None else top.batch
     capture, name, recipe = _explained(job, observation.name)
     number, device = head.head, job.device.type
-    place = Selection(heads=frozenset({number}), batches=frozenset({batch}))
+    place = Selection(name, heads=frozenset({number}), batches=frozenset({batch}))
 
     def shares() -> HeadAttribution:
-        found = attribute(capture, name, recipe=recipe, selection=place, level=level, device=device)
+        found = attribute(capture, recipe=recipe, selection=place, level=level, device=device)
         return found.heads[0]
 
     def element() -> Microscope:
