@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attn_diag.attribution.result import Attribution
     from attn_diag.capture_job import Selection
     from attn_diag.captures import Capture
+    from attn_diag.certification import Certify
     from attn_diag.comparison.diff import diff
     from attn_diag.comparison.read import read_diagnosis
     from attn_diag.comparison.result import Comparison
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from attn_diag.mitigation.result import WhatIf
     from attn_diag.mitigation.what_if import what_if
     from attn_diag.monitoring.monitor import Monitor
+    from attn_diag.monitoring.record import read_log
     from attn_diag.paper.figures import paper_figures
     from attn_diag.paper.result import PaperFigures
     from attn_diag.probing.probe import probe
@@ -105,6 +107,7 @@ _HOME = {
     "preset": "kernels",
     "probe": "probing.probe",
     "read_diagnosis": "comparison.read",
+    "read_log": "monitoring.record",
     "repeated_maxima": "analysis",
     "round_to": "rounding",
     "selftest": "hardware.selftest",
@@ -160,6 +163,7 @@ __all__ = [
     "preset",
     "probe",
     "read_diagnosis",
+    "read_log",
     "repeated_maxima",
     "round_to",
     "selftest",

@@ -131,6 +131,16 @@ def test_every_public_name_exists() -> None:
         attn_diag.nothing  # noqa: B018
 
 
+def test_the_lists_of_public_names_agree() -> None:
+    """What type checkers see, what is imported on first use, and what ``__all__`` names."""
+    assert attn_diag.__file__ is not None
+    tree = ast.parse(Path(attn_diag.__file__).read_text())
+    (guarded,) = (node.body for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name for node in guarded if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == set(attn_diag._HOME) == set(attn_diag.__all__)
+    assert {"Certify", "read_log"} <= seen
+
+
 def test_wheel_holds_only_the_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     outside = [n for n in names if not n.startswith(("attn_diag/", "attn_diag_pytest/")) and ".dist-info/" not in n]
