@@ -18,6 +18,7 @@ def figures(
     head: Annotated[int | None, typer.Option(help="This head (the model's number; default: the worst).")] = None,
     layer: common.Layers = None,
     json: common.Json = None,
+    plain: common.Plain = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = None,
     device: common.Device = "auto",
     layout: common.Layout = None,
@@ -43,7 +44,7 @@ def figures(
         found = paper_figures(captures, head=head, observation=observation, device=device, progress=progress)
     for note in found.notes:
         print(f"attn-diag: {note}", file=sys.stderr)
-    common.deliver(found, json)
+    common.deliver(found, json, plain=plain)
     if html is not None:
         from attn_diag.reports.gallery import gallery_document
 
