@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import attn_diag
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, LayerState, replay
-from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, Values, read_log, with_growth
+from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, Values, with_growth
 
 HEADS = 144
 # Worst head's share in the failing arm A of our own runs, by step; loss and gradient norm leave their trend at 600.
@@ -172,7 +173,7 @@ def test_an_alarm_says_what_where_and_what_to_do(tmp_path: Any) -> None:
     assert alarm.values["excess_cusum"] >= alarm.values["witness_threshold"]
     path = tmp_path / "log.jsonl"
     path.write_text("".join(c.to_json() + "\n" for c in stream) + '{"step": 6')
-    assert list(map(str, replay(read_log(path)))) == [text]
+    assert list(map(str, replay(attn_diag.read_log(path)))) == [text]
 
 
 def test_a_check_survives_its_log() -> None:

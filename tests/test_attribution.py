@@ -22,6 +22,7 @@ from attn_diag.analyses.attribution.site_shares import attribute_sites
 from attn_diag.analyses.attribution.sites import rounding_sites, with_low, with_mode
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import load
+from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.head.read import HeadInputs
 from attn_diag.head.truth import exact_recipe, head_truth, measure_variants
@@ -286,9 +287,10 @@ def test_without_gradients_only_o_is_attributed() -> None:
 
 
 def test_json_round_trip_and_schema(captures: Path) -> None:
-    found = attribute(load(captures / "pair_T256.safetensors"), "flash")
+    found = attribute(load(captures / "pair_T256.safetensors"), selection=Selection("flash"))
     assert Attribution.from_json(found.to_json()) == found
     jsonschema.validate(json.loads(found.to_json()), Attribution.json_schema())
+    assert found.observation == "flash"
     for width in (80, 120):
         assert max(map(cell_len, found.report(width).splitlines())) <= width
 
@@ -296,7 +298,7 @@ def test_json_round_trip_and_schema(captures: Path) -> None:
 def test_bad_requests_are_named(captures: Path) -> None:
     capture = load(captures / "pair_T256.safetensors")
     with pytest.raises(InputError, match="no observation 'x' with an O"):
-        attribute(capture, "x")
+        attribute(capture, selection=Selection("x"))
     with pytest.raises(InputError, match="no recipe 'x'"):
         attribute(capture, recipe="x")
     with pytest.raises(InputError, match="level must lie between"):
@@ -308,7 +310,7 @@ def test_bad_requests_are_named(captures: Path) -> None:
 
 def test_stabilised_recipes_are_taken_apart_too(captures: Path) -> None:
     recipe = replace(preset("qiu2025"), softmax=SoftmaxRule("stabilised", beta=3.0), name="beta-3")
-    found = attribute(load(captures / "kernels_pair_T512.safetensors"), "stable", recipe=recipe)
+    found = attribute(load(captures / "kernels_pair_T512.safetensors"), selection=Selection("stable"), recipe=recipe)
     assert sum(s.effects["dq"].share for s in found.heads[0].sites) == pytest.approx(1.0, abs=1e-10)
 
 

@@ -157,6 +157,12 @@ def test_save_compare_break_accept(
     assert "| normal | bias |" in Path("summary.md").read_text()
     assert ET.parse("j.xml").getroot().get("failures") != "0"
     assert "::error" not in run(*good, "--no-github")[1]
+    code, out, _ = run(*good, "--no-github", "--plain")
+    assert code == 1
+    assert out.isascii()
+    assert "FAILED: 1 of 1" in out
+    assert "x [bias]" in out
+    assert not any(line.endswith(" ") for line in out.splitlines())
     code, out, err = run(*good, "--json", "-")
     assert json.loads(out)["failures"]
     assert "::error" in err

@@ -304,7 +304,7 @@ def test_figures_agree_with_what_else_is_reported(name: str) -> None:
                 size = math.hypot(*figure.reference)
                 assert math.hypot(*figure.predicted) / size == pytest.approx(error.predicted_relative_error, rel=1e-12)
                 assert math.hypot(*figure.observed) / size == pytest.approx(error.relative_error, rel=1e-12)
-            repeats = attn_diag.repeated_maxima(capture, 0, (head.head or 0) - capture.metadata.head_offset)
+            repeats = attn_diag.repeated_maxima(capture, 0, head.head)
             strip = head.figures.strip
             for definition, shown in (("exact", strip.exact), ("unit", strip.unit)):
                 found = repeats[definition]

@@ -377,7 +377,7 @@ def test_several_observations_need_a_name() -> None:
     capture = attn_diag.load(CAPTURES / "pair_T256.safetensors")
     with pytest.raises(attn_diag.InputError, match="name one of its observations: cudnn, efficient, flash"):
         attn_diag.identify(capture)
-    with pytest.raises(attn_diag.InputError, match="head must be 0 to 1, got 2"):
+    with pytest.raises(attn_diag.InputError, match="no head 2; the capture has 0 to 1"):
         attn_diag.identify(capture, "flash", head=2)
 
 

@@ -16,6 +16,8 @@ from attn_diag.cli import main
 from attn_diag.reports.charts import Chart, Gallery
 from attn_diag.reports.paper import paper_gallery
 from attn_diag.reports.paper_terminal import spark
+from attn_diag.reports.plain import WIDTH, plain_text
+from attn_diag.reports.sparks import ASCII
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,15 @@ def test_sparklines() -> None:
     assert spark([1.0, 2.0], zero=True).startswith("▅█")
     assert spark([float("nan")]) == "·"
     assert len(spark(range(1000)).split()[0]) == 56
+    assert spark([0.0, float("nan"), 1.0], bars=ASCII, gap=" ").startswith("_ #")
+
+
+def test_the_plain_report_is_ascii_with_its_bars(found: PaperFigures) -> None:
+    lines = plain_text(found).splitlines()
+    assert all(line.isascii() for line in lines)
+    drawn = [line for line in found.report(WIDTH).splitlines() if any(bar in line for bar in "▁█")]
+    bars = [line for line in lines if set(line.split("  ")[0]) <= set(ASCII) | {" "} and "  " in line]
+    assert len(bars) == len(drawn) >= 5
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -154,6 +165,8 @@ def test_the_command(
     assert stored.chosen.steps == (10, 11, 12)
     assert stored.chosen.reason.startswith("as asked for")
     assert json.loads(target.read_text())["schema"] == "attn-diag-paper-figures"
+    assert run(monkeypatch, str(folder), "--layer", "1", "--head", "0", "--plain", "--device", "cpu") == 0
+    assert capsys.readouterr().out == plain_text(stored)
     page = tmp_path / "figures.html"
     assert run(monkeypatch, str(folder), "--json", "-", "--html", str(page), "--device", "cpu") == 0
     assert all(f'"{name}"' in page.read_text(encoding="utf-8") for name in charts(paper_gallery(stored)))

@@ -166,14 +166,20 @@ def test_numbers_that_are_not_finite_are_strings(place: str, word: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not JSON"),
-        ("<html>", "not JSON.*name a file"),
+        ("", "not JSON, or is cut off"),
+        ("<html>", "not JSON.*name what"),
         ("[1]", "expected a document .* got a JSON list"),
         ("null", "got a JSON NoneType"),
         ("{}", "got no schema"),
-        ('{"schema": "attn-diag-attribution", "schema_version": 1}', "got schema 'attn-diag-attribution'"),
+        (
+            '{"schema": "attn-diag-attribution", "schema_version": 1}',
+            "'attn-diag-attribution', the result of another",
+        ),
         ('{"schema": "attn-diag-diagnosis"}', "expected schema_version 1 or 2, got None"),
-        ('{"schema": "attn-diag-diagnosis", "schema_version": 3}', "expected schema_version 1 or 2, got 3.*newer"),
+        (
+            '{"schema": "attn-diag-diagnosis", "schema_version": 3}',
+            "schema_version 1 or 2, got 3: .*upgrade attn-diag.*newer",
+        ),
         ('{"schema": "attn-diag-diagnosis", "schema_version": true}', "got True"),
         ('{"schema": "attn-diag-diagnosis", "schema_version": [1]}', r"got \[1\]"),
         ('{"schema": "attn-diag-diagnosis", "schema_version": 2}', "4 wrong or missing fields, the first at tool"),

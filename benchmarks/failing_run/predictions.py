@@ -79,8 +79,8 @@ def predict(
         say(f"sequence {batch + 1} of {len(batches)}")
         single.append(_inspected(capture, observation, recipe, range(batch, batch + 1)))
         identified.append(attn_diag.identify(capture, observation, batch=batch))
-        wanted = attn_diag.Selection(batches=frozenset([batch]))
-        attributed += attn_diag.attribute(capture, observation, recipe=recipe, selection=wanted).heads
+        wanted = attn_diag.Selection(observation, batches=frozenset([batch]))
+        attributed += attn_diag.attribute(capture, recipe=recipe, selection=wanted).heads
         tried.append(attn_diag.what_if(capture, observation, recipe=recipe, batch=batch))
     metadata = capture.metadata
     return {

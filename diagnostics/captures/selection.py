@@ -33,9 +33,28 @@ def select_observations(capture: Capture, wanted: str | None) -> list[str]:
 
 
 def select_heads(capture: Capture, selection: Selection) -> tuple[list[int], list[int]]:
-    """The heads (counted within the capture) and batch items selected. Raises InputError for what is not there."""
+    """The indices in the capture of the heads and batch items selected. Raises InputError for what is not there."""
     heads = _select(capture, range(capture.q_heads), selection.heads, "head", capture.metadata.head_offset)
     return heads, _select(capture, range(capture.batch), selection.batches, "batch item", 0)
+
+
+def select_place(capture: Capture, batch: int, head: int | None) -> tuple[int, int]:
+    """Where one head of one batch item lies in a capture.
+
+    Args:
+        capture: The capture that holds it.
+        batch: Index of the batch item.
+        head: The model's number of the head; None for the capture's first.
+
+    Returns:
+        The index of the batch item and that of the head, as ``Capture.read`` takes them.
+
+    Raises:
+        InputError: The capture lacks the head or the batch item; the message names those that it holds.
+    """
+    wanted = Selection(heads=None if head is None else frozenset({head}), batches=frozenset({batch}))
+    heads, batches = select_heads(capture, wanted)
+    return batches[0], heads[0]
 
 
 def _select(
@@ -50,5 +69,8 @@ def _select(
     if missing:
         listed = ", ".join(missing if len(missing) <= _NAMED_MISSING else [*missing[:-1], "…"])
         asked = f" (got {wanted})" if isinstance(wanted, Ranges) else ""
-        raise InputError(f"{capture.source}: no {what} {listed}; the capture has {numbers[0]} to {numbers[-1]}{asked}")
+        whose = f" (the model's numbers: its head_offset is {offset})" if offset else ""
+        raise InputError(
+            f"{capture.source}: no {what} {listed}; the capture has {numbers[0]} to {numbers[-1]}{whose}{asked}"
+        )
     return [i for i in available if i + offset in wanted]

@@ -49,6 +49,7 @@ def check(
     level: Annotated[float, typer.Option(help="Chance of a false alarm of bias in a run (Holm).")] = 0.01,
     device: common.Device = "auto",
     json: common.Json = None,
+    plain: common.Plain = False,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
     github: Annotated[
         bool | None,
@@ -75,7 +76,7 @@ def check(
             causal=causal, head_dim=head_dim, scale=scale, backward=backward, seed=seed, level=level, device=device,
             progress=progress,
         )  # fmt: skip
-    common.deliver(found, json)
+    common.deliver(found, json, plain=plain)
     if junit is not None:
         _write_junit(found, junit)
     if github or (github is None and os.environ.get("GITHUB_ACTIONS") == "true"):

@@ -158,19 +158,17 @@ def open_one(
     return captures[0], unreadable
 
 
-def one_place(capture: Capture, head: str | None, batch: str | None) -> tuple[int, int]:
-    """(batch item, head) within the capture of commands that look at one; the first by default.
+def one_place(head: str | None, batch: str | None) -> tuple[int, int | None]:
+    """The batch item (0 by default) and the model's number of the head (None by default) that a command looks at.
 
-    Raises InputError for what is not there, and where an option names several.
+    Raises InputError where an option names several.
     """
-    from attn_diag.captures.selection import Selection, select_heads
-
     wanted = {"--head": numbers("--head", head), "--batch": numbers("--batch", batch)}
     for option, named in wanted.items():
         if named is not None and len(named) != 1:
             raise InputError(f"this command looks at one {option.removeprefix('--')}, got {named}; name one")
-    heads, batches = select_heads(capture, Selection(heads=wanted["--head"], batches=wanted["--batch"]))
-    return batches[0], heads[0]
+    place, item = (None if named is None else next(iter(named)) for named in wanted.values())
+    return item or 0, place
 
 
 def require_apart(targets: list[Path], inputs: list[Path], what: str = "a capture to be inspected") -> None:

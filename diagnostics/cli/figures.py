@@ -18,6 +18,7 @@ def figures(
     head: Annotated[int | None, typer.Option(help="This head (the model's number; default: the worst).")] = None,
     layer: common.Layers = None,
     json: common.Json = None,
+    plain: common.Plain = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = None,
     device: common.Device = "auto",
     layout: common.Layout = None,
@@ -42,6 +43,6 @@ def figures(
         found = paper_figures(captures, head=head, observation=observation, device=device, progress=progress)
     for note in found.notes:
         print(f"attn-diag: {note}", file=sys.stderr)
-    common.deliver(found, json)
+    common.deliver(found, json, plain=plain)
     common.write_page(found, html)
     raise typer.Exit(2 if unreadable else 0)

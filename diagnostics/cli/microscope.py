@@ -40,7 +40,7 @@ def microscope(
     options = common.metadata_options(layout, causal, scale, window, softcap)
     layers = common.numbers("--layer", layer)
     capture, unreadable = common.open_one(paths or [], example=example, layers=layers, options=options)
-    batch_item, place = common.one_place(capture, head, batch)
+    batch_item, place = common.one_place(head, batch)
     with common.progress_bar("steps") as progress:
         result = look(
             capture, row, feature, recipe, observation=observation, device=device, batch=batch_item, head=place,

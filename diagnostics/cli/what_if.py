@@ -47,7 +47,7 @@ def what_if(
     options = common.metadata_options(layout, causal, scale, window, softcap)
     layers = common.numbers("--layer", layer)
     capture, unreadable = common.open_one(paths, example=example, layers=layers, options=options)
-    batch_item, place = common.one_place(capture, head, batch)
+    batch_item, place = common.one_place(head, batch)
     with common.progress_bar("rows") as progress:
         result = run(
             capture, observation, recipe=recipe, batch=batch_item, head=place, only=only or (),

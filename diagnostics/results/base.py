@@ -57,6 +57,8 @@ class Result:
 
     schema: str
     """Which kind of document this is."""
+    made_by: ClassVar[str] = "a command's --json, or to_json(),"
+    """What writes such documents, in words for an error."""
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
 
     def to_json(self, *, indent: int | None = 2) -> str:
@@ -139,11 +141,12 @@ def _renderers() -> Any:
 def _refusal(cls: type[Result], text: str | bytes, error: ValidationError) -> str:
     """Why ``text`` is no document that ``cls`` reads: not JSON, something else, another version, or broken."""
     expected, versions = schema_name(cls), schema_versions(cls)
-    name_it = f"name a file that --json, or {cls.__name__}.to_json(), wrote"
+    name_it = f"name what {cls.made_by} wrote"
     try:
         document = from_json(text)
     except ValueError as reason:
-        return f"expected a document (JSON) with schema {expected!r}, got text that is not JSON ({reason}); {name_it}"
+        got = f"text that is not JSON, or is cut off ({reason})"
+        return f"expected a document (JSON) with schema {expected!r}, got {got}; {name_it}"
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != expected:
         got = f"schema {str(schema)[:60]!r}" if schema is not None else "no schema"
@@ -155,8 +158,8 @@ def _refusal(cls: type[Result], text: str | bytes, error: ValidationError) -> st
     if type(version) is not int or version not in versions:
         known = " or ".join(map(str, versions))
         return (
-            f"expected schema_version {known}, got {repr(version)[:60]}: this attn-diag does not know it; read it "
-            "with the attn-diag that wrote it, or a newer one, or make it again"
+            f"expected schema_version {known}, got {repr(version)[:60]}: this attn-diag does not know it; upgrade "
+            "attn-diag to the one that wrote it (or a newer one), or make it again"
         )
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
 
 from attn_diag.results.attribution import HeadAttribution
 from attn_diag.results.base import Number, Result, Tool
@@ -269,6 +271,13 @@ class Summary:
     """What a reader should know before trusting the numbers."""
 
 
+def _integer(value: object) -> object:
+    """Refuses true and 1.0, which equal 1 and would pass for it."""
+    if type(value) is not int:
+        raise ValueError("expected an integer")
+    return value
+
+
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Result):
     """The result of ``attn_diag.inspect``. ``print(d.report())`` shows it; ``d.to_json()`` exports it."""
@@ -283,8 +292,9 @@ class Diagnosis(Result):
     """The run in brief."""
     schema: Literal["attn-diag-diagnosis"] = "attn-diag-diagnosis"
     """Which kind of document this is."""
-    schema_version: Literal[1, 2] = 2
+    schema_version: Annotated[Literal[1, 2], BeforeValidator(_integer)] = 2
     """Version of its schema; 1: read from an older document, without what is new in 2."""
+    made_by: ClassVar[str] = "`attn-diag inspect CAPTURE --json FILE` (or --html)"
 
     def entries(self) -> Iterator[tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]]:
         """Every judged entry: the heads of every observation (not the pooled ones)."""

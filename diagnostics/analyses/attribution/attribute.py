@@ -32,7 +32,6 @@ _NEAR_ONE_HOT = 0.05
 
 def attribute(
     capture: Capture,
-    observation: str | None = None,
     *,
     recipe: str | Recipe | None = None,
     selection: Selection | None = None,
@@ -42,9 +41,10 @@ def attribute(
 ) -> Attribution:
     """Attribute the errors of a kernel to its rounding sites, head by head.
 
-    The kernel is emulated: ``recipe``, else the recipe that reproduces the O of ``observation`` (default: the first
-    with an O), else fa2. ``selection``: heads and batch items, default all. ``level``: significance of a site's mean
-    error after Benjamini-Hochberg over the sites. ``progress(done, total)`` counts query rows.
+    The kernel is emulated: ``recipe``, else the recipe that reproduces the O of the observation selected, else fa2.
+    ``selection``: the observation (default: the first with an O), heads and batch items (default: all). ``level``:
+    significance of a site's mean error after Benjamini-Hochberg over the sites. ``progress(done, total)`` counts query
+    rows.
 
     Raises InputError for what does not exist, for inputs no recipe covers, and where O contradicts the metadata.
     """
@@ -52,7 +52,7 @@ def attribute(
         raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
     where = pick_device(device)
     wanted = selection or Selection()
-    name = observation_with_o(capture, observation or wanted.observation)
+    name = observation_with_o(capture, wanted.observation)
     heads, batches = select_heads(capture, wanted)
     if name is not None:
         found = check_assumptions(capture, [name], where)
@@ -100,7 +100,8 @@ class _HeadJob:
         found = None if projection is None else projection.head(batch, head)
         self.truth = head_truth(self.inputs, found, self._observe)
         if not bool(self.truth.usable.any()):
-            raise InputError(f"{capture.source}: head {head}: no row is finite and sees a key: nothing to attribute")
+            number = head + capture.metadata.head_offset
+            raise InputError(f"{capture.source}: head {number}: no row is finite and sees a key: nothing to attribute")
 
     def _observe(self, block: RowBlock) -> None:
         self._maxima.add(block)

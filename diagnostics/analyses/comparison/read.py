@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.errors import InputError
@@ -16,7 +12,6 @@ from attn_diag.results.embedded import embedded_diagnosis
 
 # A diagnosis takes about 30 kB a head: no model has as many heads as this holds.
 _LARGEST = 2**30
-_NEWEST = 2
 _MAKE = "attn-diag inspect CAPTURE --json FILE writes one"
 
 
@@ -30,22 +25,10 @@ def read_diagnosis(path: str | PathLike[str]) -> Diagnosis:
     text = _text(file)
     if text.lstrip()[:1] == "<":
         text = _embedded(file, text)
-    document = _document(file, text)
     try:
         return Diagnosis.from_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        version = document.get("schema_version")
-        raise InputError(
-            f"{file}: expected a diagnosis of version {version}, but {where} is wrong: {first['msg']}{more}; "
-            "the file is damaged or was edited: write it again"
-        ) from None
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
-    except RecursionError:
-        raise InputError(f"{file}: nested too deeply for a diagnosis; {_MAKE}") from None
 
 
 def _text(file: Path) -> str:
@@ -76,26 +59,3 @@ def _embedded(file: Path, text: str) -> str:
         return embedded_diagnosis(text)
     except InputError as error:
         raise InputError(f"{file}: an HTML page, but {error}") from None
-
-
-def _document(file: Path, text: str) -> dict[str, Any]:
-    """The parsed JSON, known to claim to be a diagnosis of a version that can be read."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InputError(f"{file}: is neither JSON nor an HTML report, or is cut off; {_MAKE}") from None
-    if not isinstance(document, dict):
-        raise InputError(f"{file}: expected a diagnosis (a JSON object), got a {type(document).__name__}; {_MAKE}")
-    schema = document.get("schema")
-    if schema != "attn-diag-diagnosis":
-        got = f"schema {str(schema)[:60]!r}" if schema is not None else "no schema"
-        ours = isinstance(schema, str) and schema.startswith("attn-diag-")
-        why = ", the result of another command" if ours else ""
-        raise InputError(f"{file}: expected schema 'attn-diag-diagnosis', got {got}{why}; {_MAKE}")
-    version = document.get("schema_version")
-    if type(version) is not int or not 1 <= version <= _NEWEST:
-        raise InputError(
-            f"{file}: expected a diagnosis of version 1 to {_NEWEST}, got {str(version)[:60]!r}; upgrade attn-diag, or "
-            "inspect the capture again"
-        )
-    return document

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.machine import backend_name, pick_device
@@ -44,26 +45,27 @@ def identify(
     observation: str | None = None,
     *,
     batch: int = 0,
-    head: int = 0,
+    head: int | None = None,
     device: str = "auto",
     rows: int | None = None,
     progress: Progress | None = None,
 ) -> Identification:
     """Rank recipes and schedules by the fraction of O's elements of which they reproduce every bit.
 
-    ``observation``: its name, not needed where there is one only. ``batch`` and ``head`` count within the capture.
-    ``rows``: so many query rows are compared at the end (default: as many as have 2^20 scores together, at least 128).
-    ``progress(done, total)`` is called after each recipe; the total is an estimate until the end.
+    ``observation``: its name, not needed where there is one only. ``batch``: index of the batch item; ``head``: the
+    model's number of the head (default: the capture's first). ``rows``: so many query rows are compared at
+    the end (default: as many as have 2^20 scores together, at least 128). ``progress(done, total)`` is called after
+    each recipe; the total is an estimate until the end.
 
     Raises InputError where the observation has no O, where inputs are neither BF16 nor FP16 or O has another dtype
     than q, and where no row can be compared.
     """
     where = pick_device(device)
     name = _observation(capture, observation)
-    _require_place(capture, batch, head)
+    batch, index = select_place(capture, batch, head)
     if rows is not None and rows < 1:
         raise InputError(f"rows must be at least 1, got {rows}")
-    subject = search.read_subject(capture, name, batch, head, where)
+    subject = search.read_subject(capture, name, batch, index, where)
     if subject is None:
         raise InputError(f"{capture.source}: {_why_not(capture, name)}")
     steps = _Steps(progress)
@@ -75,7 +77,7 @@ def identify(
             f"{capture.source}: no row of '{name}' can be compared: each has NaN or Inf or is fully masked"
         )
     trials, tried = search.search(subject, coarse, final)
-    result = _Judgement(capture, name, batch, head, subject, trials, tried, where).result(len(final))
+    result = _Judgement(capture, name, batch, index, subject, trials, tried, where).result(len(final))
     steps.finish()
     return result
 
@@ -331,12 +333,6 @@ def _observation(capture: Capture, wanted: str | None) -> str:
         asked = "no observation" if wanted is None else f"no observation {wanted!r}"
         raise InputError(f"{capture.source}: {asked}; it has {', '.join(known) or 'none'}")
     return wanted
-
-
-def _require_place(capture: Capture, batch: int, head: int) -> None:
-    for what, number, count in (("batch", batch, capture.batch), ("head", head, capture.q_heads)):
-        if not 0 <= number < count:
-            raise InputError(f"{capture.source}: {what} must be 0 to {count - 1}, got {number}")
 
 
 def _why_not(capture: Capture, observation: str) -> str:

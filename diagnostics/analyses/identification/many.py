@@ -62,4 +62,6 @@ def _jobs(capture: Capture, selection: Selection) -> list[tuple[Capture, str, in
     heads, batches = select_heads(capture, selection)
     heads = heads if selection.heads is not None else heads[:1]
     batches = batches if selection.batches is not None else batches[:1]
-    return [(capture, o, b, h) for o in observations for b in batches for h in heads]
+    # ``identify`` takes the model's numbers.
+    offset = capture.metadata.head_offset
+    return [(capture, o, b, h + offset) for o in observations for b in batches for h in heads]

@@ -57,11 +57,11 @@ def _detailed(job: CaptureJob, observation: ObservationDiagnosis, head: HeadDiag
     top = head.top_rows[0] if head.top_rows else None
     batch = job.batches[0] if top is None else top.batch
     capture, name, recipe = _explained(job, observation.name)
-    number, device = head.head - job.capture.metadata.head_offset, job.device.type
-    place = Selection(heads=frozenset({head.head}), batches=frozenset({batch}))
+    number, device = head.head, job.device.type
+    place = Selection(name, heads=frozenset({number}), batches=frozenset({batch}))
 
     def shares() -> HeadAttribution:
-        found = attribute(capture, name, recipe=recipe, selection=place, level=level, device=device)
+        found = attribute(capture, recipe=recipe, selection=place, level=level, device=device)
         return found.heads[0]
 
     def element() -> Microscope:

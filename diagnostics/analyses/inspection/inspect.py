@@ -13,7 +13,7 @@ from attn_diag.analyses.inspection.pooling import adjust_family
 from attn_diag.analyses.verdict import summarise
 from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
 from attn_diag.captures.merge import merged_over_ranks
-from attn_diag.captures.selection import Selection
+from attn_diag.captures.selection import Selection, select_place
 from attn_diag.errors import InputError
 from attn_diag.head.certification import Certify
 from attn_diag.head.collectors import collector_of
@@ -195,14 +195,18 @@ def _after(progress: Progress | None, before: int) -> Progress | None:
 
 
 def repeated_maxima(
-    capture: Capture, batch: int = 0, head: int = 0, *, recipe: Recipe | None = None, device: str = "auto"
+    capture: Capture, batch: int = 0, head: int | None = None, *, recipe: Recipe | None = None, device: str = "auto"
 ) -> dict[str, Repeats | None]:
     """Where one head's row maxima are repeated, row by row: multiplicities [Tq] and positions by definition.
 
-    ``head`` counts within the capture. ``recipe`` is needed for "as_run", which is None without it. See
-    ``Repeats.values`` for sign and exponent of V at the positions.
+    ``batch``: index of the batch item; ``head``: the model's number of the head (default: the capture's first).
+    ``recipe`` is needed for "as_run", which is None without it. See ``Repeats.values`` for sign and exponent of V at
+    the positions.
+
+    Raises InputError for a head or batch item that the capture lacks.
     """
-    inputs = read_head(capture, batch, head, pick_device(device), NonFiniteCensus())
+    batch, index = select_place(capture, batch, head)
+    inputs = read_head(capture, batch, index, pick_device(device), NonFiniteCensus())
     collector = collector_of(inputs, recipe)
     reference_head(replace(inputs.head, do=None), collector.add)
     return {definition: collector.repeats(definition) for definition in DEFINITIONS}

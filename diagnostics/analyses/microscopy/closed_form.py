@@ -56,14 +56,15 @@ def closed_form(
     observation: str | None = None,
     observed: Tensor | None = None,
     batch: int = 0,
-    head: int = 0,
+    head: int | None = None,
     device: str = "auto",
 ) -> ClosedForm:
     """Predict the signed error of every row of one head in closed form, beside the measured one.
 
     ``source``: a capture, or one head (float64) with ``observed`` O [Tq, Dv] where there is one; without an observed O
     the recipe's own is explained. ``recipe``: a name or a Recipe (default: what the O is recognised as, else fa2).
-    ``batch``, ``head``: counted within the capture. Streams over row blocks. Raises InputError as ``inspect`` does.
+    ``batch``: index of the batch item; ``head``: the model's number of the head (default: the capture's first).
+    Streams over row blocks. Raises InputError as ``inspect`` does.
     """
     return explain(
         subject_of(

@@ -40,7 +40,7 @@ def microscope(
     observation: str | None = None,
     observed: Tensor | None = None,
     batch: int = 0,
-    head: int = 0,
+    head: int | None = None,
     device: str = "auto",
     whole_head: bool = True,
     progress: Progress | None = None,
@@ -50,9 +50,10 @@ def microscope(
     ``source``: a capture, or one head (q, k, v float64) with ``observed`` O [Tq, Dv] where there is one. ``row`` (a
     query row of the capture) and ``feature``: default, those of the largest |excess error| of the captured O, or of the
     recipe's where none was captured. ``recipe``: a name or a Recipe; default: what the captured O is recognised as,
-    else fa2. ``observation``: default the first with an O. ``batch``, ``head`` count within the capture.
-    ``whole_head``: also give the closed form's totals over the head (another pass over it). ``progress(done, total)``
-    counts the three steps: the recipe found, the element walked, the closed form.
+    else fa2. ``observation``: default the first with an O. ``batch``: index of the batch item; ``head``: the model's
+    number of the head (default: the capture's first). ``whole_head``: also give the closed form's totals over the head
+    (another pass over it). ``progress(done, total)`` counts the three steps: the recipe found, the element walked, the
+    closed form.
 
     Raises InputError for a row, feature, head or name that does not exist, a row that NaN or Inf makes unusable or that
     sees no key, and a recipe that rounds at random.

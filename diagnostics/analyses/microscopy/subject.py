@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_diag.analyses.microscopy.walk import require_walkable, site_format
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.engines import DEFAULT_RECIPE, require_known
@@ -46,36 +47,37 @@ def subject_of(
     observation: str | None = None,
     observed: Tensor | None = None,
     batch: int = 0,
-    head: int = 0,
+    head: int | None = None,
     device: str = "auto",
 ) -> MicroscopeSubject:
-    """The subject of a capture (``batch``, ``head`` counted within it), or of a head with ``observed`` O [Tq, Dv].
+    """The subject of a capture, or of a head with ``observed`` O [Tq, Dv].
 
-    ``recipe``: to follow (default: what the captured O is recognised as, else fa2). Raises InputError for what does
-    not exist or cannot be followed, and where the metadata do not describe the captured O.
+    Of a capture, ``batch`` is the index of the batch item and ``head`` the model's number of the head (default: the
+    capture's first). ``recipe``: to follow (default: what the captured O is recognised as, else fa2).
+
+    Raises InputError for what does not exist or cannot be followed, and where the metadata do not describe the captured
+    O.
     """
     if isinstance(source, AttentionHead):
         return _of_head(source, recipe, observed)
     where = pick_device(device)
-    for what, number, count in (("batch item", batch, source.batch), ("head", head, source.q_heads)):
-        if not 0 <= number < count:
-            raise InputError(f"{source.source}: {what} must lie between 0 and {count - 1}, got {number}")
+    batch, index = select_place(source, batch, head)
     name = observation_with_o(source, observation)
     if name is not None:
         assumptions = check_assumptions(source, [name], where)
         if assumptions.ok is False:
             raise InputError(f"{source.source}: {assumptions.message}")
-    baseline = find_baseline(source, recipe, name, batch, head, where)
+    baseline = find_baseline(source, recipe, name, batch, index, where)
     require_walkable(baseline.recipe)
-    inputs = read_head(source, batch, head, where, NonFiniteCensus())
+    inputs = read_head(source, batch, index, where, NonFiniteCensus())
     out, out_format = None, None
     if name is not None:
         key = source.key(name, "o")
-        out, out_format = read_float64(source, key, batch, head, where), format_of(source.tensors[key].dtype)
-    model_head = head + source.metadata.head_offset
+        out, out_format = read_float64(source, key, batch, index, where), format_of(source.tensors[key].dtype)
+    number = index + source.metadata.head_offset
     return _complete(
         MicroscopeSubject(
-            source.source, name, baseline.recipe, baseline.words, source.metadata.layer, batch, model_head, inputs,
+            source.source, name, baseline.recipe, baseline.words, source.metadata.layer, batch, number, inputs,
             torch.empty(0), inputs.input_format,
         ),
         out, out_format,

@@ -28,6 +28,7 @@ from attn_diag.analyses.mitigation.mitigations import (
 from attn_diag.analyses.mitigation.stabilised import RepeatedMaxima, beta_limits, repeated_maxima_as_run
 from attn_diag.analyses.mitigation.words import summarise
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.machine import describe_tool, pick_device
@@ -57,7 +58,7 @@ def what_if(
     *,
     recipe: str | Recipe | None = None,
     batch: int = 0,
-    head: int = 0,
+    head: int | None = None,
     only: Sequence[str] = (),
     betas: Sequence[float] = BETAS,
     seeds: int = SEEDS,
@@ -68,15 +69,17 @@ def what_if(
     """Run mitigations, mixed recipes and other kernels' recipes on one head's q, k, v and dO, and rank them.
 
     The baseline is ``recipe`` (a name or a Recipe), else the one that made the captured O of ``observation``
-    (recognised by its bits), else fa2. ``batch`` and ``head`` count within the capture. ``only``: names of candidates,
-    or patterns such as "stabilised-*". ``betas`` of the stabilised softmax; ``seeds``: how many runs of each
-    stochastic rounding. ``level``: significance after Benjamini-Hochberg over all candidates' biases.
-    ``progress(done, total)`` counts query rows times recipes.
+    (recognised by its bits), else fa2. ``batch``: index of the batch item; ``head``: the model's number of the head
+    (default: the capture's first). ``only``: names of candidates, or patterns such as "stabilised-*". ``betas`` of the
+    stabilised softmax; ``seeds``: how many runs of each stochastic rounding. ``level``: significance after
+    Benjamini-Hochberg over all candidates' biases. ``progress(done, total)`` counts query rows times recipes.
 
     Raises InputError for what the capture lacks, for inputs that no recipe covers, and where the metadata do not
     describe the captured O.
     """
-    _check_options(capture, batch, head, betas, seeds, level)
+    _check_options(betas, seeds, level)
+    batch, index = select_place(capture, batch, head)
+    number = index + capture.metadata.head_offset
     where = pick_device(device)
     chosen = observation_with_o(capture, observation)
     notes: list[str] = []
@@ -86,11 +89,11 @@ def what_if(
         assumptions = check_assumptions(capture, [chosen], where)
         if assumptions.ok is False:
             raise InputError(f"{capture.source}: {assumptions.message}")
-    baseline = find_baseline(capture, recipe, chosen, batch, head, where)
-    inputs = read_head(capture, batch, head, where, NonFiniteCensus())
-    truth = head_truth(inputs, _projection(capture, batch, head, where, notes))
+    baseline = find_baseline(capture, recipe, chosen, batch, index, where)
+    inputs = read_head(capture, batch, index, where, NonFiniteCensus())
+    truth = head_truth(inputs, _projection(capture, batch, index, where, notes))
     if not bool(truth.usable.any()):
-        raise InputError(f"{capture.source}: head {head}: every row is fully masked, or has NaN or Inf in its inputs")
+        raise InputError(f"{capture.source}: head {number}: every row is fully masked, or has NaN or Inf in its inputs")
     unit = _score_unit(baseline.recipe, inputs)
     acting = repeated_maxima_as_run(baseline.recipe, truth.head, stabilised_rule(2.0, unit).epsilon)
     if not acting.rows and betas:
@@ -113,7 +116,7 @@ def what_if(
         source=capture.source,
         layer=capture.metadata.layer,
         batch=batch,
-        head=head + capture.metadata.head_offset,
+        head=number,
         rows=int(truth.usable.sum()),
         observation=chosen,
         recipe=baseline.name,
@@ -122,7 +125,7 @@ def what_if(
         ranked_by=ranked_by,
         max_logit=max_logit,
         level=level,
-        observed=None if chosen is None else Errors(**observed_sizes(capture, chosen, batch, head, truth)),
+        observed=None if chosen is None else Errors(**observed_sizes(capture, chosen, batch, index, truth)),
         baseline=first,
         candidates=rest,
         stabilised=_stabilised(baseline.recipe, acting, rest, int(truth.usable.sum())),
@@ -455,12 +458,9 @@ def _select(wanted: list[WhatIfPlan], clips: list[float], only: Sequence[str]) -
     return [plan for plan in wanted if named(plan.name)], [tau for tau in clips if named(f"qk-clip-{tau:g}")]
 
 
-def _check_options(capture: Capture, batch: int, head: int, betas: Sequence[float], seeds: int, level: float) -> None:
+def _check_options(betas: Sequence[float], seeds: int, level: float) -> None:
     if not 0 < level < 1:
         raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
-    for value, count, what in ((batch, capture.batch, "batch item"), (head, capture.q_heads, "head")):
-        if not 0 <= value < count:
-            raise InputError(f"{capture.source}: no {what} {value}; the capture has 0 to {count - 1} (counted in it)")
     if any(not 1 < beta < math.inf for beta in betas):
         raise InputError(f"beta must be a finite number above 1, got {', '.join(map(str, betas))}; 2 to 8 is published")
     if seeds < 0:

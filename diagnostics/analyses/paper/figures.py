@@ -222,7 +222,7 @@ class _Work:
         try:
             found = microscope(
                 capture, row, feature, observation=None if worst.emulated else worst.key.observation, batch=batch,
-                head=_local(worst, capture), device=self.device, whole_head=False,
+                head=worst.key.head, device=self.device, whole_head=False,
             )  # fmt: skip
         except InputError as error:
             self.missing["prefix"] = str(error)
@@ -260,7 +260,7 @@ class _Work:
 
 
 def _local(entry: HeadAtStep, capture: Capture) -> int:
-    """The head's number within its capture."""
+    """The head's index in its capture."""
     return entry.key.head - capture.metadata.head_offset
 
 

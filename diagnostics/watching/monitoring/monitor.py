@@ -70,12 +70,12 @@ class Monitor:
         on_alarm: called with each ``Alarm``; from the training loop, so it should be quick.
         false_alarm_rate: false alarms to expect at most in 1,000 checks of the whole model; see ``monitoring.alarm``.
         rule: all parameters of the alarm, instead of ``false_alarm_rate`` alone.
-        log: a file to which each check is appended, as a line of JSON with every head (``monitoring.record.read_log``,
+        log: a file to which each check is appended, as a line of JSON with every head (``attn_diag.read_log``,
             ``monitoring.alarm.replay``); on rank 0.
         process_group: ranks to add up over; None: all.
         first_step: the number of the first step.
-        history: checks of the run until then, where it is resumed: ``read_log(log)``. The alarm goes on as if nothing
-            had happened; what it raised before is not raised again. Those from ``first_step`` on are left out.
+        history: checks of the run until then, where it is resumed: ``attn_diag.read_log(log)``. The alarm goes on as if
+            nothing had happened; what it raised before is not raised again. Those from ``first_step`` on are left out.
             Coherence with earlier checks begins anew.
 
     Raises InputError for numbers below 1, a rate that is not above 0, a log that cannot be written, and a history
