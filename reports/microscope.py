@@ -61,6 +61,11 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
     )
 
 
+def whole_closed_form_renderables(found: ClosedForm) -> Iterator[RenderableType]:
+    """The closed form on its own."""
+    yield from closed_form_renderables(found.totals)
+
+
 def closed_form_renderables(t: ClosedFormTotals) -> Iterator[RenderableType]:
     """The closed form over a head."""
     yield Text(f"Whole head: {t.statement}")

@@ -35,7 +35,7 @@ _RENDERERS = {
     "addition": Renderer("microscope:addition_renderables"),
     "attribution": Renderer("attribution:attribution_renderables"),
     "check": Renderer("check:check_renderables"),
-    "closed-form": Renderer("microscope:closed_form_renderables"),
+    "closed-form": Renderer("microscope:whole_closed_form_renderables"),
     "comparison": Renderer("diff:diff_renderables", plain="diff:diff_lines"),
     "diagnosis": Renderer(
         "terminal:terminal_renderables",
