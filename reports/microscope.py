@@ -15,7 +15,16 @@ from rich.text import Text
 from attn_diag.reports import words
 
 if TYPE_CHECKING:
-    from attn_diag.results.microscope import Addition, ClosedFormTotals, Curve, Explained, Microscope, Point, SumSite
+    from attn_diag.results.microscope import (
+        Addition,
+        ClosedForm,
+        ClosedFormTotals,
+        Curve,
+        Explained,
+        Microscope,
+        Point,
+        SumSite,
+    )
 
 _MAX_SITES = 6
 _PLOT_COLUMNS, _PLOT_ROWS = 64, 7
