@@ -19,18 +19,18 @@ _BIAS = 1023
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format with subnormals.
-
-    ``precision`` counts the explicit mantissa bits, ``min_exponent`` is the exponent of the smallest normal
-    number, ``largest`` the largest finite one. ``saturates``: the format has no infinity; finite values that are
-    too large become ``largest``.
-    """
+    """A binary floating-point format with subnormals."""
 
     name: str
+    """Its name, such as bf16."""
     precision: int
+    """Explicit mantissa bits."""
     min_exponent: int
+    """Exponent of the smallest normal number."""
     largest: float
+    """The largest finite number."""
     saturates: bool = False
+    """The format has no infinity; finite values that are too large become ``largest``."""
 
     @property
     def smallest_normal(self) -> float:
