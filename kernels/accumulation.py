@@ -75,10 +75,18 @@ def tensor_core_matmul(
     *,
     operands: Format | None = None,
 ) -> Tensor:
-    """``a @ b`` (+ ``accumulator``) as a tensor core adds; [M, K] @ [K, N] -> [M, N], float64 holding fp32.
+    """``a @ b`` (+ ``accumulator``) as a tensor core adds.
 
-    ``operands``: the 16-bit format of the values in ``a`` and ``b``, which says where their subnormals begin; by
-    default FP16 for FP16 tensors, else BF16 (whose range fp32 shares).
+    Args:
+        a: [M, K], of values that 16 bits hold.
+        b: [K, N], likewise.
+        accumulator: [M, N], what the products are added to.
+        core: How the unit adds.
+        operands: The 16-bit format of ``a`` and ``b``, which says where their subnormals begin; by default FP16 for
+            FP16 tensors, else BF16 (whose range fp32 shares).
+
+    Returns:
+        [M, N], float64 holding fp32.
     """
     if operands is None:
         operands = "fp16" if a.dtype == torch.float16 else "bf16"

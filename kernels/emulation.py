@@ -170,9 +170,16 @@ def emulate_blocks(
 ) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
     """Run several recipes of one schedule side by side: (rows [R], one EmulatedRows a recipe), block by block.
 
-    Products of the inputs, scores, softmax and forwards that recipes share are computed once. ``run(work, blocks)``:
-    as ``map``, perhaps on several cores. Raises ValueError where the schedules' query blocks differ,
-    RecipeNotSupportedError where a recipe is not complete.
+    Products of the inputs, scores, softmax and forwards that recipes share are computed once.
+
+    Args:
+        recipes: Recipes with one query block.
+        head: The head.
+        run: ``run(work, blocks)``, as ``map``, perhaps on several cores.
+
+    Raises:
+        ValueError: The schedules' query blocks differ.
+        RecipeNotSupportedError: A recipe is not complete.
     """
     for recipe in recipes:
         check_supported(recipe)

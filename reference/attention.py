@@ -237,10 +237,14 @@ def row_blocks(
 ) -> Iterator[RowBlock]:
     """The head's intermediates, block by block of query rows.
 
-    ``rows``: indices of the query rows wanted (default: all). ``block_rows``: rows in a block (default: as
-    many as keep the block's scores within a cache-sized budget). Keys that no row of a block can see are
-    left out, so causal attention costs half. ``keep_dprobs``: keep dP, which otherwise turns into dS in place.
-    ``gradient_sums``: the sums that the bound of delta's own error needs (``reference.certificate``).
+    Keys that no row of a block can see are left out, so causal attention costs half.
+
+    Args:
+        head: The head.
+        rows: Indices of the query rows wanted (default: all).
+        block_rows: Rows in a block (default: as many as keep its scores within a cache-sized budget).
+        keep_dprobs: Keep dP, which otherwise turns into dS in place.
+        gradient_sums: Also make the sums that the bound of delta's own error needs (``reference.certificate``).
     """
     count = len(head.q) if rows is None else len(rows)
     wanted = None if rows is None else rows.to(head.q.device)
@@ -269,8 +273,12 @@ def reference_head(
 ) -> HeadReference:
     """Stream the head once and keep what is linear in T.
 
-    ``observe`` is called with every block, for whoever needs the T x T intermediates in passing.
-    ``key_gradients``: also sum dK and dV (two more products a block). ``gradient_sums``: see ``row_blocks``.
+    Args:
+        head: The head.
+        observe: Called with every block, for whoever needs the T x T intermediates in passing.
+        block_rows: As of ``row_blocks``.
+        key_gradients: Also sum dK and dV (two more products a block).
+        gradient_sums: As of ``row_blocks``.
     """
     by_row: dict[str, Tensor] = {}
     dk = dv = None
