@@ -15,11 +15,14 @@ _NAMED_MISSING = 4
 
 @dataclass(frozen=True)
 class Selection:
-    """Which observation and which heads (the model's numbers) and batch items to look at; None for all."""
+    """What of a capture to look at; None for all."""
 
     observation: str | None = None
+    """Its name."""
     heads: frozenset[int] | Ranges | None = None
+    """The model's numbers of the heads."""
     batches: frozenset[int] | Ranges | None = None
+    """Indices of the batch items."""
 
 
 def select_observations(capture: Capture, wanted: str | None) -> list[str]:

@@ -40,15 +40,22 @@ _LENGTHS = ("seq_lens", "extend_seq_lens")
 
 @dataclass(frozen=True)
 class DumpFile:
-    """A file of the dumper, by what its name says. ``context``: tags of the caller's own."""
+    """A file of the dumper, by what its name says."""
 
     path: Path
+    """The file."""
     name: str
+    """What the caller called the tensor."""
     step: int
+    """Number of the forward pass."""
     rank: int
+    """Rank of the process."""
     index: int
+    """Place in the order of the dump."""
     layer: int | None
+    """The layer; None where it is not stated."""
     context: tuple[tuple[str, str], ...]
+    """Tags of the caller's own."""
 
     @property
     def call(self) -> tuple[str, ...]:
