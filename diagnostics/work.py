@@ -11,7 +11,6 @@ import torch
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-
 # Called with (done, total) in whatever units the work counts.
 Progress = Callable[[int, int], None]
 
@@ -26,9 +25,12 @@ def part_of(progress: Progress | None, number: int, count: int) -> Progress | No
 def map_in_order(work: Callable[[_Item], _Result], items: Sequence[_Item], *, parallel: bool) -> Iterator[_Result]:
     """``work`` of every item, results in the items' order.
 
-    ``parallel``: spread the items over as many threads as torch uses, each running torch single-threaded, which beats
-    several threads inside each small operation; torch's number of threads is put back afterwards. Results do not
-    depend on it beyond the order in which a matrix product adds.
+    Args:
+        work: What is done with an item.
+        items: The items; independent of each other.
+        parallel: Spread them over as many threads as torch uses, each running torch single-threaded, which beats
+            several threads inside each small operation; torch's number of threads is put back afterwards. Results do
+            not depend on it beyond the order in which a matrix product adds.
     """
     threads = torch.get_num_threads()
     if not parallel or threads < 2 or len(items) < 2:

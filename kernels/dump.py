@@ -17,29 +17,46 @@ from attn_diag.kernels.recipe import Recipe
 class Dump:
     """The intermediates of one call of ``attention``, as the kernels computed them. Shapes are [B, Hq, Tq] unless said.
 
-    ``rows`` [5, B, Hq, Tq] fp32 and the tile tensors are raw; use the properties. ``delta`` fp32, ``dprobs`` (dP, fp32)
-    and ``dscores`` (dS in the recipe's format) [slots, Tk] are there after the backward has run (not under
-    torch.compile, whose backward cannot fill in this object).
+    What the backward fills in is None before it has run, and under torch.compile, whose backward cannot reach this
+    object.
     """
 
     level: Level
+    """What was kept: "rows", "tiles" or "full"."""
     recipe_json: str = field(repr=False)
+    """The recipe; ``recipe`` reads it."""
     q: Tensor = field(repr=False)
+    """[B, Hq, Tq, D]."""
     k: Tensor = field(repr=False)
+    """[B, Hk, Tk, D]."""
     o: Tensor = field(repr=False)
+    """[B, Hq, Tq, D], in the recipe's format."""
     lse: Tensor = field(repr=False)
+    """L, fp32."""
     causal: Causal
+    """As in the call."""
     window: tuple[int, int]
+    """(left, right), inclusive; -1: unlimited."""
     scale: float
+    """alpha."""
     softcap: float | None
+    """As in the call."""
     rows: Tensor = field(repr=False)
+    """[5, B, Hq, Tq] fp32, raw; the properties read it."""
     slots: Tensor | None = field(repr=False)
+    """int32: where each row's tiles lie, -1 for nowhere."""
     raw_scores: Tensor = field(repr=False)
+    """[slots, Tk], raw; use ``scores``."""
     raw_probs: Tensor = field(repr=False)
+    """[slots, Tk], raw; use ``probs``."""
     tile_max: Tensor = field(repr=False)
+    """[slots, tiles] fp32: the maximum that each tile's P_bar is relative to."""
     delta: Tensor | None = field(default=None, repr=False)
+    """fp32, from the backward."""
     dprobs: Tensor | None = field(default=None, repr=False)
+    """dP, [slots, Tk] fp32, from the backward."""
     dscores: Tensor | None = field(default=None, repr=False)
+    """dS in the recipe's format, [slots, Tk], from the backward."""
 
     @property
     def has_backward(self) -> bool:

@@ -58,40 +58,50 @@ class RecipeNotSupportedError(ValueError):
 
 @dataclass
 class EmulatedHead:
-    """What the emulated kernel returns for one head: o [Tq, Dv] in the recipe's format, lse [Tq], and, with dO,
-    delta [Tq], dq [Tq, D], dk [Tk, D], dv [Tk, Dv] in the recipe's dq format; lse and delta in its arithmetic.
-
-    A format that torch lacks is held in the arithmetic's dtype. dk and dv are None where they were not asked for.
-    """
+    """What the emulated kernel returns for one head; a format that torch lacks is held in the arithmetic's dtype."""
 
     o: Tensor
+    """[Tq, Dv], in the recipe's format."""
     lse: Tensor
+    """L, [Tq], in the recipe's arithmetic."""
     delta: Tensor | None = None
+    """[Tq], in the recipe's arithmetic; None without dO, as all that follows."""
     dq: Tensor | None = None
+    """[Tq, D], in the recipe's dq format."""
     dk: Tensor | None = None
+    """[Tk, D], in the dq format; None too where it was not asked for."""
     dv: Tensor | None = None
+    """[Tk, Dv], likewise."""
 
 
 @dataclass
 class EmulatedRows:
-    """What one recipe returns for some query rows, in its arithmetic's dtype: O before and after its last rounding
-    [R, Dv], L [R], and, with dO, delta [R] and dQ [R, D]."""
+    """What one recipe returns for R query rows, in its arithmetic's dtype."""
 
     unrounded: Tensor
+    """O before its last rounding, [R, Dv]."""
     out: Tensor
+    """O, [R, Dv]."""
     lse: Tensor
+    """L, [R]."""
     delta: Tensor | None
+    """[R]; None without dO."""
     dq: Tensor | None
+    """[R, D]; None without dO."""
 
 
 @dataclass
 class RowTrace:
-    """One query row on its way through the key ranges: O before and after its last rounding [Dv], float64, and L."""
+    """One query row on its way through the key ranges; float64."""
 
     ranges: list[RangeTrace]
+    """In the recipe's order."""
     unrounded: Tensor
+    """O before its last rounding, [Dv]."""
     out: Tensor
+    """O, [Dv]."""
     lse: float
+    """L."""
 
 
 def check_supported(recipe: Recipe) -> None:
@@ -160,9 +170,16 @@ def emulate_blocks(
 ) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
     """Run several recipes of one schedule side by side: (rows [R], one EmulatedRows a recipe), block by block.
 
-    Products of the inputs, scores, softmax and forwards that recipes share are computed once. ``run(work, blocks)``:
-    as ``map``, perhaps on several cores. Raises ValueError where the schedules' query blocks differ,
-    RecipeNotSupportedError where a recipe is not complete.
+    Products of the inputs, scores, softmax and forwards that recipes share are computed once.
+
+    Args:
+        recipes: Recipes with one query block.
+        head: The head.
+        run: ``run(work, blocks)``, as ``map``, perhaps on several cores.
+
+    Raises:
+        ValueError: The schedules' query blocks differ.
+        RecipeNotSupportedError: A recipe is not complete.
     """
     for recipe in recipes:
         check_supported(recipe)

@@ -68,20 +68,24 @@ class Operands:
 
 @dataclass
 class RangeTrace:
-    """One row's passage through one key range; float64.
-
-    ``scores`` as stored (unscaled where alpha is left to the exponent), ``probs`` before and ``cast_probs`` after
-    the cast, [K] each; ``row_max``, ``row_sum`` after the range; ``rescale`` is what the old sums were multiplied by.
-    """
+    """One row's passage through one key range of K keys; float64."""
 
     split: int
+    """The independent part of the keys that the range belongs to."""
     keys: slice
+    """The range."""
     scores: Tensor
+    """[K], as stored: unscaled where alpha is left to the exponent."""
     probs: Tensor
+    """P_bar before its cast, [K]."""
     cast_probs: Tensor
+    """P_bar after its cast, [K]."""
     row_max: float
+    """m after the range."""
     rescale: float
+    """What the old sums were multiplied by."""
     row_sum: float
+    """l after the range."""
 
 
 @dataclass

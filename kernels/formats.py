@@ -59,11 +59,14 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """A binary format with subnormals. ``finite``: it has no infinity, its top exponent holds numbers (E4M3)."""
+    """A binary format with subnormals."""
 
     exponent_bits: int
+    """Bits of the exponent."""
     mantissa_bits: int
+    """Explicit bits of the significand."""
     finite: bool = False
+    """It has no infinity, its top exponent holds numbers (E4M3)."""
 
     @property
     def min_exponent(self) -> int:
@@ -79,10 +82,12 @@ class NumberFormat:
 
 @dataclass(frozen=True)
 class Rounding:
-    """A parsed site: the format and how to round to it."""
+    """A parsed site."""
 
     format: NumberFormat
+    """What is rounded to."""
     mode: Mode = Mode.NEAREST_EVEN
+    """How."""
 
 
 _NAMED = {

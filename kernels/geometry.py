@@ -16,14 +16,12 @@ _MANTISSA = {"bf16": 7, "fp16": 10}
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys query row t of Tq sees among Tk: position(t) - left <= j <= position(t) + right.
-
-    ``causal`` as in ``attn_diag.reference.Masking``: position(t) = t + shift, shift = 0 for "top-left", else Tk - Tq.
-    ``window``: (left, right), inclusive, -1 for unlimited.
-    """
+    """Which keys query row t of Tq sees among Tk: position(t) - left <= j <= position(t) + right."""
 
     causal: Causal = "none"
+    """As in ``attn_diag.reference.Masking``: position(t) = t + shift, shift = 0 for "top-left", else Tk - Tq."""
     window: tuple[int, int] | None = None
+    """(left, right), inclusive, -1 for unlimited."""
 
     def reach(self) -> tuple[int | None, int | None]:
         """(left, right) in keys; None for unlimited."""
@@ -37,35 +35,46 @@ class Visibility:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything a kernel is compiled for besides its recipe.
-
-    ``block_m``, ``block_n``: query rows and keys of a tile; ``block_d``: head_dim, padded to a power of two.
-    ``ranges``: the recipe rounds once for each range of ``range_tiles`` tiles, or rounds l, so that ranges are walked
-    twice. ``left``, ``right``, ``softcap``, ``split``: whether there is one. ``unrounded``: O is kept in fp32 too.
-    ``rows``, ``dump``: instrumentation. ``track_near``: scores within reach of the maximum are counted as they pass;
-    ``packed``: two at a time. ``mantissa``: explicit bits of q's format. ``tma``: tiles come through tensor
-    descriptors.
-    """
+    """Everything a kernel is compiled for besides its recipe."""
 
     head_dim: int
+    """D."""
     block_m: int
+    """Query rows of a tile."""
     block_n: int
+    """Keys of a tile."""
     block_d: int
+    """head_dim, padded to a power of two."""
     warps: int
+    """Warps of a block."""
     stages: int
+    """Stages of the software pipeline."""
     range_tiles: int
+    """Tiles of a key range."""
     ranges: bool
+    """Whether the recipe rounds once for each range, or rounds l, so that ranges are walked twice."""
     left: bool
+    """Whether keys are hidden on the left."""
     right: bool
+    """Whether keys are hidden on the right."""
     softcap: bool
+    """Whether there is one."""
     mantissa: int
+    """Explicit bits of q's format."""
     split: bool = False
+    """Whether the keys are split."""
     unrounded: bool = False
+    """Whether O is kept in fp32 too."""
     rows: bool = False
+    """Instrumentation: row statistics."""
     dump: bool = False
+    """Instrumentation: tiles of chosen rows."""
     track_near: bool = False
+    """Whether scores within reach of the maximum are counted as they pass."""
     packed: bool = False
+    """Whether they are counted two at a time."""
     tma: bool = False
+    """Whether tiles come through tensor descriptors."""
 
     def without_dump(self) -> Geometry:
         """The same without the tile dump."""

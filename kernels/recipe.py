@@ -18,16 +18,16 @@ Order = Literal["ascending", "descending", "diagonal-first"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ordered key ranges for each block of ``query_block`` query rows: tiles of ``key_tile`` keys.
-
-    ``order`` "diagonal-first": the last visible tile, then the others ascending. ``split_keys``: the keys are cut into
-    independent splits of that many, each with its own maximum and sum, merged in fp32 through L (split-KV).
-    """
+    """Ordered key ranges for each block of query rows."""
 
     query_block: int = 128
+    """Query rows of a block."""
     key_tile: int = 128
+    """Keys of a range (a tile)."""
     order: Order = "ascending"
+    """ "diagonal-first": the last visible tile, then the others ascending."""
     split_keys: int | None = None
+    """Split-KV: splits of so many keys have their own maximum and sum, and are merged in fp32 through L."""
 
     def ranges(self, keys: slice) -> Iterator[list[slice]]:
         """For visible keys [start, stop): one ordered list of key ranges for every split; tiles start at multiples."""
@@ -51,18 +51,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class SoftmaxRule:
-    """How the subtracted maximum is chosen.
-
-    "safe": the running maximum. "stabilised" (Qiu & Yao, arXiv 2510.04212, section 4): where the maximum r is
-    repeated within ``epsilon``, beta * r if r > 0 and 0 if r < 0. "stale" (FlashAttention-4, arXiv 2603.05451): the
-    old maximum is kept while the new one exceeds it by no more than ``threshold``. ``epsilon`` and ``threshold`` are in
-    units of the stored scores.
-    """
+    """How the subtracted maximum is chosen. Thresholds are in units of the stored scores."""
 
     kind: Literal["safe", "stabilised", "stale"] = "safe"
+    """ "safe": the running maximum; "stabilised": Qiu & Yao, arXiv 2510.04212, section 4; "stale": FlashAttention-4,
+    arXiv 2603.05451."""
     beta: float | None = None
+    """Stabilised: where the maximum r is repeated, beta * r if r > 0 and 0 if r < 0 is subtracted."""
     epsilon: float = 1e-3
+    """Stabilised: a score within this of the maximum repeats it."""
     threshold: float | None = None
+    """Stale: the old maximum is kept while the new one exceeds it by no more than this."""
 
     def __str__(self) -> str:
         if self.kind == "stabilised":
@@ -87,62 +86,83 @@ class Recipe:
     """Every rounding site of an attention kernel, forward and backward, and its schedule.
 
     Formats name what a quantity is rounded to where it arises, nearest-even unless they say otherwise ("bf16",
-    "e8m11:toward-zero", see ``attn_diag.kernels.formats``); "fp32" is the arithmetic's own. ``arithmetic``: the
-    precision between the sites; "fp64" with "fp32" at every site is the exact recipe. ``accumulation``: how sums of
-    products are made. ``seed`` starts random roundings.
-
-    ``alpha``: where the softmax scale enters: before the scores are rounded, after (and rounded again), or as a
-    factor in the exponent. ``row_sum_of``: whether l adds the fp32 P_bar or the cast one. ``range_pv`` is the
-    format of P_bar V over one key range, ``accumulator`` that of O_bar between ranges. ``division``
-    "after-last-cast": O_bar is rounded to ``out`` before it is divided by l. ``exp`` "polynomial": exp2 by a
-    polynomial of degree ``exp_degree`` in the fraction (FlashAttention-4); only "exact" sees a rounded ``difference``,
-    the others evaluate S - m inside one fused multiply-add. ``probs_scale``: P_bar is cast after
-    multiplication by it, and divided again.
-
-    Backward: ``delta_products`` is the format of dO o O before it is summed, ``dprobs`` that of dP, ``dscores`` that
-    of dS, which multiplies the fp32 P or the one cast to ``backward_probs`` (``dscores_from``);
-    ``gradient_accumulator`` is that of every range's contribution to dQ, dK, dV and of their sums;
-    ``alpha_in_backward``: alpha times dS K, or dS holds alpha when it is cast.
+    "e8m11:toward-zero", see ``attn_diag.kernels.formats``); "fp32" is the arithmetic's own.
     """
 
     name: str
+    """Its name, such as fa2."""
     summary: str
+    """What kernel it describes, in a line."""
     input: Format = "bf16"
+    """q, k, v and dO."""
     scores: Format = "fp32"
+    """S."""
     alpha: Literal["before-rounding", "after-rounding", "in-exponent"] = "in-exponent"
+    """Where the scale enters: before S is rounded, after (S is rounded again), or as a factor in the exponent."""
     difference: Format = "fp32"
+    """S - m, where ``exp`` is "exact"; the others evaluate it inside one fused multiply-add."""
     row_max: Format = "fp32"
+    """m."""
     exp: Literal["exact", "exp2-fma", "polynomial"] = "exp2-fma"
+    """ "exp2-fma": exp2 of a fused multiply-add; "polynomial": exp2 by one in the fraction (FlashAttention-4)."""
     exp_degree: int | None = None
+    """The polynomial's degree."""
     probs: Format = "bf16"
+    """P_bar, cast for P_bar V."""
     probs_scale: float = 1.0
+    """P_bar is cast after multiplication by this, and divided again."""
     row_sum_of: Literal["fp32-probs", "cast-probs"] = "fp32-probs"
+    """Whether l adds the fp32 P_bar or the cast one."""
     row_sum: Format = "fp32"
+    """l."""
     row_sum_clamp: float | None = None
+    """The least that a key range adds to l."""
     range_pv: Format = "fp32"
+    """P_bar V over one key range."""
     accumulator: Format = "fp32"
+    """O_bar between key ranges."""
     accumulation: Literal["fp32-nearest", "exact", "nvidia-tensor-core"] = "fp32-nearest"
+    """How sums of products are made, see ``attn_diag.kernels.accumulation.matmul``."""
     division: Literal["before-last-cast", "after-last-cast"] = "before-last-cast"
+    """ "after-last-cast": O_bar is rounded to ``out`` before it is divided by l."""
     out: Format = "bf16"
+    """O."""
     lse_from: Literal["unrounded-l", "rounded-l"] = "unrounded-l"
+    """Which l L is made from."""
     delta_from: Literal["rounded-o", "fp32-o", "dp"] = "rounded-o"
+    """rowsum(dO o O) from O after or before its last rounding, or rowsum(P o dP)."""
     delta_products: Format = "fp32"
+    """dO o O before it is summed."""
     delta: Format = "fp32"
+    """delta."""
     backward_scores: Literal["fp32", "as-forward"] = "fp32"
+    """The scores from which the backward recomputes P."""
     backward_probs: Format = "bf16"
+    """P, cast for dV and, where ``dscores_from`` says so, for dS."""
     dprobs: Format = "fp32"
+    """dP."""
     dscores_from: Literal["fp32-probs", "cast-probs"] = "fp32-probs"
+    """Which P is multiplied by dP - delta."""
     dscores: Format = "bf16"
+    """dS."""
     alpha_in_backward: Literal["after-product", "before-cast"] = "after-product"
+    """alpha times dS K, or dS holds alpha when it is cast."""
     gradient_accumulator: Format = "fp32"
+    """Every range's contribution to dQ, dK, dV, and their sums."""
     dq: Format = "bf16"
+    """dQ, dK and dV."""
     arithmetic: Literal["fp32", "fp64"] = "fp32"
+    """The precision between the sites; "fp64" with "fp32" at every site is the exact recipe."""
     seed: int = 0
+    """Starts random roundings."""
     softmax: SoftmaxRule = field(default_factory=SoftmaxRule)
+    """How the subtracted maximum is chosen."""
     schedule: Schedule = field(default_factory=Schedule)
-    # One line of JSON, read back by ``from_json``; and what of it the forward depends on.
+    """In which order the keys are visited."""
     json: str = field(init=False, repr=False, compare=False)
+    """One line of JSON, read back by ``from_json``."""
     forward_json: str = field(init=False, repr=False, compare=False)
+    """What of it the forward depends on."""
 
     def sites(self) -> dict[str, str]:
         """Field by field in words, in the order of the computation."""

@@ -318,20 +318,22 @@ def forward_kernel(
 
 @dataclass
 class ForwardOutputs:
-    """What ``forward`` returns.
-
-    o [B, Hq, Tq, D] in the recipe's format, lse [B, Hq, Tq] fp32. ``rows`` [5, B, Hq, Tq] fp32: m, l, near, sum of the
-    cast P_bar, sum over features of O's rounding error. ``scores``, ``probs`` [slots, Tk], ``tile_max`` [slots, tiles].
-    ``unrounded``: O in fp32, before its last rounding. What was not asked for is empty.
-    """
+    """What ``forward`` returns; what was not asked for is empty."""
 
     o: Tensor
+    """[B, Hq, Tq, D], in the recipe's format."""
     unrounded: Tensor
+    """O in fp32, before its last rounding."""
     lse: Tensor
+    """[B, Hq, Tq] fp32."""
     rows: Tensor
+    """[5, B, Hq, Tq] fp32: m, l, near, sum of the cast P_bar, sum over features of O's rounding error."""
     scores: Tensor
+    """[slots, Tk]."""
     probs: Tensor
+    """[slots, Tk]."""
     tile_max: Tensor
+    """[slots, tiles]."""
 
 
 def forward(

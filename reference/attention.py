@@ -45,19 +45,17 @@ for _function in (torch.exp, torch.log, torch.tanh):
 
 @dataclass(frozen=True)
 class Masking:
-    """Which keys a query row attends to.
-
-    ``causal``: row t sees keys j <= position(t). ``window``: (left, right), inclusive, -1 for unlimited:
-    position(t) - left <= j <= position(t) + right. ``mask`` [Tq, Tk]: bool (true = attend) or additive,
-    applied after scale and softcap. ``positions`` [Tq], integers: where only chosen query rows are kept, the
-    last key that a causal row t sees; without it position(t) = t, shifted by Tk - Tq unless ``causal`` is
-    "top-left" (the default of FlashAttention >= 2.1, also for windows).
-    """
+    """Which keys a query row attends to."""
 
     causal: Causal = "none"
+    """Unless "none", row t sees keys j <= position(t), which is t for "top-left" and else t + Tk - Tq (the default of
+    FlashAttention >= 2.1, also for windows)."""
     window: tuple[int, int] | None = None
+    """(left, right), inclusive, -1 for unlimited: position(t) - left <= j <= position(t) + right."""
     mask: Tensor | None = None
+    """[Tq, Tk]: bool (true = attend) or additive, applied after scale and softcap."""
     positions: Tensor | None = None
+    """[Tq], integers: where only chosen query rows are kept, position(t), the last key that a causal row t sees."""
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -77,15 +75,22 @@ class Masking:
 
 @dataclass(frozen=True)
 class AttentionHead:
-    """One head of one sequence. q [Tq, D], k [Tk, D], v [Tk, Dv], do [Tq, Dv] or None: float64, one device."""
+    """One head of one sequence; its tensors are float64 and on one device."""
 
     q: Tensor
+    """[Tq, D]."""
     k: Tensor
+    """[Tk, D]."""
     v: Tensor
+    """[Tk, Dv]."""
     do: Tensor | None
+    """[Tq, Dv]; None: no gradients are wanted."""
     scale: float
+    """alpha."""
     masking: Masking = field(default_factory=Masking)
+    """Which keys a row sees."""
     softcap: float | None = None
+    """c of S = c tanh(alpha q.k / c); None for none."""
 
     def __post_init__(self) -> None:
         for name in ("q", "k", "v", "do"):
@@ -137,31 +142,40 @@ class AttentionHead:
 
 @dataclass
 class RowBlock:
-    """Every intermediate of a block of R query rows against the K keys that any of them may see. All float64.
-
-    ``rows`` a slice or indices [R]; ``keys`` the slice of keys; S, P_bar, dP and dS are [R, K]; row quantities [R],
-    among them ``top_key``, the first key with the largest score (int64, counted from key 0; any in a row without
-    keys), and 1/l, which is 0 in fully masked rows; O_bar, O and dQ are [R, D]. ``slope`` is 1 - (S/c)^2 under
-    softcap, else None. ``scores`` is -inf where masked. ``dprobs`` (dP) and ``gradient_sums`` are there only where
-    they were asked for; the latter are the row sums of P_bar o (dP - delta) and its 2-norms, each [R].
-    """
+    """Every intermediate of a block of R query rows against the K keys that any of them may see. All float64."""
 
     rows: Rows
+    """The rows: a slice, or indices [R]."""
     keys: slice
+    """The keys."""
     scores: Tensor
+    """S, [R, K]; -inf where masked."""
     slope: Tensor | None
+    """1 - (S/c)^2, [R, K], under softcap; else None."""
     row_max: Tensor
+    """m, [R]."""
     top_key: Tensor
+    """int64 [R]: the first key with the largest score, counted from key 0; any in a row without keys."""
     unnormalised_probs: Tensor
+    """P_bar, [R, K]."""
     row_sum: Tensor
+    """l, [R]."""
     inverse_row_sum: Tensor
+    """1/l, [R]; 0 in fully masked rows."""
     unnormalised_out: Tensor
+    """O_bar, [R, Dv]."""
     fully_masked: Tensor
+    """bool [R]."""
     dprobs: Tensor | None = None
+    """dP, [R, K]; only where it was asked for."""
     delta: Tensor | None = None
+    """[R]; None without dO."""
     unnormalised_dscores: Tensor | None = None
+    """dS_bar = dS l, [R, K]; None without dO."""
     dq: Tensor | None = None
+    """dQ, [R, D]; None without dO."""
     gradient_sums: tuple[Tensor, Tensor] | None = None
+    """Row sums of P_bar o (dP - delta), and its 2-norms, [R] each; only where they were asked for."""
 
     @property
     def dscores(self) -> Tensor | None:
@@ -223,10 +237,14 @@ def row_blocks(
 ) -> Iterator[RowBlock]:
     """The head's intermediates, block by block of query rows.
 
-    ``rows``: indices of the query rows wanted (default: all). ``block_rows``: rows in a block (default: as
-    many as keep the block's scores within a cache-sized budget). Keys that no row of a block can see are
-    left out, so causal attention costs half. ``keep_dprobs``: keep dP, which otherwise turns into dS in place.
-    ``gradient_sums``: the sums that the bound of delta's own error needs (``reference.certificate``).
+    Keys that no row of a block can see are left out, so causal attention costs half.
+
+    Args:
+        head: The head.
+        rows: Indices of the query rows wanted (default: all).
+        block_rows: Rows in a block (default: as many as keep its scores within a cache-sized budget).
+        keep_dprobs: Keep dP, which otherwise turns into dS in place.
+        gradient_sums: Also make the sums that the bound of delta's own error needs (``reference.certificate``).
     """
     count = len(head.q) if rows is None else len(rows)
     wanted = None if rows is None else rows.to(head.q.device)
@@ -255,8 +273,12 @@ def reference_head(
 ) -> HeadReference:
     """Stream the head once and keep what is linear in T.
 
-    ``observe`` is called with every block, for whoever needs the T x T intermediates in passing.
-    ``key_gradients``: also sum dK and dV (two more products a block). ``gradient_sums``: see ``row_blocks``.
+    Args:
+        head: The head.
+        observe: Called with every block, for whoever needs the T x T intermediates in passing.
+        block_rows: As of ``row_blocks``.
+        key_gradients: Also sum dK and dV (two more products a block).
+        gradient_sums: As of ``row_blocks``.
     """
     by_row: dict[str, Tensor] = {}
     dk = dv = None

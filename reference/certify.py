@@ -18,19 +18,24 @@ OUTPUTS = ("out", "lse", "delta", "dq")
 
 @dataclass(frozen=True)
 class CheckedOutput:
-    """One output of one row: the largest error and the largest bound over its features, and max error / bound."""
+    """One output of one row."""
 
     error: float
+    """The largest error over its features."""
     bound: float
+    """The largest bound over its features."""
     ratio: float
+    """The largest error / bound."""
 
 
 @dataclass(frozen=True)
 class CheckedRow:
-    """One row: by output (out, lse and, with dO, delta and dq)."""
+    """One row."""
 
     row: int
+    """Its number."""
     outputs: Mapping[str, CheckedOutput]
+    """By output: out, lse and, with dO, delta and dq."""
 
     @property
     def held(self) -> bool:

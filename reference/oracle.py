@@ -71,10 +71,13 @@ class _Evaluation:
 class HeadOracle:
     """The exact truth about chosen rows of one head.
 
-    ``head``: as the float64 reference takes it. ``bits``: the working precision to start with, fractional bits of
-    exp(S - m). ``max_bits``: where Ziv's loop gives up.
+    Args:
+        head: As the float64 reference takes it.
+        bits: The working precision to start with, fractional bits of exp(S - m).
+        max_bits: Where Ziv's loop gives up.
 
-    Raises ValueError for fewer than 64 bits, more than ``max_bits``, and NaN or Inf in the head.
+    Raises:
+        ValueError: Fewer than 64 bits, more than ``max_bits``, or NaN or Inf in the head.
     """
 
     def __init__(self, head: AttentionHead, *, bits: int = DEFAULT_BITS, max_bits: int = MAX_BITS) -> None:

@@ -24,21 +24,24 @@ from attn_diag.reference.exact import IntegerMatrix, scaled
 
 @dataclass(frozen=True)
 class RowRationals:
-    """One row. Methods return the value where it is known to be rational, else None.
-
-    ``scores``: S of the visible keys as integers times two to the second number; None under softcap. ``products``:
-    alpha q.k as integers, ``mask`` the additive mask, ``dprobs`` dP as integers times 2**dprobs_exponent, each by
-    visible key; ``k``, ``v`` the visible rows. ``scale``: alpha as an integer and an exponent.
-    """
+    """One row. Methods return the value where it is known to be rational, else None. Lists go by visible key."""
 
     scores: tuple[list[int], int] | None
+    """S as integers times two to the second number; None under softcap."""
     products: list[int]
+    """alpha q.k, as integers."""
     mask: list[float]
+    """The additive mask."""
     dprobs: list[int]
+    """dP, as integers times 2**dprobs_exponent."""
     dprobs_exponent: int
+    """Their exponent of two."""
     k: IntegerMatrix
+    """The visible rows of K."""
     v: IntegerMatrix
+    """The visible rows of V."""
     scale: tuple[int, int]
+    """alpha as an integer and an exponent."""
 
     @cached_property
     def _groups(self) -> list[list[int]]:

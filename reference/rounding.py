@@ -19,18 +19,18 @@ _BIAS = 1023
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format with subnormals.
-
-    ``precision`` counts the explicit mantissa bits, ``min_exponent`` is the exponent of the smallest normal
-    number, ``largest`` the largest finite one. ``saturates``: the format has no infinity; finite values that are
-    too large become ``largest``.
-    """
+    """A binary floating-point format with subnormals."""
 
     name: str
+    """Its name, such as bf16."""
     precision: int
+    """Explicit mantissa bits."""
     min_exponent: int
+    """Exponent of the smallest normal number."""
     largest: float
+    """The largest finite number."""
     saturates: bool = False
+    """The format has no infinity; finite values that are too large become ``largest``."""
 
     @property
     def smallest_normal(self) -> float:
@@ -70,7 +70,7 @@ def format_of(dtype: torch.dtype) -> FloatFormat:
 
 
 def round_nearest_even(x: Tensor, fmt: FloatFormat, *, wait: bool = True) -> Tensor:
-    """``x`` (float64, any shape) rounded once to ``fmt``, to nearest, ties to even; the result is float64.
+    """Round once to a format, to nearest, ties to even.
 
     Subnormals are rounded to the format's smallest spacing, the sign of zero is kept, NaN and infinities stay. Finite
     values that round past ``fmt.largest`` become infinite, or ``fmt.largest`` where the format saturates.
@@ -78,8 +78,17 @@ def round_nearest_even(x: Tensor, fmt: FloatFormat, *, wait: bool = True) -> Ten
     The rounding is one float64 addition: with C = 1.5 * 2**52 * spacing(x), the sum x + C has exactly that
     spacing, so IEEE addition itself rounds x to nearest-even, and subtracting C is exact.
 
-    ``wait``: look whether anything is too large before dealing with it, which on a GPU makes the host wait. False does
-    the same without looking, in three more passes.
+    Args:
+        x: float64, of any shape.
+        fmt: The format.
+        wait: Look whether anything is too large before dealing with it, which on a GPU makes the host wait. False does
+            the same without looking, in three more passes.
+
+    Returns:
+        The rounded values, float64, of the shape of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not float64.
     """
     if x.dtype != torch.float64:
         raise TypeError(f"round_nearest_even expects float64, got {x.dtype}; convert it first (exactly)")

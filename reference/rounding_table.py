@@ -36,9 +36,16 @@ class RoundingTable:
     def of(
         cls, exponent_bits: int, mantissa_bits: int, *, finite: bool = False, device: torch.device | str = "cpu"
     ) -> RoundingTable:
-        """The table of a format. ``finite``: it has no infinity, and only its all-ones pattern is NaN (E4M3).
+        """The table of a format.
 
-        Raises ValueError for formats of more than 20 bits.
+        Args:
+            exponent_bits: Bits of its exponent.
+            mantissa_bits: Explicit bits of its significand.
+            finite: It has no infinity, and only its all-ones pattern is NaN (E4M3).
+            device: Where the table lies.
+
+        Raises:
+            ValueError: The format has more than 20 bits.
         """
         if exponent_bits + mantissa_bits > 19:
             raise ValueError(

@@ -21,7 +21,7 @@ import attn_diag
 from attn_diag import InputError, load
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.verdict import beyond_reference
-from attn_diag.captures.ranges import Ranges
+from attn_diag.captures.selection import Ranges
 from attn_diag.cli import main
 from attn_diag.cli.inspect import inspect as command
 from attn_diag.head.certification import Certify, RoundedBound, pool_certificates, rounding_of_products

@@ -54,30 +54,38 @@ class TensorSource(Protocol):
 class Capture:
     """Inputs and observations of one attention layer.
 
-    ``tensors`` maps the names of capture format 1 to tensors (or lazy sources of them): ``q k v`` are
-    required, [B, H, T, D] (or [B, T, H, D] with ``metadata.layout`` "BTHD"), k and v with Hk heads, Hq a
-    multiple of Hk; ``do`` like o; ``x`` [B, Tq, C]; ``w_q`` [D * heads, C]; ``mask`` broadcastable to
-    [B, H, Tq, Tk]; ``q_positions`` [Tq]. ``o dq dk dv`` are laid out like the inputs, so is ``dq_pre``, the gradient
-    of the query projection's output (before RoPE and QK-norm); ``lse delta`` are [B, Hq, Tq] in either layout. A bare
-    output belongs to the observation "observed", "flash.o" to "flash".
-    FP8 inputs need ``q_descale``, ``k_descale`` and ``v_descale``, [B, heads] or one number each.
-
     Raises InputError where tensors are missing, contradict each other, or are of a kind that is not supported.
     """
 
     tensors: Mapping[str, TensorSource]
+    """Tensors, or lazy sources of them, by their names in capture format 1.
+
+    ``q k v`` are required, [B, H, T, D] (or [B, T, H, D] with ``metadata.layout`` "BTHD"), k and v with Hk heads, Hq a
+    multiple of Hk; FP8 ones need ``q_descale``, ``k_descale`` and ``v_descale``, [B, heads] or one number each. ``do``
+    like o; ``x`` [B, Tq, C]; ``w_q`` [D * heads, C]; ``mask`` broadcastable to [B, H, Tq, Tk]; ``q_positions`` [Tq].
+    ``o dq dk dv`` are laid out like the inputs, so is ``dq_pre``, the gradient of the query projection's output (before
+    RoPE and QK-norm); ``lse delta`` are [B, Hq, Tq] in either layout. A bare output belongs to the observation
+    "observed", "flash.o" to "flash".
+    """
     metadata: Metadata = field(default_factory=Metadata)
+    """What it says about itself."""
     source: str = "memory"
+    """Its file, or "memory"."""
     assumed: tuple[str, ...] = ()
+    """What it does not state and was assumed, and how it was put together."""
 
     def __post_init__(self) -> None:
         _Validator(self).run()
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor | None], **metadata: Any) -> Capture:
-        """A capture in memory: tensors by name (None is left out), metadata as keywords (see Metadata).
+        """A capture in memory.
 
         Where ``selftest --hardware`` has measured the GPU that q is on, its note becomes part of the metadata.
+
+        Args:
+            tensors: By name, as ``Capture.tensors``; None is left out.
+            **metadata: The fields of ``Metadata``.
         """
         given = {name: t.detach() for name, t in tensors.items() if t is not None}
         if "q" in given and "hardware" not in metadata:
@@ -145,7 +153,16 @@ class Capture:
         return output if bare else f"{observation}.{output}"
 
     def read(self, name: str, batch: int, head: int) -> Tensor | None:
-        """One head of a tensor as stored: [T, D] ([T] for lse and delta); None where the capture lacks it."""
+        """One head of a tensor as stored.
+
+        Args:
+            name: As in ``tensors``; see ``key`` for an observation's output.
+            batch: Index of the batch item.
+            head: Index of the head in the capture (for k, v, dk and dv that of the key head).
+
+        Returns:
+            [T, D] ([T] for lse and delta); None where the capture lacks it.
+        """
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
@@ -162,9 +179,9 @@ class Capture:
         return float(values if values.numel() == 1 else values[batch, head])
 
     def mask(self, batch: int, head: int) -> tuple[Tensor, tuple[int, int]] | None:
-        """The mask of one head as stored, [Tq or 1, Tk or 1], and which (batch, head) of the tensor it is; or None.
+        """The mask of one head as stored, [Tq or 1, Tk or 1], and which (batch, head) of the tensor it is.
 
-        A mask that all sequences or heads share is their number 0.
+        A mask that all sequences or heads share is their number 0. None where there is no mask.
         """
         mask = self.tensors.get("mask")
         if mask is None:
@@ -177,7 +194,8 @@ class Capture:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the capture as safetensors, complete or not at all, and return its path.
 
-        Raises InputError where the folder cannot be written, or the disk is full.
+        Raises:
+            InputError: The folder cannot be written, or the disk is full.
         """
         target = Path(path)
         tensors = {name: tensor[...].contiguous().cpu() for name, tensor in self.tensors.items()}

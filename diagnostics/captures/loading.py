@@ -38,7 +38,8 @@ def load_example() -> Capture:
 def find_captures(paths: Iterable[str | Path]) -> list[Path]:
     """The capture files among ``paths``; a directory stands for all of those below it, in order of their names.
 
-    Raises InputError for a path that does not exist or cannot be reached, and a directory without captures.
+    Raises:
+        InputError: A path does not exist or cannot be reached, or a directory holds no captures.
     """
     found: list[Path] = []
     for path in map(Path, paths):
@@ -86,9 +87,14 @@ def _was_completed(file: Path, partial: Path) -> bool:
 def load(path: str | Path, **options: Any) -> Capture:
     """Open a capture file. Tensors of safetensors files are read head by head, when they are needed.
 
-    ``options``: metadata to put in place of what the file says (``layout``, ``causal``, ``scale``, …).
-    Raises InputError for a file that is missing, empty, truncated, of another kind, or whose tensors do not
-    fit each other. A pickle that would run code is refused and never executed. A pipe is never opened.
+    A pickle that would run code is refused and never executed. A pipe is never opened.
+
+    Args:
+        path: A .safetensors, .pt, .pth or .npz file.
+        **options: Metadata to put in place of what the file says (``layout``, ``causal``, ``scale``, …).
+
+    Raises:
+        InputError: The file is missing, empty, truncated or of another kind, or its tensors do not fit each other.
     """
     path = Path(path)
     require_regular_file(path)

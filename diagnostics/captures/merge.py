@@ -90,11 +90,14 @@ class RepeatedSource:
 
 
 def merged_over_ranks(captures: Iterable[Capture]) -> tuple[list[Capture], list[str]]:
-    """``captures`` with those of several ranks merged, at the place of the first; and what is to be said about it.
+    """Merge the captures that several ranks wrote of one call.
 
     Merged are captures of the same ``run``, ``module``, ``layer``, ``step`` and ``call`` that state different ranks,
     where everything but the batch (or, by ``head_offset``, the heads) agrees. A capture without ``run`` never is.
-    Ranks that are missing by ``world_size``, and captures that cannot be merged, are named with the reason.
+
+    Returns:
+        The captures, merged ones at the place of the first; and what is to be said about it: ranks that are missing by
+        ``world_size``, and captures that could not be merged, with the reason.
     """
     groups: dict[object, list[Capture]] = {}
     for capture in captures:

@@ -42,29 +42,40 @@ def refuse_unsupported(name: str, *, stated: bool = True) -> None:
 
 @dataclass(frozen=True)
 class Metadata:
-    """Metadata of a capture. ``scale`` None means 1/sqrt(D). ``window`` is (left, right), inclusive, -1 unlimited.
-
-    ``head_offset`` is the number of the capture's first head in its model, ``lse_base`` the base of the
-    captured LSE, ``hardware`` the note of what ``selftest --hardware`` measured (JSON).
-    ``extra`` keeps keys this version does not know. Raises InputError on impossible values.
-    """
+    """Metadata of a capture. Raises InputError on impossible values."""
 
     layout: Layout = "BHTD"
+    """Order of the axes."""
     causal: Causal = "none"
+    """Whether, and how, the causal mask is aligned where Tq differs from Tk."""
     scale: float | None = None
+    """alpha; None: 1/sqrt(D)."""
     window: tuple[int, int] | None = None
+    """(left, right), inclusive, -1 unlimited."""
     softcap: float | None = None
+    """c of S = c tanh(alpha q.k / c)."""
     lse_base: LseBase = "e"
+    """Base of the captured LSE's logarithm."""
     layer: int | None = None
+    """The model's number of the layer."""
     head_offset: int = 0
+    """The model's number of the capture's first head."""
     step: int | None = None
+    """Training step."""
     rank: int | None = None
+    """Rank of the process that wrote it."""
     kernel: str | None = None
+    """What computed the outputs."""
     device: str | None = None
+    """On what."""
     torch: str | None = None
+    """Version of torch."""
     hardware: str | None = None
+    """The note of what ``selftest --hardware`` measured (JSON)."""
     notes: str | None = None
+    """Anything else, for people."""
     extra: Mapping[str, str] = field(default_factory=dict)
+    """Keys that this version does not know."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("layout", Layout), ("causal", Causal), ("lse_base", LseBase)):

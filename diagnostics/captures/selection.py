@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
+from typing import TYPE_CHECKING
 
-from attn_diag.captures.capture import Capture
-from attn_diag.captures.ranges import Ranges
 from attn_diag.errors import InputError
+
+if TYPE_CHECKING:
+    from attn_diag.captures.capture import Capture
 
 # So many missing heads are named; more are only hinted at.
 _NAMED_MISSING = 4
 
 
 @dataclass(frozen=True)
+class Ranges(Collection[int]):
+    """The whole numbers of several ranges, in their order; never written out, a range may be as long as it likes."""
+
+    text: str
+    """What the user wrote."""
+    parts: tuple[range, ...]
+    """The ranges, by where they start."""
+
+    @classmethod
+    def parse(cls, option: str, value: str) -> Ranges:
+        """From an option's value such as "0,3-5". Raises InputError naming both where it cannot be read."""
+        text = f"{option} {value}"
+        try:
+            parts = tuple(_range(part.strip()) for part in value.split(","))
+        except ValueError:
+            raise InputError(f"{option} takes numbers and ranges such as 0,3-5, got {value!r}") from None
+        return cls(text, tuple(sorted(parts, key=lambda part: part.start)))
+
+    def __contains__(self, item: object) -> bool:
+        # A range compares anything but an int with its numbers, one after the other.
+        return isinstance(item, int) and any(item in part for part in self.parts)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
 class Selection:
-    """Which observation and which heads (the model's numbers) and batch items to look at; None for all."""
+    """What of a capture to look at; None for all."""
 
     observation: str | None = None
+    """Its name."""
     heads: frozenset[int] | Ranges | None = None
+    """The model's numbers of the heads."""
     batches: frozenset[int] | Ranges | None = None
+    """Indices of the batch items."""
 
 
 def select_observations(capture: Capture, wanted: str | None) -> list[str]:
@@ -74,3 +113,15 @@ def _select(
             f"{capture.source}: no {what} {listed}; the capture has {numbers[0]} to {numbers[-1]}{whose}{asked}"
         )
     return [i for i in available if i + offset in wanted]
+
+
+def _range(text: str) -> range:
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal()):
+        raise ValueError(text)
+    # int() refuses thousands of digits with a ValueError of its own.
+    numbers = range(int(first), int(last) + 1)
+    if not numbers:
+        raise ValueError(text)
+    return numbers

@@ -17,7 +17,7 @@ from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
     from attn_diag.captures.capture import Capture
-    from attn_diag.captures.ranges import Ranges
+    from attn_diag.captures.selection import Ranges
     from attn_diag.results.base import Result
     from attn_diag.work import Progress
 
@@ -241,7 +241,7 @@ def progress_bar(unit: str = "heads") -> Iterator[Progress]:
 
 def numbers(option: str, value: str | None) -> Ranges | None:
     """The numbers and ranges that an option names; None for all."""
-    from attn_diag.captures.ranges import Ranges
+    from attn_diag.captures.selection import Ranges
 
     return None if value is None else Ranges.parse(option, value)
 

@@ -11,7 +11,7 @@ import typer
 from attn_diag.cli import common
 
 if TYPE_CHECKING:
-    from attn_diag.captures.ranges import Ranges
+    from attn_diag.captures.selection import Ranges
     from attn_diag.head.certification import Certify
     from attn_diag.results.diagnosis import Diagnosis
 

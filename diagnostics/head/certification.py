@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.captures.ranges import Ranges
+from attn_diag.captures.selection import Ranges
 from attn_diag.errors import InputError
 from attn_diag.reference import UNIT, AttentionHead, HeadBounds, HeadReference
 from attn_diag.reference.certificate import upper_norm

@@ -15,7 +15,7 @@ QUANTITIES = ("o", "delta", "dq", "dw_q")
 class MeanError:
     """A mean signed error and its uncertainty.
 
-    O's away from zero in ulp (clustered by the row's top key), delta's in noise floors and dQ's in ulp (by row). dW_Q
+    O's away from zero in ulp and delta's in noise floors (rows clustered by their top key), dQ's in ulp (by row). dW_Q
     has no rows: the error's part along it, <error, dW_Q> / ||dW_Q||^2.
     """
 
@@ -107,7 +107,7 @@ class Twin:
     seeds: int
     """How many draws."""
     sizes: dict[str, Number]
-    """Mean sizes over the draws, by quantity."""
+    """Root mean square over the draws of the sizes, by quantity."""
     bias: dict[str, MeanError]
     """Mean signed errors over the draws, by quantity."""
 
@@ -147,7 +147,7 @@ class HeadAttribution:
     orders: int | None
     """How many orders of the sites were sampled; null where all subsets were run."""
     noise_factor: Number | None
-    """rms of delta's error over that of one correct rounding of O; null without dO."""
+    """rms of the emulated delta's error over that of one correct rounding of O; null without dO."""
     conditioning: Number | None
     """||alpha diag(delta) P K|| / ||dQ||; null without dO."""
     totals: dict[str, Total]
@@ -177,10 +177,16 @@ class Attribution(Result):
     """The result of ``attn_diag.attribute``."""
 
     tool: Tool
+    """Versions and device of what produced the numbers."""
     source: str
+    """The capture."""
     observation: str | None
+    """Whose O the recipe was recognised from, and whose errors stand beside it; null: the capture has no O."""
     level: Number
+    """Significance level of a site's mean error."""
     backend: str
+    """What ran the recipe."""
     heads: tuple[HeadAttribution, ...]
+    """One entry a head and batch item."""
     schema: Literal["attn-diag-attribution"] = "attn-diag-attribution"
     schema_version: Literal[1] = 1

@@ -57,6 +57,8 @@ class Result:
 
     schema: str
     """Which kind of document this is."""
+    schema_version: int
+    """Version of its schema."""
     made_by: ClassVar[str] = "a command's --json, or to_json(),"
     """What writes such documents, in words for an error."""
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")

@@ -87,7 +87,5 @@ class BaselineFile(Result):
     entries: dict[str, BaselineEntry] = field(default_factory=dict)
     """Entries by their key: subject, device and versions."""
     schema: Literal["attn-diag-baseline"] = "attn-diag-baseline"
-    """Which kind of document this is."""
     schema_version: Literal[1] = 1
-    """Version of its schema."""
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings", extra="forbid")

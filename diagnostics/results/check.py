@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attn_diag.results.base import Result
-from attn_diag.results.diagnosis import Number, Tool
+from attn_diag.results.base import Number, Result, Tool
 
 # "fit": what came back is not this attention (or the kernel raised); "determinism": two runs on the same inputs differ
 # although bits were demanded.
@@ -16,107 +15,130 @@ KINDS: tuple[Kind, ...] = ("fit", "determinism", "bits", "bias", "growth")
 
 @dataclass(frozen=True)
 class CheckedBias:
-    """A mean signed error beyond correct rounding, with its standard error over independent sequences.
+    """A mean signed error beyond correct rounding; sequences are independent.
 
-    In ulp of O (mean over elements); of delta in the rms error that correct rounding of O makes of it. ``accepted``:
-    the interval that the mean is tested against without a baseline. ``p_value`` of the test that counts: against the
-    baseline's mean where there is one, else against ``accepted``; None: not tested, because the bits are the
-    baseline's. ``p_adjusted``: Holm over all tests of the run.
+    In ulp of O (mean over its elements); of delta in the rms error that correct rounding of O makes of it.
     """
 
     mean: Number
+    """Mean over the sequences, in the unit above."""
     standard_error: Number | None
+    """Standard error of the mean; null for one sequence."""
     degrees_of_freedom: Number | None
+    """Sequences - 1; null for one sequence."""
     accepted: tuple[Number, Number]
+    """The interval that the mean is tested against where there is no baseline."""
     p_value: Number | None = None
+    """Two-sided, against the baseline's mean, else against ``accepted``; null: the bits are the baseline's."""
     p_adjusted: Number | None = None
+    """p_value after Holm over all tests of the run."""
     baseline_mean: Number | None = None
+    """The baseline's mean; null without one."""
 
 
 @dataclass(frozen=True)
 class Size:
     """An error's size beside what it may be.
 
-    "o": rms in ulp; "lse": rms; "delta": the noise factor; gradients: ||error|| / ||reference||. ``yardstick``: the
-    published recipe's on the same input; ``budget``: twice that and one correct rounding. ``baseline``: the
-    baseline's error, carried over to this input by the yardstick; ``limit``: how far the error may have grown.
-    ``p_value`` of no growth, where the inputs are not the baseline's; ``p_adjusted`` as in ``CheckedBias``.
+    "o": rms in ulp; "lse": rms; "delta": the noise factor; gradients: ||error|| / ||reference||.
     """
 
     error: Number
+    """The kernel's, as an rms over sequences."""
     yardstick: Number
+    """That of the published recipe on the same inputs."""
     budget: Number
+    """Twice the yardstick and one correct rounding: the limit where there is no baseline."""
     baseline: Number | None = None
+    """The baseline's error, carried over to these inputs by the yardstick; null without a baseline."""
     limit: Number | None = None
+    """How far the error may have grown since the baseline; null without one."""
     p_value: Number | None = None
+    """Of no growth; null without a baseline, and on its own inputs, where growth is no matter of chance."""
     p_adjusted: Number | None = None
+    """p_value after Holm over all tests of the run."""
 
 
 @dataclass(frozen=True)
 class CheckedCase:
-    """One input of the suite and what the kernel made of it.
-
-    ``name``: of the input, such as "pairs", or of a capture; ``shape`` [B, H, T, D] of q. ``fingerprint``: SHA-256 of
-    the outputs' bits, in the order of ``outputs``; ``inputs_fingerprint`` likewise. ``deterministic``: whether a second
-    run returned the same bits (None: stored observations are not run); ``same_bits``: as the baseline's (None: not
-    comparable). ``biases``: "o_excess", "o_away_excess", "delta_excess"; ``sizes``: "o", "lse", "delta" (the noise
-    factor), "dq", "dk", "dv"; what is unknown is not there. ``worst``: batch item, head and row of the largest error of
-    O, and that error in ulp of the row's largest element. ``seconds``: running and measuring it.
-    """
+    """One input of the suite and what the kernel made of it."""
 
     name: str
+    """Of the input, such as "pairs", or of a capture."""
     shape: tuple[int, ...]
+    """[B, H, T, D] of q."""
     dtype: str
+    """q's, such as bfloat16."""
     outputs: tuple[str, ...] = ()
+    """Which outputs came back; empty where none could be used."""
     inputs_fingerprint: str = ""
+    """SHA-256 of the inputs' bits, of scale and mask."""
     fingerprint: str = ""
+    """SHA-256 of the outputs' bits, in the order of ``outputs``; empty where there are none."""
     deterministic: bool | None = None
+    """Whether a second run returned the same bits; null: not known, as of stored outputs."""
     same_bits: bool | None = None
+    """Whether the bits are the baseline's; null where they cannot be compared."""
     biases: dict[str, CheckedBias] = field(default_factory=dict)
+    """By test: o_excess, o_away_excess, delta_excess; what is unknown is absent."""
     sizes: dict[str, Size] = field(default_factory=dict)
+    """By quantity: o, lse, delta, dq, dk, dv; what is unknown is absent."""
     worst: tuple[int, int, int, Number] | None = None
+    """Batch item, head and row of O's largest error, and that error in ulp of the row's largest element."""
     seconds: float = 0.0
+    """Time for running and measuring it; 0 where it could not be measured."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One thing that is wrong, in one case.
-
-    ``quantity``: "o", "delta", "dq", …; ``message``: a sentence with where (case, head, row) and how much; ``suspect``:
-    the change of the recipe that reproduces these bits, in words, where one was found; ``look_closer``: a command.
-    """
+    """One thing that is wrong, in one case."""
 
     kind: Kind
+    """fit: not this attention, or it raised; determinism: two runs differ; bits; bias; growth."""
     case: str
+    """The case's name."""
     quantity: str
+    """o, lse, delta, dq, dk or dv."""
     message: str
+    """A sentence with where (case, head, row) and how much."""
     suspect: str | None = None
+    """The change of the recipe that reproduces these bits, in words; null where none was found or looked for."""
     look_closer: str | None = None
+    """A command, or a call in Python, that shows more."""
 
 
 @dataclass(frozen=True, repr=False)
 class CheckReport(Result):
-    """The result of ``attn_diag.check``. ``source``: the kernel's name.
-
-    ``key``: subject, device and versions that baselines are kept by; ``baseline``: the file, ``baseline_key``: the
-    entry that was compared with (None: there is none), ``exact``: whether equal bits were demanded. ``seed`` of the
-    inputs. ``tests``: p-values adjusted together. ``saved``: what was done to the file ("saved", "updated").
-    """
+    """The result of ``attn_diag.check``."""
 
     tool: Tool
+    """Versions and device of what produced the numbers."""
     source: str
+    """The kernel's name."""
     backend: str
+    """What ran it; "stored" for captured outputs."""
     key: str
+    """Kernel, device and versions, by which baselines are kept."""
     level: float
+    """The significance level, after Holm over the run."""
     seed: int
+    """Seed of the suite's inputs."""
     exact: bool
+    """Whether equal bits were demanded."""
     baseline: str | None
+    """The baseline file; null: none was named."""
     baseline_key: str | None
+    """The entry that was compared with; null: there is none."""
     cases: tuple[CheckedCase, ...]
+    """One entry a case."""
     failures: tuple[Failure, ...]
+    """What is wrong; empty where the check passed."""
     notes: tuple[str, ...] = ()
+    """What a reader should know besides."""
     tests: int = 0
+    """How many p-values were adjusted together."""
     saved: Literal["saved", "updated"] | None = None
+    """What was done to the baseline file; null: nothing was written."""
     schema: Literal["attn-diag-check"] = "attn-diag-check"
     schema_version: Literal[1] = 1
 

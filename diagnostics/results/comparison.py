@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from attn_diag.results.base import Result
-from attn_diag.results.diagnosis import Label, Number, Tool
+from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.estimates import Label
 
 MeanOutcome = Literal["became biased", "cured", "grew", "shrank", "reversed", "moved", "none", "untested"]
 SizeOutcome = Literal["grew", "shrank", "none", "other inputs", "unknown"]
@@ -27,71 +27,95 @@ Outcome = Literal[
 class MeanChange:
     """One primary mean error in A and B, and Welch's test of their difference; see ``statistics.welch``.
 
-    ``a_units``, ``b_units``: the means in ulp, or for delta in noise floors. ``a_biased``: significant in A's own run.
-    ``df``: Welch and Satterthwaite's degrees of freedom. ``p_adjusted``: Benjamini-Hochberg over all differences.
-    ``outcome``: "became biased", "cured": significant in B (in A) only; "grew", "shrank", "reversed": significant in
-    both; "moved": in neither; all of them only where the difference itself is significant. "untested": no test in A or
-    in B.
+    The difference is tested where both means have a test of their own; null where it is not.
     """
 
     name: str
+    """Which mean: delta, delta_excess, o_away_excess or o_excess."""
     a: Number | None
+    """A's mean, in the unit of the quantity; null where A lacks it."""
     b: Number | None
+    """B's mean, likewise."""
     a_units: Number | None
+    """A's mean in ulp; delta's and its excess in noise floors."""
     b_units: Number | None
+    """B's mean, likewise."""
     a_biased: bool
+    """Whether it is significant in A's own run."""
     b_biased: bool
+    """Whether it is significant in B's own run."""
     difference: Number | None = None
+    """b - a."""
     standard_error: Number | None = None
+    """Standard error of the difference."""
     df: Number | None = None
+    """Welch and Satterthwaite's degrees of freedom."""
     t: Number | None = None
+    """difference / standard_error."""
     p_value: Number | None = None
+    """Two-sided p-value of no difference."""
     p_adjusted: Number | None = None
+    """p_value after Benjamini-Hochberg over all differences of the run."""
     ci95: tuple[Number, Number] | None = None
+    """95 % confidence interval of the difference."""
     outcome: MeanOutcome = "untested"
+    """none: no significant difference. Else became biased (cured): the mean is significant in B (A) only; grew, shrank,
+    reversed: in both; moved: in neither. untested: A or B has no test of it."""
 
 
 @dataclass(frozen=True)
 class SizeChange:
-    """A figure without a standard error in A and B; see ``attn_diag.statistics.sizes``.
-
-    Chance alone leaves B / A between ``low`` and ``high``; beyond them it "grew" or "shrank". A figure of the inputs
-    alone (conditioning, repeated maxima) has no such bounds: where it differs, the inputs do ("other inputs").
-    "unknown": there is nothing to derive bounds from, or a figure is missing.
-    """
+    """A figure without a standard error in A and B; see ``attn_diag.statistics.sizes``."""
 
     name: str
+    """noise_factor, dq_error, dw_q_error, conditioning, repeated_maxima or nonfinite_rows."""
     a: Number | None
+    """In A; null where it is not known."""
     b: Number | None
+    """In B, likewise."""
     ratio: Number | None
+    """b / a; null where that is not a finite number."""
     low: Number | None
+    """Chance alone leaves the ratio at or above this; null where nothing is known of chance."""
     high: Number | None
+    """Chance alone leaves the ratio at or below this; null likewise."""
     outcome: SizeOutcome
+    """grew, shrank: beyond these bounds (of nonfinite_rows: at all). other inputs: a figure of the inputs alone
+    (conditioning, repeated_maxima) differs. unknown: no bounds, or a figure is missing."""
 
 
 @dataclass(frozen=True)
 class HeadComparison:
-    """One head of one observation in A and B (``head`` None: all heads pooled).
-
-    ``outcomes``: significant changes; "relabelled" where only the verdict's labels differ, which chance does near a
-    threshold. ``same_inputs``: whether all that is known of q, k, v and the mask agrees; None: it is too little.
-    ``gained``, ``lost``: labels of the verdict that B has and A has not, and the reverse.
-    """
+    """One head of one observation in A and B."""
 
     layer: int | None
+    """The model's number of the layer; null where it is not stated."""
     head: int | None
+    """The model's number of the head; null: all heads pooled."""
     batch: int | None
+    """The one batch item looked at; null if several are pooled."""
     a_source: str
+    """A's capture."""
     b_source: str
+    """B's capture."""
     a_observation: str
+    """The observation's name in A."""
     b_observation: str
+    """The observation's name in B."""
     a_labels: tuple[Label, ...]
+    """The verdict's labels in A."""
     b_labels: tuple[Label, ...]
+    """The verdict's labels in B."""
     same_inputs: bool | None
+    """Whether all that is known of q, k, v and the mask agrees; null: that is too little."""
     means: tuple[MeanChange, ...]
+    """The primary means that A or B has."""
     sizes: tuple[SizeChange, ...]
+    """The figures without a standard error that A or B has."""
     outcomes: tuple[Outcome, ...]
+    """Significant changes, the worst first; relabelled: only the labels differ, as chance does near a threshold."""
     notes: tuple[str, ...] = ()
+    """What must be said beside the outcomes."""
 
     @property
     def gained(self) -> tuple[Label, ...]:
@@ -106,43 +130,60 @@ class HeadComparison:
 
 @dataclass(frozen=True)
 class Unmatched:
-    """What only one side has, or what cannot be compared, and why."""
+    """What only one side has, or what cannot be compared."""
 
     side: Literal["A", "B", "both"]
+    """Where it lies."""
     what: str
+    """The capture, observation or head."""
     reason: str
+    """Why it is not compared."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: where it was read, what made it, its heads, and what could not be read of it."""
+    """One of the two diagnoses."""
 
     source: str
+    """Where it was read."""
     tool: Tool
+    """Versions and device of what made it."""
     level: Number
+    """Its own significance level."""
     heads: int
+    """How many heads it judged, over all captures and observations."""
     sentence: str
+    """Its summary."""
     unreadable: tuple[str, ...] = ()
+    """Its inputs that could not be read or judged, and why."""
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Result):
-    """The result of ``attn_diag.diff``. ``print(c.report())`` shows it; ``c.to_json()`` exports it.
-
-    ``identical``: every figure compared is the same in A and B. ``counts``: heads by outcome, pooled entries left out.
-    """
+    """The result of ``attn_diag.diff``: what changed from A to B."""
 
     a: Side
+    """The first diagnosis."""
     b: Side
+    """The second."""
     level: Number
+    """Of the family of all differences of means, and of one false alarm among all sizes."""
     family_size: int
+    """How many differences were tested and adjusted together."""
     matched_by: tuple[str, ...]
+    """How captures, and observations of other names, were paired, in words."""
     entries: tuple[HeadComparison, ...]
+    """One entry a pair of heads; of several, where all are paired, the pooled pair too."""
     unmatched: tuple[Unmatched, ...]
+    """What was not compared."""
     identical: bool
+    """Whether every figure compared is the same in A and B, and nothing is left over."""
     counts: dict[Outcome, int]
+    """Heads by outcome; pooled entries are left out."""
     summary: str
+    """The comparison in one sentence."""
     notes: tuple[str, ...] = ()
+    """What a reader should know besides."""
     schema: Literal["attn-diag-comparison"] = "attn-diag-comparison"
     schema_version: Literal[1] = 1
 

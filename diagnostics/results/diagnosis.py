@@ -291,7 +291,6 @@ class Diagnosis(Result):
     summary: Summary
     """The run in brief."""
     schema: Literal["attn-diag-diagnosis"] = "attn-diag-diagnosis"
-    """Which kind of document this is."""
     schema_version: Annotated[Literal[1, 2], BeforeValidator(_integer)] = 2
     """Version of its schema; 1: read from an older document, without what is new in 2."""
     made_by: ClassVar[str] = "`attn-diag inspect CAPTURE --json FILE` (or --html)"

@@ -102,7 +102,7 @@ class BiasEstimate:
     cumulative_sum: Number | None = None
     """Sum of all errors: where ``drift`` ends."""
     drift: Drift = field(default_factory=Drift)
-    """The running sum over the rows, at most 512 points."""
+    """The running sum over the rows, at most 256 points."""
     drift_band99: Number | None = None
     """An unbiased running sum stays inside +- this with probability 99 %."""
     drift_outside: bool | None = None

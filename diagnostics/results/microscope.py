@@ -92,9 +92,7 @@ class Addition(Result):
     without_residual: Counterfactual | None
     """What the main terms alone round to; null where no term counts as residual."""
     schema: Literal["attn-diag-addition"] = "attn-diag-addition"
-    """Which kind of document this is."""
     schema_version: Literal[1] = 1
-    """Version of its schema."""
 
 
 @dataclass(frozen=True)
@@ -251,17 +249,24 @@ class ClosedFormTotals:
 
 @dataclass(frozen=True)
 class ClosedFormRows:
-    """Row by row, over the rows that were usable: how many unit keys, tied and swamped features; errors summed over
-    features, and through dO into delta (empty without dO)."""
+    """The closed form row by row, over the rows that were usable; one number a row."""
 
     row: tuple[int, ...]
+    """The query row."""
     unit_keys: tuple[int, ...]
+    """Keys whose cast P_bar is 1."""
     tied: tuple[int, ...]
+    """Features that are ties."""
     swamped: tuple[int, ...]
+    """Features that are swamped."""
     predicted_o: tuple[Number, ...]
+    """Sum over the features of O's predicted signed errors."""
     measured_o: tuple[Number, ...]
+    """Sum over the features of O's measured signed errors."""
     predicted_delta: tuple[Number, ...]
+    """delta's error that follows from the predicted ones; empty without dO."""
     measured_delta: tuple[Number, ...]
+    """delta's error that follows from the measured ones; empty without dO."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -269,16 +274,21 @@ class ClosedForm(Result):
     """The closed form for one head: totals, and row by row."""
 
     source: str
+    """The capture; "memory" for a head that was given as tensors."""
     observation: str | None
+    """Whose O is explained; null: the recipe's own."""
     layer: int | None
+    """The model's number of the layer; null where it is not stated."""
     batch: int
+    """Batch item."""
     head: int
+    """The model's number of the head."""
     totals: ClosedFormTotals
+    """Over the whole head."""
     by_row: ClosedFormRows
+    """Row by row."""
     schema: Literal["attn-diag-closed-form"] = "attn-diag-closed-form"
-    """Which kind of document this is."""
     schema_version: Literal[1] = 1
-    """Version of its schema."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -348,6 +358,4 @@ class Microscope(Result):
     tool: Tool
     """Versions and device of what produced the numbers."""
     schema: Literal["attn-diag-microscope"] = "attn-diag-microscope"
-    """Which kind of document this is."""
     schema_version: Literal[1] = 1
-    """Version of its schema."""

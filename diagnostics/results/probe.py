@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from attn_diag.results.base import Result
-from attn_diag.results.diagnosis import BiasEstimate, Number, Tool
+from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.estimates import BiasEstimate
 
 Label = Literal[
     "exact", "within-rounding", "biased", "too-large", "lse-biased", "lse-too-large", "not-invariant", "broken"
@@ -18,113 +18,143 @@ Direction = Literal["away from zero", "upward"]
 class SignedTest:
     """Is the mean error in one direction zero? Heads are the clusters (t with heads - 1 degrees of freedom).
 
-    ``error``: O_obs - O_ref; ``excess``: O_obs - RN(O_ref); "away from zero": times O_ref's sign. A kernel that rounds
-    O to nearest has no mean excess, one that rounds without bias (stochastically) no mean error; ``p_value`` is the
-    larger of the two, the p-value of "one of both is so" (Berger, Technometrics 24 (1982) 295: intersection-union
-    test). None where every excess is zero. ``p_adjusted``: after Benjamini-Hochberg over the whole report.
-    ``mean_ulp`` and ``ci_ulp`` (at 1 - level) are those of the excess. An O in fp32 also shows what fp32 arithmetic
-    makes: means up to ``allowed_ulp``, the mean of its bound (``attn_diag.testing.probing.budget``), are no bias then,
-    and the tests ask for more. It is 0 for coarser O.
+    A kernel that rounds O to nearest has no mean excess, one that rounds without bias (stochastically) no mean error.
+    An O in fp32 also shows what fp32 arithmetic makes: means up to ``allowed_ulp`` are no bias then.
     """
 
     direction: Direction
+    """upward, or away from zero: times the sign of the reference."""
     error: BiasEstimate
+    """O_obs - O_ref."""
     excess: BiasEstimate
+    """O_obs - RN(O_ref)."""
     mean_ulp: Number | None
+    """Mean excess in ulp."""
     ci_ulp: tuple[Number, Number] | None
+    """Confidence interval of ``mean_ulp`` at 1 - level; null with fewer than two heads or no excess."""
     p_value: Number | None
+    """The larger of error's and excess's: that of "one of both is zero" (intersection-union test, Berger, Technometrics
+    24 (1982) 295); null where either is not tested, as where every excess is zero."""
     p_adjusted: Number | None = None
+    """p_value after Benjamini-Hochberg over the whole report."""
     biased: bool = False
+    """Whether that is at most the level."""
     allowed_ulp: Number = 0.0
+    """The mean of what fp32 arithmetic can make of each error (``attn_diag.testing.probing.budget``); 0 for a coarser
+    O."""
 
 
 @dataclass(frozen=True)
 class LseTest:
-    """L_obs - L_ref (natural logarithm) over the rows where L is finite; heads are the clusters.
-
-    ``max_error``: the largest; ``of_budget``: as a fraction of what fp32 arithmetic, and a cast of the P_bar that l
-    sums, can make of it. ``p_value`` that the mean is at most ``allowed``, the mean of what fp32 arithmetic alone can
-    make; ``p_adjusted`` as in ``SignedTest``. ``ci`` at 1 - level. ``fits_base_2``: L is too far off, L ln 2 is not.
-    """
+    """L_obs - L_ref (natural logarithm) over the rows where L is finite; heads are the clusters."""
 
     error: BiasEstimate
+    """The signed error."""
     ci: tuple[Number, Number] | None
+    """Confidence interval of its mean at 1 - level."""
     allowed: Number
+    """The mean of what fp32 arithmetic alone can make of each error."""
     max_error: Number
+    """The largest size of an error."""
     of_budget: Number
+    """The largest error as a fraction of what fp32 arithmetic, and a cast of the P_bar that l sums, can make of it."""
     nonfinite: int
+    """Rows whose L is NaN or Inf."""
     fits_base_2: bool
+    """L is too far off, L ln 2 is not: it is a logarithm to base 2."""
     p_value: Number | None
+    """Of "the mean is at most ``allowed``"."""
     p_adjusted: Number | None = None
+    """p_value after Benjamini-Hochberg over the whole report."""
     biased: bool = False
+    """Whether that is at most the level."""
 
 
 @dataclass(frozen=True)
 class ProbeFinding:
-    """What one probe found.
-
-    ``elements`` compared; ``differing`` of them are not the correctly rounded reference's (accuracy) or not the other
-    call's (invariance); ``nonfinite`` are NaN or Inf. ``max_error_ulp``: the largest error, or difference, in spacings
-    of O's format at the reference; ``of_budget``: the largest error as a fraction of what casts of P_bar and O to the
-    input's format and sums in fp32 can make of it (see ``attn_diag.testing.probing.budget``). ``relative``: mean excess
-    away from zero / mean |O_ref|, which is the normaliser's defect where V > 0, with ``relative_ci`` at 1 - level;
-    ``predicted``: what it would be with P_bar cast for V but not for l (the normaliser probes). ``lse``: where fn
-    returns L. The first label is the gravest.
-    """
+    """What one probe found: accuracy against the reference, or invariance between two calls."""
 
     name: str
+    """The probe's name."""
     shows: str
+    """What it shows, in words."""
     kind: Literal["accuracy", "invariance"]
+    """Which of the two it is."""
     labels: tuple[Label, ...]
+    """The gravest first."""
     words: str
+    """What was found, in words."""
     elements: int
+    """Elements of O compared."""
     differing: int
+    """How many are not the correctly rounded reference's (accuracy), or not the other call's (invariance)."""
     nonfinite: int
+    """How many are NaN or Inf."""
     max_error_ulp: Number | None
+    """The largest error, or difference, in spacings of O's format at the reference (at the first call's O)."""
     of_budget: Number | None = None
+    """The largest error as a fraction of what casts of P_bar and O, and sums in fp32, can make of it
+    (``attn_diag.testing.probing.budget``); null for invariance."""
     relative: Number | None = None
+    """Mean excess away from zero / mean |O_ref|: the normaliser's defect where V > 0."""
     relative_ci: tuple[Number, Number] | None = None
+    """Its confidence interval at 1 - level."""
     predicted: Number | None = None
+    """What it would be with P_bar cast for V but not for l; null but in the normaliser probes."""
     tests: tuple[SignedTest, ...] = ()
+    """One entry a direction; only away from zero where O_ref has one sign."""
     lse: LseTest | None = None
+    """The test of L; null where fn does not return it."""
 
 
 @dataclass(frozen=True)
 class ProbeAssumptions:
-    """What was assumed of fn. ``relative_error``: ||O_obs - O_ref|| / ||O_ref|| on N(0,1) inputs; ``ok``: at most 5 %.
-
-    ``fits``: another choice that does fit, where the assumed one does not.
-    """
+    """What was assumed of fn, checked on N(0,1) inputs."""
 
     scale: Number
+    """The softmax scale."""
     causal: str
+    """The mask: none, top-left or bottom-right."""
     relative_error: Number | None
+    """||O_obs - O_ref|| / ||O_ref|| of one head; null where no row of it is finite."""
     ok: bool
+    """Whether that is at most 5 %."""
     fits: str | None = None
+    """Another choice that does fit; null where the assumed one does, or none was found."""
 
 
 @dataclass(frozen=True, repr=False)
 class ProbeReport(Result):
-    """Signed defects of an attention on inputs with known answers. ``print(r.report())``, ``r.to_json()``.
-
-    ``shape`` [B, H, T, D] of the inputs, drawn ``rounds`` times: ``heads`` independent heads. ``family_size``: p-values
-    adjusted together. ``summary``: sentences.
-    """
+    """The result of ``attn_diag.probe``: signed defects of an attention on inputs with known answers."""
 
     tool: Tool
+    """Versions and device of what produced the numbers."""
     source: str
+    """What was probed."""
     backend: str
+    """What ran it."""
     dtype: str
+    """The inputs' dtype."""
     out_dtype: str
+    """O's dtype."""
     shape: tuple[int, int, int, int]
+    """[B, H, T, D] of the inputs of one call."""
     rounds: int
+    """How many times they were drawn."""
     heads: int
+    """Independent heads in all."""
     seed: int
+    """Seed of the inputs."""
     level: Number
+    """The significance level."""
     assumptions: ProbeAssumptions
+    """What was assumed of fn."""
     findings: tuple[ProbeFinding, ...]
+    """One entry a probe."""
     family_size: int
+    """How many p-values were adjusted together (Benjamini-Hochberg)."""
     summary: tuple[str, ...]
+    """The result in sentences."""
     schema: Literal["attn-diag-probe"] = "attn-diag-probe"
     schema_version: Literal[1] = 1
 

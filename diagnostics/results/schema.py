@@ -27,9 +27,13 @@ def described_schema(cls: type, adapter: TypeAdapter[Any]) -> dict[str, Any]:
     of all of them, and takes a second to read the sources whenever a document is read or written.
     """
     schema = adapter.json_schema(mode="serialization", schema_generator=_AllFields)
+    lineages = [[c for c in reversed(part.__mro__) if c is not object] for part in parts_of(cls)]
     found: dict[str, dict[str, str]] = {}
-    for module in sorted({part.__module__ for part in parts_of(cls)}):
+    for module in sorted({c.__module__ for lineage in lineages for c in lineage}):
         found |= _field_docstrings(inspect.getsource(sys.modules[module]))
+    for lineage in lineages:
+        # A field that a class repeats without a word has the words of the class that it derives from.
+        found[lineage[-1].__name__] = {k: words for c in lineage for k, words in found.get(c.__name__, {}).items()}
     for name, definition in {**schema.get("$defs", {}), schema.get("title", ""): schema}.items():
         for field, properties in definition.get("properties", {}).items():
             if field in found.get(name, {}):

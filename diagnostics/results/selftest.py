@@ -10,13 +10,18 @@ from attn_diag.results.base import Number, Result, Tool
 
 @dataclass(frozen=True)
 class InstallationCheck:
-    """``figure``, in ``unit``, of ``cases`` cases; it passes where that is at most ``limit``."""
+    """One figure and what it may be at most."""
 
     name: str
+    """What is checked."""
     figure: Number
+    """What was found."""
     unit: str
+    """Its unit: wrong (a count), ulp, of its bound."""
     limit: Number
+    """The largest figure that passes."""
     cases: int
+    """How many cases it comes from."""
 
     @property
     def passed(self) -> bool:
@@ -26,11 +31,15 @@ class InstallationCheck:
 
 @dataclass(frozen=True, repr=False)
 class Installation(Result):
-    """What ``selftest`` found: every check with its figure and limit. ``seconds``: how long it took."""
+    """What ``selftest`` found."""
 
     tool: Tool
+    """Versions and device of what produced the numbers."""
     checks: tuple[InstallationCheck, ...]
+    """Every check."""
     passed: bool
+    """Whether all of them passed."""
     seconds: Number
+    """How long it took."""
     schema: Literal["attn-diag-selftest"] = "attn-diag-selftest"
     schema_version: Literal[1] = 1

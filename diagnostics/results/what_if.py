@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attn_diag.results.base import Result
-from attn_diag.results.diagnosis import BiasEstimate, Number, Tool
+from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.estimates import BiasEstimate
 
 CandidateKind = Literal["baseline", "mitigation", "mix", "other recipe"]
 EquivalenceStatus = Literal["exact", "nearly exact", "breaks down", "changes the model"]
@@ -14,131 +14,167 @@ EquivalenceStatus = Literal["exact", "nearly exact", "breaks down", "changes the
 
 @dataclass(frozen=True)
 class Errors:
-    """||error|| / ||reference|| of O, dQ and dW_Q; ``delta``: rms(delta error / noise floor), the noise factor.
-
-    None where the capture lacks what it takes.
-    """
+    """Sizes of errors; null where the capture lacks what it takes."""
 
     o: Number | None = None
+    """||error|| / ||reference|| of O."""
     delta: Number | None = None
+    """rms of delta's error over its noise floor: the noise factor."""
     dq: Number | None = None
+    """||error|| / ||reference|| of dQ."""
     dw_q: Number | None = None
+    """||error|| / ||reference|| of dW_Q."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Estimated from what is stored and multiplied besides, not measured.
-
-    ``bytes_per_row``: more bytes written and read, for each row of a head; ``bytes_fraction`` of what fused attention
-    moves, forward and backward. ``tensor_flops``: more matrix products, as a fraction of attention's own seven.
-    ``vector_ops``: more elementwise operations on every score.
-    """
+    """What a change costs on top of fused attention: estimated from what is stored and multiplied, not measured."""
 
     bytes_per_row: Number
+    """More bytes written and read, for each row of a head."""
     bytes_fraction: Number
+    """These as a fraction of what fused attention moves, forward and backward."""
     tensor_flops: Number
+    """More matrix products, as a fraction of attention's own seven."""
     vector_ops: Number
+    """More elementwise operations on every score."""
     words: str
+    """What it is spent on."""
 
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Whether a candidate computes attention in exact arithmetic, from a run in float64 without any rounding site.
+    """Whether a candidate computes attention in exact arithmetic, from a float64 run without any rounding site.
 
-    ``o``, ``dq``: ||that run - reference|| / ||reference||; ``bound_o``, ``bound_dq``: what float64's own rounding
-    may make of them. "exact": both within; "nearly exact": beyond, but below one rounding in fp32 (2^-24); "breaks
-    down": more, or an output is not finite, or underflows (``reason``); "changes the model": on purpose.
+    Where the stabilised softmax acts, it may be judged by a run with only the scores rounded; ``reason`` says so.
     """
 
     status: EquivalenceStatus
+    """exact: within the bounds; nearly exact: beyond, but below one rounding in fp32 (2^-24); breaks down: more, or an
+    output is not finite, or P_bar underflows; changes the model: on purpose."""
     o: Number | None = None
+    """||that run - reference|| / ||reference|| of O; for a change of the model that of its exact O."""
     dq: Number | None = None
+    """The same of dQ; null without dO, and for a change of the model."""
     bound_o: Number | None = None
+    """What float64's own rounding may make of ``o``."""
     bound_dq: Number | None = None
+    """What float64's own rounding may make of ``dq``."""
     reason: str | None = None
+    """Why it is not exact, in words; null where it is."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One recipe on the capture's inputs.
-
-    ``changes``: field -> "before -> after" against the baseline. ``errors`` against the float64 reference (for a
-    change of the model: of the changed model); means over ``seeds`` runs with random roundings, ``spread`` their
-    standard deviation. ``bias_o``: mean error away from zero beyond one correct rounding (where O is not rounded to
-    nearest: in all), in ulp, clustered by top key; ``bias_delta``: mean error of delta in noise floors, likewise.
-    ``removed``: 1 - error / baseline's, of dQ, or of O without dO. ``left`` is the error that ranks. ``rank`` from
-    1, None for what is not equivalent. ``biased``: which of "o" and "delta" are biased at the what-if's level.
-    ``pareto``: no other mitigation leaves less at no more cost.
-    """
+    """One recipe on the capture's inputs."""
 
     name: str
+    """Its name, such as stabilised-4."""
     description: str
+    """What it does, in words."""
     kind: CandidateKind
+    """mitigation: something is repaired; mix: scores rounded otherwise in one pass; other recipe: another kernel's."""
     changes: dict[str, str]
+    """Field of the recipe -> "before -> after", against the baseline."""
     errors: Errors
+    """Against the float64 reference (of the changed model, for a change of it); means over ``seeds`` runs."""
     equivalence: Equivalence
+    """Whether it still computes attention."""
     finite: bool = True
+    """Whether all of its outputs are finite."""
     seeds: int = 1
+    """How many runs there were: several where roundings are random."""
     spread: Errors | None = None
+    """Standard deviations of ``errors`` over the runs; null for a single one."""
     bias_o: BiasEstimate | None = None
+    """O's mean error away from zero in ulp, rows clustered by top key: beyond one correct rounding where the recipe
+    rounds O to nearest, else in all; null for a change of the model, and where O is not finite."""
     bias_delta: BiasEstimate | None = None
+    """delta's mean error in noise floors, clustered by top key and by feature; null without dO, and where it is not
+    finite."""
     left: Number | None = None
+    """The error that ranks: dQ's, or O's without dO; Infinity where an output is not finite."""
     removed: Number | None = None
+    """1 - ``left`` / the baseline's; null where the baseline has no error, or no finite one."""
     cost: Cost | None = None
+    """What it costs besides; null for the baseline and for other recipes."""
     biased: tuple[Literal["o", "delta"], ...] = ()
+    """Which of these are biased at the what-if's level."""
     rank: int | None = None
+    """Place by the error left, then by cost, from 1; null for the baseline and for what is not equivalent."""
     pareto: bool = False
+    """Whether no other mitigation leaves as little at as little cost."""
 
 
 @dataclass(frozen=True)
 class StabilisedLimits:
     """What the stabilised softmax can be given here; see ``attn_diag.stabilised``.
 
-    ``rows``: rows in which the rule acts, of ``rows_all``; ``largest``: the largest repeated maximum r (scaled
-    scores). Limits of beta: ``clamp``, where l falls below 1e-10; ``flush``, where P_bar's largest element falls
-    below the smallest normal number, and ``subnormal``, where it falls below the smallest of all. ``best``: the beta
-    among those run, within the limits, that leaves least; ``best_helps``: whether that is less than the baseline.
+    All but the counts is null where no maximum above 0 is repeated.
     """
 
     rows: int
+    """Rows in which the rule acts: the maximum is repeated among the baseline's own scores."""
     rows_all: int
+    """Rows used."""
     largest: Number | None = None
+    """The largest repeated maximum, in scaled scores."""
     clamp: Number | None = None
+    """The beta from which l falls below 1e-10."""
     flush: Number | None = None
+    """The beta from which P_bar's largest element falls below the smallest normal number of its format."""
     subnormal: Number | None = None
+    """The beta from which that rounds to 0 even where subnormal numbers are kept."""
     best: Number | None = None
+    """The beta among those run and equivalent that leaves least; null where there is none."""
     best_helps: bool | None = None
+    """Whether that is less than the baseline leaves; null likewise."""
 
 
 @dataclass(frozen=True, repr=False)
 class WhatIf(Result):
-    """Other recipes and mitigations on one head's inputs. ``print(result.report())``, ``result.to_json()``.
-
-    ``baseline_from``: "given", "recognised" from the captured O (with its ``agreement``: the fraction of sampled
-    elements that are bit-equal), or "assumed". ``observed``: errors of the captured O and dQ. ``max_logit``: the
-    largest scaled score. ``candidates``: ranked ones first, then those that are not equivalent.
-    """
+    """The result of ``attn_diag.what_if``: other recipes and mitigations on one head's inputs."""
 
     tool: Tool
+    """Versions and device of what produced the numbers."""
     source: str
+    """The capture."""
     layer: int | None
+    """The model's number of the layer; null where it is not stated."""
     batch: int
+    """Index of the batch item."""
     head: int
+    """The model's number of the head."""
     rows: int
+    """Query rows used: those that are finite and see a key."""
     observation: str | None
+    """The observation looked at; null: none with an O."""
     recipe: str
+    """The baseline's name."""
     baseline_from: Literal["given", "recognised", "assumed"]
+    """Where the baseline comes from; recognised: from the captured O."""
     agreement: Number | None
+    """The fraction of sampled elements of O that it reproduces bit for bit; null unless it was recognised."""
     ranked_by: Literal["dq", "o"]
+    """Whose error ranks: dQ's; O's without dO."""
     max_logit: Number
+    """The largest scaled score of the rows used."""
     level: float
+    """Significance level of the candidates' biases."""
     observed: Errors | None
+    """Errors of what was captured; null: no O was."""
     baseline: Candidate
+    """The recipe that the others change."""
     candidates: tuple[Candidate, ...]
+    """Ranked ones first, then those that are not equivalent."""
     stabilised: StabilisedLimits | None
+    """The limits of the stabilised softmax."""
     summary: tuple[str, ...]
+    """The result in sentences."""
     notes: tuple[str, ...] = ()
+    """What was left out or assumed."""
     family_size: int = field(default=0)
+    """How many p-values of biases were adjusted together (Benjamini-Hochberg)."""
     schema: Literal["attn-diag-what-if"] = "attn-diag-what-if"
     schema_version: Literal[1] = 1
 

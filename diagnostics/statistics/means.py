@@ -49,17 +49,18 @@ _DRIFT_POINTS = 256
 
 @dataclass(frozen=True)
 class FeatureSums:
-    """Errors by feature, and by cell = (argmax key, feature), for ``two_way``.
-
-    ``sums``, ``sizes`` [D of every head]: errors and how many elements they stand for. Over all cells: ``cell_squares``
-    the squares of a cell's sum s, ``cell_products`` s times its elements n, ``cell_sizes`` the squares of n.
-    """
+    """Errors by feature, and by cell = (argmax key, feature), for ``two_way``."""
 
     sums: Array
+    """[D of every head]: errors summed by feature."""
     sizes: Array
+    """[D of every head]: how many elements these stand for."""
     cell_squares: float
+    """Over all cells: the squares of a cell's sum s."""
     cell_products: float
+    """Over all cells: s times the cell's elements n."""
     cell_sizes: float
+    """Over all cells: the squares of n."""
 
     @classmethod
     def join(cls, parts: Sequence[FeatureSums]) -> FeatureSums:
@@ -75,20 +76,24 @@ class FeatureSums:
 
 @dataclass(frozen=True)
 class SignedErrors:
-    """Signed errors of ``count`` elements a query row.
-
-    ``total`` [n] sums them by row; ``square`` sums their squares, ``positive`` and ``nonzero`` count them, over
-    all rows. The mean in units is unit_total / unit_scale. ``features``: where rounding is shared by features, too.
-    """
+    """Signed errors of the same number of elements in each of n query rows."""
 
     total: Array
+    """[n]: their sum by row."""
     square: float
+    """Sum of their squares over all rows."""
     positive: int
+    """How many are above 0."""
     nonzero: int
+    """How many are not 0."""
     unit_total: float
+    """The mean in units is unit_total / unit_scale."""
     unit_scale: float
+    """See ``unit_total``."""
     count: int
+    """Elements of a row."""
     features: FeatureSums | None = None
+    """Where rounding is shared by features, too."""
 
     @classmethod
     def join(cls, parts: Sequence[SignedErrors]) -> SignedErrors:
@@ -111,10 +116,18 @@ def estimate_bias(
 ) -> BiasEstimate:
     """Mean signed error with a cluster-robust t interval and test of zero mean.
 
-    ``clusters`` [n]: cluster number of each row, from 0 without gaps; None for every row its own. The test is
-    ``mean_test``, on the cluster sums s_c, and ``two_way`` where ``errors`` has feature sums (the clusters must then be
-    its keys). n_eff = (sum s^2)^2 / sum s^4 over the clusters. ``level`` enters the minimum detectable mean. The test's
-    fields are None with fewer than two clusters, and where every error is zero.
+    The test is ``mean_test``, on the cluster sums s_c, and ``two_way`` where there are feature sums. n_eff is
+    (sum s^2)^2 / sum s^4 over the clusters.
+
+    Args:
+        errors: The errors of n rows.
+        clusters: [n], cluster number of each row, from 0 without gaps; None for every row its own. Where ``errors`` has
+            feature sums they must be its keys.
+        level: Significance level, for the minimum detectable mean.
+        with_drift: Also keep the running sum over the rows.
+
+    Returns:
+        The estimate; the test's fields are None with fewer than two clusters, and where every error is zero.
     """
     n = len(errors.total) * errors.count
     if not n:
@@ -157,19 +170,24 @@ def estimate_bias(
 
 @dataclass(frozen=True)
 class MeanTest:
-    """What ``mean_test`` and ``two_way`` return: arrays [...] of one shape. The 95 % interval is mean +- half_width95.
-
-    ``df``: degrees of freedom of the test; ``error_df``: of the standard error, see ``_detectable``.
-    """
+    """What ``mean_test`` and ``two_way`` return: arrays [...] of one shape."""
 
     mean: Array
+    """Mean signed error."""
     standard_error: Array
+    """Its cluster-robust standard error."""
     df: Array
+    """Degrees of freedom of the test."""
     error_df: Array
+    """Degrees of freedom of the standard error, see ``_detectable``."""
     t: Array
+    """mean / standard_error."""
     p_value: Array
+    """Two-sided p-value of a zero mean."""
     half_width95: Array
+    """The 95 % interval is mean +- this."""
     minimum_detectable: Array
+    """The mean that the test would find with 80 % power."""
 
     @classmethod
     def of(cls, mean: Array, se: Array, df: Array, error_df: Array, level: float) -> MeanTest:
@@ -193,13 +211,16 @@ class MeanTest:
 def mean_test(sums: Array, sizes: Array, level: float) -> MeanTest:
     """t-test of zero mean for clustered errors, for any number of data sets at once.
 
-    ``sums``, ``sizes`` [..., G]: each cluster's summed errors s_c and its number of elements n_c (0: no such cluster,
-    so that data sets with different numbers of clusters fit one array); at least two clusters in each.
-
     With N = sum n_c, shares h_c = n_c / N, mean = sum s_c / N and residuals r_c = s_c - n_c mean, the variance is
     CR2's, se^2 = sum r_c^2 / (1 - h_c) / N^2, with Bell & McCaffrey's degrees of freedom under independent errors of
     equal variance, 1 / (sum h^2 + (sum y)^2 - sum y^2), y_c = h_c^2 / (1 - h_c) (Imbens & Kolesar, Rev. Econ. Stat. 98
     (2016) 701, section III). Clusters of one size give G - 1 degrees of freedom: Student's t of their means.
+
+    Args:
+        sums: [..., G], each cluster's summed errors s_c; at least two clusters in each data set.
+        sizes: [..., G], its number of elements n_c; 0: no such cluster, so that data sets with different numbers of
+            clusters fit one array.
+        level: Significance level, for the minimum detectable mean.
     """
     n = sizes.sum(-1)
     share = sizes / n[..., None]
@@ -216,10 +237,16 @@ def mean_test(sums: Array, sizes: Array, level: float) -> MeanTest:
 def two_way(first: MeanTest, second: MeanTest, cells: Array, n: Array | int, level: float) -> MeanTest:
     """The test of one mean with two ways of clustering at once, argmax keys and features.
 
-    ``first``, ``second``: the tests with one of them each; ``cells`` [..., 3]: ``FeatureSums``'s sums over the cells in
-    which both agree; ``n`` [...] elements. Errors may be correlated within both: the variances add, less that of the
-    cells, which both count (Cameron, Gelbach & Miller, J. Bus. Econ. Stat. 29 (2011) 238). That difference is
-    kept from falling below the smaller of the two; degrees of freedom are the smaller ones.
+    Errors may be correlated within both: the variances add, less that of the cells, which both count (Cameron, Gelbach
+    & Miller, J. Bus. Econ. Stat. 29 (2011) 238). That difference is kept from falling below the smaller of the two;
+    degrees of freedom are the smaller ones.
+
+    Args:
+        first: The test with one of them.
+        second: The test with the other.
+        cells: [..., 3], ``FeatureSums``'s sums over the cells in which both agree.
+        n: [...] elements.
+        level: Significance level, for the minimum detectable mean.
     """
     mean = first.mean
     squares, products, sizes = (cells[..., i] for i in range(3))

@@ -34,10 +34,12 @@ _FEWEST_DIGITS = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """One head's figures, and the degrees of freedom of those that are the root of a mean square (None: unknown)."""
+    """One head's figures by name; None where a figure is not known."""
 
     values: dict[str, float | None]
+    """The figures."""
     freedom: dict[str, float | None]
+    """Degrees of freedom of those that are the root of a mean square; None: unknown."""
 
     @classmethod
     def of(cls, head: HeadDiagnosis) -> Sizes:
@@ -109,7 +111,13 @@ def comparable(a: Sizes, b: Sizes) -> list[str]:
 
 
 def size_changes(a: Sizes, b: Sizes, tail: float) -> list[SizeChange]:
-    """Every figure that A or B has, judged. ``tail``: a figure's chance of a false "grew", and of a false "shrank"."""
+    """Every figure that A or B has, judged.
+
+    Args:
+        a: A's figures.
+        b: B's figures.
+        tail: A figure's chance of a false "grew", and of a false "shrank".
+    """
     tested = comparable(a, b)
     found = []
     for name, one in a.values.items():

@@ -22,12 +22,19 @@ SIGN_DRAWS = 9999
 
 
 def flat_band(standard_errors: Array, df: Array) -> Array:
-    """The +-99 % band of running sums of independent unbiased means; [..., S] -> [...].
+    """The +-99 % band of running sums of independent unbiased means.
 
-    ``standard_errors`` estimated with ``df`` degrees of freedom each. The variance of the whole sum is sum se^2, with
+    The variance of the whole sum is sum se^2, with
     Satterthwaite's degrees of freedom (sum se^2)^2 / sum(se^4 / df). With a known variance the band is Lévy's,
     4 P(Z > c) = 1 %; with an estimated one Z becomes Student's t, as P(sup |B| > c s) = E 4 P(Z > c s | s). A sum of
     finitely many steps leaves it less often than Brownian motion does: 0.8 % with 100 steps.
+
+    Args:
+        standard_errors: [..., S], of each mean.
+        df: [..., S], the degrees of freedom that these are estimated with.
+
+    Returns:
+        The band, [...].
     """
     from scipy.special import stdtrit
 
@@ -38,7 +45,7 @@ def flat_band(standard_errors: Array, df: Array) -> Array:
 def band_p_value(reached: float, standard_errors: Array, df: Array) -> float:
     """The p-value that goes with ``flat_band``: how often unbiased running sums reach +-``reached``, at most.
 
-    ``standard_errors``, ``df`` [S]. 1 where nothing is uncertain and nothing was reached.
+    Arguments are those of ``flat_band``, [S]. 1 where nothing is uncertain and nothing was reached.
     """
     from scipy.special import stdtr
 

@@ -13,11 +13,14 @@ _MOST = 1e7
 
 @dataclass(frozen=True)
 class Estimated:
-    """A mean with the standard error and degrees of freedom of its test."""
+    """A mean that carries a test."""
 
     mean: float
+    """The mean."""
     standard_error: float
+    """Its standard error."""
     df: float
+    """Degrees of freedom of its test."""
 
 
 def estimated(estimate: BiasEstimate | None) -> Estimated | None:
@@ -60,11 +63,17 @@ class Welch:
     """The test of a difference B - A of two means."""
 
     difference: float
+    """b.mean - a.mean."""
     standard_error: float
+    """Its standard error."""
     df: float
+    """Satterthwaite's degrees of freedom."""
     t: float
+    """difference / standard_error."""
     p_value: float
+    """Two-sided p-value of no difference."""
     ci95: tuple[float, float]
+    """95 % confidence interval of the difference."""
 
 
 def welch(a: Estimated, b: Estimated) -> Welch:

@@ -18,21 +18,21 @@ _HEADS_AND_ROWS = ("lse", "delta")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user says of a dump; None where the dump, or a check, shall tell. ``head_dim``: D of q and k.
-
-    ``layer``: only the calls of this layer; of a dump that states no layers, the layer of its only call.
-    ``names``: tensors of the dump (names, or patterns such as "layers.*.query") by their name in capture format 1.
-    """
+    """What the user says of a dump; None where the dump, or a check, shall tell."""
 
     names: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the dump (names, or patterns such as "layers.*.query") by their name in capture format 1."""
     layout: str | None = None
+    """As in ``Metadata``; so are the five that follow."""
     causal: str | None = None
     scale: float | None = None
     window: tuple[int, int] | None = None
     softcap: float | None = None
     lse_base: str | None = None
     layer: int | None = None
+    """Only the calls of this layer; of a dump that states no layers, the layer of its only call."""
     head_dim: int | None = None
+    """D of q and k, where heads and features share one axis."""
 
     def __post_init__(self) -> None:
         # Refuses values that cannot be, once, before any dump is read.
@@ -50,21 +50,24 @@ class Wanted:
 
 @dataclass(frozen=True)
 class DumpedCall:
-    """One attention call as a dump holds it.
-
-    ``name``: of the file to be written, without suffix. ``tensors``: as dumped, by their names in capture format 1.
-    ``stated``: metadata that the dump states. ``layouts``, ``causals``, ``lse_bases``: what each may be, the most
-    likely first. ``notes``: where the tensors come from, and what was taken for granted.
-    """
+    """One attention call as a dump holds it."""
 
     name: str
+    """Of the file to be written, without suffix."""
     source: str
+    """Where it was found."""
     tensors: Mapping[str, Tensor]
+    """As dumped, by their names in capture format 1."""
     stated: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata that the dump states."""
     layouts: tuple[Layout, ...] = get_args(Layout)
+    """What the layout may be, the most likely first."""
     causals: tuple[Causal, ...] = get_args(Causal)
+    """What the causal alignment may be, likewise."""
     lse_bases: tuple[LseBase, ...] = get_args(LseBase)
+    """What the base of LSE may be, likewise."""
     notes: tuple[str, ...] = ()
+    """Where the tensors come from, and what was taken for granted."""
 
     def readings(self, wanted: Wanted) -> Readings:
         """The call as every capture that it may be. Raises InputError where the tensors do not fit each other."""

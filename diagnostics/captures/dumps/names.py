@@ -46,14 +46,16 @@ _LISTED = 24
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor in a dump. ``path``: what the user sees and maps; ``name``: the part that may say what it is;
-    ``call``: what its call is told by.
-    """
+    """A tensor in a dump."""
 
     path: str
+    """What the user sees and maps."""
     name: str
+    """The part that may say what it is."""
     call: tuple[str, ...]
+    """What its call is told by."""
     read: Callable[[], Tensor]
+    """Reads it."""
 
 
 def refuse_packed(name: str) -> None:

@@ -40,15 +40,22 @@ _LENGTHS = ("seq_lens", "extend_seq_lens")
 
 @dataclass(frozen=True)
 class DumpFile:
-    """A file of the dumper, by what its name says. ``context``: tags of the caller's own."""
+    """A file of the dumper, by what its name says."""
 
     path: Path
+    """The file."""
     name: str
+    """What the caller called the tensor."""
     step: int
+    """Number of the forward pass."""
     rank: int
+    """Rank of the process."""
     index: int
+    """Place in the order of the dump."""
     layer: int | None
+    """The layer; None where it is not stated."""
     context: tuple[tuple[str, str], ...]
+    """Tags of the caller's own."""
 
     @property
     def call(self) -> tuple[str, ...]:
@@ -109,9 +116,15 @@ def groups_of(path: Path) -> list[list[DumpFile]]:
 
 
 def read_calls(files: Sequence[DumpFile], prefix: str, names: Mapping[str, str]) -> Iterator[DumpedCall]:
-    """The attention calls of one forward pass. ``prefix``: what the names of the files to be written begin with.
+    """The attention calls of one forward pass.
 
-    Raises InputError for packed requests, and where q, k and v cannot be told.
+    Args:
+        files: Its files on one rank, see ``groups_of``.
+        prefix: What the names of the files to be written begin with.
+        names: As ``Wanted.names``.
+
+    Raises:
+        InputError: Requests are packed, or q, k and v cannot be told.
     """
     where = f"{files[0].path.parent}: step {files[0].step}, rank {files[0].rank}"
     _refuse_packed(files)

@@ -65,9 +65,15 @@ class _Scalar:
 
 
 def read_calls(path: Path, name: str, names: Mapping[str, str]) -> Iterator[DumpedCall]:
-    """The attention calls in a file. ``name``: of the files to be written. ``names``: see ``Wanted``.
+    """The attention calls in a file.
 
-    Raises InputError for a pickle that would run code, and where q, k and v cannot be told.
+    Args:
+        path: The file.
+        name: What the names of the files to be written begin with.
+        names: As ``Wanted.names``.
+
+    Raises:
+        InputError: The pickle would run code, or q, k and v cannot be told.
     """
     require_regular_file(path)
     with named_errors(path):
