@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from attn_diag.captures.metadata import Causal
-from attn_diag.reference import Masking
+from attn_diag.reference import hides
 from attn_diag.results.diagnosis import Diagnosis, Label
 from attn_diag.watching.live.call import AttentionCall
 
@@ -86,10 +84,7 @@ def largest_logit(call: AttentionCall) -> tuple[float, int]:
     """
     (batch, heads, rows, dim), keys = call.q.shape, call.k.shape[2]
     scale = dim**-0.5 if call.scale is None else call.scale
-    masking = Masking(causal=cast(Causal, call.causal), window=call.window)
-    positions = masking.row_positions(rows, keys, call.q.device)
-    left, right = masking.reach
-    key = torch.arange(keys, device=call.q.device)
+    positions = call.masking.row_positions(rows, keys, call.q.device)
     largest, where = -float("inf"), 0
     step = max(1, _ELEMENTS // (heads * keys))
     for item in range(batch):
@@ -97,16 +92,10 @@ def largest_logit(call: AttentionCall) -> tuple[float, int]:
         for first in range(0, rows, step):
             chunk = slice(first, first + step)
             scores = call.q[item, :, chunk].double() @ k.mT * scale
-            at = positions[chunk, None]
-            if right is not None:
-                scores.masked_fill_(key > at + right, -torch.inf)
-            if left is not None:
-                scores.masked_fill_(key < at - left, -torch.inf)
-            if call.mask is not None:
-                mask = call.mask.expand(batch, heads, rows, keys)[item, :, chunk]
-                # Hugging Face writes the lowest number of the format for -inf.
-                hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+            if (hidden := call.masking.hidden(positions[chunk], slice(0, keys))) is not None:
                 scores.masked_fill_(hidden, -torch.inf)
+            if call.mask is not None:
+                scores.masked_fill_(hides(call.mask.expand(batch, heads, rows, keys)[item, :, chunk]), -torch.inf)
             best = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).amax((1, 2))
             value, head = best.max(0)
             if float(value) > largest:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.reference import FloatFormat, format_of, round_nearest_even, ulp
+from attn_diag.reference import FloatFormat, format_of, hides, round_nearest_even, ulp
 from attn_diag.reference.attention import is_power_of_two
 from attn_diag.watching.monitoring.sample import Sample
 
@@ -178,29 +178,27 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
 
 def _visible(sample: Sample, rows: slice) -> slice:
     """The keys that some row of the block may see; at least one, so that there is a maximum."""
-    length = sample.k.shape[2]
-    left, right = (None if n < 0 else n for n in sample.window or (-1, -1))
-    if sample.causal != "none":
-        right = 0
-    first, last = sample.position(rows.start), sample.position(rows.stop - 1)
-    stop = length if right is None else min(length, max(last + right + 1, 1))
-    start = 0 if left is None else min(max(first - left, 0), stop - 1)
-    return slice(start, stop)
+    keys = sample.masking.span(sample.position(rows.start), sample.position(rows.stop - 1), sample.k.shape[2])
+    stop = max(keys.stop, 1)
+    return slice(min(keys.start, stop - 1), stop)
 
 
 def _mask(
     sample: Sample, sequence: int, heads: slice, rows: slice, keys: slice, scores: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Softcap and masks, in place: scores, the softcap's slope, the largest visible alpha q.k where it is another."""
-    hidden = _hidden(sample, rows, keys)
-    mask = _part(sample.mask, sequence, heads, rows, keys)
+    assert sample.masking.positions is not None
+    hidden = sample.masking.hidden(sample.masking.positions[rows], keys)
+    mask = sample.mask
+    if mask is not None:
+        part = slice(sequence, sequence + 1), heads, rows, keys
+        mask = mask[tuple(own if size > 1 else slice(None) for own, size in zip(part, mask.shape, strict=True))][0]
     additive = mask is not None and mask.dtype != torch.bool
     slope = largest = None
     if sample.softcap is not None or additive:
         seen = scores
         if mask is not None:
-            # Hugging Face writes the lowest number of the format for -inf.
-            seen = scores.masked_fill(mask <= torch.finfo(mask.dtype).min / 2 if additive else ~mask, -torch.inf)
+            seen = scores.masked_fill(hides(mask), -torch.inf)
         largest = (seen if hidden is None else seen.masked_fill(hidden, -torch.inf)).amax(-1)
         del seen
     if sample.softcap is not None:
@@ -212,28 +210,6 @@ def _mask(
     if mask is not None:
         scores = scores.add_(mask) if additive else scores.masked_fill_(~mask, -torch.inf)
     return scores, slope, largest
-
-
-def _hidden(sample: Sample, rows: slice, keys: slice) -> Tensor | None:
-    """Where causality or a window hides a key, bool [R, K]."""
-    left, right = (None if n < 0 else n for n in sample.window or (-1, -1))
-    if sample.causal != "none":
-        right = 0
-    if left is None and right is None:
-        return None
-    positions = sample.positions(rows.start, rows.stop)[:, None]
-    distance = torch.arange(keys.start, keys.stop, device=positions.device) - positions
-    hidden = torch.zeros_like(distance, dtype=torch.bool) if right is None else distance > right
-    return hidden if left is None else hidden | (distance < -left)
-
-
-def _part(mask: Tensor | None, sequence: int, heads: slice, rows: slice, keys: slice) -> Tensor | None:
-    if mask is None:
-        return None
-    own = mask[sequence if len(mask) > 1 else 0]
-    own = own[heads] if len(own) > 1 else own
-    own = own[:, rows] if own.shape[1] > 1 else own
-    return own[..., keys] if own.shape[-1] > 1 else own
 
 
 def _tie_threshold(row_max: Tensor, fmt: FloatFormat) -> Tensor:

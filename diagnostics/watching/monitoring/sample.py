@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from attn_diag.reference import Masking
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.monitoring.weight import LayerProjection
 
@@ -16,7 +18,8 @@ class Sample:
     """Copies of some sequences and query rows of one call, in the kernel's own dtypes.
 
     q, o, do [S, Hq, R, D or Dv], k [S, Hk, Tk, D], v [S, Hk, Tk, Dv], lse [S, Hq, R], x [S, R, C]. ``mask`` [1 or S, 1
-    or Hq, 1 or R, 1 or Tk], bool (True attends) or additive. Row r is query ``row(r)`` of ``q_length``. ``do`` None: no
+    or Hq, 1 or R, 1 or Tk], bool (True attends) or additive. Row r is query ``evenly(r, q_length, R)`` of ``q_length``,
+    and ``masking`` has its position. ``do`` None: no
     backward was seen. ``x`` None also where q is known not to be the projection's output itself (there is another
     ``dq_pre``): dW_Q does not follow from dQ there.
     """
@@ -31,16 +34,18 @@ class Sample:
     projection: LayerProjection | None
     do: Tensor | None
     q_length: int
-    causal: str
+    masking: Masking
     scale: float
-    window: tuple[int, int] | None
     softcap: float | None
 
     @classmethod
     def of(cls, call: AttentionCall, sequences: int = 1, rows: int = 1024) -> Sample:
         """The first ``sequences`` of the batch, and all rows or ``rows`` evenly spaced ones."""
-        length = call.q.shape[2]
-        pick = _Picker(min(sequences, len(call.q)), length, min(rows, length), call.q.device)
+        length, device = call.q.shape[2], call.q.device
+        count = min(rows, length)
+        positions = evenly(torch.arange(count, device=device), length, count)
+        positions += call.masking.shift(length, call.k.shape[2])
+        pick = _Picker(min(sequences, len(call.q)), length, count, device)
         mask = call.mask
         if mask is not None:
             mask = pick.rows(mask.detach()[(None,) * (4 - mask.ndim)])
@@ -59,9 +64,8 @@ class Sample:
             projection=None if w_q is None else LayerProjection.of(w_q, q, x),
             do=None,
             q_length=length,
-            causal=call.causal,
+            masking=replace(call.masking, positions=positions),
             scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
-            window=call.window,
             softcap=call.softcap,
         )
         return sample.with_gradient(call)
@@ -75,23 +79,16 @@ class Sample:
         between = call.dq_pre is not None and call.dq_pre is not call.dq
         return replace(self, do=pick.rows(call.do), x=None if between else self.x)
 
-    def row(self, index: int) -> int:
-        """Which query of the sequence sampled row ``index`` is."""
-        return _row(index, self.q_length, self.q.shape[2])
-
     def position(self, index: int) -> int:
-        """The last key that sampled row ``index`` sees under causality; windows count from it."""
-        shift = 0 if self.causal == "top-left" else self.k.shape[2] - self.q_length
-        return self.row(index) + shift
-
-    def positions(self, start: int, stop: int) -> Tensor:
-        """``position`` of sampled rows ``start`` to ``stop``, int64 on the device."""
-        index = torch.arange(start, stop, device=self.q.device)
-        shift = 0 if self.causal == "top-left" else self.k.shape[2] - self.q_length
-        return ((2 * index + 1) * self.q_length).div_(2 * self.q.shape[2], rounding_mode="floor").add_(shift)
+        """``masking.positions`` of sampled row ``index``, known to the host."""
+        return evenly(index, self.q_length, self.q.shape[2]) + self.masking.shift(self.q_length, self.k.shape[2])
 
 
-def _row(index: int, length: int, rows: int) -> int:
+Index = TypeVar("Index", int, Tensor)
+
+
+def evenly(index: Index, length: int, rows: int) -> Index:
+    """Which of ``length`` queries sampled row ``index`` of ``rows`` is."""
     return (2 * index + 1) * length // (2 * rows)
 
 
@@ -99,10 +96,8 @@ class _Picker:
     """Copies the sampled part of a tensor; never waits for the device."""
 
     def __init__(self, sequences: int, length: int, rows: int, device: torch.device) -> None:
-        self._sequences, self._index = sequences, None
-        if rows < length:
-            index = torch.arange(rows, device=device)
-            self._index = ((2 * index + 1) * length).div_(2 * rows, rounding_mode="floor")
+        self._sequences = sequences
+        self._index = evenly(torch.arange(rows, device=device), length, rows) if rows < length else None
 
     def all(self, tensor: Tensor) -> Tensor:
         return tensor.detach()[: self._sequences].clone(memory_format=torch.contiguous_format)
