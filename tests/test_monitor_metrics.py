@@ -22,10 +22,9 @@ from attn_diag.results.diagnosis import HeadDiagnosis
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.monitoring import metrics as metrics_module
 from attn_diag.watching.monitoring import rows as rows_module
-from attn_diag.watching.monitoring.clustered import dense_clusters
 from attn_diag.watching.monitoring.metrics import HeadMetrics, head_metrics, head_sums, sketch
-from attn_diag.watching.monitoring.sample import Sample
-from attn_diag.watching.monitoring.weight import spectral_norms
+from attn_diag.watching.monitoring.rows import dense_clusters
+from attn_diag.watching.monitoring.sample import Sample, spectral_norms
 
 # Both are sums of at most 2**20 float64 terms (2**20 * 2**-53 = 1e-10) of which some cancel.
 CLOSE = 1e-9

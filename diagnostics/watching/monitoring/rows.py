@@ -2,6 +2,7 @@
 
 The formulas are those of ``attn_diag.reference.attention`` and ``attn_diag.head.measure``, over heads and query rows in
 bounded blocks, with as few operations a block as will do: on a GPU their number, not their size, is what takes time.
+Last, the clusters of rows whose errors may be shared, and the standard error that follows.
 """
 
 from __future__ import annotations
@@ -26,38 +27,40 @@ _FLOOR = -800.0
 
 @dataclass
 class SampledRows:
-    """Row quantities of h heads and one sequence, [h, R] float64 unless said otherwise.
-
-    ``usable`` (bool): the row sees a key, and all that was sampled of it and follows from it is finite. ``repeated``,
-    ``units`` (bool): several scores equal the maximum when rounded to q's dtype; several P_bar round to 1.
-    ``top_key`` (int64): the first key with the largest score. ``gradient``: what needs dO.
-    """
+    """Row quantities of h heads and one sequence, [h, R] float64 unless said otherwise."""
 
     usable: Tensor
+    """bool: the row sees a key, and all that was sampled of it and follows from it is finite."""
     sees_key: Tensor
+    """bool."""
     max_logit: Tensor
     top_key: Tensor
+    """int64: the first key with the largest score."""
     entropy: Tensor
     repeated: Tensor
+    """bool: several scores equal the maximum when rounded to q's dtype."""
     units: Tensor
+    """bool: several P_bar round to 1."""
     lse: Tensor
     gradient: GradientRows | None = None
 
 
 @dataclass
 class GradientRows:
-    """What needs dO; float64, as ``SampledRows``.
-
-    ``delta``, its error ``delta_error`` (observed - reference) and ``noise_floor`` sigma [h, R]; ``dq``, ``probs_k`` =
-    P K [h, R, D]; ``contributions`` [h, R, Dv] of each feature of O to delta's error.
-    """
+    """What needs dO; float64, as ``SampledRows``."""
 
     delta: Tensor
+    """[h, R]."""
     delta_error: Tensor
+    """Observed - reference, [h, R]."""
     noise_floor: Tensor
+    """sigma, [h, R]."""
     dq: Tensor
+    """[h, R, D]."""
     probs_k: Tensor
+    """P K, [h, R, D]."""
     contributions: Tensor
+    """Of each feature of O to delta's error, [h, R, Dv]."""
 
 
 def heads_at_once(sample: Sample) -> int:
@@ -219,3 +222,62 @@ def _tie_threshold(row_max: Tensor, fmt: FloatFormat) -> Tensor:
     tie = nearest - ulp(below, fmt) / 2
     goes_up = round_nearest_even(tie, fmt, wait=False) == nearest
     return torch.where(goes_up, tie, torch.nextafter(tie, torch.full_like(tie, torch.inf)))
+
+
+def dense_clusters(keys: Tensor, usable: Tensor) -> Tensor:
+    """Number the clusters that rows form by their argmax key.
+
+    Args:
+        keys: argmax key of each row, int64 [h, R].
+        usable: bool [h, R]; the other rows share one cluster, with no usable row.
+
+    Returns:
+        int64 [h, R], below R.
+    """
+    rows = keys.shape[1]
+    marked = torch.where(usable, keys, -1)
+    ordered, order = marked.sort(dim=1, stable=True)
+    starts = torch.zeros_like(ordered)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    number = starts.cumsum(1)
+    return torch.empty_like(number).scatter_(1, order, number).clamp_(max=rows - 1)
+
+
+def standard_error(contributions: Tensor, clusters: Tensor, usable: Tensor) -> Tensor:
+    """Standard error of the sum over rows of delta's errors (n times that of their mean), as ``means.two_way`` has it.
+
+    Errors may be shared within an argmax key and within a feature; where all rows have one key, features alone count.
+    All heads at once, on the device, and without degrees of freedom.
+
+    Args:
+        contributions: what each feature of O adds to a row's error, [h, R, F]; 0 in unusable rows.
+        clusters: of ``dense_clusters``.
+        usable: bool [h, R].
+
+    Returns:
+        [h].
+    """
+    heads, _, features = contributions.shape
+    index = clusters[..., None].expand_as(contributions)
+    cells = torch.zeros_like(contributions).scatter_add_(1, index, contributions)  # [h, cluster, F]
+    ones = usable.to(contributions.dtype)
+    sizes = torch.zeros_like(ones).scatter_add_(1, clusters, ones)
+    n = ones.sum(1)
+    mean = contributions.sum((1, 2)) / n
+    by_key = _variance(cells.sum(2), sizes, mean, n)
+    by_feature = _variance(cells.sum(1), (n / features)[:, None].expand(heads, features), mean, n)
+    cell_sizes = sizes / features
+    of_cells = (
+        cells.square().sum((1, 2))
+        - 2 * mean * (cells.sum(2) * cell_sizes).sum(1)
+        + mean.square() * cell_sizes.square().sum(1) * features
+    )
+    both = torch.maximum(by_key + by_feature - of_cells, torch.minimum(by_key, by_feature))
+    several = (sizes > 0).sum(1) > 1
+    return torch.where(several, both, by_feature).sqrt_()
+
+
+def _variance(sums: Tensor, sizes: Tensor, mean: Tensor, n: Tensor) -> Tensor:
+    """CR2's variance of the sum, as ``means.mean_test``; [h]."""
+    left = (1 - sizes / n[:, None]).clamp_(min=torch.finfo(sums.dtype).tiny)
+    return ((sums - sizes * mean[:, None]).square() / left).sum(1)
