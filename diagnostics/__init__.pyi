@@ -47,7 +47,7 @@ from .testing.round_to import round_to as round_to
 from .watching.debugging.breaking import break_if as break_if
 from .watching.debugging.breaking import last_finding as last_finding
 from .watching.debugging.finding import Finding as Finding
-from .watching.drift.check import check_qkv as check_qkv
+from .watching.drift.trace import check_qkv as check_qkv
 from .watching.drift.trace import trace_dtypes as trace_dtypes
 from .watching.live.recorder import capture as capture
 from .watching.live.recorder import last as last

@@ -45,17 +45,18 @@ for _function in (torch.exp, torch.log, torch.tanh):
 
 @dataclass(frozen=True)
 class Masking:
-    """Which keys a query row attends to."""
+    """Which keys a query row attends to: the one rule, for whoever masks scores (see also ``hides``)."""
 
     causal: Causal = "none"
-    """Unless "none", row t sees keys j <= position(t), which is t for "top-left" and else t + Tk - Tq (the default of
-    FlashAttention >= 2.1, also for windows)."""
+    """Row t sees keys j <= position(t)."""
     window: tuple[int, int] | None = None
     """(left, right), inclusive, -1 for unlimited: position(t) - left <= j <= position(t) + right."""
     mask: Tensor | None = None
     """[Tq, Tk]: bool (true = attend) or additive, applied after scale and softcap."""
     positions: Tensor | None = None
-    """[Tq], integers: where only chosen query rows are kept, position(t), the last key that a causal row t sees."""
+    """[Tq], integers: where only chosen query rows are kept, the last key that a causal row t sees. Without it
+    position(t) = t, shifted by Tk - Tq unless ``causal`` is "top-left" (the default of FlashAttention >= 2.1, also for
+    windows)."""
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -65,12 +66,49 @@ class Masking:
             right = 0
         return left, right
 
+    def shift(self, q_length: int, k_length: int) -> int:
+        """position(t) - t, where the rows are all of a sequence's."""
+        return 0 if self.causal == "top-left" else k_length - q_length
+
     def row_positions(self, q_length: int, k_length: int, device: torch.device) -> Tensor:
         """position(t) for every query row, int64 [Tq]."""
         if self.positions is not None:
             return self.positions.to(device=device, dtype=torch.int64)
-        shift = 0 if self.causal == "top-left" else k_length - q_length
-        return torch.arange(q_length, device=device) + shift
+        return torch.arange(q_length, device=device) + self.shift(q_length, k_length)
+
+    def span(self, first: int, last: int, k_length: int) -> slice:
+        """The keys that some row at positions ``first`` to ``last`` may see, as far as causality and window tell."""
+        left, right = self.reach
+        stop = min(k_length, last + right + 1) if right is not None else k_length
+        start = min(max(0, first - left), k_length) if left is not None else 0
+        return slice(start, max(start, stop))
+
+    def hidden(self, positions: Tensor, keys: slice) -> Tensor | None:
+        """Where causality or window hides one of ``keys`` from a row; the host does not wait.
+
+        Args:
+            positions: position(t) of R rows, int64 [R].
+            keys: K keys, with start and stop.
+
+        Returns:
+            bool [R, K], or None where neither hides anything.
+        """
+        left, right = self.reach
+        if left is None and right is None:
+            return None
+        distance = torch.arange(keys.start, keys.stop, device=positions.device) - positions[:, None]
+        beyond = None if right is None else distance > right
+        if left is None:
+            return beyond
+        return distance < -left if beyond is None else beyond | (distance < -left)
+
+
+def hides(mask: Tensor) -> Tensor:
+    """Where a mask hides a key, bool of its shape: False, or (additive) as low as the lowest number of its format.
+
+    Hugging Face writes that number for -inf.
+    """
+    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
 @dataclass(frozen=True)
@@ -109,29 +147,19 @@ class AttentionHead:
 
     def visible_span(self, rows: Rows) -> slice:
         """The keys that at least one of ``rows`` may see, as far as causality and window tell."""
-        left, right = self.masking.reach
         positions = self._position_list[rows] if isinstance(rows, slice) else self.positions[rows].tolist()
-        first, last = min(positions), max(positions)
-        stop = min(len(self.k), last + right + 1) if right is not None else len(self.k)
-        start = max(0, first - left) if left is not None else 0
-        start = min(start, len(self.k))
-        return slice(start, max(start, stop))
+        return self.masking.span(min(positions), max(positions), len(self.k))
 
     def apply_mask(self, scores: Tensor, rows: Rows, keys: slice) -> None:
         """Set ``scores`` [R, K] of invisible keys to -inf and add an additive mask, in place."""
+        positions, begin = self.positions[rows], keys.start
         left, right = self.masking.reach
-        if scores.shape[1] and (left is not None or right is not None):
-            positions = self.positions[rows]
+        if left is None and right is not None:
             # Only columns that some row may not see need looking at: for causality, those past the first row's.
-            begin = keys.start
-            if left is None and right is not None:
-                begin = min(max(int(positions.min()) + right + 1, keys.start), keys.stop)
-            distance = torch.arange(begin, keys.stop, device=scores.device) - positions[:, None]
-            part = scores[:, begin - keys.start :]
-            if right is not None:
-                part.masked_fill_(distance > right, -torch.inf)
-            if left is not None:
-                part.masked_fill_(distance < -left, -torch.inf)
+            begin = min(max(int(positions.min()) + right + 1, keys.start), keys.stop)
+        hidden = self.masking.hidden(positions, slice(begin, keys.stop))
+        if hidden is not None:
+            scores[:, begin - keys.start :].masked_fill_(hidden, -torch.inf)
         if self.masking.mask is not None:
             mask = self.masking.mask[rows, keys]
             if mask.dtype == torch.bool:

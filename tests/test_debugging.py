@@ -28,8 +28,8 @@ from attn_diag.captures.capture import Captures
 from attn_diag.reports import brief
 from attn_diag.reports.brief import wrapped
 from attn_diag.results.diagnosis import GradientError
-from attn_diag.watching.debugging.conditions import largest_logit
-from attn_diag.watching.debugging.stopping import at_next_instruction, users_frame
+from attn_diag.watching.debugging.breaking import at_next_instruction, users_frame
+from attn_diag.watching.debugging.finding import largest_logit
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 
 LONG = "a_very_long_name_of_a_kernel_or_a_file_that_goes_on_and_on_" * 5

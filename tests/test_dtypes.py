@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from attn_diag import DtypeDrift, InputError, check_qkv, trace_dtypes
-from attn_diag.watching.drift.attention import is_attention
+from attn_diag.watching.drift.calls import is_attention
 from attn_diag.watching.drift.history import _LONGEST_PATH
 from attn_diag.watching.drift.trace import DtypeTrace, active_trace
 

@@ -22,10 +22,9 @@ from attn_diag.results.diagnosis import HeadDiagnosis
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.monitoring import metrics as metrics_module
 from attn_diag.watching.monitoring import rows as rows_module
-from attn_diag.watching.monitoring.clustered import dense_clusters
 from attn_diag.watching.monitoring.metrics import HeadMetrics, head_metrics, head_sums, sketch
-from attn_diag.watching.monitoring.sample import Sample
-from attn_diag.watching.monitoring.weight import spectral_norms
+from attn_diag.watching.monitoring.rows import dense_clusters
+from attn_diag.watching.monitoring.sample import Sample, spectral_norms
 
 # Both are sums of at most 2**20 float64 terms (2**20 * 2**-53 = 1e-10) of which some cancel.
 CLOSE = 1e-9
@@ -65,7 +64,7 @@ def made_call(seed: int = 0, hq: int = 4, hk: int = 2, tq: int = 63, tk: int = 6
     for head in range(hq):
         mask = None if call.mask is None else call.mask.expand(1, hq, tq, tk)[0, head]
         mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
-        masking = d.Masking(causal=call.causal, window=call.window, mask=mask)  # type: ignore[arg-type]
+        masking = d.Masking(causal=call.causal, window=call.window, mask=mask)
         kv = head // (hq // hk)
         scale = 32**-0.5 if call.scale is None else call.scale
         inputs = (call.q[0, head].double(), call.k[0, kv].double(), call.v[0, kv].double())
@@ -306,7 +305,8 @@ def test_rows_and_sequences_are_sampled() -> None:
     torch.testing.assert_close(head_metrics(both, sequences=5).entropy, mean)
     sample = Sample.of(both, rows=10)
     picked = [(2 * i + 1) * 63 // 20 for i in range(10)]
-    assert [sample.row(i) for i in range(10)] == picked == sample.positions(0, 10).tolist()
+    assert sample.masking.positions is not None
+    assert [sample.position(i) for i in range(10)] == picked == sample.masking.positions.tolist()
     assert torch.equal(sample.q, both.q[:1, :, picked])
     only = replace(one, q=one.q[:, :, picked], o=one.o[:, :, picked], lse=None, do=None)
     mask = torch.arange(63) <= torch.tensor(picked)[:, None]

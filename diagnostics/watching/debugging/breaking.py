@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self, get_args
 
 import torch
@@ -18,9 +18,7 @@ from attn_diag.analyses.inspection.inspect import DEFAULT_LEVEL, inspect_capture
 from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import Diagnosis, Label, severity
-from attn_diag.watching.debugging.conditions import Conditions
-from attn_diag.watching.debugging.finding import Finding
-from attn_diag.watching.debugging.stopping import at_next_instruction, users_frame
+from attn_diag.watching.debugging.finding import Conditions, Finding
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.live.choices import require_container
 from attn_diag.watching.live.notices import COMPILED, UNSEEN
@@ -28,10 +26,16 @@ from attn_diag.watching.live.watch import Watch
 
 _log = logging.getLogger("attn_diag")
 _last: Finding | None = None
+_NOT_USERS = ("attn_diag", "torch", "threading", "concurrent")
 
 
 class Breakpoint:
-    """See ``break_if``. ``judged``: how many times a call was looked at; ``found``: how many times a condition held."""
+    """See ``break_if``.
+
+    Attributes:
+        judged: how many times a call was looked at.
+        found: how many times a condition held.
+    """
 
     def __init__(
         self,
@@ -292,7 +296,8 @@ def break_if(
     Returns:
         A context manager (also ``start()`` and ``close()``).
 
-    Raises InputError where no condition is given, or one makes no sense.
+    Raises:
+        InputError: no condition is given, or one makes no sense.
     """
     flags = {"biased": biased, "lossy": lossy, "ill_conditioned": ill_conditioned, "undecided": undecided}
     labels = tuple(label for label in get_args(Label) if flags.get(label, False))
@@ -313,3 +318,36 @@ def break_if(
 def last_finding() -> Finding | None:
     """What ``break_if`` stopped for last: ``.diagnosis``, ``.capture``, ``.reasons``, ``.disarm()``; None before."""
     return _last
+
+
+def users_frame() -> FrameType | None:
+    """The innermost frame of this thread that is neither ours nor torch's; None in a thread of autograd's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+        frame = frame.f_back
+    return frame
+
+
+def at_next_instruction(frame: FrameType, action: Callable[[], object]) -> None:
+    """Have ``action`` run before the next instruction of ``frame``, a frame of this thread that is running.
+
+    What it raises is raised there. A debugger that it starts stops there, with that frame's variables: on
+    ``return attention(q, k, v)`` before the return, else on the line that follows. A trace function that was set is
+    put back before (where ``action`` raises, Python itself drops it).
+    """
+    tracer, local_tracer, by_opcode = sys.gettrace(), frame.f_trace, frame.f_trace_opcodes
+
+    def here(at: FrameType, event: str, argument: Any) -> None:  # noqa: ARG001 - a trace function's signature
+        at.f_trace_opcodes = by_opcode
+        at.f_trace = local_tracer
+        sys.settrace(tracer)
+        action()
+
+    # In this order: what is set before sys.settrace holds for frames that are running already.
+    frame.f_trace = here
+    frame.f_trace_opcodes = True
+    sys.settrace(_ignore_new_frames)
+
+
+def _ignore_new_frames(*event: Any) -> None:  # noqa: ARG001 - a trace function's signature
+    return None

@@ -1,38 +1,50 @@
-"""The attention calls of a trace, and what each says of the changes that reach its q, k and v."""
+"""The attention calls of a trace: which calls are attention, and which changes of dtype reach their q, k and v."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attn_diag.results.dtypes import Outcome, SourceLine, Step
-from attn_diag.watching.drift.attention import Triple, is_attention, is_sdpa, mixed_in_traceback, qkv_of
-from attn_diag.watching.drift.dtypes import autocast_dtype, expected_dtype
-from attn_diag.watching.drift.history import DtypeChange, History
-from attn_diag.watching.drift.source import operation_name, source_line
+from attn_diag.watching.drift.history import DtypeChange, History, autocast_dtype, expected_dtype
+from attn_diag.watching.drift.source import is_users, operation_name, source_line
+
+_NAME = re.compile("attention|attn|sdpa", re.IGNORECASE)
+# These take what q, k and v are computed from (multi_head_attention_forward), or gradients.
+_NOT = re.compile("multi_head|encoder_layer|backward|mask", re.IGNORECASE)
+_KEYWORDS = (("query", "key", "value"), ("q", "k", "v"))
+# Linear attention calls its query a receptance.
+_LOCALS = (*_KEYWORDS, ("r", "k", "v"))
+
+# Not through torch.nn.functional: somebody may have put a wrapper there.
+_SDPA = torch._C._nn.scaled_dot_product_attention
+
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
+@dataclass(eq=False)
 class Call:
     """Attention calls at one place with q, k and v of the same dtypes, which are not one, or not autocast's."""
 
-    def __init__(
-        self,
-        operation: str,
-        dtypes: dict[str, torch.dtype],
-        regime: torch.dtype | None,
-        outcome: Outcome,
-        source: SourceLine | None,
-    ) -> None:
-        self.operation, self.dtypes, self.regime = operation, dtypes, regime
-        self.outcome, self.source, self.count = outcome, source, 0
-        self.expected = expected_dtype(list(dtypes.values()), regime)
-        one = len(set(dtypes.values())) == 1
-        self.differing = () if one else tuple(n for n, d in dtypes.items() if d != self.expected)
-        self.paths: dict[str, tuple[Step, ...]] = {}
-        self.causes: dict[str, tuple[DtypeChange, ...]] = {}
+    operation: str
+    dtypes: dict[str, torch.dtype]
+    regime: torch.dtype | None
+    outcome: Outcome
+    source: SourceLine | None
+    count: int = 0
+    paths: dict[str, tuple[Step, ...]] = field(default_factory=dict)
+    causes: dict[str, tuple[DtypeChange, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.expected = expected_dtype(list(self.dtypes.values()), self.regime)
+        one = len(set(self.dtypes.values())) == 1
+        self.differing = () if one else tuple(n for n, d in self.dtypes.items() if d != self.expected)
 
 
 class CallLog:
@@ -51,21 +63,21 @@ class CallLog:
         known = self._known.get(func)
         if known is None:
             known = self._known[func] = is_attention(func)
-        if known and (qkv := qkv_of(args, kwargs)) is not None:
-            hidden = is_sdpa(func) and autocast_dtype(qkv[0].device.type) is not None
+        if known and (qkv := _qkv_of(args, kwargs)) is not None:
+            hidden = _is_sdpa(func) and autocast_dtype(qkv[0].device.type) is not None
             self.add(operation_name(func), qkv, "autocast" if hidden else "accepted", *self._place())
 
     def note_raised(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, error: Exception
     ) -> None:
         """A call that raised, if it is attention."""
-        if is_attention(func) and (qkv := qkv_of(args, kwargs)) is not None:
+        if is_attention(func) and (qkv := _qkv_of(args, kwargs)) is not None:
             self.add(operation_name(func), qkv, "raised", *self._place())
             self._noted_error = id(error)
 
     def note_error(self, error: Exception) -> None:
         """What ended the trace: perhaps a kernel's assertion about q, k and v."""
-        if id(error) != self._noted_error and (found := mixed_in_traceback(error.__traceback__)) is not None:
+        if id(error) != self._noted_error and (found := _mixed_in_traceback(error.__traceback__)) is not None:
             operation, qkv, frame, instruction = found
             self.add(operation, qkv, "raised", frame.f_code, instruction)
 
@@ -101,3 +113,56 @@ class CallLog:
     def _place(self) -> tuple[CodeType | None, int]:
         frame = self._history.user_frame()
         return (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def is_attention(func: Callable[..., Any]) -> bool:
+    """By its name: PyTorch's, FlashAttention's and others' operators all say so."""
+    # Of an OpOverload the operator's name, without the overload's.
+    name = str(getattr(getattr(func, "_schema", None), "name", None) or getattr(func, "__name__", ""))
+    return bool(_NAME.search(name)) and not _NOT.search(name)
+
+
+def _is_sdpa(func: Callable[..., Any]) -> bool:
+    """Is it PyTorch's, all of whose inputs autocast casts?"""
+    return func is _SDPA
+
+
+def _qkv_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Triple | None:
+    """q, k and v of a call: the keywords of these names, else the first three tensors; None where there are none."""
+    named = kwargs or {}
+    chosen: list[Any] = [x for x in args if isinstance(x, Tensor)][:3]
+    for names in _KEYWORDS:
+        chosen += [named[name] for name in names[len(chosen) :] if name in named]
+    return _triple(chosen)
+
+
+def _mixed_in_traceback(traceback: TracebackType | None) -> tuple[str, Triple, FrameType, int] | None:
+    """The innermost function of a traceback whose q, k and v (by name) have several dtypes.
+
+    Kernels behind an ``autograd.Function`` make no call that a trace could see, but they raise where they meet a mixed
+    call. Returns the function's name, q, k and v, and frame and instruction (``f_lasti``) of the user's code there.
+    """
+    frames = [(t.tb_frame, t.tb_lasti) for t in _chain(traceback)]
+    for i in reversed(range(len(frames))):
+        frame = frames[i][0]
+        for names in _LOCALS:
+            found = _triple([frame.f_locals.get(name) for name in names])
+            if found is None or len({x.dtype for x in found}) == 1:
+                continue
+            while i and not is_users(frames[i][0].f_code):
+                i -= 1
+            return frame.f_code.co_qualname, found, *frames[i]
+    return None
+
+
+def _triple(found: Sequence[Any]) -> Triple | None:
+    if len(found) != 3 or not all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2 for x in found):
+        return None
+    q, k, v = found
+    return q, k, v
+
+
+def _chain(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next

@@ -1,13 +1,15 @@
 """How each tensor came by its dtype: the record that a trace keeps while it runs, made for speed.
 
 Nothing here looks up a name or a line before somebody asks: an operation costs a look at its operands, a walk to the
-user's frame, and one ``Made``. Tensors are held weakly.
+user's frame, and one ``Made``. Tensors are held weakly. What an operation did to dtypes is told from what it was given
+and what came back, not from a list of operations.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from types import CodeType, FrameType
 from typing import Any
@@ -17,51 +19,61 @@ import torch
 from torch import Tensor
 
 from attn_diag.results.dtypes import Kind, SourceLine, Step, TracedOperand
-from attn_diag.watching.drift.dtypes import PRECISION, autocast_dtype, kind_of_change, short
 from attn_diag.watching.drift.source import compiled_function, is_users, name_of, operation_name, source_line
+
+# Complex numbers count as their parts: rotary embeddings pass through complex64 without a change of precision.
+PRECISION = {
+    dtype: dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+    )
+} | {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
+
+_CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"})
 
 _LONGEST_PATH = 64
 # A residual stream goes back to all of its additions; this many are kept.
 _MOST_CHANGES = 16
 
 
+@dataclass(eq=False, slots=True)
 class DtypeChange:
     """One call in the user's code that changes dtypes: counted, and marked by the attention calls that it reaches."""
 
-    __slots__ = (
-        "alone",
-        "count",
-        "func",
-        "kind",
-        "operands",
-        "reaches_alike",
-        "reaches_mixed",
-        "regime",
-        "result",
-        "source",
-    )
+    kind: Kind
+    func: Callable[..., Any]
+    result: torch.dtype
+    regime: torch.dtype | None
+    """Autocast's dtype; None where it is off."""
+    operands: tuple[TracedOperand, ...]
+    source: SourceLine | None
+    count: int = 0
+    reaches_mixed: set[str] = field(default_factory=set)
+    """Which of q, k and v of calls that mix dtypes."""
+    reaches_alike: set[str] = field(default_factory=set)
+    """The same of calls whose q, k and v have one dtype, not autocast's."""
+    alone: tuple[DtypeChange, ...] = field(init=False)
+    """(self,)."""
 
-    def __init__(
-        self,
-        kind: Kind,
-        func: Callable[..., Any],
-        result: torch.dtype,
-        regime: torch.dtype | None,
-        operands: tuple[TracedOperand, ...],
-        source: SourceLine | None,
-    ) -> None:
-        self.kind, self.func, self.result, self.regime = kind, func, result, regime
-        self.operands, self.source, self.count = operands, source, 0
-        self.reaches_mixed: set[str] = set()
-        self.reaches_alike: set[str] = set()
+    def __post_init__(self) -> None:
         self.alone = (self,)
 
 
 class Made:
-    """How a tensor was made: the call, the operand whose dtype it took, and the changes of dtype behind its own.
+    """How a tensor was made.
 
-    ``previous`` is None after a change; ``changes`` are those that its dtype goes back to, along every operand of that
-    dtype, the first along ``previous``.
+    Attributes:
+        func, code, instruction: the call, and where in the user's code it stands.
+        previous: the operand whose dtype it took; None after a change.
+        changes: the changes of dtype that its own goes back to, along every operand of that dtype, the first along
+            ``previous``.
     """
 
     __slots__ = ("changes", "code", "depth", "dtype", "func", "instruction", "previous", "tensor")
@@ -172,7 +184,7 @@ class History:
     ) -> DtypeChange | None:
         floating = [x for x in given if x.dtype in PRECISION]
         regime = autocast_dtype(result.device.type)
-        kind = kind_of_change(func, args, kwargs, floating, result, regime)
+        kind = _kind_of_change(func, args, kwargs, floating, result, regime)
         if kind is None:
             return None
         operands = tuple(
@@ -215,3 +227,53 @@ def tensors(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tenso
         elif isinstance(x, (list, tuple)):
             found += tensors(x, None)
     return found
+
+
+def _kind_of_change(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Iterable[Tensor],
+    result: Tensor,
+    regime: torch.dtype | None,
+) -> Kind | None:
+    """None where nothing changed. A 0-dimensional tensor does not promote others, so it does not count beside them."""
+    after = PRECISION[result.dtype]
+    before = {PRECISION[x.dtype] for x in given if x.ndim or result.ndim == 0}
+    if before <= {after}:
+        return None
+    if getattr(func, "__name__", "") in _CASTS or torch.dtype in map(type, (*args, *kwargs.values())):
+        return "cast"
+    if len(before) == 1 or after == regime:
+        return "policy"
+    if after.itemsize >= max(d.itemsize for d in before):
+        return "widened"
+    return "policy" if regime is None or after.itemsize >= regime.itemsize else "narrowed"
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Autocast's dtype on that type of device; None where it is off, or where the device has none (meta)."""
+    try:
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    except RuntimeError:
+        return None
+
+
+def expected_dtype(dtypes: Sequence[torch.dtype], regime: torch.dtype | None) -> torch.dtype:
+    """What q, k and v should have: autocast's dtype where one of them has it, else the narrowest, then the commonest.
+
+    Not the majority: a rotary embedding with fp32 cos and sin promotes two of the three.
+    """
+    if regime is not None and regime in dtypes:
+        return regime
+    return min(dtypes, key=lambda d: (d.itemsize, -dtypes.count(d)))
+
+
+def short(dtype: torch.dtype) -> str:
+    """Without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def short_or_none(dtype: torch.dtype | None) -> str | None:
+    """The same, of a regime that may be off."""
+    return None if dtype is None else short(dtype)

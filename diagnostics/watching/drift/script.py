@@ -21,17 +21,20 @@ _RAISED = 1  # as Python exits
 
 @dataclass(frozen=True)
 class Run:
-    """What the trace saw, and how the script ended: ``code`` as Python would exit with it; ``raised`` an exception."""
+    """What the trace saw, and how the script ended."""
 
     drift: DtypeDrift
     code: int
+    """As Python would exit with it."""
     raised: bool
+    """Whether by an exception."""
 
 
 def run_script(script: Path, arguments: list[str]) -> Run:
     """Run a script as ``__main__`` with these arguments; its own traceback goes to stderr.
 
-    Raises InputError where it cannot be read or is no Python.
+    Raises:
+        InputError: it cannot be read, or is no Python.
     """
     _require_python(script)
     file = str(script.resolve())

@@ -1,6 +1,7 @@
 """``trace_dtypes``: every operation that turns tensors wider or narrower, with the user's line, while a model runs.
 
-A torch function mode sees the calls as the user wrote them, before autocast and type promotion.
+A torch function mode sees the calls as the user wrote them, before autocast and type promotion. ``check_qkv`` is the
+assertion that should stand before every attention.
 """
 
 from __future__ import annotations
@@ -8,20 +9,23 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from attn_diag.errors import InputError
 from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, Step
 from attn_diag.watching.drift.calls import CallLog
-from attn_diag.watching.drift.eager import eagerly
-from attn_diag.watching.drift.history import History
-from attn_diag.watching.drift.summary import event_of, summarise
+from attn_diag.watching.drift.history import History, autocast_dtype, expected_dtype, short
+from attn_diag.watching.drift.summary import event_of, listed, summarise
 
 _ACTIVE = threading.local()
+_LOCK = threading.Lock()
+_STANCE = ExitStack()
+_TRACES = 0
 
 
 class DtypeTrace:
@@ -70,18 +74,24 @@ def trace_dtypes(source: str = "the traced block") -> Iterator[DtypeTrace]:
             model(x)
         print(t.report())
 
-    ``source``: what the report is headed with. Values are not touched, but two kinds of code take another route here:
-    functions wrapped by torch.compile run eagerly (the report names them; inside a graph nothing could be seen), and
-    nn.MultiheadAttention and encoder layers in eval mode leave their fused path. Not seen: other threads (a backward
-    pass on a GPU), and what operators, autograd Functions and nn.MultiheadAttention compute inside. An attention of
-    that kind is found if it raises; ``attn_diag.check_qkv`` before it makes it known in any case. Some microseconds a
-    call; the first trace of a process imports torch._dynamo, a second or two.
+    Values are not touched, but two kinds of code take another route here: functions wrapped by torch.compile run
+    eagerly (the report names them; inside a graph nothing could be seen), and nn.MultiheadAttention and encoder layers
+    in eval mode leave their fused path. Not seen: other threads (a backward pass on a GPU), and what operators,
+    autograd Functions and nn.MultiheadAttention compute inside. An attention of that kind is found if it raises;
+    ``attn_diag.check_qkv`` before it makes it known in any case. Some microseconds a call; the first trace of a process
+    imports torch._dynamo, a second or two.
+
+    Args:
+        source: what the report is headed with.
+
+    Returns:
+        A context manager that gives a ``DtypeTrace``.
     """
     trace = DtypeTrace(source)
     outer = active_trace()
     _ACTIVE.trace = trace
     try:
-        with eagerly(), _Mode(trace):
+        with _eagerly(), _Mode(trace):
             yield trace
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
@@ -130,3 +140,73 @@ class _Mode(TorchFunctionMode):
                 if isinstance(x, Tensor):
                     self._note(func, args, kwargs, x)
         return result
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """No compiled graph runs inside, in any thread. The first use imports torch._dynamo: a second or two.
+
+    Under a torch function mode Dynamo would break every graph into single operations, or refuse (``fullgraph=True``).
+    The stance is one for the whole process: the first trace sets it, and the last to end gives back what it found.
+    """
+    global _TRACES
+    with _LOCK:
+        if _TRACES == 0:
+            _STANCE.enter_context(torch.compiler.set_stance("force_eager"))
+        _TRACES += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _TRACES -= 1
+            if _TRACES == 0:
+                _STANCE.close()
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, trace: DtypeTrace | None = None) -> None:
+    """Require that q, k and v share a floating dtype and a device.
+
+    A mixed call is otherwise noticed far away, in the kernel, or not at all. Inside ``trace_dtypes`` the trace learns
+    that here is an attention. Costs a microsecond; inside a compiled graph it is checked once, while compiling.
+
+    Args:
+        q, k, v: what an attention is about to be given.
+        trace: the one under which they were made, where it is not running any more; the message then names the line at
+            which the odd one changed.
+
+    Raises:
+        InputError: they do not; or one is no floating-point tensor.
+    """
+    tensors = {"q": q, "k": k, "v": v}
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise InputError(f"{name} must be a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if len({x.device for x in tensors.values()}) > 1:
+        got = ", ".join(f"{n}: {x.device}" for n, x in tensors.items())
+        raise InputError(f"q, k and v must be on one device, got {got}")
+    running = None if torch.compiler.is_compiling() else active_trace()
+    error = None
+    if len({x.dtype for x in tensors.values()}) > 1:
+        error = InputError(_message(tensors, trace or running))
+    if running is not None:
+        running._calls.check((q, k, v), error)
+    if error is not None:
+        raise error
+
+
+def _message(tensors: dict[str, Tensor], trace: DtypeTrace | None) -> str:
+    dtypes = [x.dtype for x in tensors.values()]
+    expected = expected_dtype(dtypes, autocast_dtype(tensors["q"].device.type))
+    like = "qkv"[dtypes.index(expected)]
+    odd = tuple(name for name, x in tensors.items() if x.dtype != expected)
+    got = ", ".join(f"{n}: {short(x.dtype)}" for n, x in tensors.items())
+    parts = [f"q, k and v must have one dtype, got {got}."]
+    for name in odd:
+        event = trace.cause(tensors[name]) if trace is not None else None
+        if event is not None:
+            line = "" if event.source is None else f"\n    {event.source.text}\n"
+            parts.append(f"{name}: {event.sentence()}:{line}{event.fix}")
+    if len(parts) == 1:
+        casts = ", ".join(f"{name}.to({like}.dtype)" for name in odd)
+        parts.append(f"Cast {listed(odd)} ({casts}); attn_diag.trace_dtypes finds where it changed.")
+    return " ".join(parts)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.metadata import Causal
+from attn_diag.reference import Masking
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class AttentionCall:
     o: Tensor
     lse: Tensor | None = None
     mask: Tensor | None = None
-    causal: str = "none"
+    causal: Causal = "none"
     scale: float | None = None
     window: tuple[int, int] | None = None
     softcap: float | None = None
@@ -66,6 +68,11 @@ class AttentionCall:
     refused: str | None = None
     awaits_backward: bool = False
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def masking(self) -> Masking:
+        """Which keys a row may see by causality and window; what ``mask`` hides of them comes on top."""
+        return Masking(self.causal, self.window)
 
     def let_go(self) -> None:
         """Forget the forward's data, once copied: else it would live on, checkpointed or not, until the backward."""

@@ -51,19 +51,19 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class AlarmRule:
-    """The rule's parameters.
-
-    ``false_alarm_rate``: how many false alarms to expect at most in 1,000 checks of the whole model, of a kernel that
-    rounds correctly, with errors independent between rows. ``level``: of the averaged share, from which a head may
-    alarm. ``growth``: over its lowest so far. ``weight``: of the newest check in the average of ln share. ``warm_up``:
-    checks before the lowest is taken.
-    """
+    """The alarm's thresholds."""
 
     false_alarm_rate: float = 0.01
+    """False alarms to expect at most in 1,000 checks of the whole model, of a kernel that rounds correctly, with errors
+    independent between rows."""
     level: float = 0.03
+    """A head may alarm from this averaged share on."""
     growth: float = 2.0
+    """The averaged share over its lowest so far, from which a head may alarm."""
     weight: float = 0.5
+    """Of the newest check in the average of ln share."""
     warm_up: int = 4
+    """Checks before the lowest share is taken."""
 
     def log_odds(self, tests: int) -> float:
         """ln(N H / rate) with N = 1,000 checks of H ``tests``: the threshold of a sum of log e-values."""
@@ -141,7 +141,11 @@ class LayerState:
         return passed
 
     def update(self, step: int, layer: LayerCheck, odds: float) -> None:
-        """Take one check of the layer. ``odds``: the threshold of the witnesses."""
+        """Take one check of the layer.
+
+        Args:
+            odds: the threshold of the witnesses, ``AlarmRule.log_odds``.
+        """
         unknown = np.full(self.heads, math.nan)
         share = layer.values.get("dw_q_share", unknown)
         self.name = "dw_q" if np.isfinite(share).any() else "dq"

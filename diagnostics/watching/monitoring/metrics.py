@@ -13,8 +13,14 @@ import torch
 from torch import Tensor
 
 from attn_diag.watching.live.call import AttentionCall
-from attn_diag.watching.monitoring.clustered import dense_clusters, standard_error
-from attn_diag.watching.monitoring.rows import TEMPORARIES, SampledRows, heads_at_once, measure_rows
+from attn_diag.watching.monitoring.rows import (
+    TEMPORARIES,
+    SampledRows,
+    dense_clusters,
+    heads_at_once,
+    measure_rows,
+    standard_error,
+)
 from attn_diag.watching.monitoring.sample import Sample
 
 # Columns to which x is projected for what must be kept or sent between ranks.
@@ -27,43 +33,48 @@ _SEQUENCES = 8
 
 @dataclass(frozen=True)
 class HeadMetrics:
-    """One value a head: float64 tensors [Hq], NaN where something that the figure needs was not there.
-
-    ``max_logit``: the largest visible alpha q.k, before softcap and additive masks (Kimi K2's QK-clip, arXiv
-    2507.20534). ``entropy``: mean over rows of -sum P ln P, nats. ``tie_rate``, ``unit_rate``: share of rows whose
-    maximum is repeated, "exact" and "unit" of ``attn_diag.head.row_maxima``. ``unity_defect``: mean of exp(L_ref -
-    L_obs) - 1, by which the backward's probabilities miss a sum of 1. ``noise_factor``: rms of Delta_delta over its
-    noise floor sigma. ``conditioning``: ||alpha diag(delta) P K|| / ||dQ||. ``delta_bias``: t of the mean of
-    Delta_delta, with ``statistics.means``'s clusters; ``delta_bias_sigma``: that mean in units of sigma. ``dq_share``,
-    ``dw_q_share``: norm of the predicted error of dQ and dW_Q over the reference's norm, from delta alone;
-    ``dq_share_lse``, ``dw_q_share_lse`` from delta and LSE. ``dq_over_floor``, ``dw_q_over_floor``: the same error's
-    norm over what one correct rounding of O would leave of it if rows erred independently. ``coherence``: ||sum a||^2 /
-    sum ||a||^2 of the atoms a_t = e_t (x) x_t; 1 is what random signs give. ``coherence_with_past``: cosine between E
-    and the average of earlier checks' E; ``past_z``: their inner product in standard deviations of what random signs of
-    the argmax keys' contributions would give. ``w_q_norm``: spectral norm of the head's W_Q. ``nonfinite_rate``: share
-    of rows, of those that see a key, with NaN or Inf.
-    """
+    """One value a head: float64 tensors [Hq], NaN where something that the figure needs was not there."""
 
     max_logit: Tensor
+    """The largest visible alpha q.k, before softcap and additive masks (Kimi K2's QK-clip, arXiv 2507.20534)."""
     entropy: Tensor
+    """Mean over rows of -sum P ln P, nats."""
     tie_rate: Tensor
+    """Share of rows whose maximum is repeated: "exact" of ``attn_diag.head.row_maxima``."""
     unit_rate: Tensor
+    """The same: "unit" there."""
     unity_defect: Tensor
+    """Mean of exp(L_ref - L_obs) - 1, by which the backward's probabilities miss a sum of 1."""
     noise_factor: Tensor
+    """Rms of Delta_delta over its noise floor sigma."""
     conditioning: Tensor
+    """||alpha diag(delta) P K|| / ||dQ||."""
     delta_bias: Tensor
+    """t of the mean of Delta_delta, with the clusters of ``statistics.means``."""
     delta_bias_sigma: Tensor
+    """The mean of Delta_delta in units of sigma."""
     dq_share: Tensor
+    """Norm of the predicted error of dQ over the reference's norm, from delta alone."""
     dq_share_lse: Tensor
+    """The same from delta and LSE."""
     dq_over_floor: Tensor
+    """That error's norm (from delta) over what one correct rounding of O would leave if rows erred independently."""
     dw_q_share: Tensor
+    """As ``dq_share``, of dW_Q."""
     dw_q_share_lse: Tensor
+    """As ``dq_share_lse``, of dW_Q."""
     dw_q_over_floor: Tensor
+    """As ``dq_over_floor``, of dW_Q."""
     coherence: Tensor
+    """||sum a||^2 / sum ||a||^2 of the atoms a_t = e_t (x) x_t; 1 is what random signs give."""
     coherence_with_past: Tensor
+    """Cosine between E and the average of earlier checks' E."""
     past_z: Tensor
+    """Their inner product, in standard deviations of what random signs of the argmax keys' contributions give."""
     w_q_norm: Tensor
+    """Spectral norm of the head's W_Q."""
     nonfinite_rate: Tensor
+    """Share of rows, of those that see a key, with NaN or Inf."""
 
 
 METRICS = tuple(f.name for f in fields(HeadMetrics))
@@ -81,19 +92,23 @@ NORMS = ("dw_q_delta", "dw_q", "dw_q_lse")
 
 @dataclass
 class HeadSums:
-    """What the metrics are made of: ``sums`` [Hq, len(SUMS)] adds up over ranks, ``maxima`` [Hq, 2] takes the largest.
-
-    ``norms`` [Hq, 3]: squared norms of E, of dW_Q, and of E with LSE's part, of this rank alone. ``sketches`` [1 or 3,
-    Hq, D, c] fp32: these matrices, or E alone, projected; None where there is no dW_Q. Unknown sums are NaN.
-    """
+    """What the metrics are made of; NaN where unknown."""
 
     sums: Tensor
+    """[Hq, len(SUMS)] float64: adds up over ranks."""
     maxima: Tensor
+    """[Hq, 2] float64: the largest score and the norm of W_Q, of which the largest counts over ranks."""
     norms: Tensor
+    """[Hq, 3] float64: squared norms of E, of dW_Q, and of E with LSE's part, of this rank alone."""
     sketches: Tensor | None
+    """[1 or 3, Hq, D, c] fp32: these matrices, or E alone, projected; None where there is no dW_Q."""
 
     def metrics(self, past: Tensor | None = None) -> HeadMetrics:
-        """The figures. ``past`` [Hq, D, c]: the average of earlier checks' E, as ``past_dot`` was made with."""
+        """The figures.
+
+        Args:
+            past: average of earlier checks' E, [Hq, D, c]; the one with which ``head_sums`` was called.
+        """
         s = dict(zip(SUMS, self.sums.unbind(1), strict=True))
         dw_q_delta, dw_q, dw_q_lse = self.norms.unbind(1)
         through = s["misfit"] <= _MISFIT**2 * s["q"]
@@ -144,9 +159,11 @@ def head_metrics(
 
 
 def head_sums(sample: Sample, past: Tensor | None = None, *, alone: bool = True) -> HeadSums:
-    """The sums behind the figures, in about 64 MB of temporaries. ``past`` [Hq, D, c]: see ``HeadSums.metrics``.
+    """The sums behind the figures, in about 64 MB of temporaries.
 
-    ``alone``: of the sketches only E's is needed, the norms being known already.
+    Args:
+        past: see ``HeadSums.metrics``.
+        alone: there are no other ranks. Of the sketches only E's is needed then, the norms being known already.
     """
     with torch.no_grad(), torch.autocast(sample.q.device.type, enabled=False):
         heads, step = sample.k.shape[1], heads_at_once(sample)

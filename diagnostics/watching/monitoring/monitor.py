@@ -23,10 +23,9 @@ from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.watch import Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
-from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, with_growth
+from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, flat_metrics, table, with_growth
 from attn_diag.watching.monitoring.reduction import LayerKey, Reduction
 from attn_diag.watching.monitoring.sample import Sample
-from attn_diag.watching.monitoring.words import flat_metrics, table
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

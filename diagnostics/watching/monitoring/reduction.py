@@ -21,13 +21,14 @@ _MAXIMA = 2
 
 @dataclass(frozen=True, order=True)
 class LayerKey:
-    """A layer as the ranks name it to each other, with its shapes; ``columns``: of its sketches, 0 without any."""
+    """A layer as the ranks name it to each other, with its shapes."""
 
     layer: int
     module: str
     heads: int
     dim: int
     columns: int
+    """Of its sketches; 0 without any."""
 
     @classmethod
     def of(cls, layer: int, module: str | None, sums: HeadSums) -> LayerKey:

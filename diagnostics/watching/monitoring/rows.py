@@ -2,6 +2,7 @@
 
 The formulas are those of ``attn_diag.reference.attention`` and ``attn_diag.head.measure``, over heads and query rows in
 bounded blocks, with as few operations a block as will do: on a GPU their number, not their size, is what takes time.
+Last, the clusters of rows whose errors may be shared, and the standard error that follows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.reference import FloatFormat, format_of, round_nearest_even, ulp
+from attn_diag.reference import FloatFormat, format_of, hides, round_nearest_even, ulp
 from attn_diag.reference.attention import is_power_of_two
 from attn_diag.watching.monitoring.sample import Sample
 
@@ -26,38 +27,40 @@ _FLOOR = -800.0
 
 @dataclass
 class SampledRows:
-    """Row quantities of h heads and one sequence, [h, R] float64 unless said otherwise.
-
-    ``usable`` (bool): the row sees a key, and all that was sampled of it and follows from it is finite. ``repeated``,
-    ``units`` (bool): several scores equal the maximum when rounded to q's dtype; several P_bar round to 1.
-    ``top_key`` (int64): the first key with the largest score. ``gradient``: what needs dO.
-    """
+    """Row quantities of h heads and one sequence, [h, R] float64 unless said otherwise."""
 
     usable: Tensor
+    """bool: the row sees a key, and all that was sampled of it and follows from it is finite."""
     sees_key: Tensor
+    """bool."""
     max_logit: Tensor
     top_key: Tensor
+    """int64: the first key with the largest score."""
     entropy: Tensor
     repeated: Tensor
+    """bool: several scores equal the maximum when rounded to q's dtype."""
     units: Tensor
+    """bool: several P_bar round to 1."""
     lse: Tensor
     gradient: GradientRows | None = None
 
 
 @dataclass
 class GradientRows:
-    """What needs dO; float64, as ``SampledRows``.
-
-    ``delta``, its error ``delta_error`` (observed - reference) and ``noise_floor`` sigma [h, R]; ``dq``, ``probs_k`` =
-    P K [h, R, D]; ``contributions`` [h, R, Dv] of each feature of O to delta's error.
-    """
+    """What needs dO; float64, as ``SampledRows``."""
 
     delta: Tensor
+    """[h, R]."""
     delta_error: Tensor
+    """Observed - reference, [h, R]."""
     noise_floor: Tensor
+    """sigma, [h, R]."""
     dq: Tensor
+    """[h, R, D]."""
     probs_k: Tensor
+    """P K, [h, R, D]."""
     contributions: Tensor
+    """Of each feature of O to delta's error, [h, R, Dv]."""
 
 
 def heads_at_once(sample: Sample) -> int:
@@ -178,29 +181,27 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
 
 def _visible(sample: Sample, rows: slice) -> slice:
     """The keys that some row of the block may see; at least one, so that there is a maximum."""
-    length = sample.k.shape[2]
-    left, right = (None if n < 0 else n for n in sample.window or (-1, -1))
-    if sample.causal != "none":
-        right = 0
-    first, last = sample.position(rows.start), sample.position(rows.stop - 1)
-    stop = length if right is None else min(length, max(last + right + 1, 1))
-    start = 0 if left is None else min(max(first - left, 0), stop - 1)
-    return slice(start, stop)
+    keys = sample.masking.span(sample.position(rows.start), sample.position(rows.stop - 1), sample.k.shape[2])
+    stop = max(keys.stop, 1)
+    return slice(min(keys.start, stop - 1), stop)
 
 
 def _mask(
     sample: Sample, sequence: int, heads: slice, rows: slice, keys: slice, scores: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Softcap and masks, in place: scores, the softcap's slope, the largest visible alpha q.k where it is another."""
-    hidden = _hidden(sample, rows, keys)
-    mask = _part(sample.mask, sequence, heads, rows, keys)
+    assert sample.masking.positions is not None
+    hidden = sample.masking.hidden(sample.masking.positions[rows], keys)
+    mask = sample.mask
+    if mask is not None:
+        part = slice(sequence, sequence + 1), heads, rows, keys
+        mask = mask[tuple(own if size > 1 else slice(None) for own, size in zip(part, mask.shape, strict=True))][0]
     additive = mask is not None and mask.dtype != torch.bool
     slope = largest = None
     if sample.softcap is not None or additive:
         seen = scores
         if mask is not None:
-            # Hugging Face writes the lowest number of the format for -inf.
-            seen = scores.masked_fill(mask <= torch.finfo(mask.dtype).min / 2 if additive else ~mask, -torch.inf)
+            seen = scores.masked_fill(hides(mask), -torch.inf)
         largest = (seen if hidden is None else seen.masked_fill(hidden, -torch.inf)).amax(-1)
         del seen
     if sample.softcap is not None:
@@ -214,28 +215,6 @@ def _mask(
     return scores, slope, largest
 
 
-def _hidden(sample: Sample, rows: slice, keys: slice) -> Tensor | None:
-    """Where causality or a window hides a key, bool [R, K]."""
-    left, right = (None if n < 0 else n for n in sample.window or (-1, -1))
-    if sample.causal != "none":
-        right = 0
-    if left is None and right is None:
-        return None
-    positions = sample.positions(rows.start, rows.stop)[:, None]
-    distance = torch.arange(keys.start, keys.stop, device=positions.device) - positions
-    hidden = torch.zeros_like(distance, dtype=torch.bool) if right is None else distance > right
-    return hidden if left is None else hidden | (distance < -left)
-
-
-def _part(mask: Tensor | None, sequence: int, heads: slice, rows: slice, keys: slice) -> Tensor | None:
-    if mask is None:
-        return None
-    own = mask[sequence if len(mask) > 1 else 0]
-    own = own[heads] if len(own) > 1 else own
-    own = own[:, rows] if own.shape[1] > 1 else own
-    return own[..., keys] if own.shape[-1] > 1 else own
-
-
 def _tie_threshold(row_max: Tensor, fmt: FloatFormat) -> Tensor:
     """The smallest float64 that rounds to what ``row_max`` rounds to: nothing but the maximum need be rounded."""
     nearest = round_nearest_even(row_max, fmt, wait=False)
@@ -243,3 +222,62 @@ def _tie_threshold(row_max: Tensor, fmt: FloatFormat) -> Tensor:
     tie = nearest - ulp(below, fmt) / 2
     goes_up = round_nearest_even(tie, fmt, wait=False) == nearest
     return torch.where(goes_up, tie, torch.nextafter(tie, torch.full_like(tie, torch.inf)))
+
+
+def dense_clusters(keys: Tensor, usable: Tensor) -> Tensor:
+    """Number the clusters that rows form by their argmax key.
+
+    Args:
+        keys: argmax key of each row, int64 [h, R].
+        usable: bool [h, R]; the other rows share one cluster, with no usable row.
+
+    Returns:
+        int64 [h, R], below R.
+    """
+    rows = keys.shape[1]
+    marked = torch.where(usable, keys, -1)
+    ordered, order = marked.sort(dim=1, stable=True)
+    starts = torch.zeros_like(ordered)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    number = starts.cumsum(1)
+    return torch.empty_like(number).scatter_(1, order, number).clamp_(max=rows - 1)
+
+
+def standard_error(contributions: Tensor, clusters: Tensor, usable: Tensor) -> Tensor:
+    """Standard error of the sum over rows of delta's errors (n times that of their mean), as ``means.two_way`` has it.
+
+    Errors may be shared within an argmax key and within a feature; where all rows have one key, features alone count.
+    All heads at once, on the device, and without degrees of freedom.
+
+    Args:
+        contributions: what each feature of O adds to a row's error, [h, R, F]; 0 in unusable rows.
+        clusters: of ``dense_clusters``.
+        usable: bool [h, R].
+
+    Returns:
+        [h].
+    """
+    heads, _, features = contributions.shape
+    index = clusters[..., None].expand_as(contributions)
+    cells = torch.zeros_like(contributions).scatter_add_(1, index, contributions)  # [h, cluster, F]
+    ones = usable.to(contributions.dtype)
+    sizes = torch.zeros_like(ones).scatter_add_(1, clusters, ones)
+    n = ones.sum(1)
+    mean = contributions.sum((1, 2)) / n
+    by_key = _variance(cells.sum(2), sizes, mean, n)
+    by_feature = _variance(cells.sum(1), (n / features)[:, None].expand(heads, features), mean, n)
+    cell_sizes = sizes / features
+    of_cells = (
+        cells.square().sum((1, 2))
+        - 2 * mean * (cells.sum(2) * cell_sizes).sum(1)
+        + mean.square() * cell_sizes.square().sum(1) * features
+    )
+    both = torch.maximum(by_key + by_feature - of_cells, torch.minimum(by_key, by_feature))
+    several = (sizes > 0).sum(1) > 1
+    return torch.where(several, both, by_feature).sqrt_()
+
+
+def _variance(sums: Tensor, sizes: Tensor, mean: Tensor, n: Tensor) -> Tensor:
+    """CR2's variance of the sum, as ``means.mean_test``; [h]."""
+    left = (1 - sizes / n[:, None]).clamp_(min=torch.finfo(sums.dtype).tiny)
+    return ((sums - sizes * mean[:, None]).square() / left).sum(1)
