@@ -34,7 +34,7 @@ from attn_diag.results.check import CheckedCase
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.measure import Measured, measure_case
-from attn_diag.testing.regression.subject import emulate, subject_of
+from attn_diag.testing.target import Target, emulate
 
 LEVEL = 0.01
 DEVICE = torch.device("cpu")
@@ -78,7 +78,7 @@ def nudged(o: Tensor, ulps: float, generator: torch.Generator) -> Tensor:
 
 
 def run_of(kernel: str, names: list[str], plant: float, seed: int) -> Run:
-    subject = subject_of(kernel, None, dtype=torch.bfloat16, head_dim=64, device=DEVICE, backward=None)
+    subject = Target.of(kernel, dtype=torch.bfloat16, head_dim=64, device=DEVICE)
     recipe = attn_diag.preset("fa2")
     found = {}
     for name in names:

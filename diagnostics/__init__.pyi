@@ -42,8 +42,8 @@ from .results.what_if import WhatIf as WhatIf
 from .testing.hardware.selftest import selftest as selftest
 from .testing.probing.probe import probe as probe
 from .testing.regression.check import check as check
-from .testing.regression.unbiased import assert_unbiased as assert_unbiased
 from .testing.round_to import round_to as round_to
+from .testing.unbiased import assert_unbiased as assert_unbiased
 from .watching.debugging.breaking import break_if as break_if
 from .watching.debugging.breaking import last_finding as last_finding
 from .watching.debugging.finding import Finding as Finding

@@ -561,7 +561,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "nothing": (returning(repr), {}, "must return a tensor o, .* got str"),
     "raises": (raising, {}, "probe 'length': raising raised RuntimeError .*: T must be 96; leave this probe out"),
     "nan": (returning(lambda o: o * torch.nan), {}, "every o of every probe is NaN or Inf"),
-    "no callable": (3, {}, "fn must be a callable"),
+    "no callable": (3, {}, "expected a callable fn"),
     "recipe": ("fa9", {}, "no recipe 'fa9'; known: fa2"),
     "incomplete": (replace(attn_diag.preset("fa2"), exp="polynomial"), {}, "without exp_degree"),
     "recipe dtype": ("fa2", {"dtype": torch.float32}, "recipes are run for bfloat16 and float16"),

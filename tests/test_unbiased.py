@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_diag import InputError, assert_unbiased, round_to
 from attn_diag.reference.rounding import BF16, round_nearest_even, ulp
-from attn_diag.testing.regression.unbiased import TensorBias, tensor_bias
+from attn_diag.testing.unbiased import TensorBias, tensor_bias
 
 REDRAWS = 500
 LEVEL = 0.05

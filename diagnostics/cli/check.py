@@ -67,10 +67,9 @@ def check(
     wanted = [t for t in [common.json_target(json), junit] if t is not None]
     common.require_apart([*wanted, *([baseline] if baseline and (save or update) else [])], capture or [])
     inputs, _ = common.open_captures(capture, example=False, layers=None, options={}) if capture else ([], [])
-    subject = _subject(target)
     with common.progress_bar("cases") as progress:
         found = run(
-            subject, name=None if not callable(subject) else target, baseline=baseline, save=save, update=update,
+            _subject(target), baseline=baseline, save=save, update=update,
             cases=None if cases is None else [n.strip() for n in cases.split(",") if n.strip()], captures=inputs,
             observation=observation, exact=exact, dtype=torch.bfloat16 if dtype == "bf16" else torch.float16,
             causal=causal, head_dim=head_dim, scale=scale, backward=backward, seed=seed, level=level, device=device,
@@ -85,16 +84,12 @@ def check(
 
 
 def _subject(target: str) -> Any:
-    """A name that check knows, an imported function, or captures."""
+    """The captures of a path, or the name of what is run."""
     if target.partition(":")[0] == "sdpa":
         return target
     path = Path(target)
     if path.exists() or path.suffix in CAPTURE_SUFFIXES:
         return common.open_captures([path], example=False, layers=None, options={})[0]
-    if ":" in target:
-        from attn_diag.cli.probe import imported
-
-        return imported(target)
     return target
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated, get_args
 
 import typer
 
 from attn_diag.cli import common
 from attn_diag.errors import InputError
-
-if TYPE_CHECKING:
-    from attn_diag.testing.probing.subject import Attention
 
 
 def probe(
@@ -34,7 +29,7 @@ def probe(
     from attn_diag.results.probe import Label
     from attn_diag.testing.probing.probe import DEFAULT_SHAPE
     from attn_diag.testing.probing.probe import probe as run
-    from attn_diag.testing.probing.subject import DTYPES
+    from attn_diag.testing.target import DTYPES
 
     wanted = common.labels(fail_on, get_args(Label))
     dtypes = {name: found for found, name in DTYPES.items()}
@@ -44,7 +39,7 @@ def probe(
     names = None if probes is None else [n.strip() for n in probes.split(",") if n.strip()]
     with common.progress_bar("probes") as progress:
         found = run(
-            imported(target) if ":" in target else target, name=target, dtype=dtypes[dtype], causal=causal,
+            target, name=target, dtype=dtypes[dtype], causal=causal,
             shape=DEFAULT_SHAPE if shape is None else _shape(shape), scale=scale, probes=names, seed=seed, level=level,
             device=device, progress=progress,
         )  # fmt: skip
@@ -61,16 +56,3 @@ def _shape(text: str) -> tuple[int, int, int, int]:
     except ValueError:
         raise InputError(f"--shape must be B,H,T,D (four integers), got {text!r}") from None
     return b, h, t, d
-
-
-def imported(target: str) -> Attention:
-    """MODULE:FUNCTION, also from the working directory."""
-    module, _, name = target.partition(":")
-    sys.path.insert(0, "")
-    try:
-        fn: Attention = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"cannot import {target}: {error}") from error
-    finally:
-        sys.path.remove("")
-    return fn

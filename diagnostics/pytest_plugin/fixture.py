@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from attn_diag import Capture, Recipe
     from attn_diag.results.check import CheckReport
-    from attn_diag.testing.regression.subject import Attention
-    from attn_diag.testing.regression.unbiased import Clusters, TensorBias
+    from attn_diag.testing.target import Attention
+    from attn_diag.testing.unbiased import Clusters, TensorBias
 
 PROPERTY = "attn_diag_baseline"
 
@@ -130,7 +130,7 @@ class AttnDiag:
 
     def _failure(self, report: CheckReport, path: Path | None, target: Any, options: CheckOptions) -> list[str]:
         from attn_diag.reports.check_failure import failure_lines, gravest
-        from attn_diag.testing.regression.rerun import capture_of_case
+        from attn_diag.testing.regression.cases import capture_of_case
 
         closer = None
         capture = capture_of_case(target, gravest(report).case, **options)

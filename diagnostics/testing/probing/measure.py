@@ -27,7 +27,6 @@ from attn_diag.statistics.welch import confidence, p_beyond
 from attn_diag.testing.probing.budget import error_budget
 from attn_diag.testing.probing.inputs import ProbeCase
 from attn_diag.testing.probing.lse import LseErrors
-from attn_diag.testing.probing.subject import Output
 from attn_diag.work import map_in_order
 
 # An O whose spacing is no more than 2^8 of fp32's shows what fp32 arithmetic does: orders of sums, exp, alpha's cast.
@@ -57,7 +56,11 @@ class HeadErrors:
 
 
 def measure_case(
-    case: ProbeCase, outputs: Sequence[Output], scale: float, masking: Masking, device: torch.device
+    case: ProbeCase,
+    outputs: Sequence[tuple[Tensor, Tensor | None]],
+    scale: float,
+    masking: Masking,
+    device: torch.device,
 ) -> list[HeadErrors]:
     """Every head of a case, its V one after the other; a head's parts stay together."""
     batch, heads = case.q.shape[:2]
@@ -71,17 +74,16 @@ def measure_case(
 
 def _parts(
     case: ProbeCase,
-    outputs: Sequence[Output],
+    outputs: Sequence[tuple[Tensor, Tensor | None]],
     place: tuple[int, int],
     scale: float,
     masking: Masking,
     device: torch.device,
 ) -> Iterator[HeadErrors]:
     q, k = (x[place].to(device).double() for x in (case.q, case.k))
-    for v, output in zip(case.values, outputs, strict=True):
+    for v, (o, lse) in zip(case.values, outputs, strict=True):
         head = AttentionHead(q, k, v[place].to(device).double(), None, scale, masking)
-        lse = None if output.lse is None else output.lse[place]
-        yield measure_head(head, output.o[place], lse, format_of(case.q.dtype), case.predicted)
+        yield measure_head(head, o[place], None if lse is None else lse[place], format_of(case.q.dtype), case.predicted)
 
 
 def measure_head(

@@ -24,7 +24,7 @@ from attn_diag.testing.probing.inputs import Draw, ProbeCase
 from attn_diag.testing.probing.invariance import Pair
 from attn_diag.testing.probing.lse import lse_test
 from attn_diag.testing.probing.measure import HeadErrors, measure_case, signed_tests
-from attn_diag.testing.probing.subject import DTYPES, Attention, Output, ProbedKernel, subject_of
+from attn_diag.testing.target import DTYPES, Attention, CaseInputs, MisfitError, Target, causal_of
 
 if TYPE_CHECKING:
     from attn_diag.work import Progress
@@ -77,10 +77,10 @@ def probe(
     alpha = 1 / math.sqrt(dim) if scale is None else float(scale)
     if not (math.isfinite(alpha) and alpha > 0):
         raise InputError(f"scale must be a positive number, got {scale}")
-    masked = _masking(causal)
-    subject = subject_of(fn, name, dtype=dtype, head_dim=dim, scale=alpha, masking=masked, device=where)
-    draw = Draw(batch, heads, length, dim, dtype, alpha, masked.causal != "none", torch.Generator().manual_seed(seed))
-    run = _Run(subject, draw, masked, rounds=-(-MIN_HEADS // (batch * heads)), level=level)
+    mask = causal_of(causal)
+    target = Target.of(fn, name, dtype=dtype, head_dim=dim, device=where)
+    draw = Draw(batch, heads, length, dim, dtype, alpha, mask != "none", torch.Generator().manual_seed(seed))
+    run = _Run(target, draw, Masking(mask), rounds=-(-MIN_HEADS // (batch * heads)), level=level)
     assumptions = run.check_assumptions()
     findings = []
     for number, item in enumerate(chosen):
@@ -90,12 +90,12 @@ def probe(
         if progress is not None:
             progress(number + 1, len(chosen))
     if all(f.nonfinite == f.elements for f in findings):
-        raise InputError(f"{subject.name}: every o of every probe is NaN or Inf; does fn write its output?")
+        raise InputError(f"{target.name}: every o of every probe is NaN or Inf; does fn write its output?")
     judged, family = _judge(findings, level)
     return ProbeReport(
         tool=describe_tool(where),
-        source=subject.name,
-        backend=subject.backend,
+        source=target.name,
+        backend=target.backend,
         dtype=DTYPES[dtype],
         out_dtype=run.out_dtype,
         shape=(batch, heads, length, dim),
@@ -106,13 +106,13 @@ def probe(
         assumptions=assumptions,
         findings=judged,
         family_size=family,
-        summary=words.summarise(judged, assumptions, level, subject.name, emulated=subject.emulated),
+        summary=words.summarise(judged, assumptions, level, target.name, emulated=target.recipe is not None),
     )
 
 
 @dataclass
 class _Run:
-    subject: ProbedKernel
+    target: Target
     draw: Draw
     masking: Masking
     rounds: int
@@ -122,11 +122,11 @@ class _Run:
     def check_assumptions(self) -> ProbeAssumptions:
         """On N(0,1) inputs: does fn compute what it is assumed to, and if not, what else?"""
         case = _built("normal", inputs.normal, self.draw)
-        output = self._call("normal", case.q, case.k, case.values[0])
-        self.out_dtype = DTYPES[output.o.dtype]
+        seen, _ = self._call("normal", case.q, case.k, case.values[0])
+        self.out_dtype = DTYPES[seen.dtype]
 
         def off(scale: float, masking: Masking) -> float:
-            q, k, v, o = (x[0, 0].to(self.subject.device).double() for x in (case.q, case.k, case.values[0], output.o))
+            q, k, v, o = (x[0, 0].to(self.target.device).double() for x in (case.q, case.k, case.values[0], seen))
             truth = reference_head(AttentionHead(q, k, v, None, scale, masking)).out
             rows = o.isfinite().all(1)
             return float((o - truth)[rows].norm() / truth[rows].norm()) if bool(rows.any()) else math.inf
@@ -137,7 +137,7 @@ class _Run:
         if not ok:
             for scale in (self.draw.scale, 1 / math.sqrt(dim), 1.0, 1 / dim):
                 for other in ("none", "top-left"):
-                    if off(scale, _masking(other)) <= _ASSUMPTION_LIMIT:
+                    if off(scale, Masking(other)) <= _ASSUMPTION_LIMIT:
                         fits = fits or f"scale {scale:g}, causal {other}"
         return ProbeAssumptions(self.draw.scale, causal, assumed if math.isfinite(assumed) else None, ok, fits)
 
@@ -148,7 +148,7 @@ class _Run:
         for _ in range(self.rounds):
             case = _built(item.name, item.build, self.draw)
             outputs = [self._call(item.name, case.q, case.k, v) for v in case.values]
-            measured += measure_case(case, outputs, self.draw.scale, self.masking, self.subject.device)
+            measured += measure_case(case, outputs, self.draw.scale, self.masking, self.target.device)
         size = sum(h.size for h in measured)
         predicted = [h.predicted for h in measured if h.predicted is not None]
         tests = signed_tests(measured, self.level)
@@ -178,7 +178,7 @@ class _Run:
         """Two calls that must agree."""
         assert item.pair is not None
         pair = _built(item.name, item.pair, self.draw)
-        o = [self._call(item.name, *given).o for given in (pair.first, pair.second)]
+        o = [self._call(item.name, *given)[0] for given in (pair.first, pair.second)]
         first, second = pair.align(o[0].double(), o[1].double())
         finite = first.isfinite() & second.isfinite()
         # What is NaN in both calls is broken, but the same.
@@ -199,8 +199,22 @@ class _Run:
         found = replace(found, labels=labels + found.labels if found.differing or not labels else labels)
         return replace(found, words=words.invariance_words(found))
 
-    def _call(self, probe_name: str, q: Tensor, k: Tensor, v: Tensor) -> Output:
-        return self.subject(probe_name, (q, k, v))
+    def _call(self, probe_name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """O, and L where it came too, on the target's device. Raises InputError, naming the probe, for no such O."""
+        where = f"probe '{probe_name}': {self.target.name}"
+        given = CaseInputs(probe_name, q, k, v, None, self.draw.scale, self.masking.causal)
+        try:
+            outputs = self.target.call(given).outputs
+        except MisfitError as error:
+            advice = "; leave this probe out or choose another shape if fn does not cover it"
+            raise InputError(error.of(where) + (advice if error.__cause__ is not None else "")) from error
+        o, lse, device = outputs["o"], outputs.get("lse"), self.target.device
+        if self.target.recipe is not None:
+            # A format that torch lacks comes in the recipe's arithmetic, which may be float64.
+            o, lse = (o.float() if o.dtype == torch.float64 else o).to(device), outputs["lse"].to(device)
+        elif o.device.type != device.type:
+            raise InputError(f"{where} must return o on {device}, got {o.device}; pass device='{o.device.type}'")
+        return o, lse
 
 
 def _built(name: str, build: Callable[[Draw], _Inputs], draw: Draw) -> _Inputs:
@@ -265,12 +279,3 @@ def _checked(dtype: torch.dtype, shape: Sequence[int], level: float, chosen: lis
     if by_name and len(left) < len(chosen):
         raise InputError("the normaliser probes need a 16-bit dtype: they show a mismatch that the cast of P makes")
     return left
-
-
-def _masking(causal: bool | str) -> Masking:
-    named = {False: "none", True: "top-left"}.get(causal, causal) if isinstance(causal, bool) else causal
-    if named == "none":
-        return Masking("none")
-    if named in ("top-left", "bottom-right"):
-        return Masking("top-left" if named == "top-left" else "bottom-right")
-    raise InputError(f"causal must be none, top-left or bottom-right (or a bool), got {causal!r}")

@@ -10,12 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import replace as replace_fields
+from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from attn_diag.captures.files import write_atomically
+from attn_diag.captures.hardware import package_version
 from attn_diag.errors import InputError
+from attn_diag.head.machine import backend_name
 from attn_diag.results.baseline import BaselineEntry, BaselineFile
 
 
@@ -82,6 +88,22 @@ def store(path: Path, entry: BaselineEntry, *, replace: bool) -> bool:
 def dump(file: BaselineFile) -> str:
     """The file's text."""
     return json.dumps(json.loads(file.to_json()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def device_words(device: torch.device) -> str:
+    """The part of a key that bits depend on: the GPU, or the CPU with its vector instructions.
+
+    The number of threads is no part of it: torch's SDPA and the emulation return the same bits on 1 and 2 threads.
+    """
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} {backend_name(device)}"
+    return f"{platform.machine()} CPU {torch.backends.cpu.get_cpu_capability()}"
+
+
+def versions() -> str:
+    """The part of a key that says which versions bits depend on."""
+    triton = package_version("triton")
+    return f"torch {torch.__version__}, {f'triton {triton}, ' if triton else ''}attn-diag {version('attn-diag')}"
 
 
 @contextlib.contextmanager

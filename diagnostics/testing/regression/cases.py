@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,55 +13,30 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
+from attn_diag.captures.selection import select_observations
 from attn_diag.errors import InputError
-from attn_diag.testing.probing import inputs
+from attn_diag.head.machine import pick_device
+from attn_diag.kernels import Recipe
+from attn_diag.testing.probing import inputs as drawn
+from attn_diag.testing.target import DTYPES, Attention, CaseInputs, MisfitError, Target, causal_of, fingerprint
 
-BUILDERS: dict[str, inputs.Builder] = {
-    "normal": inputs.normal,
-    "pairs": inputs.duplicate_keys,
-    "sinks": inputs.sinks,
-    "tails": inputs.long_tails,
-    "outliers": inputs.outliers,
-    "one-hot": inputs.one_hot_rows,
-    "ones": inputs.ones,
-    "constant-rows": inputs.constant_rows,
-    "ramp": inputs.ramp,
-    "normaliser-down": inputs.normaliser_down,
-    "normaliser-up": inputs.normaliser_up,
+BUILDERS: dict[str, drawn.Builder] = {
+    "normal": drawn.normal,
+    "pairs": drawn.duplicate_keys,
+    "sinks": drawn.sinks,
+    "tails": drawn.long_tails,
+    "outliers": drawn.outliers,
+    "one-hot": drawn.one_hot_rows,
+    "ones": drawn.ones,
+    "constant-rows": drawn.constant_rows,
+    "ramp": drawn.ramp,
+    "normaliser-down": drawn.normaliser_down,
+    "normaliser-up": drawn.normaliser_up,
 }
 # Independent sequences, the clusters of the tests: t with 15 degrees of freedom.
 SEQUENCES = 16
 # Two 128-key tiles, the second half full: the order of keys matters, and so does what a kernel does at an edge.
 LENGTH = 192
-
-
-@dataclass(frozen=True)
-class CaseInputs:
-    """q [B, Hq, Tq, D], k, v [B, Hk, Tk, D] and dO [B, Hq, Tq, D] (or None) on the CPU; what to compute of them."""
-
-    name: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor | None
-    scale: float
-    causal: Causal
-    capture: Capture | None = None
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the inputs' bits, shapes and dtypes, of the scale and the mask."""
-        tensors = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.do is None else {"do": self.do})
-        return fingerprint(tensors, f"{self.scale!r} {self.causal}")
-
-
-def fingerprint(tensors: dict[str, Tensor], also: str = "") -> str:
-    """SHA-256 over names, dtypes, shapes and bits."""
-    digest = hashlib.sha256(also.encode())
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def choose(names: Iterable[str] | None) -> list[str]:
@@ -82,7 +56,7 @@ def draw(
 ) -> CaseInputs:
     """A case of the suite; every (seed, name) has draws of its own. dO from N(0,1) in ``dtype``."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
-    how = inputs.Draw(SEQUENCES, 1, length, head_dim, dtype, scale, causal != "none", generator)
+    how = drawn.Draw(SEQUENCES, 1, length, head_dim, dtype, scale, causal != "none", generator)
     made = BUILDERS[name](how)
     return CaseInputs(name, made.q, made.k, made.values[0], how.normal().to(dtype), scale, causal)
 
@@ -97,7 +71,7 @@ def of_captures(captures: Sequence[Capture]) -> list[CaseInputs]:
         names = [c.source for c in captures]
     found = []
     for name, capture in zip(names, captures, strict=True):
-        refuse_what_is_not_run(capture)
+        _refuse_what_is_not_run(capture)
         tensors = {n: _whole(capture, n) for n in ("q", "k", "v", "do") if n in capture.tensors}
         case = CaseInputs(
             name, tensors["q"], tensors["k"], tensors["v"], tensors.get("do"), capture.scale,
@@ -107,7 +81,170 @@ def of_captures(captures: Sequence[Capture]) -> list[CaseInputs]:
     return found
 
 
-def refuse_what_is_not_run(capture: Capture) -> None:
+def stored_outputs(capture: Capture, observation: str) -> dict[str, Tensor]:
+    """What a capture holds of an observation. Raises InputError where that has no o."""
+    outputs = {}
+    for name in capture.observations.get(observation, ()):
+        if name == "dq_pre" or (name == "lse" and capture.metadata.lse_base == "2"):
+            continue
+        outputs[name] = _whole(capture, capture.key(observation, name), swap=name not in ("lse", "delta"))
+    if "o" not in outputs:
+        raise InputError(f"{capture.source}: observation {observation!r} has no o to check")
+    return outputs
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the suite's inputs are, and what the kernel is said to compute of them."""
+
+    dtype: torch.dtype
+    """torch.bfloat16 or torch.float16."""
+    causal: Causal
+    """The mask."""
+    head_dim: int
+    """D."""
+    scale: float
+    """alpha."""
+    seed: int
+    """Where the draws start."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is judged: a kernel that is run on inputs, or stored observations."""
+
+    source: str
+    """What the report calls it."""
+    backend: str
+    """What it calls the origin of the numbers."""
+    key: str
+    """Its part of the baseline's key."""
+    inputs: list[CaseInputs]
+    """The cases."""
+    outputs: Callable[[CaseInputs], tuple[dict[str, Tensor], bool | None, list[str]]]
+    """Outputs of a case; whether a second run returned the same bits (None: nothing is run); and notes."""
+    stored: bool = False
+    """Nothing is run."""
+
+
+def captures_of(target: object) -> list[Capture] | None:
+    """The captures whose stored outputs are to be judged; None where ``target`` is something that is run."""
+    if isinstance(target, Capture):
+        return [target]
+    if isinstance(target, Sequence) and not isinstance(target, str) and all(isinstance(c, Capture) for c in target):
+        return list(target)
+    return None
+
+
+def stored(captures: list[Capture], name: str | None, observation: str | None) -> Judged:
+    """The stored outputs of one observation. Raises InputError where there are none, or several to choose from."""
+    if not captures:
+        raise InputError("no captures to check")
+    names = {o for c in captures for o in select_observations(c, observation)}
+    if len(names) != 1:
+        listed = ", ".join(sorted(names)) or "none"
+        raise InputError(f"name the one observation to check; the captures have {listed}")
+    (chosen,) = names
+
+    def outputs(case: CaseInputs) -> tuple[dict[str, Tensor], bool | None, list[str]]:
+        assert case.capture is not None
+        return stored_outputs(case.capture, chosen), None, []
+
+    source = _text(name or f"stored observation '{chosen}'")
+    return Judged(source, "stored", source, _named(of_captures(captures)), outputs, stored=True)
+
+
+def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseInputs], backward: bool | None) -> Judged:
+    """A kernel, run on cases of the suite and on captures' inputs.
+
+    Raises InputError for captures of another mask or scale than fn is said to have, for two cases of one name, and for
+    none.
+    """
+    own = [
+        draw(n, asked.seed, dtype=asked.dtype, causal=asked.causal, head_dim=asked.head_dim, scale=asked.scale)
+        for n in names
+    ]
+    for case in captures:
+        same = case.causal == asked.causal and abs(case.scale - asked.scale) <= 1e-6 * asked.scale
+        if kernel.fixed and not same:
+            raise InputError(
+                f"{case.name} was made with causal {case.causal}, scale {case.scale:g}; fn is said to compute "
+                f"causal {asked.causal}, scale {asked.scale:g}: leave it out, or check it with those options"
+            )
+    inputs = [*own, *captures]
+    called = [case.name for case in inputs]
+    if len(set(called)) < len(called):
+        raise InputError(f"cases must have names of their own, got {', '.join(called)}")
+    if not called:
+        raise InputError(f"cases must name at least one; known: {', '.join(BUILDERS)}")
+
+    def outputs(case: CaseInputs) -> tuple[dict[str, Tensor], bool | None, list[str]]:
+        first, notes = kernel.run(case, backward=backward)
+        again, _ = kernel.run(case, backward=backward)
+        require_finite(again)
+        return first, fingerprint(first) == fingerprint(again), notes
+
+    options = f"{DTYPES[asked.dtype]}, D {asked.head_dim}, causal {asked.causal}, scale {asked.scale:g}"
+    source = _text(kernel.name)
+    return Judged(source, kernel.backend, f"{source} ({options})", _named(inputs), outputs)
+
+
+def require_finite(outputs: dict[str, Tensor]) -> None:
+    """Raise MisfitError, naming the first place, where an output holds NaN or Inf."""
+    for name, tensor in outputs.items():
+        bad = ~tensor.isfinite()
+        if bool(bad.any()):
+            first = bad.nonzero()[0].tolist()
+            raise MisfitError(f"{int(bad.sum())} of {bad.numel()} elements of {name} are NaN or Inf, first at {first}")
+
+
+def capture_of_case(
+    target: Attention | str | Recipe | Capture | Sequence[Capture],
+    case: str,
+    *,
+    captures: Sequence[Capture] = (),
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool | str = "none",
+    head_dim: int = 64,
+    scale: float | None = None,
+    backward: bool | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    name: str | None = None,
+    **_: Any,
+) -> Capture | None:
+    """The inputs of ``case`` and what the kernel returns for them once more: where a closer look at a failure starts.
+
+    Args:
+        target: As for ``attn_diag.check``, and so are all options, of which the others change no output.
+        case: The name of the failing case.
+
+    Returns:
+        None where there is nothing to inspect: the kernel raises, or returns no attention's shape; or ``target`` is
+        captures, which are files already.
+    """
+    if isinstance(target, Capture) or not (callable(target) or isinstance(target, str | Recipe)):
+        return None
+    alpha = head_dim**-0.5 if scale is None else scale
+    try:
+        kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=pick_device(device))
+        if case in BUILDERS:
+            inputs = draw(case, seed, dtype=dtype, causal=causal_of(causal), head_dim=head_dim, scale=alpha)
+        else:
+            (inputs,) = (c for c in of_captures(captures) if c.name == case)
+        outputs, _notes = kernel.run(inputs, backward=backward)
+    except (MisfitError, InputError):
+        return None
+    return Capture.from_tensors(
+        {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": inputs.do, **outputs},
+        causal=inputs.causal,
+        scale=inputs.scale,
+        kernel=kernel.name,
+        notes=f"case {case} of attn-diag check, seed {seed}",
+    )
+
+
+def _refuse_what_is_not_run(capture: Capture) -> None:
     """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask."""
     m = capture.metadata
     given: dict[str, Any] = {"window": m.window, "softcap": m.softcap}
@@ -116,7 +253,16 @@ def refuse_what_is_not_run(capture: Capture) -> None:
         raise InputError(f"{capture.source}: check knows no {', '.join(odd)}; leave this capture out")
 
 
-def _whole(capture: Capture, name: str) -> Tensor:
-    """A tensor of a capture as [B, H, T, D] in memory."""
+def _whole(capture: Capture, name: str, *, swap: bool = True) -> Tensor:
+    """A tensor of a capture in memory; [B, H, T, D] with ``swap``."""
     tensor = capture.tensors[name][...].cpu()
-    return tensor.transpose(1, 2).contiguous() if capture.metadata.layout == "BTHD" else tensor
+    return tensor.transpose(1, 2).contiguous() if swap and capture.metadata.layout == "BTHD" else tensor
+
+
+def _named(inputs: list[CaseInputs]) -> list[CaseInputs]:
+    return [replace(case, name=_text(case.name)) for case in inputs]
+
+
+def _text(name: str) -> str:
+    """A file's name may hold bytes that are no text, which JSON cannot say."""
+    return name.encode("utf-8", "replace").decode()

@@ -16,7 +16,7 @@ from attn_diag.reference import AttentionHead, FloatFormat, Masking, format_of, 
 from attn_diag.results.baseline import SequenceMean
 from attn_diag.results.diagnosis import CaptureDiagnosis, HeadDiagnosis
 from attn_diag.statistics.means import MIN_SEQUENCES
-from attn_diag.testing.regression.cases import CaseInputs
+from attn_diag.testing.target import CaseInputs
 
 BIASES = ("o_excess", "o_away_excess", "delta_excess")
 _YARDSTICK = "yardstick"

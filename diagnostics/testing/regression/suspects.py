@@ -16,8 +16,7 @@ from torch import Tensor
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, Schedule, preset
 from attn_diag.kernels.formats import base
 from attn_diag.kernels.recipe import Order
-from attn_diag.testing.regression.cases import CaseInputs
-from attn_diag.testing.regression.subject import DTYPES, emulate
+from attn_diag.testing.target import DTYPES, CaseInputs, emulate
 
 # Elements that the right recipe has: what is not modelled moves up to 0.2 % of BF16 outputs (``identification``).
 AGREEMENT = 0.99

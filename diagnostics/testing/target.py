@@ -1,0 +1,346 @@
+"""What is tested: a Python function, torch's SDPA by backend, or a recipe that is emulated; called and checked one way.
+
+``probe`` and ``check`` share this: how a target is found by name, what it is called with, what it must return, and what
+is said where it returns something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.metadata import Causal
+from attn_diag.errors import InputError
+from attn_diag.head.machine import backend_name
+from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
+from attn_diag.reference import AttentionHead, Masking
+from attn_diag.work import map_in_order
+
+# fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D].
+Attention = Callable[[Tensor, Tensor, Tensor], Any]
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Inputs that recipes are known for.
+RECIPE_DTYPES = (torch.bfloat16, torch.float16)
+SDPA = {
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "math": "MATH",
+}
+GRADIENTS = ("dq", "dk", "dv")
+
+
+class MisfitError(Exception):
+    """What came back is not the attention asked for: what was expected and what came, of a kernel called "it"."""
+
+    def of(self, name: str) -> str:
+        """The message with the kernel's name in place of "it"."""
+        return name + str(self).removeprefix("it")
+
+
+class NoGradientError(MisfitError):
+    """Autograd has no gradients to give: a kernel of the forward alone."""
+
+
+@dataclass(frozen=True)
+class CaseInputs:
+    """What a target is called with."""
+
+    name: str
+    """The case or probe."""
+    q: Tensor
+    """[B, Hq, Tq, D], on the CPU."""
+    k: Tensor
+    """[B, Hk, Tk, D], on the CPU; Hq is a multiple of Hk."""
+    v: Tensor
+    """[B, Hk, Tk, Dv], on the CPU."""
+    do: Tensor | None
+    """[B, Hq, Tq, Dv], on the CPU; None where no gradients are asked for."""
+    scale: float
+    """alpha."""
+    causal: Causal
+    """What is masked."""
+    capture: Capture | None = None
+    """Where the inputs come from, if from a file of the user's."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the inputs' bits, shapes and dtypes, of the scale and the mask."""
+        tensors = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.do is None else {"do": self.do})
+        return fingerprint(tensors, f"{self.scale!r} {self.causal}")
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What one call of a target gave."""
+
+    outputs: dict[str, Tensor]
+    """o, L (``lse``, natural logarithm) where it came too, and dq, dk, dv where they were asked for."""
+    overwritten: tuple[str, ...] = ()
+    """The inputs that the target changed in place."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A named attention, where it runs and how it is called."""
+
+    name: str
+    """What reports call it."""
+    backend: str
+    """What reports call the origin of its numbers."""
+    device: torch.device
+    """Where it runs."""
+    recipe: Recipe | None = None
+    """What is emulated; else ``fn`` is called."""
+    fn: Callable[[Tensor, Tensor, Tensor, CaseInputs], Any] | None = None
+    """Called with copies of q, k, v on the device, and with the case that they are of."""
+    fixed: bool = False
+    """Mask and scale are its own: it cannot be told those of a case."""
+
+    @classmethod
+    def of(
+        cls, given: Attention | str | Recipe, name: str | None = None, *, dtype: torch.dtype, head_dim: int,
+        device: torch.device,
+    ) -> Target:  # fmt: skip
+        """The target that a user names or hands over.
+
+        Args:
+            given: A callable ``fn(q, k, v)`` (a module is one), the name of a preset or a recipe, "sdpa",
+                "sdpa:flash" (efficient, cudnn, math), or "MODULE:FUNCTION" (also of the working directory).
+            name: What reports call it; by default its own name.
+            dtype: Of the inputs.
+            head_dim: Of the inputs.
+            device: Where it runs.
+
+        Raises:
+            InputError: ``given`` is none of these, cannot be imported, or is a recipe that is not complete or whose
+                inputs are not BF16 or FP16.
+        """
+        if isinstance(given, str) and given.partition(":")[0] == "sdpa":
+            return cls(name or given, backend_name(device), device, fn=_sdpa(given))
+        if isinstance(given, str) and ":" in given:
+            name = name or given
+            given = imported(given)
+        if callable(given):
+            own = str(getattr(given, "__name__", type(given).__name__))
+            called = given
+            return cls(
+                name or ("fn" if own == "<lambda>" else own), backend_name(device), device,
+                fn=lambda q, k, v, _: called(q, k, v), fixed=True,
+            )  # fmt: skip
+        if not isinstance(given, str | Recipe):
+            raise InputError(f"expected a callable fn(q, k, v) -> o, a recipe or a name, got {type(given).__name__}")
+        recipe = _recipe(given, dtype, head_dim)
+        return cls(name or recipe.name, f"emulation on {backend_name(device)}", device, recipe=recipe)
+
+    def call(self, inputs: CaseInputs, *, gradients: bool = False) -> Returned:
+        """Call it once, without autograd or with it.
+
+        Returns:
+            Outputs detached, on the device and in the dtype in which they came.
+
+        Raises:
+            MisfitError: It raised, returned no such o, or has no gradients although ``gradients`` asks for them.
+        """
+        if self.recipe is not None:
+            return Returned(emulate(self.recipe, inputs, self.device, with_gradients=gradients))
+        assert self.fn is not None
+        originals = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+        copies = [x.to(self.device, copy=True).requires_grad_(gradients) for x in originals.values()]
+        with _reported("", inputs), torch.set_grad_enabled(gradients):
+            found = self.fn(copies[0], copies[1], copies[2], inputs)
+        o, *rest = found if isinstance(found, tuple | list) and found else [found]
+        outputs = {"o": _required(o, inputs)}
+        if rest and isinstance(rest[0], Tensor) and rest[0].shape == o.shape[:3] and rest[0].is_floating_point():
+            outputs["lse"] = rest[0].detach()
+        if gradients:
+            outputs |= self._gradients(o, copies, inputs)
+        overwritten = [
+            n for (n, x), y in zip(originals.items(), copies, strict=True)
+            if not torch.equal(_bits(x), _bits(y.detach().cpu()))
+        ]  # fmt: skip
+        return Returned(outputs, tuple(overwritten))
+
+    def _gradients(self, o: Tensor, copies: list[Tensor], inputs: CaseInputs) -> dict[str, Tensor]:
+        assert inputs.do is not None
+        if not o.requires_grad:
+            raise NoGradientError("what it returns does not depend on q, k, v for autograd (it is not differentiable)")
+        with _reported(" in its backward", inputs):
+            found = torch.autograd.grad(o, copies, inputs.do.to(self.device, o.dtype), allow_unused=True)
+        if missing := [n for n, g in zip(GRADIENTS, found, strict=True) if g is None]:
+            raise MisfitError(f"autograd gives no {', '.join(missing)}")
+        return {n: g.detach() for n, g in zip(GRADIENTS, found, strict=True)}
+
+    def run(self, inputs: CaseInputs, *, backward: bool | None = None) -> tuple[dict[str, Tensor], list[str]]:
+        """Call it, with gradients where there is a dO and autograd gives them.
+
+        Args:
+            inputs: What to call it with.
+            backward: True demands gradients, False leaves them out.
+
+        Returns:
+            The outputs on the CPU, lse in fp32; and notes for the report.
+
+        Raises:
+            MisfitError: As ``call`` does; and where it changed an input in place.
+        """
+        notes: list[str] = []
+        gradients = backward is not False and inputs.do is not None
+        try:
+            found = self.call(inputs, gradients=gradients)
+        except NoGradientError as error:
+            if backward:
+                raise
+            notes.append(f"no gradients were checked: {error}")
+            found = self.call(inputs)
+        if found.overwritten:
+            raise MisfitError(
+                f"it changed its input {found.overwritten[0]} in place, which its caller's backward needs unchanged"
+            )
+        return {n: (x.float() if n == "lse" else x).cpu() for n, x in found.outputs.items()}, notes
+
+
+def emulate(
+    recipe: Recipe, case: CaseInputs, device: torch.device, *, with_gradients: bool = True, sequences: int | None = None
+) -> dict[str, Tensor]:
+    """Run a recipe on a case, head by head.
+
+    Args:
+        recipe: What to run.
+        case: The inputs.
+        device: Where to run it.
+        with_gradients: Run the backward too, where the case has a dO.
+        sequences: Only the first so many batch items.
+
+    Returns:
+        o, lse (in the recipe's arithmetic) and, with the backward, dq, dk and dv; on the CPU.
+    """
+    batch, heads = case.q.shape[:2]
+    batch = batch if sequences is None else min(batch, sequences)
+    group = heads // case.k.shape[1]
+    do = case.do if with_gradients else None
+
+    def one(place: tuple[int, int]) -> dict[str, Tensor]:
+        b, h = place
+        q, k, v = (x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group]))
+        head_do = None if do is None else do[b, h].to(device).double()
+        found = emulate_head(recipe, AttentionHead(q, k, v, head_do, case.scale, Masking(causal=case.causal)))
+        names = ("o", "lse", *GRADIENTS) if do is not None else ("o", "lse")
+        return {n: getattr(found, n).cpu() for n in names}
+
+    places = [(b, h) for b in range(batch) for h in range(heads)]
+    each = list(map_in_order(one, places, parallel=device.type == "cpu"))
+    stacked = {n: torch.stack([e[n] for e in each]) for n in each[0]}
+    outputs = {n: x.view(batch, heads, *x.shape[1:]) for n, x in stacked.items()}
+    if group > 1 and do is not None:
+        # Query heads that share a key head add their gradients, rounded once more.
+        for n in ("dk", "dv"):
+            x = outputs[n]
+            outputs[n] = x.double().view(batch, heads // group, group, *x.shape[2:]).sum(2).to(x.dtype)
+    return outputs
+
+
+def imported(target: str) -> Any:
+    """What MODULE:FUNCTION names, also in the working directory. Raises InputError where it cannot be imported."""
+    module, _, name = target.partition(":")
+    sys.path.insert(0, "")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"cannot import {target}: {error}") from error
+    finally:
+        sys.path.remove("")
+
+
+def causal_of(causal: bool | str) -> Causal:
+    """The mask that ``causal`` names; True is "top-left". Raises InputError for another name."""
+    named = causal if isinstance(causal, str) else ("top-left" if causal else "none")
+    if named not in get_args(Causal):
+        raise InputError(f"causal must be none, top-left or bottom-right (or a bool), got {causal!r}")
+    return named  # type: ignore[return-value]
+
+
+def fingerprint(tensors: dict[str, Tensor], also: str = "") -> str:
+    """SHA-256 over names, dtypes, shapes and bits."""
+    digest = hashlib.sha256(also.encode())
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        digest.update(_bits(tensor.detach().cpu()).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _recipe(given: str | Recipe, dtype: torch.dtype, head_dim: int) -> Recipe:
+    if isinstance(given, str) and given not in PRESETS:
+        backends = ", ".join(f"sdpa:{backend}" for backend in SDPA)
+        raise InputError(
+            f"no recipe {given!r}; known: {', '.join(PRESETS)}; and no kernel {given!r}: pass sdpa, {backends}, "
+            "MODULE:FUNCTION or a callable fn(q, k, v) -> o"
+        )
+    if dtype not in RECIPE_DTYPES:
+        named = str(dtype).removeprefix("torch.")
+        raise InputError(f"recipes are run for bfloat16 and float16 inputs, got {named}")
+    fmt: Any = DTYPES[dtype]
+    recipe = preset(given, fmt, head_dim) if isinstance(given, str) else given.for_input(fmt)
+    try:
+        check_supported(recipe)
+    except RecipeNotSupportedError as error:
+        raise InputError(str(error)) from None
+    return recipe
+
+
+def _sdpa(target: str) -> Callable[[Tensor, Tensor, Tensor, CaseInputs], Tensor]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = target.partition(":")[2]
+    if target != "sdpa" and backend not in SDPA:
+        raise InputError(f"no SDPA backend {backend!r}; known: {', '.join(SDPA)}")
+    chosen = getattr(SDPBackend, SDPA[backend]) if backend else None
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, case: CaseInputs) -> Tensor:
+        if case.causal == "bottom-right" and q.shape[2] != k.shape[2]:
+            raise InputError(f"{case.name}: torch's is_causal is top-left, and Tq and Tk differ; leave it out")
+        with nullcontext() if chosen is None else sdpa_kernel([chosen]):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal != "none", scale=case.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+
+    return fn
+
+
+def _required(o: Any, inputs: CaseInputs) -> Tensor:
+    """``o`` detached, if it is what an attention returns."""
+    if not isinstance(o, Tensor):
+        raise MisfitError(f"it must return a tensor o, or a tuple that starts with it, got {type(o).__name__}")
+    expected = [*inputs.q.shape[:3], inputs.v.shape[3]]
+    if list(o.shape) != expected:
+        raise MisfitError(f"it must return o of shape [B, H, T, D] {expected}, got {list(o.shape)}")
+    if o.dtype not in (inputs.q.dtype, torch.float32):
+        raise MisfitError(f"it must return o in {inputs.q.dtype} or torch.float32, got {o.dtype}")
+    return o.detach()
+
+
+@contextmanager
+def _reported(where: str, inputs: CaseInputs) -> Iterator[None]:
+    """Turns an exception inside into a MisfitError with its type and first line."""
+    try:
+        yield
+    except (InputError, MisfitError):
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        shapes = f"{list(inputs.q.shape)} {inputs.q.dtype}"
+        raise MisfitError(f"it raised {type(error).__name__}{where} on q, k, v {shapes}: {first}") from error
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
