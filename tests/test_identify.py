@@ -20,6 +20,7 @@ from attn_diag.cli import main
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.head.recipe import search
 from attn_diag.head.recipe.agreement import Match, choose_rows
+from attn_diag.head.recipe.baseline import recognise
 from attn_diag.head.recipe.candidates import (
     describe_schedule,
     families,
@@ -28,7 +29,6 @@ from attn_diag.head.recipe.candidates import (
     mixtures,
     schedules,
 )
-from attn_diag.head.recipe.recognise import recognise
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.results.identification import Identifications
 

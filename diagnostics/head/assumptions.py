@@ -8,7 +8,7 @@ that fits is named.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -17,7 +17,7 @@ import torch
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal, Layout, LseBase
 from attn_diag.errors import InputError
-from attn_diag.head.read import NonFiniteCensus, read_float64, read_head
+from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_lse
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
 from attn_diag.results.diagnosis import Assumptions, Misfit
 
@@ -30,14 +30,28 @@ _ROWS = 48
 _HEADS = 4
 
 
-def check_assumptions(capture: Capture, observations: list[str], device: torch.device) -> Assumptions:
+def check_assumptions(capture: Capture, observations: Sequence[str], device: torch.device) -> Assumptions:
     """Compare each observation's O and LSE with a recomputation under the metadata, in norm.
 
     LSE may be 5 % off, O 5 % more than correct rounding of the recomputed O to its own format makes it be.
     Rows with NaN or Inf in their inputs or output are not compared. Where none is left, or nothing was captured
     to compare with, ``ok`` is None.
     """
-    checks = [check for name in observations for check in _checks(capture, name, device)]
+    return judge_checks(
+        capture, observations, [check for name in observations for check in check_observation(capture, name, device)]
+    )
+
+
+def check_observation(capture: Capture, observation: str, device: torch.device) -> tuple[Misfit, ...]:
+    """The check of O, then that of LSE unless O already fails; only where there are rows to compare."""
+    captured = {output for output in _NAMES if capture.key(observation, output) in capture.tensors}
+    out = _check_out(capture, observation, device) if "o" in captured else None
+    lse = _check_lse(capture, observation, device) if "lse" in captured and (out is None or out.ok) else None
+    return tuple(check for check in (out, lse) if check is not None)
+
+
+def judge_checks(capture: Capture, observations: Sequence[str], checks: Sequence[Misfit]) -> Assumptions:
+    """What the ``checks`` of these observations say together."""
     wrong = [c for c in checks if not c.ok]
     if not checks:
         captured = any(capture.key(name, output) in capture.tensors for name in observations for output in _NAMES)
@@ -56,17 +70,6 @@ def check_assumptions(capture: Capture, observations: list[str], device: torch.d
         message = f"hold: {names} {agree} within {worst:.2g} (sampled rows){coarse}"
         return Assumptions(True, capture.assumed, tuple(checks), message)
     return Assumptions(False, capture.assumed, tuple(checks), " ".join(dict.fromkeys(_message(c) for c in wrong)))
-
-
-def _checks(capture: Capture, observation: str, device: torch.device) -> Iterator[Misfit]:
-    """The check of O, then that of LSE unless O already fails; only where there are rows to compare."""
-    captured = {output for output in _NAMES if capture.key(observation, output) in capture.tensors}
-    out = _check_out(capture, observation, device) if "o" in captured else None
-    if out is not None:
-        yield out
-    lse = _check_lse(capture, observation, device) if "lse" in captured and (out is None or out.ok) else None
-    if lse is not None:
-        yield lse
 
 
 def _message(check: Misfit) -> str:
@@ -242,9 +245,3 @@ def lse_error(capture: Capture, observation: str, device: torch.device) -> float
     if not compared:
         return None
     return math.sqrt(wrong / max(right, 1.0))
-
-
-def read_lse(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> torch.Tensor | None:
-    """One head's LSE, natural logarithm whatever base was captured, [Tq] float64."""
-    lse = read_float64(capture, capture.key(observation, "lse"), batch, head, device)
-    return lse if lse is None or capture.metadata.lse_base == "e" else lse * math.log(2)

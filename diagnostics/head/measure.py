@@ -10,22 +10,20 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.certification import Certify, RoundedBound, rounding_of_products, sum_of
-from attn_diag.head.collectors import collector_of
 from attn_diag.head.figure_sums import FigureSums
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts, GradientSums, dq_parts, project
 from attn_diag.head.read import HeadInputs, all_finite
-from attn_diag.head.row_maxima import DEFINITIONS, Repeats, RowMaximaCollector, swamped_elements
+from attn_diag.head.row_maxima import DEFINITIONS, Repeats, RowMaximaCollector, collector_of, swamped_elements
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
+from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
 from attn_diag.reference import (
     BoundCollector,
     FloatFormat,
     HeadBounds,
-    HeadReference,
     RowBlock,
     Rows,
-    reference_head,
     round_nearest_even,
     ulp,
 )
@@ -98,10 +96,9 @@ class HeadMeasurement:
 class _Pass:
     """What the observers of the stream share and leave behind."""
 
+    truth: HeadTruth
     maxima: dict[str, RowMaximaCollector]
     backward: dict[str, BackwardCollector]
-    probs_k: Tensor | None
-    reference: HeadReference
     bounds: HeadBounds
 
 
@@ -112,22 +109,29 @@ def measure_head(
     head: int,
     projection: HeadProjection | None,
     certify: Certify | None = None,
-) -> tuple[HeadReference, list[HeadMeasurement]]:
+) -> tuple[HeadTruth, list[HeadMeasurement]]:
     """Stream the reference of one head once and measure every observation against it.
 
-    ``projection``: where dW_Q is wanted. ``certify``: rows to recompute by the oracle.
+    Args:
+        inputs: The head.
+        observed: What the kernels returned for it, or recipes did; at least one.
+        batch: Index of the batch item, for the measurements.
+        head: Index of the head in the capture, likewise.
+        projection: How dW_Q follows from dQ, where that is wanted.
+        certify: Rows to recompute by the oracle.
+
+    Returns:
+        The truth, and one measurement for every observation.
     """
     forward = _ForwardPass(inputs, observed)
-    passed = forward.run()
-    results = [
-        _measure(inputs, passed, seen, forward.errors.get(seen.name), batch, head, projection) for seen in observed
-    ]
+    passed = forward.run(projection)
+    results = [_measure(passed, seen, forward.errors.get(seen.name), batch, head) for seen in observed]
     if certify is not None:
-        usable = ~inputs.unusable & ~passed.reference.fully_masked & passed.bounds.known_rows
-        certificate = certify.check(inputs.head, passed.reference, passed.bounds, usable)
+        usable = passed.truth.usable & passed.bounds.known_rows
+        certificate = certify.check(inputs.head, passed.truth.reference, passed.bounds, usable)
         for result in results:
             result.certificate = certificate
-    return passed.reference, results
+    return passed.truth, results
 
 
 class _ForwardPass:
@@ -145,7 +149,6 @@ class _ForwardPass:
                 self._maxima[key] = collector_of(inputs, seen.recipe)
         self._bounds = BoundCollector(head)
         self._backward: dict[str, BackwardCollector] = {}
-        self._probs_k = torch.zeros_like(head.q) if head.do is not None else None
         if head.do is None:
             return
         for seen in observed:
@@ -165,21 +168,23 @@ class _ForwardPass:
             want_casts = "dq" in seen.outputs or seen.want_keys
             self._backward[seen.name] = BackwardCollector(head, errors, want_casts=want_casts, want_keys=seen.want_keys)
 
-    def run(self) -> _Pass:
-        want_keys = any(seen.want_keys for seen in self.observed)
-        reference = reference_head(self.inputs.head, self._observe, key_gradients=want_keys, gradient_sums=True)
+    def run(self, projection: HeadProjection | None) -> _Pass:
         maxima = {seen.name: self._maxima.get(seen.name) or self._maxima[""] for seen in self.observed}
-        return _Pass(maxima, self._backward, self._probs_k, reference, self._bounds.bounds(reference))
+        truth = head_truth(
+            self.inputs,
+            projection,
+            self._observe,
+            # All but "as_run" is the same in each of them.
+            maxima=next(iter(self._maxima.values())),
+            key_gradients=any(seen.want_keys for seen in self.observed),
+            gradient_sums=True,
+        )
+        return _Pass(truth, maxima, self._backward, self._bounds.bounds(truth.reference))
 
     def _observe(self, block: RowBlock) -> None:
-        self.inputs.mark_rows(block)
         self._bounds.add(block)
         for collector in self._maxima.values():
             collector.add(block)
-        if self._probs_k is not None:
-            probs = block.unnormalised_probs if block.slope is None else block.unnormalised_probs * block.slope
-            product = probs @ self.inputs.head.k[block.keys]
-            self._probs_k[block.rows] = product.mul_(block.inverse_row_sum[:, None])
         for name, backward in self._backward.items():
             errors = self.errors[name]
             assert block.delta is not None
@@ -191,15 +196,9 @@ class _ForwardPass:
 
 
 def _measure(
-    inputs: HeadInputs,
-    passed: _Pass,
-    seen: ObservedHead,
-    forward_errors: ForwardErrors | None,
-    batch: int,
-    head: int,
-    projection: HeadProjection | None,
+    passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None, batch: int, head: int
 ) -> HeadMeasurement:
-    reference, maxima = passed.reference, passed.maxima[seen.name]
+    inputs, reference, maxima = passed.truth.inputs, passed.truth.reference, passed.maxima[seen.name]
     broken = {name: ~_row_finite(values) for name, values in seen.outputs.items()}
     finite = ~inputs.unusable
     known = passed.bounds.known_rows
@@ -233,9 +232,9 @@ def _measure(
     )
     rounding = _Rounding(reference.out[rows], passed.bounds.out[rows], seen.formats.get("o", inputs.input_format))
     result.errors["rounding_o"] = by_feature(of_elements(rounding.error, rounding.ulp_sum), rounding.error, top_key)
-    _measure_forward(result, inputs, passed, seen, rounding, rows, top_key, eligible[rows])
+    _measure_forward(result, passed, seen, rounding, rows, top_key, eligible[rows])
     if inputs.head.do is not None:
-        _measure_backward(result, inputs, passed, seen, forward_errors, rounding, rows, top_key, projection)
+        _measure_backward(result, passed, seen, forward_errors, rounding, rows, top_key)
     return result
 
 
@@ -253,7 +252,6 @@ class _Rounding:
 
 def _measure_forward(
     result: HeadMeasurement,
-    inputs: HeadInputs,
     passed: _Pass,
     seen: ObservedHead,
     rounding: _Rounding,
@@ -276,10 +274,10 @@ def _measure_forward(
         }
         result.in_doubt = certain.count
         result.bit_identical = not result.errors["o_excess"].nonzero if len(out) else None
-        swamped = swamped_elements(out, rounding.truth, inputs.head.v, top_key).sum(1)[eligible]
+        swamped = swamped_elements(out, rounding.truth, passed.truth.head.v, top_key).sum(1)[eligible]
         result.swamped = int((swamped == out.shape[1]).sum()), int(swamped.sum())
     if (lse := seen.outputs.get("lse")) is not None:
-        truth = passed.reference.lse[rows]
+        truth = passed.truth.reference.lse[rows]
         result.reference_bounds["lse"] = sum_of(passed.bounds.lse[rows])
         ulp_sum = float(ulp(truth, seen.formats["lse"]).sum())
         result.errors["lse"] = of_elements((lse[rows] - truth)[:, None], ulp_sum)
@@ -287,26 +285,25 @@ def _measure_forward(
 
 def _measure_backward(
     result: HeadMeasurement,
-    inputs: HeadInputs,
     passed: _Pass,
     seen: ObservedHead,
     forward_errors: ForwardErrors | None,
     rounding: _Rounding,
     rows: Rows,
     top_key: Tensor,
-    projection: HeadProjection | None,
 ) -> None:
-    head, reference = inputs.head, passed.reference
+    truth = passed.truth
+    head, reference, projection = truth.head, truth.reference, truth.projection
     assert head.do is not None
     assert reference.delta is not None
     assert reference.dq is not None
-    assert passed.probs_k is not None
+    assert truth.probs_k is not None
     do = head.do[rows]
     # sigma_t: the standard deviation of delta_t if every O_ti is rounded once, uniformly within half an ulp.
     noise_floor = ((do * rounding.ulps).square_().sum(1) / 12).sqrt()
     of_rounding = do * rounding.error
     result.errors["rounding_delta"] = by_feature(of_rows(of_rounding.sum(1), noise_floor), of_rounding, top_key)
-    direction = passed.probs_k[rows].square().sum(1) * head.scale**2  # ||alpha (P K)_t||^2
+    direction = truth.probs_k[rows].square().sum(1) * head.scale**2  # ||alpha (P K)_t||^2
     floor = float((noise_floor.square() * direction).sum())
 
     if forward_errors is not None:
@@ -340,12 +337,12 @@ def _measure_backward(
             )
     dq_error, by_delta = None, None
     if (dq := seen.outputs.get("dq")) is not None:
-        truth = reference.dq[rows]
+        exact = reference.dq[rows]
         assert passed.bounds.dq is not None
         result.reference_bounds["dq"] = sum_of(passed.bounds.dq[rows])
-        dq_error = dq[rows] - truth
-        result.errors["dq"] = of_elements(dq_error, float(ulp(truth, seen.formats["dq"]).sum()))
-    parts = _dq_parts(inputs, passed, seen, forward_errors)
+        dq_error = dq[rows] - exact
+        result.errors["dq"] = of_elements(dq_error, float(ulp(exact, seen.formats["dq"]).sum()))
+    parts = _dq_parts(passed, seen, forward_errors)
     kept = parts if isinstance(rows, slice) else parts.map(lambda tensor: tensor[rows])
     result.dq = GradientSums.of(kept, floor=floor)
     if forward_errors is not None:
@@ -362,25 +359,15 @@ def _measure_backward(
     result.keys = passed.backward.get(seen.name)
 
 
-def _dq_parts(
-    inputs: HeadInputs, passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None
-) -> GradientParts:
-    observed = seen.outputs.get("dq")
+def _dq_parts(passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None) -> GradientParts:
+    truth, observed = passed.truth, seen.outputs.get("dq")
     if forward_errors is None:
-        assert passed.reference.dq is not None
+        assert truth.reference.dq is not None
         unknown: dict[str, Tensor | None] = dict.fromkeys(("delta", "lse", "ds_cast", "dq_cast"))
-        return GradientParts(passed.reference.dq, observed, unknown, None)
-    assert passed.probs_k is not None
-    collected = passed.backward[seen.name]
-    return dq_parts(
-        inputs.head,
-        passed.reference,
-        passed.probs_k,
-        forward_errors,
-        collected,
-        observed,
-        seen.formats.get("dq"),
-    )
+        return GradientParts(truth.reference.dq, observed, unknown, None)
+    assert truth.probs_k is not None
+    collected, fmt = passed.backward[seen.name], seen.formats.get("dq")
+    return dq_parts(truth.head, truth.reference, truth.probs_k, forward_errors, collected, observed, fmt)
 
 
 def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:

@@ -95,11 +95,11 @@ class BackwardCollector:
         delta_error = self._errors.delta_error[rows]
         if self.dk_delta is not None:
             weight = (delta_error * block.inverse_row_sum)[:, None]
-            self.dk_delta[keys] -= _sloped(block, block.unnormalised_probs).T @ (scaled_q * weight)
+            self.dk_delta[keys] -= sloped(block, block.unnormalised_probs).T @ (scaled_q * weight)
         if self.dk_lse is not None and self.dv_lse is not None and self._errors.lse_error is not None:
             factor = torch.expm1(-self._errors.lse_error[rows])[:, None]
             probs = block.probs
-            moved = block.unnormalised_dscores * block.inverse_row_sum[:, None] - _sloped(
+            moved = block.unnormalised_dscores * block.inverse_row_sum[:, None] - sloped(
                 block, probs * delta_error[:, None]
             )
             self.dk_lse[keys] += moved.T @ (scaled_q * factor)
@@ -107,7 +107,7 @@ class BackwardCollector:
         if not self._want_casts:
             return
         # dS_obs = exp(-D_L) (dS - D_delta P), and P = P_bar / l: two passes, no second exponential.
-        probs = _sloped(block, block.unnormalised_probs)
+        probs = sloped(block, block.unnormalised_probs)
         dscores = torch.addcmul(block.unnormalised_dscores, probs, delta_error[:, None], value=-1)
         factor = block.inverse_row_sum
         if self._errors.lse_error is not None:
@@ -127,7 +127,8 @@ def _kernel_cast_(x: Tensor, fmt: FloatFormat) -> Tensor:
     return round_nearest_even(x, fmt) if narrow is None else x.copy_(x.float().to(narrow))
 
 
-def _sloped(block: RowBlock, values: Tensor) -> Tensor:
+def sloped(block: RowBlock, values: Tensor) -> Tensor:
+    """``values`` [R, K] times the slope 1 - (S/c)^2 of a softcap c; unchanged without one."""
     return values if block.slope is None else values * block.slope
 
 

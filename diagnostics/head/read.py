@@ -87,6 +87,39 @@ def read_float64(capture: Capture, name: str, batch: int, head: int, device: tor
     return stored.to(device).double().contiguous()
 
 
+def read_lse(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> Tensor | None:
+    """One head's LSE, natural logarithm whatever base was captured, [Tq] float64."""
+    lse = read_float64(capture, capture.key(observation, "lse"), batch, head, device)
+    return lse if lse is None or capture.metadata.lse_base == "e" else lse * math.log(2)
+
+
+def read_outputs(
+    capture: Capture, observation: str, batch: int, head: int, device: torch.device, census: NonFiniteCensus
+) -> tuple[dict[str, Tensor], dict[str, FloatFormat]]:
+    """What an observation holds of one query head: o, lse (natural logarithm), delta and dq, as far as captured.
+
+    Returns:
+        The tensors in float64 and the formats in which they were stored, both by name.
+    """
+    outputs: dict[str, Tensor] = {}
+    formats: dict[str, FloatFormat] = {}
+    for output in capture.observations[observation]:
+        if output not in ("o", "lse", "delta", "dq"):
+            continue
+        key = capture.key(observation, output)
+        tensor = (
+            read_lse(capture, observation, batch, head, device)
+            if output == "lse"
+            else read_float64(capture, key, batch, head, device)
+        )
+        assert tensor is not None
+        # A fully masked row's LSE is rightly -inf, and is left out with its row.
+        if output != "lse":
+            census.add(key, batch, head, tensor)
+        outputs[output], formats[output] = tensor, format_of(capture.tensors[key].dtype)
+    return outputs, formats
+
+
 def _read_mask(
     capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -1,9 +1,10 @@
-"""Errors of many recipes on one head: what attribution and what-if compare."""
+"""The one pass of truth over a head, and the errors of many recipes against it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -11,31 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.captures.capture import Capture
 from attn_diag.head.projection import HeadProjection
-from attn_diag.head.read import HeadInputs, read_float64
+from attn_diag.head.propagation import sloped
+from attn_diag.head.read import HeadInputs
+from attn_diag.head.row_maxima import RowMaximaCollector, collector_of
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
 from attn_diag.kernels.recipe import FORMATS
-from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_head, ulp
+from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, Rows, reference_head, ulp
 from attn_diag.work import map_in_order
 
 
 @dataclass
 class HeadTruth:
-    """The float64 reference of one head, and what errors are measured in.
-
-    ``usable`` [Tq]: rows with finite inputs and at least one key. ``top_key`` [Tq]: the key of the largest score;
-    ``top_prob`` [Tq] its probability. ``noise_floor`` [Tq]: sigma_t, the standard deviation that one correct rounding
-    of O gives delta (None without dO). ``projection``: where dW_Q is wanted.
-    """
+    """What one pass of the float64 reference over a head leaves, and what errors are measured in (all float64)."""
 
     inputs: HeadInputs
+    """The head; the pass has marked the rows that attend to NaN or Inf."""
     reference: HeadReference
-    usable: Tensor
-    top_key: Tensor
-    top_prob: Tensor
-    noise_floor: Tensor | None
-    projection: HeadProjection | None
+    """O, L, delta and dQ; dK and dV where they were asked for."""
+    maxima: RowMaximaCollector
+    """Its repeated row maxima."""
+    products: Tensor | None
+    """P̄ K, [Tq, D], under softcap (P̄∘slope) K; None without dO."""
+    blocks: tuple[Rows, ...]
+    """The blocks of query rows, in the order in which they came."""
+    projection: HeadProjection | None = None
+    """How dW_Q follows from dQ; None where it does not, or is not wanted."""
 
     @property
     def head(self) -> AttentionHead:
@@ -46,6 +48,43 @@ class HeadTruth:
     def out_format(self) -> FloatFormat:
         """The format of the inputs: O's and the gradients' own."""
         return self.inputs.input_format
+
+    @cached_property
+    def usable(self) -> Tensor:
+        """Rows with finite inputs and at least one key, bool [Tq]."""
+        return ~self.inputs.unusable & ~self.reference.fully_masked
+
+    @cached_property
+    def top_key(self) -> Tensor:
+        """The first key with the largest score, int64 [Tq]; 0 in rows without keys."""
+        return self.maxima.top_key
+
+    @cached_property
+    def top_prob(self) -> Tensor:
+        """The probability of the top key, [Tq]: P̄ is 1 there, so 1/l; 0 in rows without keys."""
+        return self.reference.row_sum.reciprocal().masked_fill_(self.reference.fully_masked, 0.0)
+
+    @cached_property
+    def probs_k(self) -> Tensor | None:
+        """P K, [Tq, D], under softcap (P∘slope) K; None without dO."""
+        return None if self.products is None else self.products * self.top_prob[:, None]
+
+    @cached_property
+    def noise_floor(self) -> Tensor | None:
+        """sigma_t, [Tq]: the standard deviation that one correct rounding of O gives delta; None without dO."""
+        if self.head.do is None:
+            return None
+        return (self.head.do * ulp(self.reference.out, self.out_format)).square().sum(1).div(12).sqrt()
+
+    @cached_property
+    def conditioning(self) -> float | None:
+        """||alpha diag(delta) P K|| / ||dQ|| over the usable rows; None without dO, and where dQ is 0."""
+        norm = self.norms.get("dq")
+        if not norm or self.products is None or self.reference.delta is None:
+            return None
+        weight = (self.reference.delta * self.top_prob * self.head.scale)[:, None]
+        parts = ((self.products[rows] * weight[rows])[self.usable[rows]] for rows in self.blocks)
+        return math.sqrt(sum(float(part.square().sum()) for part in parts)) / norm
 
     @cached_property
     def clusters(self) -> Tensor:
@@ -68,9 +107,14 @@ class HeadTruth:
         return self.project([self.reference.dq[self.usable]], self.usable)
 
     def project(self, errors: Sequence[Tensor], rows: Tensor) -> Tensor | None:
-        """Errors of dQ, [n, D] each, carried over to dW_Q, one [D, C] below the other; None where it is not known.
+        """Carry errors of dQ over to dW_Q.
 
-        ``rows``: which n rows they are, as indices or bool [Tq].
+        Args:
+            errors: Errors of dQ, [n, D] float64 each.
+            rows: Which n rows they are: indices, or bool [Tq].
+
+        Returns:
+            Those of dW_Q, one [D, C] below the other; None where it is not known.
         """
         if self.projection is None or not errors:
             return None
@@ -87,30 +131,83 @@ class HeadTruth:
             found["dw_q"] = float(self.dw_q.norm())
         return found
 
+    def to_keep(self) -> HeadTruth:
+        """The same without dK, dV and what can be computed again without another pass."""
+        return replace(self, reference=replace(self.reference, dk=None, dv=None))
+
+    @property
+    def bytes(self) -> int:
+        """What its large tensors take, [Tq, D] and [Tk, D]."""
+        head, reference = self.head, self.reference
+        held = (head.q, head.k, head.v, head.do, reference.unnormalised_out, reference.dq, self.products)
+        return sum(t.numel() * t.element_size() for t in held if t is not None)
+
 
 def head_truth(
     inputs: HeadInputs,
     projection: HeadProjection | None = None,
     observe: Callable[[RowBlock], None] | None = None,
+    *,
+    maxima: RowMaximaCollector | None = None,
+    key_gradients: bool = False,
+    gradient_sums: bool = False,
 ) -> HeadTruth:
-    """Stream the reference of one head once. ``observe`` is called with every block."""
+    """Stream the reference of one head, once.
+
+    Args:
+        inputs: The head.
+        projection: How dW_Q follows from dQ, where that is wanted.
+        observe: Called with every block, after its rows with NaN or Inf have been marked.
+        maxima: A collector that ``observe`` feeds; None: one of this pass's own, without a recipe.
+        key_gradients: Also sum dK and dV.
+        gradient_sums: See ``reference.row_blocks``.
+    """
     head = inputs.head
-    top_key = torch.zeros(len(head.q), dtype=torch.int64, device=head.q.device)
-    top_prob = head.q.new_zeros(len(head.q))
+    own = collector_of(inputs, None) if maxima is None else None
+    products = torch.zeros_like(head.q) if head.do is not None else None
+    blocks: list[Rows] = []
 
     def see(block: RowBlock) -> None:
         inputs.mark_rows(block)
-        top_key[block.rows] = block.top_key
-        top_prob[block.rows] = block.inverse_row_sum  # P_bar is 1 at the maximum
+        blocks.append(block.rows)
+        if own is not None:
+            own.add(block)
+        if products is not None:
+            products[block.rows] = sloped(block, block.unnormalised_probs) @ head.k[block.keys]
         if observe is not None:
             observe(block)
 
-    reference = reference_head(head, see, key_gradients=False)
-    floor = None
-    if head.do is not None:
-        floor = (head.do * ulp(reference.out, inputs.input_format)).square().sum(1).div(12).sqrt()
-    usable = ~inputs.unusable & ~reference.fully_masked
-    return HeadTruth(inputs, reference, usable, top_key, top_prob, floor, projection)
+    reference = reference_head(head, see, key_gradients=key_gradients, gradient_sums=gradient_sums)
+    collected = own if maxima is None else maxima
+    assert collected is not None
+    return HeadTruth(inputs, reference, collected, products, tuple(blocks), projection)
+
+
+class KeptTruths:
+    """Truths of the heads of one capture, up to so many bytes: of those with the largest errors.
+
+    Heads of one capture are of one size, so what is kept does not depend on the order in which they come.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held, self._lock = most, 0, threading.Lock()
+        self._found: dict[tuple[int, int], tuple[float, HeadTruth]] = {}
+
+    def offer(self, place: tuple[int, int], truth: HeadTruth, error: float) -> None:
+        """Keep the truth of the head at ``place`` (batch, head) if there is room, or one with a smaller error goes."""
+        if truth.bytes > self._most:
+            return
+        with self._lock:
+            self._found[place] = error, truth.to_keep()
+            self._held += truth.bytes
+            while self._held > self._most:
+                least = min(self._found, key=lambda place: (self._found[place][0], place))
+                self._held -= self._found.pop(least)[1].bytes
+
+    def get(self, place: tuple[int, int]) -> HeadTruth | None:
+        """The truth of a head; None where it was not kept."""
+        found = self._found.get(place)
+        return None if found is None else found[1]
 
 
 @dataclass
@@ -152,21 +249,23 @@ class VariantErrors:
         return {name: found[name] for name in ("o", "delta", "dq", "dw_q") if name in found}
 
 
-def observed_sizes(capture: Capture, observation: str, batch: int, head: int, truth: HeadTruth) -> dict[str, float]:
+def observed_sizes(outputs: Mapping[str, Tensor], truth: HeadTruth) -> dict[str, float]:
     """As ``VariantErrors.relative``, of what a kernel really returned; delta as captured, else rowsum(dO o O).
 
-    Each over the rows in which it is finite; only what is known is there.
+    Args:
+        outputs: What it returned, float64, by name (o, delta, dq).
+        truth: Of the same head.
+
+    Returns:
+        Each over the rows in which it is finite; only what is known is there.
     """
     reference, inputs = truth.reference, truth.head
-
-    def read(output: str) -> Tensor | None:
-        return read_float64(capture, capture.key(observation, output), batch, head, inputs.q.device)
 
     def finite(values: Tensor) -> Tensor:
         return truth.usable & (values.isfinite() if values.ndim == 1 else values.isfinite().all(1))
 
     found: dict[str, float] = {}
-    o, dq, delta = read("o"), read("dq"), read("delta")
+    o, dq, delta = (outputs.get(name) for name in ("o", "dq", "delta"))
     if o is not None:
         rows = finite(o)
         found["o"] = _ratio((o - reference.out)[rows], reference.out[rows])

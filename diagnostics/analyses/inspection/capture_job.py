@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -11,16 +12,16 @@ from torch import Tensor
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads, select_observations
-from attn_diag.head.assumptions import check_assumptions, read_lse
 from attn_diag.head.certification import Certify
 from attn_diag.head.engines import Engine, engine_backend, run_recipe, select_recipes
 from attn_diag.head.figure_sums import head_figures
 from attn_diag.head.measure import HeadMeasurement, ObservedHead, measure_head
-from attn_diag.head.projection import Projection, find_projection
+from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import BackwardCollector, GradientSums, key_parts
-from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head
-from attn_diag.head.recipe.recognise import Recognised, recognise
+from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
+from attn_diag.head.recipe.baseline import Recognised
 from attn_diag.head.signed_errors import of_elements
+from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import HeadReference, format_of, ulp
 from attn_diag.results.diagnosis import (
@@ -80,7 +81,9 @@ class CaptureJob:
         device: torch.device,
         level: float,
         certify: Certify | None = None,
+        keep: int = 0,
     ) -> None:
+        """``keep``: so many bytes of truths are kept for whoever takes heads apart afterwards."""
         self.capture, self.device, self.level, self.certify = capture, device, level, certify
         if certify is not None:
             certify.require_rows(capture.source, capture.q_length)
@@ -88,6 +91,8 @@ class CaptureJob:
         self.captured = select_observations(capture, selection.observation)
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
         self.heads, self.batches = select_heads(capture, selection)
+        self.opened = OpenCapture(capture, device, self.batches, self.heads)
+        self.truths = KeptTruths(keep)
         self.group = capture.q_heads // capture.kv_heads
         self.census = NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
@@ -97,7 +102,6 @@ class CaptureJob:
         self.notes: list[str] = []
         self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
         self.assumptions: Assumptions
-        self._projection: Projection | None = None
 
     @property
     def head_count(self) -> int:
@@ -106,14 +110,13 @@ class CaptureJob:
 
     def run(self) -> Iterable[int]:
         """Do the work; yields the number of heads done since the last time."""
-        self.assumptions = check_assumptions(self.capture, self.captured, self.device)
-        if "do" in self.capture.tensors:
-            self._projection = find_projection(self.capture, self.batches, self.heads, self.device)
-            self.notes += [] if self._projection.note is None else [self._projection.note]
+        self.assumptions = self.opened.assumptions(self.captured)
+        if self.opened.projection is not None and self.opened.projection.note is not None:
+            self.notes.append(self.opened.projection.note)
         for name in self.captured:
             if name in self.recognised:
                 continue
-            found = recognise(self.capture, name, self.batches[0], self.heads[0], self.device)
+            found = self.opened.recognise(name, self.batches[0], self.heads[0])
             if found is not None and self.assumptions.ok:
                 self.recognised[name] = found
         # dK and dV of a key head need all the query heads that share it.
@@ -187,12 +190,14 @@ class CaptureJob:
         for head in group.heads:
             inputs = read_head(self.capture, group.batch, head, self.device, result.census)
             observed = self._observed(inputs, group.batch, head, result.census, want_keys=whole)
-            projection = self._projection.head(group.batch, head) if self._projection is not None else None
-            reference, parts = measure_head(inputs, observed, group.batch, head, projection, self.certify)
+            found = self.opened.projection
+            projection = None if found is None else found.head(group.batch, head)
+            truth, parts = measure_head(inputs, observed, group.batch, head, projection, self.certify)
+            self.truths.offer((group.batch, head), truth, max(map(_dq_error, parts)))
             unusable |= bool(inputs.unusable.any())
             for seen, part in zip(observed, parts, strict=True):
                 if part.keys is not None and part.keys.dk_delta is not None:
-                    collected.setdefault(seen.name, []).append((reference, part.keys))
+                    collected.setdefault(seen.name, []).append((truth.reference, part.keys))
                 part.keys = None
                 result.parts.setdefault(seen.name, []).append(part)
         if whole and not unusable:
@@ -220,21 +225,7 @@ class CaptureJob:
         self, name: str, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
     ) -> ObservedHead:
         c = self.capture
-        outputs: dict[str, Tensor] = {}
-        formats = {}
-        for output in c.observations[name]:
-            key = c.key(name, output)
-            if output in ("o", "delta", "dq"):
-                tensor = read_float64(c, key, batch, head, self.device)
-            elif output == "lse":
-                tensor = read_lse(c, name, batch, head, self.device)
-            else:
-                continue
-            assert tensor is not None
-            # A fully masked row's LSE is rightly -inf, and is left out with its row.
-            if output != "lse":
-                census.add(key, batch, head, tensor)
-            outputs[output], formats[output] = tensor, format_of(c.tensors[key].dtype)
+        outputs, formats = read_outputs(c, name, batch, head, self.device, census)
         keys = any(output in ("dk", "dv") for output in c.observations[name])
         found = self.recognised.get(name)
         return ObservedHead(name, outputs, formats, found.recipe if found else None, want_keys=keys and want_keys)
@@ -332,6 +323,13 @@ class CaptureJob:
         return KvHeadDiagnosis(
             kv_head + offset // self.group, query_heads, KvBias(**biases), self._extra(name, [kv_head])
         )
+
+
+def _dq_error(part: HeadMeasurement) -> float:
+    """How far dQ is off, or is predicted to be; by which ``severity`` ranks heads of one verdict."""
+    found = None if part.dq is None else part.dq.result()
+    error = (found.relative_error or found.predicted_relative_error or 0.0) if found else 0.0
+    return math.inf if math.isnan(error) else error
 
 
 def _captured_backend(capture: Capture) -> str:

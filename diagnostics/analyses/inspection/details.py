@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
-from attn_diag.analyses.attribution.attribute import attribute
+from attn_diag.analyses.attribution.attribute import attribute_head, notes_of
 from attn_diag.analyses.inspection.capture_job import CaptureJob
 from attn_diag.analyses.microscopy.microscope import look, most_of_delta
-from attn_diag.analyses.microscopy.subject import subject_of
-from attn_diag.captures.capture import INPUTS, Capture
-from attn_diag.captures.selection import Selection
+from attn_diag.analyses.microscopy.subject import of_open_head
+from attn_diag.captures.capture import INPUTS
 from attn_diag.errors import InputError
+from attn_diag.head.open import OpenCapture, OpenHead
+from attn_diag.head.recipe.baseline import observation_with_o
 from attn_diag.kernels import Recipe
 from attn_diag.results.attribution import HeadAttribution
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
@@ -56,23 +58,28 @@ def _detailed(job: CaptureJob, observation: ObservationDiagnosis, head: HeadDiag
     assert head.head is not None
     top = head.top_rows[0] if head.top_rows else None
     batch = job.batches[0] if top is None else top.batch
-    capture, name, recipe = _explained(job, observation.name)
-    number, device = head.head, job.device.type
-    place = Selection(name, heads=frozenset({number}), batches=frozenset({batch}))
+    index = head.head - job.capture.metadata.head_offset
+    opened, name, recipe = _explained(job, observation.name)
+    place = opened.only(batch, index)
 
-    def shares() -> HeadAttribution:
-        found = attribute(capture, recipe=recipe, selection=place, level=level, device=device)
-        return found.heads[0]
+    def open_head() -> OpenHead:
+        seen = observation_with_o(opened.capture, name)
+        return place.open_head(seen, recipe, batch, index, measured=job.truths.get((batch, index)))
 
-    def element() -> Microscope:
-        subject = subject_of(capture, observation=name, recipe=recipe, batch=batch, head=number, device=device)
+    def shares(read: OpenHead) -> HeadAttribution:
+        found = attribute_head(read, level, notes_of(place))
+        return found if job.capture.batch > 1 else replace(found, batch=None)
+
+    def element(read: OpenHead) -> Microscope:
+        subject = of_open_head(read)
         if top is None:
             return look(subject, None, None)
         feature = most_of_delta(subject, top.row)
         return look(subject, top.row, feature, chosen="adds most to delta's error, in the row where that is largest")
 
-    attribution, no_attribution = _attempt(shares)
-    microscope, no_microscope = _attempt(element)
+    read, refusal = _attempt(open_head)
+    attribution, no_attribution = (None, refusal) if read is None else _attempt(partial(shares, read))
+    microscope, no_microscope = (None, refusal) if read is None else _attempt(partial(element, read))
     notes = {"no attribution": no_attribution, "no microscope": no_microscope}
     if no_attribution == no_microscope:
         notes = {"neither attribution nor microscope": no_attribution}
@@ -90,12 +97,12 @@ def _attempt(work: Callable[[], _Found]) -> tuple[_Found | None, str | None]:
         return None, str(error)
 
 
-def _explained(job: CaptureJob, name: str) -> tuple[Capture, str | None, str | Recipe | None]:
+def _explained(job: CaptureJob, name: str) -> tuple[OpenCapture, str | None, str | Recipe | None]:
     """The capture, observation and recipe that explain an observation: its own where they are known."""
     if (run := job.recipes.get(name)) is not None:
         # Without what kernels returned, the emulation's own O is explained.
         inputs = {n: tensor for n, tensor in job.capture.tensors.items() if n in INPUTS}
-        return replace(job.capture, tensors=inputs), None, run
+        return OpenCapture(replace(job.capture, tensors=inputs), job.device, job.batches, job.heads), None, run
     known = job.recognised.get(name)
     # A recipe that was recognised, not given, is recognised again on the head itself.
-    return job.capture, name, known.recipe if known is not None and known.agreement is None else None
+    return job.opened, name, known.recipe if known is not None and known.agreement is None else None

@@ -16,11 +16,10 @@ from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection, select_place
 from attn_diag.errors import InputError
 from attn_diag.head.certification import Certify
-from attn_diag.head.collectors import collector_of
 from attn_diag.head.engines import require_known
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.read import NonFiniteCensus, read_head
-from attn_diag.head.row_maxima import DEFINITIONS, Repeats
+from attn_diag.head.row_maxima import DEFINITIONS, Repeats, collector_of
 from attn_diag.kernels import Recipe
 from attn_diag.reference import reference_head
 from attn_diag.results.diagnosis import (
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
     from attn_diag.kernels.dump import Dump
 
 DEFAULT_LEVEL = 0.01
+# What inspecting a head leaves behind for its details, of all captures: 146 heads of T = 512 and D = 64, or one of
+# T = 32k and D = 128. Heads beyond it are streamed once more.
+_KEPT_BYTES = 2**28
 
 
 def inspect(
@@ -147,7 +149,8 @@ def inspect_captures(
     for capture in chosen:
         try:
             runs = Runs(tuple(recipes), runner, dict(made_by or {}))
-            jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level, certified))
+            keep = _KEPT_BYTES // len(chosen) if details else 0
+            jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level, certified, keep))
         except InputError as error:
             if skip is None or len(chosen) == 1:
                 raise

@@ -75,11 +75,15 @@ def closed_form(
 
 def explain(subject: MicroscopeSubject) -> ClosedForm:
     """The closed form of a subject."""
-    sums = _Sums(subject.recipe)
-    for block in row_blocks(subject.inputs.head):
-        sums.add(subject, block, predict_block(subject.recipe, subject.inputs.head, block))
-    s = subject
-    return ClosedForm(s.source, s.observation, s.layer, s.batch, s.head, sums.totals(), sums.by_row())
+    sums, head, opened = _Sums(subject.recipe), subject.inputs.head, subject.opened
+    # Where dQ is known the forward is enough.
+    for block in row_blocks(head if opened.measured is None else replace(head, do=None)):
+        if opened.measured is not None and (dq := opened.measured.reference.dq) is not None:
+            block.dq = dq[block.rows]
+        sums.add(subject, block, predict_block(subject.recipe, head, block))
+    return ClosedForm(
+        opened.source, opened.observation, opened.layer, opened.batch, opened.head, sums.totals(), sums.by_row()
+    )
 
 
 def predict_block(recipe: Recipe, head: AttentionHead, block: RowBlock) -> Prediction:

@@ -78,11 +78,11 @@ def look(
     progress: Progress = _silent,
 ) -> Microscope:
     """The microscope on a subject; see ``microscope``. ``chosen``: how row and feature, where both are given, were."""
-    head, recipe = subject.inputs.head, subject.recipe
+    opened, head, recipe = subject.opened, subject.inputs.head, subject.recipe
     progress(1, 3)
     for name, number, count in (("row", row, len(head.q)), ("feature", feature, head.v.shape[1])):
         if number is not None and not 0 <= number < count:
-            raise InputError(f"{subject.source}: {name} must lie between 0 and {count - 1}, got {number}")
+            raise InputError(f"{opened.source}: {name} must lie between 0 and {count - 1}, got {number}")
     if row is None or feature is None:
         row, feature, chosen = _worst(subject, row, feature)
     forward, values = replace(head, do=None), head.v[:, feature].cpu().numpy()
@@ -90,16 +90,16 @@ def look(
     block = reference_rows(forward, rows)
     subject.inputs.mark_rows(block)
     if bool(subject.inputs.unusable[row]):
-        raise InputError(f"{subject.source}: row {row} holds or sees NaN or Inf; choose another row")
+        raise InputError(f"{opened.source}: row {row} holds or sees NaN or Inf; choose another row")
     if bool(block.fully_masked[0]):
-        raise InputError(f"{subject.source}: row {row} sees no key; choose another row")
+        raise InputError(f"{opened.source}: row {row} sees no key; choose another row")
     trace = trace_row(recipe, forward, row)
     walk = walk_element(recipe, trace, head.v[:, feature], exponent_factor(recipe, head))
     emulated = _emulated(recipe, forward, row, feature)
     reference = float(block.out[0, feature])
     truth = torch.tensor(reference, dtype=torch.float64)
     rounded = float(round_nearest_even(truth, subject.out_format))
-    observed = None if subject.observation is None else float(subject.out[row, feature])
+    observed = None if opened.observation is None else float(subject.out[row, feature])
     told = walk.out if observed is None else observed
     decisive = _decisive(walk.sites)
     prefix = _prefix_errors(walk, recipe, block.scores[0].cpu().numpy(), block.keys, values)
@@ -117,13 +117,13 @@ def look(
     progress(2, 3)
     found = Microscope(
         tool=describe_tool(head.q.device),
-        source=subject.source,
-        observation=subject.observation,
+        source=opened.source,
+        observation=opened.observation,
         recipe=recipe.name,
-        recipe_reason=subject.recipe_reason,
-        layer=subject.layer,
-        batch=subject.batch,
-        head=subject.head,
+        recipe_reason=opened.baseline.words,
+        layer=opened.layer,
+        batch=opened.batch,
+        head=opened.head,
         row=row,
         feature=feature,
         chosen=chosen,
@@ -185,9 +185,9 @@ def _emulated(recipe: Recipe, head: AttentionHead, row: int, feature: int) -> fl
 
 def _worst(subject: MicroscopeSubject, row: int | None, feature: int | None) -> tuple[int, int, str]:
     """The (row, feature) of the largest |excess| within what is asked for, of the largest |error| where all are 0."""
-    inputs = subject.inputs
-    head = replace(inputs.head, do=None)
-    reference = reference_head(head, inputs.mark_rows)
+    inputs, truth = subject.inputs, subject.opened.measured
+    # The forward alone, unless the truth is known.
+    reference = reference_head(replace(inputs.head, do=None), inputs.mark_rows) if truth is None else truth.reference
     errors = subject.out - round_nearest_even(reference.out, subject.out_format)
     wanted = torch.ones_like(errors, dtype=torch.bool)
     wanted[inputs.unusable | reference.fully_masked] = False
@@ -198,7 +198,9 @@ def _worst(subject: MicroscopeSubject, row: int | None, feature: int | None) -> 
     wanted &= errors.isfinite()
     if not bool(wanted.any()):
         where = "no row" if row is None else f"row {row} is not one that"
-        raise InputError(f"{subject.source}: {where} sees a key and holds finite numbers; nothing can be looked at")
+        raise InputError(
+            f"{subject.opened.source}: {where} sees a key and holds finite numbers; nothing can be looked at"
+        )
     name = "largest |excess error|"
     if not bool((errors[wanted] != 0).any()):
         errors, name = subject.out - reference.out, "largest |error| (O is correctly rounded everywhere)"

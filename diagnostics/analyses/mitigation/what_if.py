@@ -30,11 +30,10 @@ from attn_diag.analyses.mitigation.words import summarise
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
-from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.machine import describe_tool, pick_device
-from attn_diag.head.projection import HeadProjection, find_projection
-from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head
-from attn_diag.head.recipe.baseline import find_baseline, observation_with_o
+from attn_diag.head.open import OpenCapture
+from attn_diag.head.read import HeadInputs
+from attn_diag.head.recipe.baseline import observation_with_o
 from attn_diag.head.signed_errors import by_cell, of_rows
 from attn_diag.head.truth import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
 from attn_diag.kernels import Recipe
@@ -79,21 +78,19 @@ def what_if(
     """
     _check_options(betas, seeds, level)
     batch, index = select_place(capture, batch, head)
-    number = index + capture.metadata.head_offset
     where = pick_device(device)
     chosen = observation_with_o(capture, observation)
     notes: list[str] = []
     if observation is None and len(capture.observations) > 1:
         notes.append(f"the capture has observations {', '.join(capture.observations)}; {chosen} is looked at")
-    if chosen is not None:
-        assumptions = check_assumptions(capture, [chosen], where)
-        if assumptions.ok is False:
-            raise InputError(f"{capture.source}: {assumptions.message}")
-    baseline = find_baseline(capture, recipe, chosen, batch, index, where)
-    inputs = read_head(capture, batch, index, where, NonFiniteCensus())
-    truth = head_truth(inputs, _projection(capture, batch, index, where, notes))
+    opened = OpenCapture(capture, where, [batch], [index])
+    given = opened.open_head(chosen, recipe, batch, index)
+    notes += _projection_notes(opened)
+    baseline, inputs, truth = given.baseline, given.inputs, given.truth
     if not bool(truth.usable.any()):
-        raise InputError(f"{capture.source}: head {number}: every row is fully masked, or has NaN or Inf in its inputs")
+        raise InputError(
+            f"{capture.source}: head {given.head}: every row is fully masked, or has NaN or Inf in its inputs"
+        )
     unit = _score_unit(baseline.recipe, inputs)
     acting = repeated_maxima_as_run(baseline.recipe, truth.head, stabilised_rule(2.0, unit).epsilon)
     if not acting.rows and betas:
@@ -116,7 +113,7 @@ def what_if(
         source=capture.source,
         layer=capture.metadata.layer,
         batch=batch,
-        head=number,
+        head=given.head,
         rows=int(truth.usable.sum()),
         observation=chosen,
         recipe=baseline.name,
@@ -125,7 +122,7 @@ def what_if(
         ranked_by=ranked_by,
         max_logit=max_logit,
         level=level,
-        observed=None if chosen is None else Errors(**observed_sizes(capture, chosen, batch, index, truth)),
+        observed=None if chosen is None else Errors(**observed_sizes(given.outputs, truth)),
         baseline=first,
         candidates=rest,
         stabilised=_stabilised(baseline.recipe, acting, rest, int(truth.usable.sum())),
@@ -467,13 +464,8 @@ def _check_options(betas: Sequence[float], seeds: int, level: float) -> None:
         raise InputError(f"seeds must not be negative, got {seeds}; 0 leaves stochastic rounding out")
 
 
-def _projection(
-    capture: Capture, batch: int, head: int, device: torch.device, notes: list[str]
-) -> HeadProjection | None:
-    """How dW_Q follows from dQ, or None; a note says what lies between, or why it does not follow."""
-    if "do" not in capture.tensors:
-        notes.append("no dO was captured: candidates are ranked by O's error, and nothing is said of gradients")
-        return None
-    projection = find_projection(capture, [batch], [head], device)
-    notes += [] if projection.note is None else [projection.note]
-    return projection.head(batch, head)
+def _projection_notes(opened: OpenCapture) -> list[str]:
+    """What lies between dQ and dW_Q, or why the latter does not follow."""
+    if opened.projection is None:
+        return ["no dO was captured: candidates are ranked by O's error, and nothing is said of gradients"]
+    return [] if opened.projection.note is None else [opened.projection.note]

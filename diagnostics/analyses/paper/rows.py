@@ -11,7 +11,8 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head
-from attn_diag.reference import BoundCollector, RowBlock, reference_head
+from attn_diag.head.truth import head_truth
+from attn_diag.reference import BoundCollector
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,11 @@ class HeadReader:
         inputs = read_head(c, batch, self._head, self._device, NonFiniteCensus())
         head = inputs.head
         assert head.do is not None
-        probs_k, bounds = torch.zeros_like(head.q), BoundCollector(head)
-
-        def observe(block: RowBlock) -> None:
-            inputs.mark_rows(block)
-            bounds.add(block)
-            probs = block.unnormalised_probs if block.slope is None else block.unnormalised_probs * block.slope
-            probs_k[block.rows] = (probs @ head.k[block.keys]) * block.inverse_row_sum[:, None]
-
-        reference = reference_head(head, observe, key_gradients=False, gradient_sums=True)
+        bounds = BoundCollector(head)
+        truth = head_truth(inputs, self._projection.head(batch, self._head), bounds.add, gradient_sums=True)
+        reference, probs_k, projection = truth.reference, truth.probs_k, truth.projection
         assert reference.delta is not None
+        assert probs_k is not None
         out, delta = self._observed("o", batch), self._observed("delta", batch)
         if delta is None:
             assert out is not None, "delta's error was measured, so delta or O is there"
@@ -73,7 +69,6 @@ class HeadReader:
         usable &= ~reference.fully_masked & bounds.bounds(reference).known_rows
         rows = usable.nonzero()[:, 0]
         delta_error = (delta - reference.delta)[rows]
-        projection = self._projection.head(batch, self._head)
         x, left = self._x(batch, projection), None
         if projection is not None:
             error = probs_k[rows] * (-head.scale * delta_error)[:, None]

@@ -1,0 +1,149 @@
+"""Opening a capture, and a head of it: what every analysis of a head starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import Capture
+from attn_diag.errors import InputError
+from attn_diag.head.assumptions import check_observation, judge_checks
+from attn_diag.head.projection import HeadProjection, Projection, find_projection
+from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head, read_outputs
+from attn_diag.head.recipe.baseline import Baseline, Recognised, find_baseline, recognise
+from attn_diag.head.truth import HeadTruth, head_truth
+from attn_diag.kernels import Recipe
+from attn_diag.reference import FloatFormat
+from attn_diag.results.diagnosis import Assumptions, Misfit
+
+
+@dataclass
+class OpenHead:
+    """One head of one sequence, ready to be taken apart."""
+
+    source: str
+    """The capture's."""
+    layer: int | None
+    """The model's number of the layer."""
+    batch: int
+    """Index of the batch item."""
+    head: int
+    """The model's number of the head."""
+    observation: str | None
+    """The observation looked at; None where none has an O."""
+    outputs: dict[str, Tensor]
+    """What the observation holds of it: o, lse, delta and dq in float64, as far as captured."""
+    formats: dict[str, FloatFormat]
+    """The formats in which ``outputs`` were stored."""
+    baseline: Baseline
+    """The recipe that its O is taken to come from."""
+    inputs: HeadInputs
+    """q, k, v and dO."""
+    projection: HeadProjection | None = None
+    """How dW_Q follows from dQ; None where it does not."""
+    measured: HeadTruth | None = None
+    """The truth, where a pass over the head has been made."""
+
+    @property
+    def truth(self) -> HeadTruth:
+        """The float64 reference and what goes with it; the first call streams it, unless it is known already."""
+        if self.measured is None:
+            self.measured = head_truth(self.inputs, self.projection)
+        return self.measured
+
+
+@dataclass(frozen=True)
+class OpenCapture:
+    """Some heads of a capture: its metadata are checked, and its recipes recognised, once for all who ask."""
+
+    capture: Capture
+    """Where they are."""
+    device: torch.device
+    """Where float64 is computed."""
+    batches: Sequence[int]
+    """Indices of the batch items."""
+    heads: Sequence[int]
+    """Indices in the capture, not the model's numbers."""
+    _checks: dict[str, tuple[Misfit, ...]] = field(default_factory=dict)
+    _recognised: dict[tuple[str, int, int], Recognised | None] = field(default_factory=dict)
+
+    def only(self, batch: int, head: int) -> OpenCapture:
+        """This head of this batch item alone."""
+        return replace(self, batches=[batch], heads=[head])
+
+    @cached_property
+    def projection(self) -> Projection | None:
+        """How dW_Q follows from dQ in these heads; None without dO."""
+        if "do" not in self.capture.tensors:
+            return None
+        return find_projection(self.capture, self.batches, self.heads, self.device)
+
+    def assumptions(self, observations: Sequence[str]) -> Assumptions:
+        """Whether these observations agree with the metadata; see ``check_assumptions``."""
+        for name in observations:
+            if name not in self._checks:
+                self._checks[name] = check_observation(self.capture, name, self.device)
+        return judge_checks(self.capture, observations, [c for name in observations for c in self._checks[name]])
+
+    def require_assumptions(self, observation: str | None) -> None:
+        """Raise InputError where the metadata contradict an observation."""
+        if observation is not None and (found := self.assumptions([observation])).ok is False:
+            raise InputError(f"{self.capture.source}: {found.message}")
+
+    def recognise(self, observation: str, batch: int, head: int) -> Recognised | None:
+        """The known recipe that made an observation's O, from a few rows of this head; None where none fits."""
+        place = observation, batch, head
+        if place not in self._recognised:
+            self._recognised[place] = recognise(self.capture, observation, batch, head, self.device)
+        return self._recognised[place]
+
+    def open_head(
+        self,
+        observation: str | None,
+        recipe: str | Recipe | None,
+        batch: int,
+        head: int,
+        *,
+        measured: HeadTruth | None = None,
+    ) -> OpenHead:
+        """Open one of its heads.
+
+        Args:
+            observation: The observation to look at; None where none has an O.
+            recipe: The recipe to take it as made by, a name or a Recipe; None: as recognised by its bits, else fa2.
+            batch: Index of the batch item.
+            head: Index of the head in the capture.
+            measured: Its truth, where a pass over it has been made.
+
+        Raises:
+            InputError: The metadata contradict the observation, the recipe does not exist, or no recipe covers the
+                inputs.
+        """
+        c = self.capture
+        self.require_assumptions(observation)
+        found = None if observation is None or recipe is not None else self.recognise(observation, batch, head)
+        baseline = find_baseline(c, recipe, found)
+        projection = None if self.projection is None else self.projection.head(batch, head)
+        census = NonFiniteCensus()
+        inputs = read_head(c, batch, head, self.device, census) if measured is None else measured.inputs
+        outputs: dict[str, Tensor] = {}
+        formats: dict[str, FloatFormat] = {}
+        if observation is not None:
+            outputs, formats = read_outputs(c, observation, batch, head, self.device, census)
+        return OpenHead(
+            source=c.source,
+            layer=c.metadata.layer,
+            batch=batch,
+            head=head + c.metadata.head_offset,
+            observation=observation,
+            outputs=outputs,
+            formats=formats,
+            baseline=baseline,
+            inputs=inputs,
+            projection=projection,
+            measured=None if measured is None else replace(measured, projection=projection),
+        )
