@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -29,6 +30,8 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 
 # Test modules are imported by path; what several of them share is imported by name.
 sys.path.append(str(ROOT / "tests"))
+
+from command_line import Done, Programs, Run  # noqa: E402 - found by the line above
 
 
 def pytest_report_header() -> str:
@@ -89,3 +92,43 @@ def poisoned() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def fresh_heap() -> Iterator[None]:
+    """For the garbage collector nothing is there that other tests have left behind."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line, in this process and outside of GitHub."""
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+    def call(*arguments: object, **environment: str) -> Done:
+        from attn_diag.cli import main
+
+        with monkeypatch.context() as changed:
+            changed.setattr(sys, "argv", ["attn-diag", *map(str, arguments)])
+            for name, value in environment.items():
+                changed.setenv(name, value)
+            before = sys.argv[:], sys.path[:], sys.modules["__main__"]
+            with pytest.raises(SystemExit) as stopped:
+                main()
+            assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+        captured = capsys.readouterr()
+        return Done(int(stopped.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Python programs that need not import torch again."""
+    found = Programs()
+    yield found
+    found.close()

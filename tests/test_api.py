@@ -6,11 +6,11 @@ import io
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import inspected, some
 from rich.console import Console
 
 import attn_diag
@@ -42,8 +42,7 @@ def tensors(
                     Masking("top-left"),
                 )
             )
-            assert found.dq is not None
-            o[b, h], dq[b, h] = found.out, found.dq
+            o[b, h], dq[b, h] = found.out, some(found.dq)
     return {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}
 
 
@@ -62,13 +61,11 @@ def test_inspect_at_a_breakpoint() -> None:
 def test_correct_rounding_has_no_excess_and_no_test_of_it() -> None:
     head = attn_diag.inspect(**tensors(), causal=True).captures[0].observations[0].heads[0]
     assert head.bias.o_excess is not None
-    assert head.bias.delta_excess is not None
     assert head.bias.o_excess.mean == 0
     assert head.bias.o_excess.p_value is None
-    assert head.bias.delta_excess.p_value is None
+    assert some(head.bias.delta_excess).p_value is None
     assert head.rounding_bias.o is not None
-    assert head.bias.o is not None
-    assert head.rounding_bias.o.mean == head.bias.o.mean
+    assert head.rounding_bias.o.mean == some(head.bias.o).mean
 
 
 def test_quantities_without_their_tensor_are_null() -> None:
@@ -98,8 +95,7 @@ def test_without_observation_a_recipe_is_emulated_and_said_to_be() -> None:
     assert fa2.backend == "emulation on cpu"
     assert "fa2 (emulated)" in diagnosis.report()
     assert fa2.pooled.noise_factor is not None
-    assert qiu.pooled.noise_factor is not None
-    assert fa2.pooled.noise_factor < 2 < qiu.pooled.noise_factor
+    assert fa2.pooled.noise_factor < 2 < some(qiu.pooled.noise_factor)
     assert qiu.pooled.row_maxima.as_run is not None
     default = attn_diag.inspect(given["q"], given["k"], given["v"])
     assert [o.name for o in default.captures[0].observations] == ["fa2 (emulated)"]
@@ -116,8 +112,7 @@ def test_planted_bias_along_do_is_found_through_excess() -> None:
     assert pooled.verdict is not None
     assert "biased" in pooled.verdict.labels
     assert pooled.bias.delta_excess is not None
-    assert pooled.bias.delta_excess.p_adjusted is not None
-    assert pooled.bias.delta_excess.p_adjusted < 1e-6
+    assert some(pooled.bias.delta_excess.p_adjusted) < 1e-6
     assert pooled.verdict.evidence == "significant"
 
 
@@ -140,16 +135,13 @@ def test_eight_sequences_are_the_clusters() -> None:
         attn_diag.inspect(**tensors(batch=b, length=16), causal=True).captures[0].observations[0].heads[0]
         for b in (7, 8)
     )
-    assert few.bias.delta is not None
-    assert many.bias.delta is not None
     given = tensors(batch=7, length=16)
     scores = (given["q"].double() @ given["k"].double().mT).masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
-    assert few.bias.delta.n_clusters == sum(len(sequence.unique()) for sequence in scores[:, 0].argmax(-1))
-    assert many.bias.delta.n_clusters == 8
+    assert some(few.bias.delta).n_clusters == sum(len(sequence.unique()) for sequence in scores[:, 0].argmax(-1))
+    assert some(many.bias.delta).n_clusters == 8
     assert few.batch is None
     # Eight clusters never have more than eight effective terms: sequences are not to be called too few for that.
-    assert many.verdict is not None
-    assert "undecided" not in many.verdict.labels
+    assert "undecided" not in some(many.verdict).labels
 
 
 def test_grouped_heads_and_selection() -> None:
@@ -169,8 +161,7 @@ def test_nan_in_a_key_takes_out_the_rows_that_attend_to_it() -> None:
     assert (hit.rows_all, hit.rows_nonfinite) == (40, 8)
     assert pooled.rows_all == 88
     assert [(n.tensor, n.count, n.first) for n in diagnosis.captures[0].nonfinite] == [("k", 1, (0, 1, 40, 3))]
-    assert hit.propagation.dq is not None
-    assert hit.propagation.dq.relative_error == pytest.approx(0.002, abs=0.001)
+    assert some(hit.propagation.dq).relative_error == pytest.approx(0.002, abs=0.001)
 
 
 def test_head_without_a_usable_row_is_undecided() -> None:
@@ -178,8 +169,7 @@ def test_head_without_a_usable_row_is_undecided() -> None:
     given["q"] = torch.full_like(given["q"], math.nan)
     heads = attn_diag.inspect(**given, causal=True).captures[0].observations[0].heads
     for head in heads:
-        assert head.verdict is not None
-        assert set(head.verdict.labels) == {"undecided"}
+        assert set(some(head.verdict).labels) == {"undecided"}
         assert head.rows_all == 0
 
 
@@ -207,8 +197,7 @@ def test_projected_weight_gradient_needs_a_fitting_projection() -> None:
     given["q"] = (x @ w_q.T)[:, None].bfloat16()
     del given["o"], given["dq"]
     fits = attn_diag.inspect(**given, x=x, w_q=w_q, causal=True).captures[0].observations[0].heads[0]
-    assert fits.propagation.dw_q is not None
-    assert fits.propagation.dw_q.coherence is not None
+    assert some(fits.propagation.dw_q).coherence is not None
     rotated = attn_diag.inspect(**given, x=x, w_q=-w_q, causal=True).captures[0].observations[0].heads[0]
     assert rotated.propagation.dw_q is None
     assert "q is not x w_q^T" in rotated.propagation.notes[0]
@@ -227,8 +216,8 @@ def test_json_round_trip_and_schema() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_terminal_report_keeps_within_its_width(width: int, captures: Path) -> None:
-    diagnosis = inspect_captures([attn_diag.load(captures / "pair_T256.safetensors")], device="cpu")
+def test_terminal_report_keeps_within_its_width(width: int) -> None:
+    diagnosis = inspected("pair_T256")
     text = diagnosis.report(width)
     assert max(map(len, text.splitlines())) <= width
     for words in (
@@ -263,8 +252,7 @@ def test_captured_delta_is_preferred_and_its_own_rounding_reported() -> None:
     exact = (given["do"].double() * given["o"].double()).sum(-1)
     head = attn_diag.inspect(**given, delta=exact.float(), causal=True).captures[0].observations[0].heads[0]
     assert head.delta_source == "captured"
-    assert head.delta_rounding is not None
-    assert head.delta_rounding.rms == pytest.approx(
+    assert some(head.delta_rounding).rms == pytest.approx(
         float((exact.float().double() - exact)[0, 0].square().mean().sqrt())
     )
 
@@ -308,14 +296,10 @@ def sink(rounding: str, rows: int = 128) -> HeadDiagnosis:
 def test_an_attention_sink_is_judged_by_rows_and_features() -> None:
     """All rows have one argmax key, and so would be one cluster."""
     right, wrong = sink("bf16"), sink("bf16:toward-zero")
-    assert right.verdict is not None
-    assert wrong.verdict is not None
-    assert "biased" not in right.verdict.labels
-    assert "biased" in wrong.verdict.labels
-    assert right.bias.delta is not None
-    assert right.bias.delta.n_clusters == 32, "features"
-    assert wrong.bias.o_away_excess is not None
-    assert wrong.bias.o_away_excess.n_clusters == 128, "rows"
+    assert "biased" not in some(right.verdict).labels
+    assert "biased" in some(wrong.verdict).labels
+    assert some(right.bias.delta).n_clusters == 32, "features"
+    assert some(wrong.bias.o_away_excess).n_clusters == 128, "rows"
 
 
 def test_a_single_row_is_no_sample() -> None:

@@ -14,6 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from builders import some
 from rich.cells import cell_len
 
 from attn_diag.analyses.attribution.attribute import attribute
@@ -113,11 +114,10 @@ def test_without_its_sites_a_recipe_is_exact(name: str) -> None:
     exact = emulate_head(with_low(recipe, sites, ()), head)
     truth = reference_head(head)
     assert with_low(recipe, sites, [s.name for s in sites]) == recipe
-    assert exact.dq is not None
     assert truth.dq is not None
     # A clamp on l (1e-10) and the stabilised rule change nothing in exact arithmetic here.
     assert (exact.o - truth.out).norm() <= 1e-12 * truth.out.norm()
-    assert (exact.dq - truth.dq).norm() <= 1e-12 * truth.dq.norm()
+    assert (some(exact.dq) - truth.dq).norm() <= 1e-12 * truth.dq.norm()
 
 
 def test_every_subset_is_a_run_of_its_own() -> None:
@@ -132,11 +132,9 @@ def test_every_subset_is_a_run_of_its_own() -> None:
     for subset, shared in zip(plan.subsets, together, strict=True):
         alone = emulate_head(with_low(recipe, sites, subset), head)
         assert alone.dq is not None
-        assert truth.reference.dq is not None
-        error = (alone.dq.double() - truth.reference.dq).square().sum()
-        assert shared.dq_square is not None
+        error = (alone.dq.double() - some(truth.reference.dq)).square().sum()
         # float64 arithmetic shares (P o dP) K and P K between runs: equal to its precision.
-        assert float(shared.dq_square.sum()) == pytest.approx(float(error), rel=1e-9, abs=1e-25)
+        assert float(some(shared.dq_square).sum()) == pytest.approx(float(error), rel=1e-9, abs=1e-25)
         values[subset] = np.array([float(error)])
     found = plan.values(values)
     total = values[frozenset([*names, "arithmetic"])] - values[frozenset()]
@@ -163,8 +161,7 @@ def assert_named(head: AttentionHead, recipe: Recipe, planted: str, dtype: torch
     truth = head_truth(inputs_of(head, dtype))
     found = attribute_sites(truth, recipe)
     sites = {s.site: s.effects["o"] for s in found.sites}
-    alone = sites[planted].bias_alone
-    assert alone is not None
+    alone = some(sites[planted].bias_alone)
     assert 0.02 <= abs(alone) <= 0.05
     assert sites["out"].alone > 5 * sites[planted].alone
     assert found.biased == {"o": planted}
@@ -260,8 +257,7 @@ def test_an_ill_conditioned_head_is_explained_in_words(step731: HeadAttribution)
 
 def test_shams_repair_nothing(step731: HeadAttribution) -> None:
     out = next(s for s in step731.sites if s.site == "out").effects["dq"]
-    assert out.sham is not None
-    assert out.repaired < 0.2 * step731.totals["dq"].error < 0.8 * step731.totals["dq"].error < out.sham
+    assert out.repaired < 0.2 * step731.totals["dq"].error < 0.8 * step731.totals["dq"].error < some(out.sham)
     assert step731.inert == ("backward_probs", 0.0)
 
 
@@ -316,8 +312,7 @@ def test_stabilised_recipes_are_taken_apart_too(captures: Path) -> None:
 
 def test_a_recipe_that_is_not_the_captured_kernel_is_said_to_be_so(captures: Path) -> None:
     found = attribute(load(captures / "failing_step500_L2H7.safetensors"), recipe="fa2").heads[0]
-    assert found.noise_factor is not None
-    assert found.noise_factor < 2  # the captured kernel's is 11
+    assert some(found.noise_factor) < 2  # the captured kernel's is 11
     assert "not what the captured kernel does" in found.reasons[0]
     assert "delta 11 noise floors captured, 1.1" in found.reasons[0]
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from builders import some
 
 from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.kernels.rounding_numpy import round_array
@@ -21,12 +22,10 @@ FILE = Path(__file__).parent.parent / "benchmarks" / "bench_rounding.py"
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_rounding", FILE)
-    assert spec is not None
-    assert spec.loader is not None
+    spec = some(importlib.util.spec_from_file_location("bench_rounding", FILE))
     module = importlib.util.module_from_spec(spec)
     sys.modules["bench_rounding"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    some(spec.loader).exec_module(module)
     return module
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from builders import some
 from scipy import stats
 
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
@@ -93,8 +94,7 @@ def rejections(clustered: bool, mean: float, level: float, trials: int = 2000) -
     for _ in range(trials):
         noise = rng.standard_t(6, len(clusters)) * scale + rng.standard_t(6, 60)[clusters]
         found = estimate_bias(rows_of(noise + mean), clusters if clustered else None, level)
-        assert found.p_value is not None
-        count += found.p_value < level
+        count += some(found.p_value) < level
     return count / trials
 
 
@@ -111,8 +111,7 @@ def test_ignoring_clusters_would_alarm() -> None:
 
 def test_minimum_detectable_bias_is_found_with_80_percent_power() -> None:
     rng = np.random.default_rng(3)
-    detectable = estimate_bias(rows_of(rng.normal(0, 1, 400)), None, 0.01).minimum_detectable
-    assert detectable is not None
+    detectable = some(estimate_bias(rows_of(rng.normal(0, 1, 400)), None, 0.01).minimum_detectable)
     hits = sum(
         (estimate_bias(rows_of(rng.normal(detectable, 1, 400)), None, 0.01).p_value or 1) < 0.01 for _ in range(1500)
     )
@@ -187,8 +186,7 @@ def test_two_ways_of_clustering_at_once() -> None:
             "none": estimate_bias(replace(both, features=None), None, 0.05),
         }
         for name, test in tests.items():
-            assert test.p_value is not None
-            alarms[name] += test.p_value <= 0.05
+            alarms[name] += some(test.p_value) <= 0.05
     limit = stats.binom.ppf(0.999, 600, 0.05)
     assert stats.binom.ppf(0.001, 600, 0.05 / 3) <= alarms["both"] <= limit, alarms
     assert min(alarms["keys"], alarms["features"], alarms["none"]) > limit, alarms
@@ -215,9 +213,8 @@ def test_features_of_several_heads_lie_side_by_side() -> None:
     joined = SignedErrors.join([signed(first, keys), signed(second, others)]).features
     blocks = np.zeros((120, 24))
     blocks[:60, :12], blocks[60:, 12:] = first, second
-    whole = signed(blocks, np.concatenate([keys, others + 20])).features
+    whole = some(signed(blocks, np.concatenate([keys, others + 20])).features)
     assert joined is not None
-    assert whole is not None
     assert joined.sums == pytest.approx(whole.sums)
     assert joined.cell_squares == pytest.approx(whole.cell_squares)
     assert SignedErrors.join([signed(first, keys), replace(signed(second, others), features=None)]).features is None

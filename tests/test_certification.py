@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from builders import SHARED, inspected, some
+from command_line import Run
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -22,7 +23,6 @@ from attn_diag import InputError, load
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.verdict import beyond_reference
 from attn_diag.captures.selection import Ranges
-from attn_diag.cli import main
 from attn_diag.cli.inspect import inspect as command
 from attn_diag.head.certification import Certify, RoundedBound, pool_certificates, rounding_of_products
 from attn_diag.reference import UNIT, BoundCollector, HeadBounds, HeadReference, format_of, round_nearest_even, ulp
@@ -102,16 +102,15 @@ def test_one_per_cent_of_the_standard_error(bound: float | None, error: float, e
     assert beyond_reference(BiasEstimate(standard_error=error, reference_bound=bound)) is expected
 
 
-def test_nothing_is_withheld_on_real_captures(captures: Path) -> None:
+def test_nothing_is_withheld_on_real_captures() -> None:
     """Measured: bounds of at most 3.7e-9 of the standard error. A reference in fp32 would not do."""
     ratios = []
-    for path in sorted(captures.glob("*.safetensors")):
-        for head in heads(inspect_captures([load(path)], device="cpu")):
+    for name in SHARED:
+        for head in heads(inspected(name)):
             for estimate in estimates(head):
                 assert estimate.reference_bound is not None
-                assert estimate.standard_error is not None
                 assert not beyond_reference(estimate)
-                ratios.append(estimate.reference_bound / estimate.standard_error)
+                ratios.append(estimate.reference_bound / some(estimate.standard_error))
     assert len(ratios) > 100
     assert max(ratios) < 1e-8
     assert max(ratios) * 2.0**29 > 1e-2
@@ -129,10 +128,8 @@ def test_an_error_that_is_the_same_everywhere_is_judged() -> None:
     given["v"] = torch.full_like(given["v"], 1.5)
     given["o"] = torch.full_like(given["o"], 1.5 + 2.0**-7)
     (head, *_) = heads(attn_diag.inspect(**given, causal=True))
-    assert head.verdict is not None
-    assert head.bias.o_excess is not None
-    assert head.bias.o_excess.standard_error == pytest.approx(0, abs=1e-15)
-    assert "biased" in head.verdict.labels
+    assert some(head.bias.o_excess).standard_error == pytest.approx(0, abs=1e-15)
+    assert "biased" in some(head.verdict).labels
 
 
 @pytest.mark.parametrize("huge", [-1e16, float(torch.finfo(torch.float32).min)])
@@ -359,21 +356,11 @@ def test_pooled_certificates() -> None:
 # The command line.
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["attn-diag", "inspect", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        captured = capsys.readouterr()
-        return int(stopped.value.code or 0), captured.out, captured.err
-
-    return call
-
-
-def test_certify_on_the_command_line(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_certify_on_the_command_line(run: Run, tmp_path: Path) -> None:
     target, page = tmp_path / "out.json", tmp_path / "out.html"
-    code, out, _ = run("--example", "--certify", 8, "--certify-rows", "0,100-101", "--json", target, "--html", page)
+    code, out, _ = run(
+        "inspect", "--example", "--certify", 8, "--certify-rows", "0,100-101", "--json", target, "--html", page
+    )
     assert code == 0
     line = "rows recomputed in mpmath (128 bits): every error of the float64 reference is within its bound"
     assert line in " ".join(out.split())
@@ -393,8 +380,8 @@ def test_certify_on_the_command_line(run: Callable[..., tuple[int, str, str]], t
     assert not validator.is_valid(document)
 
 
-def test_without_certify_there_is_no_certificate(run: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, _ = run("--example", "--certify", 0, "--json", "-")
+def test_without_certify_there_is_no_certificate(run: Run) -> None:
+    code, out, _ = run("inspect", "--example", "--certify", 0, "--json", "-")
     assert code == 0
     head = json.loads(out)["captures"][0]["observations"][0]["heads"][0]
     assert head["certificate"] is None
@@ -413,10 +400,8 @@ def test_without_certify_there_is_no_certificate(run: Callable[..., tuple[int, s
         (("--certify-rows", "last"), "--certify-rows takes numbers and ranges such as 0,3-5, got 'last'"),
     ],
 )
-def test_what_cannot_be_certified_is_exit_2(
-    run: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...], message: str
-) -> None:
-    code, out, err = run("--example", *arguments)
+def test_what_cannot_be_certified_is_exit_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = run("inspect", "--example", *arguments)
     assert (code, out) == (2, "")
     assert message in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in err

@@ -1,4 +1,4 @@
-"""``attn_diag.check`` on real kernels, planted regressions, healthy ones over 200 seeds, kernels that misbehave."""
+"""``attn_diag.check`` on real kernels, planted regressions, healthy ones over 100 seeds, kernels that misbehave."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import some
 from scipy import stats
 from torch import Tensor
 
@@ -109,15 +110,14 @@ def truncated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def test_torch_sdpa_on_the_cpu_forward_and_backward(tmp_path: Path) -> None:
     path = tmp_path / "sdpa.json"
-    cases = ["pairs", "sinks"]
+    cases = ["pairs"]
     saved = attn_diag.check("sdpa", baseline=path, save=True, cases=cases, device="cpu")
     assert not saved.notes, "its errors are within a published recipe's, its true bias within the margin"
     for case in saved.cases:
         assert {"o", "delta", "dq", "dk", "dv"} <= set(case.sizes)
         # From its exp, whose P_bar at the maximum is not 1: real, and no reason to fail.
         bias = case.biases["o_away_excess"]
-        assert bias.standard_error is not None
-        assert 4 * bias.standard_error < bias.mean < bias.accepted[1]
+        assert 4 * some(bias.standard_error) < bias.mean < bias.accepted[1]
     assert attn_diag.check(sdpa, name="sdpa", baseline=path, cases=cases, exact=True, device="cpu").passed
     found = attn_diag.check(truncated, name="sdpa", baseline=path, cases=cases, backward=False, device="cpu")
     assert "fit" in kinds(found), "it returns no gradients any more"
@@ -125,9 +125,9 @@ def test_torch_sdpa_on_the_cpu_forward_and_backward(tmp_path: Path) -> None:
     assert kinds(found) == {"bias"}
 
 
-# 200 seeds -----------------------------------------------------------------------------------------------------------
+# 100 seeds -----------------------------------------------------------------------------------------------------------
 
-SEEDS, LEVEL, SEQUENCES = 200, 0.01, 8
+SEEDS, LEVEL, SEQUENCES = 100, 0.01, 8
 
 
 def small(seed: int) -> CaseInputs:
@@ -169,17 +169,16 @@ def surer(run: Measured, factor: float) -> Measured:
     """The same with standard errors that are too small, as rows taken for independent would give."""
 
     def less(mean: SequenceMean) -> SequenceMean:
-        assert mean.standard_error is not None
-        return replace(mean, standard_error=mean.standard_error / factor)
+        return replace(mean, standard_error=some(mean.standard_error) / factor)
 
     return replace(run, biases={n: less(m) for n, m in run.biases.items()})
 
 
-def test_200_seeds_without_a_false_alarm_beyond_the_level(healthy: list[Measured]) -> None:
+def test_100_seeds_without_a_false_alarm_beyond_the_level(healthy: list[Measured]) -> None:
     others = healthy[1:] + healthy[:1]
     # At the level itself more alarms have a chance of 0.1 %.
     most = int(stats.binom.ppf(0.999, SEEDS, LEVEL))
-    assert most == 8
+    assert most == 5
     assert alarms(healthy, None) <= most
     assert alarms(healthy, others) <= most
     # With standard errors a third of the true ones the same rules alarm: the test could fail.
@@ -212,7 +211,7 @@ def test_a_kernel_that_is_not_deterministic_does_not_flake(tmp_path: Path) -> No
     torch.manual_seed(0)
     path = tmp_path / "noisy.json"
     attn_diag.check(noisy, baseline=path, save=True, cases=["normal"], backward=False, device="cpu")
-    for seed in (0, 0, 0, 1, 2):
+    for seed in (0, 0, 1):
         found = attn_diag.check(noisy, baseline=path, cases=["normal"], seed=seed, backward=False, device="cpu")
         assert found.passed
         assert found.cases[0].deterministic is False

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from builders import some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -133,14 +134,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def test_the_capture_is_the_case_bit_for_bit(tmp_path: Path) -> None:
     (case,) = check(attention, causal=True, cases=["pairs"], head_dim=16, seed=3, device="cpu").cases
-    capture = capture_of_case(attention, "pairs", causal=True, head_dim=16, seed=3, device="cpu")
-    assert capture is not None
+    capture = some(capture_of_case(attention, "pairs", causal=True, head_dim=16, seed=3, device="cpu"))
     capture.save(tmp_path / "pairs.safetensors")
     stored = load(tmp_path / "pairs.safetensors")
     assert fingerprint({name: stored.tensors[name][...] for name in case.outputs}) == case.fingerprint
     assert (stored.metadata.causal, stored.metadata.scale, stored.metadata.kernel) == ("top-left", 0.25, "attention")
-    other = capture_of_case(attention, "pairs", causal=True, head_dim=16, seed=4, device="cpu")
-    assert other is not None
+    other = some(capture_of_case(attention, "pairs", causal=True, head_dim=16, seed=4, device="cpu"))
     assert fingerprint({name: other.tensors[name][...] for name in case.outputs}) != case.fingerprint
 
 

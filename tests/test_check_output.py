@@ -6,14 +6,13 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_line import Run
 
 import attn_diag
-from attn_diag.cli import main
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.reports.github import step_summary, workflow_commands
 from attn_diag.reports.junit import junit_document
@@ -76,8 +75,7 @@ def test_annotations_are_one_line_each_and_escaped(failed: CheckReport) -> None:
     assert len(lines) == 2
     for line in lines:
         assert line.isprintable(), "no line break or control character may end the command"
-        found = re.fullmatch(r"::error title=([^:,]*)::(.*)", line)
-        assert found is not None
+        assert re.fullmatch(r"::error title=([^:,]*)::(.*)", line)
     assert "50 %25 off" in lines[0]
     assert "%0A::error::x%250A" in lines[0], "a % in the text is not one of ours"
     assert len(workflow_commands(replace(failed, failures=failed.failures * 20))) == 10
@@ -105,22 +103,6 @@ def test_the_terminal_report(failed: CheckReport, width: int) -> None:
     assert "passed: 2 cases" in replace(failed, failures=()).report(width)
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The command line, in this process, outside of GitHub."""
-    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["attn-diag", "check", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        captured = capsys.readouterr()
-        return int(stopped.value.code or 0), captured.out, captured.err
-
-    return call
-
-
 FAST = ("--cases", "normal", "--no-backward", "--device", "cpu")
 MODULE = """
 import torch
@@ -132,42 +114,40 @@ def bad(q, k, v):
 """
 
 
-def test_save_compare_break_accept(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_compare_break_accept(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = tmp_path / "kernels_of_a_user.py"
     module.write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     good = ("kernels_of_a_user:good", *FAST, "--baseline", "b.json")
-    code, _, err = run(*good)
+    code, _, err = run("check", *good)
     assert (code, "no such baseline" in err) == (2, True)
-    assert run(*good, "--save")[0] == 0
-    code, _, err = run(*good, "--save")
+    assert run("check", *good, "--save")[0] == 0
+    code, _, err = run("check", *good, "--save")
     assert (code, "use --update" in err) == (2, True)
-    assert run(*good, "--exact", "--json", "c.json")[0] == 0
+    assert run("check", *good, "--exact", "--json", "c.json")[0] == 0
     assert CheckReport.from_json(Path("c.json").read_text()).cases[0].same_bits is True
     # The kernel of that name is broken now.
     module.write_text(MODULE.replace("good", "fine").replace("bad", "good"))
     monkeypatch.delitem(sys.modules, "kernels_of_a_user")
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
-    code, out, _ = run(*good, "--junit", "j.xml")
+    code, out, _ = run("check", *good, "--junit", "j.xml")
     assert code == 1
     assert "::error title=attn-diag check kernels_of_a_user%3Agood%3A normal%3A bias::" in out
     assert "| normal | bias |" in Path("summary.md").read_text()
     assert ET.parse("j.xml").getroot().get("failures") != "0"
-    assert "::error" not in run(*good, "--no-github")[1]
-    code, out, _ = run(*good, "--no-github", "--plain")
+    assert "::error" not in run("check", *good, "--no-github")[1]
+    code, out, _ = run("check", *good, "--no-github", "--plain")
     assert code == 1
     assert out.isascii()
     assert "FAILED: 1 of 1" in out
     assert "x [bias]" in out
     assert not any(line.endswith(" ") for line in out.splitlines())
-    code, out, err = run(*good, "--json", "-")
+    code, out, err = run("check", *good, "--json", "-")
     assert json.loads(out)["failures"]
     assert "::error" in err
-    assert run(*good, "--update")[0] == 0
-    assert run(*good, "--exact")[0] == 0
+    assert run("check", *good, "--update")[0] == 0
+    assert run("check", *good, "--exact")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -182,16 +162,16 @@ def test_save_compare_break_accept(
         (("fa2", "--junit", "no/such/folder/j.xml"), "cannot write"),
     ],
 )
-def test_what_cannot_be_run_exits_with_2(
-    run: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...], words: str
-) -> None:
-    code, _, err = run(*arguments, "--device", "cpu")
+def test_what_cannot_be_run_exits_with_2(run: Run, arguments: tuple[str, ...], words: str) -> None:
+    code, _, err = run("check", *arguments, "--device", "cpu")
     assert code == 2
     assert words in err
 
 
-def test_a_stored_capture(run: Callable[..., tuple[int, str, str]], captures: Path) -> None:
-    code, out, _ = run(captures / "kernels_gauss_T512.safetensors", "--observation", "flash", "--device", "cpu")
+def test_a_stored_capture(run: Run, captures: Path) -> None:
+    code, out, _ = run(
+        "check", captures / "kernels_gauss_T512.safetensors", "--observation", "flash", "--device", "cpu"
+    )
     assert code == 0, out
     assert "stored observation 'flash'" in out
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +14,25 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from builders import Explosive, rounded_inputs
+from command_line import Programs, Run, command, loaded_by, python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
 import attn_diag
-from attn_diag.cli import main
 
 META = {"format": "attn-diag-capture", "format_version": "1", "layout": "BHTD", "causal": "top-left", "scale": "0.25"}
 
 
-def good() -> dict[str, Tensor]:
-    """BF16 inputs with an O that is one rounding away from the truth."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(1, 2, 24, 16, generator=generator).bfloat16() for _ in range(4))
-    scores = (q.double() @ k.double().mT * 0.25).masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -torch.inf)
-    return {"q": q, "k": k, "v": v, "do": do, "o": (scores.softmax(-1) @ v.double()).bfloat16()}
-
-
 def write(path: Path, tensors: dict[str, Tensor] | None = None, **metadata: str) -> Path:
-    save_file({n: t.contiguous() for n, t in (tensors or good()).items()}, path, META | metadata)
+    save_file({n: t.contiguous() for n, t in (tensors or rounded_inputs()).items()}, path, META | metadata)
     return path
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """The command line, in this process."""
-
-    def call(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["attn-diag", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        captured = capsys.readouterr()
-        return Done(int(stopped.value.code or 0), captured.out, captured.err)
-
-    return call
-
-
-class Explosive:
-    """Unpickling this would create a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (f"touch {self.path}",)
-
-
 def changed(**tensors: Tensor | None) -> dict[str, Tensor]:
-    return {n: t for n, t in {**good(), **tensors}.items() if t is not None}
+    return {n: t for n, t in {**rounded_inputs(), **tensors}.items() if t is not None}
 
 
 def truncated(path: Path) -> Path:
@@ -97,7 +56,7 @@ def empty(path: Path) -> Path:
 
 
 def q16() -> Tensor:
-    return good()["q"]
+    return rounded_inputs()["q"]
 
 
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -106,9 +65,12 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated": (truncated, "truncated or damaged"),
     "lying-header": (lying, "truncated or damaged"),
     "missing-k": (lambda p: write(p, changed(k=None)), "tensor 'k' is missing"),
-    "shape": (lambda p: write(p, changed(v=good()["v"][:, :, :9])), "v must have shape [B, H, T, D] = [1, 2, 24, 16]"),
+    "shape": (
+        lambda p: write(p, changed(v=rounded_inputs()["v"][:, :, :9])),
+        "v must have shape [B, H, T, D] = [1, 2, 24, 16]",
+    ),
     "head-dim": (
-        lambda p: write(p, changed(k=good()["k"][..., :8])),
+        lambda p: write(p, changed(k=rounded_inputs()["k"][..., :8])),
         "k must have shape [B, H, T, D] = [1, 2, 24, 16]",
     ),
     "three-axes": (lambda p: write(p, changed(q=q16()[0])), "q must have shape [B, H, T, D]"),
@@ -117,11 +79,11 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         "q has 3 heads and k has 2",
     ),
     "promoted-k": (
-        lambda p: write(p, changed(k=good()["k"].float())),
+        lambda p: write(p, changed(k=rounded_inputs()["k"].float())),
         "got q bfloat16, k float32, v bfloat16: k was silently promoted",
     ),
     "promoted-q": (lambda p: write(p, changed(q=q16().float())), "q was silently promoted"),
-    "halves": (lambda p: write(p, changed(v=good()["v"].half())), "got q bfloat16, k bfloat16, v float16\n"),
+    "halves": (lambda p: write(p, changed(v=rounded_inputs()["v"].half())), "got q bfloat16, k bfloat16, v float16\n"),
     "integers": (lambda p: write(p, changed(q=torch.ones(1, 2, 24, 16, dtype=torch.int32))), "q has dtype int32"),
     "scale-0": (lambda p: write(p, scale="0"), "scale must be a finite number other than 0"),
     "scale-nan": (lambda p: write(p, scale="nan"), "scale must be a finite number other than 0"),
@@ -133,7 +95,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "sinks": (lambda p: write(p, changed(sinks=torch.ones(2))), "attention sinks are not supported"),
     "alibi": (lambda p: write(p, changed(alibi_slopes=torch.ones(2))), "ALiBi slopes are not supported"),
     "fp8": (
-        lambda p: write(p, {n: t.to(torch.float8_e4m3fn) for n, t in good().items() if n in "qkv"}),
+        lambda p: write(p, {n: t.to(torch.float8_e4m3fn) for n, t in rounded_inputs().items() if n in "qkv"}),
         "q is float8_e4m3fn without descale factors",
     ),
     "no-dO": (lambda p: write(p, changed(do=None, dq=q16())), "'do' is missing"),
@@ -141,7 +103,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_file(case: str, tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_bad_file(case: str, tmp_path: Path, run: Run) -> None:
     make, message = BAD[case]
     path = make(tmp_path / "capture.safetensors")
     before = sorted(tmp_path.iterdir())
@@ -189,7 +151,7 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_bad_option(case: str, tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_bad_option(case: str, tmp_path: Path, run: Run) -> None:
     options, message = BAD_OPTIONS[case]
     path = write(tmp_path / "capture.safetensors")
     done = run("inspect", path, "--json", tmp_path / "out.json", *options)
@@ -200,9 +162,9 @@ def test_bad_option(case: str, tmp_path: Path, run: Callable[..., Done]) -> None
 
 
 @pytest.mark.parametrize("how", ["torch-save", "raw-pickle"])
-def test_pickle_is_never_executed(how: str, tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_pickle_is_never_executed(how: str, tmp_path: Path, run: Run) -> None:
     path, proof = tmp_path / "capture.pt", tmp_path / "executed"
-    content = {**good(), "notes": Explosive(proof)}
+    content = {**rounded_inputs(), "notes": Explosive(proof)}
     if how == "torch-save":
         torch.save(content, path)
     else:
@@ -216,14 +178,14 @@ def test_pickle_is_never_executed(how: str, tmp_path: Path, run: Callable[..., D
     assert [p.name for p in tmp_path.iterdir()] == ["capture.pt"]
 
 
-def test_nothing_named_and_empty_directory(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_nothing_named_and_empty_directory(tmp_path: Path, run: Run) -> None:
     assert "try --example" in run("inspect").err
     done = run("inspect", tmp_path)
     assert done.code == 2
     assert "no captures in this directory" in done.err
 
 
-def test_good_capture_report_json_and_html(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_good_capture_report_json_and_html(tmp_path: Path, run: Run) -> None:
     path = write(tmp_path / "capture.safetensors")
     done = run("inspect", path, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
     assert done.code == 0
@@ -234,22 +196,23 @@ def test_good_capture_report_json_and_html(tmp_path: Path, run: Callable[..., Do
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_json_alone_on_stdout(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_json_alone_on_stdout(tmp_path: Path, run: Run) -> None:
     done = run("inspect", write(tmp_path / "capture.safetensors"), "--json", "-")
     assert json.loads(done.out)["schema"] == "attn-diag-diagnosis"
 
 
-def test_fail_on(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_fail_on(tmp_path: Path, run: Run) -> None:
     noisy = changed(
-        o=good()["o"] * (1 + torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(1)) / 50).bfloat16()
+        o=rounded_inputs()["o"]
+        * (1 + torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(1)) / 50).bfloat16()
     )
     path = write(tmp_path / "capture.safetensors", noisy)
     assert run("inspect", path, "--fail-on", "lossy,biased").code == 1
     assert run("inspect", path, "--fail-on", "ill_conditioned").code == 0
 
 
-def test_nonfinite_input_is_reported_and_the_rest_analysed(tmp_path: Path, run: Callable[..., Done]) -> None:
-    tensors = good()
+def test_nonfinite_input_is_reported_and_the_rest_analysed(tmp_path: Path, run: Run) -> None:
+    tensors = rounded_inputs()
     tensors["v"][0, 1, 20, 5] = torch.nan
     tensors["q"][0, 0, 3, :2] = torch.inf
     done = run("inspect", write(tmp_path / "capture.safetensors", tensors), "--json", "-")
@@ -266,7 +229,7 @@ def test_nonfinite_input_is_reported_and_the_rest_analysed(tmp_path: Path, run: 
     }
 
 
-def test_one_unreadable_of_several(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_one_unreadable_of_several(tmp_path: Path, run: Run) -> None:
     write(tmp_path / "a.safetensors")
     truncated(tmp_path / "b.safetensors")
     done = run("inspect", tmp_path, "--json", "-")
@@ -282,7 +245,7 @@ def test_one_unreadable_of_several(tmp_path: Path, run: Callable[..., Done]) -> 
     assert "none of the captures could be read" in done.err
 
 
-def test_mistyped_path_among_several(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_mistyped_path_among_several(tmp_path: Path, run: Run) -> None:
     fine, typo, bare = write(tmp_path / "a.safetensors"), tmp_path / "b.safetensors", tmp_path / "bare"
     bare.mkdir()
     done = run("inspect", typo, bare, fine, "--json", "-")
@@ -300,7 +263,7 @@ def test_mistyped_path_among_several(tmp_path: Path, run: Callable[..., Done]) -
     assert "1 head judged" in done.out
 
 
-def test_option_that_fits_no_file_is_said_once(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_option_that_fits_no_file_is_said_once(tmp_path: Path, run: Run) -> None:
     for name in ("a", "b"):
         write(tmp_path / f"{name}.safetensors", layer="3")
     done = run("inspect", tmp_path, "--causal", "yes")
@@ -309,13 +272,13 @@ def test_option_that_fits_no_file_is_said_once(tmp_path: Path, run: Callable[...
     assert "they are of 3 (got --layer 0-2)" in run("inspect", tmp_path, "--layer", "0-2").err
 
 
-def test_file_named_twice_counts_once(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_file_named_twice_counts_once(tmp_path: Path, run: Run) -> None:
     path = write(tmp_path / "a.safetensors")
     done = run("inspect", path, tmp_path, "--json", "-")
     assert len(json.loads(done.out)["captures"]) == 1
 
 
-def test_extreme_scale_of_a_file_is_no_internal_error(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_extreme_scale_of_a_file_is_no_internal_error(tmp_path: Path, run: Run) -> None:
     # Its square is a number, the square of that (tried as another reading) is not.
     path = write(tmp_path / "a.safetensors", scale="1e100")
     done = run("inspect", path)
@@ -330,13 +293,13 @@ def short_weight() -> dict[str, Tensor]:
 UNUSABLE: dict[str, tuple[dict[str, Tensor], list[str], str]] = {
     "w_q": (short_weight(), [], "w_q must have D * heads = 32 rows for this capture's 2 heads"),
     "observation": (
-        {"flash.o" if n == "o" else n: t for n, t in good().items()},
+        {"flash.o" if n == "o" else n: t for n, t in rounded_inputs().items()},
         ["--observation", "observed"],
         "no observation 'observed'; it has flash",
     ),
-    "head": ({n: t[:, :1] for n, t in good().items()}, ["--head", "1"], "no head 1; the capture has 0 to 0"),
+    "head": ({n: t[:, :1] for n, t in rounded_inputs().items()}, ["--head", "1"], "no head 1; the capture has 0 to 0"),
     "recipe": (
-        {n: t.float() for n, t in good().items()},
+        {n: t.float() for n, t in rounded_inputs().items()},
         ["--recipe", "fa2"],
         "recipes are run for bfloat16 and float16 inputs, q is float32",
     ),
@@ -344,7 +307,7 @@ UNUSABLE: dict[str, tuple[dict[str, Tensor], list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_one_unusable_of_several(case: str, tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_one_unusable_of_several(case: str, tmp_path: Path, run: Run) -> None:
     tensors, options, message = UNUSABLE[case]
     bad, fine = write(tmp_path / "a.safetensors", tensors), write(tmp_path / "b.safetensors")
     done = run("inspect", bad, fine, *options, "--json", "-")
@@ -361,45 +324,43 @@ def test_one_unusable_of_several(case: str, tmp_path: Path, run: Callable[..., D
         assert not (tmp_path / "out.json").exists()
 
 
-def test_contradicted_metadata_give_no_verdict(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_contradicted_metadata_give_no_verdict(tmp_path: Path, run: Run) -> None:
     done = run("inspect", write(tmp_path / "capture.safetensors"), "--causal", "none", "--json", "-")
     assert done.code == 2
     assert "causal=top-left fits" in done.err
     assert all(h["verdict"] is None for h in json.loads(done.out)["captures"][0]["observations"][0]["heads"])
 
 
-def test_file_without_metadata_states_its_defaults(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_file_without_metadata_states_its_defaults(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "capture.safetensors"
-    save_file(good(), path)
+    save_file(rounded_inputs(), path)
     done = run("inspect", path, "--causal", "top-left", "--scale", "0.25")
     assert done.code == 0
     assert "assumed: layout=BHTD (default)" in done.out
 
 
-def test_example(run: Callable[..., Done]) -> None:
+def test_example(run: Run) -> None:
     done = run("inspect", "--example")
     assert done.code == 0
     assert "ill_conditioned" in done.out
 
 
-def test_env(run: Callable[..., Done]) -> None:
+def test_env(run: Run) -> None:
     assert f"torch {torch.__version__}" in run("env").out
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_help_imports_neither_torch_nor_scipy(argument: str) -> None:
-    code = (
-        "import sys\nfrom attn_diag.cli import main\n"
-        f"sys.argv = ['attn-diag', '{argument}']\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print('loaded:', *sorted({'torch', 'scipy', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert ("inspect" if argument == "--help" else attn_diag.__version__) in done.stdout, done.stderr
-    assert done.stdout.rstrip().endswith("loaded:"), done.stdout
+def test_help_imports_neither_torch_nor_scipy() -> None:
+    heavy = ("torch", "scipy", "numpy")
+    asked = [["--help"], ["--version"], ["convert", "--help"], ["dtypes", "--help"]]
+    done = python("-c", "\n".join(command(*arguments) for arguments in asked))
+    assert done.code == 0, done.err
+    for words in ("inspect", attn_diag.__version__, "--lse-base", "--fail-on"):
+        assert words in done.out
+    assert loaded_by("\n".join(command(*arguments) for arguments in asked), *heavy) == set()
+    assert loaded_by("import numpy", *heavy) == {"numpy"}, "the check cannot fail"
 
 
-def test_internal_errors_exit_with_3(tmp_path: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_exit_with_3(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("planted")
 
@@ -412,9 +373,7 @@ def test_internal_errors_exit_with_3(tmp_path: Path, run: Callable[..., Done], m
 
 
 @pytest.mark.parametrize("option", ["--json", "--html"])
-def test_failing_write_leaves_nothing(
-    option: str, tmp_path: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_write_leaves_nothing(option: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "capture.safetensors")
 
     def full_disk(self: Path, *_: object, **__: object) -> None:
@@ -428,7 +387,7 @@ def test_failing_write_leaves_nothing(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_links_devices_and_pipes_are_written_through(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_links_devices_and_pipes_are_written_through(tmp_path: Path, run: Run) -> None:
     path, link, pipe = write(tmp_path / "capture.safetensors"), tmp_path / "link.json", tmp_path / "pipe"
     link.symlink_to("target.json")
     os.mkfifo(pipe)
@@ -447,7 +406,7 @@ def test_links_devices_and_pipes_are_written_through(tmp_path: Path, run: Callab
     assert not list(tmp_path.glob(".*"))
 
 
-def test_outputs_overwrite_neither_each_other_nor_a_capture(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_outputs_overwrite_neither_each_other_nor_a_capture(tmp_path: Path, run: Run) -> None:
     path = write(tmp_path / "capture.safetensors")
     before = path.read_bytes()
     done = run("inspect", path, "--json", tmp_path / ".." / tmp_path.name / path.name)
@@ -462,13 +421,12 @@ def test_outputs_overwrite_neither_each_other_nor_a_capture(tmp_path: Path, run:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_module_as_a_program(tmp_path: Path) -> None:
+def test_module_as_a_program(tmp_path: Path, programs: Programs) -> None:
     path = truncated(tmp_path / "capture.safetensors")
-    command = [sys.executable, "-m", "attn_diag", "inspect", str(path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"attn-diag: {path}: truncated or damaged")
-    assert len(done.stderr.splitlines()) == 1
+    done = programs.run("attn_diag", "inspect", path)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"attn-diag: {path}: truncated or damaged")
+    assert len(done.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -481,19 +439,17 @@ def test_module_as_a_program(tmp_path: Path) -> None:
     ],
     ids=["closed-pipe", "closed-pipe-json", "full", "ascii"],
 )
-def test_stdout_that_takes_no_report(stdout: str, report: list[str], code: int, message: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "attn_diag", "inspect", str(write(tmp_path / "capture.safetensors")), *report]
-    environment = os.environ | ({"PYTHONIOENCODING": "ascii"} if stdout == "ascii" else {})
-    reading, writing = os.pipe()
-    os.close(reading)
-    targets: dict[str, int | str | Path] = {"closed-pipe": writing, "full": "/dev/full", "ascii": tmp_path / "out"}
-    with open(targets[stdout], "wb") as out:  # noqa: PTH123 - one is a file descriptor
-        done = subprocess.run(command, check=False, stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
-    if stdout != "closed-pipe":
-        os.close(writing)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == bool(message)
+def test_stdout_that_takes_no_report(
+    stdout: str, report: list[str], code: int, message: str, tmp_path: Path, programs: Programs
+) -> None:
+    environment = {"PYTHONIOENCODING": "ascii"} if stdout == "ascii" else {}
+    target = {"closed-pipe": "closed pipe", "full": "/dev/full", "ascii": ""}[stdout]
+    path = write(tmp_path / "capture.safetensors")
+    done = programs.run("attn_diag", "inspect", path, *report, stdout=target, **environment)
+    assert done.code == code, done.err
+    assert message in done.err
+    assert len(done.err.splitlines()) == bool(message)
+    assert stdout != "ascii" or (done.out.isascii() and "judged" in done.out)
 
 
 def valid_bytes(suffix: str, folder: Path) -> bytes:
@@ -501,9 +457,9 @@ def valid_bytes(suffix: str, folder: Path) -> bytes:
     if suffix == ".safetensors":
         write(path)
     elif suffix == ".pt":
-        torch.save(good(), path)
+        torch.save(rounded_inputs(), path)
     else:
-        arrays: dict[str, Any] = {n: t.float().numpy() for n, t in good().items()}
+        arrays: dict[str, Any] = {n: t.float().numpy() for n, t in rounded_inputs().items()}
         np.savez(path, **arrays)
     return path.read_bytes()
 

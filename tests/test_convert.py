@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import Explosive, some
+from command_line import Run
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,7 +20,6 @@ import attn_diag
 from attn_diag import InputError, convert, inspect_captures, load
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dumps.names import Leaf, choose, parse_map, role_of
-from attn_diag.cli import main
 from attn_diag.head.assumptions import check_assumptions
 
 # The upstream files that the writers below follow, line by line where it matters.
@@ -67,16 +65,6 @@ def inner(capture: Capture, name: str) -> Tensor:
 def only(paths: list[Path]) -> Capture:
     (path,) = paths
     return load(path)
-
-
-class Explosive:
-    """Unpickling this would create a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (f"touch {self.path}",)
 
 
 PREFILL = (
@@ -390,8 +378,7 @@ def test_sglang_layers_steps_and_ranks(tmp_path: Path, version: int) -> None:
         m = capture.metadata
         assert m.step is not None
         assert m.rank is not None
-        assert m.layer is not None
-        assert torch.equal(inner(capture, "o"), expected[m.step, m.rank, m.layer])
+        assert torch.equal(inner(capture, "o"), expected[m.step, m.rank, some(m.layer)])
         assert (m.layout, m.causal, holds(capture)) == ("BTHD", "top-left", True)
         assert m.extra.get("world_size") == (None if version == 2025 else "2")
         assert "run" not in m.extra  # ranks may hold other heads: never to be stacked
@@ -786,15 +773,7 @@ def test_exact_names_come_before_endings() -> None:
         parse_map(["q"])
 
 
-def test_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["attn-diag", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return int(stopped.value.code or 0), *capsys.readouterr()
-
+def test_on_the_command_line(tmp_path: Path, run: Run) -> None:
     single_prefill(tmp_path / "d")
     code, out, err = run("convert", tmp_path / "d", tmp_path / "c")
     assert (code, err) == (0, "")
@@ -821,17 +800,5 @@ def test_on_the_command_line(
     assert "layout=BHTD and causal=none assumed: no O to check with" in out
 
 
-def test_help_imports_no_torch() -> None:
-    code = """
-import sys
-from attn_diag.cli import main
-sys.argv = ["attn-diag", "convert", "--help"]
-try:
-    main()
-except SystemExit:
-    print("torch" in sys.modules, "numpy" in sys.modules, file=sys.stderr)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "--lse-base" in done.stdout
-    assert done.stderr.strip() == "False False"
+def test_it_is_public() -> None:
     assert attn_diag.convert is convert

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -17,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from builders import inspected, some, true_o
+from command_line import Programs
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
@@ -150,8 +150,8 @@ def test_wrapping_keeps_the_words() -> None:
     assert wrapped(text, 2)[-1].endswith("…")
 
 
-def test_the_worst_first_and_what_to_type_next(captures: Path) -> None:
-    found = inspect_captures([attn_diag.load(captures / "kernels_pair_T512.safetensors")], device="cpu")
+def test_the_worst_first_and_what_to_type_next() -> None:
+    found = inspected("kernels_pair_T512")
     lines = repr(found).splitlines()
     assert "stable" in lines[3]
     assert "lossy, biased" in lines[3]
@@ -229,19 +229,16 @@ def train(steps):
 """
 
 
-def at_prompt(program: str, commands: list[str], path: Path, **environment: str) -> str:
-    script = path / "program.py"
-    script.write_text(PROGRAM + program)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        input="\n".join([*commands, ""]),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "COLUMNS": "80", "PYTHONBREAKPOINT": "", **environment},
-    )
-    return done.stdout + done.stderr
+@pytest.fixture
+def at_prompt(programs: Programs) -> Callable[..., str]:
+    """What a program and pdb print that is told these commands."""
+
+    def call(program: str, *commands: object, breakpoint_: str = "") -> str:
+        stdin = "\n".join([*map(str, commands), ""])
+        done = programs.run(PROGRAM + program, stdin=stdin, COLUMNS="80", PYTHONBREAKPOINT=breakpoint_)
+        return done.out + done.err
+
+    return call
 
 
 def answers(output: str) -> list[str]:
@@ -249,7 +246,7 @@ def answers(output: str) -> list[str]:
     return [part.strip("\n") for part in output.split("(Pdb) ")[1:]]
 
 
-def test_inspect_at_a_pdb_prompt(tmp_path: Path) -> None:
+def test_inspect_at_a_pdb_prompt(at_prompt: Callable[..., str]) -> None:
     program = """
 heads = {n: torch.randn(1, 144, 24, 16).bfloat16() for n in ("q", "k", "v", "do")}
 o = scaled_dot_product_attention(heads["q"], heads["k"], heads["v"], is_causal=True)
@@ -260,15 +257,12 @@ print("end")
 """
     output = at_prompt(
         program,
-        [
-            "attn_diag.inspect(**heads, o=o, causal=True)",
-            "attn_diag.last()",
-            "attn_diag.inspect_captures(attn_diag.last())",
-            "found = attn_diag.inspect(**heads, o=o, causal=True)",
-            "print(attn_diag.explain(found, 3))",
-            "c",
-        ],
-        tmp_path,
+        "attn_diag.inspect(**heads, o=o, causal=True)",
+        "attn_diag.last()",
+        "attn_diag.inspect_captures(attn_diag.last())",
+        "found = attn_diag.inspect(**heads, o=o, causal=True)",
+        "print(attn_diag.explain(found, 3))",
+        "c",
     )
     inspected, listed, of_run, nothing, explained = answers(output)[:5]
     assert inspected.startswith("Diagnosis: 144 heads judged"), output
@@ -282,11 +276,13 @@ print("end")
     assert explained.startswith("observed, head 3:")
 
 
-def test_break_if_stops_in_the_users_frame(tmp_path: Path) -> None:
+def test_break_if_stops_in_the_users_frame(at_prompt: Callable[..., str]) -> None:
     output = at_prompt(
         "with attn_diag.break_if(max_logit=0.01, model=model):\n    train(1)\nprint(sys.gettrace())",
-        ["p secret, q.shape", "attn_diag.last_finding()", "attn_diag.last_finding().disarm()", "c"],
-        tmp_path,
+        "p secret, q.shape",
+        "attn_diag.last_finding()",
+        "attn_diag.last_finding().disarm()",
+        "c",
     )
     opened, variables, finding, _, end = [output.split("(Pdb) ")[0], *answers(output)]
     assert not too_much("\n".join(opened.splitlines()[:-3])), "pdb adds three lines"
@@ -296,11 +292,15 @@ def test_break_if_stops_in_the_users_frame(tmp_path: Path) -> None:
     assert end == "trained\nNone"
 
 
-def test_break_if_stops_behind_the_backward(tmp_path: Path) -> None:
+def test_break_if_stops_behind_the_backward(at_prompt: Callable[..., str]) -> None:
     output = at_prompt(
         "with attn_diag.break_if(predicate=lambda d: True, model=model):\n    train(2)",
-        ["n", "p after", "len(attn_diag.last_finding().also)", "attn_diag.last_finding().capture", "c", "q"],
-        tmp_path,
+        "n",
+        "p after",
+        "len(attn_diag.last_finding().also)",
+        "attn_diag.last_finding().capture",
+        "c",
+        "q",
     )
     opened, found = output.split("(Pdb) ")[0], answers(output)
     assert "judged after its backward" in " ".join(opened.split())
@@ -313,9 +313,9 @@ def test_break_if_stops_behind_the_backward(tmp_path: Path) -> None:
     assert "trained" not in output
 
 
-def test_break_if_honours_pythonbreakpoint(tmp_path: Path) -> None:
+def test_break_if_honours_pythonbreakpoint(at_prompt: Callable[..., str]) -> None:
     program = "with attn_diag.break_if(max_logit=0.01, model=model):\n    train(1)"
-    output = at_prompt(program, [], tmp_path, PYTHONBREAKPOINT="0")
+    output = at_prompt(program, breakpoint_="0")
     assert "trained" in output
     assert "attn_diag.break_if: max_logit" in output
 
@@ -377,10 +377,8 @@ def test_judged_after_the_backward_where_there_is_one(run: Run) -> None:
     assert (point.judged, point.found) == (4, 2)
     assert [f.place.layer for f in found] == [1, 0]
     for finding in found:
-        assert finding.diagnosis is not None
-        assert finding.diagnosis.captures[0].observations[0].heads[0].noise_factor is not None
-        assert finding.capture is not None
-        assert {"do", "dq", "x", "w_q"} <= set(finding.capture.tensors)
+        assert some(finding.diagnosis).captures[0].observations[0].heads[0].noise_factor is not None
+        assert {"do", "dq", "x", "w_q"} <= set(some(finding.capture).tensors)
     assert attn_diag.last_finding() is found[-1]
 
 
@@ -481,9 +479,7 @@ def test_dropout_is_not_analysed_but_its_tensors_are_seen(run: Run, caplog: pyte
 
 def planted(q: Tensor, k: Tensor, v: Tensor, rounding: str) -> Tensor:
     """A kernel whose O is rounded once, in a mode of choice; its gradient is that of exact attention."""
-    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
-    scores = q.double() @ k.double().mT / q.shape[3] ** 0.5
-    exact = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.double()
+    exact = true_o(q, k, v)
     rounded = attn_diag.round_to(exact.detach(), rounding)
     o: Tensor = (exact + (rounded - exact.detach())).bfloat16()
     return o
@@ -634,6 +630,7 @@ def test_disarmed_it_stops_no_more(run: Run) -> None:
     assert point.found == 2
 
 
+@pytest.mark.usefixtures("fresh_heap")
 def test_the_last_finding_keeps_no_model() -> None:
     run = Run()
     with break_if(predicate=always, model=run.model, hook=len_of):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import inspected, some, stored, true_o
 from torch import Tensor
 
 import attn_diag
@@ -20,22 +21,15 @@ from attn_diag.cli import main
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 
-CAPTURES = Path(__file__).parent / "captures"
-
-
-def load(name: str) -> attn_diag.Capture:
-    return attn_diag.load(CAPTURES / f"{name}.safetensors")
-
 
 def detailed(diagnosis: Diagnosis) -> list[tuple[str, HeadDiagnosis]]:
     return [(o.name, h) for _, o, h in diagnosis.ranked() if h.attribution or h.microscope or h.details_note]
 
 
 def test_the_worst_heads_are_taken_apart_and_no_others() -> None:
-    capture = load("pair_T256")
-    plain = inspect_captures([capture], device="cpu")
+    plain = inspected("pair_T256")
     assert not detailed(plain)
-    found = inspect_captures([capture], device="cpu", details=3)
+    found = inspected("pair_T256", details=3)
     assert [(name, h.head) for name, h in detailed(found)] == [(o.name, h.head) for _, o, h in plain.ranked()[:3]]
     assert [h.head for o in found.captures[0].observations for h in o.heads if h.attribution and h.head is None] == []
     stripped = json.loads(found.to_json())
@@ -46,8 +40,8 @@ def test_the_worst_heads_are_taken_apart_and_no_others() -> None:
 
 
 def test_they_are_what_the_commands_say() -> None:
-    capture = load("failing_step500_L2H7")
-    ((_, head),) = detailed(inspect_captures([capture], device="cpu", details=1))
+    capture = stored("failing_step500_L2H7")
+    ((_, head),) = detailed(inspected("failing_step500_L2H7", details=1))
     attribution = attn_diag.attribute(capture, device="cpu").heads[0]
     assert head.attribution == attribution
     assert attribution.guilty["dq"] == "scores"
@@ -63,11 +57,10 @@ def truth_of_head(capture: attn_diag.Capture, head: int) -> tuple[Tensor, Tensor
     assert k is not None
     assert v is not None
     assert do is not None
-    assert o is not None
     found = reference_head(
         AttentionHead(q.double(), k.double(), v.double(), None, capture.scale, Masking(capture.metadata.causal))
     )
-    return o.double(), do.double(), found.out
+    return some(o).double(), do.double(), found.out
 
 
 def most_of_delta(capture: attn_diag.Capture, head: int, *, weight_by_do: bool = True) -> tuple[int, int]:
@@ -79,10 +72,9 @@ def most_of_delta(capture: attn_diag.Capture, head: int, *, weight_by_do: bool =
 
 @pytest.mark.parametrize("name", ["failing_step500_L2H7", "gpt2_step637_L2H6", "gpt2_step731_L2H4"])
 def test_the_microscope_looks_at_what_adds_most_to_the_worst_rows_delta(name: str) -> None:
-    capture = load(name)
-    ((_, head),) = detailed(inspect_captures([capture], device="cpu", details=1))
-    found = head.microscope
-    assert found is not None
+    capture = stored(name)
+    ((_, head),) = detailed(inspected(name, details=1))
+    found = some(head.microscope)
     assert (found.row, found.feature) == most_of_delta(capture, 0)
     assert (found.row, found.feature) != most_of_delta(capture, 0, weight_by_do=False), "dO matters here"
     assert "delta's error" in found.chosen
@@ -90,12 +82,11 @@ def test_the_microscope_looks_at_what_adds_most_to_the_worst_rows_delta(name: st
 
 
 def test_without_do_it_chooses_as_the_command_does() -> None:
-    capture = load("gpt2_step637_L2H6")
+    capture = stored("gpt2_step637_L2H6")
     without = replace(capture, tensors={n: t for n, t in capture.tensors.items() if n in ("q", "k", "v", "o")})
     ((_, head),) = detailed(inspect_captures([without], device="cpu", details=1))
     assert head.microscope == attn_diag.microscope(without, device="cpu")
-    assert head.attribution is not None
-    assert set(head.attribution.totals) == {"o"}
+    assert set(some(head.attribution).totals) == {"o"}
 
 
 def small(batch: int = 1, heads: int = 2, kv_heads: int = 1, length: int = 40, **change: Any) -> dict[str, Any]:
@@ -103,8 +94,7 @@ def small(batch: int = 1, heads: int = 2, kv_heads: int = 1, length: int = 40, *
     q, do = (torch.randn(batch, heads, length, 16, generator=generator).bfloat16() for _ in range(2))
     k, v = (torch.randn(batch, kv_heads, length, 16, generator=generator).bfloat16() for _ in range(2))
     keys, values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-    scores = (q.double() @ keys.mT / 4).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-    o = (scores.softmax(-1) @ values).bfloat16()
+    o = true_o(q, keys, values).bfloat16()
     return {"q": q, "k": k, "v": v, "do": do, "o": o, "causal": True, **change}
 
 
@@ -127,8 +117,7 @@ def test_heads_keep_the_models_numbers() -> None:
     assert sorted(h.head for _, h in found if h.head is not None) == [6, 7]
     for _, head in found:
         assert head.attribution is not None
-        assert head.microscope is not None
-        assert {head.attribution.head, head.microscope.head} == {head.head}
+        assert {head.attribution.head, some(head.microscope).head} == {head.head}
 
 
 def test_a_recipe_that_was_run_is_explained_by_itself() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +14,8 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from builders import true_o
+from command_line import Run
 from scipy import stats
 from torch import Tensor
 
@@ -36,9 +36,7 @@ def inputs(seed: int, heads: int, rows: int, gain: float) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     q, k, v, do = (torch.randn(1, heads, rows, 16, generator=generator) for _ in range(4))
     q, k, v, do = (x.bfloat16() for x in (q * gain, k, v, do))
-    hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1)
-    scores = (q.double() @ k.double().mT / 4).masked_fill(hidden, -torch.inf)
-    return q, k, v, do, scores.softmax(-1) @ v.double()
+    return q, k, v, do, true_o(q, k, v)
 
 
 @cache
@@ -111,10 +109,10 @@ def test_the_check_of_false_alarms_can_fail(
 
 @pytest.mark.parametrize("healthy", ["bf16", "bf16:stochastic"])
 def test_a_planted_truncation_became_biased_and_its_removal_cures(healthy: str) -> None:
-    before, after = diagnosed(healthy, 5), diagnosed("bf16:toward-zero")
+    before, after = diagnosed(healthy, 5, heads=60), diagnosed("bf16:toward-zero", heads=60)
     assert all("became-biased" in e.outcomes for e in entries(before, after, 0.01))
     assert all("cured" in e.outcomes for e in entries(after, before, 0.01))
-    other = diagnosed("bf16:toward-zero", seed=1)
+    other = diagnosed("bf16:toward-zero", seed=1, heads=60)
     assert not any({"became-biased", "cured"} & set(e.outcomes) for e in entries(after, other, 0.01))
 
 
@@ -386,39 +384,36 @@ def test_report(width: int) -> None:
     assert row.endswith(f"{smallest:.2g}")
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "attn_diag", "diff", *map(str, arguments)]
-    return subprocess.run(line, check=False, capture_output=True, text=True)
-
-
-def test_command(tmp_path: Path) -> None:
+def test_command(tmp_path: Path, run: Run) -> None:
     healthy, broken = tmp_path / "healthy.json", tmp_path / "broken.json"
     healthy.write_text(diagnosed("bf16", heads=8, rows=256).to_json())
     broken.write_text(diagnosed("bf16:toward-zero", heads=8, rows=256).to_json())
-    done = command(healthy, broken, "--fail-on", "became-biased", "--json", tmp_path / "out.json", "--plain")
-    assert done.returncode == 1, done.stderr
-    assert "summary      Of 8 heads: 8 became biased" in done.stdout
-    assert done.stdout.isascii()
+    done = run("diff", healthy, broken, "--fail-on", "became-biased", "--json", tmp_path / "out.json", "--plain")
+    assert done.code == 1, done.err
+    assert "summary      Of 8 heads: 8 became biased" in done.out
+    assert done.out.isascii()
     assert json.loads((tmp_path / "out.json").read_text())["counts"]["became-biased"] == 8
-    assert command(broken, healthy, "--fail-on", "became-biased,bias-grew,unmatched").returncode == 0
-    assert command(healthy, healthy, "--fail-on", "became-biased,cured,grew,shrank,relabelled").returncode == 0
-    unknown = command(healthy, broken, "--fail-on", "worse")
-    assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert "known: became-biased" in unknown.stderr
-    assert command(healthy, broken, "--level", 2).returncode == 2
-    missing = command(healthy, tmp_path / "nothing.json")
-    assert missing.returncode == 2
-    assert "nothing.json: no such file" in missing.stderr
+    assert run("diff", broken, healthy, "--fail-on", "became-biased,bias-grew,unmatched").code == 0
+    assert run("diff", healthy, healthy, "--fail-on", "became-biased,cured,grew,shrank,relabelled").code == 0
+    unknown = run("diff", healthy, broken, "--fail-on", "worse")
+    assert (unknown.code, unknown.out) == (2, "")
+    assert "known: became-biased" in unknown.err
+    assert run("diff", healthy, broken, "--level", 2).code == 2
+    missing = run("diff", healthy, tmp_path / "nothing.json")
+    assert missing.code == 2
+    assert "nothing.json: no such file" in missing.err
 
 
-def test_two_kernels_of_one_capture(captures: Path) -> None:
+def test_two_kernels_of_one_capture(captures: Path, run: Run) -> None:
     path = captures / "kernels_pair_T512.safetensors"
-    done = command(path, path, "--a-observation", "flash", "--b-observation", "stable", "--fail-on", "became-biased")
-    assert done.returncode == 1, done.stderr
-    assert "1 became biased, 2 errors grew" in done.stdout
-    flat = " ".join(done.stdout.split())
+    done = run(
+        "diff", path, path, "--a-observation", "flash", "--b-observation", "stable", "--fail-on", "became-biased"
+    )
+    assert done.code == 1, done.err
+    assert "1 became biased, 2 errors grew" in done.out
+    flat = " ".join(done.out.split())
     assert "observation flash, 2 heads judged: 2 ill_conditioned." in flat
     assert "observation stable, 2 heads judged: 2 lossy, 1 biased." in flat
-    wrong = command(path, path, "--a-observation", "nope")
-    assert wrong.returncode == 2
-    assert "no observation 'nope'; it has flash, flex, paper, stable" in wrong.stderr
+    wrong = run("diff", path, path, "--a-observation", "nope")
+    assert wrong.code == 2
+    assert "no observation 'nope'; it has flash, flex, paper, stable" in wrong.err

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import some
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.flex_attention import flex_attention
@@ -188,9 +189,8 @@ def test_what_mixes_q_k_and_v(change: Change) -> None:
     for name in reaches:
         cause = call.causes[name][0]
         assert (cause.kind, cause.operation, cause.severity) == (kind, operation, "mixed")
-        assert cause.source is not None
         lines, start = inspect.getsourcelines(change)
-        assert cause.source.line in range(start, start + len(lines))
+        assert some(cause.source).line in range(start, start + len(lines))
         assert call.paths[name][0].operation == operation
     # A rotary embedding promotes twice: by cos, and by sin.
     assert all(len(call.causes[name]) == (2 if change is rotary else 1) for name in reaches)
@@ -354,8 +354,7 @@ def test_named_where_the_user_sees_them(model: TimeMix) -> None:
         half * outer[1].get_parameter("k_a")
     assert [e.operands[0].name for e in trace.findings] == ["half", "half", "half"]
     assert [e.operands[1].name for e in trace.findings] == ["parameter", "model.k_a", "outer.1.k_a"]
-    made = trace.findings[0].operands[0].made
-    assert made is not None
+    made = some(trace.findings[0].operands[0].made)
     assert made.text.startswith("half = torch.ones")
 
 
@@ -573,8 +572,7 @@ def test_a_recurrence_keeps_its_origin_and_a_bounded_history() -> None:
     path = trace.path(state)
     assert len(path) <= _LONGEST_PATH + 1
     assert path[0].operation == "Tensor.mul"
-    cause = trace.cause(state)
-    assert cause is not None
+    cause = some(trace.cause(state))
     assert cause.operation == "Tensor.mul"
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from command_line import Done, Run
 
 from attn_diag import DtypeDrift
-from attn_diag.cli import main
 
 # RWKV-7's time mix, from facts known of flash-linear-attention: k is promoted by an fp32 parameter.
 RWKV = """
@@ -43,36 +40,22 @@ FIXED = RWKV.replace("self.k_a)", "self.k_a.to(k.dtype))")
 LINE = RWKV.splitlines().index("        k = k.addcmul(k * (a - 1), self.k_a)") + 1
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Done]:
+def dtypes(run: Run, tmp_path: Path) -> Callable[..., Done]:
     """``attn-diag dtypes OPTIONS script.py ARGUMENTS``, in this process."""
 
     def call(source: str | bytes, *arguments: str, options: tuple[str, ...] = (), width: int = 100) -> Done:
         script = tmp_path / "script.py"
         script.write_bytes(source if isinstance(source, bytes) else source.encode())
-        monkeypatch.setenv("COLUMNS", str(width))
-        monkeypatch.setattr(sys, "argv", ["attn-diag", "dtypes", *options, str(script), *arguments])
-        before = sys.argv[:], sys.path[:], sys.modules["__main__"]
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        assert (sys.argv, sys.path, sys.modules["__main__"]) == before
-        captured = capsys.readouterr()
-        return Done(int(stopped.value.code or 0), captured.out, captured.err)
+        return run("dtypes", *options, script, *arguments, COLUMNS=str(width))
 
     return call
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_addcmul_line_end_to_end(run: Callable[..., Done], tmp_path: Path, dtype: str) -> None:
+def test_the_addcmul_line_end_to_end(dtypes: Callable[..., Done], tmp_path: Path, dtype: str) -> None:
     target = tmp_path / "found.json"
-    done = run(RWKV, dtype, options=("--fail-on", "mixed", "--json", str(target)))
+    done = dtypes(RWKV, dtype, options=("--fail-on", "mixed", "--json", str(target)))
     assert done.code == 1
     found = DtypeDrift.from_json(target.read_text())
     (call,) = found.mixed_calls
@@ -85,39 +68,39 @@ def test_the_addcmul_line_end_to_end(run: Callable[..., Done], tmp_path: Path, d
     assert "self.k_a.to(k.dtype)" in done.out
 
 
-def test_the_fixed_script_is_clean(run: Callable[..., Done]) -> None:
-    done = run(FIXED, "bfloat16", options=("--fail-on", "mixed,alike,elsewhere"))
+def test_the_fixed_script_is_clean(dtypes: Callable[..., Done]) -> None:
+    done = dtypes(FIXED, "bfloat16", options=("--fail-on", "mixed,alike,elsewhere"))
     assert done.code == 0
     assert "MIXED" not in done.out
     assert "q, k and v share one dtype in the attention call." in done.out
 
 
 @pytest.mark.parametrize(("options", "code"), [((), 0), (("--fail-on", "alike"), 0), (("--fail-on", "mixed"), 1)])
-def test_findings_fail_only_where_asked(run: Callable[..., Done], options: tuple[str, ...], code: int) -> None:
-    assert run(RWKV, "bfloat16", options=options).code == code
+def test_findings_fail_only_where_asked(dtypes: Callable[..., Done], options: tuple[str, ...], code: int) -> None:
+    assert dtypes(RWKV, "bfloat16", options=options).code == code
 
 
-def test_what_comes_after_the_script_is_the_scripts(run: Callable[..., Done]) -> None:
-    done = run("import sys; print(sys.argv[1:], __name__)", "--json", "x", "-v")
+def test_what_comes_after_the_script_is_the_scripts(dtypes: Callable[..., Done]) -> None:
+    done = dtypes("import sys; print(sys.argv[1:], __name__)", "--json", "x", "-v")
     assert done.out.startswith("['--json', 'x', '-v'] __main__\n")
     assert done.code == 0
 
 
-def test_modules_beside_the_script_are_found(run: Callable[..., Done], tmp_path: Path) -> None:
+def test_modules_beside_the_script_are_found(dtypes: Callable[..., Done], tmp_path: Path) -> None:
     (tmp_path / "beside_the_script.py").write_text("value = 7")
-    assert "seven: 7" in run("import beside_the_script as b; print('seven:', b.value)").out
+    assert "seven: 7" in dtypes("import beside_the_script as b; print('seven:', b.value)").out
 
 
-def test_json_alone_on_stdout(run: Callable[..., Done]) -> None:
-    done = run("print('of the script')\n" + RWKV, "bfloat16", options=("--json", "-"))
+def test_json_alone_on_stdout(dtypes: Callable[..., Done]) -> None:
+    done = dtypes("print('of the script')\n" + RWKV, "bfloat16", options=("--json", "-"))
     assert json.loads(done.out)["schema"] == "attn-diag-dtypes"
     assert "of the script" in done.err
 
 
-def test_what_the_script_raises_is_shown_as_its_own(run: Callable[..., Done]) -> None:
+def test_what_the_script_raises_is_shown_as_its_own(dtypes: Callable[..., Done]) -> None:
     """Its traceback begins with its own line and shows none of this package's; the report of what was seen follows."""
     failing = RWKV.replace("        model(", "        pass\n    model(").replace("self.v(x)", "self.v(x).bfloat16()")
-    done = run(failing, "bfloat16", options=("--fail-on", "alike"))
+    done = dtypes(failing, "bfloat16", options=("--fail-on", "alike"))
     assert done.code == 2
     lines = done.err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -128,11 +111,11 @@ def test_what_the_script_raises_is_shown_as_its_own(run: Callable[..., Done]) ->
     assert "Ended early (RuntimeError" in done.out
     assert "MIXED CALL" in done.out
     assert "and raised." in done.out
-    assert run(failing, "bfloat16", options=("--fail-on", "mixed")).code == 1
+    assert dtypes(failing, "bfloat16", options=("--fail-on", "mixed")).code == 1
 
 
-def test_causes_of_exceptions_are_shown_too(run: Callable[..., Done]) -> None:
-    done = run("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('k') from e")
+def test_causes_of_exceptions_are_shown_too(dtypes: Callable[..., Done]) -> None:
+    done = dtypes("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('k') from e")
     assert done.err.count("Traceback") == 2
     assert done.err.count("script.py") == 2
 
@@ -146,8 +129,8 @@ def test_causes_of_exceptions_are_shown_too(run: Callable[..., Done]) -> None:
         ("raise KeyboardInterrupt", 130, ""),
     ],
 )
-def test_the_scripts_own_exit_is_honoured(run: Callable[..., Done], leaving: str, code: int, said: str) -> None:
-    done = run(f"import sys, torch\ntorch.ones(3) + 0\n{leaving}\nprint('not reached')")
+def test_the_scripts_own_exit_is_honoured(dtypes: Callable[..., Done], leaving: str, code: int, said: str) -> None:
+    done = dtypes(f"import sys, torch\ntorch.ones(3) + 0\n{leaving}\nprint('not reached')")
     assert done.code == code
     assert said in done.err
     assert "2 operations" in done.out
@@ -158,32 +141,21 @@ def test_the_scripts_own_exit_is_honoured(run: Callable[..., Done], leaving: str
 @pytest.mark.parametrize(
     ("source", "message"), [("def f(:", "is no Python"), (b"\xff\xfe", "is no Python"), (b"a\0b", "is no Python")]
 )
-def test_unreadable_scripts(run: Callable[..., Done], source: str | bytes, message: str) -> None:
-    done = run(source)
+def test_unreadable_scripts(dtypes: Callable[..., Done], source: str | bytes, message: str) -> None:
+    done = dtypes(source)
     assert (done.code, done.out) == (2, "")
     assert message in done.err
     assert "Traceback" not in done.err
 
 
-def test_a_missing_script_and_unknown_labels(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no label wrong" in run(RWKV, options=("--fail-on", "wrong")).err
-    monkeypatch.setattr(sys, "argv", ["attn-diag", "dtypes", "/nowhere/x.py"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
+def test_a_missing_script_and_unknown_labels(dtypes: Callable[..., Done], run: Run) -> None:
+    assert "no label wrong" in dtypes(RWKV, options=("--fail-on", "wrong")).err
+    assert run("dtypes", "/nowhere/x.py").code == 2
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_readable_at(run: Callable[..., Done], width: int) -> None:
-    out = run(RWKV, "bfloat16", width=width).out
+def test_readable_at(dtypes: Callable[..., Done], width: int) -> None:
+    out = dtypes(RWKV, "bfloat16", width=width).out
     assert max(map(len, out.splitlines())) <= width
     assert "…" not in out.replace("… ", ""), "a cell is cut off"
     assert f"script.py:{LINE}" in out
-
-
-def test_help_imports_no_torch() -> None:
-    code = "import sys; from attn_diag.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", code, "dtypes", "--help"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--fail-on" in done.stdout

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import some
 from torch import Tensor
 
 from attn_diag.kernels import (
@@ -428,12 +429,10 @@ class TestSharing:
         recipe = replace(
             preset("fa2"), **EXACT | {"scores": "e5m2:stochastic"}, backward_scores="as-forward", schedule=SCHEDULES[0]
         )
-        dv = emulate_head(recipe, head).dv
-        assert dv is not None
+        dv = some(emulate_head(recipe, head).dv)
         assert torch.allclose(dv.sum(0), 70 * ones[0], rtol=1e-12)
         # Guard: other scores than the forward's do not.
-        other = emulate_head(replace(recipe, backward_scores="fp32"), head).dv
-        assert other is not None
+        other = some(emulate_head(replace(recipe, backward_scores="fp32"), head).dv)
         assert not torch.allclose(other.sum(0), 70 * ones[0], rtol=1e-3)
 
 
@@ -514,8 +513,7 @@ class TestGradientAccumulator:
             rows = slice(start, min(start + size, 70))
             part = reference_head(replace(head, q=head.q[rows], do=None if head.do is None else head.do[rows]))
             assert part.dk is not None
-            assert part.dv is not None
-            dk, dv = bf16(dk + bf16(part.dk)), bf16(dv + bf16(part.dv))
+            dk, dv = bf16(dk + bf16(part.dk)), bf16(dv + bf16(some(part.dv)))
         assert got.dk is not None
         assert got.dv is not None
         # Near ties may go the other way: one BF16 spacing then, in less than one element in a thousand.
@@ -526,8 +524,7 @@ class TestGradientAccumulator:
     def test_query_gradients_round_per_key_range(self, schedule: Schedule) -> None:
         """In exact arithmetic ranges change nothing; in BF16 more ranges mean more roundings."""
         head = make_head(masking=Masking())
-        truth = reference_head(head).dq
-        assert truth is not None
+        truth = some(reference_head(head).dq)
 
         def error(tile: int) -> float:
             recipe = replace(
@@ -535,8 +532,7 @@ class TestGradientAccumulator:
                 **EXACT | {"gradient_accumulator": "bf16"},
                 schedule=replace(schedule, key_tile=tile, split_keys=None),
             )
-            dq = emulate_head(recipe, head).dq
-            assert dq is not None
+            dq = some(emulate_head(recipe, head).dq)
             return float((dq - truth).norm() / truth.norm())
 
         # One rounding to BF16 of each element: at most 2**-9 of it.

@@ -7,25 +7,17 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import SHARED, inspected
 
 import attn_diag
 from attn_diag import Diagnosis, Explanation, InputError, explain
 from attn_diag.analyses.explanation.paragraphs import paragraphs
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.results.diagnosis import Certificate, HeadDiagnosis, Verdict
-
-CAPTURES = Path(__file__).parent / "captures"
-
-
-@cache
-def diagnosed(name: str) -> Diagnosis:
-    return inspect_captures([attn_diag.load(CAPTURES / f"{name}.safetensors")], device="cpu")
 
 
 def with_head(diagnosis: Diagnosis, change: Callable[[HeadDiagnosis], HeadDiagnosis]) -> Diagnosis:
@@ -84,7 +76,7 @@ def missing(text: str, facts: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.parametrize(("capture", "head", "observation"), FACTS, ids=lambda x: str(x))
 def test_the_facts_are_told(capture: str, head: int, observation: str) -> None:
-    found = explain(diagnosed(capture), head, observation=observation)
+    found = explain(inspected(capture), head, observation=observation)
     assert not missing(flat(found), FACTS[capture, head, observation])
     assert (found.head, found.observation) == (head, observation)
 
@@ -113,7 +105,7 @@ MUTANTS: dict[str, Callable[[HeadDiagnosis], HeadDiagnosis]] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_another_diagnosis_is_told_otherwise(mutant: str) -> None:
     key = ("gpt2_step731_L2H4", 4, "observed")
-    assert missing(flat(explain(with_head(diagnosed(key[0]), MUTANTS[mutant]))), FACTS[key])
+    assert missing(flat(explain(with_head(inspected(key[0]), MUTANTS[mutant]))), FACTS[key])
 
 
 def numbers_of(value: Any) -> Iterator[float]:
@@ -162,9 +154,9 @@ def tells(token: str, value: float) -> bool:
     return any(math.isclose(told, option, rel_tol=0.5001 * 10 ** (1 - digits), abs_tol=1e-12) for option in options)
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in CAPTURES.glob("*.safetensors")))
+@pytest.mark.parametrize("name", SHARED)
 def test_no_number_is_invented(name: str) -> None:
-    diagnosis = diagnosed(name)
+    diagnosis = inspected(name)
     for _, made, head in diagnosis.entries():
         found = explain(diagnosis, head.head, observation=made.name)
         assert not invented(found, diagnosis), found
@@ -172,7 +164,7 @@ def test_no_number_is_invented(name: str) -> None:
 
 @pytest.mark.parametrize("claim", ["dQ is 17.3 % off.", "A mean of -4.4e-05.", "777 rows."])
 def test_the_search_for_invented_numbers_can_fail(claim: str) -> None:
-    diagnosis = diagnosed("gpt2_step731_L2H4")
+    diagnosis = inspected("gpt2_step731_L2H4")
     found = explain(diagnosis)
     last = replace(found.paragraphs[-1], text=f"{found.paragraphs[-1].text} {claim}")
     assert invented(replace(found, paragraphs=(*found.paragraphs[:-1], last)), diagnosis)
@@ -194,16 +186,16 @@ def contradictions(found: Explanation) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in CAPTURES.glob("*.safetensors")))
+@pytest.mark.parametrize("name", SHARED)
 def test_words_and_labels_agree(name: str) -> None:
-    diagnosis = diagnosed(name)
+    diagnosis = inspected(name)
     for _, made, head in diagnosis.entries():
         assert not contradictions(explain(diagnosis, head.head, observation=made.name)), (made.name, head.head)
 
 
 @pytest.mark.parametrize("labels", [("clean",), ("biased",), ("lossy",)], ids=str)
 def test_the_check_of_words_and_labels_can_fail(labels: Any) -> None:
-    assert contradictions(replace(explain(diagnosed("gpt2_step731_L2H4")), labels=labels))
+    assert contradictions(replace(explain(inspected("gpt2_step731_L2H4")), labels=labels))
 
 
 def tensors(heads: int = 2) -> dict[str, Any]:
@@ -234,7 +226,7 @@ def test_nothing_is_claimed_of_what_is_missing(left_out: str) -> None:
     assert not claims(text, forbidden)
     assert said in text
     # The full capture does claim it, so the search can fail.
-    assert claims(flat(explain(diagnosed("gpt2_step731_L2H4"))), forbidden)
+    assert claims(flat(explain(inspected("gpt2_step731_L2H4"))), forbidden)
 
 
 def test_no_verdict_no_numbers() -> None:
@@ -257,23 +249,23 @@ def test_nan_of_the_kernel_is_told_first() -> None:
 def test_a_violated_bound_ends_it() -> None:
     certificate = Certificate(4, 200, {"o": 2.5}, False)
     verdict = Verdict(("undecided",), "none", ("THE REFERENCE IS WRONG HERE",), ("Report it.",))
-    broken = with_head(diagnosed("gpt2_step731_L2H4"), lambda h: replace(h, certificate=certificate, verdict=verdict))
+    broken = with_head(inspected("gpt2_step731_L2H4"), lambda h: replace(h, certificate=certificate, verdict=verdict))
     found = explain(broken)
     assert found.paragraphs[-1].text == "THE REFERENCE IS WRONG HERE Report it."
 
 
 def test_the_same_words_every_time_and_json() -> None:
-    one = explain(diagnosed("failing_step500_L2H7"))
-    again = explain(Diagnosis.from_json(diagnosed("failing_step500_L2H7").to_json()))
+    one = explain(inspected("failing_step500_L2H7"))
+    again = explain(Diagnosis.from_json(inspected("failing_step500_L2H7").to_json()))
     assert str(one) == str(again) == repr(one)
     assert Explanation.from_json(one.to_json()) == one
 
 
 def test_the_worst_head_by_default() -> None:
-    found = explain(diagnosed("kernels_pair_T512"))
+    found = explain(inspected("kernels_pair_T512"))
     assert (found.observation, found.head, found.others) == ("stable", 1, 7)
-    assert explain(diagnosed("kernels_pair_T512"), 0).observation == "paper", "dQ 93 % off"
-    assert "worst of 4 entries" in flat(explain(diagnosed("kernels_pair_T512"), 0))
+    assert explain(inspected("kernels_pair_T512"), 0).observation == "paper", "dQ 93 % off"
+    assert "worst of 4 entries" in flat(explain(inspected("kernels_pair_T512"), 0))
 
 
 @pytest.mark.parametrize(
@@ -287,12 +279,12 @@ def test_the_worst_head_by_default() -> None:
 )
 def test_a_head_that_is_not_there(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as error:
-        explain(diagnosed("kernels_pair_T512"), **asked)
+        explain(inspected("kernels_pair_T512"), **asked)
     assert said in str(error.value)
 
 
 def test_lines_and_html() -> None:
-    text = str(explain(diagnosed("gpt2_step731_L2H4")))
+    text = str(explain(inspected("gpt2_step731_L2H4")))
     assert max(map(len, text.splitlines())) <= 80
     assert text == text.rstrip()
     tag = "<script>alert(1)</script>"
@@ -307,7 +299,7 @@ def test_lines_and_html() -> None:
 
 def test_every_paragraph_ends_a_sentence() -> None:
     for name in ("gpt2_step731_L2H4", "kernels_pair_T512", "gqa_T200"):
-        diagnosis = diagnosed(name)
+        diagnosis = inspected(name)
         for capture, made, head in diagnosis.entries():
             for paragraph in paragraphs(diagnosis, capture, made, head):
                 assert re.fullmatch(r"(?s).*[.)]", paragraph.text), paragraph

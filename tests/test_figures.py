@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
+from builders import inspected, some, stored
 
 from attn_diag.analyses.inspection.inspect import inspect_captures
-from attn_diag.captures.loading import load
 from attn_diag.results.diagnosis import Diagnosis, ObservationDiagnosis
-
-CAPTURES = Path(__file__).parent / "captures"
 
 # capture:observation -> exact, window, unit; O mean, rms; delta mean, rms; dQ error, predicted, unexplained;
 # dW_Q error, predicted (None where x was not captured). Pooled over rows and heads.
@@ -41,7 +38,7 @@ FAILING = "failing_step500_L2H7:observed"
 @cache
 def diagnose(name: str) -> Diagnosis:
     # Through the JSON text, because that is what users read.
-    return Diagnosis.from_json(inspect_captures([load(CAPTURES / f"{name}.safetensors")], device="cpu").to_json())
+    return Diagnosis.from_json(inspected(name).to_json())
 
 
 def observation(key: str) -> ObservationDiagnosis:
@@ -70,17 +67,14 @@ def test_figures_agree_to_four_digits(key: str) -> None:
 
 @pytest.mark.parametrize("key", [k for k in PRODUCTION if k != "pair_T256:efficient"] + [FAILING])
 def test_casts_explain_nearly_all_of_dq(key: str) -> None:
-    dq = observation(key).pooled.propagation.dq
-    assert dq is not None
-    assert dq.unexplained_with_casts is not None
-    assert dq.unexplained_with_casts <= 0.03
+    dq = some(observation(key).pooled.propagation.dq)
+    assert some(dq.unexplained_with_casts) <= 0.03
 
 
 @pytest.mark.parametrize("key", [*PRODUCTION, FAILING])
 def test_shares_and_rest_make_the_whole(key: str) -> None:
     """<part, error>/<error, error> over all parts misses 1 by no more than what is left, as Cauchy-Schwarz says."""
-    dq = observation(key).pooled.propagation.dq
-    assert dq is not None
+    dq = some(observation(key).pooled.propagation.dq)
     assert dq.shares is not None
     total = sum(share for share in dq.shares.values() if share is not None)
     assert total == pytest.approx(1.0, abs=(dq.unexplained_with_casts or 0.0) + 1e-12)
@@ -95,8 +89,7 @@ def test_shares_and_rest_make_the_whole(key: str) -> None:
     ],
 )
 def test_noise_factor(key: str, low: float, high: float) -> None:
-    factor = observation(key).pooled.noise_factor
-    assert factor is not None
+    factor = some(observation(key).pooled.noise_factor)
     assert low <= factor <= high
 
 
@@ -114,8 +107,7 @@ def test_gpt2_head_is_ill_conditioned_and_nothing_else() -> None:
         "this sequence only",
     ):
         assert words in reasons
-    assert head.swamped is not None
-    assert head.swamped.rows == 16
+    assert some(head.swamped).rows == 16
 
 
 def test_failing_capture_is_lossy_but_not_biased() -> None:
@@ -128,13 +120,10 @@ def test_failing_capture_is_lossy_but_not_biased() -> None:
 
 def test_published_mitigation_replaces_one_bias_by_another() -> None:
     stable, paper = (observation(f"kernels_pair_T512:{name}").pooled for name in ("stable", "paper"))
-    assert stable.verdict is not None
-    assert paper.verdict is not None
-    assert "biased" in stable.verdict.labels
-    assert "biased" not in paper.verdict.labels
-    assert stable.bias.delta is not None
+    assert "biased" in some(stable.verdict).labels
+    assert "biased" not in some(paper.verdict).labels
     # -4.60 with rows as clusters, the independent figure; rows with one argmax key are a little less than independent.
-    assert stable.bias.delta.t == pytest.approx(-4.54, abs=0.05)
+    assert some(stable.bias.delta).t == pytest.approx(-4.54, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +140,12 @@ def test_published_mitigation_replaces_one_bias_by_another() -> None:
 def test_recipe_is_recognised(key: str, recipe: str) -> None:
     found = observation(key)
     assert found.recipe == recipe
-    assert found.agreement is not None
-    assert found.agreement > 0.997
+    assert some(found.agreement) > 0.997
 
 
 @pytest.mark.parametrize("key", ["pair_T256:efficient", "kernels_pair_T512:paper", "kernels_pair_T512:stable"])
 def test_backward_that_rounds_elsewhere_is_said_to(key: str) -> None:
-    verdict = observation(key).pooled.verdict
-    assert verdict is not None
+    verdict = some(observation(key).pooled.verdict)
     assert "this backward rounds elsewhere" in " ".join(verdict.reasons)
 
 
@@ -167,25 +154,21 @@ def test_key_gradients_of_grouped_heads_are_per_key_head() -> None:
     assert [k.query_heads for k in result.kv_heads] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert all(h.propagation.dk is None for h in result.heads if h.head is not None)
     for kv in result.kv_heads:
-        assert kv.bias.dk is not None
-        assert kv.bias.dk.p_value is None
-        assert kv.propagation.dk is not None
-        assert kv.propagation.dk.relative_error == pytest.approx(0.003, rel=0.1)
+        assert some(kv.bias.dk).p_value is None
+        assert some(kv.propagation.dk).relative_error == pytest.approx(0.003, rel=0.1)
 
 
 def test_delta_explains_dk() -> None:
     for kv in observation("pair_T256:flash").kv_heads:
         assert kv.propagation.dk is not None
-        assert kv.propagation.dk.unexplained_fraction is not None
-        assert kv.propagation.dk.unexplained_with_casts is not None
-        assert kv.propagation.dk.unexplained_fraction < 0.2
-        assert kv.propagation.dk.unexplained_with_casts < 0.03
+        assert some(kv.propagation.dk.unexplained_fraction) < 0.2
+        assert some(kv.propagation.dk.unexplained_with_casts) < 0.03
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt2_step731_L2H4", "failing_step500_L2H7", "gqa_T200", "pair_T256"])
 def test_cuda_gives_the_same_figures(name: str) -> None:
-    capture = load(CAPTURES / f"{name}.safetensors")
+    capture = stored(name)
     cpu, cuda = (inspect_captures([capture], device=d) for d in ("cpu", "cuda"))
     for a, b in zip(cpu.captures[0].observations, cuda.captures[0].observations, strict=True):
         one, other = a.pooled, b.pooled

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from builders import some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,8 +31,7 @@ by_mode = pytest.mark.parametrize("mode", DIRECTED)
 
 
 def number_format(name: str) -> NumberFormat:
-    rounding = parse(name)
-    assert rounding is not None
+    rounding = some(parse(name))
     return rounding.format
 
 

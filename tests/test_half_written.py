@@ -8,16 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from builders import rounded_inputs, some
+from command_line import Run
 
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.files import write_atomically
 from attn_diag.captures.loading import find_captures, half_written
-from attn_diag.cli import main
 from attn_diag.errors import InputError
 
 # Writes half of a capture's bytes, says so, and waits to be killed; {writer} is how.
@@ -44,60 +43,41 @@ ATOMIC, IN_PLACE = "write_atomically(target, slowly)", "slowly(target)"
 
 def capture() -> Capture:
     """BF16 inputs with an O that is one rounding away from the truth."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(1, 2, 24, 16, generator=generator).bfloat16() for _ in range(4))
-    o = ((q.double() @ k.double().mT / 4).softmax(-1) @ v.double()).bfloat16()
-    return Capture.from_tensors({"q": q, "k": k, "v": v, "do": do, "o": o}, causal="none", scale=0.25)
+    return Capture.from_tensors(rounded_inputs(causal=False), causal="none", scale=0.25)
 
 
 def killed_while_writing(source: Path, target: Path, writer: str = ATOMIC) -> None:
     command = [sys.executable, "-c", WRITER.format(writer=writer), str(source), str(target)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "half\n"
+        assert some(child.stdout).readline() == "half\n"
         os.kill(child.pid, signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
 
 
-@pytest.fixture
-def inspected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """``attn-diag inspect`` in this process: exit code and stdout."""
-
-    def call(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["attn-diag", "inspect", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return int(stopped.value.code or 0), capsys.readouterr().out
-
-    return call
-
-
-def test_killed_writer_is_named_and_the_rest_is_read(tmp_path: Path, inspected: Callable[..., tuple[int, str]]) -> None:
+def test_killed_writer_is_named_and_the_rest_is_read(tmp_path: Path, run: Run) -> None:
     first = capture().save(tmp_path / "step000001_layer02.safetensors")
     second = capture().save(tmp_path / "step000002_layer02.safetensors")
-    assert inspected(tmp_path, "--json", "-")[0] == 0
+    assert run("inspect", tmp_path, "--json", "-")[0] == 0
     killed_while_writing(first, tmp_path / "step000003_layer02.safetensors")
     (left,) = tmp_path.glob(".*")
     assert left.name.startswith(".step000003_layer02.safetensors.")
     assert left.suffix == ".partial"
-    code, out = inspected(tmp_path, "--json", "-")
+    code, out, _ = run("inspect", tmp_path, "--json", "-")
     document = json.loads(out)
     assert code == 2
     assert [c["source"] for c in document["captures"]] == [str(first), str(second)]
     (named,) = document["summary"]["unreadable"]
     assert named.startswith(f"{left}: step000003_layer02.safetensors was being written when the process died")
     assert named.endswith("this capture is lost, the other files are complete")
-    assert "step000003_layer02.safetensors was being" in inspected(tmp_path)[1].replace("\n", " ").replace("  ", " ")
+    assert "step000003_layer02.safetensors was being" in " ".join(run("inspect", tmp_path).out.split())
 
 
-def test_a_writer_that_is_not_atomic_leaves_a_damaged_capture(
-    tmp_path: Path, inspected: Callable[..., tuple[int, str]]
-) -> None:
+def test_a_writer_that_is_not_atomic_leaves_a_damaged_capture(tmp_path: Path, run: Run) -> None:
     """What the atomic writer prevents: half a file under the final name."""
     first = capture().save(tmp_path / "a.safetensors")
     killed_while_writing(first, tmp_path / "b.safetensors", IN_PLACE)
     assert not half_written([tmp_path])
-    code, out = inspected(tmp_path, "--json", "-")
+    code, out, _ = run("inspect", tmp_path, "--json", "-")
     document = json.loads(out)
     assert (code, len(document["captures"])) == (2, 1)
     assert document["summary"]["unreadable"][0].startswith(f"{tmp_path / 'b.safetensors'}: truncated or damaged")

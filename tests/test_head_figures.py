@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from builders import SHARED, inspected, some, stored
 from torch import Tensor
 
 import attn_diag
@@ -19,8 +19,6 @@ from attn_diag.head.ulp_counts import UlpCounts
 from attn_diag.results.diagnosis import HeadDiagnosis, HeadFigures
 from attn_diag.results.figures import PredictedError
 
-CAPTURES = Path(__file__).parent / "captures"
-SHARED = sorted(path.stem for path in CAPTURES.glob("*.safetensors"))
 WITH_DW_Q = ["failing_step500_L2H7", "gpt2_step637_L2H6", "gpt2_step731_L2H4"]
 # S - m at and above which P_bar rounds to 1 in BF16: the middle between 1 and the number before it.
 UNIT = math.log(1 - 2**-9)
@@ -44,8 +42,7 @@ class Sequence:
     @property
     def contributions(self) -> Tensor:
         assert self.do is not None
-        assert self.o is not None
-        return self.do * (self.o - self.out)
+        return self.do * (some(self.o) - self.out)
 
     @property
     def predicted_dq(self) -> Tensor:
@@ -143,9 +140,8 @@ def check_histogram(figures: HeadFigures, truth: list[Sequence]) -> None:
         return
     errors = []
     for one in truth:
-        assert one.o is not None
         exponent = torch.frexp(one.out.abs().clamp(min=2.0**-126))[1] - 1
-        errors.append(((one.o - one.out) / 2.0 ** (exponent.double() - 7)).flatten())
+        errors.append(((some(one.o) - one.out) / 2.0 ** (exponent.double() - 7)).flatten())
     error = torch.cat(errors).numpy()
     shown = figures.o_error
     if not len(error):
@@ -169,8 +165,7 @@ def check_alignment(figures: HeadFigures, truth: list[Sequence]) -> None:
         assert figures.alignment is None
         return
     parts = torch.cat([one.contributions for one in truth])
-    shown = figures.alignment
-    assert shown is not None
+    shown = some(figures.alignment)
     positive, nonzero = (parts > 0).sum(0).tolist(), (parts != 0).sum(0).tolist()
     assert list(shown.aligned) == [p / n if n else None for p, n in zip(positive, nonzero, strict=True)]
     terms = sum(float((one.do.abs() * one.o.abs()).sum()) for one in truth if one.do is not None and one.o is not None)
@@ -280,19 +275,18 @@ def truth_of(capture: attn_diag.Capture, name: str, head: int) -> list[Sequence]
 
 @pytest.mark.parametrize("name", SHARED)
 def test_figures_of_every_shared_capture(name: str) -> None:
-    capture = attn_diag.load(CAPTURES / f"{name}.safetensors")
-    for observation in inspect_captures([capture], device="cpu").captures[0].observations:
+    capture = stored(name)
+    for observation in inspected(name).captures[0].observations:
         assert observation.pooled.figures is None
         for head in observation.heads[:-1]:
-            assert head.head is not None
-            check_all(head, truth_of(capture, observation.name, head.head - capture.metadata.head_offset))
+            check_all(head, truth_of(capture, observation.name, some(head.head) - capture.metadata.head_offset))
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_figures_agree_with_what_else_is_reported(name: str) -> None:
     """Norms by group make the relative errors, contributions delta's error, the histogram's centre O's mean."""
-    capture = attn_diag.load(CAPTURES / f"{name}.safetensors")
-    for observation in inspect_captures([capture], device="cpu").captures[0].observations:
+    capture = stored(name)
+    for observation in inspected(name).captures[0].observations:
         for head in observation.heads[:-1]:
             assert head.figures is not None
             for figure, error in ((head.figures.dq, head.propagation.dq), (head.figures.dw_q, head.propagation.dw_q)):
@@ -300,15 +294,13 @@ def test_figures_agree_with_what_else_is_reported(name: str) -> None:
                 if figure is None or error is None:
                     continue
                 assert figure.predicted is not None
-                assert figure.observed is not None
                 size = math.hypot(*figure.reference)
                 assert math.hypot(*figure.predicted) / size == pytest.approx(error.predicted_relative_error, rel=1e-12)
-                assert math.hypot(*figure.observed) / size == pytest.approx(error.relative_error, rel=1e-12)
+                assert math.hypot(*some(figure.observed)) / size == pytest.approx(error.relative_error, rel=1e-12)
             repeats = attn_diag.repeated_maxima(capture, 0, head.head)
             strip = head.figures.strip
             for definition, shown in (("exact", strip.exact), ("unit", strip.unit)):
-                found = repeats[definition]
-                assert found is not None
+                found = some(repeats[definition])
                 parts = groups(strip.first_rows, head.rows_all)
                 assert list(shown) == [int(found.multiplicity[part].max()) for part in parts]
             delta, alignment = head.bias.delta, head.figures.alignment
@@ -319,8 +311,7 @@ def test_figures_agree_with_what_else_is_reported(name: str) -> None:
             if head.delta_source == "from_o":
                 # delta's error is a difference of sums that are larger by far: 2**-53 of those, a few times over.
                 true = truth_of(capture, observation.name, (head.head or 0) - capture.metadata.head_offset)[0]
-                assert true.do is not None
-                terms = float((true.do.abs() * true.out.abs()).sum())
+                terms = float((some(true.do).abs() * true.out.abs()).sum())
                 assert sum(alignment.contribution) == pytest.approx(delta.cumulative_sum, rel=0, abs=1e-12 * terms)
 
 
@@ -369,8 +360,8 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_checks_reject(mutant: str) -> None:
-    capture = attn_diag.load(CAPTURES / "gpt2_step637_L2H6.safetensors")
-    head = inspect_captures([capture], device="cpu").captures[0].observations[0].heads[0]
+    capture = stored("gpt2_step637_L2H6")
+    head = inspected("gpt2_step637_L2H6").captures[0].observations[0].heads[0]
     assert head.figures is not None
     truth = truth_of(capture, "observed", 0)
     check = CHECKS[mutant.partition(":")[0]]
@@ -390,8 +381,7 @@ def tensors(batch: int = 1, heads: int = 1, kv_heads: int = 1, length: int = 48,
         for h in range(heads):
             g = h * kv_heads // heads
             found = sequence(q[b, h], k[b, g], v[b, g], do=do[b, h])
-            assert found.true_dq is not None
-            o[b, h], dq[b, h] = found.out.bfloat16(), found.true_dq.bfloat16()
+            o[b, h], dq[b, h] = found.out.bfloat16(), some(found.true_dq).bfloat16()
     return {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}
 
 
@@ -487,8 +477,7 @@ def test_an_emulated_recipe_has_figures_of_its_own() -> None:
     assert run.dq is not None
     check_all(two[0].heads[0], direct(given, 0))
     emulated = {**given, "o": run.o[None, None], "dq": run.dq[None, None]}
-    figures = two[1].heads[0].figures
-    assert figures is not None
+    figures = some(two[1].heads[0].figures)
     for name in ("strip", "positions", "histogram", "alignment"):
         CHECKS[name](figures, direct(emulated, 0))
     with pytest.raises(AssertionError):
@@ -498,8 +487,7 @@ def test_an_emulated_recipe_has_figures_of_its_own() -> None:
 def test_positions_beyond_512_are_spread_over_the_rows() -> None:
     given = tensors(length=600)
     (head,) = assert_all_heads(given)
-    assert head.figures is not None
-    shown = head.figures.unit_positions
+    shown = some(head.figures).unit_positions
     assert shown.total > 600
     halves = sum(row < 300 for row in shown.rows) / len(shown.rows)
     assert 0.4 < halves < 0.6
@@ -520,8 +508,7 @@ def test_equal_keys_keep_sixteen_positions_a_row() -> None:
 @pytest.mark.parametrize("scale", [0.3, 40.0, 1e5, 1e200], ids=str)
 def test_histogram_suits_errors_of_any_size(scale: float) -> None:
     errors = scale * torch.randn(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    shown = UlpCounts.of(errors.clone()).histogram()
-    assert shown is not None
+    shown = some(UlpCounts.of(errors.clone()).histogram())
     assert sum(shown.counts) + shown.below + shown.above == 20_000
     if scale < 1e100:
         assert 20 <= len(shown.counts) <= 64
@@ -555,8 +542,7 @@ def test_sequences_join_as_if_they_were_one(sizes: tuple[float, float]) -> None:
 def test_an_error_of_zero_is_in_the_middle_of_a_bin() -> None:
     """Of errors that are symmetric about 0 the histogram is too."""
     errors = torch.linspace(-3, 3, 101, dtype=torch.float64)
-    shown = UlpCounts.of(torch.cat([errors, torch.zeros(50, dtype=torch.float64)])).histogram()
-    assert shown is not None
+    shown = some(UlpCounts.of(torch.cat([errors, torch.zeros(50, dtype=torch.float64)])).histogram())
     assert shown.counts == shown.counts[::-1]
     assert shown.counts[len(shown.counts) // 2] >= 51
 
@@ -578,18 +564,15 @@ def test_options_of_attention_reach_the_figures(options: dict[str, Any]) -> None
     for entry in (plain, head):
         assert entry.figures is not None
         assert entry.figures.dq is not None
-        assert entry.figures.dq.predicted is not None
-        assert entry.propagation.dq is not None
-        ratio = math.hypot(*entry.figures.dq.predicted) / math.hypot(*entry.figures.dq.reference)
-        assert ratio == pytest.approx(entry.propagation.dq.predicted_relative_error, rel=1e-12)
+        ratio = math.hypot(*some(entry.figures.dq.predicted)) / math.hypot(*entry.figures.dq.reference)
+        assert ratio == pytest.approx(some(entry.propagation.dq).predicted_relative_error, rel=1e-12)
     assert plain.figures != head.figures
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHARED)
 def test_figures_made_on_a_gpu(name: str) -> None:
-    capture = attn_diag.load(CAPTURES / f"{name}.safetensors")
+    capture = stored(name)
     for observation in inspect_captures([capture], device="cuda").captures[0].observations:
         for head in observation.heads[:-1]:
-            assert head.head is not None
-            check_all(head, truth_of(capture, observation.name, head.head - capture.metadata.head_offset))
+            check_all(head, truth_of(capture, observation.name, some(head.head) - capture.metadata.head_offset))

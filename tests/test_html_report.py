@@ -11,11 +11,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from builders import inspected
 from hostile import NAMES, hostile_diagnosis
 from synthetic_reports import synthetic
 
-from attn_diag.analyses.inspection.inspect import inspect_captures
-from attn_diag.captures.loading import load
 from attn_diag.errors import InputError
 from attn_diag.reports import gallery_document, html_document, html_fragment
 from attn_diag.reports.charts import Axis, Chart, Gallery, Section, Series
@@ -228,7 +227,7 @@ def test_gallery_refuses_what_is_not_finite() -> None:
 )
 def test_evidence_is_what_the_diagnosis_shows(capture: str, reached: list[bool]) -> None:
     """The scores' rounding makes the failing head's error, and its repair removes it; a clean head shows nothing."""
-    found = inspect_captures([load(Path(__file__).parent / "captures" / f"{capture}.safetensors")], details=1)
+    found = inspected(capture, details=1)
     page = html_document(found)
     steps = re.findall(r"<li( class=\"reached\")?>[^<]*<span class=\"spoken\">", page)
     assert [bool(step) for step in steps] == reached

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import jsonschema
 import pytest
 import torch
+from builders import CAPTURES, some, stored
+from command_line import Run
 from torch import Tensor
 
 import attn_diag
 from attn_diag import Identification
-from attn_diag.cli import main
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.head.recipe import search
 from attn_diag.head.recipe.agreement import Match, choose_rows
@@ -32,7 +32,6 @@ from attn_diag.head.recipe.candidates import (
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.results.identification import Identifications
 
-CAPTURES = Path(__file__).parent / "captures"
 CPU = torch.device("cpu")
 
 
@@ -77,8 +76,7 @@ def test_kernels_are_identified(key: str) -> None:
     assert (result.outcome, result.recipes) == ("identified", MADE_BY[key][:1])
     assert (result.best.recipe, result.best.schedule) == MADE_BY[key]
     assert result.best.agreement >= 0.998
-    assert result.margin_p_value is not None
-    assert result.margin_p_value <= result.level
+    assert some(result.margin_p_value) <= result.level
 
 
 # Their bits differ in 1 to 36 of 16,384 (T=256) or 32,768 elements: (those not excluded, who comes nearest).
@@ -191,7 +189,7 @@ def test_half_precision(name: str) -> None:
 
 @pytest.mark.parametrize(("share", "outcome"), [(0.0, "identified"), (0.01, "unknown")])
 def test_perturbed_outputs_are_not_identified(share: float, outcome: str) -> None:
-    capture = attn_diag.load(CAPTURES / "gqa_T200.safetensors")
+    capture = stored("gqa_T200")
     tensors = {name: capture.tensors[name][...] for name in ("q", "k", "v", "o")}
     moved = torch.rand(tensors["o"].shape, generator=torch.Generator().manual_seed(0)) < share
     bits = tensors["o"].view(torch.int16)
@@ -301,33 +299,22 @@ def test_json_round_trip() -> None:
     assert document["results"][0]["candidates"][0]["recipe"] == "cudnn"
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    def call(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["attn-diag", "identify", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        captured = capsys.readouterr()
-        return Done(int(stopped.value.code or 0), captured.out, captured.err)
-
-    return call
-
-
-def test_command_line(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_command_line(tmp_path: Path, run: Run) -> None:
     target = tmp_path / "out.json"
-    done = run(CAPTURES / "gqa_T200.safetensors", CAPTURES / "pair_T256.safetensors", "--rows", 64, "--json", target)
+    done = run(
+        "identify",
+        CAPTURES / "gqa_T200.safetensors",
+        CAPTURES / "pair_T256.safetensors",
+        "--rows",
+        64,
+        "--json",
+        target,
+    )
     assert done.code == 0
     document = json.loads(target.read_text())
     assert [r["observation"] for r in document["results"]] == ["observed", "cudnn", "efficient", "flash"]
     assert "cudnn reproduces" in done.out
-    alone = run(CAPTURES / "gqa_T200.safetensors", "--head", "2,5", "--rows", 64, "--json", "-")
+    alone = run("identify", CAPTURES / "gqa_T200.safetensors", "--head", "2,5", "--rows", 64, "--json", "-")
     assert [r["head"] for r in json.loads(alone.out)["results"]] == [2, 5]
 
 
@@ -354,19 +341,19 @@ UNUSABLE: dict[str, tuple[Callable[[], attn_diag.Capture], list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_unusable_input(case: str, tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_unusable_input(case: str, tmp_path: Path, run: Run) -> None:
     make, options, message = UNUSABLE[case]
     path = make().save(tmp_path / "capture.safetensors")
-    done = run(path, *options, "--json", tmp_path / "out.json")
+    done = run("identify", path, *options, "--json", tmp_path / "out.json")
     assert (done.code, done.out) == (2, "")
     assert message in done.err
     assert sorted(tmp_path.iterdir()) == [path]
 
 
-def test_one_unusable_of_several(tmp_path: Path, run: Callable[..., Done]) -> None:
+def test_one_unusable_of_several(tmp_path: Path, run: Run) -> None:
     good = variant().save(tmp_path / "a.safetensors")
     bad = variant(o=None).save(tmp_path / "b.safetensors")
-    done = run(good, bad, "--json", "-")
+    done = run("identify", good, bad, "--json", "-")
     assert done.code == 2
     assert f"{bad}: no observation" in done.err
     document = json.loads(done.out)
@@ -374,7 +361,7 @@ def test_one_unusable_of_several(tmp_path: Path, run: Callable[..., Done]) -> No
 
 
 def test_several_observations_need_a_name() -> None:
-    capture = attn_diag.load(CAPTURES / "pair_T256.safetensors")
+    capture = stored("pair_T256")
     with pytest.raises(attn_diag.InputError, match="name one of its observations: cudnn, efficient, flash"):
         attn_diag.identify(capture)
     with pytest.raises(attn_diag.InputError, match="no head 2; the capture has 0 to 1"):

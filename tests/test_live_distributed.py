@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from command_line import Programs
 
 import attn_diag
 from attn_diag.head.assumptions import check_assumptions
@@ -20,20 +17,10 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path:
     """What two processes captured; that it changed no bit they have checked themselves."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).parent / "live_worker.py"), str(folder)]
-    workers = [
-        subprocess.Popen(command, env=os.environ | shared | {"RANK": rank}, stderr=subprocess.PIPE, text=True)
-        for rank in ("0", "1")
-    ]
-    errors = [worker.communicate(timeout=180)[1] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(errors)
+    programs.ranks(str(Path(__file__).parent / "live_worker.py"), folder)
     return folder
 
 

@@ -6,14 +6,14 @@ import errno
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import some
+from command_line import Programs
 from tiny_models import Tiny, nano_gpt
 from torch import nn
 
@@ -31,14 +31,6 @@ def steps(tiny: Tiny, count: int = 1) -> None:
         optimizer.zero_grad()
         torch.autograd.backward(tiny.loss(tiny.model))
         optimizer.step()
-
-
-def script(text: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", text, str(folder)]
-    return subprocess.run(
-        command, env=os.environ | paths | environment, capture_output=True, text=True, check=False, timeout=120
-    )
 
 
 def files(folder: Path) -> list[str]:
@@ -64,12 +56,12 @@ print([path.name[:10] for path in recorder.written], list(recorder.dropped.value
 """
 
 
-def test_a_full_disk_costs_its_step_alone(tmp_path: Path) -> None:
-    done = script(FULL, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['step000000', 'step000000', 'step000002', 'step000002'] [1, 1]", done.stderr
-    assert "cannot write" in done.stderr
-    assert "File too large" in done.stderr
+def test_a_full_disk_costs_its_step_alone(tmp_path: Path, programs: Programs) -> None:
+    done = programs.run(FULL, tmp_path)
+    assert done.code == 0, done.err
+    assert done.out.strip() == "['step000000', 'step000000', 'step000002', 'step000002'] [1, 1]", done.err
+    assert "cannot write" in done.err
+    assert "File too large" in done.err
     # Nothing half-written stays.
     assert len(files(tmp_path)) == 4
     for path in tmp_path.iterdir():
@@ -115,9 +107,9 @@ with attn_diag.capture(tiny.model, sys.argv[1]):
 """
 
 
-def test_killed_while_writing(tmp_path: Path) -> None:
-    done = script(KILLED, tmp_path)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def test_killed_while_writing(tmp_path: Path, programs: Programs) -> None:
+    done = programs.run(KILLED, tmp_path)
+    assert done.code == -signal.SIGKILL, done.err
     whole = sorted(tmp_path.glob("*.safetensors"))
     assert [path.name[:10] for path in whole] == ["step000000"] * 2 + ["step000001"] * 2
     # The file that was being written does not go by the name of a capture.
@@ -419,18 +411,17 @@ if len(sys.argv) == 2:
 """
 
 
-def test_the_ring_on_an_exception_after_start(tmp_path: Path) -> None:
-    done = script(STARTED, tmp_path)
-    assert "RuntimeError: of the user's" in done.stderr
+def test_the_ring_on_an_exception_after_start(tmp_path: Path, programs: Programs) -> None:
+    done = programs.run(STARTED, tmp_path)
+    assert "RuntimeError: of the user's" in done.err
     assert [name[:10] for name in files(tmp_path)] == ["step000004", "step000004", "step000005", "step000005"]
-    notes = attn_diag.load(next(tmp_path.iterdir())).metadata.notes
-    assert notes is not None
+    notes = some(attn_diag.load(next(tmp_path.iterdir())).metadata.notes)
     assert "RuntimeError was raised" in notes
 
 
-def test_a_program_that_ends_well_writes_no_ring(tmp_path: Path) -> None:
-    done = script(STARTED.replace("len(sys.argv) == 2", "False"), tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_a_program_that_ends_well_writes_no_ring(tmp_path: Path, programs: Programs) -> None:
+    done = programs.run(STARTED.replace("len(sys.argv) == 2", "False"), tmp_path)
+    assert done.code == 0, done.err
     assert files(tmp_path) == []
 
 

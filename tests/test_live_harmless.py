@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Programs
 from tiny_models import (
     LENGTH,
     TRANSFORMERS,
@@ -265,9 +264,11 @@ def test_hooks_that_raise_are_only_logged(
     assert "ours, not theirs" in caplog.text
 
 
-def test_warnings_as_errors_do_not_stop_training(tmp_path: Path) -> None:
+def test_warnings_as_errors_do_not_stop_training(tmp_path: Path, programs: Programs) -> None:
     script = """
-import sys, torch, attn_diag
+import sys, warnings
+warnings.simplefilter("error")
+import torch, attn_diag
 from tiny_models import nano_gpt, transformer_encoder
 for number, tiny in enumerate((nano_gpt(), nano_gpt(False), transformer_encoder())):
     optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
@@ -278,10 +279,8 @@ for number, tiny in enumerate((nano_gpt(), nano_gpt(False), transformer_encoder(
     assert recorder.dropped, "nothing to be warned of"
 print("trained")
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "trained\n", done.stderr
+    done = programs.run(script, tmp_path)
+    assert done.out == "trained\n", done.err
 
 
 def test_a_compiled_model_runs_as_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -314,6 +313,7 @@ def test_a_compiled_function_around_a_model(tmp_path: Path, caplog: pytest.LogCa
     assert "It may run inside a compiled graph" in caplog.text
 
 
+@pytest.mark.usefixtures("fresh_heap")
 def test_nothing_is_kept_alive(tmp_path: Path) -> None:
     """Neither by what was not chosen, nor by a step that is over, nor by a look at a loop's variables."""
     tiny = nano_gpt()

@@ -64,6 +64,7 @@ def test_another_models_optimizer_ends_no_step_of_ours(tmp_path: Path) -> None:
     assert metrics["attn/dq_share/max"] > 0
 
 
+@pytest.mark.usefixtures("fresh_heap")
 def test_checkpointing_keeps_its_memory(tmp_path: Path) -> None:
     def held(checkpointing: bool | None, watched: bool) -> int:
         """Bytes of the tensors that are alive between forward and backward."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import some
 from tiny_models import HEADS, TRANSFORMERS, WIDTH, Tiny, transformers_model
 from torch import Tensor, nn
 
@@ -220,8 +221,7 @@ def test_a_registered_implementation_keeps_its_name_and_mask(tmp_path: Path) -> 
         group = query.shape[1] // key.shape[1]
         keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = query @ keys.mT * kwargs["scaling"]
-        assert attention_mask is not None
-        scores = scores.masked_fill(~attention_mask, -torch.inf)
+        scores = scores.masked_fill(~some(attention_mask), -torch.inf)
         return (scores.softmax(-1) @ values).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("plain_for_this_test", plain)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +11,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from builders import some
+from command_line import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -20,7 +20,6 @@ from rich.cells import cell_len
 import attn_diag
 from attn_diag.analyses.microscopy.closed_form import predict_block
 from attn_diag.analyses.microscopy.walk import exponent_factor, walk_element
-from attn_diag.cli import main
 from attn_diag.errors import InputError
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
@@ -83,26 +82,23 @@ def test_golden_example_without_its_residual() -> None:
 def test_golden_example_through_the_microscope(residual: bool) -> None:
     head, recipe = golden_head(residual=residual), golden_recipe()
     found = attn_diag.microscope(head, 0, 0, recipe)
-    assert found.decisive is not None
     assert found.addition is not None
     assert found.bit_equal
-    site = found.sites[found.decisive]
+    site = found.sites[some(found.decisive)]
     assert (site.name, site.step) == ("accumulator", "addition")
     assert [t.unit for t in found.terms] == [True, True, False][: len(found.terms)]
     assert found.curve.points[-1].rounding_error == site.error
     if residual:
         assert (site.before, site.after, site.error) == (-4.703990459442139, -4.71875, -0.014759540557861328)
         assert found.addition.tie == "broken"
-        assert found.addition.without_residual is not None
-        assert found.addition.without_residual.rounded == -4.6875
+        assert some(found.addition.without_residual).rounded == -4.6875
     else:
         assert (site.before, site.after, site.error) == (-4.703125, -4.6875, 0.015625)
         assert found.addition.tie == "exact"
     # The closed form: error / l, with l in float64 here and in fp32 in the walk.
     assert found.element.kind == "tie"
     assert found.element.predicted_error == pytest.approx(site.contribution, rel=2.0**-22)
-    assert found.closed_form is not None
-    assert found.closed_form.rows == {"tie": 1, "swamped": 0, "ordinary": 0}
+    assert some(found.closed_form).rows == {"tie": 1, "swamped": 0, "ordinary": 0}
 
 
 # Whole numbers times one power of two: sums that float64 holds exactly.
@@ -208,8 +204,7 @@ def test_operands_of_the_decisive_rounding_sum_to_what_is_rounded(captures: Path
     for observation in ("paper", "flash"):
         found = attn_diag.microscope(capture, observation=observation, whole_head=False)
         assert found.addition is not None
-        assert found.decisive is not None
-        site = found.sites[found.decisive]
+        site = found.sites[some(found.decisive)]
         assert found.addition.exact == site.before
         assert found.addition.rounded == site.after
         assert abs(site.contribution) == max(abs(s.contribution) for s in found.sites)
@@ -231,8 +226,7 @@ def test_a_tied_element_of_a_production_kernel(captures: Path) -> None:
         assert (found.element.kind, found.addition.tie) == ("tie", "broken")
         assert (found.addition.rounded > found.addition.exact) == above
         assert found.addition.rounded == found.observed
-        assert found.addition.without_residual is not None
-        assert found.addition.without_residual.tie
+        assert some(found.addition.without_residual).tie
         # The prediction starts from float64 P_bar V, the walk from fp32's: a few dozen roundings to fp32.
         assert found.element.predicted_error == pytest.approx(found.addition.error, abs=64 * 2.0**-24)
 
@@ -242,8 +236,7 @@ def test_by_default_the_largest_excess_is_looked_at(captures: Path) -> None:
     found = attn_diag.microscope(capture, whole_head=False)
     inputs = read_head(capture, 0, 0, torch.device("cpu"), NonFiniteCensus())
     reference = reference_rows(inputs.head, torch.arange(1024)).out
-    observed = capture.read("o", 0, 0)
-    assert observed is not None
+    observed = some(capture.read("o", 0, 0))
     excess = (observed.double() - round_nearest_even(reference, format_of(torch.bfloat16))).abs()
     assert abs(found.excess) == excess.max()
     assert excess[found.row, found.feature] == excess.max()
@@ -308,52 +301,36 @@ def test_swamped_and_tied_rows() -> None:
 def test_closed_form_explains_most_of_tied_keys_and_says_when_it_does_not(captures: Path) -> None:
     pair = attn_diag.load(captures / "kernels_pair_T512.safetensors")
     flash = attn_diag.closed_form(pair, observation="flash")
-    assert flash.totals.o.share is not None
-    assert flash.totals.o.share > 0.6
+    assert some(flash.totals.o.share) > 0.6
     assert flash.totals.delta is not None
     assert "most of this head's error in O is of this kind" in flash.totals.statement
     measured = sum(flash.by_row.measured_o)
     assert measured == pytest.approx(flash.totals.o.measured_sum, abs=1e-9)
     assert sum(flash.totals.rows.values()) == len(flash.by_row.row) == 512
     failing = attn_diag.closed_form(attn_diag.load(captures / "failing_step500_L2H7.safetensors"))
-    assert failing.totals.o.share is not None
-    assert failing.totals.o.share < 0.01
+    assert some(failing.totals.o.share) < 0.01
     assert "lost before that rounding" in failing.totals.statement
     assert failing.totals.dq_measured == pytest.approx(0.143394, rel=1e-4)  # as in the captures' README
     assert failing.report()
     assert type(failing).from_json(failing.to_json()) == failing
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The command line, in this process: exit code, stdout, stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["attn-diag", "microscope", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        captured = capsys.readouterr()
-        return int(stopped.value.code or 0), captured.out, captured.err
-
-    return call
-
-
-def test_command_writes_json_and_a_report(run: Callable[..., tuple[int, str, str]], captures: Path) -> None:
+def test_command_writes_json_and_a_report(run: Run, captures: Path) -> None:
     file = captures / "gqa_T200.safetensors"
-    code, out, _ = run(file, "--head", 5, "--row", 150, "--feature", 7, "--json", "-")
+    code, out, _ = run("microscope", file, "--head", 5, "--row", 150, "--feature", 7, "--json", "-")
     assert code == 0
     found = Microscope.from_json(out)
     jsonschema.validate(json.loads(out), Microscope.json_schema())
     assert (found.head, found.row, found.feature, found.bit_equal) == (5, 150, 7, True)
-    code, report, _ = run(file, "--head", 5, "--row", 150, "--feature", 7)
+    code, report, _ = run("microscope", file, "--head", 5, "--row", 150, "--feature", 7)
     assert code == 0
     for piece in ("O[150, 7] of H5", "rounding of the sum", "Prefix error", "Closed form"):
         assert piece in report
     assert max(map(cell_len, found.report(80).splitlines())) <= 80
 
 
-def test_command_on_the_example(run: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, _ = run("--example", "--recipe", "qiu2025", "--json", "-")
+def test_command_on_the_example(run: Run) -> None:
+    code, out, _ = run("microscope", "--example", "--recipe", "qiu2025", "--json", "-")
     assert code == 0
     found = Microscope.from_json(out)
     assert (found.recipe, found.recipe_reason) == ("qiu2025", "qiu2025, as asked for")
@@ -370,10 +347,8 @@ def test_command_on_the_example(run: Callable[..., tuple[int, str, str]]) -> Non
         (["--observation", "flash"], "no observation 'flash' with an O; there are: observed"),
     ],
 )
-def test_what_is_not_there_is_named(
-    arguments: list[str], message: str, run: Callable[..., tuple[int, str, str]], captures: Path
-) -> None:
-    code, _, err = run(captures / "gqa_T200.safetensors", *arguments)
+def test_what_is_not_there_is_named(arguments: list[str], message: str, run: Run, captures: Path) -> None:
+    code, _, err = run("microscope", captures / "gqa_T200.safetensors", *arguments)
     assert code == 2
     assert message in err
 
@@ -387,8 +362,7 @@ def test_overflow_is_shown_not_raised() -> None:
     assert found.walked == found.emulated == math.inf
     (site,) = [s for s in found.sites if s.name == "accumulator"]
     assert (site.before, site.after) == (120000.0, math.inf)
-    assert found.addition is not None
-    assert found.addition.rounded == math.inf
+    assert some(found.addition).rounded == math.inf
     assert "inf" in found.report(80)
     assert json.loads(found.to_json())["walked"] == "Infinity"
 
@@ -415,8 +389,7 @@ def test_metadata_that_contradict_the_captured_o_are_refused(captures: Path) -> 
 
 def test_a_rounding_is_not_called_decisive_where_more_was_lost_before_the_sum(captures: Path) -> None:
     found = attn_diag.microscope(attn_diag.load(captures / "failing_step500_L2H7.safetensors"), 891, 61)
-    assert found.decisive is not None
-    assert abs(found.before_sum) > 100 * abs(found.sites[found.decisive].contribution)
+    assert abs(found.before_sum) > 100 * abs(found.sites[some(found.decisive)].contribution)
     text = " ".join(found.report().split())
     assert "Largest rounding of the sum (more was lost before)" in text
     assert "decisive rounding" not in text

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import some
+from command_line import Programs
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -368,9 +368,8 @@ def test_the_call_lets_go_of_what_autograd_does_not_keep() -> None:
 CASES = ("ddp", "missing", "silent")
 
 
-def one_rank(rank: int, port: int, folder: Path) -> None:
+def one_rank(rank: int, folder: Path) -> None:
     """All cases, one after the other, each training with its own model and monitor."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     for case in CASES:
@@ -390,17 +389,10 @@ def one_rank(rank: int, port: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path:
     """What two processes left: CASE.jsonl their common log, CASE0.jsonl and CASE1.jsonl what each has seen."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [sys.executable, __file__, str(port), str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    for process in ranks:
-        _, errors = process.communicate(timeout=200)
-        assert not process.returncode, errors
+    programs.ranks(__file__, folder)
     return folder
 
 
@@ -455,8 +447,7 @@ def test_on_a_gpu_nothing_waits_and_memory_is_bounded() -> None:
     o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     place = CallPlace(0, 0, "h.0.attn", 0, True)
     call = AttentionCall(place, "test", q, k, v, o, causal="top-left", do=do, x=x, w_q=w_q)
-    past = head_sums(Sample.of(call)).sketches
-    assert past is not None
+    past = some(head_sums(Sample.of(call)).sketches)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -470,10 +461,6 @@ def test_on_a_gpu_nothing_waits_and_memory_is_bounded() -> None:
         torch.cuda.set_sync_debug_mode("default")
     # Blocks of 64 MB, k, v and row quantities in float64 about as much again.
     assert torch.cuda.max_memory_allocated() - before < 200e6
-
-
-if __name__ == "__main__":
-    one_rank(int(sys.argv[3]), int(sys.argv[1]), Path(sys.argv[2]))
 
 
 def test_a_monitor_that_sees_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -490,3 +477,7 @@ def test_choices_that_cannot_be_are_refused() -> None:
     for wrong in ({"layers": 1}, {"every": 2.5}, {"every": "50"}):
         with pytest.raises(attn_diag.InputError, match=next(iter(wrong))):
             attn_diag.Monitor(nn.Linear(2, 2), **wrong)
+
+
+if __name__ == "__main__":
+    one_rank(int(os.environ["RANK"]), Path(sys.argv[1]))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -370,8 +371,7 @@ def test_spectral_norms_against_svdvals(kind: str) -> None:
 def test_past_z_is_standard_for_random_signs_and_grows_for_one_sign() -> None:
     call = with_projection(made_call(hq=2, hk=2, tq=63), channels=400)
     sample = Sample.of(call)
-    past = head_sums(sample).sketches
-    assert past is not None
+    past = some(head_sums(sample).sketches)
     truth = call.o.double()
     g = torch.Generator().manual_seed(6)
     # What each argmax key's rows contribute, with signs drawn for it.
@@ -395,8 +395,7 @@ def test_past_z_is_standard_for_random_signs_and_grows_for_one_sign() -> None:
 def _delta_error(sample: Sample) -> Tensor:
     """O_obs - O_ref [Hq, R, Dv], from what it contributes to delta."""
     assert sample.do is not None
-    gradient = rows_module.measure_rows(sample, 0, slice(0, 2)).gradient
-    assert gradient is not None
+    gradient = some(rows_module.measure_rows(sample, 0, slice(0, 2)).gradient)
     return gradient.contributions / sample.do[0].double()
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from builders import some
 from scipy import stats
 from step_captures import C, D, Plant, planted, series, trained, true_delta_error, true_probs
 from step_captures import T as ROW_COUNT
@@ -98,9 +100,7 @@ def test_numbers_are_those_of_a_direct_computation(name: str, unbiased: list[Cap
 
 
 def test_rows_and_their_cosines(unbiased: list[Capture], found: PaperFigures) -> None:
-    atoms = found.atoms
-    assert atoms is not None
-    assert atoms.x is not None
+    atoms = some(found.atoms)
     assert atoms.atoms is not None
     assert {r.step for r in atoms.rows} == set(range(10, 10 + STEPS))
     captures = {c.metadata.step: c for c in unbiased}
@@ -119,14 +119,13 @@ def test_rows_and_their_cosines(unbiased: list[Capture], found: PaperFigures) ->
     one = np.array([[abs(cosine(a, b)) for b in pk] for a in pk])
     two = np.array([[abs(cosine(a, b)) for b in x] for a in x])
     np.testing.assert_allclose(np.array(atoms.probs_k.cosines), one, atol=1e-5)
-    np.testing.assert_allclose(np.array(atoms.x.cosines), two, atol=1e-5)
+    np.testing.assert_allclose(np.array(some(atoms.x).cosines), two, atol=1e-5)
     np.testing.assert_allclose(np.array(atoms.atoms.cosines), one * two, atol=1e-5)
     assert not np.allclose(np.array(atoms.atoms.cosines), one, atol=1e-5)
 
 
 def test_features_of_the_worst_row(unbiased: list[Capture], found: PaperFigures) -> None:
-    f = found.features
-    assert f is not None
+    f = some(found.features)
     c = next(c for c in unbiased if c.metadata.step == f.step)
     error = true_delta_error(c)[0, 0]
     assert f.row == int(error.abs().argmax())
@@ -146,13 +145,11 @@ def test_features_of_the_worst_row(unbiased: list[Capture], found: PaperFigures)
 
 def test_trigger_counts_are_those_of_repeated_maxima() -> None:
     captures = [planted(step, Plant(ties=ties, heads=2)) for step, ties in ((3, 0), (5, 4), (9, 12))]
-    found = paper_figures(captures, head=1, device="cpu").triggers
-    assert found is not None
+    found = some(paper_figures(captures, head=1, device="cpu").triggers)
     assert found.steps == (3, 5, 9)
     assert found.head.rows == (40, 40, 40)
     assert found.head == found.layer  # head 1 alone was looked at
-    both = paper_figures(captures, device="cpu").triggers
-    assert both is not None
+    both = some(paper_figures(captures, device="cpu").triggers)
     for name in ("exact", "window", "unit"):
         counts = [
             [
@@ -173,15 +170,12 @@ def test_trigger_counts_are_those_of_repeated_maxima() -> None:
 
 def test_a_planted_bias_leaves_the_band_and_adds_up_over_steps() -> None:
     found = paper_figures(series(8, Plant(bias=0.7)), device="cpu")
-    assert found.delta_steps is not None
-    a = found.delta_steps.total
+    a = some(found.delta_steps).total
     assert a.outside
-    assert a.p_over_steps is not None
-    assert a.p_over_steps < 1e-3
+    assert some(a.p_over_steps) < 1e-3
     assert a.sums[-1] == pytest.approx(8 * 0.7e-4, rel=0.3)
     assert found.atoms is not None
-    over = found.atoms.over_steps
-    assert over is not None
+    over = some(found.atoms.over_steps)
     assert over.p_value < 0.05
     assert over.coherence > over.null95
     assert np.min(over.left) > 0.99
@@ -189,12 +183,10 @@ def test_a_planted_bias_leaves_the_band_and_adds_up_over_steps() -> None:
 
 
 def test_without_a_bias_the_sum_stays_inside(found: PaperFigures) -> None:
-    assert found.delta_steps is not None
-    assert not found.delta_steps.total.outside
+    assert not some(found.delta_steps).total.outside
     assert found.atoms is not None
-    assert found.atoms.over_steps is not None
     # Directions are alike nonetheless: that alone adds nothing up.
-    assert np.min(found.atoms.over_steps.left) > 0.95
+    assert np.min(some(found.atoms.over_steps).left) > 0.95
 
 
 def test_a_planted_direction_is_found_and_random_ones_are_not(found: PaperFigures) -> None:
@@ -202,18 +194,14 @@ def test_a_planted_direction_is_found_and_random_ones_are_not(found: PaperFigure
         assert s
         assert np.min(s.cosines) > 0.9
         assert s.random99 is not None
-        assert s.mean_square is not None
-        assert s.mean_square > 0.9 > s.random99
-    apart = paper_figures(series(STEPS, Plant(alike=False)), device="cpu").atoms
-    assert apart is not None
+        assert some(s.mean_square) > 0.9 > s.random99
+    apart = some(paper_figures(series(STEPS, Plant(alike=False)), device="cpu").atoms)
     for s, size in ((apart.probs_k, D), (apart.x, C)):
         assert s
         assert s.random == pytest.approx(1 / size)
         assert s.random99 is not None
-        assert s.mean_square is not None
-        assert s.mean_square < s.random99
-        assert s.first_share is not None
-        assert s.first_share < 0.3
+        assert some(s.mean_square) < s.random99
+        assert some(s.first_share) < 0.3
     assert apart.over_steps is not None
     off = np.array(apart.over_steps.left)[~np.eye(STEPS, dtype=bool)]
     assert (off < apart.over_steps.left_random95).mean() > 0.8
@@ -225,6 +213,7 @@ def test_a_planted_direction_is_found_and_random_ones_are_not(found: PaperFigure
 ROWS = 30
 
 
+@cache
 def walks(seeds: int, steps: int, bias: float = 0.0) -> tuple[Array, Array, Array]:
     """Means, standard errors and degrees of freedom [seeds, steps] of steps of unequal noise, by ``mean_test``."""
     rng = np.random.default_rng(3)
@@ -317,8 +306,7 @@ def test_random_directions_exceed_their_null_in_1_percent(rows: int, size: int) 
         found = Directions.of(torch.randn(rows, size, generator=generator, dtype=torch.float64))
         s = found.similarity(torch.zeros(1, 1))
         assert s.mean_square is not None
-        assert s.random99 is not None
-        high += s.mean_square > s.random99
+        high += s.mean_square > some(s.random99)
     assert stats.binomtest(high, draws, 0.01).pvalue > 1e-3, high / draws
 
 
@@ -327,8 +315,7 @@ def test_a_common_mean_is_no_random_direction() -> None:
     rows = torch.randn(200, 16, generator=generator, dtype=torch.float64) + 0.3
     s = Directions.of(rows).similarity(torch.zeros(1, 1))
     assert s.mean_square is not None
-    assert s.random99 is not None
-    assert s.mean_square > s.random99
+    assert s.mean_square > some(s.random99)
 
 
 def test_correlated_steps_are_named() -> None:
@@ -336,11 +323,9 @@ def test_correlated_steps_are_named() -> None:
 
     def named(means: Array) -> bool:
         estimates = [BiasEstimate(n=9, mean=float(m), rms=1.0, standard_error=1.0, ci95=(m - 2, m + 2)) for m in means]
-        a = accumulate(estimates)
-        assert a is not None
+        a = some(accumulate(estimates))
         assert a.lag1 is not None
-        assert a.lag1_limit is not None
-        return abs(a.lag1) > a.lag1_limit
+        return abs(a.lag1) > some(a.lag1_limit)
 
     rng = np.random.default_rng(0)
     free = rng.normal(size=(300, 60))
@@ -383,11 +368,9 @@ def test_ranks_of_a_step_are_one_capture() -> None:
     found = paper_figures(ranks, device="cpu")
     assert found.captures == 2
     assert found.chosen.steps == (1, 2)
-    assert found.delta_steps is not None
     means = [float(torch.cat([true_delta_error(of_rank(r, s)) for r in (0, 1)]).mean()) for s in (1, 2)]
-    np.testing.assert_allclose(found.delta_steps.total.means, means, rtol=1e-6)
-    assert found.features is not None
-    assert found.features.rows == 80
+    np.testing.assert_allclose(some(found.delta_steps).total.means, means, rtol=1e-6)
+    assert some(found.features).rows == 80
 
 
 def test_the_worst_head_is_chosen_and_said() -> None:
@@ -400,12 +383,10 @@ def test_the_worst_head_is_chosen_and_said() -> None:
 
 def test_all_heads_drifts_are_given_beside_the_chosen_one() -> None:
     captures = series(8, Plant(heads=3, bias=0.7))
-    found = paper_figures(captures, device="cpu").delta_steps
-    assert found is not None
+    found = some(paper_figures(captures, device="cpu").delta_steps)
     assert [h.head for h in found.heads] == [0, 1, 2]
     for h in found.heads:
-        one = paper_figures(captures, head=h.head, device="cpu").delta_steps
-        assert one is not None
+        one = some(paper_figures(captures, head=h.head, device="cpu").delta_steps)
         assert h.extreme == pytest.approx(max(one.total.sums, key=abs) / one.total.band99)
         assert (abs(h.extreme) > 1) == one.total.outside
 
@@ -449,6 +430,7 @@ def test_captures_that_do_not_fit_are_named(unbiased: list[Capture]) -> None:
     assert any("no observation 'observed'" in note for note in found.notes)
 
 
+@pytest.mark.usefixtures("fresh_heap")
 @pytest.mark.parametrize("mutant", [False, True], ids=["ours", "mutant: keeps views"])
 def test_no_step_stays_in_memory(mutant: bool, unbiased: list[Capture], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each step of the second pass little more is kept than [D, C] numbers and the rows shown."""
@@ -461,16 +443,9 @@ def test_no_step_stays_in_memory(mutant: bool, unbiased: list[Capture], monkeypa
         tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         held[done] = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
-    gc.collect()
-    # What other tests have left behind is not looked at.
-    gc.freeze()
-    try:
-        found = paper_figures(unbiased, device="cpu", progress=progress)
-    finally:
-        gc.unfreeze()
-    assert found.atoms is not None
+    found = paper_figures(unbiased, device="cpu", progress=progress)
     grown = [held[n + 1] - held[n] for n in range(STEPS + 2, 2 * STEPS)]
-    shown = len(found.atoms.rows) // STEPS
+    shown = len(some(found.atoms).rows) // STEPS
     budget = 8 * (D * C + shown * (D + C))
     assert len(grown) >= STEPS - 2
     # The step that is shown keeps its sample too: once.
@@ -510,11 +485,9 @@ def test_real_captures_agree_with_figures_computed_elsewhere(
     assert found.delta_rows is not None
     assert found.delta_rows.sums[-1] / capture.q_length == pytest.approx(delta_mean, rel=1e-5)
     assert not found.delta_rows.outside
-    assert found.atoms is not None
-    (step,) = found.atoms.steps
+    (step,) = some(found.atoms).steps
     whole = attn_diag.inspect_captures([capture], device="cpu").captures[0].observations[0].pooled.propagation.dw_q
-    assert whole is not None
-    assert whole.predicted_relative_error == pytest.approx(dw_q, rel=1e-5)
+    assert some(whole).predicted_relative_error == pytest.approx(dw_q, rel=1e-5)
     reference = step.norm / dw_q
     truth = torch.linalg.norm(_true_dw_q(capture))
     assert reference == pytest.approx(float(truth), rel=1e-5)

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders import some
+from command_line import Run
 from rich.cells import cell_len
 from step_captures import Plant, planted, series
 
 from attn_diag import PaperFigures, paper_figures
-from attn_diag.cli import main
 from attn_diag.reports.charts import Chart, Gallery
 from attn_diag.reports.paper import paper_gallery
 from attn_diag.reports.paper_terminal import spark
@@ -82,18 +83,15 @@ def test_charts_show_the_numbers(found: PaperFigures, gallery: Gallery) -> None:
         -found.delta_steps.total.band99,
         found.delta_steps.total.band99,
     )
-    cells = drawn["figure-5a-heads"].map
-    assert cells is not None
+    cells = some(drawn["figure-5a-heads"].map)
     assert cells.values == (tuple(h.extreme for h in found.delta_steps.heads),)
     assert found.triggers is not None
     assert [s.y for s in drawn["figure-13-layer"].series] == [
         getattr(found.triggers.layer, name) for name in ("exact", "window", "unit")
     ]
-    assert found.prefix is not None
     marks = [v for v in drawn["figure-6"].series[2].y if v is not None]
-    assert len(marks) == sum(found.prefix.unit) > 0
-    assert found.features is not None
-    assert drawn["figure-5bc-product"].series[0].y == found.features.product
+    assert len(marks) == sum(some(found.prefix).unit) > 0
+    assert drawn["figure-5bc-product"].series[0].y == some(found.features).product
     assert found.spectral_norms is not None
     assert {s.name for s in drawn["figure-3-steps"].series} == {"L3H0", "L3H1"}
 
@@ -140,13 +138,6 @@ def test_the_plain_report_is_ascii_with_its_bars(found: PaperFigures) -> None:
     assert len(bars) == len(drawn) >= 5
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["attn-diag", "figures", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    return int(str(stopped.value.code or 0))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "captures").mkdir()
@@ -155,29 +146,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "captures"
 
 
-def test_the_command(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(folder: Path, tmp_path: Path, run: Run) -> None:
     target = tmp_path / "figures.json"
-    assert run(monkeypatch, str(folder), "--layer", "1", "--head", "0", "--json", str(target), "--device", "cpu") == 0
-    assert "Figures after Qiu & Yao" in capsys.readouterr().out
+    done = run("figures", folder, "--layer", 1, "--head", 0, "--json", target, "--device", "cpu")
+    assert done.code == 0
+    assert "Figures after Qiu & Yao" in done.out
     stored = PaperFigures.from_json(target.read_text())
     assert stored.chosen.steps == (10, 11, 12)
     assert stored.chosen.reason.startswith("as asked for")
     assert json.loads(target.read_text())["schema"] == "attn-diag-paper-figures"
-    assert run(monkeypatch, str(folder), "--layer", "1", "--head", "0", "--plain", "--device", "cpu") == 0
-    assert capsys.readouterr().out == plain_text(stored)
+    assert run("figures", folder, "--layer", "1", "--head", "0", "--plain", "--device", "cpu").out == plain_text(stored)
     page = tmp_path / "figures.html"
-    assert run(monkeypatch, str(folder), "--json", "-", "--html", str(page), "--device", "cpu") == 0
+    done = run("figures", folder, "--json", "-", "--html", page, "--device", "cpu")
+    assert done.code == 0
     assert all(f'"{name}"' in page.read_text(encoding="utf-8") for name in charts(paper_gallery(stored)))
-    assert json.loads(capsys.readouterr().out)["schema_version"] == 1
+    assert json.loads(done.out)["schema_version"] == 1
 
 
-def test_the_command_refuses_what_is_not_there(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, str(folder), "--head", "7") == 2
-    assert "no head 7" in capsys.readouterr().err
-    assert run(monkeypatch, str(folder), "--layer", "5") == 2
-    assert run(monkeypatch, str(folder), "--observation", "flash") == 2
-    assert run(monkeypatch) == 2
+def test_the_command_refuses_what_is_not_there(folder: Path, run: Run) -> None:
+    code, _, err = run("figures", folder, "--head", 7)
+    assert (code, "no head 7" in err) == (2, True)
+    for arguments in ((folder, "--layer", 5), (folder, "--observation", "flash"), ()):
+        assert run("figures", *arguments).code == 2

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from builders import some
 from torch import Tensor
 from torch.nn import functional
 
@@ -108,9 +109,7 @@ class Run:
         return find_projection(capture, range(capture.batch), range(capture.q_heads), CPU)
 
     def of_head(self, batch: int = 0, head: int = 0) -> HeadProjection:
-        found = self.find().head(batch, head)
-        assert found is not None
-        return found
+        return some(self.find().head(batch, head))
 
 
 @cache
@@ -136,7 +135,6 @@ def run_on(layer: Layer, x: Tensor, w_q: Tensor, k: Tensor, v: Tensor, do: Tenso
     o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.autograd.backward(o, do)
     assert q.grad is not None
-    assert y.grad is not None
     exact_y = (x.double() @ w_q.double().T).requires_grad_()
     exact_q = layer.queries(exact_y)
 
@@ -147,7 +145,7 @@ def run_on(layer: Layer, x: Tensor, w_q: Tensor, k: Tensor, v: Tensor, do: Tenso
         return heads_of(torch.autograd.grad(exact_q, exact_y, errors, retain_graph=True)[0])
 
     given = {"q": q.detach(), "k": k, "v": v, "o": o.detach(), "do": do, "dq": q.grad}
-    return Run(layer, {**given, "dq_pre": heads_of(y.grad).contiguous(), "x": x, "w_q": w_q}, pull)
+    return Run(layer, {**given, "dq_pre": heads_of(some(y.grad)).contiguous(), "x": x, "w_q": w_q}, pull)
 
 
 LLAMA = Layer(layout="half")
@@ -183,14 +181,12 @@ def dw_q_truth(run: Run) -> list[tuple[float, float, float]]:
             inputs = read_head(capture, batch, head, CPU, NonFiniteCensus()).head
             found = reference_head(inputs)
             assert found.dq is not None
-            assert found.delta is not None
-            assert inputs.do is not None
             probs = torch.zeros_like(inputs.q @ inputs.k.T)
             reference_head(inputs, lambda b, p=probs: p[b.rows, b.keys].copy_(b.probs))  # type: ignore[misc]
-            delta = (inputs.do * run.tensors["o"][batch, head].double()).sum(1)
+            delta = (some(inputs.do) * run.tensors["o"][batch, head].double()).sum(1)
             reference[batch, head] = found.dq
             error[batch, head] = run.tensors["dq"][batch, head].double() - found.dq
-            by_delta[batch, head] = -inputs.scale * (delta - found.delta)[:, None] * (probs @ inputs.k)
+            by_delta[batch, head] = -inputs.scale * (delta - some(found.delta))[:, None] * (probs @ inputs.k)
     x = run.tensors["x"].double()
     size, off, predicted = (torch.einsum("bhtd,btc->hdc", run.pull(e), x) for e in (reference, error, by_delta))
     squares = (run.pull(by_delta).square().sum(-1) * x.square().sum(-1)[:, None]).sum((0, 2))
@@ -278,8 +274,7 @@ def other_layout(p: Pullback) -> Pullback:
 
 
 def turned_forward(p: Pullback) -> Pullback:
-    assert p.rotation is not None
-    return replace(p, rotation=p.rotation.inverse())
+    return replace(p, rotation=some(p.rotation).inverse())
 
 
 MUTANTS: dict[str, tuple[Layer, Callable[[Pullback], Pullback]]] = {
@@ -297,8 +292,7 @@ MUTANTS: dict[str, tuple[Layer, Callable[[Pullback], Pullback]]] = {
 def test_a_wrong_jacobian_is_seen(mutant: str) -> None:
     layer, change = MUTANTS[mutant]
     run = run_layer(layer)
-    right = run.of_head().pullback
-    assert right is not None
+    right = some(run.of_head().pullback)
     assert rows_off(run, change(right)) > 0.03
 
 
@@ -424,8 +418,7 @@ def test_a_bias_needs_no_dq_pre() -> None:
     with_it, without = run.find(), run.find(dq_pre=None)
     assert with_it.known
     assert without.known
-    assert without.note is not None
-    assert "at most a bias, seen in the forward" in without.note
+    assert "at most a bias, seen in the forward" in some(without.note)
     assert rows_off(run, without.head(0, 0).pull) == 0  # type: ignore[union-attr]
 
 
@@ -433,8 +426,7 @@ def test_a_bias_needs_no_dq_pre() -> None:
 def test_anything_else_does(case: str) -> None:
     found = run_layer(CASES[case][0]).find(dq_pre=None)
     assert not found.known
-    assert found.note is not None
-    assert found.note.endswith("capture dq_pre (and dq) to see through RoPE and QK-norm")
+    assert some(found.note).endswith("capture dq_pre (and dq) to see through RoPE and QK-norm")
 
 
 def test_a_bias_that_hides_x_proves_nothing() -> None:
@@ -455,9 +447,8 @@ def test_dq_pre_is_heard_where_q_alone_fits() -> None:
     q = functional.rms_norm(y, (layer.d,), eps=1e-6).view(2, 96, 1, 256).transpose(1, 2)
     dq = torch.randn(q.shape, generator=generator).bfloat16()
     torch.autograd.backward(q, dq)
-    assert y.grad is not None
     given = {"q": q.detach(), "k": dq, "v": dq, "do": dq, "x": x, "w_q": w_q, "dq": dq}
-    dq_pre = y.grad.view(2, 96, 1, 256).transpose(1, 2)
+    dq_pre = some(y.grad).view(2, 96, 1, 256).transpose(1, 2)
 
     def note(**more: Tensor) -> str | None:
         found = find_projection(attn_diag.Capture.from_tensors({**given, **more}), [0, 1], [0], CPU)
@@ -473,8 +464,7 @@ def test_dq_pre_is_heard_where_q_alone_fits() -> None:
 def test_one_head_of_several_may_be_selected(layer: Layer) -> None:
     run = run_layer(layer)
     (head,) = heads_of(run.capture(), heads=frozenset({2}))
-    assert head.propagation.dw_q is not None
-    assert head.propagation.dw_q.relative_error == pytest.approx(dw_q_truth(run)[2][0], rel=NORMS)
+    assert some(head.propagation.dw_q).relative_error == pytest.approx(dw_q_truth(run)[2][0], rel=NORMS)
 
 
 def test_layout_offset_and_named_observation() -> None:
@@ -515,8 +505,7 @@ def test_rows_without_a_gradient_or_with_nan(layer: Layer) -> None:
         assert run.find(**{name: broken}).known
         for head in heads_of(run.capture(**{name: broken})):
             assert head.propagation.dw_q is not None
-            assert head.propagation.dw_q.relative_error is not None
-            assert math.isfinite(head.propagation.dw_q.relative_error)
+            assert math.isfinite(some(head.propagation.dw_q.relative_error))
 
 
 @pytest.mark.parametrize("layer", [LLAMA, QWEN3], ids=["llama", "qwen3"])
@@ -562,8 +551,7 @@ def test_attribution_and_what_if_pull_back_too() -> None:
     assert attributed.totals["dw_q"].captured == pytest.approx(head.propagation.dw_q.relative_error, rel=1e-12)
     assert "verified on dq_pre" in attributed.notes[0]
     tried = attn_diag.what_if(capture, recipe="fa2", only=["uncast-ds"], device="cpu")
-    assert tried.observed is not None
-    assert tried.observed.dw_q == pytest.approx(head.propagation.dw_q.relative_error, rel=1e-12)
+    assert some(tried.observed).dw_q == pytest.approx(head.propagation.dw_q.relative_error, rel=1e-12)
     emulated = inspect_captures([run.capture(o=None, dq=None, dq_pre=None)], recipes=["fa2"], device="cpu")
     assert emulated.captures[0].observations[0].heads[0].propagation.dw_q is None  # nothing to see the map by
     assert tried.baseline.errors.dw_q == pytest.approx(attributed.totals["dw_q"].error, rel=1e-6)
@@ -576,9 +564,8 @@ def test_the_gpu_finds_the_same(case: str) -> None:
     capture, places = run.capture(), (range(2), range(4))
     on_gpu, on_cpu = (find_projection(capture, *places, torch.device(d)).head(0, 0) for d in ("cuda", "cpu"))
     assert on_gpu is not None
-    assert on_cpu is not None
     errors = torch.randn(96, 32, generator=torch.Generator().manual_seed(1)).double()
-    torch.testing.assert_close(on_gpu.pull(errors.cuda()).cpu(), on_cpu.pull(errors), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(on_gpu.pull(errors.cuda()).cpu(), some(on_cpu).pull(errors), rtol=1e-9, atol=1e-12)
 
 
 def test_dq_pre_must_be_shaped_like_q() -> None:

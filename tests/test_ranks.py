@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from builders import some
+from command_line import Run
 from torch import Tensor
 
 from attn_diag import inspect_captures
 from attn_diag.captures.capture import Capture, TensorSource
 from attn_diag.captures.loading import find_captures, load
 from attn_diag.captures.merge import JoinedSource, merged_over_ranks
-from attn_diag.cli import main
 
 B, HQ, HK, T, D, C = 8, 4, 2, 40, 16, 24
 SCALE = 0.25
@@ -190,12 +190,10 @@ def test_reading_stays_head_by_head(tmp_path: Path) -> None:
     for capture in recorded:
         for tensor in capture.tensors.values():
             tensor.seen.clear()  # type: ignore[attr-defined]
-    head = merged.read("o", 5, 3)
-    assert head is not None
+    head = some(merged.read("o", 5, 3))
     assert torch.equal(head, tensors["o"][5, 3])
     assert reads() == [(2, "o", (1, 3))]
-    found = merged.mask(6, 1)
-    assert found is not None
+    found = some(merged.mask(6, 1))
     assert torch.equal(found[0], tensors["mask"][6, :1][0])
     assert reads()[1:] == [(3, "mask", (0, 0))]
 
@@ -340,8 +338,7 @@ def test_masks_that_sequences_share(tmp_path: Path) -> None:
     (capture,), _ = merged(*masks)
     assert tuple(capture.tensors["mask"].shape) == (5, 1, T, T)
     for item in range(5):
-        found = capture.mask(item, 3)
-        assert found is not None
+        found = some(capture.mask(item, 3))
         assert torch.equal(found[0], masks[item >= 2][0, 0])
     captures, (said,) = merged(masks[0][0, 0], masks[1][0, 0])
     assert len(captures) == 2
@@ -360,17 +357,13 @@ def test_what_each_rank_says_of_itself_is_kept(tmp_path: Path) -> None:
     assert capture.metadata.extra["module"] == "h.2.attn"
 
 
-def test_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_the_command_line(tmp_path: Path, run: Run) -> None:
     data_parallel(tmp_path, whole_batch())
 
     def captures(*options: str) -> list[dict[str, Any]]:
-        monkeypatch.setattr(sys, "argv", ["attn-diag", "inspect", str(tmp_path), "--json", "-", *options])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        assert not stopped.value.code
-        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["captures"]
+        done = run("inspect", tmp_path, "--json", "-", *options)
+        assert not done.code
+        found: list[dict[str, Any]] = json.loads(done.out)["captures"]
         return found
 
     (merged,) = captures()

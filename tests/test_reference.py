@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from builders import some
 from torch import Tensor
 
 from attn_diag.reference import AttentionHead, Masking, reference_head, reference_rows
@@ -180,8 +181,7 @@ def test_cuda_agrees_with_cpu(case: Case) -> None:
     masking = case.masking
     if masking.mask is not None:
         masking = replace(masking, mask=masking.mask.cuda())
-    assert head.do is not None
-    moved = replace(head, q=head.q.cuda(), k=head.k.cuda(), v=head.v.cuda(), do=head.do.cuda(), masking=masking)
+    moved = replace(head, q=head.q.cuda(), k=head.k.cuda(), v=head.v.cuda(), do=some(head.do).cuda(), masking=masking)
     cpu, cuda = reference_head(head), reference_head(moved)
     for name in ("out", "lse", "delta", "dq", "dk", "dv"):
         assert_close(name, getattr(cuda, name).cpu(), getattr(cpu, name))

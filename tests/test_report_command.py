@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
+from builders import rounded_inputs
+from command_line import Run, command, loaded_by
 
 import attn_diag
 from attn_diag.analyses.comparison import read
@@ -20,11 +19,8 @@ from attn_diag.results.diagnosis import Diagnosis
 
 @pytest.fixture(scope="module")
 def diagnosis() -> Diagnosis:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, o, do = (torch.randn(1, 2, 32, 16, generator=generator).bfloat16() for _ in range(5))
-    scores = (q.double() @ k.double().mT / 4).masked_fill(torch.ones(32, 32, dtype=torch.bool).triu(1), -torch.inf)
-    o = (scores.softmax(-1) @ v.double()).bfloat16()
-    return attn_diag.inspect(q, k, v, o=o, do=do, causal=True, device="cpu")
+    given: dict[str, Any] = {**rounded_inputs(rows=32)}
+    return attn_diag.inspect(**given, causal=True, device="cpu")
 
 
 def page(text: str) -> str:
@@ -107,49 +103,30 @@ def test_refused_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, diagnos
         read_diagnosis(path)
 
 
-def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "attn_diag", "report", *map(str, arguments)]
-    return subprocess.run(line, check=False, capture_output=True, text=True, env=os.environ | environment)
-
-
-def test_command(diagnosis: Diagnosis, tmp_path: Path) -> None:
+def test_command(diagnosis: Diagnosis, tmp_path: Path, run: Run) -> None:
     saved, html = tmp_path / "saved.json", tmp_path / "page.html"
     saved.write_text(diagnosis.to_json())
-    done = command(saved, COLUMNS="80")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == diagnosis.report(80)
-    done = command(saved, "--html", html, "--json", tmp_path / "again.json")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = run("report", saved, COLUMNS="80")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == diagnosis.report(80)
+    done = run("report", saved, "--html", html, "--json", tmp_path / "again.json")
+    assert (done.code, done.out, done.err) == (0, "", "")
     assert html.read_text().startswith("<!doctype html>")
     assert Diagnosis.from_json((tmp_path / "again.json").read_text()) == diagnosis
-    plain = command(saved, "--plain")
-    assert plain.stdout.startswith("verdict      ")
-    assert json.loads(command(saved, "--json", "-").stdout)["schema"] == "attn-diag-diagnosis"
-    done = command(saved, "--html", saved)
-    assert done.returncode == 2
-    assert "is the diagnosis to be shown and would be overwritten" in done.stderr
+    plain = run("report", saved, "--plain")
+    assert plain.out.startswith("verdict      ")
+    assert json.loads(run("report", saved, "--json", "-").out)["schema"] == "attn-diag-diagnosis"
+    done = run("report", saved, "--html", saved)
+    assert done.code == 2
+    assert "is the diagnosis to be shown and would be overwritten" in done.err
     (tmp_path / "empty.json").touch()
-    done = command(tmp_path / "empty.json")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
+    done = run("report", tmp_path / "empty.json")
+    assert (done.code, done.out) == (2, "")
+    assert len(done.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("how", ["report", "report --html", "diff", "inspect"])
-def test_without_torch(how: str, diagnosis: Diagnosis, tmp_path: Path, captures: Path) -> None:
-    """``inspect`` does import torch: the check can fail."""
+def test_neither_report_nor_diff_loads_torch(diagnosis: Diagnosis, tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
     saved.write_text(diagnosis.to_json())
-    arguments = {
-        "report": ["report", saved],
-        "report --html": ["report", saved, "--html", tmp_path / "page.html"],
-        "diff": ["diff", saved, saved],
-        "inspect": ["inspect", captures / "gqa_T200.safetensors", "--head", "0"],
-    }[how]
-    code = (
-        "import sys\nfrom attn_diag.cli import main\n"
-        f"sys.argv = ['attn-diag', *{[str(a) for a in arguments]!r}]\n"
-        "try:\n    main()\nexcept SystemExit as stopped:\n    assert not stopped.code, stopped.code\n"
-        "print('torch loaded:', 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.rstrip().endswith(f"torch loaded: {how == 'inspect'}")
+    shown = [command("report", saved), command("report", saved, "--html", tmp_path / "page.html")]
+    assert loaded_by("\n".join([*shown, command("diff", saved, saved)]), "torch", "pydantic") == {"pydantic"}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
+from command_line import loaded_by
 
 import attn_diag
 
@@ -149,20 +150,14 @@ def test_the_rules_of_the_rooms_can_fail() -> None:
 def test_a_diagnosis_is_read_without_torch() -> None:
     """Reports, diff and the pull request's bot read diagnoses on machines that need no torch."""
     heavy = {"torch", "scipy", "triton", "mpmath"}
-    for module in ("results.figures", "results.microscope", "results.attribution"):
-        assert not (heavy | {"numpy"}) & modules_after(f"import attn_diag.{module}"), module
-    assert not heavy & modules_after("import attn_diag.results.diagnosis")
-    assert "torch" in modules_after("import attn_diag.analyses.microscopy.microscope"), "the check above can fail"
-
-
-def modules_after(code: str) -> set[str]:
-    script = f"import sys\n{code}\nprint(*{{m.split('.')[0] for m in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd="/")
-    return set(done.stdout.split())
+    light = "\n".join(f"import attn_diag.results.{m}" for m in ("figures", "microscope", "attribution"))
+    assert not loaded_by(light, *heavy, "numpy")
+    assert not loaded_by("import attn_diag.results.diagnosis", *heavy)
+    assert "torch" in loaded_by("import attn_diag.analyses.microscopy.microscope", *heavy), "the check above can fail"
 
 
 def test_importing_the_package_costs_nothing() -> None:
-    assert not {"torch", "scipy", "numpy", "rich", "pydantic"} & modules_after("import attn_diag")
+    assert not loaded_by("import attn_diag", "torch", "scipy", "numpy", "rich", "pydantic")
 
 
 def test_every_public_name_exists() -> None:

@@ -39,7 +39,7 @@ def same(a: float, b: float) -> bool:
 
 
 @by_name
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True, deadline=None)
 @given(bits=st.integers(0, 2**64 - 1))
 def test_any_float64(fmt: FloatFormat, bits: int) -> None:
     x = float(np.uint64(bits).view(np.float64))
@@ -47,7 +47,7 @@ def test_any_float64(fmt: FloatFormat, bits: int) -> None:
 
 
 @by_name
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True, deadline=None)
 @given(data=st.data())
 def test_near_ties(fmt: FloatFormat, data: st.DataObject) -> None:
     """Midpoints of the format's neighbours, moved by at most one float64 spacing, where double rounding errs."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import some
 from torch import Tensor
 
 import attn_diag
@@ -29,8 +30,7 @@ def brute_force(head: AttentionHead, fmt: FloatFormat) -> dict[str, Tensor]:
     for t in range(len(scores)):
         scores[t, t + len(head.k) - len(head.q) + 1 :] = -torch.inf
     counts: dict[str, list[int]] = {"exact": [], "window": [], "unit": [], "as_run": []}
-    as_run = score_rounding(preset("qiu2025"), head.scale)
-    assert as_run is not None
+    as_run = some(score_rounding(preset("qiu2025"), head.scale))
     for row in scores:
         seen = row[row > -torch.inf]
         top = seen.max()
@@ -58,8 +58,7 @@ def test_multiplicities_equal_a_brute_force_count(fmt: FloatFormat, spread: floa
     head = head_with_ties(spread=spread)
     collector, expected = collect(head, fmt, block_rows), brute_force(head, fmt)
     for definition, counts in expected.items():
-        found = collector.repeats(definition)
-        assert found is not None
+        found = some(collector.repeats(definition))
         assert found.multiplicity.tolist() == counts.tolist(), definition
     assert (expected["exact"] > 1).any()
 
@@ -67,8 +66,7 @@ def test_multiplicities_equal_a_brute_force_count(fmt: FloatFormat, spread: floa
 def test_positions_are_where_the_maxima_lie() -> None:
     head = head_with_ties()
     collector = collect(head, BF16)
-    found = collector.repeats("exact")
-    assert found is not None
+    found = some(collector.repeats("exact"))
     scores = head.scale * head.q @ head.k.T
     for row in found.multiplicity.gt(1).nonzero()[:, 0].tolist():
         keys = found.keys[found.rows == row]
@@ -84,8 +82,7 @@ def test_positions_are_where_the_maxima_lie() -> None:
 
 def test_all_equal_scores_keep_few_positions() -> None:
     head = head_with_ties(spread=0.0)
-    found = collect(head, BF16).repeats("exact")
-    assert found is not None
+    found = some(collect(head, BF16).repeats("exact"))
     assert found.multiplicity.max() == len(head.k)
     assert torch.bincount(found.rows).max() == MAX_POSITIONS
 

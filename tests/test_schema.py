@@ -6,21 +6,19 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from builders import SHARED, inspected
 
 import attn_diag
-from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.reports import html_document
 from attn_diag.results.publish import kinds, schema_text
 
 ROOT = Path(__file__).parent.parent
-SHARED = sorted(path.stem for path in (ROOT / "tests" / "captures").glob("*.safetensors"))
 VERSION_1 = sorted((ROOT / "tests" / "data").glob("diagnosis_v1_*.json"))
 KINDS = kinds()
 REGENERATE = "python -m attn_diag.results.publish reports/schema"
@@ -42,14 +40,8 @@ def errors(document: Any, version: int) -> list[str]:
     return [error.json_path for error in validator.iter_errors(document)]
 
 
-@cache
-def text_of(name: str) -> str:
-    captures = [attn_diag.load(ROOT / "tests" / "captures" / f"{name}.safetensors")]
-    return inspect_captures(captures, device="cpu", details=1).to_json()
-
-
 def written(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(text_of(name))
+    document: dict[str, Any] = json.loads(inspected(name, details=1).to_json())
     return document
 
 

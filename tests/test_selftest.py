@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from builders import some
+from command_line import Run
 from torch import Tensor
 from typer.testing import CliRunner
 
 import attn_diag
-from attn_diag import Capture, HardwareProfile, InputError, cli
+from attn_diag import Capture, HardwareProfile, InputError
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures import hardware as store
 from attn_diag.captures.hardware import profile_path, read_profile, save_profile
@@ -66,8 +68,7 @@ class TestInstallation:
     @pytest.mark.parametrize("mode", [Mode.TOWARD_ZERO, Mode.UP, Mode.DOWN])
     def test_guard_other_roundings_fail(self, mode: Mode) -> None:
         def rounded(x: Tensor, rounding: Rounding | None) -> Tensor:
-            assert rounding is not None
-            return round_to(x, replace(rounding, mode=mode))
+            return round_to(x, replace(some(rounding), mode=mode))
 
         names = {f"float64 to {fmt}, nearest-even" for fmt in ("bf16", "fp16", "e4m3", "e5m2")}
         assert failed(rounding_checks(site=rounded)) == names
@@ -129,14 +130,10 @@ class TestCommand:
         assert "FAILED" in done.output
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_hardware_without_a_gpu_is_exit_2(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr("sys.argv", ["attn-diag", "selftest", "--hardware"])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        assert exit_.value.code == 2
-        assert "selftest --hardware needs a CUDA GPU" in capsys.readouterr().err
+    def test_hardware_without_a_gpu_is_exit_2(self, run: Run) -> None:
+        code, _, err = run("selftest", "--hardware")
+        assert code == 2
+        assert "selftest --hardware needs a CUDA GPU" in err
         with pytest.raises(InputError, match="leave --hardware out to check this installation"):
             attn_diag.selftest(hardware=True)
 

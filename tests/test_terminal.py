@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import CAPTURES, SHARED, inspected, some, stored
+from command_line import Run, program
 from rich.cells import cell_len
 
 import attn_diag
@@ -23,26 +22,19 @@ from attn_diag.reports.plain import plain_text
 from attn_diag.reports.sparks import ASCII, BLOCKS, drift_words, log_levels, spark
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, Drift
 
-CAPTURES = Path(__file__).parent / "captures"
-NAMES = sorted(path.stem for path in CAPTURES.glob("*.safetensors"))
 WIDTHS = [60, 80, 120]
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-7]|9[0-7]|38;[0-9;]*)m")
 
 
 @cache
-def saved(name: str) -> Diagnosis:
-    return attn_diag.inspect_captures([attn_diag.load(CAPTURES / f"{name}.safetensors")], device="cpu")
-
-
-@cache
 def many() -> Diagnosis:
     """144 heads in 12 captures of one layer each: clean ones, an ill-conditioned and a lossy one."""
     clean, ill, lossy = (
-        saved(name).captures[0].observations[0].heads[0]
+        inspected(name).captures[0].observations[0].heads[0]
         for name in ("gpt2_step637_L2H6", "gpt2_step731_L2H4", "failing_step500_L2H7")
     )
-    model = saved("gpt2_step731_L2H4")
+    model = inspected("gpt2_step731_L2H4")
     captures = []
     for layer in range(12):
         heads = []
@@ -78,10 +70,10 @@ HEADLINES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHARED)
 def test_the_first_line_says_what_is_wrong(name: str) -> None:
     label, words = HEADLINES[name]
-    first = " ".join(saved(name).report(200).splitlines()[:2])
+    first = " ".join(inspected(name).report(200).splitlines()[:2])
     assert first.startswith(label)
     assert words in first
     wrong = next(other for other, _ in HEADLINES.values() if other != label)
@@ -89,9 +81,9 @@ def test_the_first_line_says_what_is_wrong(name: str) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", [*NAMES, "many"])
+@pytest.mark.parametrize("name", [*SHARED, "many"])
 def test_nothing_is_wider_than_the_screen_or_cut_off(name: str, width: int) -> None:
-    diagnosis = many() if name == "many" else saved(name)
+    diagnosis = many() if name == "many" else inspected(name)
     text = diagnosis.report(width)
     assert max(map(cell_len, text.splitlines())) <= width
     assert "…" not in text
@@ -104,7 +96,7 @@ def test_nothing_is_wider_than_the_screen_or_cut_off(name: str, width: int) -> N
 
 def test_order_of_the_story() -> None:
     """Verdict, what to do, heads (the worst first), then where the numbers come from."""
-    text = saved("kernels_pair_T512").report(100)
+    text = inspected("kernels_pair_T512").report(100)
     order = ["BIASED", "What to do", "Heads, worst first", "H1 stable: ", "Where the numbers come from", "attn-diag 0"]
     positions = [text.index(words) for words in order]
     assert positions == sorted(positions)
@@ -116,10 +108,10 @@ def test_order_of_the_story() -> None:
 
 
 def test_advice_is_said_once() -> None:
-    steps = story.next_steps(saved("kernels_pair_T512"))
+    steps = story.next_steps(inspected("kernels_pair_T512"))
     assert [step.partition(" (")[0] for step in steps] == ["biased", "lossy", "ill_conditioned"]
     assert "(H1 stable and 3 more)" in steps[1]
-    assert len(story.next_steps(saved("gqa_T200"))) == 1
+    assert len(story.next_steps(inspected("gqa_T200"))) == 1
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -138,10 +130,13 @@ def test_map_of_many_heads(width: int) -> None:
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_map_at_the_heads_own_place(ascii_only: bool) -> None:
+def test_map_at_the_heads_own_place(ascii_only: bool, tmp_path: Path) -> None:
     """The tallest block of the noise factor stands at the lossy head, and nowhere else."""
     environment = {"PYTHONIOENCODING": "ascii"} if ascii_only else {"PYTHONIOENCODING": "utf-8"}
-    text = shown(many(), COLUMNS="120", **environment)
+    (tmp_path / "saved.json").write_text(many().to_json())
+    done = program("report", tmp_path / "saved.json", COLUMNS="120", **environment)
+    assert done.code == 0, done.err
+    text = done.out
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if "noise factor  " in line and "worst verdict" in line)
     at = lines[start].index("noise factor")
@@ -152,15 +147,20 @@ def test_map_at_the_heads_own_place(ascii_only: bool) -> None:
     assert not ascii_only or text.isascii()
 
 
-def shown(diagnosis: Diagnosis, *options: str, **environment: str) -> str:
+@pytest.fixture
+def shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """What ``attn-diag report`` prints into a pipe."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "saved.json"
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(diagnosis: Diagnosis, *options: str, **environment: str) -> str:
+        path = tmp_path / "saved.json"
         path.write_text(diagnosis.to_json())
-        line = [sys.executable, "-m", "attn_diag", "report", str(path), *options]
-        kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS")}
-        done = subprocess.run(line, check=True, capture_output=True, env=kept | environment)
-    return done.stdout.decode()
+        done = run("report", path, *options, **environment)
+        assert done.code == 0, done.err
+        return done.out
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -174,17 +174,19 @@ def shown(diagnosis: Diagnosis, *options: str, **environment: str) -> str:
     ],
     ids=["pipe", "forced", "NO_COLOR", "dumb", "plain"],
 )
-def test_colours(environment: dict[str, str], options: tuple[str, ...], coloured: bool, escaped: bool) -> None:
-    text = shown(saved("kernels_pair_T512"), *options, **environment)
+def test_colours(
+    shown: Callable[..., str], environment: dict[str, str], options: tuple[str, ...], coloured: bool, escaped: bool
+) -> None:
+    text = shown(inspected("kernels_pair_T512"), *options, **environment)
     assert bool(COLOUR.search(text)) == coloured
     assert ("\x1b" in text) == escaped
     if not options:
-        assert ESCAPES.sub("", text) == saved("kernels_pair_T512").report(80)
+        assert ESCAPES.sub("", text) == inspected("kernels_pair_T512").report(80)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "many"])
-def test_plain(name: str) -> None:
-    diagnosis = many() if name == "many" else saved(name)
+@pytest.mark.parametrize("name", [*SHARED, "many"])
+def test_plain(name: str, shown: Callable[..., str]) -> None:
+    diagnosis = many() if name == "many" else inspected(name)
     text = plain_text(diagnosis)
     assert text.isascii()
     lines = text.splitlines()
@@ -197,24 +199,23 @@ def test_plain(name: str) -> None:
 
 
 def test_plain_can_be_grepped() -> None:
-    lines = plain_text(saved("kernels_pair_T512")).splitlines()
+    lines = plain_text(inspected("kernels_pair_T512")).splitlines()
     (row,) = [line for line in lines if re.match(r"head +paper/H0 ", line)]
     assert re.search(r"lossy +noise_factor=11\.5\d* +conditioning=24\d\.?\d* +dq_error=0\.929", row)
     assert [line for line in lines if re.match(r"test +stable/H1 +delta_excess .*p_adjusted=0\.0002", line)]
     assert [line for line in lines if re.match(r"drift +stable/H1 .*OUTSIDE the 99 % band .* from row \d+ on", line)]
 
 
-def test_plain_of_the_command_that_inspects() -> None:
-    path = str(CAPTURES / "gqa_T200.safetensors")
-    line = [sys.executable, "-m", "attn_diag", "inspect", path, "--device", "cpu", "--plain"]
-    done = subprocess.run(line, check=True, capture_output=True, text=True, env=os.environ | {"COLUMNS": "30"})
-    kept = [text for text in done.stdout.splitlines() if "/" not in text]
-    assert kept == [text for text in plain_text(saved("gqa_T200")).splitlines() if "/" not in text]
+def test_plain_of_the_command_that_inspects(run: Run) -> None:
+    done = run("inspect", CAPTURES / "gqa_T200.safetensors", "--device", "cpu", "--plain", COLUMNS="30")
+    assert done.code == 0, done.err
+    kept = [text for text in done.out.splitlines() if "/" not in text]
+    assert kept == [text for text in plain_text(inspected("gqa_T200")).splitlines() if "/" not in text]
     assert kept[0].startswith("verdict      CLEAN")
 
 
 def test_plain_of_other_commands() -> None:
-    found = attn_diag.identify(attn_diag.load(CAPTURES / "gqa_T200.safetensors"))
+    found = attn_diag.identify(stored("gqa_T200"))
     text = plain_text(found)
     assert text.isascii()
     assert not any(line.endswith(" ") for line in text.splitlines())
@@ -233,7 +234,7 @@ def hostile(value: Any, key: str = "") -> Any:
 
 
 def test_no_control_characters_from_files() -> None:
-    document = hostile(json.loads(saved("kernels_pair_T512").to_json()))
+    document = hostile(json.loads(inspected("kernels_pair_T512").to_json()))
     document["captures"][0]["metadata"]["notes"] = "\x1b[2Jnote\n"
     diagnosis = Diagnosis.from_json(json.dumps(document))
     for text in (diagnosis.report(80), plain_text(diagnosis), attn_diag.diff(diagnosis, diagnosis).report(80)):
@@ -249,23 +250,19 @@ def running(sums: list[float], band: float, outside: bool) -> BiasEstimate:
 
 def test_sparkline() -> None:
     inside = running([0.0, 1.0, -1.0, 0.5], 4.0, False)
-    drawn = spark(inside, 40)
-    assert drawn is not None
+    drawn = some(spark(inside, 40))
     assert (drawn.levels, drawn.marks(), drawn.first_row) == ((4, 5, 3, 4), "", None)
     assert drift_words(inside, drawn) == "ends at +0.5, inside the 99 % band of +-4"
     out = running([0.0, -2.0, -5.0, -8.0], 4.0, True)
-    drawn = spark(out, 40)
-    assert drawn is not None
+    drawn = some(spark(out, 40))
     assert drawn.text() == f"{BLOCKS[4]}{BLOCKS[3]}{BLOCKS[1]}{BLOCKS[0]}"
     assert drawn.marks() == "  !!"
     assert "OUTSIDE the 99 % band of +-4 from row 2 on" in drift_words(out, drawn)
-    thinned = spark(running([0.0, 1.0] * 100, 0.5, False), 10)
-    assert thinned is not None
+    thinned = some(spark(running([0.0, 1.0] * 100, 0.5, False), 10))
     assert len(thinned.levels) == 10
     assert spark(running([0.0, 0.0, 0.0], 1.0, False), 10) is None
     assert spark(BiasEstimate(), 10) is None
-    mutant = spark(running([0.0, 2.0, 5.0, 8.0], 4.0, True), 40)
-    assert mutant is not None
+    mutant = some(spark(running([0.0, 2.0, 5.0, 8.0], 4.0, True), 40))
     assert mutant.levels != drawn.levels
 
 

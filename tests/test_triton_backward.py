@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import some
 from torch import Tensor
 
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
@@ -23,9 +24,9 @@ CASES: dict[str, dict[str, Any]] = {
     "cross-top-left": {"T": 77, "Tk": 333, "causal": "top-left", "D": 32},
     "cross-bottom-right": {"T": 63, "Tk": 333, "causal": "bottom-right", "D": 32},
     "more-queries": {"T": 333, "Tk": 63, "D": 96, "causal": "bottom-right"},
-    "window": {"T": 300, "window": (50, 20), "D": 32},
+    "window": {"T": 200, "window": (50, 20), "D": 32},
     "softcap": {"T": 130, "causal": "top-left", "softcap": 2.0},
-    "gqa": {"T": 130, "H": 8, "Hk": 2, "D": 16, "causal": "top-left"},
+    "gqa": {"T": 130, "H": 4, "Hk": 2, "D": 16, "causal": "top-left"},
     "wide": {"T": 70, "D": 256, "causal": "top-left"},
 }
 
@@ -120,13 +121,14 @@ def test_forward_and_backward_recipes_can_differ(device: str) -> None:
     assert not torch.equal(mixed[0], same[0])
     fa2 = preset("fa2")
     mixture = replace(forward, **{site: getattr(fa2, site) for site in BACKWARD})
-    expected = emulate_head(mixture, heads_of(case, parts)[0]).dq
-    assert expected is not None
+    expected = some(emulate_head(mixture, heads_of(case, parts)[0]).dq)
     assert (mixed[0][0, 0] == expected).float().mean() > 0.98
 
 
 def test_deterministic(device: str) -> None:
-    case: dict[str, Any] = {"T": 140, "causal": "top-left", "H": 4, "Hk": 1}
+    # Interpreted, there is but one order; what could differ is a GPU's.
+    rows, dim = (140, 64) if device == "cuda" else (70, 16)
+    case: dict[str, Any] = {"T": rows, "D": dim, "causal": "top-left", "H": 4, "Hk": 1}
     parts = tensors(device, **case)
     first, second = (gradients(case, parts, recipe="fa2") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -144,8 +146,6 @@ def test_backward_dump_holds_what_was_used(recipe: Recipe, device: str) -> None:
     (dq,) = torch.autograd.grad(out, q, do)
     assert (before, dump.has_backward) == (False, True)
     assert dump.delta is not None
-    assert dump.dprobs is not None
-    assert dump.dscores is not None
     rows = dump.chosen[:, 2].cpu()
     assert rows.tolist() == list(range(0, 90, 9))
     head = heads_of(case, [q.detach(), k, v, do])[0]
@@ -161,7 +161,7 @@ def test_backward_dump_holds_what_was_used(recipe: Recipe, device: str) -> None:
     torch.testing.assert_close(dump.delta[0, 0].cpu().double(), expected, rtol=1e-5, atol=2e-5)
     seen = dump.visible.cpu()
     dprobs = head.do[rows] @ head.v.T
-    torch.testing.assert_close(dump.dprobs.cpu().double()[seen], dprobs[seen], rtol=1e-5, atol=1e-4)
-    dscores = torch.where(seen, dump.dscores.cpu().double(), 0.0)
+    torch.testing.assert_close(some(dump.dprobs).cpu().double()[seen], dprobs[seen], rtol=1e-5, atol=1e-4)
+    dscores = torch.where(seen, some(dump.dscores).cpu().double(), 0.0)
     again = dscores @ head.k * head.scale
     torch.testing.assert_close(dq[0, 0].cpu().double()[rows], again, rtol=2.0**-8, atol=1e-6)

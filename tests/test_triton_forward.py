@@ -116,7 +116,7 @@ def test_error_against_float64_is_that_of_the_recipe(name: str, device: str) -> 
     assert abs(error.mean()) <= abs(plain.mean()) + 4 * standard_error
 
 
-@pytest.mark.parametrize("name", ["fa2", "qiu2025", "bf16-scores"])
+@pytest.mark.parametrize("name", ["fa2", "qiu2025"])
 def test_instrumentation_changes_no_bit(name: str, device: str) -> None:
     q, k, v = (t.requires_grad_() for t in tensors(device, T=150, D=32))
     chosen = torch.zeros(2, 150, dtype=torch.bool)
@@ -191,45 +191,41 @@ def replayed(dump: Dump, v: Tensor, h: int, head_dim: int) -> Tensor:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", ["fa2", "cudnn", "efficient"])
 def test_dumped_values_are_the_ones_used(name: str, device: str) -> None:
-    case: dict[str, Any] = {"T": 300, "causal": "top-left"}
-    q, k, v = tensors(device, **case)
+    q, k, v = tensors(device, T=200)
     out, dump = attention(q, k, v, causal="top-left", recipe=name, instrument="full")
     for h in range(2):
         assert torch.equal(replayed(dump, v, h, 64).cpu().float(), out[0, h].cpu().float())
     # In float64, with P_bar all taken from the last maximum: within the bound of n fp32 additions and products.
     tiles = dump.tile_max.cpu().double() * dump.factor
     width = -(-dump.k.shape[2] // tiles.shape[1])
-    columns = torch.arange(300) // (64 if name == "efficient" else 128)
+    columns = torch.arange(200) // (64 if name == "efficient" else 128)
     assert width <= 128
     shift = torch.exp(tiles.nan_to_num(-torch.inf)[:, columns] - dump.row_max.cpu().double().view(-1, 1))
     terms = dump.probs.cpu().double() * shift.nan_to_num(0.0)
     exact = (terms @ v[0, 0].cpu().double()) / dump.row_sum.cpu().double().view(-1, 1)
     size = (terms @ v[0, 0].cpu().double().abs()) / dump.row_sum.cpu().double().view(-1, 1)
     # On a tensor core an addition truncates (one ulp, 2**-23); each rescaling costs an exp2 of 2 ulp and a product.
-    unit = (300 + 4 * tiles.shape[1]) * 2.0**-23
+    unit = (200 + 4 * tiles.shape[1]) * 2.0**-23
     bound = size * unit / (1 - unit) + exact.abs() * 2.0**-8
     assert ((out.cpu().double().view(-1, 64) - exact).abs() <= bound).all()
 
 
-def tied_inputs(kind: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = tensors(device, T=260, H=2, Hk=2, D=32)
-    if kind == "pairs":
-        k[:, :, 1::2] = k[:, :, ::2]
-    if kind == "all-equal":
-        k[:] = k[:, :, :1]
-    if kind == "staircase":
-        # The maximum rises by less than any definition's reach, tile after tile.
-        q[:], k[:] = 0, 0
-        q[..., 0], k[..., 0], k[..., 1] = 1, 1, torch.arange(260, device=device) // 20 * 2.0**-8
-        q[..., 1] = 2.0**-2
+def tied_inputs(device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Four heads: no ties, keys in pairs, all keys equal, and a staircase."""
+    q, k, v = tensors(device, T=200, H=4, Hk=4, D=32)
+    k[:, 1, 1::2] = k[:, 1, ::2]
+    k[:, 2] = k[:, 2, :1]
+    # The maximum rises by less than any definition's reach, tile after tile.
+    q[:, 3], k[:, 3] = 0, 0
+    q[:, 3, :, 0], k[:, 3, :, 0], k[:, 3, :, 1] = 1, 1, torch.arange(200, device=device) // 20 * 2.0**-8
+    q[:, 3, :, 1] = 2.0**-2
     return q, k, v
 
 
-@pytest.mark.parametrize("kind", ["gauss", "pairs", "all-equal", "staircase"])
 @pytest.mark.parametrize("name", ["fa2", "qiu2025", "qiu2025-stabilised", "splits", "row-max-bf16"])
-def test_multiplicities_equal_a_count_over_dumped_scores(kind: str, name: str, device: str) -> None:
+def test_multiplicities_equal_a_count_over_dumped_scores(name: str, device: str) -> None:
     recipe = VARIANTS[name]
-    q, k, v = tied_inputs(kind, device)
+    q, k, v = tied_inputs(device)
     _, dump = attention(q, k, v, causal="top-left", recipe=recipe, instrument="full")
     raw = dump.scores.float().cpu()
     scores = raw * torch.tensor(dump.factor, dtype=torch.float32)
@@ -243,8 +239,9 @@ def test_multiplicities_equal_a_count_over_dumped_scores(kind: str, name: str, d
         "unit": below <= -math.log1p(-(2.0**-9)),
     }
     for definition, repeats in expected.items():
-        count = (repeats & seen).sum(1).view(1, 2, -1).int()
+        count = (repeats & seen).sum(1).view(1, 4, -1).int()
         assert torch.equal(dump.multiplicity(definition).cpu(), count), definition
+        assert (count[0, 1:3] > 1).any(1).all(), "ties, or the check cannot fail"
     with pytest.raises(ValueError, match="known: exact, as_run, window, unit"):
         dump.multiplicity("ties")
 
@@ -331,9 +328,14 @@ REAL = {
 def test_reproduces_real_kernels(file: str, observation: str, captures: Path, device: str) -> None:
     """Bit-equal to what SDPA's backends returned on an H200 in at least 99.5 % of O's elements."""
     capture = load(captures / f"{file}.safetensors")
-    q, k, v = (capture.tensors[name][...].to(device) for name in "qkv")
-    real = capture.tensors[capture.key(observation, "o")][...]
+    q, k, v, real = (capture.tensors[name][...] for name in ("q", "k", "v", capture.key(observation, "o")))
     causal = capture.metadata.causal
+    if device == "cpu":
+        # Interpreted, the heads of one key head, and rows that see none of the keys left out.
+        assert causal == "top-left"
+        heads, rows = q.shape[1] // k.shape[1], 384
+        q, real, k, v = q[:, :heads, :rows], real[:, :heads, :rows], k[:, :1, :rows], v[:, :1, :rows]
+    q, k, v = (x.contiguous().to(device) for x in (q, k, v))
     out = attention(q, k, v, recipe=REAL[file, observation], causal=causal, scale=capture.scale)
     assert (out.cpu() == real).float().mean() >= 0.995
 

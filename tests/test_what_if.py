@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import some
+from command_line import Run
 from torch import Tensor
 
 import attn_diag
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.mitigation.mitigations import BETAS, content, plans
-from attn_diag.cli import main
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import PRESETS, preset
 from attn_diag.reference import reference_head, round_nearest_even
@@ -55,9 +54,8 @@ def repeated(score: float, times: int = 8) -> attn_diag.Capture:
 
 
 def relative(actual: float | None, expected: float | None) -> float:
-    assert actual is not None
     assert expected is not None
-    return abs(actual - expected) / expected
+    return abs(some(actual) - expected) / expected
 
 
 # Issue and facts: figures to two or three digits, hence half a unit of the last one, and 1e-5 for another library's
@@ -88,12 +86,10 @@ def test_the_summary_says_what_fp32_o_leaves(gpt2: WhatIf) -> None:
 def test_stochastic_rounding_makes_that_head_worse(gpt2: WhatIf) -> None:
     """facts.md: 10.4 % with one seed."""
     found = gpt2["stochastic-o"]
-    assert found.removed is not None
-    assert found.removed < -0.05
+    assert some(found.removed) < -0.05
     assert found.seeds == 2
     assert found.spread is not None
-    assert found.spread.dq is not None
-    assert found.spread.dq > 0
+    assert some(found.spread.dq) > 0
 
 
 def test_baseline_is_what_inspect_emulates() -> None:
@@ -104,18 +100,14 @@ def test_baseline_is_what_inspect_emulates() -> None:
     mine = attn_diag.what_if(capture, recipe="fa2", only=["uncast-ds"], device="cpu")
     assert mine.baseline_from == "given"
     (emulated,) = (o.pooled for o in inspect_captures([capture], recipes=["fa2"]).captures[0].observations)
-    assert emulated.propagation.dq is not None
-    assert emulated.propagation.dw_q is not None
     assert emulated.bias.o_away_excess is not None
     assert emulated.bias.delta is not None
     # The same fp32 arithmetic, but for the order in which products are added on one thread or two.
-    assert relative(mine.baseline.errors.dq, emulated.propagation.dq.relative_error) < 1e-3
-    assert relative(mine.baseline.errors.dw_q, emulated.propagation.dw_q.relative_error) < 1e-3
+    assert relative(mine.baseline.errors.dq, some(emulated.propagation.dq).relative_error) < 1e-3
+    assert relative(mine.baseline.errors.dw_q, some(emulated.propagation.dw_q).relative_error) < 1e-3
     assert relative(mine.baseline.errors.delta, emulated.noise_factor) < 1e-3
-    assert mine.baseline.bias_o is not None
-    assert mine.baseline.bias_delta is not None
-    assert mine.baseline.bias_o.t == pytest.approx(emulated.bias.o_away_excess.t, rel=0.02)
-    assert mine.baseline.bias_delta.t == pytest.approx(emulated.bias.delta.t, rel=0.02)
+    assert some(mine.baseline.bias_o).t == pytest.approx(emulated.bias.o_away_excess.t, rel=0.02)
+    assert some(mine.baseline.bias_delta).t == pytest.approx(emulated.bias.delta.t, rel=0.02)
 
 
 def test_failing_head_is_cured_by_fp32_scores_and_by_the_same_scores(failing: WhatIf) -> None:
@@ -133,8 +125,7 @@ def test_failing_head_is_cured_by_fp32_scores_and_by_the_same_scores(failing: Wh
 
 
 def test_stabilised_softmax_breaks_down_on_the_failing_head(failing: WhatIf) -> None:
-    limits = failing.stabilised
-    assert limits is not None
+    limits = some(failing.stabilised)
     assert limits.largest is not None
     # 62 of 1,024 is the README's 0.0605469: ties among BF16 scores.
     assert limits.rows == 62
@@ -170,8 +161,7 @@ def test_clamp_limit_of_beta_is_found_by_the_float64_run(beta: float, sound: boo
     found = attn_diag.what_if(capture, recipe=clamped, betas=[beta], only=["stabilised-*"], device="cpu")
     (candidate,) = found.candidates
     assert (candidate.equivalence.status == "exact") is sound
-    assert candidate.equivalence.o is not None
-    assert (candidate.equivalence.o < 1e-12) is sound
+    assert (some(candidate.equivalence.o) < 1e-12) is sound
 
 
 def test_fp16_probabilities_underflow_sooner() -> None:
@@ -179,8 +169,7 @@ def test_fp16_probabilities_underflow_sooner() -> None:
     half = {name: capture.tensors[name][...].half() for name in ("q", "k", "v", "do")}
     other = attn_diag.Capture.from_tensors(half, causal="none", scale=0.25)
     found = attn_diag.what_if(other, recipe="fa2", betas=[1.15, 1.3], only=["stabilised-*"], device="cpu")
-    assert found.stabilised is not None
-    assert found.stabilised.flush == pytest.approx(1 + 14 * math.log(2) / 50)
+    assert some(found.stabilised).flush == pytest.approx(1 + 14 * math.log(2) / 50)
     assert found["stabilised-1.15"].rank is not None
     assert found["stabilised-1.3"].equivalence.status == "breaks down"
 
@@ -214,8 +203,7 @@ def test_every_mitigation_is_attention_in_exact_arithmetic(name: str, recipe: st
         e = candidate.equivalence
         assert e.status == "exact", (candidate.name, e)
         assert e.o is not None
-        assert e.bound_o is not None
-        assert e.o <= e.bound_o < 1e-10
+        assert e.o <= some(e.bound_o) < 1e-10
 
 
 def test_the_equivalence_check_can_fail() -> None:
@@ -240,8 +228,7 @@ def test_qk_clip_is_a_change_of_the_model(gpt2: WhatIf, captures: Path) -> None:
     after = reference_head(replace(inputs.head, q=q, k=k), key_gradients=False)
     assert clip.equivalence.o == pytest.approx(float((after.out - before.out).norm() / before.out.norm()))
     # Its rounding error is that against its own reference: smaller, for its head is less sharp.
-    assert clip.errors.dq is not None
-    assert clip.errors.dq < (gpt2.baseline.errors.dq or 0)
+    assert some(clip.errors.dq) < (gpt2.baseline.errors.dq or 0)
     assert "QK-clip at 100 (Kimi K2) would not act" in " ".join(gpt2.notes)
 
 
@@ -268,8 +255,7 @@ def test_ranking_is_by_what_is_left_and_the_front_by_cost(gpt2: WhatIf) -> None:
 
 
 def test_costs_are_counted_from_the_shapes(gpt2: WhatIf) -> None:
-    cost = gpt2["fp32-o-delta+uncast-p+uncast-ds"].cost
-    assert cost is not None
+    cost = some(gpt2["fp32-o-delta+uncast-p+uncast-ds"].cost)
     # fp32 O written (4 bytes) and read in place of BF16 (2 more), 64 features; one product more for P_bar, two for dS.
     assert cost.bytes_per_row == 6 * 64
     assert cost.tensor_flops == pytest.approx(3 / 7)
@@ -279,8 +265,7 @@ def test_costs_are_counted_from_the_shapes(gpt2: WhatIf) -> None:
 def test_stochastic_rounding_is_unbiased_and_rounding_toward_zero_is_not() -> None:
     capture = attn_diag.Capture.from_tensors(tensors(256, 64, seed=6))
     found = attn_diag.what_if(capture, recipe="fa2", seeds=16, only=["stochastic-o"], device="cpu")
-    estimate = found["stochastic-o"].bias_o
-    assert estimate is not None
+    estimate = some(found["stochastic-o"].bias_o)
     assert estimate.ci95 is not None
     assert estimate.t is not None
     # An element's error, in ulp, has variance f (1 - f) <= 1/4 for its fraction f; 4.5 standard errors of the mean, and
@@ -289,9 +274,8 @@ def test_stochastic_rounding_is_unbiased_and_rounding_toward_zero_is_not() -> No
     assert found["stochastic-o"].biased == ()
     wrong = replace(preset("fa2"), out="bf16:toward-zero")
     truncated = attn_diag.what_if(capture, recipe=wrong, only=["uncast-ds"], device="cpu").baseline
-    assert truncated.bias_o is not None
     assert "o" in truncated.biased
-    assert truncated.bias_o.mean_ulp == pytest.approx(-0.5, abs=0.05)
+    assert some(truncated.bias_o).mean_ulp == pytest.approx(-0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -403,37 +387,23 @@ def test_report_keeps_within_its_width(gpt2: WhatIf, failing: WhatIf, width: int
     assert "1.42 %" in gpt2.report(width)
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The command in this process: exit code, stdout, stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["attn-diag", "what-if", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        captured = capsys.readouterr()
-        return int(stopped.value.code or 0), captured.out, captured.err
-
-    return call
-
-
-def test_command(run: Callable[..., tuple[int, str, str]], captures: Path, tmp_path: Path) -> None:
+def test_command(run: Run, captures: Path, tmp_path: Path) -> None:
     path = captures / "kernels_pair_T512.safetensors"
     common = [path, "--observation", "paper", "--head", 1, "--device", "cpu", "--only", "stabilised-*", "--only", "fa2"]
     target = tmp_path / "found.json"
-    code, out, err = run(*common, "--beta", 2, "--beta", 2.5, "--json", target)
+    code, out, err = run("what-if", *common, "--beta", 2, "--beta", 2.5, "--json", target)
     assert code == 0, err
     assert "the best beta is" in " ".join(out.split())
     found = WhatIf.from_json(target.read_text())
     assert [c.name for c in found.candidates if c.rank is None] == []
     assert sorted(c.name for c in found.candidates) == ["fa2", "stabilised-2", "stabilised-2.5"]
     assert found.head == 1
-    code, out, _ = run(*common, "--json", "-")
+    code, out, _ = run("what-if", *common, "--json", "-")
     assert code == 0
     assert json.loads(out)["schema"] == "attn-diag-what-if"
 
 
-def test_command_errors(run: Callable[..., tuple[int, str, str]], captures: Path, tmp_path: Path) -> None:
+def test_command_errors(run: Run, captures: Path, tmp_path: Path) -> None:
     path = captures / "pair_T256.safetensors"
     for arguments, words in (
         ([tmp_path / "none.safetensors"], "no such file"),
@@ -443,6 +413,6 @@ def test_command_errors(run: Callable[..., tuple[int, str, str]], captures: Path
         ([path, "--observation", "flash", "--causal", "none"], "which no rounding explains"),
         ([path, "--json", path], "would be overwritten"),
     ):
-        code, out, err = run(*arguments)
+        code, out, err = run("what-if", *arguments)
         assert (code, out) == (2, ""), arguments
         assert words in err, arguments
