@@ -20,9 +20,7 @@ from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import Diagnosis, Label, severity
 from attn_diag.watching.debugging.finding import Conditions, Finding
 from attn_diag.watching.live.call import AttentionCall, CallPlace
-from attn_diag.watching.live.choices import require_container
-from attn_diag.watching.live.notices import COMPILED, UNSEEN
-from attn_diag.watching.live.watch import Watch
+from attn_diag.watching.live.watch import COMPILED, UNSEEN, Watch, require_container
 
 _log = logging.getLogger("attn_diag")
 _last: Finding | None = None

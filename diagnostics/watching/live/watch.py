@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from attn_diag.errors import InputError
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
-from attn_diag.watching.live.notices import UNSEEN
+from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, clean
 from attn_diag.watching.live.pending import Hook, Pending
-from attn_diag.watching.live.projection import FAST_PATHS, Projections, clean
 from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
 
 # Not warnings: where those are errors, they would reach the training loop.
@@ -28,14 +28,47 @@ _MAX_FRAMES = 60
 # So many steps without any attention call are worth a word.
 _BLIND = 3
 
+# What a user is told where nothing can be seen, by whoever watches.
+COMPILED = (
+    "the model is compiled: attention inside compiled graphs is not seen. Compile all but the attention, or run the "
+    'steps in question under torch.compiler.set_stance("force_eager") (uncompiled, with other roundings)'
+)
+UNSEEN = (
+    "no attention call was seen. It may run inside a compiled graph or on the fast path of nn.TransformerEncoder in "
+    "eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that is not known here, or be another "
+    "model's than the one that was given (a copy's, say)"
+)
+UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
+UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
+
+
+def require_container(name: str, chosen: object) -> None:
+    """Check a choice of numbers (of steps, layers, calls) when it is made, not in the middle of a training run.
+
+    Raises:
+        InputError: it is one number, or a text.
+    """
+    if isinstance(chosen, (str, bytes)) or not (chosen is None or isinstance(chosen, Container)):
+        raise InputError(f"{name} must be a set, list or range of numbers, such as {{2}}, got {chosen!r}")
+
 
 class Watch:
-    """Tells ``listener`` of the attention calls of ``model`` (None: of every call) between ``start`` and ``stop``.
+    """Tells a listener of the attention calls of a model between ``start`` and ``stop``.
 
-    ``step``: a step ends with a torch.optim optimizer's ``step()`` after an attention call (not that of one that holds
-    other models' parameters, once one that holds ours has stepped), or with ``end_step()``. In a loop that has neither,
-    every forward of the model is a step. Once a loop trains, calls without gradients (evaluation) are neither told of
-    nor counted, and the steps before, if there were any, count as none.
+    A step ends with a torch.optim optimizer's ``step()`` after an attention call (not that of one that holds other
+    models' parameters, once one that holds ours has stepped), or with ``end_step()``. In a loop that has neither, every
+    forward of the model is a step. Once a loop trains, calls without gradients (evaluation) are neither told of nor
+    counted, and the steps before, if there were any, count as none.
+
+    Args:
+        model: whose calls; None: every call.
+        listener: who is told.
+        first_step: the number of the first step.
+
+    Attributes:
+        step: the number of the current one.
+        compiled: whether a part of the model is.
+        calls_seen: how many, wanted or not.
     """
 
     def __init__(self, model: nn.Module | None, listener: Listener, first_step: int = 0) -> None:

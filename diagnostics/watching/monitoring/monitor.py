@@ -16,11 +16,8 @@ from torch import Tensor, nn
 
 from attn_diag.errors import InputError
 from attn_diag.watching.live.call import AttentionCall, CallPlace
-from attn_diag.watching.live.choices import require_container
-from attn_diag.watching.live.notices import COMPILED, UNFINISHED, UNSEEN, UNSTEPPED
-from attn_diag.watching.live.ranks import rank
-from attn_diag.watching.live.recorder import trigger
-from attn_diag.watching.live.watch import Watch
+from attn_diag.watching.live.recorder import rank, trigger
+from attn_diag.watching.live.watch import COMPILED, UNFINISHED, UNSEEN, UNSTEPPED, Watch, require_container
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
 from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, flat_metrics, table, with_growth

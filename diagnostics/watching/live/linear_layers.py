@@ -21,15 +21,13 @@ _KEPT = 12
 
 @dataclass(frozen=True)
 class Slice:
-    """Which columns of a linear layer's output are q.
-
-    ``groups`` 0: all, or the first Hq * D of them (q, k and v one after the other); else the output is
-    [groups, Hq / groups + 2, D]: k and v follow their own queries (GPT-NeoX, InternLM).
-    """
+    """Which columns of a linear layer's output are q."""
 
     heads: int
     dim: int
     groups: int = 0
+    """0: all columns are, or the first Hq * D (q, k and v one after the other). Else the output is
+    [groups, Hq / groups + 2, D]: k and v follow their own queries (GPT-NeoX, InternLM)."""
 
     def columns(self, width: int, device: torch.device) -> Tensor | slice:
         """The columns, of ``width``."""
@@ -46,11 +44,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class CapturedProjection:
-    """A linear layer, the columns that are q, and whether q is exactly its output (nothing in between)."""
+    """A linear layer that makes a q."""
 
-    layer: Any  # a Linear, or transformers' Conv1D
+    layer: Any
+    """A Linear, or transformers' Conv1D."""
     slice: Slice
+    """The columns that are q."""
     exact: bool
+    """Whether q is exactly its output (nothing in between)."""
 
     def weight(self) -> Tensor | None:
         """w_q [Hq * D, C]; None where this rank holds a shard only, as FSDP leaves it between uses."""
