@@ -20,7 +20,7 @@ from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import Diagnosis, Label, severity
 from attn_diag.watching.debugging.finding import Conditions, Finding
 from attn_diag.watching.live.call import AttentionCall, CallPlace
-from attn_diag.watching.live.watch import COMPILED, UNSEEN, Watch, require_container
+from attn_diag.watching.live.watch import UNSEEN, Watch, require_container
 
 _log = logging.getLogger("attn_diag")
 _last: Finding | None = None
@@ -66,8 +66,6 @@ class Breakpoint:
         """Begin to look at calls."""
         if self._watch is None:
             self._watch = Watch(self._model, self)
-            if self._watch.compiled:
-                self._watch.warn_once(COMPILED)
             self._watch.start()
             self._handle = register_optimizer_step_post_hook(lambda *_: self._stop_if_found())
         return self

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
-from attn_diag.watching.live.watch import COMPILED, UNSEEN, UNSTEPPED, Watch, require_container
+from attn_diag.watching.live.watch import UNSEEN, UNSTEPPED, Watch, require_container
 from attn_diag.watching.live.writer import Shelf, Taken, Writer, newest
 
 _log = logging.getLogger("attn_diag")
@@ -93,11 +93,7 @@ class Recorder:
         # What a Capture imports when it is made: in the writer's thread that would hold up a captured step.
         import_module("attn_diag.captures.hardware")
         self._run = run_id(self.folder.name)
-        watch = Watch(self._model, self, self._first_step)
-        watch.start()
-        if watch.compiled:
-            watch.warn_once(COMPILED)
-        self._watch = watch
+        self._watch = Watch(self._model, self, self._first_step).start()
         self._writer.start()
         with _lock:
             _open.append(self)
@@ -188,11 +184,8 @@ class Recorder:
     def forward(self, call: AttentionCall) -> None:
         """Clone what is chosen of q, k, v, o, LSE, x and w_q."""
         self._chosen = True
-        if call.refused is not None:
-            self._drop(f"{call.place.module or 'attention'}: {call.refused}")
-            return
-        if missing := self._part.missing(call):
-            self._drop(f"{call.place.module or 'attention'}: {missing}")
+        if reason := call.refused or self._part.missing(call):
+            self._drop(f"{call.place.module or 'attention'}: {reason}")
             return
         tensors, metadata = self._part.clones(call, call.tensors()), self._metadata(call)
         size = _bytes_of(tensors)

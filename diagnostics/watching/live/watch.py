@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any, Self
 
 import torch
@@ -98,6 +98,8 @@ class Watch:
         except BaseException:
             self.stop()
             raise
+        if self.compiled:
+            self.warn_once(COMPILED)
         return self
 
     def _install(self) -> None:
@@ -123,12 +125,6 @@ class Watch:
         if self._projections is not None:
             self._projections.close()
         self._drop_pending()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.stop()
 
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""

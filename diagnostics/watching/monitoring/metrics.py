@@ -320,9 +320,8 @@ def _joined(parts: list[Tensor], axis: int) -> Tensor:
 
 
 def _matrices(left: Tensor, x: Tensor, sketches: int) -> tuple[Tensor, Tensor]:
-    """E, dW_Q, E with LSE's part from rows [3, h, n, D] and x [n, C]: squared norms [h, 3], sketches [n, h, D, c].
-
-    ``sketches``: of how many of them.
+    """E, dW_Q, E with LSE's part from rows [3, h, n, D] and x [n, C]: squared norms [h, 3]; of the first ``sketches``
+    of them the sketches [sketches, h, D, c].
     """
     step = max(1, TEMPORARIES // (3 * 8 * left.shape[3] * x.shape[1]))
     norms = []

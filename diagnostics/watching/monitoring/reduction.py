@@ -55,9 +55,12 @@ class Reduction:
         if not self._layout:
             self._layout = None
             return {}
-        sums = torch.cat([_sums(key, own.get(key), device) for key in self._layout])
-        largest = torch.cat([_maxima(key, own.get(key), device) for key in self._layout])
-        sketches = torch.cat([_sketches(key, own.get(key), device).reshape(-1) for key in self._layout])
+        known = [own.get(key) or _nothing(key, device) for key in self._layout]
+        sums = torch.cat([k.sums.to(device, non_blocking=True) for k in known])
+        largest = torch.cat([k.maxima.to(device, non_blocking=True) for k in known])
+        largest = torch.where(largest.isnan(), -torch.inf, largest)
+        flat = [k.sketches.to(device, non_blocking=True).reshape(-1) for k in known if k.sketches is not None]
+        sketches = torch.cat([torch.zeros(0, device=device), *flat])
         dist.all_reduce(sums, dist.ReduceOp.SUM, self._group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
         dist.all_reduce(sketches, dist.ReduceOp.SUM, self._group)
@@ -84,21 +87,8 @@ def _sketch_shape(key: LayerKey) -> tuple[int, int, int, int]:
     return len(NORMS), key.heads, key.dim, key.columns
 
 
-def _sums(key: LayerKey, own: HeadSums | None, device: torch.device) -> Tensor:
-    if own is None:
-        return torch.zeros(key.heads, len(SUMS), dtype=torch.float64, device=device)
-    return own.sums.to(device, non_blocking=True)
-
-
-def _maxima(key: LayerKey, own: HeadSums | None, device: torch.device) -> Tensor:
-    missing = torch.full((key.heads, _MAXIMA), -torch.inf, dtype=torch.float64, device=device)
-    if own is None:
-        return missing
-    known = own.maxima.to(device, non_blocking=True)
-    return torch.where(known.isnan(), missing, known)
-
-
-def _sketches(key: LayerKey, own: HeadSums | None, device: torch.device) -> Tensor:
-    if own is None or own.sketches is None:
-        return torch.zeros(_sketch_shape(key), device=device)
-    return own.sketches.to(device, non_blocking=True)
+def _nothing(key: LayerKey, device: torch.device) -> HeadSums:
+    """The sums of a layer that this rank has missed."""
+    sums = torch.zeros(key.heads, len(SUMS), dtype=torch.float64, device=device)
+    unknown = torch.full((key.heads, _MAXIMA), torch.nan, dtype=torch.float64, device=device)
+    return HeadSums(sums, unknown, unknown, torch.zeros(_sketch_shape(key), device=device))
