@@ -21,7 +21,7 @@ class CallPlace:
     """Where a call stands, known before it runs."""
 
     step: int
-    """Of training (see ``Watch``)."""
+    """Step of training; see ``Watch`` for when one ends."""
     layer: int
     """Its number: the module's ``layer_idx``, else the first number in its name, else the order in which layers first
     appeared."""
@@ -64,7 +64,7 @@ class AttentionCall:
     x: Tensor | None = None
     """Input of the query projection, [B, Tq, C], where it was found."""
     x_dtype: torch.dtype | None = None
-    """As what the product saw ``x``: cast what is kept of it."""
+    """The dtype in which the product saw ``x``: cast what is kept of it."""
     w_q: Tensor | None = None
     """The rows [Hq * D, C] of the projection's weight."""
     dq_pre: Tensor | None = None
@@ -86,12 +86,12 @@ class AttentionCall:
         self.lse = self.mask = self.x = self.w_q = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are there, by their names in capture format 1."""
+        """Return the tensors that are there, by their names in capture format 1."""
         names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def metadata(self) -> dict[str, Any]:
-        """The metadata of capture format 1 (keywords of ``Metadata``) that the call itself knows."""
+        """Return the metadata of capture format 1 (keywords of ``Metadata``) that the call itself knows."""
         extra: Mapping[str, str] = {"call": str(self.place.call)}
         if self.place.module is not None:
             extra = {**extra, "module": self.place.module}
@@ -110,7 +110,7 @@ class AttentionCall:
         }
 
     def capture(self) -> Capture:
-        """As a Capture in memory, of the tensors as they are now.
+        """Make a Capture in memory of the tensors as they are now.
 
         Raises:
             InputError: they do not fit each other.
@@ -136,19 +136,19 @@ class Part:
         self._heads, self._batch = _indices("heads", heads), _indices("batch", batch)
 
     def missing(self, call: AttentionCall) -> str | None:
-        """What a call lacks of it, in words."""
+        """Say in words what a call lacks of this part; None where it has something of it."""
         for name, wanted, there in (("heads", self._heads, call.q.shape[1]), ("batch", self._batch, len(call.q))):
             if wanted is not None and wanted[0] >= there:
                 return f"{name} {wanted}, but the call has 0 to {there - 1}"
         return None
 
     def items(self, call: AttentionCall) -> list[int]:
-        """Of the call's batch."""
+        """List the kept items of the call's batch."""
         batch = call.q.shape[0]
         return list(range(batch)) if self._batch is None else [b for b in self._batch if b < batch]
 
     def heads(self, call: AttentionCall) -> tuple[int, int]:
-        """The first, and the one after the last: whole groups, as a key head's gradient belongs to all of its group."""
+        """Give the first kept head and the one after the last: whole groups, whose gradient a key head's is."""
         heads = call.q.shape[1]
         if not self._heads:
             return 0, heads
@@ -157,7 +157,7 @@ class Part:
         return first, min(-(-(self._heads[-1] + 1) // group) * group, heads)
 
     def clones(self, call: AttentionCall, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Clones of this part of the call's tensors ``given``."""
+        """Clone this part of ``given``, some of the call's tensors by name."""
         batch, heads = call.q.shape[:2]
         group = heads // call.k.shape[1]
         items, (first, last) = self.items(call), self.heads(call)
@@ -208,7 +208,7 @@ class Listener(Protocol):
 
 
 def _indices(name: str, chosen: Iterable[int] | None) -> list[int] | None:
-    """The numbers, sorted; InputError unless all are 0 or more."""
+    """Sort the numbers; InputError unless all are 0 or more."""
     if chosen is None:
         return None
     try:

@@ -27,7 +27,7 @@ class Hook:
         self._run = run
 
     def __call__(self, *args: Any) -> Any:
-        """What the hook does where it was put."""
+        """Do what the hook is for, where it was put."""
         return self._run(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,7 +84,7 @@ class Pending:
                 self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def give_up(self) -> None:
-        """The step is over."""
+        """Wait no longer, as the step is over."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -128,7 +128,7 @@ def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def _attention_node(o: Tensor) -> Any | None:
-    """The autograd node of the fused operator behind ``o``, past the views and casts that a call may add; or None."""
+    """Find the fused operator's autograd node behind ``o``, past the views and casts that a call may add; or None."""
     node: Any = o.grad_fn
     for _ in range(_MAX_STEPS):
         if node is None:

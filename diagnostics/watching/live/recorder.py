@@ -11,20 +11,20 @@ import secrets
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.live.watch import UNSEEN, UNSTEPPED, Watch, require_container
-from attn_diag.watching.live.writer import Shelf, Taken, Writer, newest
+from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, newest
 
 _log = logging.getLogger("attn_diag")
 _GIB = 2**30
@@ -177,7 +177,7 @@ class Recorder:
         return bool(self._steps(step)) if callable(self._steps) else step in self._steps
 
     def wants(self, place: CallPlace) -> bool:
-        """Whether this call is."""
+        """Whether this call is captured."""
         chosen = self._layers is None or place.layer in self._layers
         return chosen and (self._calls is None or place.call in self._calls) and self.wants_step(place.step)
 
@@ -188,11 +188,11 @@ class Recorder:
             self._drop(f"{call.place.module or 'attention'}: {reason}")
             return
         tensors, metadata = self._part.clones(call, call.tensors()), self._metadata(call)
-        size = _bytes_of(tensors)
+        size = bytes_of(tensors.values())
         if call.place.gradients:
             # Those to come: of q, k, v and o, and perhaps of the projection's output.
             late = ("q", "k", "v", "o", *(("q",) if call.x is not None else ()))
-            size += _bytes_of({str(i): tensors[name] for i, name in enumerate(late)})
+            size += bytes_of(tensors[name] for name in late)
         if self._bytes + size > self._max_bytes:
             self._full = True
             self._drop(f"the limit of {self._max_bytes / 2**20:,.4g} MiB is reached (max_bytes)")
@@ -210,7 +210,7 @@ class Recorder:
             self._submit(taken)
 
     def step_ended(self, step: int) -> None:  # noqa: ARG002 - the protocol
-        """Calls without a backward are complete as they are."""
+        """Hand over the calls without a backward, which are complete as they are."""
         self._submit_open()
         self._writer.call(self._shelf.step_over)
         if self._ring:
@@ -336,26 +336,22 @@ def _prepare(folder: Path, rank: int) -> None:
 _LATE = ("do", "dq", "dk", "dv", "dq_pre")
 
 
-def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
 def rank() -> int:
-    """Of the process group, else of the launcher's environment, else 0."""
+    """This process's rank: of the process group, else of the launcher's environment, else 0."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Likewise, else 1."""
+    """How many processes there are: likewise, else 1."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def run_id(folder: str) -> str:
-    """Eight hex digits, the same on all ranks that capture: the first to come says which.
+    """Agree on eight hex digits, the same on all ranks that capture: the first to come says which.
 
     Nobody waits for anybody, as not every rank need capture; a capture is told from others by its folder's name and
     by how many of that name this rank has begun.

@@ -38,7 +38,7 @@ class AttentionSite:
 
 
 def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's arguments by name, defaults filled in."""
+    """Name the call's arguments, defaults filled in."""
     signature = _SDPA if site is SDPA else _signature(function)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -86,12 +86,12 @@ def _unshared(inputs: Iterable[tuple[str, tuple[Tensor, LayOut]]]) -> Graph:
 
 
 def as_autocast(t: Tensor) -> Tensor:
-    """As autocast casts it for a matrix product, or for an attention function that casts what it is given."""
+    """Cast as autocast does for a matrix product, or for an attention function that casts what it is given."""
     return t.to(autocast_dtype(t))
 
 
 def autocast_dtype(t: Tensor) -> torch.dtype:
-    """The dtype that autocast gives it there."""
+    """Return the dtype to which autocast casts a tensor for a matrix product."""
     device = t.device.type
     autocast = t.dtype != torch.float64 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast else t.dtype
@@ -137,11 +137,7 @@ def _read_own(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
     o = result[0] if isinstance(result, tuple) else result
     lay_out = _unchanged if a["layout"] == "BHTD" else _turned
     q, k, v = (lay_out(a[name]) for name in "qkv")
-    found: Fields = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "o": lay_out(o),
+    found: Fields = {"q": q, "k": k, "v": v, "o": lay_out(o)} | {
         "graph": _gradients(o, a["q"], a["k"], a["v"], lay_out),
         "causal": a["causal"],
         "scale": a["scale"],
@@ -244,12 +240,8 @@ def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | 
     # FlexAttention's LSE comes where others return their weights; transformers rounds it to the dtype of v.
     wide = (torch.float32, torch.float64)
     lse = next((t for t in more_results if isinstance(t, Tensor) and t.shape == q.shape[:3] and t.dtype in wide), None)
-    found: Fields = {
+    found: Fields = {"q": as_autocast(q), "k": as_autocast(k), "v": as_autocast(v), "o": _turned(o)} | {
         "kernel": f"transformers {getattr(getattr(module, 'config', None), '_attn_implementation', None)}",
-        "q": as_autocast(q),
-        "k": as_autocast(k),
-        "v": as_autocast(v),
-        "o": o.transpose(1, 2),
         "lse": lse,
         "graph": _gradients(o, q, k, v) | {"do": (o, _turned)},
         "scale": options.get("scaling"),
@@ -284,12 +276,7 @@ def _read_flex(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  #
         refused = "a score_mod that is not an addition to the score, or too large" if bias is None else None
         if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
-    return {
-        "kernel": "torch FlexAttention",
-        "q": q,
-        "k": k,
-        "v": v,
-        "o": o,
+    return {"kernel": "torch FlexAttention", "q": q, "k": k, "v": v, "o": o} | {
         "graph": _gradients(o, q, k, v),
         "lse": getattr(aux, "lse", aux),
         "mask": mask,
@@ -342,12 +329,7 @@ def _read_flash_attn(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | No
         inputs = [(a[name], _turned) for name in "qkv"]
     q, k, v = (lay_out(t) for t, lay_out in inputs)
     window = tuple(a.get("window_size") or (-1, -1))
-    return {
-        "kernel": "flash_attn",
-        "q": q,
-        "k": k,
-        "v": v,
-        "o": o.transpose(1, 2),
+    return {"kernel": "flash_attn", "q": q, "k": k, "v": v, "o": _turned(o)} | {
         "graph": {"do": (o, _turned), **_unshared(zip(("dq", "dk", "dv"), inputs, strict=True))},
         "lse": _saved_lse(o, tuple(q.shape[:3])),
         "causal": "bottom-right" if a.get("causal") else "none",

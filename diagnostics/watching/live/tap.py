@@ -62,11 +62,5 @@ class Tap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if lse is not None:
             lse = lse.squeeze(-1) if lse.dim() == 4 else lse
             lse = lse[..., :rows] if lse.numel() else None
-        return {
-            "kernel": kernel,
-            "q": own_q[..., :d],
-            "k": own_k[..., :d],
-            "v": own_v[..., :dv],
-            "o": o[..., :dv],
-            "lse": lse,
-        }
+        q, k, v, o = own_q[..., :d], own_k[..., :d], own_v[..., :dv], o[..., :dv]
+        return {"kernel": kernel, "q": q, "k": k, "v": v, "o": o, "lse": lse}

@@ -142,7 +142,7 @@ class Watch:
 
     @property
     def layers(self) -> list[int]:
-        """The numbers of the layers seen so far."""
+        """Numbers of the layers seen so far."""
         return sorted(self._layers.values())
 
     @property
@@ -151,7 +151,7 @@ class Watch:
         return self._trains and self.step == self._first_step and max(self._counts.values(), default=0) > 1
 
     def warn_once(self, message: str) -> None:
-        """A warning for the user, the same one only once."""
+        """Warn the user, of the same thing only once."""
         if message not in self._warned:
             self._warned.add(message)
             _log.warning(message)
@@ -159,7 +159,7 @@ class Watch:
     # What the interception calls.
 
     def expects(self) -> CallPlace | None:
-        """Where the coming call stands, if the listener wants it."""
+        """Say where the coming call stands, if the listener wants it."""
         gradients, recomputing = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
         owner = self._owner()
         self._notice_training(owner)
@@ -173,7 +173,7 @@ class Watch:
         return place if self.listener.wants(place) else None
 
     def counts(self) -> None:
-        """One more call of the module that makes it."""
+        """Count one more call of the module that makes it."""
         owner = self._owner()
         if self._passes_over(owner):
             return
@@ -185,7 +185,7 @@ class Watch:
             self._projections.forget()  # also the projections of calls that nobody wanted
 
     def sees(self, place: CallPlace, fields: Fields, result: Any) -> None:
-        """A wanted call has run: tell the listener, and follow its gradients."""
+        """Tell the listener of a wanted call that has run, and follow its gradients."""
         fields = dict(fields)
         graph: Graph = fields.pop("graph")
         known = fields.pop("projection", None)
@@ -217,19 +217,19 @@ class Watch:
         self.listener.forward(call)
 
     def failed(self, error: Exception) -> None:
-        """Our own failure: a warning, never an exception in somebody's training."""
+        """Warn of our own failure; it is never an exception in somebody's training."""
         self.warn_once(f"a call was not recorded: {type(error).__name__}: {error}")
 
     # Ourselves.
 
     def finished(self, pending: Pending) -> None:
-        """Its gradients are all there."""
+        """Tell the listener of a call whose gradients are all there."""
         with self._lock:
             self._pending.pop(id(pending), None)
         self.guarded(self.listener.backward)(pending.call)
 
     def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
-        """``what``, with our own failures logged instead of raised; it returns None then."""
+        """Wrap ``what`` so that our own failures are logged instead of raised; it returns None then."""
 
         def run(*args: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -257,7 +257,7 @@ class Watch:
         return self._trains and not torch.is_grad_enabled()
 
     def _owner(self) -> nn.Module | None:
-        """The innermost module (of the model, where there is one) that is running."""
+        """Find the innermost module (of the model, where there is one) that is running."""
         frame: FrameType | None = sys._getframe(2)
         for _ in range(_MAX_FRAMES):
             if frame is None:

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,11 @@ class Taken:
 
     @property
     def bytes(self) -> int:
-        """Their size."""
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        """Size of the tensors."""
+        return bytes_of(self.tensors.values())
 
     def seal(self) -> Taken:
-        """Note, on the current stream, that everything has been enqueued."""
+        """Note on the current stream that everything has been enqueued."""
         device = next(iter(self.tensors.values())).device
         if device.type == "cuda":
             self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -140,7 +140,7 @@ class Shelf:
         self._broken = ""
 
     def keep(self, taken: Taken) -> None:
-        """Take one call's tensors, on the host."""
+        """Take one call's tensors, which are on the host now."""
         capture = Capture.from_tensors(taken.tensors, **taken.metadata)
         if self._step and self._step[0][1].metadata.step != taken.step:
             self.step_over()
@@ -151,7 +151,7 @@ class Shelf:
             self._broken = f"{broken} of {taken.name} is not finite"
 
     def step_over(self) -> None:
-        """The newest step is complete."""
+        """Note that the newest step is complete."""
         if not self._step:
             return
         global _newest
@@ -167,7 +167,11 @@ class Shelf:
 
     def _make_room(self) -> None:
         assert self._ring is not None
-        while len(self._ring) > 1 and sum(_size(c) for step in self._ring for _, c in step) > self._max_bytes:
+
+        def held(ring: Iterable[list[tuple[str, Capture]]]) -> int:
+            return bytes_of(t[...] for step in ring for _, capture in step for t in capture.tensors.values())
+
+        while len(self._ring) > 1 and held(self._ring) > self._max_bytes:
             self._ring.popleft()
 
     def dump(self, reason: str) -> None:
@@ -191,12 +195,12 @@ class Shelf:
 
 
 def newest() -> list[Capture]:
-    """The captures of the newest complete step, of whatever captures or captured."""
+    """Return the captures of the newest complete step, of whatever captures or captured."""
     return _newest
 
 
 def _nonfinite(capture: Capture) -> str | None:
-    """The first output of the kernel that holds a NaN or Inf."""
+    """Name the first output of the kernel that holds a NaN or Inf."""
     for name in ("o", "do", "dq", "dk", "dv"):
         tensor = capture.tensors.get(name)
         if tensor is not None and not bool(tensor[...].isfinite().all()):
@@ -204,5 +208,6 @@ def _nonfinite(capture: Capture) -> str | None:
     return None
 
 
-def _size(capture: Capture) -> int:
-    return sum(t[...].numel() * t[...].element_size() for t in capture.tensors.values())
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Add up the tensors' sizes."""
+    return sum(t.numel() * t.element_size() for t in tensors)

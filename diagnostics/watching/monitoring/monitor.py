@@ -170,24 +170,24 @@ class Monitor:
         return flat_metrics(self.history[-1], self._raised_at_newest, len(self.alarms), per_head=per_head)
 
     def table(self) -> str:
-        """The newest check in words: each layer's worst head, and the alarms so far."""
+        """Show the newest check: each layer's worst head, and the alarms so far."""
         self._read(wait=True)
         return table(self.history[-1] if self.history else None, self.alarms)
 
     # What the watch calls.
 
     def wants_step(self, step: int) -> bool:
-        """Whether this step is checked."""
+        """Check every so many steps."""
         return step % self.every == 0
 
     def wants(self, place: CallPlace) -> bool:
-        """The first call of each layer; one without gradients only in a loop that has none."""
+        """Want the first call of each layer; one without gradients only in a loop that has none."""
         if not self.wants_step(place.step) or (self._layers is not None and place.layer not in self._layers):
             return False
         return (place.layer, place.module) not in self._taken and (place.gradients or not self._trains)
 
     def forward(self, call: AttentionCall) -> None:
-        """Copy the sample; without a backward to come, this is all there is."""
+        """Copy the sample; where no backward is to come, compute at once."""
         key = call.place.layer, call.place.module
         if call.refused is not None:
             self._warn(f"{call.place.module or 'attention'} is not monitored: {call.refused}")
@@ -204,7 +204,7 @@ class Monitor:
             self._done[key] = head_sums(sample)
 
     def backward(self, call: AttentionCall) -> None:
-        """The gradient is there: compute, on the device."""
+        """Compute on the device, now that the gradient is there."""
         key = call.place.layer, call.place.module
         sample = self._open.pop(key, None)
         if sample is not None:

@@ -28,11 +28,11 @@ class LayerKey:
     heads: int
     dim: int
     columns: int
-    """Of its sketches; 0 without any."""
+    """Columns of its sketches; 0 without any."""
 
     @classmethod
     def of(cls, layer: int, module: str | None, sums: HeadSums) -> LayerKey:
-        """The key of a layer's sums."""
+        """Name a layer by its number, its module and the shapes of its sums."""
         dim, columns = (0, 0) if sums.sketches is None else sums.sketches.shape[2:]
         return cls(layer, "" if module is None else module, len(sums.sums), dim, columns)
 
@@ -46,7 +46,7 @@ class Reduction:
         self.unknown: set[LayerKey] = set()
 
     def reduce(self, own: Mapping[LayerKey, HeadSums], device: torch.device) -> dict[LayerKey, HeadSums]:
-        """The sums over all ranks of every layer that any of them has seen. All ranks must call this."""
+        """Add up every layer that any rank has seen, over all ranks. All ranks must call this."""
         if self._layout is None:
             gathered: list[list[LayerKey] | None] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(gathered, sorted(own), group=self._group)
