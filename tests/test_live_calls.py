@@ -401,12 +401,12 @@ def test_two_axes_and_three(tmp_path: Path) -> None:
 def test_a_call_that_cannot_be_read_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from attn_diag.watching.live import sites
+    from attn_diag.watching.live.tap import Tap
 
     def broken(*_: object) -> None:
         raise RuntimeError("not today")
 
-    monkeypatch.setattr(sites, "_fused", broken)
+    monkeypatch.setattr(Tap, "fused", broken)
     with caplog.at_level(logging.WARNING), attn_diag.capture(None, tmp_path):
         for _ in range(3):
             sdpa(inputs(1), inputs(2), inputs(3))

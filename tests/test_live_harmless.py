@@ -249,16 +249,16 @@ def test_a_listener_that_raises_is_only_logged(
 def test_hooks_that_raise_are_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from attn_diag.watching.live import pending, projection
+    from attn_diag.watching.live import linear_layers, pending
 
     alone = train(nano_gpt(), contextlib.nullcontext())
 
     def fail(*_: object) -> None:
         raise RuntimeError("ours, not theirs")
 
-    monkeypatch.setattr(projection.Projections, "find", fail)
+    monkeypatch.setattr(linear_layers.Projections, "find", fail)
     monkeypatch.setattr(pending.Pending, "_from_node", fail)
-    monkeypatch.setattr(projection, "_Seen", fail)
+    monkeypatch.setattr(linear_layers, "_Seen", fail)
     tiny = nano_gpt()
     assert same(alone, train(tiny, attn_diag.capture(tiny.model, tmp_path)))
     assert "ours, not theirs" in caplog.text

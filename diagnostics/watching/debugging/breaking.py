@@ -20,9 +20,7 @@ from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import Diagnosis, Label, severity
 from attn_diag.watching.debugging.finding import Conditions, Finding
 from attn_diag.watching.live.call import AttentionCall, CallPlace
-from attn_diag.watching.live.choices import require_container
-from attn_diag.watching.live.notices import COMPILED, UNSEEN
-from attn_diag.watching.live.watch import Watch
+from attn_diag.watching.live.watch import UNSEEN, Watch, require_container
 
 _log = logging.getLogger("attn_diag")
 _last: Finding | None = None
@@ -68,8 +66,6 @@ class Breakpoint:
         """Begin to look at calls."""
         if self._watch is None:
             self._watch = Watch(self._model, self)
-            if self._watch.compiled:
-                self._watch.warn_once(COMPILED)
             self._watch.start()
             self._handle = register_optimizer_step_post_hook(lambda *_: self._stop_if_found())
         return self
@@ -99,30 +95,30 @@ class Breakpoint:
     # What the watch calls.
 
     def wants_step(self, step: int) -> bool:
-        """Every so many steps."""
+        """Look at every so many steps."""
         return not self._disarmed.is_set() and step % self._every == 0
 
     def wants(self, place: CallPlace) -> bool:
-        """The layers asked for; and, as this is asked in the user's own thread, stop for what another one found."""
+        """Want the chosen layers; and, as this is asked in the user's own thread, stop for what another one found."""
         if getattr(self._thread, "judging", False):
             return False
         self._stop_if_found()
         return self.wants_step(place.step) and (self._layers is None or place.layer in self._layers)
 
     def forward(self, call: AttentionCall) -> None:
-        """What the tensors show is judged here; what an inspection shows too, unless a backward is to come."""
+        """Judge what the tensors show, and unless a backward is to come, what an inspection shows."""
         inspected = self._conditions.need_diagnosis and not call.awaits_backward
         if self._conditions.need_diagnosis and call.awaits_backward:
             self._without_backward[id(call)] = call
         self._judge(call, "after its forward", inspect=inspected)
 
     def backward(self, call: AttentionCall) -> None:
-        """The gradients have come: delta's error and its way into dQ can be judged."""
+        """Judge delta's error and its way into dQ, now that the gradients have come."""
         self._without_backward.pop(id(call), None)
         self._judge(call, "after its backward", inspect=self._conditions.need_diagnosis, after_backward=True)
 
     def step_ended(self, step: int) -> None:  # noqa: ARG002 - the protocol
-        """Calls whose backward never came."""
+        """Judge the calls whose backward never came."""
         assert self._watch is not None
         for call in self._without_backward.values():
             call.x = call.w_q = None  # the optimizer has changed the weight since
@@ -173,7 +169,7 @@ class Breakpoint:
             return []
 
     def _diagnose(self, call: AttentionCall) -> tuple[Diagnosis | None, str | None]:
-        """The call inspected; or None, and why it cannot be."""
+        """Inspect the call; None where that cannot be, and why."""
         chosen = None if self._batch is None else self._batch & set(range(call.q.shape[0])) or frozenset({0})
         try:
             found = inspect_captures([call.capture()], selection=Selection(batches=chosen), level=self._level)
@@ -321,7 +317,7 @@ def last_finding() -> Finding | None:
 
 
 def users_frame() -> FrameType | None:
-    """The innermost frame of this thread that is neither ours nor torch's; None in a thread of autograd's own."""
+    """Find the innermost frame of this thread that is neither ours nor torch's; None in a thread of autograd's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
         frame = frame.f_back

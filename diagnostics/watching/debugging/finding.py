@@ -26,11 +26,11 @@ class Finding:
     """An attention call for which a condition of ``break_if`` held. Printed, it takes at most 25 lines."""
 
     reasons: tuple[str, ...]
-    """Which conditions, in words."""
+    """Which conditions held, in words."""
     place: CallPlace
     """Step, layer, module, call."""
     judged: str
-    """On what."""
+    """After which pass the call was judged, in words."""
     kernel: str
     capture: Capture | None
     """A copy of the call's tensors as they were then (``capture.save(path)`` keeps it for the command line), None where
@@ -42,7 +42,7 @@ class Finding:
     """Other calls that were found before the program could be stopped."""
     schema: ClassVar[str] = "attn-diag-finding"
     disarm: Callable[[], None] = field(default=lambda: None, compare=False)
-    """Has the breakpoint stop no more."""
+    """Call it, and the breakpoint stops no more."""
 
     def __str__(self) -> str:
         return str(shown_at_prompt(self))
@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Conditions:
-    """See ``break_if``."""
+    """What a breakpoint waits for; see ``break_if``."""
 
     labels: tuple[Label, ...]
     nonfinite: bool
@@ -66,16 +66,16 @@ class Conditions:
 
     @property
     def any(self) -> bool:
-        """Whether there is one at all."""
+        """Whether there is any condition."""
         return bool(self.labels) or self.nonfinite or self.max_logit is not None or self.predicate is not None
 
     @property
     def need_diagnosis(self) -> bool:
-        """Whether a call must be inspected to know."""
+        """Whether a call must be inspected to know if one holds."""
         return bool(self.labels) or self.predicate is not None
 
     def of_tensors(self, call: AttentionCall, *, after_backward: bool) -> list[str]:
-        """Those that hold and need no inspection; after the backward only what it added is looked at."""
+        """List the conditions that hold and need no inspection; after the backward only what it added is looked at."""
         found = []
         if self.nonfinite and (broken := first_nonfinite(call, _BACKWARD if after_backward else _FORWARD)):
             found.append(broken)
@@ -86,7 +86,7 @@ class Conditions:
         return found
 
     def of_diagnosis(self, diagnosis: Diagnosis) -> list[str]:
-        """Those that hold of an inspected call."""
+        """List the conditions that hold of an inspected call."""
         found = []
         for label in self.labels:
             heads = [h.head for _, _, h in diagnosis.ranked() if h.verdict and label in h.verdict.labels]
@@ -98,7 +98,7 @@ class Conditions:
 
 
 def first_nonfinite(call: AttentionCall, names: tuple[str, ...]) -> str | None:
-    """The first tensor of ``names`` that holds NaN or Inf, with the position; None where all are finite."""
+    """Name the first tensor of ``names`` that holds NaN or Inf, with the position; None where all are finite."""
     for name in names:
         tensor: Tensor | None = getattr(call, name)
         if tensor is None:

@@ -59,7 +59,7 @@ class CallLog:
         self._noted_error: int | None = None
 
     def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """A call that returned, if it is attention."""
+        """Record a call that returned, if it is attention."""
         known = self._known.get(func)
         if known is None:
             known = self._known[func] = is_attention(func)
@@ -70,24 +70,24 @@ class CallLog:
     def note_raised(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, error: Exception
     ) -> None:
-        """A call that raised, if it is attention."""
+        """Record a call that raised, if it is attention."""
         if is_attention(func) and (qkv := _qkv_of(args, kwargs)) is not None:
             self.add(operation_name(func), qkv, "raised", *self._place())
             self._noted_error = id(error)
 
     def note_error(self, error: Exception) -> None:
-        """What ended the trace: perhaps a kernel's assertion about q, k and v."""
+        """Record what ended the trace, if it was a kernel's assertion about q, k and v."""
         if id(error) != self._noted_error and (found := _mixed_in_traceback(error.__traceback__)) is not None:
             operation, qkv, frame, instruction = found
             self.add(operation, qkv, "raised", frame.f_code, instruction)
 
     def check(self, qkv: Triple, error: Exception | None) -> None:
-        """What ``check_qkv`` was given, and said."""
+        """Record what ``check_qkv`` was given, and whether it raised."""
         self.add("check_qkv", qkv, "accepted" if error is None else "raised", *self._place())
         self._noted_error = None if error is None else id(error)
 
     def add(self, operation: str, qkv: Triple, outcome: Outcome, code: CodeType | None, instruction: int) -> None:
-        """One call, at that place."""
+        """Count one call at a place in the user's code."""
         self.seen += 1
         regime = autocast_dtype(qkv[0].device.type)
         dtypes = dict(zip("qkv", (x.dtype for x in qkv), strict=True))
@@ -116,14 +116,14 @@ class CallLog:
 
 
 def is_attention(func: Callable[..., Any]) -> bool:
-    """By its name: PyTorch's, FlashAttention's and others' operators all say so."""
+    """Tell attention by its name: PyTorch's, FlashAttention's and others' operators all say so."""
     # Of an OpOverload the operator's name, without the overload's.
     name = str(getattr(getattr(func, "_schema", None), "name", None) or getattr(func, "__name__", ""))
     return bool(_NAME.search(name)) and not _NOT.search(name)
 
 
 def _is_sdpa(func: Callable[..., Any]) -> bool:
-    """Is it PyTorch's, all of whose inputs autocast casts?"""
+    """Whether it is PyTorch's own, all of whose inputs autocast casts."""
     return func is _SDPA
 
 

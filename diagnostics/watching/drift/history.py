@@ -56,11 +56,11 @@ class DtypeChange:
     source: SourceLine | None
     count: int = 0
     reaches_mixed: set[str] = field(default_factory=set)
-    """Which of q, k and v of calls that mix dtypes."""
+    """Which of q, k and v it reaches in attention calls that mix dtypes."""
     reaches_alike: set[str] = field(default_factory=set)
-    """The same of calls whose q, k and v have one dtype, not autocast's."""
+    """Which it reaches in calls whose q, k and v have one dtype, but not autocast's."""
     alone: tuple[DtypeChange, ...] = field(init=False)
-    """(self,)."""
+    """(self,): the history of a tensor that this change made."""
 
     def __post_init__(self) -> None:
         self.alone = (self,)
@@ -104,7 +104,7 @@ class Made:
         return made
 
     def path(self) -> tuple[Step, ...]:
-        """From the origin to this tensor."""
+        """List the operations from the origin to this tensor."""
         steps: list[Step] = []
         made: Made | None = self
         while made is not None:
@@ -139,7 +139,7 @@ class History:
     def note(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Tensor
     ) -> None:
-        """One result of one call."""
+        """Record one result of one call."""
         dtype = PRECISION.get(result.dtype)
         if dtype is None:
             return
@@ -237,7 +237,7 @@ def _kind_of_change(
     result: Tensor,
     regime: torch.dtype | None,
 ) -> Kind | None:
-    """None where nothing changed. A 0-dimensional tensor does not promote others, so it does not count beside them."""
+    """Classify a change of dtype, None: there is none. A 0-dimensional tensor is left out: it promotes no other."""
     after = PRECISION[result.dtype]
     before = {PRECISION[x.dtype] for x in given if x.ndim or result.ndim == 0}
     if before <= {after}:
@@ -270,10 +270,10 @@ def expected_dtype(dtypes: Sequence[torch.dtype], regime: torch.dtype | None) ->
 
 
 def short(dtype: torch.dtype) -> str:
-    """Without "torch."."""
+    """Name a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def short_or_none(dtype: torch.dtype | None) -> str | None:
-    """The same, of a regime that may be off."""
+    """``short`` of a regime that may be off."""
     return None if dtype is None else short(dtype)

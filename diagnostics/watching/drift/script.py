@@ -25,9 +25,9 @@ class Run:
 
     drift: DtypeDrift
     code: int
-    """As Python would exit with it."""
+    """Exit status, as Python would give it."""
     raised: bool
-    """Whether by an exception."""
+    """Whether an exception ended it."""
 
 
 def run_script(script: Path, arguments: list[str]) -> Run:

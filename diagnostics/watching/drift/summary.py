@@ -26,7 +26,7 @@ _ORDER: tuple[Severity, ...] = ("mixed", "alike", "elsewhere")
 
 
 def summarise(source: str, history: History, log: CallLog, error: str | None) -> DtypeDrift:
-    """The result, from what was recorded so far."""
+    """Make the result of what was recorded so far."""
     events = sorted(map(event_of, history.changes), key=lambda e: _ORDER.index(e.severity))
     findings = tuple(e for e in events if e.kind in ("widened", "narrowed") or e.severity == "mixed")
     calls = tuple(sorted(map(_call, log.calls.values()), key=lambda c: not c.differing))
@@ -45,7 +45,7 @@ def summarise(source: str, history: History, log: CallLog, error: str | None) ->
 
 
 def event_of(change: DtypeChange) -> DtypeEvent:
-    """A change as the result has it."""
+    """Describe a change as the result has it."""
     result, regime = short(change.result), short_or_none(change.regime)
     severity: Severity = "mixed" if change.reaches_mixed else "alike" if change.reaches_alike else "elsewhere"
     reached = change.reaches_mixed or change.reaches_alike
@@ -210,7 +210,7 @@ def _cause(name: str, call: TracedCall) -> str:
 
 
 def listed(names: tuple[str, ...]) -> str:
-    """In words: q; q and k; q, k and v."""
+    """Join names in words: q; q and k; q, k and v."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 

@@ -1,8 +1,9 @@
-"""One attention call of a running model, and who is told of it."""
+"""One attention call of a running model, which part of it is kept, and who is told of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,62 +12,67 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
+from attn_diag.errors import InputError
 from attn_diag.reference import Masking
 
 
 @dataclass(frozen=True)
 class CallPlace:
-    """Where a call stands, known before it runs.
-
-    ``step``: of training (see ``Steps``). ``module``: the dotted name of the innermost module of the model that makes
-    the call ("" for the model itself), None outside the model. ``layer``: its number: the module's ``layer_idx``, else
-    the first number in its name, else the order in which layers first appeared. ``call``: how many calls this module
-    made before in this step (micro-batches, or several attentions). ``gradients``: whether the call takes part in
-    autograd.
-    """
+    """Where a call stands, known before it runs."""
 
     step: int
+    """Step of training; see ``Watch`` for when one ends."""
     layer: int
+    """Its number: the module's ``layer_idx``, else the first number in its name, else the order in which layers first
+    appeared."""
     module: str | None
+    """The dotted name of the innermost module of the model that makes the call ("" for the model itself); None outside
+    the model."""
     call: int
+    """How many calls this module made before in this step (micro-batches, or several attentions)."""
     gradients: bool
+    """Whether the call takes part in autograd."""
 
 
 @dataclass
 class AttentionCall:
-    """The tensors of one call, as the kernel saw them. They are the model's own, not copies: clone what must last.
-
-    q [B, Hq, Tq, D], k, v [B, Hk, Tk, D], o [B, Hq, Tq, Dv] in the kernel's dtype, lse [B, Hq, Tq] natural logarithm or
-    None where the kernel keeps it to itself; ``mask`` bool (True attends) or additive, broadcastable to
-    [B, Hq, Tq, Tk]. After the backward pass dO, dQ, dK, dV likewise; None before, and without one. Of the query
-    projection, where it was found: its input ``x`` [B, Tq, C] (which the product saw as ``x_dtype``: cast what is kept
-    of it), the rows ``w_q`` [Hq * D, C] of its weight, and after the backward ``dq_pre`` [B, Hq, Tq, D], the gradient
-    at its output, where q is not x w_q^T itself. ``refused``: why attn-diag cannot analyse the call (dropout, sinks),
-    or None. ``awaits_backward``: whether o takes part in autograd, so that ``Listener.backward`` may follow.
-    """
+    """The tensors of one call, as the kernel saw them. They are the model's own, not copies: clone what must last."""
 
     place: CallPlace
     kernel: str
     q: Tensor
+    """[B, Hq, Tq, D] in the kernel's dtype."""
     k: Tensor
+    """[B, Hk, Tk, D]."""
     v: Tensor
+    """[B, Hk, Tk, Dv]."""
     o: Tensor
+    """[B, Hq, Tq, Dv]."""
     lse: Tensor | None = None
+    """[B, Hq, Tq], natural logarithm; None where the kernel keeps it to itself."""
     mask: Tensor | None = None
+    """bool (True attends) or additive, broadcastable to [B, Hq, Tq, Tk]."""
     causal: Causal = "none"
     scale: float | None = None
     window: tuple[int, int] | None = None
     softcap: float | None = None
     do: Tensor | None = None
+    """This and dq, dk, dv: None before the backward pass, and without one."""
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
     x: Tensor | None = None
+    """Input of the query projection, [B, Tq, C], where it was found."""
     x_dtype: torch.dtype | None = None
+    """The dtype in which the product saw ``x``: cast what is kept of it."""
     w_q: Tensor | None = None
+    """The rows [Hq * D, C] of the projection's weight."""
     dq_pre: Tensor | None = None
+    """After the backward, the gradient at the projection's output, [B, Hq, Tq, D], where q is not x w_q^T itself."""
     refused: str | None = None
+    """Why attn-diag cannot analyse the call (dropout, sinks)."""
     awaits_backward: bool = False
+    """Whether o takes part in autograd, so that ``Listener.backward`` may follow."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -80,12 +86,12 @@ class AttentionCall:
         self.lse = self.mask = self.x = self.w_q = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are there, by their names in capture format 1."""
+        """Return the tensors that are there, by their names in capture format 1."""
         names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def metadata(self) -> dict[str, Any]:
-        """The metadata of capture format 1 (keywords of ``Metadata``) that the call itself knows."""
+        """Return the metadata of capture format 1 (keywords of ``Metadata``) that the call itself knows."""
         extra: Mapping[str, str] = {"call": str(self.place.call)}
         if self.place.module is not None:
             extra = {**extra, "module": self.place.module}
@@ -104,11 +110,77 @@ class AttentionCall:
         }
 
     def capture(self) -> Capture:
-        """As a Capture in memory, of the tensors as they are now. Raises InputError where they do not fit."""
+        """Make a Capture in memory of the tensors as they are now.
+
+        Raises:
+            InputError: they do not fit each other.
+        """
         tensors: dict[str, Tensor | None] = {**self.tensors()}
         if self.x is not None:
             tensors["x"] = self.x.to(self.x_dtype)
         return Capture.from_tensors(tensors, **self.metadata())
+
+
+class Part:
+    """Which items of the batch and which query heads of every call are kept.
+
+    Args:
+        heads: query heads; the smallest range of whole key groups that holds them is taken. None: all.
+        batch: items of the batch; None: all.
+
+    Raises:
+        InputError: one of them is below 0, or no number.
+    """
+
+    def __init__(self, heads: Iterable[int] | None, batch: Iterable[int] | None) -> None:
+        self._heads, self._batch = _indices("heads", heads), _indices("batch", batch)
+
+    def missing(self, call: AttentionCall) -> str | None:
+        """Say in words what a call lacks of this part; None where it has something of it."""
+        for name, wanted, there in (("heads", self._heads, call.q.shape[1]), ("batch", self._batch, len(call.q))):
+            if wanted is not None and wanted[0] >= there:
+                return f"{name} {wanted}, but the call has 0 to {there - 1}"
+        return None
+
+    def items(self, call: AttentionCall) -> list[int]:
+        """List the kept items of the call's batch."""
+        batch = call.q.shape[0]
+        return list(range(batch)) if self._batch is None else [b for b in self._batch if b < batch]
+
+    def heads(self, call: AttentionCall) -> tuple[int, int]:
+        """Give the first kept head and the one after the last: whole groups, whose gradient a key head's is."""
+        heads = call.q.shape[1]
+        if not self._heads:
+            return 0, heads
+        group = heads // call.k.shape[1]
+        first = self._heads[0] // group * group
+        return first, min(-(-(self._heads[-1] + 1) // group) * group, heads)
+
+    def clones(self, call: AttentionCall, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Clone this part of ``given``, some of the call's tensors by name."""
+        batch, heads = call.q.shape[:2]
+        group = heads // call.k.shape[1]
+        items, (first, last) = self.items(call), self.heads(call)
+        together = items == list(range(items[0], items[-1] + 1))
+        parts: dict[str, Tensor] = {}
+        for name, t in given.items():
+            part = t
+            if name == "w_q":
+                parts[name] = _clone(t[first * call.q.shape[3] : last * call.q.shape[3]])
+                continue
+            if name == "mask":
+                part = t[(None,) * (4 - t.dim())]
+                # Expanded axes hold one mask.
+                for axis in range(4):
+                    part = part.narrow(axis, 0, 1) if part.stride(axis) == 0 else part
+            if part.shape[0] == batch and (name != "mask" or batch > 1):
+                part = part[items[0] : items[-1] + 1] if together else torch.stack([part[b] for b in items])
+            if name in ("k", "v", "dk", "dv"):
+                part = part[:, first // group : last // group]
+            elif name != "x" and part.shape[1] == heads:
+                part = part[:, first:last]
+            parts[name] = _clone(part.to(call.x_dtype) if name == "x" else part)
+        return parts
 
 
 class Listener(Protocol):
@@ -133,3 +205,23 @@ class Listener(Protocol):
     def step_ended(self, step: int) -> None:
         """After an optimizer's step (or the end of a forward in a loop that does not train)."""
         ...
+
+
+def _indices(name: str, chosen: Iterable[int] | None) -> list[int] | None:
+    """Sort the numbers; InputError unless all are 0 or more."""
+    if chosen is None:
+        return None
+    try:
+        numbers = sorted(operator.index(number) for number in chosen)
+    except TypeError:
+        numbers = []
+    if not numbers or numbers[0] < 0:
+        raise InputError(f"{name} must hold numbers from 0 on, such as [0, 1], got {chosen!r}")
+    return numbers
+
+
+def _clone(part: Tensor) -> Tensor:
+    """A copy in order of its axes, on the current stream; the original's memory waits for that stream too."""
+    if part.is_cuda:
+        part.record_stream(torch.cuda.current_stream(part.device))
+    return part.clone(memory_format=torch.contiguous_format)

@@ -11,25 +11,34 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 
 from attn_diag.watching.live.sites import (
+    EAGER,
+    FLASH_ATTN,
+    FLEX,
+    MULTI_HEAD,
+    OWN,
     SDPA,
+    TRANSFORMERS,
     AttentionSite,
     Fields,
     Function,
-    Namespace,
     bind,
-    functions,
     inside,
-    namespaces,
 )
 from attn_diag.watching.live.tap import Tap
+
+Namespace = dict[str, Any]
+_FLASH_ATTN_NAMES = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
+_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention")
 
 
 class Observer(Protocol):
@@ -102,10 +111,10 @@ def refresh() -> None:
 def _replace() -> None:
     global _modules_seen
     ours = {id(pair.wrapper) for pair in _wrappers.values()}
-    for site, function in functions():
+    for site, function in _functions():
         if id(function) not in ours:
             _wrap(site, function)
-    for space in namespaces():
+    for space in _namespaces():
         for name, value in list(space.items()):
             if (pair := _pair_of(value)) is not None:
                 _replaced.append((space, name, pair))
@@ -135,7 +144,7 @@ def _restore() -> None:
     _replaced.clear()
     # A module that was imported meanwhile may have taken a wrapper along.
     ours = {id(pair.wrapper): pair for pair in _wrappers.values()}
-    for space in namespaces():
+    for space in _namespaces():
         for name, value in list(space.items()):
             if id(value) in ours:
                 space[name] = ours[id(value)].original
@@ -215,3 +224,52 @@ def _read(
 ) -> Fields | None:
     with torch.no_grad():
         return site.read(bind(function, site, args, kwargs), result, tap)
+
+
+def _functions() -> Iterator[tuple[AttentionSite, Function]]:
+    """Every attention function that is loaded now."""
+    from torch.nn import functional
+
+    # Ours is imported when it is first used: by then the call would be over.
+    with suppress(ImportError):
+        import_module("attn_diag.kernels.attention")
+    yield SDPA, functional.scaled_dot_product_attention
+    yield MULTI_HEAD, functional.multi_head_attention_forward
+    for module, site, names in (
+        ("attn_diag.kernels.attention", OWN, ("attention",)),
+        ("torch.nn.attention.flex_attention", FLEX, ("flex_attention",)),
+        ("flash_attn.flash_attn_interface", FLASH_ATTN, _FLASH_ATTN_NAMES),
+        ("flash_attn_interface", FLASH_ATTN, _FLASH_ATTN_NAMES),
+    ):
+        loaded = sys.modules.get(module)
+        for name in names:
+            if (function := getattr(loaded, name, None)) is not None:
+                yield site, function
+    for name, loaded in list(sys.modules.items()):
+        if name.startswith("transformers.") and (eager := vars(loaded).get("eager_attention_forward")) is not None:
+            yield EAGER, eager
+    for key, function in _transformers_implementations().items():
+        # sdpa ends in scaled_dot_product_attention, which knows more.
+        if key != "sdpa" and callable(function):
+            yield TRANSFORMERS, function
+
+
+def _transformers_implementations() -> Namespace:
+    """AttentionInterface's table of implementations by name.
+
+    Their names stay what they are, so that AttentionMaskInterface goes on making the mask that each expects.
+    """
+    loaded = sys.modules.get("transformers.modeling_utils")
+    table: Namespace = getattr(getattr(loaded, "AttentionInterface", None), "_global_mapping", {})
+    return table
+
+
+def _namespaces() -> Iterator[Namespace]:
+    """Every place where user code may have one of the functions by name."""
+    yield _transformers_implementations()
+    for name, module in list(sys.modules.items()):
+        inside_torch = name == "torch" or name.startswith("torch.")
+        if not inside_torch or name in _TORCH_HOMES:
+            space = getattr(module, "__dict__", None)
+            if isinstance(space, dict):
+                yield space

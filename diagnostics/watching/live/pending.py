@@ -9,11 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from attn_diag.watching.live.call import AttentionCall
-from attn_diag.watching.live.projection import CapturedProjection
+from attn_diag.watching.live.linear_layers import CapturedProjection
 from attn_diag.watching.live.sites import Graph, LayOut
-from attn_diag.watching.live.tap import attention_node
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_MAX_STEPS = 6
+_NODES = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn", "ScaledDotProductFused",
+          "attn_diag_attention_forward")  # fmt: skip
+_PASSING = ("Slice", "Transpose", "Permute", "View", "UnsafeView", "ToCopy", "Clone", "Alias", "Unsqueeze", "Squeeze")
 
 
 class Hook:
@@ -23,7 +27,7 @@ class Hook:
         self._run = run
 
     def __call__(self, *args: Any) -> Any:
-        """What the hook does where it was put."""
+        """Do what the hook is for, where it was put."""
         return self._run(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -34,8 +38,13 @@ class Hook:
 class Pending:
     """A call that waits for its gradients.
 
-    ``guarded`` keeps the failures of a hook from the training loop; ``finished(self)`` is called when all have come.
-    ``copy_dq``: dQ is the gradient at the projection too (a bias alone lies between).
+    Args:
+        call: gets them as they come.
+        guarded: keeps the failures of a hook from the training loop.
+        finished: called with this when all have come.
+
+    Attributes:
+        copy_dq: dQ is the gradient at the projection too (a bias alone lies between).
     """
 
     def __init__(self, call: AttentionCall, guarded: Guard, finished: Callable[[Pending], None]) -> None:
@@ -62,7 +71,7 @@ class Pending:
 
     def follow(self, o: Tensor, graph: Graph) -> None:
         """Hook the kernel's own autograd node; where there is none, the tensors."""
-        node = attention_node(o)
+        node = _attention_node(o)
         if node is not None:
             self._missing.add("kernel")
             self._handles.append(node.register_hook(self._guarded(self._from_node)))
@@ -75,7 +84,7 @@ class Pending:
                 self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def give_up(self) -> None:
-        """The step is over."""
+        """Wait no longer, as the step is over."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -116,3 +125,18 @@ class Pending:
 def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:
     """A gradient without the kernel's padding of D."""
     return None if grad is None else grad.detach()[..., : like.shape[-1]]
+
+
+def _attention_node(o: Tensor) -> Any | None:
+    """Find the fused operator's autograd node behind ``o``, past the views and casts that a call may add; or None."""
+    node: Any = o.grad_fn
+    for _ in range(_MAX_STEPS):
+        if node is None:
+            return None
+        name: str = node.name()
+        if any(part in name for part in _NODES):
+            return node
+        if not name.startswith(_PASSING):
+            return None
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import re
+import secrets
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
-from attn_diag.watching.live.call import AttentionCall, CallPlace
-from attn_diag.watching.live.choices import indices, require_container
-from attn_diag.watching.live.notices import COMPILED, UNSEEN, UNSTEPPED
-from attn_diag.watching.live.ranks import rank, run_id, world_size
-from attn_diag.watching.live.watch import Watch
-from attn_diag.watching.live.writer import Taken, Writer
+from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
+from attn_diag.watching.live.watch import UNSEEN, UNSTEPPED, Watch, require_container
+from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, newest
 
 _log = logging.getLogger("attn_diag")
 _GIB = 2**30
@@ -37,12 +35,17 @@ _LAST_TIMEOUT = 60.0
 Steps = Container[int] | Callable[[int], bool]
 
 _open: list[Recorder] = []
-_newest: list[Capture] = []
+_begun: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
 class Recorder:
-    """See ``capture``. ``written``: the files so far; ``dropped``: calls that were not recorded, and why."""
+    """See ``capture``.
+
+    Attributes:
+        folder: of the files.
+        dropped: why calls were not recorded -> how many.
+    """
 
     def __init__(
         self,
@@ -65,35 +68,32 @@ class Recorder:
         if ring < 0 or max_bytes < 1:
             raise InputError(f"ring must be 0 or more and max_bytes 1 or more, got {ring} and {max_bytes}")
         self.folder = Path(path)
-        self.written: list[Path] = []
         self.dropped: dict[str, int] = {}
         self._model, self._first_step = model, first_step
         self._steps, self._layers, self._calls = steps, layers, calls
-        self._heads, self._batch = indices("heads", heads), indices("batch", batch)
-        self._ring: deque[list[tuple[str, Capture]]] | None = deque(maxlen=ring) if ring else None
+        self._part, self._ring = Part(heads, batch), ring
         self._max_bytes, self._bytes, self._full = max_bytes, 0, False
         self._taken: dict[tuple[int, int], Taken] = {}
-        self._step: list[tuple[str, Capture]] = []
-        self._writer = Writer(self._keep, limit=_IN_FLIGHT)
-        self._run = ""
-        self._chosen, self._broken = False, ""
+        self._shelf = Shelf(self.folder, ring, max_bytes, self._drop)
+        self._writer = Writer(self._shelf.keep, limit=_IN_FLIGHT)
+        self._run, self._chosen = "", False
         self._watch: Watch | None = None
 
     # A context, or start() and close().
 
     def start(self) -> Self:
-        """Begin. Raises InputError where ``path`` cannot be written, or holds captures of this rank already."""
+        """Begin.
+
+        Raises:
+            InputError: ``path`` cannot be written, or holds captures of this rank already.
+        """
         if self._watch is not None:
             raise InputError(f"capturing into {self.folder} is running already; make another attn_diag.capture")
         _prepare(self.folder, rank())
         # What a Capture imports when it is made: in the writer's thread that would hold up a captured step.
         import_module("attn_diag.captures.hardware")
         self._run = run_id(self.folder.name)
-        watch = Watch(self._model, self, self._first_step)
-        watch.start()
-        if watch.compiled:
-            watch.warn_once(COMPILED)
-        self._watch = watch
+        self._watch = Watch(self._model, self, self._first_step).start()
         self._writer.start()
         with _lock:
             _open.append(self)
@@ -112,7 +112,7 @@ class Recorder:
         with _lock:
             _open.remove(self)
         self._submit_open()
-        self._writer.call(self._step_over)
+        self._writer.call(self._shelf.step_over)
         self._writer.close()
         atexit.unregister(self._at_exit)
         if not watch.calls_seen:
@@ -143,6 +143,11 @@ class Recorder:
         return f"<capture into {self.folder}: step {self.step}, {len(self.written)} files written{lost}>"
 
     @property
+    def written(self) -> list[Path]:
+        """The files so far."""
+        return self._shelf.written
+
+    @property
     def step(self) -> int:
         """The current step."""
         return self._first_step if self._watch is None else self._watch.step
@@ -154,8 +159,8 @@ class Recorder:
 
     def dump(self, reason: str) -> None:
         """Write what the ring holds; without a ring everything is written anyway. Returns at once."""
-        if self._ring is not None:
-            self._writer.call(lambda: self._empty_ring(reason))
+        if self._ring:
+            self._writer.call(lambda: self._shelf.dump(reason))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until everything captured so far is on disk (or in the ring); whether it was in time."""
@@ -172,26 +177,22 @@ class Recorder:
         return bool(self._steps(step)) if callable(self._steps) else step in self._steps
 
     def wants(self, place: CallPlace) -> bool:
-        """Whether this call is."""
+        """Whether this call is captured."""
         chosen = self._layers is None or place.layer in self._layers
         return chosen and (self._calls is None or place.call in self._calls) and self.wants_step(place.step)
 
     def forward(self, call: AttentionCall) -> None:
         """Clone what is chosen of q, k, v, o, LSE, x and w_q."""
         self._chosen = True
-        if call.refused is not None:
-            self._drop(f"{call.place.module or 'attention'}: {call.refused}")
+        if reason := call.refused or self._part.missing(call):
+            self._drop(f"{call.place.module or 'attention'}: {reason}")
             return
-        for name, wanted, there in (("heads", self._heads, call.q.shape[1]), ("batch", self._batch, len(call.q))):
-            if wanted is not None and wanted[0] >= there:
-                self._drop(f"{call.place.module or 'attention'}: {name} {wanted}, but the call has 0 to {there - 1}")
-                return
-        tensors, metadata = self._select(call, call.tensors()), self._metadata(call)
-        size = _bytes_of(tensors)
+        tensors, metadata = self._part.clones(call, call.tensors()), self._metadata(call)
+        size = bytes_of(tensors.values())
         if call.place.gradients:
             # Those to come: of q, k, v and o, and perhaps of the projection's output.
             late = ("q", "k", "v", "o", *(("q",) if call.x is not None else ()))
-            size += _bytes_of({str(i): tensors[name] for i, name in enumerate(late)})
+            size += bytes_of(tensors[name] for name in late)
         if self._bytes + size > self._max_bytes:
             self._full = True
             self._drop(f"the limit of {self._max_bytes / 2**20:,.4g} MiB is reached (max_bytes)")
@@ -205,63 +206,24 @@ class Recorder:
         taken = self._taken.pop((call.place.layer, call.place.call), None)
         if taken is not None:
             late = {name: t for name, t in call.tensors().items() if name in _LATE}
-            taken.tensors |= self._select(call, late)
+            taken.tensors |= self._part.clones(call, late)
             self._submit(taken)
 
     def step_ended(self, step: int) -> None:  # noqa: ARG002 - the protocol
-        """Calls without a backward are complete as they are."""
+        """Hand over the calls without a backward, which are complete as they are."""
         self._submit_open()
-        self._writer.call(self._step_over)
-        if self._ring is not None:
+        self._writer.call(self._shelf.step_over)
+        if self._ring:
             # The limit is that of every step here, and of the ring.
             self._bytes, self._full = 0, False
 
     # Ourselves.
 
-    def _select(self, call: AttentionCall, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Clones of the chosen part of the call's tensors ``given``."""
-        batch, heads = call.q.shape[:2]
-        group = heads // call.k.shape[1]
-        items, (first, last) = self._chosen_items(call), self._chosen_heads(call)
-        together = items == list(range(items[0], items[-1] + 1))
-        parts: dict[str, Tensor] = {}
-        for name, t in given.items():
-            part = t
-            if name == "w_q":
-                parts[name] = _clone(t[first * call.q.shape[3] : last * call.q.shape[3]])
-                continue
-            if name == "mask":
-                part = t[(None,) * (4 - t.dim())]
-                # Expanded axes hold one mask.
-                for axis in range(4):
-                    part = part.narrow(axis, 0, 1) if part.stride(axis) == 0 else part
-            if part.shape[0] == batch and (name != "mask" or batch > 1):
-                part = part[items[0] : items[-1] + 1] if together else torch.stack([part[b] for b in items])
-            if name in ("k", "v", "dk", "dv"):
-                part = part[:, first // group : last // group]
-            elif name != "x" and part.shape[1] == heads:
-                part = part[:, first:last]
-            parts[name] = _clone(part.to(call.x_dtype) if name == "x" else part)
-        return parts
-
-    def _chosen_items(self, call: AttentionCall) -> list[int]:
-        batch = call.q.shape[0]
-        return list(range(batch)) if self._batch is None else [b for b in self._batch if b < batch]
-
-    def _chosen_heads(self, call: AttentionCall) -> tuple[int, int]:
-        """The first, and the one after the last: whole groups, as a key head's gradient belongs to all of its group."""
-        heads = call.q.shape[1]
-        if not self._heads:
-            return 0, heads
-        group = heads // call.k.shape[1]
-        first = self._heads[0] // group * group
-        return first, min(-(-(self._heads[-1] + 1) // group) * group, heads)
-
     def _metadata(self, call: AttentionCall) -> dict[str, Any]:
         metadata = call.metadata()
         extra = {**metadata["extra"], "run": self._run, "world_size": str(world_size())}
-        extra["batch_items"] = ",".join(map(str, self._chosen_items(call)))
-        return {**metadata, "head_offset": self._chosen_heads(call)[0], "rank": rank(), "extra": extra}
+        extra["batch_items"] = ",".join(map(str, self._part.items(call)))
+        return {**metadata, "head_offset": self._part.heads(call)[0], "rank": rank(), "extra": extra}
 
     def _name(self, call: AttentionCall) -> str:
         where = call.place
@@ -281,54 +243,6 @@ class Recorder:
         if reason not in self.dropped:
             _log.warning("not captured: %s", reason)
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
-
-    # In the writer's thread.
-
-    def _keep(self, taken: Taken) -> None:
-        capture = Capture.from_tensors(taken.tensors, **taken.metadata)
-        if self._step and self._step[0][1].metadata.step != taken.step:
-            self._step_over()
-        self._step.append((taken.name, capture))
-        if self._ring is None:
-            self._write(taken.name, capture)
-        elif not self._broken and (broken := _nonfinite(capture)):
-            self._broken = f"{broken} of {taken.name} is not finite"
-
-    def _step_over(self) -> None:
-        if not self._step:
-            return
-        global _newest
-        _newest = sorted((c for _, c in self._step), key=lambda c: (c.metadata.layer or 0, c.metadata.extra["call"]))
-        if self._ring is not None:
-            self._ring.append(self._step)
-            self._make_room()
-        self._step = []
-        # Only now: the rest of the step belongs to it.
-        if self._broken:
-            reason, self._broken = self._broken, ""
-            self._empty_ring(reason)
-
-    def _make_room(self) -> None:
-        assert self._ring is not None
-        while len(self._ring) > 1 and sum(_size(c) for step in self._ring for _, c in step) > self._max_bytes:
-            self._ring.popleft()
-
-    def _empty_ring(self, reason: str) -> None:
-        assert self._ring is not None
-        self._step_over()
-        steps = list(self._ring)
-        self._ring.clear()
-        for name, capture in (item for step in steps for item in step):
-            notes = "; ".join(filter(None, (capture.metadata.notes, f"written because {reason}")))
-            self._write(name, replace(capture, metadata=replace(capture.metadata, notes=notes)))
-
-    def _write(self, name: str, capture: Capture) -> None:
-        try:
-            path = capture.save(self.folder / name)
-            if path not in self.written:
-                self.written.append(path)
-        except InputError as error:
-            self._drop(str(error))
 
 
 def capture(
@@ -376,8 +290,9 @@ def capture(
     Returns:
         A context manager (also ``start()`` and ``close()``).
 
-    Raises InputError, on entering, where the folder cannot be written or holds captures of this rank already. Later
-    nothing is raised: what goes wrong is logged (logger "attn_diag") and counted in ``dropped``.
+    Raises:
+        InputError: on entering, the folder cannot be written or holds captures of this rank already. Later nothing is
+            raised: what goes wrong is logged (logger "attn_diag") and counted in ``dropped``.
     """
     return Recorder(
         model, path, steps=steps, layers=layers, heads=heads, batch=batch, calls=calls, ring=ring,
@@ -395,7 +310,7 @@ def last() -> list[Capture]:
         running = list(_open)
     for recorder in running:
         recorder.drain(_LAST_TIMEOUT)
-    return Captures(_newest)
+    return Captures(newest())
 
 
 def trigger(reason: str) -> None:
@@ -421,25 +336,36 @@ def _prepare(folder: Path, rank: int) -> None:
 _LATE = ("do", "dq", "dk", "dv", "dq_pre")
 
 
-def _clone(part: Tensor) -> Tensor:
-    """A copy in order of its axes, on the current stream; the original's memory waits for that stream too."""
-    if part.is_cuda:
-        part.record_stream(torch.cuda.current_stream(part.device))
-    return part.clone(memory_format=torch.contiguous_format)
+def rank() -> int:
+    """This process's rank: of the process group, else of the launcher's environment, else 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
-def _nonfinite(capture: Capture) -> str | None:
-    """The first output of the kernel that holds a NaN or Inf."""
-    for name in ("o", "do", "dq", "dk", "dv"):
-        tensor = capture.tensors.get(name)
-        if tensor is not None and not bool(tensor[...].isfinite().all()):
-            return name
-    return None
+def world_size() -> int:
+    """How many processes there are: likewise, else 1."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+def run_id(folder: str) -> str:
+    """Agree on eight hex digits, the same on all ranks that capture: the first to come says which.
 
-
-def _size(capture: Capture) -> int:
-    return sum(t[...].numel() * t[...].element_size() for t in capture.tensors.values())
+    Nobody waits for anybody, as not every rank need capture; a capture is told from others by its folder's name and
+    by how many of that name this rank has begun.
+    """
+    mine = secrets.token_hex(4)
+    if world_size() == 1:
+        return mine
+    key = f"attn_diag/{folder}/{_begun[folder]}"
+    _begun[folder] += 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        try:
+            store = torch.distributed.distributed_c10d._get_default_store()
+            return str(store.compare_set(key, "", mine).decode())
+        except Exception as error:  # a store of another kind
+            _log.info("no run number from the process group's store: %s", error)
+    agreed = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    return hashlib.sha256("\n".join([*agreed, key]).encode()).hexdigest()[:8]

@@ -1,16 +1,14 @@
-"""Where attention is called: the functions that are replaced while somebody listens, and how each is read."""
+"""The kinds of attention functions, and how a call of each is read: tensors, masks, and where its gradients arrive."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,24 +23,22 @@ Fields = dict[str, Any]
 # do, dq, dk, dv -> the tensor in autograd's graph that gets this gradient, and what makes [B, H, T, D] of it.
 LayOut = Callable[[Tensor], Tensor]
 Graph = dict[str, tuple[Tensor, LayOut]]
-Namespace = dict[str, Any]
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One kind of attention function. ``read(arguments, result, tap)`` tells what a call was; None: no attention.
-
-    ``tapped``: whether the operators underneath may be watched.
-    """
+    """One kind of attention function."""
 
     name: str
     read: Callable[[Mapping[str, Any], Any, Tap], Fields | None]
+    """Tells what a call was from its arguments, its result and the tap; None: no attention."""
     tapped: bool = True
+    """Whether the operators underneath may be watched."""
 
 
 def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's arguments by name, defaults filled in."""
+    """Name the call's arguments, defaults filled in."""
     signature = _SDPA if site is SDPA else _signature(function)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -62,26 +58,6 @@ def _sdpa_signature(
 
 
 _SDPA = inspect.signature(_sdpa_signature)
-
-
-def _fused(tap: Tap, q: Tensor, v: Tensor) -> Fields:
-    """Inputs and results of the operator underneath, without its padding; empty where there was none."""
-    seen = tap.fused
-    if seen is None:
-        return {}
-    d, dv, rows = q.shape[-1], v.shape[-1], q.shape[-2]
-    lse = seen.lse
-    if lse is not None:
-        lse = lse.squeeze(-1) if lse.dim() == 4 else lse
-        lse = lse[..., :rows] if lse.numel() else None
-    return {
-        "kernel": seen.kernel,
-        "q": seen.q[..., :d],
-        "k": seen.k[..., :d],
-        "v": seen.v[..., :dv],
-        "o": seen.o[..., :dv],
-        "lse": lse,
-    }
 
 
 def _unchanged(t: Tensor) -> Tensor:
@@ -110,12 +86,12 @@ def _unshared(inputs: Iterable[tuple[str, tuple[Tensor, LayOut]]]) -> Graph:
 
 
 def as_autocast(t: Tensor) -> Tensor:
-    """As autocast casts it for a matrix product, or for an attention function that casts what it is given."""
+    """Cast as autocast does for a matrix product, or for an attention function that casts what it is given."""
     return t.to(autocast_dtype(t))
 
 
 def autocast_dtype(t: Tensor) -> torch.dtype:
-    """The dtype that autocast gives it there."""
+    """Return the dtype to which autocast casts a tensor for a matrix product."""
     device = t.device.type
     autocast = t.dtype != torch.float64 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast else t.dtype
@@ -151,7 +127,7 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         "scale": a["scale"],
         "refused": _refusals(a["dropout_p"]),
     }
-    return found | _outer_projection() | (_fused(tap, q, v) if q.dim() == 4 else {})
+    return found | _outer_projection() | (tap.fused(q, v) if q.dim() == 4 else {})
 
 
 def _read_own(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
@@ -161,18 +137,14 @@ def _read_own(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
     o = result[0] if isinstance(result, tuple) else result
     lay_out = _unchanged if a["layout"] == "BHTD" else _turned
     q, k, v = (lay_out(a[name]) for name in "qkv")
-    found: Fields = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "o": lay_out(o),
+    found: Fields = {"q": q, "k": k, "v": v, "o": lay_out(o)} | {
         "graph": _gradients(o, a["q"], a["k"], a["v"], lay_out),
         "causal": a["causal"],
         "scale": a["scale"],
         "window": a["window"],
         "softcap": a["softcap"],
     }
-    fused = _fused(tap, q, v)
+    fused = tap.fused(q, v)
     return found | fused | {"kernel": f"attn_diag.attention, {names[0]} forward, {names[1]} backward"}
 
 
@@ -218,7 +190,7 @@ _outer = threading.local()
 @contextmanager
 def inside(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """While a call runs that may end in another attention function, keep what only the outer one knows."""
-    if site is not _MULTI_HEAD:
+    if site is not MULTI_HEAD:
         yield
         return
     _outer.call = (function, args, kwargs)
@@ -231,7 +203,7 @@ def inside(site: AttentionSite, function: Function, args: tuple[Any, ...], kwarg
 def _outer_projection() -> Fields:
     if (call := getattr(_outer, "call", None)) is None:
         return {}
-    a = bind(call[0], _MULTI_HEAD, call[1], call[2])
+    a = bind(call[0], MULTI_HEAD, call[1], call[2])
     return {"projection": _multi_head_projection(a, 1.0)} if a["query"].dim() == 3 else {}
 
 
@@ -268,12 +240,8 @@ def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | 
     # FlexAttention's LSE comes where others return their weights; transformers rounds it to the dtype of v.
     wide = (torch.float32, torch.float64)
     lse = next((t for t in more_results if isinstance(t, Tensor) and t.shape == q.shape[:3] and t.dtype in wide), None)
-    found: Fields = {
+    found: Fields = {"q": as_autocast(q), "k": as_autocast(k), "v": as_autocast(v), "o": _turned(o)} | {
         "kernel": f"transformers {getattr(getattr(module, 'config', None), '_attn_implementation', None)}",
-        "q": as_autocast(q),
-        "k": as_autocast(k),
-        "v": as_autocast(v),
-        "o": o.transpose(1, 2),
         "lse": lse,
         "graph": _gradients(o, q, k, v) | {"do": (o, _turned)},
         "scale": options.get("scaling"),
@@ -308,12 +276,7 @@ def _read_flex(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  #
         refused = "a score_mod that is not an addition to the score, or too large" if bias is None else None
         if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
-    return {
-        "kernel": "torch FlexAttention",
-        "q": q,
-        "k": k,
-        "v": v,
-        "o": o,
+    return {"kernel": "torch FlexAttention", "q": q, "k": k, "v": v, "o": o} | {
         "graph": _gradients(o, q, k, v),
         "lse": getattr(aux, "lse", aux),
         "mask": mask,
@@ -366,12 +329,7 @@ def _read_flash_attn(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | No
         inputs = [(a[name], _turned) for name in "qkv"]
     q, k, v = (lay_out(t) for t, lay_out in inputs)
     window = tuple(a.get("window_size") or (-1, -1))
-    return {
-        "kernel": "flash_attn",
-        "q": q,
-        "k": k,
-        "v": v,
-        "o": o.transpose(1, 2),
+    return {"kernel": "flash_attn", "q": q, "k": k, "v": v, "o": _turned(o)} | {
         "graph": {"do": (o, _turned), **_unshared(zip(("dq", "dk", "dv"), inputs, strict=True))},
         "lse": _saved_lse(o, tuple(q.shape[:3])),
         "causal": "bottom-right" if a.get("causal") else "none",
@@ -397,62 +355,9 @@ def _saved_lse(o: Tensor, shape: tuple[int, ...]) -> Tensor | None:
 
 
 SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa)
-_MULTI_HEAD = AttentionSite("multi_head_attention_forward", _read_multi_head)
-_OWN = AttentionSite("attn_diag.attention", _read_own)
-_EAGER = AttentionSite("transformers eager", _read_eager, tapped=False)
-_TRANSFORMERS = AttentionSite("transformers", _read_transformers, tapped=False)
-_FLEX = AttentionSite("flex_attention", _read_flex, tapped=False)
-_FLASH_ATTN = AttentionSite("flash_attn", _read_flash_attn, tapped=False)
-_FLASH_ATTN_NAMES = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
-
-
-def functions() -> Iterator[tuple[AttentionSite, Function]]:
-    """Every attention function that is loaded now."""
-    from torch.nn import functional
-
-    # Ours is imported when it is first used: by then the call would be over.
-    with suppress(ImportError):
-        import_module("attn_diag.kernels.attention")
-    yield SDPA, functional.scaled_dot_product_attention
-    yield _MULTI_HEAD, functional.multi_head_attention_forward
-    for module, site, names in (
-        ("attn_diag.kernels.attention", _OWN, ("attention",)),
-        ("torch.nn.attention.flex_attention", _FLEX, ("flex_attention",)),
-        ("flash_attn.flash_attn_interface", _FLASH_ATTN, _FLASH_ATTN_NAMES),
-        ("flash_attn_interface", _FLASH_ATTN, _FLASH_ATTN_NAMES),
-    ):
-        loaded = sys.modules.get(module)
-        for name in names:
-            if (function := getattr(loaded, name, None)) is not None:
-                yield site, function
-    for name, loaded in list(sys.modules.items()):
-        if name.startswith("transformers.") and (eager := vars(loaded).get("eager_attention_forward")) is not None:
-            yield _EAGER, eager
-    for key, function in _transformers_implementations().items():
-        # sdpa ends in scaled_dot_product_attention, which knows more.
-        if key != "sdpa" and callable(function):
-            yield _TRANSFORMERS, function
-
-
-def _transformers_implementations() -> Namespace:
-    """AttentionInterface's table of implementations by name.
-
-    Their names stay what they are, so that AttentionMaskInterface goes on making the mask that each expects.
-    """
-    loaded = sys.modules.get("transformers.modeling_utils")
-    table: Namespace = getattr(getattr(loaded, "AttentionInterface", None), "_global_mapping", {})
-    return table
-
-
-def namespaces() -> Iterator[Namespace]:
-    """Every place where user code may have one of the functions by name."""
-    yield _transformers_implementations()
-    for name, module in list(sys.modules.items()):
-        inside_torch = name == "torch" or name.startswith("torch.")
-        if not inside_torch or name in _TORCH_HOMES:
-            space = getattr(module, "__dict__", None)
-            if isinstance(space, dict):
-                yield space
-
-
-_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention")
+MULTI_HEAD = AttentionSite("multi_head_attention_forward", _read_multi_head)
+OWN = AttentionSite("attn_diag.attention", _read_own)
+EAGER = AttentionSite("transformers eager", _read_eager, tapped=False)
+TRANSFORMERS = AttentionSite("transformers", _read_transformers, tapped=False)
+FLEX = AttentionSite("flex_attention", _read_flex, tapped=False)
+FLASH_ATTN = AttentionSite("flash_attn", _read_flash_attn, tapped=False)

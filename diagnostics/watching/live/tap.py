@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-@dataclass(frozen=True)
-class FusedCall:
-    """One fused operator: q, k, v as it got them (cast by autocast, perhaps padded), o and its own LSE."""
-
-    kernel: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    lse: Tensor | None
-
 
 # operator -> (what reports call it, which of its results is the LSE)
 _FUSED = {
@@ -43,7 +29,7 @@ class Tap(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fused: FusedCall | None = None
+        self._fused: tuple[str, Tensor, Tensor, Tensor, Tensor, Tensor | None] | None = None
         self.products: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __torch_dispatch__(
@@ -58,30 +44,23 @@ class Tap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _FUSED:
             kernel, where = _FUSED[name]
             q, k, v = args[:3]
-            self.fused = FusedCall(kernel, q, k, v, result[0], result[where])
+            self._fused = kernel, q, k, v, result[0], result[where]
         elif name in _PRODUCTS:
             self.products.append((args[-2], args[-1], result))
         return result
 
+    def fused(self, q: Tensor, v: Tensor) -> dict[str, Any]:
+        """Inputs (cast by autocast) and results of the operator underneath, without its padding of q's and v's D.
 
-def attention_node(o: Tensor) -> Any | None:
-    """The autograd node of the fused operator behind ``o``, past the views and casts that a call may add; or None."""
-    node: Any = o.grad_fn
-    for _ in range(_MAX_STEPS):
-        if node is None:
-            return None
-        name: str = node.name()
-        if any(part in name for part in _NODES):
-            return node
-        if not name.startswith(_PASSING):
-            return None
-        node = node.next_functions[0][0] if node.next_functions else None
-    return None
-
-
-_MAX_STEPS = 6
-_NODES = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn", "ScaledDotProductFused",
-          "attn_diag_attention_forward")  # fmt: skip
-_PASSING = ("Slice", "Transpose", "Permute", "View", "UnsafeView", "ToCopy", "Clone", "Alias", "Unsqueeze", "Squeeze")
-
-Hook = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], None]
+        Returns:
+            The kernel's name, q, k, v, o and its own LSE by the names of ``AttentionCall``; empty where there was none.
+        """
+        if self._fused is None:
+            return {}
+        kernel, own_q, own_k, own_v, o, lse = self._fused
+        d, dv, rows = q.shape[-1], v.shape[-1], q.shape[-2]
+        if lse is not None:
+            lse = lse.squeeze(-1) if lse.dim() == 4 else lse
+            lse = lse[..., :rows] if lse.numel() else None
+        q, k, v, o = own_q[..., :d], own_k[..., :d], own_v[..., :dv], o[..., :dv]
+        return {"kernel": kernel, "q": q, "k": k, "v": v, "o": o, "lse": lse}

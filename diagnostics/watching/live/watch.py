@@ -7,19 +7,19 @@ import re
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
-from types import CodeType, FrameType, TracebackType
+from collections.abc import Callable, Container
+from types import CodeType, FrameType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from attn_diag.errors import InputError
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
-from attn_diag.watching.live.notices import UNSEEN
+from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, clean
 from attn_diag.watching.live.pending import Hook, Pending
-from attn_diag.watching.live.projection import FAST_PATHS, Projections, clean
 from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
 
 # Not warnings: where those are errors, they would reach the training loop.
@@ -28,14 +28,47 @@ _MAX_FRAMES = 60
 # So many steps without any attention call are worth a word.
 _BLIND = 3
 
+# What a user is told where nothing can be seen, by whoever watches.
+COMPILED = (
+    "the model is compiled: attention inside compiled graphs is not seen. Compile all but the attention, or run the "
+    'steps in question under torch.compiler.set_stance("force_eager") (uncompiled, with other roundings)'
+)
+UNSEEN = (
+    "no attention call was seen. It may run inside a compiled graph or on the fast path of nn.TransformerEncoder in "
+    "eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that is not known here, or be another "
+    "model's than the one that was given (a copy's, say)"
+)
+UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
+UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
+
+
+def require_container(name: str, chosen: object) -> None:
+    """Check a choice of numbers (of steps, layers, calls) when it is made, not in the middle of a training run.
+
+    Raises:
+        InputError: it is one number, or a text.
+    """
+    if isinstance(chosen, (str, bytes)) or not (chosen is None or isinstance(chosen, Container)):
+        raise InputError(f"{name} must be a set, list or range of numbers, such as {{2}}, got {chosen!r}")
+
 
 class Watch:
-    """Tells ``listener`` of the attention calls of ``model`` (None: of every call) between ``start`` and ``stop``.
+    """Tells a listener of the attention calls of a model between ``start`` and ``stop``.
 
-    ``step``: a step ends with a torch.optim optimizer's ``step()`` after an attention call (not that of one that holds
-    other models' parameters, once one that holds ours has stepped), or with ``end_step()``. In a loop that has neither,
-    every forward of the model is a step. Once a loop trains, calls without gradients (evaluation) are neither told of
-    nor counted, and the steps before, if there were any, count as none.
+    A step ends with a torch.optim optimizer's ``step()`` after an attention call (not that of one that holds other
+    models' parameters, once one that holds ours has stepped), or with ``end_step()``. In a loop that has neither, every
+    forward of the model is a step. Once a loop trains, calls without gradients (evaluation) are neither told of nor
+    counted, and the steps before, if there were any, count as none.
+
+    Args:
+        model: whose calls; None: every call.
+        listener: who is told.
+        first_step: the number of the first step.
+
+    Attributes:
+        step: the number of the current one.
+        compiled: whether a part of the model is.
+        calls_seen: how many, wanted or not.
     """
 
     def __init__(self, model: nn.Module | None, listener: Listener, first_step: int = 0) -> None:
@@ -65,6 +98,8 @@ class Watch:
         except BaseException:
             self.stop()
             raise
+        if self.compiled:
+            self.warn_once(COMPILED)
         return self
 
     def _install(self) -> None:
@@ -91,12 +126,6 @@ class Watch:
             self._projections.close()
         self._drop_pending()
 
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.stop()
-
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""
         self._drop_pending()
@@ -113,7 +142,7 @@ class Watch:
 
     @property
     def layers(self) -> list[int]:
-        """The numbers of the layers seen so far."""
+        """Numbers of the layers seen so far."""
         return sorted(self._layers.values())
 
     @property
@@ -122,7 +151,7 @@ class Watch:
         return self._trains and self.step == self._first_step and max(self._counts.values(), default=0) > 1
 
     def warn_once(self, message: str) -> None:
-        """A warning for the user, the same one only once."""
+        """Warn the user, of the same thing only once."""
         if message not in self._warned:
             self._warned.add(message)
             _log.warning(message)
@@ -130,7 +159,7 @@ class Watch:
     # What the interception calls.
 
     def expects(self) -> CallPlace | None:
-        """Where the coming call stands, if the listener wants it."""
+        """Say where the coming call stands, if the listener wants it."""
         gradients, recomputing = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
         owner = self._owner()
         self._notice_training(owner)
@@ -144,7 +173,7 @@ class Watch:
         return place if self.listener.wants(place) else None
 
     def counts(self) -> None:
-        """One more call of the module that makes it."""
+        """Count one more call of the module that makes it."""
         owner = self._owner()
         if self._passes_over(owner):
             return
@@ -156,7 +185,7 @@ class Watch:
             self._projections.forget()  # also the projections of calls that nobody wanted
 
     def sees(self, place: CallPlace, fields: Fields, result: Any) -> None:
-        """A wanted call has run: tell the listener, and follow its gradients."""
+        """Tell the listener of a wanted call that has run, and follow its gradients."""
         fields = dict(fields)
         graph: Graph = fields.pop("graph")
         known = fields.pop("projection", None)
@@ -188,19 +217,19 @@ class Watch:
         self.listener.forward(call)
 
     def failed(self, error: Exception) -> None:
-        """Our own failure: a warning, never an exception in somebody's training."""
+        """Warn of our own failure; it is never an exception in somebody's training."""
         self.warn_once(f"a call was not recorded: {type(error).__name__}: {error}")
 
     # Ourselves.
 
     def finished(self, pending: Pending) -> None:
-        """Its gradients are all there."""
+        """Tell the listener of a call whose gradients are all there."""
         with self._lock:
             self._pending.pop(id(pending), None)
         self.guarded(self.listener.backward)(pending.call)
 
     def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
-        """``what``, with our own failures logged instead of raised; it returns None then."""
+        """Wrap ``what`` so that our own failures are logged instead of raised; it returns None then."""
 
         def run(*args: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -228,7 +257,7 @@ class Watch:
         return self._trains and not torch.is_grad_enabled()
 
     def _owner(self) -> nn.Module | None:
-        """The innermost module (of the model, where there is one) that is running."""
+        """Find the innermost module (of the model, where there is one) that is running."""
         frame: FrameType | None = sys._getframe(2)
         for _ in range(_MAX_FRAMES):
             if frame is None:

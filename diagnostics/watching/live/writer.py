@@ -1,37 +1,44 @@
-"""Brings tensors from the device to the host and hands them on, in a thread of its own."""
+"""From the device to files, in a thread of its own: brings tensors to the host, writes them or keeps them in a ring."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_diag.captures.capture import Capture
+from attn_diag.errors import InputError
+
 _log = logging.getLogger("attn_diag")
+_newest: list[Capture] = []
 
 
 @dataclass
 class Taken:
-    """Tensors taken from one call, already cloned; ``ready`` after which they are complete on their device."""
+    """Tensors taken from one call, already cloned."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, Any]
     step: int
     name: str
     ready: torch.cuda.Event | None = None
+    """After it they are complete on their device."""
 
     @property
     def bytes(self) -> int:
-        """Their size."""
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        """Size of the tensors."""
+        return bytes_of(self.tensors.values())
 
     def seal(self) -> Taken:
-        """Note, on the current stream, that everything has been enqueued."""
+        """Note on the current stream that everything has been enqueued."""
         device = next(iter(self.tensors.values())).device
         if device.type == "cuda":
             self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -110,3 +117,97 @@ class Writer:
             with self._lock:
                 self._pending -= size
         self.keep(taken)
+
+
+class Shelf:
+    """Where captures end up, in the writer's thread: in files, or in a ring that becomes files when somebody asks.
+
+    Args:
+        folder: of the files.
+        ring: how many steps to keep in memory; 0: write everything.
+        max_bytes: of the ring: older steps are forgotten.
+        drop: told why something was not captured.
+
+    Attributes:
+        written: the files so far.
+    """
+
+    def __init__(self, folder: Path, ring: int, max_bytes: int, drop: Callable[[str], None]) -> None:
+        self.written: list[Path] = []
+        self._folder, self._max_bytes, self._drop = folder, max_bytes, drop
+        self._ring: deque[list[tuple[str, Capture]]] | None = deque(maxlen=ring) if ring else None
+        self._step: list[tuple[str, Capture]] = []
+        self._broken = ""
+
+    def keep(self, taken: Taken) -> None:
+        """Take one call's tensors, which are on the host now."""
+        capture = Capture.from_tensors(taken.tensors, **taken.metadata)
+        if self._step and self._step[0][1].metadata.step != taken.step:
+            self.step_over()
+        self._step.append((taken.name, capture))
+        if self._ring is None:
+            self._write(taken.name, capture)
+        elif not self._broken and (broken := _nonfinite(capture)):
+            self._broken = f"{broken} of {taken.name} is not finite"
+
+    def step_over(self) -> None:
+        """Note that the newest step is complete."""
+        if not self._step:
+            return
+        global _newest
+        _newest = sorted((c for _, c in self._step), key=lambda c: (c.metadata.layer or 0, c.metadata.extra["call"]))
+        if self._ring is not None:
+            self._ring.append(self._step)
+            self._make_room()
+        self._step = []
+        # Only now: the rest of the step belongs to it.
+        if self._broken:
+            reason, self._broken = self._broken, ""
+            self.dump(reason)
+
+    def _make_room(self) -> None:
+        assert self._ring is not None
+
+        def held(ring: Iterable[list[tuple[str, Capture]]]) -> int:
+            return bytes_of(t[...] for step in ring for _, capture in step for t in capture.tensors.values())
+
+        while len(self._ring) > 1 and held(self._ring) > self._max_bytes:
+            self._ring.popleft()
+
+    def dump(self, reason: str) -> None:
+        """Write what the ring holds; without a ring everything is written anyway."""
+        if self._ring is None:
+            return
+        self.step_over()
+        steps = list(self._ring)
+        self._ring.clear()
+        for name, capture in (item for step in steps for item in step):
+            notes = "; ".join(filter(None, (capture.metadata.notes, f"written because {reason}")))
+            self._write(name, replace(capture, metadata=replace(capture.metadata, notes=notes)))
+
+    def _write(self, name: str, capture: Capture) -> None:
+        try:
+            path = capture.save(self._folder / name)
+            if path not in self.written:
+                self.written.append(path)
+        except InputError as error:
+            self._drop(str(error))
+
+
+def newest() -> list[Capture]:
+    """Return the captures of the newest complete step, of whatever captures or captured."""
+    return _newest
+
+
+def _nonfinite(capture: Capture) -> str | None:
+    """Name the first output of the kernel that holds a NaN or Inf."""
+    for name in ("o", "do", "dq", "dk", "dv"):
+        tensor = capture.tensors.get(name)
+        if tensor is not None and not bool(tensor[...].isfinite().all()):
+            return name
+    return None
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Add up the tensors' sizes."""
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -51,7 +51,7 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class AlarmRule:
-    """The alarm's thresholds."""
+    """The alarm's thresholds; the module's docstring says what they are compared with."""
 
     false_alarm_rate: float = 0.01
     """False alarms to expect at most in 1,000 checks of the whole model, of a kernel that rounds correctly, with errors
@@ -61,7 +61,7 @@ class AlarmRule:
     growth: float = 2.0
     """The averaged share over its lowest so far, from which a head may alarm."""
     weight: float = 0.5
-    """Of the newest check in the average of ln share."""
+    """Weight of the newest check in the average of ln share."""
     warm_up: int = 4
     """Checks before the lowest share is taken."""
 
@@ -96,7 +96,7 @@ class AlarmState:
         self._layers: dict[tuple[int, str | None], LayerState] = {}
 
     def update(self, check: MonitorCheck) -> tuple[Alarm, ...]:
-        """Take the next check; the alarms it raises."""
+        """Take the next check, and return the alarms that it raises."""
         found: list[Alarm] = []
         for layer in check.layers:
             key = layer.layer, layer.module
@@ -109,7 +109,7 @@ class AlarmState:
 
     @property
     def witness(self) -> float:
-        """The largest of all heads' witnesses over their threshold; 1: an error is more than correct rounding makes."""
+        """Largest of all heads' witnesses over their threshold; from 1 on, an error exceeds correct rounding's."""
         return max((float(s.largest / s.odds) for s in self._layers.values()), default=0.0)
 
     @property
@@ -131,12 +131,12 @@ class LayerState:
 
     @property
     def largest(self) -> float:
-        """Of the heads' witnesses."""
+        """The largest of the heads' witnesses."""
         return float(self.excess.max())
 
     @property
     def witnessed(self) -> npt.NDArray[np.bool_]:
-        """Whether the error is more than correct rounding makes."""
+        """Whether a head's error is more than correct rounding makes, [Hq]."""
         passed: npt.NDArray[np.bool_] = self.excess >= self.odds
         return passed
 
@@ -169,7 +169,7 @@ class LayerState:
         self.checks += known
 
     def alarms(self, step: int, layer: LayerCheck) -> list[Alarm]:
-        """Those that the last check raises."""
+        """Return the alarms that the last check raises."""
         with np.errstate(invalid="ignore"):
             matters = self.average >= math.log(self.rule.level)
             grows = self.average >= self.lowest + math.log(self.rule.growth)
@@ -205,23 +205,16 @@ class LayerState:
         return Alarm(kind, step, layer.layer, head, layer.module, reason, advice, values)
 
     def _words(self, kind: Kind, head: int, values: dict[str, float]) -> str:
-        share, matrix = (
-            values.get(f"{self.name}_share", values["share_average"]),
-            "dW_Q" if self.name == "dw_q" else "dQ",
-        )
+        share = values.get(f"{self.name}_share", values["share_average"])
+        matrix = "dW_Q" if self.name == "dw_q" else "dQ"
         parts = [f"the rounding of O is predicted to put {share:.2g} of {matrix}'s norm in error"]
         over = values.get(f"{self.name}_over_floor")
         if over is not None:
             parts.append(f"{over:.1f} times what correct rounding would")
         if kind == "rounding":
             parts.append(f"up from about {values['share_lowest']:.2g} at step {self.lowest_at[head]}")
-        words = {
-            "coherence": "coherence",
-            "noise_factor": "noise factor",
-            "max_logit": "max logit",
-            "w_q_norm": "|W_Q|",
-        }
-        parts += [f"{text} {values[name]:.3g}" for name, text in words.items() if name in values]
+        told = {"coherence": "coherence", "noise_factor": "noise factor", "max_logit": "max logit", "w_q_norm": "|W_Q|"}
+        parts += [f"{text} {values[name]:.3g}" for name, text in told.items() if name in values]
         return "; ".join(parts)
 
 
@@ -231,6 +224,6 @@ def _cusum(before: Values, gain: Values, odds: float) -> Values:
 
 
 def replay(checks: Iterable[MonitorCheck], rule: AlarmRule | None = None) -> tuple[Alarm, ...]:
-    """The alarms that a stream of checks raises, in order."""
+    """Return the alarms that a stream of checks raises, in order."""
     state = AlarmState(rule)
     return tuple(alarm for check in checks for alarm in state.update(check))

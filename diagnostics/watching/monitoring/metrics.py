@@ -42,7 +42,7 @@ class HeadMetrics:
     tie_rate: Tensor
     """Share of rows whose maximum is repeated: "exact" of ``attn_diag.head.row_maxima``."""
     unit_rate: Tensor
-    """The same: "unit" there."""
+    """Share of rows in which several P_bar round to 1: "unit" of ``attn_diag.head.row_maxima``."""
     unity_defect: Tensor
     """Mean of exp(L_ref - L_obs) - 1, by which the backward's probabilities miss a sum of 1."""
     noise_factor: Tensor
@@ -56,7 +56,7 @@ class HeadMetrics:
     dq_share: Tensor
     """Norm of the predicted error of dQ over the reference's norm, from delta alone."""
     dq_share_lse: Tensor
-    """The same from delta and LSE."""
+    """The same ratio, predicted from delta and LSE."""
     dq_over_floor: Tensor
     """That error's norm (from delta) over what one correct rounding of O would leave if rows erred independently."""
     dw_q_share: Tensor
@@ -70,7 +70,7 @@ class HeadMetrics:
     coherence_with_past: Tensor
     """Cosine between E and the average of earlier checks' E."""
     past_z: Tensor
-    """Their inner product, in standard deviations of what random signs of the argmax keys' contributions give."""
+    """The inner product of these two, in standard deviations of what random signs of the argmax keys' parts give."""
     w_q_norm: Tensor
     """Spectral norm of the head's W_Q."""
     nonfinite_rate: Tensor
@@ -320,9 +320,8 @@ def _joined(parts: list[Tensor], axis: int) -> Tensor:
 
 
 def _matrices(left: Tensor, x: Tensor, sketches: int) -> tuple[Tensor, Tensor]:
-    """E, dW_Q, E with LSE's part from rows [3, h, n, D] and x [n, C]: squared norms [h, 3], sketches [n, h, D, c].
-
-    ``sketches``: of how many of them.
+    """E, dW_Q, E with LSE's part from rows [3, h, n, D] and x [n, C]: squared norms [h, 3]; of the first ``sketches``
+    of them the sketches [sketches, h, D, c].
     """
     step = max(1, TEMPORARIES // (3 * 8 * left.shape[3] * x.shape[1]))
     norms = []
@@ -334,7 +333,7 @@ def _matrices(left: Tensor, x: Tensor, sketches: int) -> tuple[Tensor, Tensor]:
 
 
 def _bias_variance(s: dict[str, Tensor]) -> Tensor:
-    """Of delta's errors' sum: of 8 sequences or more from their sums (CR2 of equal clusters), else of each its own."""
+    """Variance of the sum of delta's errors: from 8 sequences on between them (CR2, equal sizes), else within each."""
     n, groups = s["rows"], s["groups"]
     mean = s["bias"] / n
     between = s["group_squares"] - 2 * mean * s["group_products"] + mean.square() * s["group_sizes"]

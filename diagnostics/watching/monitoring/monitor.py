@@ -16,11 +16,8 @@ from torch import Tensor, nn
 
 from attn_diag.errors import InputError
 from attn_diag.watching.live.call import AttentionCall, CallPlace
-from attn_diag.watching.live.choices import require_container
-from attn_diag.watching.live.notices import COMPILED, UNFINISHED, UNSEEN, UNSTEPPED
-from attn_diag.watching.live.ranks import rank
-from attn_diag.watching.live.recorder import trigger
-from attn_diag.watching.live.watch import Watch
+from attn_diag.watching.live.recorder import rank, trigger
+from attn_diag.watching.live.watch import UNFINISHED, UNSEEN, UNSTEPPED, Watch, require_container
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
 from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, flat_metrics, table, with_growth
@@ -34,6 +31,8 @@ _log = logging.getLogger("attn_diag")
 # Weight of the newest check in the average of the predicted errors' directions: about the last ten count.
 _NEWEST = 0.1
 _HISTORY = 1000
+# A layer's number and its module's name.
+Key = tuple[int, str | None]
 
 
 class Monitor:
@@ -77,8 +76,8 @@ class Monitor:
             nothing had happened; what it raised before is not raised again. Those from ``first_step`` on are left out.
             Coherence with earlier checks begins anew.
 
-    Raises InputError for numbers below 1, a rate that is not above 0, a log that cannot be written, and a history
-    without a first step.
+    Raises:
+        InputError: a number is below 1, a rate not above 0, a log cannot be written, or a history lacks a first step.
     """
 
     def __init__(
@@ -114,17 +113,15 @@ class Monitor:
                 self.history.append(check)
                 self._alarm_state.update(check)
         self._raised_at_newest = 0
-        self._taken: set[tuple[int, str | None]] = set()
-        self._open: dict[tuple[int, str | None], Sample] = {}
-        self._done: dict[tuple[int, str | None], HeadSums] = {}
-        self._past: dict[tuple[int, str | None], Tensor] = {}
+        self._taken: set[Key] = set()
+        self._open: dict[Key, Sample] = {}
+        self._done: dict[Key, HeadSums] = {}
+        self._past: dict[Key, Tensor] = {}
         self._sent: deque[_Sent] = deque()
         self._trains = self._refused = False
         self._reduction = None if _alone(process_group) else Reduction(process_group)
         self._log_path = _prepared(log)
         self._watch: Watch | None = Watch(model, self, first_step)
-        if self._watch.compiled:
-            self._watch.warn_once(COMPILED)
         self._watch.start()
 
     def close(self) -> None:
@@ -161,8 +158,11 @@ class Monitor:
 
         "attn/max_logit/max" and "/mean" over all heads ("/min" too for some; see ``HeadMetrics`` for the figures; what
         nothing is known of is left out), "attn/alarm" how many alarms that check raised, "attn/alarms" how many there
-        were in all, "attn/step" its step. ``per_head``: also "attn/layer02/head07/max_logit". ``wait``: for a check
-        that is still being computed; without it nothing waits.
+        were in all, "attn/step" its step.
+
+        Args:
+            per_head: also "attn/layer02/head07/max_logit" and so on.
+            wait: for a check that is still being computed; without it nothing waits.
         """
         self._read(wait=wait)
         if not self.history:
@@ -170,24 +170,24 @@ class Monitor:
         return flat_metrics(self.history[-1], self._raised_at_newest, len(self.alarms), per_head=per_head)
 
     def table(self) -> str:
-        """The newest check in words: each layer's worst head, and the alarms so far."""
+        """Show the newest check: each layer's worst head, and the alarms so far."""
         self._read(wait=True)
         return table(self.history[-1] if self.history else None, self.alarms)
 
     # What the watch calls.
 
     def wants_step(self, step: int) -> bool:
-        """Whether this step is checked."""
+        """Check every so many steps."""
         return step % self.every == 0
 
     def wants(self, place: CallPlace) -> bool:
-        """The first call of each layer; one without gradients only in a loop that has none."""
+        """Want the first call of each layer; one without gradients only in a loop that has none."""
         if not self.wants_step(place.step) or (self._layers is not None and place.layer not in self._layers):
             return False
         return (place.layer, place.module) not in self._taken and (place.gradients or not self._trains)
 
     def forward(self, call: AttentionCall) -> None:
-        """Copy the sample; without a backward to come, this is all there is."""
+        """Copy the sample; where no backward is to come, compute at once."""
         key = call.place.layer, call.place.module
         if call.refused is not None:
             self._warn(f"{call.place.module or 'attention'} is not monitored: {call.refused}")
@@ -204,7 +204,7 @@ class Monitor:
             self._done[key] = head_sums(sample)
 
     def backward(self, call: AttentionCall) -> None:
-        """The gradient is there: compute, on the device."""
+        """Compute on the device, now that the gradient is there."""
         key = call.place.layer, call.place.module
         sample = self._open.pop(key, None)
         if sample is not None:
@@ -235,23 +235,21 @@ class Monitor:
                 self._remember(key, sums.sketches[0])
         self._sent.append(_Sent(step, found))
 
-    def _reduce(
-        self, reduction: Reduction, done: dict[tuple[int, str | None], HeadSums]
-    ) -> dict[tuple[int, str | None], HeadSums]:
+    def _reduce(self, reduction: Reduction, done: dict[Key, HeadSums]) -> dict[Key, HeadSums]:
         names = {LayerKey.of(*key, sums): key for key, sums in done.items()}
         found = reduction.reduce({name: done[key] for name, key in names.items()}, self._device(done))
         if reduction.unknown:
             self._warn(f"layers that no rank had at the first check are left out: {sorted(reduction.unknown)}")
         return {names.get(name, (name.layer, name.module or None)): sums for name, sums in found.items()}
 
-    def _device(self, done: Mapping[tuple[int, str | None], HeadSums]) -> torch.device:
+    def _device(self, done: Mapping[Key, HeadSums]) -> torch.device:
         for sums in done.values():
             return sums.sums.device
         if torch.cuda.is_available() and torch.distributed.get_backend() == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def _remember(self, key: tuple[int, str | None], error: Tensor) -> None:
+    def _remember(self, key: Key, error: Tensor) -> None:
         """Average the directions of the predicted errors of dW_Q, [Hq, D, c]."""
         length = torch.linalg.vector_norm(error, dim=(1, 2), keepdim=True)
         direction = torch.where((length > 0) & length.isfinite(), error / length, 0.0)
@@ -300,7 +298,7 @@ class Monitor:
 class _Sent:
     """One check's metrics on their way to the host."""
 
-    def __init__(self, step: int, found: Mapping[tuple[int, str | None], HeadMetrics]) -> None:
+    def __init__(self, step: int, found: Mapping[Key, HeadMetrics]) -> None:
         self.step = step
         self._heads = {key: len(metrics.max_logit) for key, metrics in found.items()}
         columns = [torch.stack([getattr(m, name) for name in METRICS]).reshape(-1) for m in found.values()]
@@ -318,7 +316,7 @@ class _Sent:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def check(self, before: MonitorCheck | None) -> MonitorCheck:
-        """The check; waits where they have not. ``before``: the one before it."""
+        """The check, with its growth since the one ``before`` it; waits where they have not arrived."""
         if self._event is not None:
             self._event.synchronize()
         values, layers, at = self._host.numpy(), [], 0
@@ -330,7 +328,7 @@ class _Sent:
         return with_growth(MonitorCheck(self.step, tuple(layers)), before)
 
 
-def _order(item: tuple[tuple[int, str | None], HeadSums]) -> tuple[int, str]:
+def _order(item: tuple[Key, HeadSums]) -> tuple[int, str]:
     (layer, module), _ = item
     return layer, module or ""
 

@@ -40,7 +40,7 @@ class LayerCheck:
 
     @property
     def heads(self) -> int:
-        """Hq."""
+        """How many query heads the layer has."""
         return len(next(iter(self.values.values())))
 
 
@@ -80,7 +80,7 @@ class MonitorCheck:
 
 
 def read_log(path: str | os.PathLike[str]) -> Iterator[MonitorCheck]:
-    """The checks of a monitor's log (also of one packed with xz), in order; without a last line that was cut off."""
+    """Read the checks of a monitor's log (also packed with xz) in order; a last line that was cut off is left out."""
     with lzma.open(path, "rt") if Path(path).suffix == ".xz" else Path(path).open() as file:
         for line in file:
             if line.endswith("\n"):

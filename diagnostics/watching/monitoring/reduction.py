@@ -28,11 +28,11 @@ class LayerKey:
     heads: int
     dim: int
     columns: int
-    """Of its sketches; 0 without any."""
+    """Columns of its sketches; 0 without any."""
 
     @classmethod
     def of(cls, layer: int, module: str | None, sums: HeadSums) -> LayerKey:
-        """The key of a layer's sums."""
+        """Name a layer by its number, its module and the shapes of its sums."""
         dim, columns = (0, 0) if sums.sketches is None else sums.sketches.shape[2:]
         return cls(layer, "" if module is None else module, len(sums.sums), dim, columns)
 
@@ -46,7 +46,7 @@ class Reduction:
         self.unknown: set[LayerKey] = set()
 
     def reduce(self, own: Mapping[LayerKey, HeadSums], device: torch.device) -> dict[LayerKey, HeadSums]:
-        """The sums over all ranks of every layer that any of them has seen. All ranks must call this."""
+        """Add up every layer that any rank has seen, over all ranks. All ranks must call this."""
         if self._layout is None:
             gathered: list[list[LayerKey] | None] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(gathered, sorted(own), group=self._group)
@@ -55,9 +55,12 @@ class Reduction:
         if not self._layout:
             self._layout = None
             return {}
-        sums = torch.cat([_sums(key, own.get(key), device) for key in self._layout])
-        largest = torch.cat([_maxima(key, own.get(key), device) for key in self._layout])
-        sketches = torch.cat([_sketches(key, own.get(key), device).reshape(-1) for key in self._layout])
+        known = [own.get(key) or _nothing(key, device) for key in self._layout]
+        sums = torch.cat([k.sums.to(device, non_blocking=True) for k in known])
+        largest = torch.cat([k.maxima.to(device, non_blocking=True) for k in known])
+        largest = torch.where(largest.isnan(), -torch.inf, largest)
+        flat = [k.sketches.to(device, non_blocking=True).reshape(-1) for k in known if k.sketches is not None]
+        sketches = torch.cat([torch.zeros(0, device=device), *flat])
         dist.all_reduce(sums, dist.ReduceOp.SUM, self._group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
         dist.all_reduce(sketches, dist.ReduceOp.SUM, self._group)
@@ -84,21 +87,8 @@ def _sketch_shape(key: LayerKey) -> tuple[int, int, int, int]:
     return len(NORMS), key.heads, key.dim, key.columns
 
 
-def _sums(key: LayerKey, own: HeadSums | None, device: torch.device) -> Tensor:
-    if own is None:
-        return torch.zeros(key.heads, len(SUMS), dtype=torch.float64, device=device)
-    return own.sums.to(device, non_blocking=True)
-
-
-def _maxima(key: LayerKey, own: HeadSums | None, device: torch.device) -> Tensor:
-    missing = torch.full((key.heads, _MAXIMA), -torch.inf, dtype=torch.float64, device=device)
-    if own is None:
-        return missing
-    known = own.maxima.to(device, non_blocking=True)
-    return torch.where(known.isnan(), missing, known)
-
-
-def _sketches(key: LayerKey, own: HeadSums | None, device: torch.device) -> Tensor:
-    if own is None or own.sketches is None:
-        return torch.zeros(_sketch_shape(key), device=device)
-    return own.sketches.to(device, non_blocking=True)
+def _nothing(key: LayerKey, device: torch.device) -> HeadSums:
+    """The sums of a layer that this rank has missed."""
+    sums = torch.zeros(key.heads, len(SUMS), dtype=torch.float64, device=device)
+    unknown = torch.full((key.heads, _MAXIMA), torch.nan, dtype=torch.float64, device=device)
+    return HeadSums(sums, unknown, unknown, torch.zeros(_sketch_shape(key), device=device))

@@ -30,9 +30,9 @@ class SampledRows:
     """Row quantities of h heads and one sequence, [h, R] float64 unless said otherwise."""
 
     usable: Tensor
-    """bool: the row sees a key, and all that was sampled of it and follows from it is finite."""
+    """bool: the row sees a key, and all that was sampled of it or computed from it is finite."""
     sees_key: Tensor
-    """bool."""
+    """bool: the row sees a key."""
     max_logit: Tensor
     top_key: Tensor
     """int64: the first key with the largest score."""
@@ -60,11 +60,11 @@ class GradientRows:
     probs_k: Tensor
     """P K, [h, R, D]."""
     contributions: Tensor
-    """Of each feature of O to delta's error, [h, R, Dv]."""
+    """What each feature of O adds to delta's error, [h, R, Dv]."""
 
 
 def heads_at_once(sample: Sample) -> int:
-    """How many key heads fit one block with at least 16 rows each, and their row quantities the same bytes."""
+    """Count the key heads that fit one block with at least 16 rows each, and whose row quantities fit as many bytes."""
     group, rows = sample.q.shape[1] // sample.k.shape[1], sample.q.shape[2]
     block = group * min(_MIN_ROWS, rows) * sample.k.shape[2] * 8 * _ALIVE
     linear = group * rows * (2 * sample.q.shape[3] + 2 * sample.v.shape[3]) * 8
@@ -72,7 +72,7 @@ def heads_at_once(sample: Sample) -> int:
 
 
 def measure_rows(sample: Sample, sequence: int, kv_heads: slice) -> SampledRows:
-    """The rows of the query heads that share key heads ``kv_heads``, of one of the sampled sequences."""
+    """Measure the rows of the query heads that share key heads ``kv_heads``, in one of the sampled sequences."""
     group = sample.q.shape[1] // sample.k.shape[1]
     heads = slice(kv_heads.start * group, kv_heads.stop * group)
     k, v = (t[sequence, kv_heads].double() for t in (sample.k, sample.v))

@@ -49,7 +49,7 @@ class Sample:
 
     @classmethod
     def of(cls, call: AttentionCall, sequences: int = 1, rows: int = 1024) -> Sample:
-        """The first ``sequences`` of the batch, and all rows or ``rows`` evenly spaced ones."""
+        """Copy the first ``sequences`` of the batch, and of each all query rows or ``rows`` evenly spaced ones."""
         length, device = call.q.shape[2], call.q.device
         count = min(rows, length)
         positions = evenly(torch.arange(count, device=device), length, count)
@@ -80,7 +80,7 @@ class Sample:
         return sample.with_gradient(call)
 
     def with_gradient(self, call: AttentionCall) -> Sample:
-        """The same with dO, once the backward has brought it."""
+        """Add dO, once the backward has brought it."""
         if call.do is None:
             return self
         pick = _Picker(len(self.q), self.q_length, self.q.shape[2], call.do.device)
@@ -89,7 +89,7 @@ class Sample:
         return replace(self, do=pick.rows(call.do), x=None if between else self.x)
 
     def position(self, index: int) -> int:
-        """``masking.positions`` of sampled row ``index``, known to the host."""
+        """Compute ``masking.positions`` of one sampled row on the host, without asking the device."""
         return evenly(index, self.q_length, self.q.shape[2]) + self.masking.shift(self.q_length, self.k.shape[2])
 
 
@@ -97,7 +97,7 @@ Index = TypeVar("Index", int, Tensor)
 
 
 def evenly(index: Index, length: int, rows: int) -> Index:
-    """Which of ``length`` queries sampled row ``index`` of ``rows`` is."""
+    """Say which of ``length`` queries the sampled row ``index`` of ``rows`` is: a number, or a tensor of them."""
     return (2 * index + 1) * length // (2 * rows)
 
 
@@ -119,18 +119,18 @@ class _Picker:
 
 @dataclass(frozen=True)
 class LayerProjection:
-    """What is told of W_Q while it is there: a sharded model has its weights only during the forward. [Hq] float64."""
+    """What is computed of W_Q during the forward, as a sharded model has its weights only then; [Hq] float64 each."""
 
     norms: Tensor
     """Spectral norms of W_Q."""
     q: Tensor
     """Squared norms of q; NaN without x."""
     misfit: Tensor
-    """Squared norms of what x W_Q^T misses of q, a bias aside; NaN without x."""
+    """Squared norms of q - x W_Q^T, less a bias; NaN without x."""
 
     @classmethod
     def of(cls, w_q: Tensor, q: Tensor, x: Tensor | None) -> LayerProjection:
-        """From w_q [Hq * D, C] and the sampled q [S, Hq, R, D] and x [S, R, C]."""
+        """Compute them from w_q [Hq * D, C], and the sampled q [S, Hq, R, D] and x [S, R, C]."""
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             heads = q.shape[1]
             weight = w_q.detach().view(heads, q.shape[3], -1)

@@ -21,39 +21,40 @@ _KEPT = 12
 
 @dataclass(frozen=True)
 class Slice:
-    """Which columns of a linear layer's output are q.
-
-    ``groups`` 0: all, or the first Hq * D of them (q, k and v one after the other); else the output is
-    [groups, Hq / groups + 2, D]: k and v follow their own queries (GPT-NeoX, InternLM).
-    """
+    """Which columns of a linear layer's output are q."""
 
     heads: int
     dim: int
     groups: int = 0
+    """0: all columns are, or the first Hq * D (q, k and v one after the other). Else the output is
+    [groups, Hq / groups + 2, D]: k and v follow their own queries (GPT-NeoX, InternLM)."""
 
     def columns(self, width: int, device: torch.device) -> Tensor | slice:
-        """The columns, of ``width``."""
+        """Return the columns of q among ``width`` of them."""
         if not self.groups:
             return slice(0, self.heads * self.dim)
         numbers = torch.arange(width, device=device).view(self.groups, -1, self.dim)
         return numbers[:, : self.heads // self.groups].reshape(-1)
 
     def of(self, y: Tensor) -> Tensor:
-        """q [B, Hq, T, D] out of y [B, T, N]."""
+        """Cut q [B, Hq, T, D] out of y [B, T, N]."""
         picked = y[..., self.columns(y.shape[-1], y.device)]
         return picked.reshape(*y.shape[:2], self.heads, self.dim).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class CapturedProjection:
-    """A linear layer, the columns that are q, and whether q is exactly its output (nothing in between)."""
+    """A linear layer that makes a q."""
 
-    layer: Any  # a Linear, or transformers' Conv1D
+    layer: Any
+    """A Linear, or transformers' Conv1D."""
     slice: Slice
+    """The columns that are q."""
     exact: bool
+    """Whether q is exactly its output (nothing in between)."""
 
     def weight(self) -> Tensor | None:
-        """w_q [Hq * D, C]; None where this rank holds a shard only, as FSDP leaves it between uses."""
+        """Return w_q [Hq * D, C]; None where this rank holds a shard only, as FSDP leaves it between uses."""
         weight: Tensor = self.layer.weight.detach()
         if hasattr(weight, "to_local") or weight.dim() != 2:
             return None
@@ -96,7 +97,7 @@ class Projections:
             self._recent.append(_Seen(layer, self._names[layer], args[0], y))
 
     def settle(self) -> None:
-        """Every attention has been seen once: leave the other layers alone."""
+        """Leave all other layers alone, now that every attention has been seen once."""
         kept = {found.layer for found in self._known.values() if found is not None}
         if kept:
             for layer in list(self._handles):
@@ -115,7 +116,7 @@ class Projections:
         self._recent.clear()
 
     def find(self, module: str, q: Tensor) -> tuple[CapturedProjection, Tensor, Tensor] | None:
-        """The projection that made ``q`` [B, H, T, D] in ``module``, its input [B, T, C], and its output as it was."""
+        """Find the projection that made ``q`` [B, H, T, D] in ``module``, its input [B, T, C], and its own output."""
         batch, _, rows, _ = q.shape
         prefix = f"{module}." if module else ""
         near = [s for s in reversed(self._recent) if s.name.startswith(prefix) and s.y.numel() % (batch * rows) == 0]
@@ -133,7 +134,7 @@ class Projections:
 
 
 def clean(name: str) -> str:
-    """A module's name without what DDP, FSDP, checkpointing and compilation put in between."""
+    """Strip from a module's name what DDP, FSDP, checkpointing and compilation put in between."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPING)
 
 
@@ -167,7 +168,7 @@ def _slices(width: int, heads: int, dim: int) -> list[Slice]:
 
 @torch.no_grad()
 def _search(near: list[_Seen], q: Tensor) -> CapturedProjection | None:
-    """By equal values; else by equal norms of rows, which rotations keep; else by the usual names."""
+    """Tell the projection by equal values; else by equal norms of rows, which rotations keep; else by usual names."""
     batch, heads, rows, dim = q.shape
     candidates = []
     # Usual names first: at initialisation several projections may be zero, and equal.
