@@ -399,6 +399,19 @@ def test_help_imports_neither_torch_nor_scipy(argument: str) -> None:
     assert done.stdout.rstrip().endswith("loaded:"), done.stdout
 
 
+def test_the_help_of_no_command_imports_torch_or_scipy() -> None:
+    code = (
+        "import sys\nfrom attn_diag.cli import app, main\nfrom typer.main import get_command\n"
+        "for name in get_command(app).commands:\n    sys.argv = ['attn-diag', name, '--help']\n"
+        "    try:\n        main()\n    except SystemExit as done:\n"
+        "        print(name, done.code, *sorted({'torch', 'scipy', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert {"inspect", "what-if", "check", "env"} <= set(done.stderr.split())
+    assert all(line.endswith(" 0") for line in done.stderr.splitlines()), done.stderr
+    assert done.stdout.count("Usage: attn-diag") == len(done.stderr.splitlines())
+
+
 def test_internal_errors_exit_with_3(tmp_path: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("planted")
