@@ -21,8 +21,8 @@ def selftest(
 ) -> int:
     """Check this installation's numbers against independent ones, or measure the GPU's arithmetic."""
     from attn_diag.captures.hardware import save_profile
-    from attn_diag.testing.hardware.installation import check_installation
-    from attn_diag.testing.hardware.measure import measure_hardware
+    from attn_diag.testing.gpu import measure_hardware
+    from attn_diag.testing.selftest import check_installation
 
     delivery.require_apart([])
     if hardware:

@@ -23,7 +23,7 @@ class SignedTest:
     larger of the two, the p-value of "one of both is so" (Berger, Technometrics 24 (1982) 295: intersection-union
     test). None where every excess is zero. ``p_adjusted``: after Benjamini-Hochberg over the whole report.
     ``mean_ulp`` and ``ci_ulp`` (at 1 - level) are those of the excess. An O in fp32 also shows what fp32 arithmetic
-    makes: means up to ``allowed_ulp``, the mean of its bound (``attn_diag.testing.probing.budget``), are no bias then,
+    makes: means up to ``allowed_ulp``, the mean of its bound (``testing.probing.head_errors``), are no bias then,
     and the tests ask for more. It is 0 for coarser O.
     """
 
@@ -66,7 +66,7 @@ class ProbeFinding:
     ``elements`` compared; ``differing`` of them are not the correctly rounded reference's (accuracy) or not the other
     call's (invariance); ``nonfinite`` are NaN or Inf. ``max_error_ulp``: the largest error, or difference, in spacings
     of O's format at the reference; ``of_budget``: the largest error as a fraction of what casts of P_bar and O to the
-    input's format and sums in fp32 can make of it (see ``attn_diag.testing.probing.budget``). ``relative``: mean excess
+    input's format and sums in fp32 can make of it (see ``testing.probing.head_errors``). ``relative``: mean excess
     away from zero / mean |O_ref|, which is the normaliser's defect where V > 0, with ``relative_ci`` at 1 - level;
     ``predicted``: what it would be with P_bar cast for V but not for l (the normaliser probes). ``lse``: where fn
     returns L. The first label is the gravest.
