@@ -33,7 +33,7 @@ from attn_diag.results.baseline import BaselineCase, BaselineSize
 from attn_diag.results.check import CheckedCase
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
-from attn_diag.testing.regression.measure import Measured, measure_case
+from attn_diag.testing.regression.figures import Measured, measure_case
 from attn_diag.testing.target import Target, emulate
 
 LEVEL = 0.01

@@ -39,10 +39,10 @@ from .results.microscope import Microscope as Microscope
 from .results.paper import PaperFigures as PaperFigures
 from .results.probe import ProbeReport as ProbeReport
 from .results.what_if import WhatIf as WhatIf
-from .testing.hardware.selftest import selftest as selftest
 from .testing.probing.probe import probe as probe
 from .testing.regression.check import check as check
 from .testing.round_to import round_to as round_to
+from .testing.selftest import selftest as selftest
 from .testing.unbiased import assert_unbiased as assert_unbiased
 from .watching.debugging.breaking import break_if as break_if
 from .watching.debugging.breaking import last_finding as last_finding

@@ -21,7 +21,7 @@ from attn_diag.results.check import CheckedCase, CheckReport
 from attn_diag.statistics.means import holm
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
-from attn_diag.testing.regression.measure import Measured, measure_case
+from attn_diag.testing.regression.figures import Measured, measure_case
 from attn_diag.testing.target import CaseInputs, emulate
 
 FA2 = attn_diag.preset("fa2")

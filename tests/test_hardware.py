@@ -16,8 +16,8 @@ from attn_diag.kernels.exponential import exp2_polynomial
 from attn_diag.kernels.formats import Mode, parse, round_to
 from attn_diag.reference import format_of
 from attn_diag.results.hardware import CastProfile, Exp2Profile, SumProfile
-from attn_diag.testing.hardware.functions import CASTS, CastFormat, profile_cast, profile_exp2, profile_multiply
-from attn_diag.testing.hardware.sums import Operands, profile_sums, rounding_of
+from attn_diag.testing.gpu import CASTS, CastFormat, profile_cast, profile_exp2, profile_multiply
+from attn_diag.testing.gpu_sums import Operands, profile_sums, rounding_of
 
 CPU = torch.device("cpu")
 

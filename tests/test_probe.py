@@ -26,11 +26,11 @@ from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import format_of, round_nearest_even
 from attn_diag.statistics.means import estimate_bias
 from attn_diag.statistics.welch import p_beyond
-from attn_diag.testing.probing import measure
+from attn_diag.testing.probing import head_errors
 from attn_diag.testing.probing.catalogue import PROBES
-from attn_diag.testing.probing.cause import matches_prediction
 from attn_diag.testing.probing.inputs import Draw, cast_gap
 from attn_diag.testing.probing.probe import MIN_HEADS
+from attn_diag.testing.probing.verdict import matches_prediction
 
 SHAPE = (2, 8, 96, 32)
 QUIET = {"exact", "within-rounding"}
@@ -357,7 +357,7 @@ def test_both_p_values_are_uniform_with_heads_as_clusters(clusters: str, monkeyp
     """So each of the two tests rejects as often as it says; rows of one head, which share V, are no clusters."""
     probes, seeds = ("normaliser-down",), SEEDS
     if clusters == "rows":
-        monkeypatch.setattr(measure, "estimate_bias", lambda e, _, level, **kw: estimate_bias(e, None, level, **kw))
+        monkeypatch.setattr(head_errors, "estimate_bias", lambda e, _, level, **kw: estimate_bias(e, None, level, **kw))
         calibration_runs.cache_clear()
         seeds = 50
     reports = calibration_runs("stochastic rounding", probes, seeds)

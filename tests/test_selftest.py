@@ -28,8 +28,8 @@ from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.reference import AttentionHead, FloatFormat, reference_head, round_nearest_even
 from attn_diag.results.hardware import CastProfile, Exp2Profile, SumProfile, summary_of
 from attn_diag.results.selftest import Installation, InstallationCheck
-from attn_diag.testing.hardware import installation
-from attn_diag.testing.hardware.installation import attention_checks, function_checks, rounding_checks
+from attn_diag.testing import selftest as installation
+from attn_diag.testing.selftest import attention_checks, function_checks, rounding_checks
 
 GPU, TORCH, TRITON = "Example GPU 9000 (80 GB)", "2.11.0+cu128", "3.6.0"
 
@@ -138,7 +138,7 @@ class TestCommand:
             attn_diag.selftest(hardware=True)
 
     def test_it_measures_keeps_and_reports(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-        monkeypatch.setattr("attn_diag.testing.hardware.measure.measure_hardware", profile)
+        monkeypatch.setattr("attn_diag.testing.gpu.measure_hardware", profile)
         done = runner.invoke(app, ["selftest", "--hardware"])
         assert done.exit_code == 0, done.output
         assert "kept in" in done.output
@@ -218,7 +218,7 @@ class TestStore:
         with pytest.raises(InputError, match="cannot write"):
             save_profile(profile())
         assert read_profile(GPU, TORCH, TRITON) is None
-        monkeypatch.setattr("attn_diag.testing.hardware.measure.measure_hardware", profile)
+        monkeypatch.setattr("attn_diag.testing.gpu.measure_hardware", profile)
         with pytest.warns(UserWarning, match="measured but not kept: cannot write"):
             assert attn_diag.selftest(hardware=True) == profile()
 
@@ -311,7 +311,7 @@ class TestKernels:
         assert torch.equal(kernels.cast(x, torch.float16), x.half())
 
     def test_profiles_run_on_the_kernels(self, kernels: Any, device: str) -> None:
-        from attn_diag.testing.hardware.functions import profile_exp2, profile_multiply
+        from attn_diag.testing.gpu import profile_exp2, profile_multiply
 
         found = profile_exp2(kernels.exp2, torch.device(device), per_binade=2**8)
         assert found.exact_at_zero

@@ -35,17 +35,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(inspect)
-app.command()(report)
-app.command()(diff)
-app.command()(identify)
-app.command()(attribute)
-app.command("what-if")(what_if)
-app.command()(microscope)
-app.command()(figures)
-app.command()(probe)
-app.command()(check)
-app.command()(convert)
+# As the help page lists them.
+for _command in (
+    inspect, report, diff, identify, attribute, what_if, microscope, figures, probe, check, convert,
+):  # fmt: skip
+    app.command()(_command)
 app.command(context_settings=SETTINGS)(dtypes)
 app.command()(selftest)
 app.command()(env)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attn_diag.captures.files import CAPTURE_SUFFIXES
-from attn_diag.cli import common
+from attn_diag.cli.delivery import Delivery, progress_bar, write_text
+from attn_diag.cli.options import Device, ObservationName, command, listed, open_captures
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 _DTYPES = ("bf16", "fp16")
 
 
+@command
 def check(
+    *,
     target: Annotated[
         str,
         typer.Argument(
@@ -35,7 +38,7 @@ def check(
     capture: Annotated[
         list[Path] | None, typer.Option("--capture", metavar="PATH", help="Inputs of a capture too; repeatable.")
     ] = None,
-    observation: common.ObservationName = None,
+    observation: ObservationName = None,
     exact: Annotated[bool, typer.Option("--exact", help="Other bits than the baseline's fail.")] = False,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     causal: Annotated[str, typer.Option(help="What the kernel masks: none, top-left or bottom-right.")] = "none",
@@ -47,16 +50,14 @@ def check(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     level: Annotated[float, typer.Option(help="Chance of a false alarm of bias in a run (Holm).")] = 0.01,
-    device: common.Device = "auto",
-    json: common.Json = None,
-    plain: common.Plain = False,
+    device: Device = "auto",
+    delivery: Delivery,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
     github: Annotated[
         bool | None,
         typer.Option("--github/--no-github", help="Annotations and step summary (default: on in GitHub Actions)."),
     ] = None,
-    debug: common.Debug = False,  # noqa: ARG001
-) -> None:
+) -> int:
     """Run a kernel on structured and random inputs: is it biased, less accurate than before, or other in its bits?"""
     import torch
 
@@ -64,23 +65,23 @@ def check(
 
     if dtype not in _DTYPES:
         raise InputError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    wanted = [t for t in [common.json_target(json), junit] if t is not None]
-    common.require_apart([*wanted, *([baseline] if baseline and (save or update) else [])], capture or [])
-    inputs, _ = common.open_captures(capture, example=False, layers=None, options={}) if capture else ([], [])
-    with common.progress_bar("cases") as progress:
+    delivery.require_apart(capture or [], [junit, baseline if save or update else None])
+    inputs = open_captures(capture)[0] if capture else []
+    with progress_bar("cases") as progress:
         found = run(
-            _subject(target), baseline=baseline, save=save, update=update,
-            cases=None if cases is None else [n.strip() for n in cases.split(",") if n.strip()], captures=inputs,
+            _subject(target), baseline=baseline, save=save, update=update, cases=listed(cases), captures=inputs,
             observation=observation, exact=exact, dtype=torch.bfloat16 if dtype == "bf16" else torch.float16,
             causal=causal, head_dim=head_dim, scale=scale, backward=backward, seed=seed, level=level, device=device,
             progress=progress,
         )  # fmt: skip
-    common.deliver(found, json, plain=plain)
+    delivery.deliver(found)
     if junit is not None:
-        _write_junit(found, junit)
+        from attn_diag.reports.junit import junit_document
+
+        write_text(junit, junit_document(found))
     if github or (github is None and os.environ.get("GITHUB_ACTIONS") == "true"):
-        _tell_github(found, annotate=json != "-")
-    raise typer.Exit(0 if found.passed else 1)
+        _tell_github(found, annotate=delivery.json != "-")
+    return 0 if found.passed else 1
 
 
 def _subject(target: str) -> Any:
@@ -89,16 +90,8 @@ def _subject(target: str) -> Any:
         return target
     path = Path(target)
     if path.exists() or path.suffix in CAPTURE_SUFFIXES:
-        return common.open_captures([path], example=False, layers=None, options={})[0]
+        return open_captures([path])[0]
     return target
-
-
-def _write_junit(found: CheckReport, target: Path) -> None:
-    from attn_diag.captures.files import write_atomically
-    from attn_diag.reports.junit import junit_document
-
-    text = junit_document(found)
-    write_atomically(target, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
 
 
 def _tell_github(found: CheckReport, *, annotate: bool) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from attn_diag.cli import common
+from attn_diag.cli.delivery import complain
+from attn_diag.cli.options import Overrides, command
 
 
 class _Kind(StrEnum):
@@ -20,7 +21,9 @@ class _Kind(StrEnum):
     torch = "torch"
 
 
+@command
 def convert(
+    *,
     path: Annotated[Path, typer.Argument(help="A dump: its folder, or a file written with torch.save.")],
     out: Annotated[Path, typer.Argument(help="A folder for one capture a call; or a .safetensors file for one call.")],
     kind: Annotated[
@@ -37,25 +40,20 @@ def convert(
         int | None, typer.Option("--head-dim", help="Features of a head, where heads and features share one axis.")
     ] = None,
     lse_base: Annotated[str | None, typer.Option("--lse-base", help="e or 2, instead of what fits.")] = None,
-    layout: common.Layout = None,
-    causal: common.Causal = None,
-    scale: common.Scale = None,
-    window: common.Window = None,
-    softcap: common.Softcap = None,
+    overrides: Overrides,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files.")] = False,
-    debug: common.Debug = False,  # noqa: ARG001
-) -> None:
+) -> int:
     """Convert dumps of FlashInfer, SGLang or torch.save to captures that inspect reads; every guess is printed."""
     from attn_diag.analyses.conversion import convert as run
     from attn_diag.captures.dumps.names import parse_map
     from attn_diag.errors import InputError
 
-    options = common.metadata_options(layout, causal, scale, window, softcap)
+    options = overrides.metadata()
     failed: list[InputError] = []
 
     def skip(error: InputError) -> None:
         failed.append(error)
-        common.complain(error)
+        complain(error)
 
     def told(written: Path, notes: tuple[str, ...]) -> None:
         typer.echo(f"{written}")
@@ -66,4 +64,4 @@ def convert(
         path, out, kind=kind.value, names=parse_map(names or ()), layer=layer, head_dim=head_dim, lse_base=lse_base,
         force=force, skip=skip, told=told, **options,
     )  # fmt: skip
-    raise typer.Exit(2 if failed else 0)
+    return 2 if failed else 0

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from attn_diag.cli import common
+from attn_diag.cli.delivery import Delivery, progress_bar
+from attn_diag.cli.options import Device, Level, command, labels
 
 if TYPE_CHECKING:
     from attn_diag.results.diagnosis import Diagnosis
@@ -17,39 +18,39 @@ _HELP = "A diagnosis (JSON or HTML report), a capture, or a folder of captures."
 _UNMATCHED = "unmatched"
 
 
+@command
 def diff(
+    *,
     a: Annotated[Path, typer.Argument(metavar="A", help=f"Before: {_HELP[0].lower()}{_HELP[1:]}")],
     b: Annotated[Path, typer.Argument(metavar="B", help="After: the same.")],
     a_observation: Annotated[str | None, typer.Option(help="Only this observation of A.")] = None,
     b_observation: Annotated[
         str | None, typer.Option(help="Only this observation of B (two kernels of one file).")
     ] = None,
-    json: common.Json = None,
-    plain: common.Plain = False,
+    delivery: Delivery,
     fail_on: Annotated[
         str | None,
         typer.Option(metavar="CHANGES", help="Exit with 1 if a head has one of these: became-biased,grew,…"),
     ] = None,
-    level: common.Level = 0.01,
-    device: common.Device = "auto",
-    debug: common.Debug = False,  # noqa: ARG001
-) -> None:
+    level: Level = 0.01,
+    device: Device = "auto",
+) -> int:
     """Say what became biased from A to B, what was cured, and what grew or shrank, beyond chance."""
     from attn_diag.analyses.comparison.diff import as_diagnosis, compare, require_level
     from attn_diag.analyses.comparison.matching import only
     from attn_diag.results.comparison import Outcome
 
-    wanted = common.labels(fail_on, (*get_args(Outcome), _UNMATCHED))
+    wanted = labels(fail_on, (*get_args(Outcome), _UNMATCHED))
     require_level(level)
-    common.require_apart([t for t in [common.json_target(json)] if t is not None], [a, b], what="one of the two")
+    delivery.require_apart([a, b], what="one of the two")
     sides: list[Diagnosis] = []
     for path, observation in ((a, a_observation), (b, b_observation)):
-        with common.progress_bar() as progress:
+        with progress_bar() as progress:
             side = as_diagnosis(path, level=level, device=device, progress=progress)
         sides.append(side if observation is None else only(side, observation, str(path)))
     found = compare(sides[0], sides[1], level=level, sources=(str(a), str(b)))
-    common.deliver(found, json, plain=plain)
+    delivery.deliver(found)
     if found.a.unreadable or found.b.unreadable:
-        raise typer.Exit(2)
+        return 2
     happened = {*found.outcomes, *([_UNMATCHED] if found.unmatched else [])}
-    raise typer.Exit(1 if wanted & happened else 0)
+    return 1 if wanted & happened else 0

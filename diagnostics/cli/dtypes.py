@@ -9,7 +9,8 @@ from typing import Annotated, get_args
 
 import typer
 
-from attn_diag.cli import common
+from attn_diag.cli.delivery import Delivery
+from attn_diag.cli.options import command, labels
 
 _UNUSABLE = 2
 
@@ -17,7 +18,9 @@ _UNUSABLE = 2
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
+@command
 def dtypes(
+    *,
     script: Annotated[Path, typer.Argument(help="A Python script, run as __main__. Options of attn-diag precede it.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="For the script.")] = None,
     fail_on: Annotated[
@@ -29,10 +32,8 @@ def dtypes(
             "autocast's), elsewhere (silent promotion that reaches no attention call).",
         ),
     ] = None,
-    json: common.Json = None,
-    plain: common.Plain = False,
-    debug: common.Debug = False,  # noqa: ARG001
-) -> None:
+    delivery: Delivery,
+) -> int:
     """Run a script and list the lines where dtypes drift under autocast, those first that reach q, k or v.
 
     Exit codes: 1 for what --fail-on names, 2 if the script cannot be read or raises; its own sys.exit(n) otherwise.
@@ -40,12 +41,12 @@ def dtypes(
     from attn_diag.results.dtypes import Severity
     from attn_diag.watching.drift.script import run_script
 
-    wanted = common.labels(fail_on, get_args(Severity))
-    common.require_apart([t for t in [common.json_target(json)] if t is not None], [script])
+    wanted = labels(fail_on, get_args(Severity))
+    delivery.require_apart([script])
     # Stdout carries the JSON alone.
-    with redirect_stdout(sys.stderr) if json == "-" else nullcontext():
+    with redirect_stdout(sys.stderr) if delivery.json == "-" else nullcontext():
         run = run_script(script, arguments or [])
-    common.deliver(run.drift, json, plain=plain)
+    delivery.deliver(run.drift)
     if wanted & run.drift.labels:
-        raise typer.Exit(1)
-    raise typer.Exit(_UNUSABLE if run.raised else run.code)
+        return 1
+    return _UNUSABLE if run.raised else run.code

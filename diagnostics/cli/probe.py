@@ -6,11 +6,14 @@ from typing import Annotated, get_args
 
 import typer
 
-from attn_diag.cli import common
+from attn_diag.cli.delivery import Delivery, complain, progress_bar
+from attn_diag.cli.options import Device, Level, command, labels, listed
 from attn_diag.errors import InputError
 
 
+@command
 def probe(
+    *,
     target: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, or MODULE:FUNCTION of fn(q, k, v) -> o.")],
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     shape: Annotated[str | None, typer.Option(metavar="B,H,T,D", help="Of one call (default 4,4,384,64).")] = None,
@@ -19,35 +22,32 @@ def probe(
     probes: Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, separated by commas.")] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     fail_on: Annotated[str | None, typer.Option("--fail-on", metavar="LABELS", help="Exit with 1 on these.")] = None,
-    json: common.Json = None,
-    plain: common.Plain = False,
-    level: common.Level = 0.01,
-    device: common.Device = "auto",
-    debug: common.Debug = False,  # noqa: ARG001
-) -> None:
+    delivery: Delivery,
+    level: Level = 0.01,
+    device: Device = "auto",
+) -> int:
     """Run an attention on inputs with known answers, and say where it is biased, too far off or not invariant."""
     from attn_diag.results.probe import Label
     from attn_diag.testing.probing.probe import DEFAULT_SHAPE
     from attn_diag.testing.probing.probe import probe as run
     from attn_diag.testing.target import DTYPES
 
-    wanted = common.labels(fail_on, get_args(Label))
+    wanted = labels(fail_on, get_args(Label))
     dtypes = {name: found for found, name in DTYPES.items()}
     if dtype not in dtypes:
         raise InputError(f"--dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
-    common.require_apart([t for t in [common.json_target(json)] if t is not None], [])
-    names = None if probes is None else [n.strip() for n in probes.split(",") if n.strip()]
-    with common.progress_bar("probes") as progress:
+    delivery.require_apart([])
+    with progress_bar("probes") as progress:
         found = run(
             target, name=target, dtype=dtypes[dtype], causal=causal,
-            shape=DEFAULT_SHAPE if shape is None else _shape(shape), scale=scale, probes=names, seed=seed, level=level,
-            device=device, progress=progress,
+            shape=DEFAULT_SHAPE if shape is None else _shape(shape), scale=scale, probes=listed(probes), seed=seed,
+            level=level, device=device, progress=progress,
         )  # fmt: skip
-    common.deliver(found, json, plain=plain)
+    delivery.deliver(found)
     if not found.assumptions.ok:
-        common.complain(InputError(f"no verdict: {found.summary[0]}"))
-        raise typer.Exit(2)
-    raise typer.Exit(1 if wanted & found.labels else 0)
+        complain(f"no verdict: {found.summary[0]}")
+        return 2
+    return 1 if wanted & found.labels else 0
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:

@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
-from attn_diag.cli import common
+from attn_diag.cli.delivery import Delivery, progress_bar
+from attn_diag.cli.options import Device, Example, Inputs, Level, ObservationName, Overrides, Places, command
 
 
+@command
 def what_if(
+    *,
     path: Annotated[Path | None, typer.Argument(help="A capture (.safetensors, .pt, .npz).")] = None,
-    example: common.Example = False,
-    observation: common.ObservationName = None,
+    example: Example = False,
+    observation: ObservationName = None,
     recipe: Annotated[
         str | None, typer.Option(help="The baseline, instead of the recipe that made the captured O.")
     ] = None,
@@ -24,34 +27,23 @@ def what_if(
         list[float] | None, typer.Option(help="A beta of the stabilised softmax (repeatable), instead of 1.5 to 8.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each stochastic rounding; 0 for none.")] = 4,
-    head: common.Heads = None,
-    layer: common.Layers = None,
-    batch: common.Batches = None,
-    json: common.Json = None,
-    plain: common.Plain = False,
-    level: common.Level = 0.01,
-    device: common.Device = "auto",
-    layout: common.Layout = None,
-    causal: common.Causal = None,
-    scale: common.Scale = None,
-    window: common.Window = None,
-    softcap: common.Softcap = None,
-    debug: common.Debug = False,  # noqa: ARG001
-) -> None:
+    places: Places,
+    delivery: Delivery,
+    level: Level = 0.01,
+    device: Device = "auto",
+    overrides: Overrides,
+) -> int:
     """Rank mitigations and other recipes by the error and bias they leave on one captured head, and by their cost."""
     from attn_diag.analyses.mitigation.mitigations import BETAS
     from attn_diag.analyses.mitigation.what_if import what_if as run
 
-    paths = [] if path is None else [path]
-    common.require_apart([t for t in (common.json_target(json),) if t is not None], paths)
-    options = common.metadata_options(layout, causal, scale, window, softcap)
-    layers = common.numbers("--layer", layer)
-    capture, unreadable = common.open_one(paths, example=example, layers=layers, options=options)
-    batch_item, place = common.one_place(head, batch)
-    with common.progress_bar("rows") as progress:
+    inputs = Inputs([] if path is None else [path], example)
+    capture, unreadable = inputs.open_one(places.layer, overrides, delivery)
+    batch, head = places.one()
+    with progress_bar("rows") as progress:
         result = run(
-            capture, observation, recipe=recipe, batch=batch_item, head=place, only=only or (),
-            betas=beta or BETAS, seeds=seeds, level=level, device=device, progress=progress,
+            capture, observation, recipe=recipe, batch=batch, head=head, only=only or (), betas=beta or BETAS,
+            seeds=seeds, level=level, device=device, progress=progress,
         )  # fmt: skip
-    common.deliver(result, json, plain=plain)
-    raise typer.Exit(2 if unreadable else 0)
+    delivery.deliver(result)
+    return 2 if unreadable else 0

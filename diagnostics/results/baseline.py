@@ -31,7 +31,7 @@ class BaselineSize:
     yardstick: float
     """The yardstick's error, likewise."""
     log_ratio: SequenceMean
-    """ln(error / yardstick) over sequences; see ``testing.regression.measure.ErrorSize``."""
+    """ln(error / yardstick) over sequences; see ``testing.regression.figures.ErrorSize``."""
 
 
 @dataclass(frozen=True)

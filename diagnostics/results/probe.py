@@ -40,7 +40,7 @@ class SignedTest:
     biased: bool = False
     """Whether that is at most the level."""
     allowed_ulp: Number = 0.0
-    """The mean of what fp32 arithmetic can make of each error (``attn_diag.testing.probing.budget``); 0 for a coarser
+    """The mean of what fp32 arithmetic can make of each error (``testing.probing.head_errors``); 0 for a coarser
     O."""
 
 
@@ -94,7 +94,7 @@ class ProbeFinding:
     """The largest error, or difference, in spacings of O's format at the reference (at the first call's O)."""
     of_budget: Number | None = None
     """The largest error as a fraction of what casts of P_bar and O, and sums in fp32, can make of it
-    (``attn_diag.testing.probing.budget``); null for invariance."""
+    (``testing.probing.head_errors``); null for invariance."""
     relative: Number | None = None
     """Mean excess away from zero / mean |O_ref|: the normaliser's defect where V > 0."""
     relative_ci: tuple[Number, Number] | None = None

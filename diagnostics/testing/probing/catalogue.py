@@ -1,12 +1,80 @@
-"""The probes by name, in the order of the report."""
+"""The probes by name, in the order of the report; among them those of two calls whose results must agree."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from attn_diag.errors import InputError
-from attn_diag.testing.probing import inputs, invariance
+from attn_diag.testing.probing import inputs
+from attn_diag.testing.probing.inputs import Draw, cast_inputs
+
+# Keys and rows appended by ``length``: a whole tile of every kernel we know.
+_APPENDED = 128
+# The score of a key that must not count: exp(-300) is 0 in fp32.
+_HIDDEN_SCORE = -300.0
+_POWER = 16.0
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """q, k, v of two calls; ``align`` makes of the second's O what must be the first's (float64 in, float64 out)."""
+
+    first: Inputs
+    second: Inputs
+    align: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+PairBuilder = Callable[[Draw], Pair]
+
+
+def repeat(draw: Draw) -> Pair:
+    """The same call twice."""
+    inputs = _cast(draw, draw.normal(), draw.normal(), draw.normal())
+    return Pair(inputs, inputs, lambda first, second: (first, second))
+
+
+def batch(draw: Draw) -> Pair:
+    """One head of one sequence alone, and among others."""
+    parts = _cast(draw, *(torch.cat([draw.normal(), draw.normal()]) for _ in range(3)))
+    alone = tuple(x[:1, :1].contiguous() for x in parts)
+    return Pair(parts, (alone[0], alone[1], alone[2]), lambda first, second: (first[:1, :1], second))
+
+
+def length(draw: Draw) -> Pair:
+    """128 more rows and keys, which no old row sees: causally later, or with scores of -300."""
+    total = draw.length + _APPENDED
+    q, k, v = (draw.normal(total) for _ in range(3))
+    if not draw.causal:
+        q[..., 0], k[..., 0] = 4.0, 0.0
+        k[:, :, draw.length :] = 0.0
+        k[:, :, draw.length :, 0] = _HIDDEN_SCORE / (4 * draw.scale)
+    longer = _cast(draw, q, k, v)
+    shorter = tuple(x[:, :, : draw.length].contiguous() for x in longer)
+    first = (shorter[0], shorter[1], shorter[2])
+    return Pair(first, longer, lambda first, second: (first, second[:, :, : draw.length]))
+
+
+def sign(draw: Draw) -> Pair:
+    """-V gives -O."""
+    q, k, v = _cast(draw, draw.normal(), draw.normal(), draw.normal())
+    return Pair((q, k, v), (q, k, -v), lambda first, second: (first, -second))
+
+
+def power_of_two(draw: Draw) -> Pair:
+    """16 V gives 16 O. V lies between 1/2 and 3/2, so that O is not subnormal and does not overflow."""
+    q, k, v = _cast(draw, draw.normal(), draw.normal(), 0.5 + draw.uniform(draw.length, draw.head_dim))
+    return Pair((q, k, v), (q, k, v * _POWER), lambda first, second: (first * _POWER, second))
+
+
+def _cast(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    q, k, v = cast_inputs(draw, q, k, v)
+    return q, k, v
 
 
 @dataclass(frozen=True)
@@ -16,7 +84,7 @@ class Probe:
     name: str
     shows: str
     build: inputs.Builder | None = None
-    pair: invariance.PairBuilder | None = None
+    pair: PairBuilder | None = None
 
 
 PROBES = {
@@ -34,11 +102,11 @@ PROBES = {
         Probe("outliers", "N(0,1) + N(0,100) in one of 1000 elements of q, k, v", inputs.outliers),
         Probe("normaliser-down", "every cast of P̄ rounds down: does l match what multiplies V", inputs.normaliser_down),
         Probe("normaliser-up", "every cast of P̄ rounds up: likewise", inputs.normaliser_up),
-        Probe("repeat", "the same call twice", pair=invariance.repeat),
-        Probe("batch", "a head alone and among others", pair=invariance.batch),
-        Probe("length", "128 more rows and keys that no old row sees", pair=invariance.length),
-        Probe("sign", "-V gives -O", pair=invariance.sign),
-        Probe("power-of-two", "16 V gives 16 O", pair=invariance.power_of_two),
+        Probe("repeat", "the same call twice", pair=repeat),
+        Probe("batch", "a head alone and among others", pair=batch),
+        Probe("length", "128 more rows and keys that no old row sees", pair=length),
+        Probe("sign", "-V gives -O", pair=sign),
+        Probe("power-of-two", "16 V gives 16 O", pair=power_of_two),
     )
 }
 

@@ -18,12 +18,10 @@ from attn_diag.reference import AttentionHead, Masking, format_of, reference_hea
 from attn_diag.results.probe import Label, LseTest, ProbeAssumptions, ProbeFinding, ProbeReport, SignedTest
 from attn_diag.statistics.means import adjust
 from attn_diag.statistics.welch import confidence
-from attn_diag.testing.probing import inputs, words
-from attn_diag.testing.probing.catalogue import Probe, choose
+from attn_diag.testing.probing import inputs, verdict
+from attn_diag.testing.probing.catalogue import Pair, Probe, choose
+from attn_diag.testing.probing.head_errors import HeadErrors, lse_test, measure_case, signed_tests
 from attn_diag.testing.probing.inputs import Draw, ProbeCase
-from attn_diag.testing.probing.invariance import Pair
-from attn_diag.testing.probing.lse import lse_test
-from attn_diag.testing.probing.measure import HeadErrors, measure_case, signed_tests
 from attn_diag.testing.target import DTYPES, Attention, CaseInputs, MisfitError, Target, causal_of
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ def probe(
         assumptions=assumptions,
         findings=judged,
         family_size=family,
-        summary=words.summarise(judged, assumptions, level, target.name, emulated=target.recipe is not None),
+        summary=verdict.summarise(judged, assumptions, level, target.name, emulated=target.recipe is not None),
     )
 
 
@@ -197,7 +195,7 @@ class _Run:
         )
         labels: tuple[Label, ...] = ("broken",) if found.nonfinite else ()
         found = replace(found, labels=labels + found.labels if found.differing or not labels else labels)
-        return replace(found, words=words.invariance_words(found))
+        return replace(found, words=verdict.invariance_words(found))
 
     def _call(self, probe_name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """O, and L where it came too, on the target's device. Raises InputError, naming the probe, for no such O."""
@@ -244,7 +242,7 @@ def _judge(findings: Sequence[ProbeFinding], level: float) -> tuple[tuple[ProbeF
             of_lse = None if found.lse is None else decided(found.lse)
             found = replace(found, tests=tests, lse=of_lse)
             found = replace(found, labels=_accuracy_labels(found))
-            found = replace(found, words=words.accuracy_words(found, level))
+            found = replace(found, words=verdict.accuracy_words(found, level))
         judged.append(found)
     return tuple(judged), len(p_values)
 

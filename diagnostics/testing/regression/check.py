@@ -22,7 +22,7 @@ from attn_diag.statistics.means import MIN_SEQUENCES
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge, suspects
 from attn_diag.testing.regression.baseline import device_words, nearest, read, refuse_to_overwrite, store, versions
-from attn_diag.testing.regression.measure import Measured, measure_case
+from attn_diag.testing.regression.figures import Measured, measure_case
 from attn_diag.testing.target import (
     DTYPES,
     RECIPE_DTYPES,

@@ -10,7 +10,7 @@ from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Size
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
-from attn_diag.testing.regression.measure import Measured
+from attn_diag.testing.regression.figures import Measured
 
 # An error may be so many times the baseline's: a quarter of the variance more, as one more independent rounding makes
 # whose errors are half as large.

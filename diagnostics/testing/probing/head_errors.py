@@ -1,7 +1,8 @@
-"""Signed errors of one probe's heads against the float64 reference, and the tests of their means."""
+"""Signed errors of O and L against the float64 reference, what they may be, and the tests of their means."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -21,16 +22,60 @@ from attn_diag.reference import (
     round_nearest_even,
     ulp,
 )
-from attn_diag.results.probe import Direction, SignedTest
+from attn_diag.results.probe import Direction, LseTest, SignedTest
 from attn_diag.statistics.means import SignedErrors, estimate_bias
 from attn_diag.statistics.welch import confidence, p_beyond
-from attn_diag.testing.probing.budget import error_budget
 from attn_diag.testing.probing.inputs import ProbeCase
-from attn_diag.testing.probing.lse import LseErrors
 from attn_diag.work import map_in_order
 
+# One fp32 operation, whichever way it rounds (tensor cores truncate).
+_FP32 = 2.0**-23
+# fp32 below its normal numbers is zero where subnormals are flushed: ex2.approx.ftz on GPUs, vectorised exp on CPUs.
+_FLUSHED = 2.0**-126
 # An O whose spacing is no more than 2^8 of fp32's shows what fp32 arithmetic does: orders of sums, exp, alpha's cast.
 _FINE_PRECISION = 23 - 8
+
+
+@dataclass(frozen=True)
+class LseErrors:
+    """One head's, over the rows where L is finite. ``allowed``: sum of what fp32 arithmetic can make of each error.
+
+    ``base_2``: L ln 2 lies within the bounds everywhere.
+    """
+
+    signed: SignedErrors
+    max_error: float
+    of_budget: float
+    allowed: float
+    nonfinite: int
+    base_2: bool
+
+    @classmethod
+    def of(cls, observed: Tensor, truth: Tensor, budget: Tensor, arithmetic: Tensor) -> LseErrors:
+        """All [T], float64; ``budget`` and ``arithmetic``: bounds of every rounding, and of fp32's alone."""
+        finite = observed.isfinite()
+        observed, truth, budget = observed[finite], truth[finite], budget[finite]
+        error = observed - truth
+        return cls(
+            signed=of_elements(error[:, None], 0.0),
+            max_error=float(error.abs().max()) if len(error) else 0.0,
+            of_budget=float((error.abs() / budget).max()) if len(error) else 0.0,
+            allowed=float(arithmetic[finite].sum()),
+            nonfinite=int((~finite).sum()),
+            base_2=bool(((observed * math.log(2) - truth).abs() <= budget).all()),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[LseErrors]) -> LseErrors:
+        """Of one head's several V."""
+        return cls(
+            signed=SignedErrors.join([p.signed for p in parts]),
+            max_error=max(p.max_error for p in parts),
+            of_budget=max(p.of_budget for p in parts),
+            allowed=sum(p.allowed for p in parts),
+            nonfinite=sum(p.nonfinite for p in parts),
+            base_2=all(p.base_2 for p in parts),
+        )
 
 
 @dataclass(frozen=True)
@@ -175,3 +220,75 @@ def _joined(parts: Sequence[HeadErrors]) -> HeadErrors:
 
 def _largest(values: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
+
+
+def lse_test(heads: Sequence[LseErrors], level: float) -> LseTest:
+    """Is L's mean error more than fp32 arithmetic can make? Heads are the clusters."""
+    of_rows = np.concatenate([np.full(len(h.signed.total), i, dtype=np.int64) for i, h in enumerate(heads)])
+    clusters = np.unique(of_rows, return_inverse=True)[1]
+    joined = LseErrors.join(heads)
+    error = estimate_bias(joined.signed, clusters, level, with_drift=False)
+    allowed = joined.allowed / error.n if error.n else 0.0
+    return LseTest(
+        error=error,
+        ci=confidence(error, level),
+        allowed=allowed,
+        max_error=joined.max_error,
+        of_budget=joined.of_budget,
+        nonfinite=joined.nonfinite,
+        fits_base_2=joined.base_2 and joined.of_budget > 1,
+        p_value=p_beyond(error, allowed),
+    )
+
+
+@dataclass(frozen=True)
+class ErrorBudget:
+    """The largest |observed - reference| of a block's rows: of O [R, D], of L [R]. float64."""
+
+    o: Tensor
+    lse: Tensor
+
+
+def error_budget(
+    head: AttentionHead, block: RowBlock, fmt: FloatFormat, out: FloatFormat, lse: FloatFormat
+) -> tuple[ErrorBudget, ErrorBudget]:
+    """What every rounding may make, and what fp32 arithmetic alone may (P_bar uncast), of a block's rows.
+
+    P_bar_j may change by the factors 1 +- u (its cast to ``fmt``, u half a spacing relative to its number),
+    exp(+-d_t), d_t = (D + 8) 2^-23 max_j alpha sum |q_i k_i| (a dot product of D terms, its scaling, S - m and
+    exp's argument; Higham, Accuracy and Stability, eq. 3.5), and 1 +- (T + 8) 2^-23 (exp itself, rescaling, and
+    sums over T keys); l likewise, whether it sums P_bar before or after the cast. With f the product of them less 1,
+    |N'/l' - N/l| <= f / (1 - f) (P|V| + |O|). A P_bar below fmt's normal numbers is off by half its smallest
+    spacing more, or by 2^-126 where fp32 flushes what lies below; of O_bar's T partial sums and of O each may lose
+    2^-126 likewise. The last rounding of O, to ``out``, adds half a spacing at the largest value it may be given
+    (without casts a whole one: a bound of mean errors must hold for every way to round).
+
+    L = m + ln l moves by d_t with its scores, by at most -ln(1 - f') with l, f' the product of l's other factors less
+    1 and T P_bars' tiny errors over l, by 4 2^-23 (|m| + ln l) in m's unit, the logarithm's, their sum and its scaling
+    to base e, and by its own rounding to ``lse``.
+    """
+    q, k, v = head.q[block.rows], head.k[block.keys], head.v[block.keys].abs()
+    keys = len(k)
+    magnitude = (q.abs() * head.scale) @ k.abs().T
+    largest = magnitude.masked_fill_(block.scores == -torch.inf, 0.0).amax(1)
+    shift = largest * (q.shape[1] + 8) * _FP32
+    sums = 1 + (keys + 8) * _FP32
+    reach, weight, inverse = block.probs @ v + block.out.abs(), v.sum(0), block.inverse_row_sum
+    logs = 4 * _FP32 * (block.row_max.abs() + block.row_sum.log())
+    smallest = float(ulp(torch.zeros(1, dtype=torch.float64), fmt)) / 2
+
+    def bounds(casts: float, tiny: float, last: float) -> ErrorBudget:
+        f = (casts * sums * shift.exp() - 1)[:, None]
+        # Where f reaches 1 (scores of many thousands) nothing is promised.
+        inner = torch.where(f < 1, f / (1 - f).clamp(min=1e-300) * reach, torch.inf)
+        lost = tiny * (weight + block.out.abs() * keys) + _FLUSHED * keys
+        inner = inner + lost * inverse[:, None] + _FLUSHED
+        o = inner + last * ulp((block.out.abs() + inner).clamp(max=out.largest), out)
+        of_l = casts * sums - 1 + tiny * keys * inverse
+        moved = shift - torch.log1p(-of_l.clamp(max=1.0)) + logs
+        return ErrorBudget(o, moved + last * ulp((block.lse.abs() + moved).clamp(max=lse.largest), lse))
+
+    return (
+        bounds(1 + 2.0 ** -(fmt.precision + 1), max(smallest, _FLUSHED), 0.5),
+        bounds(1.0, _FLUSHED, 1.0),
+    )

@@ -1,15 +1,19 @@
-"""Checks of this installation's numbers on this machine against independent ones, in a few seconds on the CPU."""
+"""``selftest``: checks of this installation against independent numbers, or the measurement of this machine's GPU."""
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
+from attn_diag.captures.hardware import save_profile
+from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool
 from attn_diag.kernels import formats
 from attn_diag.kernels.accumulation import tensor_core_matmul
@@ -24,10 +28,38 @@ from attn_diag.reference import (
     round_nearest_even,
 )
 from attn_diag.reference.rounding_table import RoundingTable
+from attn_diag.results.hardware import HardwareProfile
 from attn_diag.results.selftest import Installation, InstallationCheck
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _DIGITS = 50
+
+
+@overload
+def selftest(*, hardware: Literal[False] = False) -> Installation: ...
+@overload
+def selftest(*, hardware: Literal[True]) -> HardwareProfile: ...
+@overload
+def selftest(*, hardware: bool) -> Installation | HardwareProfile: ...
+def selftest(*, hardware: bool = False) -> Installation | HardwareProfile:
+    """Check this installation's numbers against independent ones on the CPU, in a few seconds.
+
+    ``hardware``: measure the present GPU's sums of products, exp2 and casts instead, and keep the profile in the user's
+    cache folder, from which later reports and captures on this GPU name it.
+
+    Raises InputError, with ``hardware``, where there is no CUDA device or Triton. Warns where the profile cannot
+    be kept.
+    """
+    if not hardware:
+        return check_installation()
+    from attn_diag.testing.gpu import measure_hardware
+
+    profile = measure_hardware()
+    try:
+        save_profile(profile)
+    except InputError as error:
+        warnings.warn(f"the profile is measured but not kept: {error}", stacklevel=2)
+    return profile
 
 
 def check_installation() -> Installation:

@@ -1,0 +1,225 @@
+"""The options that several commands have, each declared once, in groups that a command names; and what they mean."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from attn_diag.cli.delivery import Delivery, complain
+from attn_diag.errors import InputError
+
+if TYPE_CHECKING:
+    from attn_diag.captures.capture import Capture
+    from attn_diag.captures.selection import Ranges, Selection
+
+ObservationName = Annotated[str | None, typer.Option("--observation", help="Only this observation.")]
+Layers = Annotated[str | None, typer.Option("--layer", help="Only captures of these layers.")]
+Example = Annotated[bool, typer.Option("--example", help="Use the capture that ships with the package.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")]
+Level = Annotated[float, typer.Option("--level", help="Significance level after Benjamini-Hochberg.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]  # read by main()
+
+
+def command(function: Callable[..., int | None]) -> Callable[..., None]:
+    """Make a function a command that typer takes.
+
+    A parameter whose type is one of the groups below stands for that group's options, at this place of the help page;
+    the function is given the group. ``--debug`` is added at the end. What the function returns is the exit code.
+
+    Args:
+        function: Its parameters are keyword-only and typed as typer wants them.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(annotation=hints[name]))
+            continue
+        of_group = get_type_hints(groups[name], include_extras=True)
+        parameters += [_keyword(f.name, of_group[f.name], f.default) for f in fields(groups[name])]
+    parameters.append(_keyword("debug", _Debug, default=False))
+
+    @wraps(function)
+    def run(**given: Any) -> None:
+        del given["debug"]
+        for name, kind in groups.items():
+            given[name] = kind(**{f.name: given.pop(f.name) for f in fields(kind)})
+        raise typer.Exit(function(**given) or 0)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the command line says instead of a capture's metadata."""
+
+    layout: Annotated[str | None, typer.Option("--layout", help="BHTD or BTHD, instead of what the file says.")] = None
+    causal: Annotated[
+        str | None, typer.Option("--causal", help="none, top-left or bottom-right, instead of what the file says.")
+    ] = None
+    scale: Annotated[float | None, typer.Option("--scale", help="Softmax scale, instead of what the file says.")] = None
+    window: Annotated[
+        str | None, typer.Option("--window", metavar="LEFT,RIGHT", help="Sliding window, inclusive; -1 for unlimited.")
+    ] = None
+    softcap: Annotated[float | None, typer.Option("--softcap", help="Softcap, instead of what the file says.")] = None
+
+    def metadata(self) -> dict[str, Any]:
+        """Keywords of Metadata.override. Raises InputError for a window that is none."""
+        from attn_diag.captures.metadata import parse_window
+
+        try:
+            window = None if self.window is None else parse_window(self.window)
+        except ValueError:
+            raise InputError(f"--window must be LEFT,RIGHT (two integers), got {self.window!r}") from None
+        return {
+            "layout": self.layout, "causal": self.causal, "scale": self.scale, "window": window,
+            "softcap": self.softcap,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The captures that a command reads."""
+
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Captures (.safetensors, .pt, .npz) or directories of them.")
+    ] = None
+    example: Example = False
+
+    def open(
+        self, layer: str | None, overrides: Overrides, delivery: Delivery, html: Path | None = None
+    ) -> tuple[list[Capture], list[str]]:
+        """As ``open_captures``, once it is known that what is to be written can be written, and overwrites none."""
+        delivery.require_apart(self.paths or [], [html])
+        options = overrides.metadata()
+        return open_captures(self.paths or [], example=self.example, layers=numbers("--layer", layer), options=options)
+
+    def open_one(self, layer: str | None, overrides: Overrides, delivery: Delivery) -> tuple[Capture, list[str]]:
+        """As ``open``, for commands that look at one capture. Raises InputError where several are left."""
+        captures, unreadable = self.open(layer, overrides, delivery)
+        if len(captures) > 1:
+            named = ", ".join(capture.source for capture in captures[:3])
+            raise InputError(f"this command looks at one capture, got {len(captures)} ({named}, …); name one")
+        return captures[0], unreadable
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which heads, layers and batch items a command looks at."""
+
+    head: Annotated[str | None, typer.Option("--head", help="Heads, such as 0,3-5 (the model's numbers).")] = None
+    layer: Layers = None
+    batch: Annotated[str | None, typer.Option("--batch", help="Batch items.")] = None
+
+    def selection(self, observation: str | None) -> Selection:
+        """All that the options name."""
+        from attn_diag.captures.selection import Selection
+
+        return Selection(observation, numbers("--head", self.head), numbers("--batch", self.batch))
+
+    def one(self) -> tuple[int, int | None]:
+        """The batch item (0 by default) and the model's number of the head (None by default) that a command looks at.
+
+        Raises:
+            InputError: An option names several.
+        """
+        wanted = {"--head": numbers("--head", self.head), "--batch": numbers("--batch", self.batch)}
+        for option, named in wanted.items():
+            if named is not None and len(named) != 1:
+                raise InputError(f"this command looks at one {option.removeprefix('--')}, got {named}; name one")
+        head, batch = (None if named is None else next(iter(named)) for named in wanted.values())
+        return batch or 0, head
+
+
+def open_captures(
+    paths: list[Path], *, example: bool = False, layers: Ranges | None = None, options: dict[str, Any] | None = None
+) -> tuple[list[Capture], list[str]]:
+    """Open every capture of the paths.
+
+    Args:
+        paths: Files, and directories of them.
+        example: Open the one that ships with the package, too.
+        layers: Only captures of these.
+        options: What is said instead of the files' metadata.
+
+    Returns:
+        The captures, and what was said on stderr of those that are missing or cannot be read.
+
+    Raises:
+        InputError: Nothing is named, can be read, or is of these layers.
+    """
+    from attn_diag.captures.loading import find_captures, half_written, load, load_example
+    from attn_diag.captures.metadata import Metadata
+
+    options = options or {}
+    # Said once, not of every file.
+    Metadata().override(**options)
+    if not paths and not example:
+        raise InputError("nothing to inspect: name a capture or a directory, or try --example")
+    captures = [load_example()] if example else []
+    files: list[Path] = []
+    failures: list[InputError] = []
+    for path in paths:
+        try:
+            files += find_captures([path])
+        except InputError as error:
+            failures.append(error)
+        else:
+            failures += half_written([path])
+    # A file that is named twice, as itself and through its directory, counts once.
+    once: dict[Path, Path] = {}
+    for file in files:
+        once.setdefault(file.resolve(), file)
+    for path in once.values():
+        try:
+            captures.append(load(path, **options))
+        except InputError as error:
+            failures.append(error)
+    if len(failures) == 1 and not captures:
+        raise failures[0]
+    for failure in failures:
+        complain(failure)
+    if not captures:
+        raise InputError("none of the captures could be read")
+    chosen = [c for c in captures if layers is None or c.metadata.layer in layers]
+    if not chosen:
+        stated = sorted({c.metadata.layer for c in captures if c.metadata.layer is not None})
+        known = f"they are of {', '.join(map(str, stated))}" if stated else "none of them states its layer"
+        raise InputError(f"no capture is of the layers asked for: {known} (got {layers})")
+    return chosen, [str(failure) for failure in failures]
+
+
+def numbers(option: str, value: str | None) -> Ranges | None:
+    """The numbers and ranges that an option names; None for all."""
+    from attn_diag.captures.selection import Ranges
+
+    return None if value is None else Ranges.parse(option, value)
+
+
+def listed(text: str | None) -> list[str] | None:
+    """The names in a text with commas; None for no text."""
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def labels(text: str | None, known: tuple[str, ...]) -> frozenset[str]:
+    """The labels that ``--fail-on`` names. Raises InputError for unknown ones, or none."""
+    names = frozenset(listed(text) or ())
+    if text is not None and not names:
+        raise InputError(f"--fail-on needs at least one label, got {text!r}; known: {', '.join(known)}")
+    if unknown := sorted(names - set(known)):
+        raise InputError(f"--fail-on: no label {', '.join(unknown)}; known: {', '.join(known)}")
+    return names
