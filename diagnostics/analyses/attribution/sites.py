@@ -6,31 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from attn_diag.head.recipe.changes import SITES, exact, in_mode
 from attn_diag.kernels import Recipe
-from attn_diag.kernels.formats import Mode, base, parse
-
-_WORDS = {
-    "scores": "rounding of the scores S",
-    "difference": "rounding of S - m",
-    "row_max": "rounding of the row maximum m",
-    "exp": "polynomial exp2",
-    "probs": "cast of P̄ for PV",
-    "row_sum": "rounding of the row sum l",
-    "range_pv": "rounding of P̄V per key range",
-    "accumulator": "rounding of Ō between key ranges",
-    "accumulation": "truncation in the sums of products",
-    "out": "last rounding of O",
-    "delta_products": "rounding of dO∘O before it is summed",
-    "delta": "rounding of delta",
-    "backward_probs": "cast of P in dS",
-    "dprobs": "rounding of dP",
-    "dscores": "cast of dS",
-    "gradient_accumulator": "rounding of dQ between key ranges",
-    "dq": "last rounding of dQ",
-    "arithmetic": "fp32 arithmetic between the sites",
-}
-_FORMAT_SITES = tuple(site for site in _WORDS if site not in ("exp", "accumulation", "arithmetic"))
-_ARITHMETIC = {"arithmetic": "fp64", "accumulation": "exact"}
+from attn_diag.kernels.formats import Mode, parse
 
 
 @dataclass(frozen=True)
@@ -49,20 +27,20 @@ class RoundingSite:
 def rounding_sites(recipe: Recipe) -> tuple[RoundingSite, ...]:
     """Every site at which the recipe does less than float64 would, in the order of the computation."""
     sites = []
-    for name, words in _WORDS.items():
-        value = getattr(recipe, name)
-        if name in _FORMAT_SITES:
-            if parse(value) is not None and _acts(recipe, name):
-                sites.append(RoundingSite(name, words, {name: "fp32"}, value))
-        elif name == "exp":
-            if value == "polynomial":
-                sites.append(RoundingSite(name, f"{words} of degree {recipe.exp_degree}", {"exp": "exact"}))
+    for name, site in SITES.items():
+        value, words, undone, fmt = getattr(recipe, name), site.words, exact(name), None
+        if name == "exp":
+            loses, words = value == "polynomial", f"{words} of degree {recipe.exp_degree}"
         elif name == "accumulation":
-            if value == "nvidia-tensor-core":
-                sites.append(RoundingSite(name, words, {"accumulation": "exact"}))
-        elif value == "fp32":
-            undone = _ARITHMETIC if recipe.accumulation == "fp32-nearest" else {"arithmetic": "fp64"}
-            sites.append(RoundingSite(name, words, dict(undone)))
+            loses = value == "nvidia-tensor-core"
+        elif name == "arithmetic":
+            loses = value == "fp32"
+            if recipe.accumulation == "fp32-nearest":
+                undone |= exact("accumulation")
+        else:
+            loses, fmt = parse(value) is not None and _acts(recipe, name), value
+        if loses:
+            sites.append(RoundingSite(name, words, undone, fmt))
     return tuple(sites)
 
 
@@ -79,13 +57,13 @@ def inert_change(recipe: Recipe) -> tuple[str, Recipe]:
 
 def with_low(recipe: Recipe, sites: Collection[RoundingSite], low: Collection[str]) -> Recipe:
     """The recipe with only the sites named ``low`` as they are, all others exact."""
-    exact = {key: value for site in sites if site.name not in low for key, value in site.exact.items()}
-    return replace(recipe, **exact)
+    undone = {key: value for site in sites if site.name not in low for key, value in site.exact.items()}
+    return replace(recipe, **undone)
 
 
 def with_mode(recipe: Recipe, sites: Collection[RoundingSite], mode: Mode, seed: int = 0) -> Recipe:
     """The recipe with these sites' roundings in another mode; sites without a format stay."""
-    changes: dict[str, Any] = {site.name: f"{base(site.format)}:{mode}" for site in sites if site.format is not None}
+    changes: dict[str, Any] = {site.name: in_mode(site.format, mode) for site in sites if site.format is not None}
     return replace(recipe, seed=seed, **changes)
 
 

@@ -8,7 +8,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from attn_diag.kernels import Recipe, Schedule, SoftmaxRule, preset
+from attn_diag.head.recipe.changes import (
+    BACKWARD_FP32_SCORES,
+    CAST_ROW_SUM,
+    DELTA_FROM_DP,
+    DELTA_FROM_FP32_O,
+    FP32_BACKWARD,
+    FP32_ROW_SUM,
+    FP32_SCORES,
+    FP32_SUMS,
+    SAME_SCORES,
+    UNCAST_DS,
+    UNCAST_P,
+    RecipeChange,
+    coarse_scores,
+    in_mode,
+    scheduled,
+)
+from attn_diag.kernels import Recipe, SoftmaxRule, preset
 from attn_diag.kernels.formats import base
 
 Kind = Literal["mitigation", "mix", "other recipe", "clip"]
@@ -50,23 +67,6 @@ class Price:
 
 
 @dataclass(frozen=True)
-class RecipeChange:
-    """One change of a recipe: the fields it sets, what it is in words, and its price."""
-
-    words: str
-    fields: dict[str, Any]
-    price: Price = Price()
-
-    def acts_on(self, recipe: Recipe) -> bool:
-        """Whether it changes anything there."""
-        return any(getattr(recipe, name) != value for name, value in self.fields.items())
-
-    def apply(self, recipe: Recipe) -> Recipe:
-        """The recipe with it."""
-        return replace(recipe, **self.fields)
-
-
-@dataclass(frozen=True)
 class WhatIfPlan:
     """A candidate to run: one recipe, or one for every seed. ``price`` is None for another kernel altogether."""
 
@@ -77,69 +77,35 @@ class WhatIfPlan:
     price: Price | None
 
 
+# delta needs its products and sum in fp32 as well, or nothing is won.
+_FP32_O = DELTA_FROM_FP32_O.with_exact("delta_products", "delta")
+_DELTA_FROM_DP = DELTA_FROM_DP.with_exact("delta")
+_FP32_THROUGHOUT = (FP32_SCORES, FP32_SUMS, FP32_BACKWARD)
 _FREE = Price(words="no bytes and no products (registers of a fused kernel)")
-FP32_O = RecipeChange(
-    "delta from O before its last rounding",
-    {"delta_from": "fp32-o", "delta_products": "fp32", "delta": "fp32"},
-    Price(bytes_per_feature=6, words="O is also written in fp32, and read in place of the rounded one"),
-)
-DELTA_FROM_DP = RecipeChange(
-    "delta = rowsum(P o dP)",
-    {"delta_from": "dp", "delta": "fp32"},
-    Price(products=2, words="S and dP are made once more before dS"),
-)
-UNCAST_DS = RecipeChange(
-    "dS not cast",
-    {"dscores": "fp32"},
-    Price(products=2, words="dS in two parts of the input format: one product more for dQ and for dK"),
-)
-UNCAST_P = RecipeChange(
-    "P_bar not cast for PV",
-    {"probs": "fp32"},
-    Price(products=1, words="P_bar in two parts of the input format: one product more"),
-)
-FP32_SCORES = RecipeChange(
-    "scores, S - m and the row maximum in fp32", {"scores": "fp32", "difference": "fp32", "row_max": "fp32"}, _FREE
-)
-FP32_SUMS = RecipeChange(
-    "row sum, PV of a range and O's accumulator in fp32",
-    {"row_sum": "fp32", "range_pv": "fp32", "accumulator": "fp32", "lse_from": "unrounded-l"},
-    _FREE,
-)
-FP32_BACKWARD = RecipeChange(
-    "dO o O, delta, dP and the gradients' sums in fp32",
-    {"delta_products": "fp32", "delta": "fp32", "dprobs": "fp32", "gradient_accumulator": "fp32"},
-    _FREE,
-)
-CAST_ROW_SUM = RecipeChange("l sums the cast P_bar", {"row_sum_of": "cast-probs"}, _FREE)
-SAME_SCORES = RecipeChange(
-    "the backward recomputes P from scores rounded as in the forward", {"backward_scores": "as-forward"}, _FREE
-)
+_PRICES = {
+    _FP32_O.words: Price(bytes_per_feature=6, words="O is also written in fp32, and read in place of the rounded one"),
+    _DELTA_FROM_DP.words: Price(products=2, words="S and dP are made once more before dS"),
+    UNCAST_DS.words: Price(products=2, words="dS in two parts of the input format: one product more for dQ and for dK"),
+    UNCAST_P.words: Price(products=1, words="P_bar in two parts of the input format: one product more"),
+}
 # Several changes at once, by name.
 _FIELD_CHANGES: dict[str, tuple[RecipeChange, ...]] = {
-    "fp32-o-delta": (FP32_O,),
-    "fp32-o-delta+uncast-ds": (FP32_O, UNCAST_DS),
-    "fp32-o-delta+uncast-p": (FP32_O, UNCAST_P),
-    "fp32-o-delta+uncast-p+uncast-ds": (FP32_O, UNCAST_P, UNCAST_DS),
-    "delta-from-dp": (DELTA_FROM_DP,),
-    "delta-from-dp+uncast-ds": (DELTA_FROM_DP, UNCAST_DS),
+    "fp32-o-delta": (_FP32_O,),
+    "fp32-o-delta+uncast-ds": (_FP32_O, UNCAST_DS),
+    "fp32-o-delta+uncast-p": (_FP32_O, UNCAST_P),
+    "fp32-o-delta+uncast-p+uncast-ds": (_FP32_O, UNCAST_P, UNCAST_DS),
+    "delta-from-dp": (_DELTA_FROM_DP,),
+    "delta-from-dp+uncast-ds": (_DELTA_FROM_DP, UNCAST_DS),
     "pv-fp32": (UNCAST_P,),
     "uncast-ds": (UNCAST_DS,),
     "fp32-scores": (FP32_SCORES,),
     "fp32-sums": (FP32_SUMS,),
     "fp32-scores+fp32-sums": (FP32_SCORES, FP32_SUMS),
     "fp32-backward": (FP32_BACKWARD,),
-    "fp32-throughout": (FP32_SCORES, FP32_SUMS, FP32_BACKWARD),
-    "fp32-throughout+fp32-o-delta": (FP32_SCORES, FP32_SUMS, FP32_BACKWARD, FP32_O),
-    "fp32-throughout+delta-from-dp": (FP32_SCORES, FP32_SUMS, FP32_BACKWARD, DELTA_FROM_DP),
-    "fp32-throughout+fp32-o-delta+uncast-p+uncast-ds": (
-        FP32_SCORES,
-        FP32_SUMS,
-        FP32_BACKWARD,
-        FP32_O,
-        UNCAST_P,
-        UNCAST_DS,
-    ),
+    "fp32-throughout": _FP32_THROUGHOUT,
+    "fp32-throughout+fp32-o-delta": (*_FP32_THROUGHOUT, _FP32_O),
+    "fp32-throughout+delta-from-dp": (*_FP32_THROUGHOUT, _DELTA_FROM_DP),
+    "fp32-throughout+fp32-o-delta+uncast-p+uncast-ds": (*_FP32_THROUGHOUT, _FP32_O, UNCAST_P, UNCAST_DS),
 }
 _STABILISED_PRICE = Price(
     vector_ops=3, words="every score is compared with its row's maximum and counted before the exponential"
@@ -211,62 +177,59 @@ def _all(
 def _field_changes(baseline: Recipe) -> Iterator[WhatIfPlan]:
     for name, changes in _FIELD_CHANGES.items():
         if acting := [change for change in changes if change.acts_on(baseline)]:
-            yield _changed(name, baseline, acting, "mitigation")
+            yield _changed(name, baseline, acting)
     if baseline.probs != "fp32":
         if CAST_ROW_SUM.acts_on(baseline):
-            yield _changed("cast-row-sum", baseline, [CAST_ROW_SUM], "mitigation")
+            yield _changed("cast-row-sum", baseline, [CAST_ROW_SUM])
         else:
-            fp32_sum = RecipeChange("l sums the fp32 P_bar", {"row_sum_of": "fp32-probs"}, _FREE)
-            yield _changed("fp32-row-sum", baseline, [fp32_sum], "mitigation")
+            yield _changed("fp32-row-sum", baseline, [FP32_ROW_SUM])
 
 
 def _mixes(baseline: Recipe) -> Iterator[WhatIfPlan]:
     """Forward and backward recomputing P from scores that are rounded differently, or no longer so."""
     if baseline.scores != "fp32":
         if baseline.backward_scores == "fp32":
-            yield _changed("same-scores", baseline, [SAME_SCORES], "mitigation")
+            yield _changed("same-scores", baseline, [SAME_SCORES])
         else:
-            words = "the forward's scores as they are, the backward recomputes P from fp32 scores"
-            change = RecipeChange(words, {"backward_scores": "fp32"}, _FREE)
-            yield _changed("backward-fp32-scores", baseline, [change], "mix")
+            yield _changed("backward-fp32-scores", baseline, [BACKWARD_FP32_SCORES], "mix")
         return
     fmt = base(baseline.input)
-    coarse = {"scores": fmt, "difference": fmt, "alpha": "before-rounding", "exp": "exact"}
     words = f"scores and S - m of the forward in {fmt}, the backward recomputes P from"
     for name, scores, rest in (
-        ("coarse-forward-scores", "fp32", "fp32 scores"),
-        ("coarse-scores", "as-forward", "the same rounded scores"),
+        ("coarse-forward-scores", BACKWARD_FP32_SCORES, "fp32 scores"),
+        ("coarse-scores", SAME_SCORES, "the same rounded scores"),
     ):
-        change = RecipeChange(f"{words} {rest}", {**coarse, "backward_scores": scores}, _FREE)
+        change = RecipeChange(f"{words} {rest}", {**coarse_scores(fmt), **scores.fields})
         yield _changed(name, baseline, [change], "mix")
 
 
 def _rules(baseline: Recipe, keys: int, score_unit: float, betas: Iterable[float]) -> Iterator[WhatIfPlan]:
     if baseline.softmax.kind != "safe":
-        safe = RecipeChange("the running maximum itself is subtracted", {"softmax": SoftmaxRule()}, _FREE)
-        yield _changed("safe-softmax", baseline, [safe], "mitigation")
+        safe = RecipeChange("the running maximum itself is subtracted", {"softmax": SoftmaxRule()})
+        yield _changed("safe-softmax", baseline, [safe])
     if baseline.softmax.kind != "stale" and baseline.schedule.key_tile < keys:
         words = f"the old maximum is kept until P_bar would exceed 2^{STALE_LOG2}"
         saved = Price(words="saves most rescalings of O's accumulator")
-        yield _changed(
-            "stale-maximum", baseline, [RecipeChange(words, {"softmax": stale_rule(score_unit)}, saved)], "mitigation"
-        )
+        stale = RecipeChange(words, {"softmax": stale_rule(score_unit)})
+        yield _changed("stale-maximum", baseline, [stale], price=saved)
     for beta in betas:
         words = f"a repeated maximum r > 0 is replaced by {beta:g} r"
-        change = RecipeChange(words, {"softmax": stabilised_rule(beta, score_unit)}, _STABILISED_PRICE)
-        yield _changed(f"stabilised-{beta:g}", baseline, [change], "mitigation")
+        change = RecipeChange(words, {"softmax": stabilised_rule(beta, score_unit)})
+        yield _changed(f"stabilised-{beta:g}", baseline, [change], price=_STABILISED_PRICE)
 
 
 def _orders(baseline: Recipe, keys: int) -> Iterator[WhatIfPlan]:
+    def tried(name: str, words: str, **changes: object) -> WhatIfPlan:
+        return _changed(name, baseline, [scheduled(baseline, words, **changes)], price=Price(words="none"))
+
     schedule = baseline.schedule
     for order in ("ascending", "descending", "diagonal-first") if schedule.key_tile < keys else ():
-        yield _scheduled(f"order-{order}", baseline, replace(schedule, order=order), f"key ranges {order}")
+        yield tried(f"order-{order}", f"key ranges {order}", order=order)
     if schedule.split_keys is not None:
-        yield _scheduled("no-splits", baseline, replace(schedule, split_keys=None), "keys in one split")
+        yield tried("no-splits", "keys in one split", split_keys=None)
     for tile in (64, 128, 256):
-        if min(tile, keys) == min(schedule.key_tile, keys):
-            continue
-        yield _scheduled(f"tile-{tile}", baseline, replace(schedule, key_tile=tile), f"{tile} keys a range")
+        if min(tile, keys) != min(schedule.key_tile, keys):
+            yield tried(f"tile-{tile}", f"{tile} keys a range", key_tile=tile)
 
 
 def _random(baseline: Recipe, seeds: int) -> Iterator[WhatIfPlan]:
@@ -277,24 +240,29 @@ def _random(baseline: Recipe, seeds: int) -> Iterator[WhatIfPlan]:
     ):
         fmt = getattr(baseline, site)
         if seeds and fmt not in ("fp32", "fp64") and ":" not in fmt:
-            change: dict[str, Any] = {site: f"{fmt}:stochastic"}
+            change: dict[str, Any] = {site: in_mode(fmt, "stochastic")}
             recipes = tuple(replace(baseline, name=name, seed=seed, **change) for seed in range(seeds))
             yield WhatIfPlan(
                 name, f"{words} rounded stochastically (mean of {seeds} seeds)", "mitigation", recipes, price
             )
 
 
-def _changed(name: str, baseline: Recipe, changes: Sequence[RecipeChange], kind: Kind) -> WhatIfPlan:
-    recipe, price = baseline, Price()
+def _changed(
+    name: str,
+    baseline: Recipe,
+    changes: Sequence[RecipeChange],
+    kind: Kind = "mitigation",
+    price: Price | None = None,
+) -> WhatIfPlan:
+    """The baseline with these changes, for what they cost by themselves unless ``price`` says otherwise."""
+    recipe, total = baseline, Price() + (price or Price())
     for change in changes:
         recipe = change.apply(recipe)
-        price = price if change.price.words in price.words.split("; ") else price + change.price
+        own = _PRICES.get(change.words, _FREE)
+        if price is None and own.words not in total.words.split("; "):
+            total += own
     words = "; ".join(change.words for change in changes)
-    return WhatIfPlan(name, words, kind, (replace(recipe, name=name, summary=words),), price)
-
-
-def _scheduled(name: str, baseline: Recipe, schedule: Schedule, words: str) -> WhatIfPlan:
-    return _changed(name, baseline, [RecipeChange(words, {"schedule": schedule}, Price(words="none"))], "mitigation")
+    return WhatIfPlan(name, words, kind, (replace(recipe, name=name, summary=words),), total)
 
 
 def _shown(recipe: Recipe, name: str) -> str:

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from attn_diag.head.recipe.changes import CAST_ROW_SUM, FP32_ROW_SUM, SITES, coarse_scores
 from attn_diag.kernels import PRESETS, Recipe, Schedule, preset
 from attn_diag.kernels.formats import Format
 from attn_diag.kernels.recipe import BACKWARD
@@ -44,32 +45,29 @@ def families(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
     """The first preset of each set of rounding sites, whatever its schedule and what its row sum adds."""
     found: dict[tuple[object, ...], Recipe] = {}
     for recipe in known_recipes(fmt, head_dim):
-        found.setdefault(_forward(replace(recipe, row_sum_of="fp32-probs")), recipe)
+        found.setdefault(_forward(FP32_ROW_SUM.apply(recipe)), recipe)
     return tuple(found.values())
 
 
-# Sites that some kernels keep in fp32 and others round, and what they are called.
-_OPTIONAL = {"row_max": "maximum", "row_sum": "row sum", "range_pv": "PV of a range", "accumulator": "O's accumulator"}
+# Sites that some kernels keep in fp32 and others round, beside the scores.
+_OPTIONAL = ("row_max", "row_sum", "range_pv", "accumulator")
 
 
 @cache
 def mixtures(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
     """Every choice of what is rounded to ``fmt`` among scores (and S - m with them), maximum, row sum, PV of a range
     and O's accumulator, all else as in FlashAttention-2; without those that a preset has."""
-    known = {_forward(replace(r, row_sum_of="fp32-probs")) for r in families(fmt, head_dim)}
+    known = {_forward(FP32_ROW_SUM.apply(r)) for r in families(fmt, head_dim)}
     fa2 = preset("fa2", fmt, head_dim)
-    coarse = replace(fa2, scores=fmt, difference=fmt, exp="exact")
-    scores = {
-        "": fa2,
-        "scores": replace(coarse, alpha="before-rounding"),
-        "scores (also before alpha)": replace(coarse, alpha="after-rounding"),
-    }
+    before, after = (coarse_scores(fmt, alpha) for alpha in ("before-rounding", "after-rounding"))
+    short = SITES["scores"].short
+    scores: dict[str, dict[str, Any]] = {"": {}, short: before, f"{short} (also before alpha)": after}
     found = []
-    for (of_scores, base), choice in product(scores.items(), product((False, True), repeat=len(_OPTIONAL))):
+    for (of_scores, fields_of_scores), choice in product(scores.items(), product((False, True), repeat=len(_OPTIONAL))):
         rounded = [site for site, chosen in zip(_OPTIONAL, choice, strict=True) if chosen]
-        words = ", ".join(filter(None, (of_scores, *(_OPTIONAL[site] for site in rounded))))
-        changes: dict[str, Any] = dict.fromkeys(rounded, fmt)
-        recipe = replace(base, name=f"fa2 with {words} in {fmt}", **changes)
+        words = ", ".join(filter(None, (of_scores, *(SITES[site].short for site in rounded))))
+        changes = {**fields_of_scores, **dict.fromkeys(rounded, fmt)}
+        recipe = replace(fa2, name=f"fa2 with {words} in {fmt}", **changes)
         if _forward(recipe) not in known:
             found.append(recipe)
     return tuple(found)
@@ -96,8 +94,8 @@ def variants(recipe: Recipe) -> list[Recipe]:
     return [
         changed
         for exp in ("exp2-fma", "exact")
-        for row_sum_of in ("fp32-probs", "cast-probs")
-        if (changed := replace(recipe, exp=exp, row_sum_of=row_sum_of)) != recipe
+        for row_sum in (FP32_ROW_SUM, CAST_ROW_SUM)
+        if (changed := row_sum.apply(replace(recipe, exp=exp))) != recipe
     ]
 
 

@@ -7,14 +7,29 @@ recipe had of the baseline's O (whose exp or sums no recipe here may model), and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from attn_diag.head.recipe.changes import (
+    CAST_ROW_SUM,
+    CUBIC_EXP2,
+    DELTA_FROM_DP,
+    DELTA_FROM_FP32_O,
+    DS_FROM_CAST_P,
+    EARLY_ALPHA,
+    FP32_ROW_SUM,
+    LATE_DIVISION,
+    UNCAST_P,
+    RecipeChange,
+    cast,
+    rounded,
+    scheduled,
+)
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, Schedule, preset
-from attn_diag.kernels.formats import base
+from attn_diag.kernels.formats import Format
 from attn_diag.kernels.recipe import Order
 from attn_diag.testing.target import DTYPES, CaseInputs, emulate
 
@@ -26,7 +41,6 @@ _SEQUENCES, _SHORT = 2, 0.02
 # A baseline that no published recipe has so much of is not modelled at all: nothing can be said of what changed in it.
 _MODELLED = 0.9
 _PUBLISHED = ("fa2", "cudnn", "efficient", "flex", "lowp-row-sum")
-_Change = Callable[[Recipe], Recipe]
 
 
 @dataclass(frozen=True)
@@ -94,65 +108,47 @@ def _percent(share: float) -> str:
 
 def changes(recipe: Recipe, keys: int, *, backward: bool = False) -> Iterator[tuple[str, Recipe]]:
     """Every change of one place, in words; those that change nothing are left out."""
-    low = recipe.input
-    for words, change in _backward(low).items() if backward else _forward(low, keys).items():
-        changed = change(recipe)
+    for change in _backward(recipe.input) if backward else _forward(recipe, keys):
+        changed = change.apply(recipe)
         if replace(changed, name=recipe.name, summary=recipe.summary) != recipe:
-            yield words, changed
+            yield change.suspicion, changed
 
 
-def _forward(low: str, keys: int) -> dict[str, _Change]:
-    name = base(low).upper()
-    zero = f"{low}:toward-zero"
-    found: dict[str, _Change] = {
-        "the last cast of O truncates": lambda r: replace(r, out=zero),
-        "the last cast of O rounds up": lambda r: replace(r, out=f"{low}:up"),
-        "the last cast of O rounds down": lambda r: replace(r, out=f"{low}:down"),
-        "keys in reversed order": _reversed,
-        f"the row sum l in {name}": lambda r: replace(r, row_sum=low),
-        "l sums the cast P̄": lambda r: replace(r, row_sum_of="cast-probs"),
-        "l sums P̄ before its cast": lambda r: replace(r, row_sum_of="fp32-probs"),
-        "the cast of P̄ truncates": lambda r: replace(r, probs=zero),
-        "P̄ is not cast": lambda r: replace(r, probs="fp32"),
-        f"the scores S in {name}": lambda r: replace(r, scores=low, alpha="before-rounding", exp="exact"),
-        f"S - m in {name}": lambda r: replace(r, difference=low, exp="exact"),
-        f"the row maximum in {name}": lambda r: replace(r, row_max=low),
-        f"the accumulator of O in {name}": lambda r: replace(r, accumulator=low),
-        f"P̄V of every tile in {name}": lambda r: replace(r, range_pv=low),
-        "O is cast before the division by l": lambda r: replace(r, division="after-last-cast"),
-        "a degree-3 polynomial for exp2": lambda r: replace(r, exp="polynomial", exp_degree=3),
-        "the diagonal tile first": lambda r: _scheduled(r, order="diagonal-first"),
-    }
-    for width in (32, 64, 128, 256):
-        if width < keys:
-            found[f"tiles of {width} keys"] = lambda r, width=width: _scheduled(r, key_tile=width)  # type: ignore[misc]
-    found["all keys in one tile"] = lambda r: _scheduled(r, key_tile=2**20)
-    return found
+def _forward(recipe: Recipe, keys: int) -> list[RecipeChange]:
+    low = recipe.input
+    opposite: Order = "ascending" if recipe.schedule.order == "descending" else "descending"
+    return [
+        cast("out", low, "toward-zero"),
+        cast("out", low, "up"),
+        cast("out", low, "down"),
+        scheduled(recipe, "keys in reversed order", order=opposite),
+        rounded("row_sum", low),
+        CAST_ROW_SUM,
+        FP32_ROW_SUM,
+        cast("probs", low, "toward-zero"),
+        UNCAST_P,
+        *(rounded(site, low) for site in ("scores", "difference", "row_max", "accumulator", "range_pv")),
+        LATE_DIVISION,
+        CUBIC_EXP2,
+        scheduled(recipe, "the diagonal tile first", order="diagonal-first"),
+        *(scheduled(recipe, f"tiles of {n} keys", key_tile=n) for n in (32, 64, 128, 256) if n < keys),
+        scheduled(recipe, "all keys in one tile", key_tile=2**20),
+    ]
 
 
-def _backward(low: str) -> dict[str, _Change]:
-    name = base(low).upper()
-    return {
-        "the last cast of the gradients truncates": lambda r: replace(r, dq=f"{low}:toward-zero"),
-        "the cast of dS truncates": lambda r: replace(r, dscores=f"{low}:toward-zero"),
-        f"delta in {name}": lambda r: replace(r, delta=low),
-        f"the products dO∘O of delta in {name}": lambda r: replace(r, delta_products=low),
-        "delta from O before its cast": lambda r: replace(r, delta_from="fp32-o"),
-        "delta = rowsum(P∘dP)": lambda r: replace(r, delta_from="dp"),
-        f"dP in {name}": lambda r: replace(r, dprobs=low),
-        f"the gradients' accumulator in {name}": lambda r: replace(r, gradient_accumulator=low),
-        "dS from the cast P": lambda r: replace(r, dscores_from="cast-probs"),
-        "alpha before the cast of dS": lambda r: replace(r, alpha_in_backward="before-cast"),
-    }
-
-
-def _reversed(recipe: Recipe) -> Recipe:
-    order: Order = "ascending" if recipe.schedule.order == "descending" else "descending"
-    return replace(recipe, schedule=replace(recipe.schedule, order=order))
-
-
-def _scheduled(recipe: Recipe, **changes: object) -> Recipe:
-    return replace(recipe, schedule=replace(recipe.schedule, **changes))  # type: ignore[arg-type]
+def _backward(low: Format) -> list[RecipeChange]:
+    return [
+        cast("dq", low, "toward-zero"),
+        cast("dscores", low, "toward-zero"),
+        rounded("delta", low),
+        rounded("delta_products", low),
+        DELTA_FROM_FP32_O,
+        DELTA_FROM_DP,
+        rounded("dprobs", low),
+        rounded("gradient_accumulator", low),
+        DS_FROM_CAST_P,
+        EARLY_ALPHA,
+    ]
 
 
 def _agreement(recipe: Recipe, case: CaseInputs, observed: Tensor, output: str, device: torch.device) -> float:
