@@ -1,34 +1,46 @@
-"""Which functions show which kind of result. ``attn_diag.results.base`` finds this table by name, nothing else does."""
+"""Which functions show which kind of result: in a terminal, a log, at a prompt, in a notebook and as a page.
+
+``attn_diag.results.base`` finds this table by name, so that a result is read without its reports.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 
 from attn_diag.results.base import Result
+
+PLAIN_WIDTH = 120
+"""What a report for a log is wrapped to, whatever the terminal's width."""
+_OURS = str.maketrans(
+    {
+        "–": "-", "—": "-", "−": "-", "─": "-", "│": "|",
+        "…": "...", "’": "'", "·": ".", "•": "*", "×": "x", "±": "+-", "≥": ">=",
+        "²": "^2", "‖": "||", "⊗": "(x)", "✗": "x", "→": "->",
+        "∘": "o", "Ō": "O_bar", "\N{COMBINING MACRON}": "_bar", "\N{REPLACEMENT CHARACTER}": "?",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """The functions that show one kind of result, each as "module:function" of this folder, loaded when needed.
-
-    What is None follows from the terminal's report; a kind without ``page`` has no HTML page.
-    """
+    """The functions that show one kind of result, each as "module:function" of this folder, loaded when needed."""
 
     terminal: str | None = None
     """result -> the report, piece by piece, for a rich console; None: it is shown at a prompt alone."""
     plain: str | None = None
-    """result -> the report for a log, line by line."""
+    """result -> the report for a log, line by line; None: the terminal's, drawn in ASCII."""
     prompt: str | None = None
-    """result -> what a debugger's prompt shows."""
+    """result -> what a debugger's prompt shows; None: one line that names the result."""
     notebook: str | None = None
-    """result -> the HTML of a notebook's cell."""
+    """result -> the HTML of a notebook's cell; None: the terminal's report."""
     page: str | None = None
-    """result -> a self-contained HTML page."""
+    """result -> a self-contained HTML page; None: there is none."""
 
 
 _RENDERERS = {
@@ -39,23 +51,23 @@ _RENDERERS = {
     "comparison": Renderer("diff:diff_renderables", plain="diff:diff_lines"),
     "diagnosis": Renderer(
         "terminal:terminal_renderables",
-        plain="plain:diagnosis_lines",
+        plain="terminal:diagnosis_lines",
         prompt="brief:brief",
         notebook="html:html_fragment",
         page="html:html_document",
     ),
     "dtypes": Renderer("drift:drift_renderables"),
     "explanation": Renderer(
-        "explanation:explanation_renderables",
-        prompt="explanation:explanation_text",
-        notebook="explanation:explanation_html",
+        "brief:explanation_renderables",
+        prompt="brief:explanation_text",
+        notebook="brief:explanation_html",
     ),
     "finding": Renderer(prompt="brief:finding_text"),
     "hardware-profile": Renderer("selftest:profile_renderables"),
     "identification": Renderer("identification:identification_renderables"),
     "identifications": Renderer("identification:identifications_renderables"),
     "microscope": Renderer("microscope:microscope_renderables"),
-    "paper-figures": Renderer("paper:paper_renderables", page="paper:paper_document"),
+    "paper-figures": Renderer("paper_words:paper_renderables", page="paper:paper_document"),
     "probe": Renderer("probe:probe_renderables"),
     "selftest": Renderer("selftest:installation_renderables"),
     "what-if": Renderer("what_if:what_if_renderables"),
@@ -69,10 +81,14 @@ def renderables(result: Result) -> Iterator[RenderableType]:
     yield from _load(name)(result)
 
 
-def plain_lines(result: Result) -> Iterator[str] | None:
-    """Its report for a log, line by line; None where that is the terminal's."""
+def plain_text(result: Result) -> str:
+    """Its report for a log: no colour, no boxes, the same width everywhere, ASCII wherever the text is ours.
+
+    Letters of other scripts, as in a file's name, stay.
+    """
     name = _renderer(result).plain
-    return None if name is None else _load(name)(result)
+    lines = _drawn_in_ascii(result).splitlines() if name is None else _load(name)(result)
+    return "".join(f"{line.translate(_OURS).rstrip()}\n" for line in lines)
 
 
 def prompt(result: Any) -> str | None:
@@ -94,6 +110,20 @@ def page(result: Result) -> str:
         raise ValueError(f"a {result.schema} document has no HTML page")
     text: str = _load(name)(result)
     return text
+
+
+class _Ascii(io.StringIO):
+    """Says that it takes ASCII only, so that rich draws rules and boxes with it."""
+
+    encoding = "ascii"
+
+
+def _drawn_in_ascii(result: Result) -> str:
+    buffer = _Ascii()
+    console = Console(file=buffer, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, safe_box=True)
+    for renderable in renderables(result):
+        console.print(renderable)
+    return buffer.getvalue()
 
 
 def _renderer(result: Any) -> Renderer:

@@ -100,7 +100,7 @@ def _subject(target: str) -> Any:
 
 def _write_junit(found: CheckReport, target: Path) -> None:
     from attn_diag.captures.files import write_atomically
-    from attn_diag.reports.junit import junit_document
+    from attn_diag.reports.ci import junit_document
 
     text = junit_document(found)
     write_atomically(target, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
@@ -108,7 +108,7 @@ def _write_junit(found: CheckReport, target: Path) -> None:
 
 def _tell_github(found: CheckReport, *, annotate: bool) -> None:
     """Workflow commands go to stdout (to stderr where JSON alone is asked for there), the summary to its file."""
-    from attn_diag.reports.github import step_summary, workflow_commands
+    from attn_diag.reports.ci import step_summary, workflow_commands
 
     for line in workflow_commands(found):
         print(line, file=sys.stdout if annotate else sys.stderr)

@@ -81,7 +81,7 @@ def deliver(result: Result, json: str | None, *, plain: bool = False, quiet: boo
         elif quiet:
             pass
         elif plain:
-            from attn_diag.reports.plain import plain_text
+            from attn_diag.reports.renderers import plain_text
 
             print(plain_text(result), end="")
         else:
