@@ -11,7 +11,7 @@ from rich.text import Text
 
 from attn_diag.reports import layout, words
 from attn_diag.reports.quantities import NOISE_FACTOR
-from attn_diag.results.wording import DASH, SYMBOLS, count, percent, printable
+from attn_diag.results.wording import DASH, SYMBOLS, percent, plural, printable
 
 if TYPE_CHECKING:
     from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Failure, Size
@@ -50,7 +50,7 @@ def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
 
 def verdict(found: CheckReport) -> str:
     """The outcome in a sentence."""
-    cases = count(len(found.cases), "case")
+    cases = plural(len(found.cases), "case")
     if found.saved is not None:
         return f"{found.saved}: {cases} of {printable(found.source)}"
     if found.passed:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 from attn_diag.reports.check import against, suspected, suspects, verdict
-from attn_diag.results.wording import count, printable
+from attn_diag.results.wording import plural, printable
 
 if TYPE_CHECKING:
     from attn_diag.results.check import CheckedCase, CheckReport, Failure, Kind
@@ -63,7 +63,7 @@ def failure_lines(
         kinds = ", ".join(f"{g[0].kind} of {printable(g[0].quantity)}" for g in left)
         body.append(
             textwrap.shorten(
-                f"... and {count(sum(map(len, left)), 'more failure')}: {kinds}", width, placeholder=" ..."
+                f"... and {plural(sum(map(len, left)), 'more failure')}: {kinds}", width, placeholder=" ..."
             )
         )
     return [*head, *body, *foot]
@@ -84,7 +84,7 @@ def _grouped(failures: Sequence[Failure]) -> list[list[Failure]]:
 def _header(report: CheckReport) -> str:
     failing = len({f.case for f in report.failures})
     where = f"{report.backend}, level {report.level:g}"
-    return f"attn-diag: {printable(report.source)} fails {failing} of {count(len(report.cases), 'case')} ({where})"
+    return f"attn-diag: {printable(report.source)} fails {failing} of {plural(len(report.cases), 'case')} ({where})"
 
 
 def _told(number: int, group: Sequence[Failure], width: int) -> list[str]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
-from attn_diag.results.wording import count
+from attn_diag.results.wording import plural
 
 if TYPE_CHECKING:
     from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, SourceLine, TracedCall
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
     yield layout.heading(f"dtypes of {found.source}")
-    calls = count(found.attention_calls, "attention call")
+    calls = plural(found.attention_calls, "attention call")
     yield Text(f"{found.operations} operations with floating results, {calls}", style="bold")
     for sentence in found.summary:
         yield layout.bullet("-", sentence)

@@ -14,7 +14,7 @@ from rich.text import Text
 from attn_diag.reports import layout, words
 from attn_diag.reports.quantities import STEPS
 from attn_diag.results import wording
-from attn_diag.results.wording import DASH, count, head_name, number, percent
+from attn_diag.results.wording import DASH, head_name, number, percent, plural
 
 if TYPE_CHECKING:
     from attn_diag.results.microscope import Addition, ClosedFormTotals, Curve, Explained, Microscope, Point, SumSite
@@ -32,7 +32,7 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
         f"{what} error {_signed(m.error)} = {m.error / m.ulp:+.3g} ulp",
         style="bold",
     )
-    yield Text(f"{m.source}; {count(m.keys, 'visible key')}, {count(m.ranges, 'key range')}{_splits(m)}")
+    yield Text(f"{m.source}; {plural(m.keys, 'visible key')}, {plural(m.ranges, 'key range')}{_splits(m)}")
     yield Text(f"recipe {m.recipe_reason}")
     yield _values(m)
     if m.observed is not None and m.observed != m.walked:
@@ -207,7 +207,7 @@ def _plot(curve: Curve) -> list[str]:
 def _element(m: Microscope) -> str:
     e = m.element
     how = "nothing is predicted (0)" if e.kind == "ordinary" else f"predicted error {_signed(e.predicted_error)}"
-    keys = f"{count(e.unit_keys, 'key')} with P̄ = 1"
+    keys = f"{plural(e.unit_keys, 'key')} with P̄ = 1"
     detail = f", base {e.base:.6g}, residual {_signed(e.residual)}" if e.unit_keys else ""
     return f"This element: {_CLASSES[e.kind]} ({keys}{detail}): {how}, measured {_signed(m.error)}."
 

@@ -24,7 +24,7 @@ from attn_diag.results.paper import (
     TriggerCounts,
     Triggers,
 )
-from attn_diag.results.wording import count, head_name, percent, printable
+from attn_diag.results.wording import head_name, percent, plural, printable
 
 PAPER = "Qiu & Yao, arXiv 2510.04212"
 TITLES = {
@@ -91,7 +91,7 @@ def lead(f: PaperFigures) -> str:
     c = f.chosen
     what = f"recipe {c.observation}, emulated" if c.emulated else f"observation {c.observation!r}"
     steps = f"; steps {c.steps[0]} to {c.steps[-1]} ({len(c.steps)})" if len(c.steps) > 1 else ""
-    return f"{c.name}, {what}: {c.reason}. From {count(f.captures, 'capture')}{steps}."
+    return f"{c.name}, {what}: {c.reason}. From {plural(f.captures, 'capture')}{steps}."
 
 
 def at_step(step: int | None) -> str:

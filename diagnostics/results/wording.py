@@ -37,7 +37,7 @@ def signed(value: float | None, digits: int = 2) -> str:
     return DASH if value is None else f"{value:+.{digits}g}"
 
 
-def count(n: int, noun: str) -> str:
+def plural(n: int, noun: str) -> str:
     """A number of things: "1 head", "2 heads"."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
 

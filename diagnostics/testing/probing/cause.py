@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attn_diag.results.wording import percent
+
 if TYPE_CHECKING:
     from attn_diag.results.probe import Direction, ProbeFinding
 
@@ -56,7 +58,7 @@ def normaliser_words(findings: Sequence[ProbeFinding], level: float) -> list[str
     expected = " and ".join(f"{f.predicted:+.4g}" for f in off)
     words = (
         f"The row sum does not match the weights that multiply V: normaliser off by {measured}; intervals at "
-        f"{100 * (1 - level):g} %."
+        f"{percent(1 - level, 'g')}."
     )
     if all(matches_prediction(f) for f in known):
         words += f" That is {expected}, what an l that sums P̄ in fp32 gives while P̄ is cast for P̄V."
