@@ -31,7 +31,9 @@ _FIGURES = {NOISE_FACTOR: "noise", CONDITIONING: "condit.", DQ_ERROR: "dQ off", 
 def brief(diagnosis: Diagnosis, found: str = "this") -> str:
     """The summary, the worst heads, why the worst one is, and what to type next.
 
-    ``found``: an expression for the diagnosis.
+    Args:
+        diagnosis: What is shown.
+        found: An expression that gives the diagnosis at the prompt.
     """
     lines = wrapped(f"Diagnosis: {diagnosis.summary.sentence}", _SUMMARY)
     s = diagnosis.summary

@@ -26,10 +26,8 @@ def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
     yield layout.heading(f"check of {printable(found.source)}")
     yield Text(verdict(found), style="bold green" if found.passed else "bold red")
     yield layout.note(against(found))
-    for failure in found.failures[:_SHOWN]:
-        yield layout.bullet("✗", f"[{failure.kind}] {printable(failure.message)}")
-    if len(found.failures) > _SHOWN:
-        yield layout.bullet("", f"… and {len(found.failures) - _SHOWN} more (--json has all)")
+    failures = [f"[{failure.kind}] {failure.message}" for failure in found.failures]
+    yield from layout.bullets("✗", failures, _SHOWN, "… and {} more (--json has all)")
     for suspect in suspects(found):
         yield layout.bullet("→", suspect)
     for command in dict.fromkeys(f.look_closer for f in found.failures[:1] if f.look_closer):
@@ -37,10 +35,7 @@ def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
     # What is broken is never accepted.
     if found.baseline and found.failures and not any(f.kind in ("fit", "determinism") for f in found.failures):
         yield layout.bullet("?", f"accept: the same with --baseline {printable(found.baseline)} --update")
-    for note in found.notes[:_SHOWN]:
-        yield layout.bullet("-", printable(note))
-    if len(found.notes) > _SHOWN:
-        yield layout.bullet("", f"… and {len(found.notes) - _SHOWN} more notes (--json has all)")
+    yield from layout.bullets("-", found.notes, _SHOWN, "… and {} more notes (--json has all)")
     yield Text("")
     yield _table(found)
     yield Text("")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import ConsoleOptions, RenderableType
 from rich.table import Column
 from rich.text import Text
 
@@ -46,23 +46,19 @@ def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
     yield layout.bullet(" ", f"matched: {'; '.join(found.matched_by)}")
     if changed:
         yield from layout.title("What changed, the worst first")
-        yield _Changes(found, changed[:_MAX_HEADS])
+        yield layout.Sized(partial(_changes, found, changed[:_MAX_HEADS]))
         if len(changed) > _MAX_HEADS:
             yield layout.paragraph(f"and {len(changed) - _MAX_HEADS} more changed heads in --json", style="dim")
         for entry in changed[:_MAX_DETAILS]:
             yield from _detail(found, entry)
     if alone := [e for e in found.entries if e.outcomes == ("relabelled",) and e not in changed]:
         yield from layout.title("Other labels, and no change beyond chance")
-        for entry in alone[:_MAX_ALONE]:
-            yield layout.bullet("-", f"{_name(found, entry)}: {_labels(entry)}")
-        if len(alone) > _MAX_ALONE:
-            yield layout.bullet(" ", f"and {len(alone) - _MAX_ALONE} more in --json")
+        relabelled = [f"{_name(found, entry)}: {_labels(entry)}" for entry in alone]
+        yield from layout.bullets("-", relabelled, _MAX_ALONE, "and {} more in --json")
     if found.unmatched:
         yield from layout.title("Not compared")
-        for item in found.unmatched[:_MAX_UNMATCHED]:
-            yield layout.bullet("-", f"{item.side}: {item.what}: {item.reason}")
-        if len(found.unmatched) > _MAX_UNMATCHED:
-            yield layout.bullet(" ", f"and {len(found.unmatched) - _MAX_UNMATCHED} more in --json")
+        unmatched = [f"{item.side}: {item.what}: {item.reason}" for item in found.unmatched]
+        yield from layout.bullets("-", unmatched, _MAX_UNMATCHED, "and {} more in --json")
     yield from layout.title("How it was compared")
     for note in (*found.notes, _method(found), *_tools(found)):
         yield layout.bullet("-", note)
@@ -120,32 +116,26 @@ def _name(found: Comparison, entry: HeadComparison) -> str:
     return printable(" ".join(parts))
 
 
-@dataclass(frozen=True)
-class _Changes:
+def _changes(found: Comparison, entries: list[HeadComparison], options: ConsoleOptions) -> Iterator[RenderableType]:
     """The table of changed heads; narrow screens leave dQ's error to the details below it."""
-
-    found: Comparison
-    entries: list[HeadComparison]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        shown = [NOISE_FACTOR, *([DQ_ERROR] if options.max_width >= _MEDIUM else [])]
-        table = layout.table(
-            Column("head", overflow="fold"),
-            Column("change", overflow="fold", min_width=13),
-            Column("labels", overflow="fold", min_width=15),
-            *layout.figures([*(q.heading for q in shown), "adj.\np"]),
+    shown = [NOISE_FACTOR, *([DQ_ERROR] if options.max_width >= _MEDIUM else [])]
+    table = layout.table(
+        Column("head", overflow="fold"),
+        Column("change", overflow="fold", min_width=13),
+        Column("labels", overflow="fold", min_width=15),
+        *layout.figures([*(q.heading for q in shown), "adj.\np"]),
+    )
+    for entry in entries:
+        sizes = {size.name: size for size in entry.sizes}
+        styled = [Text(outcome, style=_STYLES[outcome]) for outcome in entry.outcomes]
+        table.add_row(
+            Text(_name(found, entry)),
+            Text(", ").join(styled) if styled else Text("none"),
+            Text(_labels(entry)),
+            *(_arrow(sizes.get(q.key)) for q in shown),
+            number(_least(entry), 2),
         )
-        for entry in self.entries:
-            sizes = {size.name: size for size in entry.sizes}
-            styled = [Text(outcome, style=_STYLES[outcome]) for outcome in entry.outcomes]
-            table.add_row(
-                Text(_name(self.found, entry)),
-                Text(", ").join(styled) if styled else Text("none"),
-                Text(_labels(entry)),
-                *(_arrow(sizes.get(q.key)) for q in shown),
-                number(_least(entry), 2),
-            )
-        yield table
+    yield table
 
 
 def _labels(entry: HeadComparison) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions
@@ -51,7 +51,7 @@ class HeadMap:
         for start in range(0, len(heads), room):
             part = heads[start : start + room]
             maps = [_verdicts(cells, layers, part, ascii_only=options.ascii_only)]
-            maps += [_shades(q, known, cells, layers, part, layout.blocks(options)) for q, known in figures.items()]
+            maps += [_heights(q, known, cells, layers, part, layout.blocks(options)) for q, known in figures.items()]
             yield from _side_by_side(console, maps, layers, part, label, options.max_width)
 
 
@@ -85,32 +85,35 @@ def _style(head: HeadDiagnosis) -> str:
     return next((STYLES[name] for name in LETTERS if name in names), "dim")
 
 
-def _verdicts(
-    cells: dict[Place, HeadDiagnosis],
-    layers: list[int | None],
-    heads: list[int],
-    *,
-    ascii_only: bool,
-) -> _Map:
-    rows, seen = [], set()
+def _rows(
+    cells: dict[Place, HeadDiagnosis], layers: list[int | None], heads: list[int], character: Callable[[Place], str]
+) -> list[Text]:
+    """A line a layer: two columns for every head, in the colour of its verdict."""
+    rows = []
     for layer in layers:
         row = Text()
-        for head in heads:
-            found = cells.get((layer, head))
-            letter = " "
-            if found is not None:
-                worst = next((name for name in LETTERS if name in label_names(found)), None)
-                letter = "x" if worst is None else LETTERS[worst]
-                seen.add(worst)
-            letter = "." if ascii_only and letter == "·" else letter
-            row.append(f" {letter}", style="" if found is None else _style(found))
+        for place in ((layer, head) for head in heads):
+            drawn = character(place) if place in cells else ""
+            row.append(" " * (2 - len(drawn)))
+            row.append(drawn, style=_style(cells[place]) if drawn else "")
         rows.append(row)
-    named = {name: LETTERS[name] for name in LETTERS if name in seen}
-    legend = ", ".join(f"{'.' if ascii_only and c == '·' else c} {name}" for name, c in named.items())
+    return rows
+
+
+def _verdicts(
+    cells: dict[Place, HeadDiagnosis], layers: list[int | None], heads: list[int], *, ascii_only: bool
+) -> _Map:
+    letters = LETTERS | ({"clean": "."} if ascii_only else {})
+    worst = {
+        place: next((name for name in letters if name in label_names(head)), None) for place, head in cells.items()
+    }
+    rows = _rows(cells, layers, heads, lambda place: " x" if (name := worst[place]) is None else f" {letters[name]}")
+    seen = {worst[layer, head] for layer in layers for head in heads if (layer, head) in cells}
+    legend = ", ".join(f"{letter} {name}" for name, letter in letters.items() if name in seen)
     return _Map("worst verdict", legend + (", x no verdict" if None in seen else ""), rows)
 
 
-def _shades(
+def _heights(
     quantity: Quantity,
     values: dict[Place, float | None],
     cells: dict[Place, HeadDiagnosis],
@@ -119,18 +122,9 @@ def _shades(
     characters: str,
 ) -> _Map:
     levels = dict(zip(values, log_levels(list(values.values())), strict=True))
-    rows = []
-    for layer in layers:
-        row = Text()
-        for head in heads:
-            level = levels.get((layer, head))
-            found = cells.get((layer, head))
-            row.append(" ")
-            row.append(" " if level is None else characters[level], style="" if found is None else _style(found))
-        rows.append(row)
+    rows = _rows(cells, layers, heads, lambda place: " " if (level := levels[place]) is None else characters[level])
     known = [value for value in values.values() if value is not None]
-    ends = f"{quantity.shown(min(known))} to {quantity.shown(max(known))}"
-    return _Map(quantity.title, ends, rows, heights=True)
+    return _Map(quantity.title, f"{quantity.shown(min(known))} to {quantity.shown(max(known))}", rows, heights=True)
 
 
 def log_levels(values: Sequence[float | None]) -> list[int | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -59,9 +59,27 @@ def bullet(mark: str, text: str | Text) -> RenderableType:
     return Hanging(f"{mark:>3} ", text if isinstance(text, Text) else Text(printable(text)))
 
 
+def bullets(mark: str, texts: Sequence[str], most: int, left: str) -> Iterator[RenderableType]:
+    """At most so many of the texts, then ``left`` with the number of the others for its {}."""
+    yield from (bullet(mark, text) for text in texts[:most])
+    if len(texts) > most:
+        yield bullet("", left.format(len(texts) - most))
+
+
 def indented(renderable: RenderableType, *, expand: bool = True) -> Padding:
     """Two columns to the right; ``expand``: filled up with blanks to the console's width."""
     return Padding(renderable, (0, 0, 0, 2), expand=expand)
+
+
+@dataclass(frozen=True)
+class Sized:
+    """What is drawn according to the room there is."""
+
+    draw: Callable[[ConsoleOptions], Iterable[RenderableType]]
+    """options -> pieces; ``options.max_width`` is the room in columns."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
+        return self.draw(options)
 
 
 @dataclass(frozen=True)
@@ -147,29 +165,30 @@ def spark(estimate: BiasEstimate, cells: int) -> Spark | None:
     )
 
 
-@dataclass(frozen=True)
-class Bars:
-    """Values in order as a line of bars, the largest in magnitude of each column, with its range."""
+def bars(values: Sequence[float], *, zero: bool = False) -> Sized:
+    """Values in order as a line of bars, in the characters that the console can write."""
+    # In ASCII the dot for no number would look like a low bar.
+    return Sized(lambda o: [Text(bar_line(values, zero=zero, bars=blocks(o), gap=" " if o.ascii_only else "·"))])
 
-    values: Sequence[float]
-    zero: bool = False
-    """Whether bars start at 0, not at the smallest value."""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        # In ASCII the dot for no number would look like a low bar.
-        yield Text(self.text(blocks(options), gap=" " if options.ascii_only else "·"))
+def bar_line(values: Sequence[float], *, zero: bool = False, bars: str = BLOCKS, gap: str = "·") -> str:
+    """A line of bars over at most 56 columns, the largest in magnitude of each, with its range.
 
-    def text(self, characters: str = BLOCKS, gap: str = "·") -> str:
-        """The line, over at most 56 columns; ``gap``: the character of a column without a finite number."""
-        columns = _groups(self.values, _BARS)
-        shown = [max((v for v in column if math.isfinite(v)), key=abs, default=math.nan) for column in columns]
-        finite = [v for v in shown if math.isfinite(v)]
-        if not finite:
-            return gap * len(columns)
-        low, high = (min(0.0, *finite) if self.zero else min(finite)), max(finite)
-        step = (high - low) / (len(characters) - 1) or 1.0
-        drawn = "".join(gap if math.isnan(v) else characters[round((v - low) / step)] for v in shown)
-        return f"{drawn}  {low:.2g} … {high:.2g}"
+    Args:
+        values: What is drawn, in order.
+        zero: Whether bars start at 0, not at the smallest value.
+        bars: One character a height, the lowest first.
+        gap: The character of a column without a finite number.
+    """
+    columns = _groups(values, _BARS)
+    shown = [max((v for v in column if math.isfinite(v)), key=abs, default=math.nan) for column in columns]
+    finite = [v for v in shown if math.isfinite(v)]
+    if not finite:
+        return gap * len(columns)
+    low, high = (min(0.0, *finite) if zero else min(finite)), max(finite)
+    step = (high - low) / (len(bars) - 1) or 1.0
+    drawn = "".join(gap if math.isnan(v) else bars[round((v - low) / step)] for v in shown)
+    return f"{drawn}  {low:.2g} … {high:.2g}"
 
 
 def _groups(values: Sequence[_T], most: int) -> list[Sequence[_T]]:

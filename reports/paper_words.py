@@ -9,7 +9,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from attn_diag.reports import layout, words
-from attn_diag.reports.layout import Bars
+from attn_diag.reports.layout import Sized, bars
 from attn_diag.results.paper import (
     Accumulated,
     Atoms,
@@ -61,28 +61,28 @@ def paper_renderables(f: PaperFigures) -> Iterator[RenderableType]:
     yield layout.note(f"{CAVEAT}\n{words.tool_line(f.tool)}")
 
 
-def _lines(f: PaperFigures, name: str) -> Sequence[str | Bars]:
+def _lines(f: PaperFigures, name: str) -> Sequence[str | Sized]:
     """A figure's sentences and sparklines; none where it is not drawn."""
     if name == "spectral_norms" and f.spectral_norms is not None:
         worst = max(f.spectral_norms.heads, key=lambda h: h.spectral[-1])
-        chart = [Bars(worst.spectral, zero=True)] if len(worst.spectral) > 1 else []
+        chart = [bars(worst.spectral, zero=True)] if len(worst.spectral) > 1 else []
         return [spectral_norms(f.spectral_norms), *chart]
     if name == "atoms" and f.atoms is not None:
         return atoms(f.atoms)
     if name == "delta_rows" and f.delta_rows is not None:
-        return [delta_rows(f.delta_rows), Bars(f.delta_rows.sums)]
+        return [delta_rows(f.delta_rows), bars(f.delta_rows.sums)]
     if name == "delta_steps" and f.delta_steps is not None:
         found = f.delta_steps
         sums = [found.total.sums] + ([found.excess.sums] if found.excess is not None else [])
         said = delta_steps(found)
-        drawn = [line for pair in zip(said, map(Bars, sums), strict=False) for line in pair]
+        drawn = [line for pair in zip(said, map(bars, sums), strict=False) for line in pair]
         return [*drawn, *said[len(sums) :]]
     if name == "features" and f.features is not None:
-        return [features(f.features), Bars(f.features.product)]
+        return [features(f.features), bars(f.features.product)]
     if name == "prefix" and f.prefix is not None:
-        return [prefix(f.prefix), Bars(f.prefix.error)]
+        return [prefix(f.prefix), bars(f.prefix.error)]
     if name == "triggers" and f.triggers is not None:
-        return [triggers(f.triggers, f.chosen.name), Bars(f.triggers.head.exact, zero=True)]
+        return [triggers(f.triggers, f.chosen.name), bars(f.triggers.head.exact, zero=True)]
     return []
 
 

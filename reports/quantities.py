@@ -52,7 +52,7 @@ class Quantity:
     """Its name where there is room."""
     path: str | Callable[[HeadDiagnosis], float | None]
     """Where it stands in a head's diagnosis, or how it follows from it."""
-    heading: str
+    heading: str = ""
     """The title of a column in a terminal."""
     digits: int = 3
     fraction: bool = False
@@ -127,11 +127,9 @@ REPEATED_MAXIMA = Quantity(
     "repeated_maxima", "repeated maxima", "row_maxima.exact.fraction", "repeated\nmaxima", fraction=True,
     words="Rows whose maximum is repeated when scores are rounded to q's format.",
 )  # fmt: skip
-SMALLEST_P = Quantity("smallest_p", "smallest p", smallest_p, "smallest\np", digits=2)
-MAX_LOGIT = Quantity(
-    "max_logit", "max logit", "figures.max_logit", "max\nlogit", words="The largest score of a visible key."
-)
-NONFINITE_ROWS = Quantity("nonfinite_rows", "rows with NaN or Inf", "rows_nonfinite", "rows\nNaN, Inf")
+SMALLEST_P = Quantity("smallest_p", "smallest p", smallest_p, digits=2)
+MAX_LOGIT = Quantity("max_logit", "max logit", "figures.max_logit", words="The largest score of a visible key.")
+NONFINITE_ROWS = Quantity("nonfinite_rows", "rows with NaN or Inf", "rows_nonfinite")
 QUANTITIES = {
     quantity.key: quantity
     for quantity in (

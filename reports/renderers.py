@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -76,9 +76,7 @@ _RENDERERS = {
 
 def renderables(result: Result) -> Iterator[RenderableType]:
     """The report of any result, piece by piece, for a rich console."""
-    name = _renderer(result).terminal
-    assert name is not None
-    yield from _load(name)(result)
+    yield from _shown("terminal", result)
 
 
 def plain_text(result: Result) -> str:
@@ -86,30 +84,37 @@ def plain_text(result: Result) -> str:
 
     Letters of other scripts, as in a file's name, stay.
     """
-    name = _renderer(result).plain
-    lines = _drawn_in_ascii(result).splitlines() if name is None else _load(name)(result)
+    lines = _shown("plain", result) or _drawn_in_ascii(result).splitlines()
     return "".join(f"{line.translate(_OURS).rstrip()}\n" for line in lines)
 
 
 def prompt(result: Any) -> str | None:
     """What a debugger's prompt shows of it; None where that is one line of no report."""
-    name = _renderer(result).prompt
-    return None if name is None else _load(name)(result)
+    text: str | None = _shown("prompt", result)
+    return text
 
 
 def notebook(result: Result) -> str | None:
     """The HTML that a notebook's cell shows of it; None where that is the terminal's report."""
-    name = _renderer(result).notebook
-    return None if name is None else _load(name)(result)
+    text: str | None = _shown("notebook", result)
+    return text
 
 
 def page(result: Result) -> str:
     """Its self-contained HTML page. Raises ValueError for a kind of result that has none."""
-    name = _renderer(result).page
-    if name is None:
+    text: str | None = _shown("page", result)
+    if text is None:
         raise ValueError(f"a {result.schema} document has no HTML page")
-    text: str = _load(name)(result)
     return text
+
+
+def _shown(face: str, result: Any) -> Any:
+    """What one of a kind's functions makes of a result; None where the kind has no such function."""
+    name: str | None = getattr(_RENDERERS[result.schema.removeprefix("attn-diag-")], face)
+    if name is None:
+        return None
+    module, _, function = name.partition(":")
+    return getattr(import_module(f"{__package__}.{module}"), function)(result)
 
 
 class _Ascii(io.StringIO):
@@ -124,13 +129,3 @@ def _drawn_in_ascii(result: Result) -> str:
     for renderable in renderables(result):
         console.print(renderable)
     return buffer.getvalue()
-
-
-def _renderer(result: Any) -> Renderer:
-    return _RENDERERS[result.schema.removeprefix("attn-diag-")]
-
-
-def _load(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), function)
-    return found

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import ConsoleOptions, RenderableType
 from rich.table import Column
 from rich.text import Text
 
@@ -97,7 +97,7 @@ def _heads(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[RenderableTyp
     yield from layout.title("Heads, worst first" if len(entries) > 1 else "Head")
     shown = entries[:_MAX_ROWS]
     pooled = [(c, o, o.pooled) for c in diagnosis.captures for o in c.observations if len(o.heads) > 2]
-    yield Overview(tuple(shown), tuple(p for p in pooled if len(pooled) <= 4 and p[2].verdict is not None))
+    yield layout.Sized(partial(_overview, shown, [p for p in pooled if len(pooled) <= 4 and p[2].verdict is not None]))
     if rest := entries[_MAX_ROWS:]:
         counts = Counter(labels(head) for _, _, head in rest)
         listed = "; ".join(f"{n} {label}" for label, n in counts.most_common())
@@ -111,34 +111,27 @@ def _heads(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[RenderableTyp
                 yield HeadMap(named)
 
 
-@dataclass(frozen=True)
-class Overview:
+def _overview(entries: list[Entry], pooled: list[Entry], options: ConsoleOptions) -> Iterator[RenderableType]:
     """The table of heads, with as many figures as the width holds; names are wrapped, never cut."""
-
-    entries: tuple[Entry, ...]
-    pooled: tuple[Entry, ...] = ()
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        entries = (*self.entries, *self.pooled)
-        names = story.Names.of(self.entries)
-        named = any(names.where(entry) for entry in self.entries)
-        figures = [_figures(head) for _, _, head in entries]
-        # What no head has, and what the width has no room for, is left out.
-        shown = [q for q in _FIGURES if any(f[q] != DASH for f in figures)]
-        while shown and _least_width(shown, figures, named=named) > options.max_width:
-            shown.remove(next(q for q in _EXPENDABLE if q in shown))
-        table = layout.table(
-            Column("head", overflow="fold"),
-            *([Column("where", overflow="fold")] if named else []),
-            Column("verdict", min_width=_VERDICT, overflow="fold"),
-            *layout.figures([q.heading for q in shown]),
-        )
-        for entry, known in zip(entries, figures, strict=True):
-            head = entry[2]
-            place = [Text(", ".join(names.where(entry)))] if named else []
-            name = Text(head_name(head.layer, head.head))
-            table.add_row(name, *place, _labels(head), *(known[q] for q in shown))
-        yield table
+    names = story.Names.of(entries)
+    named = any(names.where(entry) for entry in entries)
+    figures = [_figures(head) for _, _, head in (*entries, *pooled)]
+    # What no head has, and what the width has no room for, is left out.
+    shown = [q for q in _FIGURES if any(f[q] != DASH for f in figures)]
+    while shown and _least_width(shown, figures, named=named) > options.max_width:
+        shown.remove(next(q for q in _EXPENDABLE if q in shown))
+    table = layout.table(
+        Column("head", overflow="fold"),
+        *([Column("where", overflow="fold")] if named else []),
+        Column("verdict", min_width=_VERDICT, overflow="fold"),
+        *layout.figures([q.heading for q in shown]),
+    )
+    for entry, known in zip((*entries, *pooled), figures, strict=True):
+        head = entry[2]
+        place = [Text(", ".join(names.where(entry)))] if named else []
+        name = Text(head_name(head.layer, head.head))
+        table.add_row(name, *place, _labels(head), *(known[q] for q in shown))
+    yield table
 
 
 def _least_width(shown: list[Quantity], figures: list[dict[Quantity, str]], *, named: bool) -> int:
@@ -187,47 +180,37 @@ def _detail(entry: Entry, names: story.Names) -> Iterator[RenderableType]:
             yield layout.bullet("=", reason)
     if head.details_note is not None:
         yield layout.bullet("=", head.details_note)
-    yield CumulativeSum(head)
+    yield layout.Sized(partial(_running_sum, head))
     if any(tested(head)):
-        yield Tests(head)
+        yield layout.Sized(partial(_tests, head))
     for said in words.numbers(head):
         yield layout.bullet(" ", said)
 
 
-@dataclass(frozen=True)
-class CumulativeSum:
+def _running_sum(head: HeadDiagnosis, options: ConsoleOptions) -> Iterator[RenderableType]:
     """delta's signed error (O's, where there is no delta) summed over the rows, as a line of blocks."""
-
-    head: HeadDiagnosis
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        known = {"delta": self.head.bias.delta, "O beyond correct rounding": self.head.bias.o_excess}
-        for name, estimate in known.items():
-            if estimate is None or (drawn := layout.spark(estimate, min(_SPARK_CELLS, options.max_width - 6))) is None:
-                continue
-            yield layout.bullet("-", f"Error of {name} summed over the rows {words.drift_words(estimate, drawn)}:")
-            line = Text("    ")
-            for character, out in zip(drawn.text(layout.blocks(options)), drawn.outside, strict=True):
-                line.append(character, style="bold red" if out else "cyan")
-            yield line
-            if drawn.marks():
-                yield Text(f"    {drawn.marks()}", style="bold red")
-            return
+    known = {"delta": head.bias.delta, "O beyond correct rounding": head.bias.o_excess}
+    for name, estimate in known.items():
+        if estimate is None or (drawn := layout.spark(estimate, min(_SPARK_CELLS, options.max_width - 6))) is None:
+            continue
+        yield layout.bullet("-", f"Error of {name} summed over the rows {words.drift_words(estimate, drawn)}:")
+        line = Text("    ")
+        for character, out in zip(drawn.text(layout.blocks(options)), drawn.outside, strict=True):
+            line.append(character, style="bold red" if out else "cyan")
+        yield line
+        if drawn.marks():
+            yield Text(f"    {drawn.marks()}", style="bold red")
+        return
 
 
-@dataclass(frozen=True)
-class Tests:
+def _tests(head: HeadDiagnosis, options: ConsoleOptions) -> Iterator[RenderableType]:
     """The table of the primary tests; on narrow screens without what their units and p-values say too."""
-
-    head: HeadDiagnosis
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        wide = options.max_width >= _MEDIUM
-        kept = [figure for figure in _TEST_FIGURES if wide or figure.key not in _TWICE_SAID]
-        table = layout.table(Column("mean error of", no_wrap=True), *layout.figures([f.heading for f in kept]))
-        for test in TESTS.values():
-            table.add_row(test.title, *(figure.text(test, self.head) for figure in kept))
-        yield layout.indented(table, expand=False)
+    wide = options.max_width >= _MEDIUM
+    kept = [figure for figure in _TEST_FIGURES if wide or figure.key not in _TWICE_SAID]
+    table = layout.table(Column("mean error of", no_wrap=True), *layout.figures([f.heading for f in kept]))
+    for test in TESTS.values():
+        table.add_row(test.title, *(figure.text(test, head) for figure in kept))
+    yield layout.indented(table, expand=False)
 
 
 def _provenance(diagnosis: Diagnosis) -> Iterator[RenderableType]:

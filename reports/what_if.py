@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import ConsoleOptions, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -31,7 +31,7 @@ def what_if_renderables(found: WhatIf) -> Iterator[RenderableType]:
     for note in found.notes:
         yield _bullet(" ", note)
     yield Text("")
-    yield _Ranking(found)
+    yield layout.Sized(partial(_ranking, found))
     if rest := [c for c in found.candidates if c.rank is None]:
         yield Text("\nNot ranked, for they are not the same attention here:", style="bold")
         reasons: dict[str, list[str]] = {}
@@ -44,49 +44,45 @@ def what_if_renderables(found: WhatIf) -> Iterator[RenderableType]:
     yield layout.note(words.tool_line(found.tool))
 
 
-@dataclass(frozen=True)
-class _Ranking:
+def _ranking(found: WhatIf, options: ConsoleOptions) -> Iterator[RenderableType]:
     """The table, with more columns where there is room."""
+    wide = options.max_width >= _WIDE
+    other = "o" if found.ranked_by == "dq" else None
+    extra = [name for name in ("dw_q", other) if wide and name and getattr(found.baseline.errors, name) is not None]
+    with_delta = found.baseline.errors.delta is not None
+    heads = [_error(found.ranked_by), "removed", *map(_error, extra)]
+    heads += [NOISE_FACTOR.heading] if with_delta else []
+    heads += ["bias |O|\n(ulp)", *(["delta\nt"] if wide and with_delta else [])]
+    heads += ["more\nwork", "more\nbytes", *(["ops a\nscore"] if wide else [])]
+    candidates = Column("candidate", min_width=24)
+    table = layout.table(layout.figure(""), candidates, *layout.figures(heads), collapse=True)
+    for candidate in (found.baseline, *(c for c in found.candidates if c.rank is not None)):
+        table.add_row(*_cells(found, candidate, extra, wide=wide), style=_STYLES[candidate.kind])
+    yield table
 
-    found: WhatIf
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        found, wide = self.found, options.max_width >= _WIDE
-        other = "o" if found.ranked_by == "dq" else None
-        extra = [name for name in ("dw_q", other) if wide and name and getattr(found.baseline.errors, name) is not None]
-        with_delta = found.baseline.errors.delta is not None
-        heads = [_error(found.ranked_by), "removed", *map(_error, extra)]
-        heads += [NOISE_FACTOR.heading] if with_delta else []
-        heads += ["bias |O|\n(ulp)", *(["delta\nt"] if wide and with_delta else [])]
-        heads += ["more\nwork", "more\nbytes", *(["ops a\nscore"] if wide else [])]
-        candidates = Column("candidate", min_width=24)
-        table = layout.table(layout.figure(""), candidates, *layout.figures(heads), collapse=True)
-        for candidate in (found.baseline, *(c for c in found.candidates if c.rank is not None)):
-            table.add_row(*self._cells(candidate, extra, wide=wide), style=_STYLES[candidate.kind])
-        yield table
-
-    def _cells(self, c: Candidate, extra: list[str], *, wide: bool) -> list[str]:
-        found, cost = self.found, c.cost
-        # Names are joined by "+"; a blank before it lets long ones wrap.
-        name = c.name.replace("+", " +")
-        cells = [
-            f"{c.rank or ''}{'*' if c.pareto else ' '}",
-            name if c.kind != "baseline" else f"baseline: {found.recipe}",
-        ]
-        spread = getattr(c.spread, found.ranked_by) if c.spread is not None else None
-        error = percent(c.left)
-        cells += [f"{error}" if spread is None else f"~{error}"]
-        cells += ["" if c.kind == "baseline" else _removed(c.removed)]
-        cells += [percent(getattr(c.errors, name)) for name in extra]
-        if found.baseline.errors.delta is not None:
-            cells.append(number(c.errors.delta, 2))
-        cells.append(_bias(c.bias_o, in_units=True, biased="o" in c.biased))
-        if wide and found.baseline.errors.delta is not None:
-            cells.append(_bias(c.bias_delta, in_units=False, biased="delta" in c.biased))
-        if cost is None:
-            return [*cells, *([""] * (3 if wide else 2))]
-        cells += [_more(cost.tensor_flops), _more(cost.bytes_fraction)]
-        return [*cells, *([f"{cost.vector_ops:.0f}" if cost.vector_ops else "0"] if wide else [])]
+def _cells(found: WhatIf, c: Candidate, extra: list[str], *, wide: bool) -> list[str]:
+    cost = c.cost
+    # Names are joined by "+"; a blank before it lets long ones wrap.
+    name = c.name.replace("+", " +")
+    cells = [
+        f"{c.rank or ''}{'*' if c.pareto else ' '}",
+        name if c.kind != "baseline" else f"baseline: {found.recipe}",
+    ]
+    spread = getattr(c.spread, found.ranked_by) if c.spread is not None else None
+    error = percent(c.left)
+    cells += [f"{error}" if spread is None else f"~{error}"]
+    cells += ["" if c.kind == "baseline" else _removed(c.removed)]
+    cells += [percent(getattr(c.errors, name)) for name in extra]
+    if found.baseline.errors.delta is not None:
+        cells.append(number(c.errors.delta, 2))
+    cells.append(_bias(c.bias_o, in_units=True, biased="o" in c.biased))
+    if wide and found.baseline.errors.delta is not None:
+        cells.append(_bias(c.bias_delta, in_units=False, biased="delta" in c.biased))
+    if cost is None:
+        return [*cells, *([""] * (3 if wide else 2))]
+    cells += [_more(cost.tensor_flops), _more(cost.bytes_fraction)]
+    return [*cells, *([f"{cost.vector_ops:.0f}" if cost.vector_ops else "0"] if wide else [])]
 
 
 def _error(quantity: str) -> str:

@@ -14,7 +14,7 @@ from step_captures import Plant, planted, series
 from attn_diag import PaperFigures, paper_figures
 from attn_diag.cli import main
 from attn_diag.reports.charts import Chart, Gallery
-from attn_diag.reports.layout import ASCII, Bars
+from attn_diag.reports.layout import ASCII, bar_line
 from attn_diag.reports.paper import paper_gallery
 from attn_diag.reports.renderers import PLAIN_WIDTH, plain_text
 
@@ -124,11 +124,11 @@ def test_missing_figures_are_listed_with_the_reason() -> None:
 
 
 def test_sparklines() -> None:
-    assert Bars([0.0, 1.0]).text().startswith("▁█")
-    assert Bars([1.0, 2.0], zero=True).text().startswith("▅█")
-    assert Bars([float("nan")]).text() == "·"
-    assert len(Bars(range(1000)).text().split()[0]) == 56
-    assert Bars([0.0, float("nan"), 1.0]).text(ASCII, gap=" ").startswith("_ #")
+    assert bar_line([0.0, 1.0]).startswith("▁█")
+    assert bar_line([1.0, 2.0], zero=True).startswith("▅█")
+    assert bar_line([float("nan")]) == "·"
+    assert len(bar_line(range(1000)).split()[0]) == 56
+    assert bar_line([0.0, float("nan"), 1.0], bars=ASCII, gap=" ").startswith("_ #")
 
 
 def test_the_plain_report_is_ascii_with_its_bars(found: PaperFigures) -> None:
