@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from attn_diag.reports import words
+from attn_diag.reports import layout, words
+from attn_diag.results.wording import SYMBOLS, head_name, number, percent, signed
 
 if TYPE_CHECKING:
     from attn_diag.results.attribution import Attribution, Effect, HeadAttribution, MeanError
 
-_NAMES = {"o": "O", "delta": "delta", "dq": "dQ", "dw_q": "dW_Q"}
 # Smaller standard errors of a share are not shown.
 _SHOWN = 0.001
 _UNITS = {
@@ -42,14 +42,14 @@ def attribution_renderables(found: Attribution) -> Iterator[RenderableType]:
 
 
 def _head(head: HeadAttribution) -> Iterator[RenderableType]:
-    name = f"H{head.head}" if head.layer is None else f"L{head.layer}H{head.head}"
+    name = head_name(head.layer, head.head)
     batch = "" if head.batch is None else f", batch {head.batch}"
     yield Rule(Text(f"{name}{batch}"), align="left")
     yield Text(f"recipe {head.recipe}")
     for reason in head.reasons:
-        yield words.bullet("-", reason)
+        yield layout.bullet("-", reason)
     for note in head.notes:
-        yield words.bullet(" ", note)
+        yield layout.bullet(" ", note)
     main = "dq" if "dq" in head.totals else "o"
     yield Text("")
     yield _sizes(head, main)
@@ -62,12 +62,9 @@ def _head(head: HeadAttribution) -> Iterator[RenderableType]:
 
 
 def _sizes(head: HeadAttribution, main: str) -> Table:
-    table = _table(f"error of {_NAMES[main]} from")
     others = [q for q in ("dw_q", "delta", "o") if q in head.totals and q != main]
-    for column in (f"share, %\nof {_NAMES[main]}", "alone", "repaired", "sham"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for quantity in others:
-        table.add_column(f"of\n{_NAMES[quantity]}", justify="right", no_wrap=True)
+    figures = [f"share, %\nof {SYMBOLS[main]}", "alone", "repaired", "sham", *(f"of\n{SYMBOLS[q]}" for q in others)]
+    table = _table(f"error of {SYMBOLS[main]} from", figures)
     for site in sorted(head.sites, key=lambda s: -s.effects[main].share):
         effect = site.effects[main]
         error = effect.share_error
@@ -82,9 +79,7 @@ def _sizes(head: HeadAttribution, main: str) -> Table:
 
 
 def _means(head: HeadAttribution, quantity: str, title: str) -> Table:
-    table = _table(f"mean error of {title}")
-    for column in ("contribution", "adj. p", "repaired", "sham"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _table(f"mean error of {title}", ["contribution", "adj. p", "repaired", "sham"])
     acting = [s for s in head.sites if (b := s.effects[quantity].bias) is not None and (b.mean or b.standard_error)]
     for site in sorted(acting, key=lambda s: -abs(_mean_of(s.effects[quantity]))):
         effect = site.effects[quantity]
@@ -92,15 +87,15 @@ def _means(head: HeadAttribution, quantity: str, title: str) -> Table:
         table.add_row(
             site.site,
             _estimate(effect.bias),
-            words.number(effect.bias.p_adjusted, 2),
-            words.signed(effect.bias_repaired),
-            words.signed(effect.bias_sham),
+            number(effect.bias.p_adjusted, 2),
+            signed(effect.bias_repaired),
+            signed(effect.bias_sham),
         )
     total, twin = head.totals[quantity].bias, head.twin.bias.get(quantity)
     if total is not None:
-        table.add_row("all of them", _estimate(total), words.number(total.p_value, 2), "", "")
+        table.add_row("all of them", _estimate(total), number(total.p_value, 2), "", "")
     if twin is not None:
-        table.add_row("all, rounded stochastically", _estimate(twin), words.number(twin.p_value, 2), "", "")
+        table.add_row("all, rounded stochastically", _estimate(twin), number(twin.p_value, 2), "", "")
     return table
 
 
@@ -110,7 +105,7 @@ def _mean_of(effect: Effect) -> float:
 
 def _estimate(estimate: MeanError) -> str:
     error = "" if estimate.standard_error is None else f" ± {estimate.standard_error:.1g}"
-    return f"{words.signed(estimate.mean)}{error}"
+    return f"{signed(estimate.mean)}{error}"
 
 
 def _share(effect: Effect) -> str:
@@ -118,10 +113,8 @@ def _share(effect: Effect) -> str:
 
 
 def _size(quantity: str, value: float | None) -> str:
-    return words.number(value) if quantity == "delta" else words.percent(value)
+    return number(value) if quantity == "delta" else percent(value)
 
 
-def _table(first: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    table.add_column(first, min_width=16)
-    return table
+def _table(first: str, figures: list[str]) -> Table:
+    return layout.table(Column(first, min_width=16), *layout.figures(figures))

@@ -1,30 +1,39 @@
-"""What a debugger prompt shows of a diagnosis: at most 25 lines of 80 columns, the worst heads first."""
+"""What a debugger's prompt shows: a diagnosis or a finding in at most 25 lines of 80 columns, or an explanation."""
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
-from attn_diag.reports import words
-from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.reports import layout
+from attn_diag.reports.quantities import CONDITIONING, DQ_ERROR, DW_Q_ERROR, NOISE_FACTOR, labels
+from attn_diag.reports.story import Entry
+from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
+from attn_diag.results.wording import file_name, head_name, printable
+
+if TYPE_CHECKING:
+    from attn_diag.results.explanation import Explanation
 
 WIDTH = 80
 # Lines that each part may take; with a head line, and the 5 of ``break_if`` before them, they are 25 at most.
 _SUMMARY, _WARNINGS, _UNJUDGED, _HEADS, _REASON, _SUGGESTION, _NEXT = 3, 2, 2, 5, 3, 2, 2
 _COLUMNS = "{:<9}{:<17}{:>7}{:>8}{:>9}{:>9}  "
-
-Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
+# Shorter titles than elsewhere: a line has 80 columns.
+_FIGURES = {NOISE_FACTOR: "noise", CONDITIONING: "condit.", DQ_ERROR: "dQ off", DW_Q_ERROR: "dW_Q off"}
 
 
 def brief(diagnosis: Diagnosis, found: str = "this") -> str:
     """The summary, the worst heads, why the worst one is, and what to type next.
 
-    ``found``: an expression for the diagnosis.
+    Args:
+        diagnosis: What is shown.
+        found: An expression that gives the diagnosis at the prompt.
     """
     lines = wrapped(f"Diagnosis: {diagnosis.summary.sentence}", _SUMMARY)
     s = diagnosis.summary
@@ -35,7 +44,7 @@ def brief(diagnosis: Diagnosis, found: str = "this") -> str:
         lines.append(f"… and {len(warnings) - len(shown)} more warnings")
     failed = [c for c in diagnosis.captures if c.assumptions.ok is False]
     if failed:
-        lines += wrapped(f"no verdict for {_name(failed[0].source)}: {failed[0].assumptions.message}", _UNJUDGED)
+        lines += wrapped(f"no verdict for {file_name(failed[0].source)}: {failed[0].assumptions.message}", _UNJUDGED)
     ranked = diagnosis.ranked()
     if ranked:
         lines += _table(ranked)
@@ -60,10 +69,10 @@ def finding_text(found: Any) -> str:
 def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
     """``text`` in at most ``most`` lines of 80 columns, the later ones indented; cut with an ellipsis."""
     console = Console(width=WIDTH, color_system=None)
-    first, *rest = Text(words.printable(text)).wrap(console, WIDTH)
+    first, *rest = Text(printable(text)).wrap(console, WIDTH)
     lines = [first.plain.rstrip()]
     if rest:
-        following = Text(words.printable(text)[len(first.plain) :].lstrip())
+        following = Text(printable(text)[len(first.plain) :].lstrip())
         lines += [indent + line.plain.rstrip() for line in following.wrap(console, WIDTH - len(indent))]
     return lines if len(lines) <= most else [*lines[: most - 1], _cut(lines[most - 1] + " …" * WIDTH, WIDTH)]
 
@@ -73,51 +82,37 @@ def _cut(text: str, width: int) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip(" …") + "…"
 
 
-def _name(source: str) -> str:
-    """The end of a path: what tells captures apart."""
-    return source.rpartition("/")[2] or source
-
-
 def _table(ranked: list[Entry]) -> list[str]:
     shown = ranked if len(ranked) <= _HEADS else ranked[: _HEADS - 1]
-    lines = [_COLUMNS.format("head", "verdict", "noise", "condit.", "dQ off", "dW_Q off") + "where"]
+    lines = [_COLUMNS.format("head", "verdict", *_FIGURES.values()) + "where"]
     # Only what tells the entries apart: the line has no room for more.
     observations, sources = {o.name for _, o, _ in ranked}, {c.source for c, _, _ in ranked}
     lines += [_row(entry, observation=len(observations) > 1, source=len(sources) > 1) for entry in shown]
     if rest := ranked[len(shown) :]:
-        counts = Counter(words.labels(head) for _, _, head in rest)
+        counts = Counter(labels(head) for _, _, head in rest)
         lines += wrapped(f"… and {len(rest)} more: " + "; ".join(f"{n} {label}" for label, n in counts.items()), 1)
     return lines
 
 
 def _row(entry: Entry, *, observation: bool, source: bool) -> str:
     capture, made, head = entry
-    dq, dw_q = head.propagation.dq, head.propagation.dw_q
-    labels = words.labels(head)
-    error = words.DASH
-    if dq is not None:
-        predicted = dq.relative_error is None and dq.predicted_relative_error is not None
-        error = words.percent(dq.predicted_relative_error if predicted else dq.relative_error)
-        error = f"~{error}" if predicted else error
+    said = labels(head)
     cells = _COLUMNS.format(
-        words.head_name(head),
-        labels if len(labels) <= 16 else f"{labels.partition(',')[0]} +{labels.count(',')}",
-        words.number(head.noise_factor),
-        words.number(head.conditioning),
-        error,
-        words.percent(dw_q.relative_error if dw_q else None),
+        head_name(head.layer, head.head),
+        said if len(said) <= 16 else f"{said.partition(',')[0]} +{said.count(',')}",
+        *(q.nearest_text(head) if q is DQ_ERROR else q.text(head) for q in _FIGURES),
     )
     step = capture.metadata.get("step")
     where = [f"step {step}"] if step else []
     where += [made.name] if observation else []
-    where += [_name(capture.source)] if source else []
-    return _cut(cells + words.printable(", ".join(where)), WIDTH)
+    where += [file_name(capture.source)] if source else []
+    return _cut(cells + printable(", ".join(where)), WIDTH)
 
 
 def _worst(head: HeadDiagnosis) -> Iterator[str]:
     if head.verdict is None:
         return
-    name = words.head_name(head)
+    name = head_name(head.layer, head.head)
     yield from wrapped(f"{name}: {head.verdict.reasons[0]}" if head.verdict.reasons else name, _REASON)
     if head.verdict.suggestions:
         yield from wrapped(f"> {head.verdict.suggestions[0]}", _SUGGESTION)
@@ -133,3 +128,30 @@ def _next(ranked: list[Entry], found: str) -> list[str]:
         explain = f"print(attn_diag.explain(found, {', '.join(arguments)})); "
     # At a pdb prompt d is "down", and q is "quit".
     return wrapped(f"Next, where found is {found}: {explain}print(found.report())", _NEXT)
+
+
+def explanation_renderables(found: Explanation) -> Iterator[RenderableType]:
+    """The explanation, piece by piece, for a rich console."""
+    yield Text(_explained(found), style="bold")
+    for paragraph in found.paragraphs:
+        yield Text(paragraph.title, style="bold dim")
+        yield layout.indented(Text(printable(paragraph.text)))
+
+
+def explanation_text(found: Explanation) -> str:
+    """For a prompt: the words are what was asked for."""
+    # rich fills lines up with blanks.
+    return "\n".join(line.rstrip() for line in found.report(width=80).splitlines())
+
+
+def explanation_html(found: Explanation) -> str:
+    """For a notebook cell. All names and texts are escaped."""
+    parts = [f"<h4>{html.escape(_explained(found))}</h4>"]
+    parts += [f"<p><b>{html.escape(p.title)}</b> {html.escape(p.text)}</p>" for p in found.paragraphs]
+    return f'<div class="attn-diag">{"".join(parts)}</div>'
+
+
+def _explained(found: Explanation) -> str:
+    place = f"head {found.head}" if found.layer is None else f"layer {found.layer} head {found.head}"
+    verdict = "no verdict" if found.labels is None else ", ".join(found.labels)
+    return printable(f"{found.observation}, {place}: {verdict}")

@@ -12,32 +12,32 @@ Tone = Literal["accent", "second", "third", "good", "fourth", "fifth", "sixth"]
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis. ``names``: of categories, where positions are their indices; ``log``: logarithmic.
-
-    ``fit``: a linear one only as long as the values need, which may leave out 0.
-    """
+    """One axis."""
 
     label: str
     log: bool = False
+    """Whether it is logarithmic."""
     names: tuple[str, ...] = ()
+    """Of categories; their positions are their indices."""
     fit: bool = False
+    """Whether a linear one is only as long as the values need, which may leave out 0."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values ``y`` over ``x``, of one length; None is a gap. ``line`` and ``step`` join them in order.
-
-    ``tone``: its colour, None for the next one; series of one tone are of one kind, such as repetitions of a run.
-    ``look``: "faint" is thin and pale, behind the others, "broad" is pale too, a ground for what lies on it; None:
-    plain, but for the first of several lines without tones, which is broad.
-    """
+    """Values ``y`` over ``x``, of one length."""
 
     name: str
     x: tuple[float, ...]
     y: tuple[Value, ...]
+    """None is a gap."""
     kind: Literal["line", "step", "bars", "points"] = "line"
+    """Lines and steps join the values in order."""
     tone: Tone | None = None
+    """Its colour, None for the next one; series of one tone are of one kind, such as repetitions of a run."""
     look: Literal["faint", "broad"] | None = None
+    """Faint is thin and pale, behind the others; broad is pale too, a ground for what lies on it; None is plain, but
+    for the first of several lines without tones, which is broad."""
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,21 @@ class Mark:
 
 @dataclass(frozen=True)
 class Map:
-    """Coloured cells: ``values[row][column]``, rows along y, columns along x; None is an empty cell.
-
-    ``diverging``: coloured by sign around 0.
-    """
+    """Coloured cells, rows along y, columns along x."""
 
     label: str
     values: tuple[tuple[Value, ...], ...]
+    """By row, then column; None is an empty cell."""
     diverging: bool = False
+    """Whether they are coloured by sign around 0."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: series (with bands and marks) or a map. ``name`` is the stem of the files it is saved as."""
+    """One figure: series (with bands and marks) or a map."""
 
     name: str
+    """The stem of the files it is saved as."""
     title: str
     caption: str
     x: Axis
@@ -96,9 +96,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Gallery:
-    """A page of charts. ``footer``: versions and backend of what made the numbers."""
+    """A page of charts."""
 
     title: str
     lead: str
     sections: tuple[Section, ...]
     footer: str = ""
+    """Versions and backend of what made the numbers."""

@@ -2,96 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from attn_diag.reports import words
-from attn_diag.reports.check_failure import suspected
+from attn_diag.reports import layout, words
+from attn_diag.reports.quantities import NOISE_FACTOR
+from attn_diag.results.wording import DASH, SYMBOLS, percent, plural, printable
 
 if TYPE_CHECKING:
-    from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Size
+    from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Failure, Size
 
-_SIZES = ("o", "delta", "dq", "dk", "dv")
-_HEADS = {"o": "O\nulp", "delta": "noise\nfactor", "dq": "dQ", "dk": "dK", "dv": "dV"}
+_SIZES = {"o": "O\nulp", "delta": NOISE_FACTOR.heading} | {name: SYMBOLS[name] for name in ("dq", "dk", "dv")}
 # Names of so many failures a kind; the rest are in the JSON.
 _SHOWN = 12
 
 
 def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
-    yield Rule(Text(f"check of {words.printable(found.source)}", overflow="ellipsis"), align="left")
+    yield layout.heading(f"check of {printable(found.source)}")
     yield Text(verdict(found), style="bold green" if found.passed else "bold red")
-    yield Text(against(found), style="dim")
-    for failure in found.failures[:_SHOWN]:
-        yield words.bullet("✗", f"[{failure.kind}] {words.printable(failure.message)}")
-    if len(found.failures) > _SHOWN:
-        yield words.bullet("", f"… and {len(found.failures) - _SHOWN} more (--json has all)")
+    yield layout.note(against(found))
+    failures = [f"[{failure.kind}] {failure.message}" for failure in found.failures]
+    yield from layout.bullets("✗", failures, _SHOWN, "… and {} more (--json has all)")
     for suspect in suspects(found):
-        yield words.bullet("→", suspect)
+        yield layout.bullet("→", suspect)
     for command in dict.fromkeys(f.look_closer for f in found.failures[:1] if f.look_closer):
-        yield words.bullet("?", f"look closer: {words.printable(command)}")
+        yield layout.bullet("?", f"look closer: {printable(command)}")
     # What is broken is never accepted.
     if found.baseline and found.failures and not any(f.kind in ("fit", "determinism") for f in found.failures):
-        yield words.bullet("?", f"accept: the same with --baseline {words.printable(found.baseline)} --update")
-    for note in found.notes[:_SHOWN]:
-        yield words.bullet("-", words.printable(note))
-    if len(found.notes) > _SHOWN:
-        yield words.bullet("", f"… and {len(found.notes) - _SHOWN} more notes (--json has all)")
+        yield layout.bullet("?", f"accept: the same with --baseline {printable(found.baseline)} --update")
+    yield from layout.bullets("-", found.notes, _SHOWN, "… and {} more notes (--json has all)")
     yield Text("")
     yield _table(found)
     yield Text("")
-    yield Text(_legend(found), style="dim")
-    yield Text(words.tool_line(found.tool), style="dim")
+    yield layout.note(_legend(found))
+    yield layout.note(words.tool_line(found.tool))
 
 
 def verdict(found: CheckReport) -> str:
     """The outcome in a sentence."""
-    count = f"{len(found.cases)} case{'s' * (len(found.cases) != 1)}"
+    cases = plural(len(found.cases), "case")
     if found.saved is not None:
-        return f"{found.saved}: {count} of {words.printable(found.source)}"
+        return f"{found.saved}: {cases} of {printable(found.source)}"
     if found.passed:
         compared = any(case.same_bits is not None for case in found.cases)
         bits = "; bits were NOT compared" if found.exact and not compared else ""
-        return f"passed: {count}, {found.tests} tests at level {found.level:g}{bits}"
+        return f"passed: {cases}, {found.tests} tests at level {found.level:g}{bits}"
     failed = {f.case for f in found.failures}
-    return f"FAILED: {len(failed)} of {count}, {len(found.failures)} failures"
+    return f"FAILED: {len(failed)} of {cases}, {len(found.failures)} failures"
 
 
 def against(found: CheckReport) -> str:
     """What the kernel was compared with."""
     if found.baseline_key is not None:
-        return words.printable(f"{found.backend}; against {found.baseline}: {found.baseline_key}")
+        return printable(f"{found.backend}; against {found.baseline}: {found.baseline_key}")
     what = "the key of the entry" if found.saved else "no baseline; key"
-    return words.printable(f"{found.backend}; {what}: {found.key}")
+    return printable(f"{found.backend}; {what}: {found.key}")
 
 
 def suspects(found: CheckReport) -> list[str]:
     """What was found to have changed, or that nothing was."""
     if named := suspected(found.failures):
-        return [words.printable(f"looks like: {name}") for name in named]
+        return [printable(f"looks like: {name}") for name in named]
     if any(f.kind in ("bias", "growth", "bits") for f in found.failures):
         return ["no single change of a published recipe that is known here makes these bits"]
     return []
 
 
+def suspected(failures: Iterable[Failure]) -> list[str]:
+    """Each suspected change once, as the first failure words it; the numbers behind it are that case's."""
+    found: dict[str, str] = {}
+    for suspect in (f.suspect for f in failures if f.suspect):
+        found.setdefault(suspect.partition(" (")[0], suspect)
+    return list(found.values())
+
+
 def _table(found: CheckReport) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim", collapse_padding=True)
-    table.add_column("case", no_wrap=True, overflow="ellipsis", max_width=24)
-    table.add_column("bias of |O|\nulp", no_wrap=True)
-    sizes = [n for n in _SIZES if any(n in c.sizes for c in found.cases)]
-    for name in sizes:
-        table.add_column(_HEADS[name], justify="right", no_wrap=True)
-    table.add_column("bits", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    sizes = {n: heading for n, heading in _SIZES.items() if any(n in c.sizes for c in found.cases)}
+    table = layout.table(
+        Column("case", no_wrap=True, overflow="ellipsis", max_width=24),
+        Column("bias of |O|\nulp", no_wrap=True),
+        *layout.figures(list(sizes.values())),
+        Column("bits", no_wrap=True),
+        Column("", no_wrap=True),
+        collapse=True,
+    )
     for case in found.cases:
         kinds = list(dict.fromkeys(f.kind for f in found.failures if f.case == case.name))
         table.add_row(
-            words.printable(case.name),
+            printable(case.name),
             _bias(case.biases.get("o_away_excess")),
             *(_size(n, case.sizes.get(n)) for n in sizes),
             _bits(case),
@@ -102,20 +105,20 @@ def _table(found: CheckReport) -> Table:
 
 def _bias(bias: CheckedBias | None) -> str:
     if bias is None:
-        return words.DASH
+        return DASH
     return f"{bias.mean:+.1g}" + ("" if bias.standard_error is None else f" ± {bias.standard_error:.0g}")
 
 
 def _size(name: str, size: Size | None) -> str:
     if size is None:
-        return words.DASH
-    return f"{size.error:.2g}" if name in ("o", "delta") else f"{100 * size.error:.2g} %"
+        return DASH
+    return f"{size.error:.2g}" if name in ("o", "delta") else percent(size.error, ".2g")
 
 
 def _bits(case: CheckedCase) -> str:
     if case.deterministic is False:
         return "vary"
-    return {True: "same", False: "other", None: words.DASH}[case.same_bits]
+    return {True: "same", False: "other", None: DASH}[case.same_bits]
 
 
 def _legend(found: CheckReport) -> str:

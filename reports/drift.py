@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.padding import Padding
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from attn_diag.reports import words
+from attn_diag.reports import layout, words
+from attn_diag.results.wording import plural
 
 if TYPE_CHECKING:
     from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, SourceLine, TracedCall
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
 
 def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
-    yield Rule(Text(f"dtypes of {found.source}", overflow="ellipsis"), align="left")
-    calls = f"{found.attention_calls} attention call{'s' * (found.attention_calls != 1)}"
+    yield layout.heading(f"dtypes of {found.source}")
+    calls = plural(found.attention_calls, "attention call")
     yield Text(f"{found.operations} operations with floating results, {calls}", style="bold")
     for sentence in found.summary:
-        yield words.bullet("-", sentence)
+        yield layout.bullet("-", sentence)
     for call in found.calls:
         yield Text("")
         yield from _call(call)
@@ -39,25 +38,24 @@ def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
         yield Text("\nAlso widened, but reaching no attention call:", style="bold")
         yield from _events(elsewhere, fixes=False)
     yield Text("")
-    yield Text(_legend(found), style="dim")
-    triton = f", triton {found.tool.triton}" if found.tool.triton else ""
-    yield Text(f"attn-diag {found.tool.version}, torch {found.tool.torch}{triton}", style="dim")
+    yield layout.note(_legend(found))
+    yield layout.note(words.versions(found.tool))
 
 
 def _call(call: TracedCall) -> Iterator[RenderableType]:
     style = "bold red" if call.differing else "bold yellow"
     head = "MIXED CALL" if call.differing else "NOT AUTOCAST'S DTYPE"
     yield Text.assemble((f"{head}  ", style), (_where(call.source), "bold"), _times(call.count))
-    yield _indented(Text(call.words))
+    yield layout.indented(Text(call.words))
     wanted = call.differing or tuple(call.dtypes)
     if not any(call.paths.get(name) for name in wanted):
         # What differs comes from outside: perhaps it is the others that changed.
         wanted = tuple(call.dtypes)
     for name in wanted:
-        yield from map(_indented, _path(name, call))
+        yield from map(layout.indented, _path(name, call))
     grid = _grid()
     grid.add_row(Text("fix", style="bold green"), Text(call.fix))
-    yield _indented(grid)
+    yield layout.indented(grid)
 
 
 def _path(name: str, call: TracedCall) -> Iterator[RenderableType]:
@@ -119,10 +117,6 @@ def _where(source: SourceLine | None) -> str:
 
 def _times(count: int) -> str:
     return f" ({count}×)" if count > 1 else ""
-
-
-def _indented(renderable: RenderableType) -> RenderableType:
-    return Padding(renderable, (0, 0, 0, 2))
 
 
 def _grid() -> Table:

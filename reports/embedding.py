@@ -21,10 +21,12 @@ _SAMPLE = 12
 
 @dataclass(frozen=True)
 class Detail:
-    """How much is kept: ``points`` of every curve, ``digits`` of every number, and whether it is compressed."""
+    """How much is kept."""
 
     points: int
+    """Of every curve."""
     digits: int
+    """Of every number."""
     compressed: bool
 
 

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from attn_diag.reports import words
-from attn_diag.reports.sparks import ASCII, BLOCKS, log_levels
-from attn_diag.reports.story import Entry, dq_error
+from attn_diag.reports import layout
+from attn_diag.reports.quantities import (
+    CONDITIONING,
+    DQ_ERROR,
+    DW_Q_ERROR,
+    LETTERS,
+    NOISE_FACTOR,
+    STYLES,
+    Quantity,
+    label_names,
+)
+from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import HeadDiagnosis, severity
 
-LETTERS = {"biased": "B", "lossy": "L", "ill_conditioned": "c", "undecided": "?", "clean": "·"}
-STYLES = {"clean": "green", "lossy": "bold red", "ill_conditioned": "bold yellow", "biased": "bold red"}
 _GAP = 3
 _HEIGHT = " (height: logarithm)"
-
-
-def _dw_q(head: HeadDiagnosis) -> float | None:
-    return head.propagation.dw_q.relative_error if head.propagation.dw_q else None
-
-
-_MEASURES: dict[str, Callable[[HeadDiagnosis], float | None]] = {
-    "dW_Q error": _dw_q,
-    "dQ error": lambda head: dq_error(head)[0],
-    "noise factor": lambda head: head.noise_factor,
-    "conditioning": lambda head: head.conditioning,
-}
-_PERCENT = {"dW_Q error", "dQ error"}
+_LEVELS = len(layout.BLOCKS)
+Place = tuple[int | None, int]
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class HeadMap:
     entries: tuple[Entry, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        cells: dict[tuple[int | None, int], HeadDiagnosis] = {}
+        cells: dict[Place, HeadDiagnosis] = {}
         for _, _, head in sorted(self.entries, key=lambda entry: severity(entry[2])):
             assert head.head is not None
             cells.setdefault((head.layer, head.head), head)
@@ -50,15 +47,11 @@ class HeadMap:
         heads = sorted({head for _, head in cells})
         label = max(len(_layer(layer)) for layer in layers) + 1
         room = max((options.max_width - label) // 2, 8)
+        figures = _figures(cells)
         for start in range(0, len(heads), room):
             part = heads[start : start + room]
             maps = [_verdicts(cells, layers, part, ascii_only=options.ascii_only)]
-            for title, measure in _MEASURES.items():
-                values = {place: measure(head) for place, head in cells.items()}
-                shown = any(value is not None for value in values.values())
-                if shown and not (title == "dQ error" and any(m.title == "dW_Q error" for m in maps)):
-                    characters = ASCII if options.ascii_only else BLOCKS
-                    maps.append(_shades(title, values, cells, layers, part, characters))
+            maps += [_heights(q, known, cells, layers, part, layout.blocks(options)) for q, known in figures.items()]
             yield from _side_by_side(console, maps, layers, part, label, options.max_width)
 
 
@@ -67,63 +60,92 @@ class _Map:
     title: str
     legend: str
     rows: list[Text]
+    heights: bool = False
+    """Whether it is drawn by heights of blocks, not by letters."""
 
 
 def _layer(layer: int | None) -> str:
     return "" if layer is None else f"L{layer}"
 
 
+def _figures(cells: dict[Place, HeadDiagnosis]) -> dict[Quantity, dict[Place, float | None]]:
+    """The figures to draw, with their values; dQ's error only where that of dW_Q, which is made of it, is unknown."""
+    figures = {
+        DW_Q_ERROR: {place: DW_Q_ERROR.value(head) for place, head in cells.items()},
+        DQ_ERROR: {place: DQ_ERROR.nearest(head)[0] for place, head in cells.items()},
+        NOISE_FACTOR: {place: NOISE_FACTOR.value(head) for place, head in cells.items()},
+        CONDITIONING: {place: CONDITIONING.value(head) for place, head in cells.items()},
+    }
+    known = {q: values for q, values in figures.items() if any(value is not None for value in values.values())}
+    return {q: values for q, values in known.items() if q is not DQ_ERROR or DW_Q_ERROR not in known}
+
+
 def _style(head: HeadDiagnosis) -> str:
-    names = words.label_names(head)
-    return next((STYLES.get(name, "cyan") for name in LETTERS if name in names), "dim")
+    names = label_names(head)
+    return next((STYLES[name] for name in LETTERS if name in names), "dim")
+
+
+def _rows(
+    cells: dict[Place, HeadDiagnosis], layers: list[int | None], heads: list[int], character: Callable[[Place], str]
+) -> list[Text]:
+    """A line a layer: two columns for every head, in the colour of its verdict."""
+    rows = []
+    for layer in layers:
+        row = Text()
+        for place in ((layer, head) for head in heads):
+            drawn = character(place) if place in cells else ""
+            row.append(" " * (2 - len(drawn)))
+            row.append(drawn, style=_style(cells[place]) if drawn else "")
+        rows.append(row)
+    return rows
 
 
 def _verdicts(
-    cells: dict[tuple[int | None, int], HeadDiagnosis],
-    layers: list[int | None],
-    heads: list[int],
-    *,
-    ascii_only: bool,
+    cells: dict[Place, HeadDiagnosis], layers: list[int | None], heads: list[int], *, ascii_only: bool
 ) -> _Map:
-    rows, seen = [], set()
-    for layer in layers:
-        row = Text()
-        for head in heads:
-            found = cells.get((layer, head))
-            letter = " "
-            if found is not None:
-                worst = next((name for name in LETTERS if name in words.label_names(found)), None)
-                letter = "x" if worst is None else LETTERS[worst]
-                seen.add(worst)
-            letter = "." if ascii_only and letter == "·" else letter
-            row.append(f" {letter}", style="" if found is None else _style(found))
-        rows.append(row)
-    named = {name: LETTERS[name] for name in LETTERS if name in seen}
-    legend = ", ".join(f"{'.' if ascii_only and c == '·' else c} {name}" for name, c in named.items())
+    letters = LETTERS | ({"clean": "."} if ascii_only else {})
+    worst = {
+        place: next((name for name in letters if name in label_names(head)), None) for place, head in cells.items()
+    }
+    rows = _rows(cells, layers, heads, lambda place: " x" if (name := worst[place]) is None else f" {letters[name]}")
+    seen = {worst[layer, head] for layer in layers for head in heads if (layer, head) in cells}
+    legend = ", ".join(f"{letter} {name}" for name, letter in letters.items() if name in seen)
     return _Map("worst verdict", legend + (", x no verdict" if None in seen else ""), rows)
 
 
-def _shades(
-    title: str,
-    values: dict[tuple[int | None, int], float | None],
-    cells: dict[tuple[int | None, int], HeadDiagnosis],
+def _heights(
+    quantity: Quantity,
+    values: dict[Place, float | None],
+    cells: dict[Place, HeadDiagnosis],
     layers: list[int | None],
     heads: list[int],
     characters: str,
 ) -> _Map:
     levels = dict(zip(values, log_levels(list(values.values())), strict=True))
-    rows = []
-    for layer in layers:
-        row = Text()
-        for head in heads:
-            level = levels.get((layer, head))
-            found = cells.get((layer, head))
-            row.append(" ")
-            row.append(" " if level is None else characters[level], style="" if found is None else _style(found))
-        rows.append(row)
+    rows = _rows(cells, layers, heads, lambda place: " " if (level := levels[place]) is None else characters[level])
     known = [value for value in values.values() if value is not None]
-    show = words.percent if title in _PERCENT else words.number
-    return _Map(title, f"{show(min(known))} to {show(max(known))}", rows)
+    return _Map(quantity.title, f"{quantity.shown(min(known))} to {quantity.shown(max(known))}", rows, heights=True)
+
+
+def log_levels(values: Sequence[float | None]) -> list[int | None]:
+    """A level 0 to 7 for each positive value, in equal steps of its logarithm between the extremes.
+
+    Steps are at least a factor of 1.25, so that values which hardly differ look alike. Zero is level 0, None stays.
+    """
+    logs = [math.log(v) for v in values if v is not None and v > 0 and math.isfinite(v)]
+    low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
+    step = max((high - low) / _LEVELS, math.log(1.25))
+    found: list[int | None] = []
+    for value in values:
+        if value is None or math.isnan(value):
+            found.append(None)
+        elif value <= 0:
+            found.append(0)
+        elif math.isinf(value):
+            found.append(_LEVELS - 1)
+        else:
+            found.append(min(int((math.log(value) - low) / step), _LEVELS - 1))
+    return found
 
 
 def _side_by_side(
@@ -146,8 +168,8 @@ def _side_by_side(
             line.rstrip()
             yield line
         legend = Text(
-            "; ".join(f"{m.title}: {m.legend}" for m in group) + _HEIGHT * any(m.title in _MEASURES for m in group),
+            "; ".join(f"{m.title}: {m.legend}" for m in group) + _HEIGHT * any(m.heights for m in group),
             style="dim",
         )
-        yield from words.Hanging(" " * (label + 1), legend).lines(console, width)
+        yield from layout.Hanging(" " * (label + 1), legend).lines(console, width)
         yield Text("")

@@ -1,18 +1,37 @@
-"""The HTML report: one self-contained file, or a fragment for a notebook."""
+"""HTML: a diagnosis or a gallery of charts as one self-contained page, and a diagnosis in a notebook.
+
+A page holds our scripts and styles, ECharts and the data, under a strict Content-Security-Policy.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
-from attn_diag.reports import embedding, page, story, words
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from attn_diag.reports import embedding, quantities, story, words
+from attn_diag.reports.charts import Gallery
+from attn_diag.results import wording
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.embedded import ELEMENT
 
 # Of a page for 12 layers of 12 heads, everything included.
 _LIMIT = 2_000_000
-COLUMNS = (
-    "verdict", "dQ error", "dW_Q error", "noise factor", "conditioning", "smallest p", "repeated maxima", "max logit",
+_COLUMNS = (
+    quantities.DQ_ERROR, quantities.DW_Q_ERROR, quantities.NOISE_FACTOR, quantities.CONDITIONING,
+    quantities.SMALLEST_P, quantities.REPEATED_MAXIMA, quantities.MAX_LOGIT,
+)  # fmt: skip
+_NOTEBOOK_COLUMNS = (
+    quantities.NOISE_FACTOR, quantities.CONDITIONING, quantities.DQ_ERROR, quantities.DQ_BY_DELTA,
+    quantities.DW_Q_ERROR, quantities.REPEATED_MAXIMA,
 )  # fmt: skip
 # A site is found where it makes more than this part of the squared error, and removing it removes it where no more than
 # this part of the error is left, while repairing a site that reaches nothing (the sham) changes it by less than _SHAM.
@@ -25,17 +44,30 @@ _STEPS = (
     "Removing that rounding removes it, a sham does not",
     "It grows over training steps",
 )
+# In the order in which they are joined: each uses only what stands before it.
+_SCRIPTS = ("core", "numbers", "theme", "export", "options", "charts", "table")
+_REPORT_SCRIPTS = (*_SCRIPTS, "vocabulary", "entries", "figures", "map", "microscope", "head", "report")
+_GALLERY_SCRIPTS = (*_SCRIPTS, "gallery")
+_STYLES = ("base", "report", "print")
+# The element of a gallery's data.
+_GALLERY = "attn-diag-gallery"
+# Cells of so many characters are sentences, not numbers.
+_LONG = 30
+# What could end a script element or be read as markup, and what older JavaScript takes for a line's end.
+_ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table of heads; ``cells``: what is shown and by what it is sorted ("": last)."""
+    """A line of the table of heads."""
 
     place: str
+    """The head by its positions in the diagnosis, as addresses name it."""
     name: str
     capture: str
     observation: str
     cells: tuple[tuple[str, str], ...]
+    """What is shown, and by what it is sorted ("": last)."""
 
 
 def html_document(diagnosis: Diagnosis) -> str:
@@ -53,22 +85,38 @@ def html_document(diagnosis: Diagnosis) -> str:
         "headline": story.headline(diagnosis),
         "steps": story.next_steps(diagnosis),
         "commands": story.commands(diagnosis),
-        "columns": COLUMNS,
+        "columns": ("verdict", *(q.title for q in _COLUMNS)),
         "rows": sorted(rows, key=lambda row: order[row.place]),
         "worst": worst,
         "worst_place": places[id(worst[2])] if worst else None,
         "evidence": _evidence(worst[2]) if worst else (),
     }
-    bare = page.page("document.html.j2", kind="report", data="", **shown)
+    bare = _page("document.html.j2", _REPORT_SCRIPTS, data="", **shown)
     room = _LIMIT - len(bare.encode()) - 200
-    data = page.json_element(ELEMENT, embedding.fitted(diagnosis, room))
-    return page.page("document.html.j2", kind="report", data=data, **shown)
+    data = _json_element(ELEMENT, embedding.fitted(diagnosis, room))
+    return _page("document.html.j2", _REPORT_SCRIPTS, data=data, **shown)
 
 
 def html_fragment(diagnosis: Diagnosis) -> str:
     """The report's body for a notebook cell: no script, as Jupyter would remove it."""
-    fragment = page.environment().get_template("fragment.html.j2")
-    return fragment.render(diagnosis=diagnosis, headline=story.headline(diagnosis))
+    fragment = _environment().get_template("fragment.html.j2")
+    return fragment.render(diagnosis=diagnosis, headline=story.headline(diagnosis), columns=_NOTEBOOK_COLUMNS)
+
+
+def gallery_document(gallery: Gallery) -> str:
+    """A complete page that needs no network; every chart can be saved as SVG and CSV. All texts are escaped.
+
+    Raises:
+        ValueError: for a value that is NaN or infinite: what a chart cannot show is None.
+    """
+    charts = [[asdict(chart) for chart in section.charts] for section in gallery.sections]
+    data = _json_element(_GALLERY, charts)
+    return _page("gallery.html.j2", _GALLERY_SCRIPTS, gallery=gallery, data=data, text_columns=_text_columns)
+
+
+def _text_columns(table: tuple[tuple[str, ...], ...]) -> set[int]:
+    """Columns to be set flush left, as they hold a long text."""
+    return {i for line in table[1:] for i, cell in enumerate(line) if len(cell) >= _LONG}
 
 
 def _rows(diagnosis: Diagnosis) -> Iterator[Row]:
@@ -81,22 +129,12 @@ def _rows(diagnosis: Diagnosis) -> Iterator[Row]:
 
 
 def _row(place: str, capture: CaptureDiagnosis, observation: ObservationDiagnosis, head: HeadDiagnosis) -> Row:
-    cells = [(words.labels(head).replace("_", "-"), words.labels(head))]
-    if capture.assumptions.ok is False:
-        # Numbers under wrong assumptions say nothing.
-        cells += [(words.DASH, "")] * (len(COLUMNS) - 1)
-    else:
-        dq, dw_q = head.propagation.dq, head.propagation.dw_q
-        fraction = head.row_maxima.exact.fraction
-        logit = head.figures.max_logit if head.figures else None
-        cells += [(words.percent(e.relative_error if e else None), _key(e.relative_error if e else None))
-                  for e in (dq, dw_q)]  # fmt: skip
-        cells += [(words.number(x), _key(x)) for x in (head.noise_factor, head.conditioning)]
-        smallest = min((p for n in words.TESTS if (e := getattr(head.bias, n)) and (p := e.p_adjusted) is not None),
-                       default=None)  # fmt: skip
-        cells += [(words.number(smallest, 2), _key(smallest)), (words.percent(fraction), _key(fraction))]
-        cells += [(words.number(logit), _key(logit))]
-    return Row(place, words.head_name(head), capture.source, observation.name, tuple(cells))
+    said = quantities.labels(head)
+    # Numbers under wrong assumptions say nothing.
+    known = capture.assumptions.ok is not False
+    cells = [(q.text(head), _key(q.value(head))) if known else (wording.DASH, "") for q in _COLUMNS]
+    name = wording.head_name(head.layer, head.head)
+    return Row(place, name, capture.source, observation.name, ((said.replace("_", "-"), said), *cells))
 
 
 def _key(value: float | None) -> str:
@@ -114,3 +152,65 @@ def _evidence(head: HeadDiagnosis) -> tuple[tuple[bool, str], ...]:
         found = effect.share > _MOST
         removed = found and effect.repaired < _MOST * total and head.attribution.inert[1] < _SHAM * total
     return tuple(zip((stated != "none", stated == "significant", found, removed, False), _STEPS, strict=True))
+
+
+@cache
+def _environment() -> Environment:
+    """The templates' environment: everything is escaped, unknown names are errors."""
+    found = Environment(
+        loader=PackageLoader("attn_diag.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters |= {"number": wording.number, "percent": wording.percent}
+    found.globals |= {"quantities": quantities, "wording": wording, "words": words}
+    return found
+
+
+def _json(data: Any) -> str:
+    """As JSON in which no character can be taken for markup."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).translate(_ESCAPES)
+
+
+def _json_element(identifier: str, data: Any) -> Markup:
+    return Markup('<script type="application/json" id="{}">{}</script>').format(identifier, Markup(_json(data)))
+
+
+def _page(template: str, scripts: tuple[str, ...], **values: Any) -> str:
+    """Render ``template`` with ``policy``, ``styles``, ``library`` and ``script``, which joins ``scripts``."""
+    library, script, styles = _static("vendor/echarts/echarts.min.js"), _script(scripts), _style()
+    policy = "; ".join([
+        "default-src 'none'",
+        f"script-src {_source(library)} {_source(script)}",
+        f"style-src {_source(styles)}",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ])  # fmt: skip
+    # The files are ours, or checked against their checksum; nothing of a reader's or a capture's is in them.
+    trusted = {"styles": Markup(styles), "library": Markup(library), "script": Markup(script)}
+    return _environment().get_template(template).render(policy=policy, **trusted, **values)
+
+
+@cache
+def _script(names: tuple[str, ...]) -> str:
+    """Our scripts in one; "vocabulary" stands for the names that the page shares with the other reports."""
+    vocabulary = f"attnDiag.vocabulary = {_json(quantities.vocabulary())};"
+    return "\n".join(vocabulary if name == "vocabulary" else _static(f"{name}.js") for name in names)
+
+
+@cache
+def _style() -> str:
+    return "\n".join(_static(f"{name}.css") for name in _STYLES)
+
+
+@cache
+def _static(name: str) -> str:
+    return files("attn_diag.reports").joinpath("static", *name.split("/")).read_text(encoding="utf-8")
+
+
+@cache
+def _source(text: str) -> str:
+    """The text's hash, as a Content-Security-Policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
+
+from attn_diag.reports import layout
+from attn_diag.results.wording import DASH, percent
 
 if TYPE_CHECKING:
     from attn_diag.results.identification import Identification, Identifications, RankedRecipe
@@ -32,7 +34,7 @@ def identifications_renderables(found: Identifications) -> Iterator[RenderableTy
 
 def identification_renderables(found: Identification, *, legend: bool = True) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
-    yield Rule(Text(found.source, overflow="ellipsis"), align="left")
+    yield layout.heading(found.source)
     place = f"head {found.head}" if found.layer is None else f"layer {found.layer} head {found.head}"
     sizes = " ".join(f"{name}={size}" for name, size in found.shape.items())
     yield Text(f"{found.observation}, sequence {found.batch}, {place}: {sizes}, {found.dtype}", style="bold")
@@ -43,10 +45,10 @@ def identification_renderables(found: Identification, *, legend: bool = True) ->
             f"(p = {found.margin_p_value:.2g})."
         )
     yield Text("")
-    yield Padding(_ranking(found), (0, 0, 0, 2))
+    yield layout.indented(_ranking(found))
     if found.backward:
         yield Text("")
-        yield Padding(_backward(found), (0, 0, 0, 2))
+        yield layout.indented(_backward(found))
     if found.hardware:
         counts = ", ".join(f"{m.recipe} {m.missed}" for m in found.hardware)
         yield Text(
@@ -65,13 +67,12 @@ def identification_renderables(found: Identification, *, legend: bool = True) ->
 
 
 def _ranking(found: Identification) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    table.add_column("equal\nbits", justify="right", no_wrap=True)
-    table.add_column("±", justify="right", no_wrap=True)
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("roundings, schedule, exponential", ratio=1)
-    table.add_column("lost :\nwon", justify="right", no_wrap=True)
-    table.add_column("p", justify="right", no_wrap=True)
+    table = layout.table(
+        *layout.figures(["equal\nbits", "±"]),
+        Column("recipe", no_wrap=True),
+        Column("roundings, schedule, exponential", ratio=1),
+        *layout.figures(["lost :\nwon", "p"]),
+    )
     groups: dict[int, list[RankedRecipe]] = {}
     for recipe in found.candidates:
         groups.setdefault(recipe.group, []).append(recipe)
@@ -79,9 +80,9 @@ def _ranking(found: Identification) -> Table:
         first, names = members[0], dict.fromkeys(r.recipe for r in members if r.recipe is not None)
         style = "" if first.told_apart else "bold"
         table.add_row(
-            f"{100 * first.agreement:.3f} %",
-            "–" if first.standard_error is None else f"{100 * first.standard_error:.3f}",
-            Text("\n".join(names) or "–", style=style),
+            percent(first.agreement, ".3f"),
+            DASH if first.standard_error is None else f"{100 * first.standard_error:.3f}",
+            Text("\n".join(names) or DASH, style=style),
             _words(members),
             "" if first.p_value is None else f"{first.lost} : {first.won}",
             "best" if first.p_value is None else f"{first.p_value:.1g}",
@@ -99,14 +100,12 @@ def _words(members: list[RankedRecipe]) -> str:
 
 
 def _backward(found: Identification) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    table.add_column("dQ: equal\nbits", justify="right", no_wrap=True)
-    table.add_column("presets that share the forward")
-    table.add_column("p", justify="right", no_wrap=True)
+    bits, p = layout.figures(["dQ: equal\nbits", "p"])
+    table = layout.table(bits, "presets that share the forward", p)
     for match in found.backward:
         p_value = "best" if match.p_value is None else f"{match.p_value:.1g}"
         table.add_row(
-            f"{100 * match.agreement:.3f} %", Text(match.recipe, style="" if match.told_apart else "bold"), p_value
+            percent(match.agreement, ".3f"), Text(match.recipe, style="" if match.told_apart else "bold"), p_value
         )
     return table
 
@@ -116,7 +115,8 @@ def _legend(found: Identification) -> Iterator[RenderableType]:
     yield Text(
         "Equal bits: the share of O's elements that an emulated recipe reproduces exactly. On N(0,1) inputs the right "
         "one reaches 99.8 to 99.98 % (the order of additions and the tensor cores' truncation are not modelled), wrong "
-        f"schedules 65 to 94 %; on near one-hot rows many agree. From {100 * found.threshold:.2f} % on a recipe fits. "
+        "schedules 65 to 94 %; on near one-hot rows many agree. "
+        f"From {percent(found.threshold, '.2f')} on a recipe fits. "
         "lost : won counts the elements that only the best, or only this recipe, reproduces; p is the chance of such a "
         f"balance if this one is right at least as often (McNemar's test by rows, one-sided); above {found.level} "
         "(bold) they are not told apart. A recipe that fits rounds as this kernel does on this input; it need not be "

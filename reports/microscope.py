@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from attn_diag.reports import words
+from attn_diag.reports import layout, words
+from attn_diag.reports.quantities import STEPS
+from attn_diag.results import wording
+from attn_diag.results.wording import DASH, head_name, number, percent, plural
 
 if TYPE_CHECKING:
     from attn_diag.results.microscope import (
@@ -28,26 +30,18 @@ if TYPE_CHECKING:
 
 _MAX_SITES = 6
 _PLOT_COLUMNS, _PLOT_ROWS = 64, 7
-_STEPS = {
-    ("range_pv", "product"): "P̄V of a key range",
-    ("accumulator", "rescale"): "Ō rescaled to a new maximum",
-    ("accumulator", "addition"): "Ō + P̄V of a key range",
-    ("out", "numerator"): "Ō before the division",
-    ("out", "cast"): "O, the last cast",
-}
 _CLASSES = {"tie": "a tie", "swamped": "swamped", "ordinary": "ordinary rounding"}
 
 
 def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
-    head = f"H{m.head}" if m.layer is None else f"L{m.layer}H{m.head}"
     what = "recipe's" if m.observed is None else m.observation
     yield Text(
-        f"O[{m.row}, {m.feature}] of {head}, batch {m.batch} ({m.chosen}): "
+        f"O[{m.row}, {m.feature}] of {head_name(m.layer, m.head)}, batch {m.batch} ({m.chosen}): "
         f"{what} error {_signed(m.error)} = {m.error / m.ulp:+.3g} ulp",
         style="bold",
     )
-    yield Text(f"{m.source}; {_count(m.keys, 'visible key')}, {_count(m.ranges, 'key range')}{_splits(m)}")
+    yield Text(f"{m.source}; {plural(m.keys, 'visible key')}, {plural(m.ranges, 'key range')}{_splits(m)}")
     yield Text(f"recipe {m.recipe_reason}")
     yield _values(m)
     if m.observed is not None and m.observed != m.walked:
@@ -57,7 +51,7 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
         yield from _addition(m.addition, m.sites[m.decisive], decisive=not _lost_before(m, m.sites[m.decisive]))
     yield from _terms(m)
     yield from _curve(m.curve)
-    yield Rule(Text("Closed form: tie × residual sign, swamping"), align="left", style="dim")
+    yield layout.section("Closed form: tie × residual sign, swamping")
     yield Text(_element(m))
     if m.closed_form is not None:
         yield from closed_form_renderables(m.closed_form)
@@ -84,15 +78,15 @@ def closed_form_renderables(t: ClosedFormTotals) -> Iterator[RenderableType]:
     for name, found in (("O", t.o), ("delta", t.delta)):
         if found is not None:
             table.add_row(*_explained(name, found))
-    yield Padding(table, (0, 0, 0, 2))
+    yield layout.indented(table)
     # Not the swamped rows of the other reports, which are so in all features.
     rows = f"{t.rows['tie']} with a tie in a feature, {t.rows['swamped']} others with a swamped feature, "
     rows += f"{t.rows['ordinary']} with neither"
     dq = ""
     if t.dq_measured is not None:
         dq = (
-            f"; through delta, dQ is off by {words.percent(t.dq_measured)} as measured, "
-            f"by {words.percent(t.dq_predicted)} as predicted"
+            f"; through delta, dQ is off by {percent(t.dq_measured)} as measured, "
+            f"by {percent(t.dq_predicted)} as predicted"
         )
     yield Text(f"Rows: {rows}{dq}.")
 
@@ -109,7 +103,7 @@ def _values(m: Microscope) -> Table:
 
 
 def _sites(m: Microscope) -> Iterator[RenderableType]:
-    yield Rule(Text("Where the walked error comes from"), align="left", style="dim")
+    yield layout.section("Where the walked error comes from")
     table = _table("rounding", "keys", "format", "from", "to", "makes of O")
     ranked = sorted(range(len(m.sites)), key=lambda i: -abs(m.sites[i].contribution))
     for i in sorted(ranked[:_MAX_SITES]):
@@ -122,7 +116,7 @@ def _sites(m: Microscope) -> Iterator[RenderableType]:
         table.add_row(f"{len(ranked) - _MAX_SITES} more", "", "", "", "", _signed(rest))
     table.add_row("before the sum", "", "", "", "", _signed(m.before_sum))
     yield table
-    yield Text("Before the sum: scores, exp, the cast of P̄, l, and fp32 arithmetic.", style="dim")
+    yield layout.note("Before the sum: scores, exp, the cast of P̄, l, and fp32 arithmetic.")
 
 
 def _lost_before(m: Microscope, site: SumSite) -> bool:
@@ -133,7 +127,7 @@ def _lost_before(m: Microscope, site: SumSite) -> bool:
 def _addition(a: Addition, site: SumSite, *, decisive: bool) -> Iterator[RenderableType]:
     where = f", keys {_keys(site)}" if site.keys else ""
     title = "The decisive rounding" if decisive else "Largest rounding of the sum (more was lost before)"
-    yield Rule(Text(f"{title}: {_step(site)}{where}, to {a.format}"), align="left", style="dim")
+    yield layout.section(f"{title}: {_step(site)}{where}, to {a.format}")
     yield from addition_renderables(a)
     if site.after != a.rounded:
         yield Text(
@@ -147,7 +141,7 @@ def addition_renderables(a: Addition) -> Iterator[RenderableType]:
     for o in a.operands:
         label = f"{'residual: ' if o.residual else ''}{o.label.replace('P_bar', 'P̄').replace('O_bar', 'Ō')}"
         sign = "-" if o.negative else " "
-        exponent = words.DASH if o.exponent is None else str(o.exponent)
+        exponent = DASH if o.exponent is None else str(o.exponent)
         table.add_row(label, f"{o.value:.9g}", exponent, sign + o.aligned)
     sign = "-" if a.exact < 0 else " "
     table.add_row("exact sum", repr(a.exact), str(a.exponent), sign + a.exact_aligned, style="bold")
@@ -177,7 +171,7 @@ def _tie(a: Addition) -> str:
 
 
 def _terms(m: Microscope) -> Iterator[RenderableType]:
-    yield Rule(Text("The sum, term by term: P̄ = 1 and the largest terms"), align="left", style="dim")
+    yield layout.section("The sum, term by term: P̄ = 1 and the largest terms")
     table = _table("t", "key", "P̄ cast", "V", "P̄V at the end", "Ō_err before", "after")
     for t in m.terms:
         table.add_row(
@@ -186,12 +180,12 @@ def _terms(m: Microscope) -> Iterator[RenderableType]:
         )  # fmt: skip
     yield table
     more = f"; {m.keys - len(m.terms)} more keys" if m.keys > len(m.terms) else ""
-    yield Text(f"Bold: P̄ = 1 at the final maximum{more}.", style="dim")
+    yield layout.note(f"Bold: P̄ = 1 at the final maximum{more}.")
 
 
 def _curve(curve: Curve) -> Iterator[RenderableType]:
     title = f"Prefix error Ō_err(t), rounded to {curve.format}; {curve.unit_keys} of {curve.keys} keys have P̄ = 1"
-    yield Rule(Text(title), align="left", style="dim")
+    yield layout.section(title)
     if not curve.points:
         return
     yield Text("\n".join(_plot(curve)), no_wrap=True)
@@ -227,7 +221,7 @@ def _plot(curve: Curve) -> list[str]:
 def _element(m: Microscope) -> str:
     e = m.element
     how = "nothing is predicted (0)" if e.kind == "ordinary" else f"predicted error {_signed(e.predicted_error)}"
-    keys = f"{_count(e.unit_keys, 'key')} with P̄ = 1"
+    keys = f"{plural(e.unit_keys, 'key')} with P̄ = 1"
     detail = f", base {e.base:.6g}, residual {_signed(e.residual)}" if e.unit_keys else ""
     return f"This element: {_CLASSES[e.kind]} ({keys}{detail}): {how}, measured {_signed(m.error)}."
 
@@ -238,13 +232,13 @@ def _explained(name: str, found: Explained) -> tuple[str, ...]:
         str(found.n),
         _signed(found.predicted_sum),
         _signed(found.measured_sum),
-        words.number(found.correlation),
-        words.percent(found.share),
+        number(found.correlation),
+        percent(found.share),
     )
 
 
 def _step(site: SumSite) -> str:
-    return _STEPS.get((site.name, site.step), f"{site.name}, {site.step}")
+    return STEPS.get(f"{site.name}/{site.step}", f"{site.name}, {site.step}")
 
 
 def _keys(site: SumSite) -> str:
@@ -255,16 +249,9 @@ def _splits(m: Microscope) -> str:
     return f" in {m.splits} splits" if m.splits > 1 else ""
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
 def _signed(value: float) -> str:
-    return f"{value:+.3g}"
+    return wording.signed(value, 3)
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    for i, name in enumerate(names):
-        table.add_column(name, justify="right" if i else "left", no_wrap=bool(i))
-    return table
+def _table(first: str, *figures: str) -> Table:
+    return layout.table(first, *layout.figures(figures))

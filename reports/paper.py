@@ -9,27 +9,31 @@ from typing import TYPE_CHECKING, TypeVar
 from attn_diag.reports import paper_words as say
 from attn_diag.reports import words
 from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Section, Series
-from attn_diag.reports.gallery import gallery_document
-from attn_diag.reports.paper_atoms import atoms, plain_values
-from attn_diag.reports.paper_terminal import paper_renderables
+from attn_diag.reports.html import gallery_document
+from attn_diag.results.wording import DASH, head_name
 
 if TYPE_CHECKING:
     from attn_diag.results.paper import (
         Accumulated,
+        AtomRow,
+        Atoms,
         DeltaRows,
         DeltaSteps,
         FeatureProducts,
+        Matrix,
+        OverSteps,
         PaperFigures,
         PrefixError,
+        Similarity,
         SpectralNorms,
+        StepAtoms,
         TriggerCounts,
         Triggers,
     )
 
-__all__ = ["paper_document", "paper_gallery", "paper_renderables"]
-
 # Lines that can still be told apart.
 _MAX_LINES = 12
+_FIGURE_4 = f"After Figure 4 of {say.PAPER}"
 
 _Figure = TypeVar("_Figure")
 # Paragraphs and charts.
@@ -45,7 +49,7 @@ def paper_gallery(f: PaperFigures) -> Gallery:
     """The gallery: a section a figure, and one of what could not be drawn."""
     sections = [
         *_section(f.spectral_norms, "spectral_norms", _spectral_norms),
-        *_section(f.atoms, "atoms", atoms),
+        *_section(f.atoms, "atoms", _atoms),
         *_section(f.delta_steps, "delta_steps", _delta_steps),
         *_section(f.delta_rows, "delta_rows", _delta_rows),
         *_section(f.features, "features", _features),
@@ -78,9 +82,9 @@ def _spectral_norms(found: SpectralNorms) -> _Drawn:
     if any(len(h.steps) > 1 for h in ranked):
         lines = tuple(
             Series(
-                say.head_name(h.layer, h.head),
+                head_name(h.layer, h.head),
                 tuple(float(s) for s in h.steps if s is not None),
-                plain_values(v for s, v in zip(h.steps, h.spectral, strict=True) if s is not None),
+                _plain_values(v for s, v in zip(h.steps, h.spectral, strict=True) if s is not None),
             )
             for h in ranked[:_MAX_LINES]
         )
@@ -91,13 +95,13 @@ def _spectral_norms(found: SpectralNorms) -> _Drawn:
     if len(layers) > 1:
         heads = sorted({h.head for h in ranked})
         last = {(h.layer, h.head): h.spectral[-1] for h in ranked}
-        cells = tuple(plain_values(last.get((layer, head)) for head in heads) for layer in layers)
+        cells = tuple(_plain_values(last.get((layer, head)) for head in heads) for layer in layers)
         axes = Axis("head", names=tuple(map(str, heads))), Axis("layer", names=tuple(map(str, layers)))
         charts.append(Chart("figure-3", "Spectral norm at each head's last step", about, *axes,
                             map=Map("spectral norm", cells)))  # fmt: skip
     else:
         ordered = sorted(ranked, key=lambda h: h.head)
-        names = tuple(say.head_name(h.layer, h.head) for h in ordered)
+        names = tuple(head_name(h.layer, h.head) for h in ordered)
         places = tuple(float(i) for i in range(len(ordered)))
         charts.append(
             Chart(
@@ -107,12 +111,94 @@ def _spectral_norms(found: SpectralNorms) -> _Drawn:
                 Axis("head", names=names),
                 Axis("norm of W_Q"),
                 (
-                    Series("spectral", places, plain_values(h.spectral[-1] for h in ordered), "bars"),
-                    Series("Frobenius", places, plain_values(h.frobenius[-1] for h in ordered), "points"),
+                    Series("spectral", places, _plain_values(h.spectral[-1] for h in ordered), "bars"),
+                    Series("Frobenius", places, _plain_values(h.frobenius[-1] for h in ordered), "points"),
                 ),
             )
         )
     return [say.spectral_norms(found)], charts
+
+
+def _atoms(found: Atoms) -> _Drawn:
+    panels = (("(PK)_t", "pk", found.probs_k), ("x_t", "x", found.x), ("(PK)_t ⊗ x_t", "atoms", found.atoms))
+    charts = [_atom_rows(label, stem, s, found.rows) for label, stem, s in panels if s is not None]
+    if len(found.steps) > 1:
+        charts += [_coherence(found.steps), _first_share(found.steps)]
+    if found.over_steps is not None:
+        charts += _between_steps(found.over_steps)
+    return say.atoms(found), charts
+
+
+def _atom_rows(label: str, stem: str, found: Similarity, rows: tuple[AtomRow, ...]) -> Chart:
+    # What all rows share is not repeated on every tick.
+    parts: dict[str, list[int | None]] = {
+        "step": [r.step for r in rows],
+        "batch item": [r.batch for r in rows],
+        "row": [r.row for r in rows],
+    }
+    shown = {name: values for name, values in parts.items() if name == "row" or len(set(values)) > 1}
+    names = tuple(":".join(DASH if v is None else str(v) for v in tick) for tick in zip(*shown.values(), strict=True))
+    axis = Axis(" : ".join(shown), names=names)
+    chance = ""
+    if found.random99 is not None:
+        chance = " Chance: independent directions, uniform on the sphere (Bingham's test)."
+    caption = (
+        f"{_FIGURE_4}, which compares tokens and steps. |cosine| of {label}, in float64. Rows shown: those with the "
+        "largest atoms |Δdelta_t|·‖(PK)_t‖·‖x_t‖ of every step (of 16 steps at most), in order; chosen by size, so no "
+        f"sample. {say.similarity('All rows', found)}{chance}"
+    )
+    cells = Map("|cosine|", _cells(found.cosines))
+    return Chart(f"figure-4-{stem}", f"|cosine| of {label} between rows", caption, axis, axis, map=cells)
+
+
+def _coherence(steps: tuple[StepAtoms, ...]) -> Chart:
+    x = tuple(float(s.step) for s in steps)
+    return Chart(
+        "figure-4-coherence",
+        "Do the atoms of a step add up?",
+        "Coherence ‖Σa_t‖² / Σ‖a_t‖² of the signed atoms over each step's rows, and what random signs of the rows stay "
+        f"below in 95 % of cases. Beside {say.PAPER}: similar directions alone do not accumulate, signs decide.",
+        Axis("training step"),
+        Axis("coherence"),
+        (
+            Series("coherence", x, _plain_values(s.coherence for s in steps)),
+            Series("95 % of random signs", x, _plain_values(s.coherence_null95 for s in steps)),
+        ),
+    )
+
+
+def _first_share(steps: tuple[StepAtoms, ...]) -> Chart:
+    x = tuple(float(s.step) for s in steps)
+    return Chart(
+        "figure-4-first-share",
+        "How much of dW_Q's error is of rank 1",
+        "Share of ‖M‖² that the first singular direction of a step's M = Σ a_t holds; M is the part of dW_Q's error "
+        "that delta makes. Exact for the rows captured.",
+        Axis("training step"),
+        Axis("share of the first direction"),
+        (Series("first direction", x, _plain_values(s.first_share for s in steps)),),
+    )
+
+
+def _between_steps(found: OverSteps) -> list[Chart]:
+    axis = Axis("training step", names=tuple(map(str, found.steps)))
+    below = "|cosine| of the first singular directions of the M, on the side of {}; random ones: below {:.2f} in 95 %."
+    panels = (
+        ("errors of dW_Q", "steps", found.cosines, f"Signed cosine of the steps' M. {say.over_steps(found)}"),
+        ("first left directions", "left", found.left, below.format("q's features", found.left_random95)),
+        ("first right directions", "right", found.right, below.format("x", found.right_random95)),
+    )
+    charts = []
+    for label, stem, values, text in panels:
+        signed = stem == "steps"
+        cells = Map("cosine" if signed else "|cosine|", _cells(values), diverging=signed)
+        title = f"Cosine of the {label} between steps"
+        charts.append(Chart(f"figure-4-{stem}", title, f"{_FIGURE_4}. {text}", axis, axis, map=cells))
+    return charts
+
+
+def _cells(found: Matrix) -> tuple[tuple[float | None, ...], ...]:
+    return tuple(map(_plain_values, found))
 
 
 def _delta_steps(found: DeltaSteps) -> _Drawn:
@@ -134,7 +220,7 @@ def _delta_steps(found: DeltaSteps) -> _Drawn:
                 + ("leaves the band." if a.outside else "stays inside: no bias beyond chance."),
                 Axis("training step"),
                 Axis("running sum"),
-                (Series(name, x, plain_values(a.sums)),),
+                (Series(name, x, _plain_values(a.sums)),),
                 (Band("99 % band", -a.band99, a.band99),),
             )
         )
@@ -153,9 +239,9 @@ def _means(stem: str, name: str, x: tuple[float, ...], a: Accumulated) -> Chart:
         Axis("training step"),
         Axis("mean over rows"),
         (
-            Series("mean", x, plain_values(a.means), "points"),
-            Series("+ 2 standard errors", x, plain_values(m + 2 * e for m, e in pairs)),
-            Series("- 2 standard errors", x, plain_values(m - 2 * e for m, e in pairs)),
+            Series("mean", x, _plain_values(a.means), "points"),
+            Series("+ 2 standard errors", x, _plain_values(m + 2 * e for m, e in pairs)),
+            Series("- 2 standard errors", x, _plain_values(m - 2 * e for m, e in pairs)),
         ),
     )
 
@@ -171,10 +257,10 @@ def _drifts(found: DeltaSteps) -> Chart:
         f"±1 it leaves it. {say.all_heads(found)} Not in {say.PAPER}, which follows one case: a head chosen for being "
         "the worst leaves its band more often than others.",
         Axis("head", names=tuple(map(str, heads))),
-        Axis("layer", names=tuple(words.DASH if layer is None else str(layer) for layer in layers)),
+        Axis("layer", names=tuple(DASH if layer is None else str(layer) for layer in layers)),
         map=Map(
             "largest sum / band",
-            tuple(plain_values(extremes.get((layer, head)) for head in heads) for layer in layers),
+            tuple(_plain_values(extremes.get((layer, head)) for head in heads) for layer in layers),
             diverging=True,
         ),
     )
@@ -189,7 +275,7 @@ def _delta_rows(found: DeltaRows) -> _Drawn:
         "that copy the same key share its rounding, which the band does not know.",
         Axis("row"),
         Axis("running sum"),
-        (Series("sum of Δdelta", tuple(map(float, found.rows)), plain_values(found.sums)),),
+        (Series("sum of Δdelta", tuple(map(float, found.rows)), _plain_values(found.sums)),),
         (Band("99 % band", -found.band99, found.band99),),
     )
     return [say.delta_rows(found)], [chart]
@@ -205,7 +291,7 @@ def _features(found: FeatureProducts) -> _Drawn:
     every = f"All {found.rows} rows, {say.at_step(found.step)}."
 
     def bars(stem: str, title: str, axis: str, values: Iterable[float | None], caption: str) -> Chart:
-        series = (Series(axis, x, plain_values(values), "bars"),)
+        series = (Series(axis, x, _plain_values(values), "bars"),)
         return Chart(f"figure-5bc-{stem}", title, caption, Axis("feature"), Axis(axis), series)
 
     charts = [
@@ -223,7 +309,7 @@ def _features(found: FeatureProducts) -> _Drawn:
 
 def _prefix(found: PrefixError) -> _Drawn:
     x = tuple(map(float, found.positions))
-    marked = plain_values(e if unit else None for e, unit in zip(found.error, found.unit, strict=True))
+    marked = _plain_values(e if unit else None for e, unit in zip(found.error, found.unit, strict=True))
     chart = Chart(
         "figure-6",
         f"Prefix error of Ō[{found.row}, {found.feature}]",
@@ -234,8 +320,8 @@ def _prefix(found: PrefixError) -> _Drawn:
         Axis("visible keys added, t"),
         Axis("error of Ō"),
         (
-            Series("error", x, plain_values(found.error)),
-            Series("of it, by rounding the sum", x, plain_values(found.rounding_error)),
+            Series("error", x, _plain_values(found.error)),
+            Series("of it, by rounding the sum", x, _plain_values(found.rounding_error)),
             Series("P̄ = 1", x, marked, "points"),
         ),
     )
@@ -263,11 +349,16 @@ def _counts(stem: str, name: str, steps: tuple[int, ...], found: TriggerCounts) 
         Axis("training step"),
         Axis("rows"),
         (
-            Series("exact", x, plain_values(found.exact)),
-            Series("window", x, plain_values(found.window)),
-            Series("unit", x, plain_values(found.unit)),
+            Series("exact", x, _plain_values(found.exact)),
+            Series("window", x, _plain_values(found.window)),
+            Series("unit", x, _plain_values(found.unit)),
         ),
     )
+
+
+def _plain_values(values: Iterable[float | None]) -> tuple[float | None, ...]:
+    """As a chart takes them: what is no finite number is a gap."""
+    return tuple(None if v is None or not math.isfinite(v) else float(v) for v in values)
 
 
 def _plain(value: float) -> float:

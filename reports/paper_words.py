@@ -1,8 +1,15 @@
-"""What the paper's figures say here, each in a sentence or two: for the terminal and for captions."""
+"""What the paper's figures say here, each in a sentence or two: for captions and for a terminal of 80 columns."""
 
 from __future__ import annotations
 
-from attn_diag.reports import words
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.rule import Rule
+from rich.text import Text
+
+from attn_diag.reports import layout, words
+from attn_diag.reports.layout import Sized, bars
 from attn_diag.results.paper import (
     Accumulated,
     Atoms,
@@ -17,6 +24,7 @@ from attn_diag.results.paper import (
     TriggerCounts,
     Triggers,
 )
+from attn_diag.results.wording import head_name, percent, plural, printable
 
 PAPER = "Qiu & Yao, arXiv 2510.04212"
 TITLES = {
@@ -34,13 +42,56 @@ CAVEAT = (
 )
 
 
+def paper_renderables(f: PaperFigures) -> Iterator[RenderableType]:
+    """The report, piece by piece, for a rich console."""
+    yield Text(f"Figures after {PAPER}", style="bold")
+    yield Text(lead(f))
+    for note in f.notes:
+        yield Text(f"note: {printable(note)}", style="yellow")
+    for name, title in TITLES.items():
+        lines = _lines(f, name)
+        if lines:
+            yield layout.section(title)
+            yield from (Text(line) if isinstance(line, str) else line for line in lines)
+    if f.missing:
+        yield layout.section("Not drawn")
+        for name, reason in f.missing.items():
+            yield Text(f"{TITLES[name].split(':')[0]}: {printable(reason)}")
+    yield Rule(style="dim")
+    yield layout.note(f"{CAVEAT}\n{words.tool_line(f.tool)}")
+
+
+def _lines(f: PaperFigures, name: str) -> Sequence[str | Sized]:
+    """A figure's sentences and sparklines; none where it is not drawn."""
+    if name == "spectral_norms" and f.spectral_norms is not None:
+        worst = max(f.spectral_norms.heads, key=lambda h: h.spectral[-1])
+        chart = [bars(worst.spectral, zero=True)] if len(worst.spectral) > 1 else []
+        return [spectral_norms(f.spectral_norms), *chart]
+    if name == "atoms" and f.atoms is not None:
+        return atoms(f.atoms)
+    if name == "delta_rows" and f.delta_rows is not None:
+        return [delta_rows(f.delta_rows), bars(f.delta_rows.sums)]
+    if name == "delta_steps" and f.delta_steps is not None:
+        found = f.delta_steps
+        sums = [found.total.sums] + ([found.excess.sums] if found.excess is not None else [])
+        said = delta_steps(found)
+        drawn = [line for pair in zip(said, map(bars, sums), strict=False) for line in pair]
+        return [*drawn, *said[len(sums) :]]
+    if name == "features" and f.features is not None:
+        return [features(f.features), bars(f.features.product)]
+    if name == "prefix" and f.prefix is not None:
+        return [prefix(f.prefix), bars(f.prefix.error)]
+    if name == "triggers" and f.triggers is not None:
+        return [triggers(f.triggers, f.chosen.name), bars(f.triggers.head.exact, zero=True)]
+    return []
+
+
 def lead(f: PaperFigures) -> str:
     """What is drawn, of what, and how it was chosen."""
     c = f.chosen
     what = f"recipe {c.observation}, emulated" if c.emulated else f"observation {c.observation!r}"
-    count = f"{f.captures} capture{'s' if f.captures != 1 else ''}"
     steps = f"; steps {c.steps[0]} to {c.steps[-1]} ({len(c.steps)})" if len(c.steps) > 1 else ""
-    return f"{c.name}, {what}: {c.reason}. From {count}{steps}."
+    return f"{c.name}, {what}: {c.reason}. From {plural(f.captures, 'capture')}{steps}."
 
 
 def at_step(step: int | None) -> str:
@@ -57,7 +108,7 @@ def spectral_norms(found: SpectralNorms) -> str:
     others = f"; the median of {len(last)} heads is {middle.spectral[-1]:.3g}" if len(last) > 1 else ""
     return (
         f"Largest: {name} with {top.spectral[-1]:.3g}{grown}{others}. Its first singular direction holds "
-        f"{words.percent(top.first_share)} of ‖W_Q‖²."
+        f"{percent(top.first_share)} of ‖W_Q‖²."
     )
 
 
@@ -68,7 +119,7 @@ def similarity(name: str, found: Similarity) -> str:
     chance = "" if found.random99 is None else f" (in 99 % of cases below {found.random99:.3g})"
     return (
         f"{name}: mean squared cosine {found.mean_square:.3g} over pairs of {found.rows} evenly spread rows, random "
-        f"directions {found.random:.3g}{chance}; the first direction holds {words.percent(found.first_share)}."
+        f"directions {found.random:.3g}{chance}; the first direction holds {percent(found.first_share)}."
     )
 
 
@@ -92,7 +143,7 @@ def atoms(found: Atoms) -> list[str]:
             )
         said.append(
             f"At step {last.step} the first singular direction of the error of dW_Q through delta holds "
-            f"{words.percent(last.first_share)} of it.{verdict}"
+            f"{percent(last.first_share)} of it.{verdict}"
         )
     if found.over_steps is not None:
         said.append(over_steps(found.over_steps))
@@ -163,7 +214,7 @@ def features(found: FeatureProducts) -> str:
     chance = "chance does not explain it" if found.alignment_p < 0.05 else "chance may do as much among so many rows"
     return (
         f"Row {found.row} of batch item {found.batch} has, {at_step(found.step)}, the largest error of delta, "
-        f"{found.delta_error:+.3g} ({words.percent(found.share)} of the sum of squares); features {top} give most. The "
+        f"{found.delta_error:+.3g} ({percent(found.share)} of the sum of squares); features {top} give most. The "
         f"sum of its products is {found.alignment:.2f} times what random signs give (p <= {found.alignment_p:.2g} over "
         f"{found.rows} rows: {chance})."
     )
@@ -190,11 +241,6 @@ def _counts(found: TriggerCounts) -> str:
     for name in ("exact", "window", "unit"):
         counts: tuple[int, ...] = getattr(found, name)
         shares = [n / rows if rows else None for n, rows in zip(counts, found.rows, strict=True)]
-        first, last, most = map(words.percent, (shares[0], shares[-1], max((s or 0.0) for s in shares)))
+        first, last, most = map(percent, (shares[0], shares[-1], max((s or 0.0) for s in shares)))
         parts.append(f"{name} {first} of rows at first, {last} at last, {most} at most")
     return "; ".join(parts)
-
-
-def head_name(layer: int | None, head: int) -> str:
-    """L2H4, or H4 where the layer is not stated."""
-    return f"H{head}" if layer is None else f"L{layer}H{head}"

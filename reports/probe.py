@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from attn_diag.reports import words
+from attn_diag.reports import layout, words
+from attn_diag.results.wording import number, percent
 
 if TYPE_CHECKING:
     from attn_diag.results.probe import ProbeFinding, ProbeReport
@@ -29,7 +29,7 @@ _STYLES = {
 
 def probe_renderables(found: ProbeReport) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
-    yield Rule(Text(f"probes of {found.source}", overflow="ellipsis"), align="left")
+    yield layout.heading(f"probes of {found.source}")
     b, h, t, d = found.shape
     yield Text(
         f"B={b} H={h} T={t} D={d} {found.dtype}, o in {found.out_dtype}; {found.backend}; {found.heads} independent "
@@ -37,34 +37,31 @@ def probe_renderables(found: ProbeReport) -> Iterator[RenderableType]:
         style="bold",
     )
     for sentence in found.summary:
-        yield words.bullet("-", sentence)
+        yield layout.bullet("-", sentence)
     yield Text("")
     yield _table([f for f in found.findings if f.kind == "accuracy"], "against the float64 reference")
     yield Text("")
     yield _table([f for f in found.findings if f.kind == "invariance"], "two calls that must agree in every bit")
     yield Text("")
-    yield Text(_legend(found), style="dim")
-    yield Text(words.tool_line(found.tool), style="dim")
+    yield layout.note(_legend(found))
+    yield layout.note(words.tool_line(found.tool))
 
 
 def _table(findings: list[ProbeFinding], title: str) -> Table | Text:
     if not findings:
-        return Text(f"{title}: not asked for", style="dim")
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim", collapse_padding=True)
-    table.add_column("probe", no_wrap=True)
-    table.add_column(title)
+        return layout.note(f"{title}: not asked for")
     accuracy = findings[0].kind == "accuracy"
     with_lse = any(f.lse is not None for f in findings)
     bounds = ["of the\nbound"] * accuracy + ["L of\nbound"] * with_lse
-    for head in ("max\nulp", *bounds):
-        table.add_column(head, justify="right", no_wrap=True)
+    figures = layout.figures(["max\nulp", *bounds])
+    table = layout.table(Column("probe", no_wrap=True), title, *figures, collapse=True)
     for finding in findings:
         text = Text(finding.words, style=_STYLES[finding.labels[0]])
         text.append(f"\n{finding.shows}", style="dim")
-        bound = [words.number(finding.of_budget, 2)] if accuracy else []
+        bound = [number(finding.of_budget, 2)] if accuracy else []
         if with_lse:
-            bound.append(words.number(None if finding.lse is None else finding.lse.of_budget, 2))
-        table.add_row(finding.name, text, words.number(finding.max_error_ulp), *bound)
+            bound.append(number(None if finding.lse is None else finding.lse.of_budget, 2))
+        table.add_row(finding.name, text, number(finding.max_error_ulp), *bound)
     return table
 
 
@@ -72,7 +69,7 @@ def _legend(found: ProbeReport) -> str:
     assumed = found.assumptions
     return (
         f"Assumed of fn: softmax(scale Q K^T) V with scale {assumed.scale:g}, causal {assumed.causal}; on N(0,1) "
-        f"inputs its O is {words.percent(assumed.relative_error)} off. Error = O - float64 reference on the same "
+        f"inputs its O is {percent(assumed.relative_error)} off. Error = O - float64 reference on the same "
         "inputs, in spacings (ulp) of O's format; bias = mean excess beyond one correct rounding, away from zero "
         "unless it says upward, with its interval; significant only if mean error and mean excess both are, at level "
         f"{found.level:g} among {found.family_size} tests (Benjamini-Hochberg; heads are the clusters). The bound is "

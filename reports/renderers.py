@@ -1,34 +1,46 @@
-"""Which functions show which kind of result. ``attn_diag.results.base`` finds this table by name, nothing else does."""
+"""Which functions show which kind of result: in a terminal, a log, at a prompt, in a notebook and as a page.
+
+``attn_diag.results.base`` finds this table by name, so that a result is read without its reports.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 
 from attn_diag.results.base import Result
+
+PLAIN_WIDTH = 120
+"""What a report for a log is wrapped to, whatever the terminal's width."""
+_OURS = str.maketrans(
+    {
+        "–": "-", "—": "-", "−": "-", "─": "-", "│": "|",
+        "…": "...", "’": "'", "·": ".", "•": "*", "×": "x", "±": "+-", "≥": ">=",
+        "²": "^2", "‖": "||", "⊗": "(x)", "✗": "x", "→": "->",
+        "∘": "o", "Ō": "O_bar", "\N{COMBINING MACRON}": "_bar", "\N{REPLACEMENT CHARACTER}": "?",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """The functions that show one kind of result, each as "module:function" of this folder, loaded when needed.
-
-    What is None follows from the terminal's report; a kind without ``page`` has no HTML page.
-    """
+    """The functions that show one kind of result, each as "module:function" of this folder, loaded when needed."""
 
     terminal: str | None = None
     """result -> the report, piece by piece, for a rich console; None: it is shown at a prompt alone."""
     plain: str | None = None
-    """result -> the report for a log, line by line."""
+    """result -> the report for a log, line by line; None: the terminal's, drawn in ASCII."""
     prompt: str | None = None
-    """result -> what a debugger's prompt shows."""
+    """result -> what a debugger's prompt shows; None: one line that names the result."""
     notebook: str | None = None
-    """result -> the HTML of a notebook's cell."""
+    """result -> the HTML of a notebook's cell; None: the terminal's report."""
     page: str | None = None
-    """result -> a self-contained HTML page."""
+    """result -> a self-contained HTML page; None: there is none."""
 
 
 _RENDERERS = {
@@ -39,23 +51,23 @@ _RENDERERS = {
     "comparison": Renderer("diff:diff_renderables", plain="diff:diff_lines"),
     "diagnosis": Renderer(
         "terminal:terminal_renderables",
-        plain="plain:diagnosis_lines",
+        plain="terminal:diagnosis_lines",
         prompt="brief:brief",
         notebook="html:html_fragment",
         page="html:html_document",
     ),
     "dtypes": Renderer("drift:drift_renderables"),
     "explanation": Renderer(
-        "explanation:explanation_renderables",
-        prompt="explanation:explanation_text",
-        notebook="explanation:explanation_html",
+        "brief:explanation_renderables",
+        prompt="brief:explanation_text",
+        notebook="brief:explanation_html",
     ),
     "finding": Renderer(prompt="brief:finding_text"),
     "hardware-profile": Renderer("selftest:profile_renderables"),
     "identification": Renderer("identification:identification_renderables"),
     "identifications": Renderer("identification:identifications_renderables"),
     "microscope": Renderer("microscope:microscope_renderables"),
-    "paper-figures": Renderer("paper:paper_renderables", page="paper:paper_document"),
+    "paper-figures": Renderer("paper_words:paper_renderables", page="paper:paper_document"),
     "probe": Renderer("probe:probe_renderables"),
     "selftest": Renderer("selftest:installation_renderables"),
     "what-if": Renderer("what_if:what_if_renderables"),
@@ -64,43 +76,56 @@ _RENDERERS = {
 
 def renderables(result: Result) -> Iterator[RenderableType]:
     """The report of any result, piece by piece, for a rich console."""
-    name = _renderer(result).terminal
-    assert name is not None
-    yield from _load(name)(result)
+    yield from _shown("terminal", result)
 
 
-def plain_lines(result: Result) -> Iterator[str] | None:
-    """Its report for a log, line by line; None where that is the terminal's."""
-    name = _renderer(result).plain
-    return None if name is None else _load(name)(result)
+def plain_text(result: Result) -> str:
+    """Its report for a log: no colour, no boxes, the same width everywhere, ASCII wherever the text is ours.
+
+    Letters of other scripts, as in a file's name, stay.
+    """
+    lines = _shown("plain", result) or _drawn_in_ascii(result).splitlines()
+    return "".join(f"{line.translate(_OURS).rstrip()}\n" for line in lines)
 
 
 def prompt(result: Any) -> str | None:
     """What a debugger's prompt shows of it; None where that is one line of no report."""
-    name = _renderer(result).prompt
-    return None if name is None else _load(name)(result)
+    text: str | None = _shown("prompt", result)
+    return text
 
 
 def notebook(result: Result) -> str | None:
     """The HTML that a notebook's cell shows of it; None where that is the terminal's report."""
-    name = _renderer(result).notebook
-    return None if name is None else _load(name)(result)
+    text: str | None = _shown("notebook", result)
+    return text
 
 
 def page(result: Result) -> str:
     """Its self-contained HTML page. Raises ValueError for a kind of result that has none."""
-    name = _renderer(result).page
-    if name is None:
+    text: str | None = _shown("page", result)
+    if text is None:
         raise ValueError(f"a {result.schema} document has no HTML page")
-    text: str = _load(name)(result)
     return text
 
 
-def _renderer(result: Any) -> Renderer:
-    return _RENDERERS[result.schema.removeprefix("attn-diag-")]
-
-
-def _load(name: str) -> Callable[..., Any]:
+def _shown(face: str, result: Any) -> Any:
+    """What one of a kind's functions makes of a result; None where the kind has no such function."""
+    name: str | None = getattr(_RENDERERS[result.schema.removeprefix("attn-diag-")], face)
+    if name is None:
+        return None
     module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), function)
-    return found
+    return getattr(import_module(f"{__package__}.{module}"), function)(result)
+
+
+class _Ascii(io.StringIO):
+    """Says that it takes ASCII only, so that rich draws rules and boxes with it."""
+
+    encoding = "ascii"
+
+
+def _drawn_in_ascii(result: Result) -> str:
+    buffer = _Ascii()
+    console = Console(file=buffer, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, safe_box=True)
+    for renderable in renderables(result):
+        console.print(renderable)
+    return buffer.getvalue()

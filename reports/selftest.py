@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attn_diag.reports.words import DASH, number, signed, tool_line
+from attn_diag.reports import layout
+from attn_diag.reports.words import tool_line
+from attn_diag.results.wording import DASH, number, percent, signed
 
 if TYPE_CHECKING:
     from attn_diag.results.hardware import Exp2Profile, HardwareProfile, SumProfile
@@ -24,21 +25,21 @@ def installation_renderables(found: Installation) -> Iterator[RenderableType]:
     failed = sum(not check.passed for check in found.checks)
     verdict = f"{failed} of {len(found.checks)} checks failed" if failed else f"all {len(found.checks)} checks passed"
     yield Text(f"Numbers of this installation: {verdict}", style="bold red" if failed else "bold green")
-    table = _table("check", "cases", "found", "limit", "")
+    table = layout.table("check", "cases", "found", "limit", "")
     for check in found.checks:
         style = "" if check.passed else "red"
         word = "ok" if check.passed else "FAILED"
         cells = (check.name, str(check.cases), f"{number(check.figure)} {check.unit}", number(check.limit), word)
         table.add_row(*(Text(cell, style=style) for cell in cells))
-    yield Padding(table, (0, 0, 0, 2))
-    yield Text(f"{tool_line(found.tool)}; {found.seconds:.1f} s", style="dim")
+    yield layout.indented(table)
+    yield layout.note(f"{tool_line(found.tool)}; {found.seconds:.1f} s")
 
 
 def profile_renderables(found: HardwareProfile) -> Iterator[RenderableType]:
     """Sums, exp2 and casts as measured, and what does not fit."""
     yield Text(f"Arithmetic of {found.gpu} ({found.backend}), measured {found.measured}", style="bold")
     yield Text("")
-    yield Padding(_sums(found.sums), (0, 0, 0, 2))
+    yield layout.indented(_sums(found.sums))
     for unit in found.sums:
         for note in unit.notes:
             yield Text(f"{_unit_name(unit)}: {note}", style="yellow")
@@ -47,7 +48,7 @@ def profile_renderables(found: HardwareProfile) -> Iterator[RenderableType]:
         yield Text(line)
     yield Text(f"fp32 products with subnormal operands or results: {found.multiply_subnormals or _NO_FIT}.")
     yield Text("")
-    casts = _table("cast from fp32 to", "rounding", "subnormals", "overflow", "values")
+    casts = layout.table("cast from fp32 to", "rounding", "subnormals", "overflow", "values")
     for cast in found.casts:
         casts.add_row(
             cast.format,
@@ -56,12 +57,12 @@ def profile_renderables(found: HardwareProfile) -> Iterator[RenderableType]:
             cast.overflow or _NO_FIT,
             str(cast.values),
         )
-    yield Padding(casts, (0, 0, 0, 2))
-    yield Text(f"torch {found.torch}, triton {found.triton}; {found.seconds:.1f} s", style="dim")
+    yield layout.indented(casts)
+    yield layout.note(f"torch {found.torch}, triton {found.triton}; {found.seconds:.1f} s")
 
 
 def _sums(units: tuple[SumProfile, ...]) -> Table:
-    table = _table("sums of", "block", "bits", "terms", "sum", "products", "subnormals", "missed")
+    table = layout.table("sums of", "block", "bits", "terms", "sum", "products", "subnormals", "missed")
     for unit in units:
         missed = DASH if unit.mismatches is None else f"{unit.mismatches} of {unit.sums}"
         table.add_row(
@@ -86,17 +87,10 @@ def _exp2(found: Exp2Profile) -> Iterator[str]:
     )
     yield (
         f"On a uniform grid on [-1, 0) its mean error is {signed(found.mean_error_ulp)} ulp "
-        f"({signed(found.mean_relative_error)} relative), and {100 * found.not_nearest:.3g} % are not the nearest "
+        f"({signed(found.mean_relative_error)} relative), and {percent(found.not_nearest)} are not the nearest "
         f"number; subnormal results: {found.subnormal_results or _NO_FIT}."
     )
 
 
 def _unit_name(unit: SumProfile) -> str:
     return f"{unit.operands.upper()}, {unit.instruction}"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    for name in columns:
-        table.add_column(name)
-    return table

@@ -7,34 +7,32 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attn_diag.reports import words
+from attn_diag.reports.quantities import DQ_ERROR, LETTERS, label_names, tested
 from attn_diag.results.diagnosis import (
-    BiasEstimate,
     CaptureDiagnosis,
     Diagnosis,
     HeadDiagnosis,
     Label,
     ObservationDiagnosis,
 )
+from attn_diag.results.wording import file_name, head_name, percent, printable
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
-_ORDER: tuple[Label, ...] = ("biased", "lossy", "ill_conditioned", "undecided", "clean")
-_PLAIN = {
-    "delta": "delta's error",
-    "delta_excess": "delta's error beyond correct rounding",
-    "o_away_excess": "the error of |O| beyond correct rounding",
-    "o_excess": "the error of O beyond correct rounding",
-}
 _SUFFIXES = (".safetensors", ".pt", ".npz")
+
+
+def judged_entries(diagnosis: Diagnosis) -> list[Entry]:
+    """All heads with a verdict, the worst first."""
+    return [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
 
 
 def headline(diagnosis: Diagnosis) -> str:
     """The verdict in one sentence: the worst label that any head carries, how many heads, and the worst of them."""
-    judged = [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
+    judged = judged_entries(diagnosis)
     if not judged:
         return "No verdict: nothing could be judged."
-    for label in _ORDER:
-        if found := [entry for entry in judged if label in words.label_names(entry[2])]:
+    for label in LETTERS:
+        if found := [entry for entry in judged if label in label_names(entry[2])]:
             return _SENTENCES[label](found, judged)
     return "No verdict: no head carries a label."
 
@@ -49,18 +47,14 @@ def _heads(found: list[Entry], judged: list[Entry], worst: Entry) -> str:
 
 
 def _biased(found: list[Entry], judged: list[Entry]) -> str:
-    tests = {name: getattr(found[0][2].bias, name) for name in words.TESTS}
-    known = {n: e for n, e in tests.items() if e is not None and e.p_adjusted is not None}
+    known = [(test, e) for test, e in tested(found[0][2]) if e.p_adjusted is not None]
     worst = ""
     if known:
         # Adjusted values tie often.
-        name, estimate = min(known.items(), key=lambda item: (item[1].p_adjusted, item[1].p_value))
-        worst = f": {_PLAIN[name]} averages {_of_units(name, estimate)} (adjusted p = {estimate.p_adjusted:.2g})"
+        test, estimate = min(known, key=lambda item: (item[1].p_adjusted, item[1].p_value))
+        mean = test.in_units(estimate).replace(" floor", " noise floors")
+        worst = f": {test.error} averages {mean} (adjusted p = {estimate.p_adjusted:.2g})"
     return f"BIASED: the error's mean is beyond chance in {_heads(found, judged, found[0])}{worst}."
-
-
-def _of_units(name: str, estimate: BiasEstimate) -> str:
-    return words.in_units(name, estimate).replace(" floor", " noise floors")
 
 
 def _lossy(found: list[Entry], judged: list[Entry]) -> str:
@@ -75,10 +69,10 @@ def _lossy(found: list[Entry], judged: list[Entry]) -> str:
 
 
 def _ill_conditioned(found: list[Entry], judged: list[Entry]) -> str:
-    errors = [(dq_error(e[2])[0] or 0.0, e) for e in found]
+    errors = [(DQ_ERROR.nearest(e[2])[0] or 0.0, e) for e in found]
     error, entry = max(errors, key=lambda item: item[0])
     return (
-        f"ILL-CONDITIONED: the kernel rounds as well as it can, yet dQ is up to {words.percent(error)} off in "
+        f"ILL-CONDITIONED: the kernel rounds as well as it can, yet dQ is up to {percent(error)} off in "
         f"{_heads(found, judged, entry)}: these inputs amplify the rounding of O."
     )
 
@@ -86,7 +80,7 @@ def _ill_conditioned(found: list[Entry], judged: list[Entry]) -> str:
 def _undecided(found: list[Entry], judged: list[Entry]) -> str:
     verdict = found[0][2].verdict
     reason = verdict.reasons[0] if verdict is not None and verdict.reasons else "too little data."
-    return f"UNDECIDED in {_heads(found, judged, found[0])}: {words.printable(reason)}"
+    return f"UNDECIDED in {_heads(found, judged, found[0])}: {printable(reason)}"
 
 
 def _clean(found: list[Entry], judged: list[Entry]) -> str:
@@ -104,19 +98,9 @@ _SENTENCES = {
 }
 
 
-def dq_error(head: HeadDiagnosis) -> tuple[float | None, bool]:
-    """dQ's relative error, and whether it is only predicted from delta's (no dQ was captured)."""
-    dq = head.propagation.dq
-    if dq is None:
-        return None, False
-    if dq.relative_error is not None:
-        return dq.relative_error, False
-    return dq.predicted_relative_error, dq.predicted_relative_error is not None
-
-
 def next_steps(diagnosis: Diagnosis) -> list[str]:
     """What to do, the worst heads' advice first; advice that several heads share is said once, with their number."""
-    judged = [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
+    judged = judged_entries(diagnosis)
     names = Names.of(judged)
     advice: Counter[str] = Counter()
     first: dict[str, tuple[Label, Entry]] = {}
@@ -126,7 +110,8 @@ def next_steps(diagnosis: Diagnosis) -> list[str]:
         for label, suggestion in zip(verdict.labels, verdict.suggestions, strict=False):
             advice[suggestion] += 1
             first.setdefault(suggestion, (label, entry))
-    order = sorted(first, key=lambda s: _ORDER.index(first[s][0]))
+    severest = list(LETTERS)
+    order = sorted(first, key=lambda s: severest.index(first[s][0]))
     if len(order) > 1:
         order = [s for s in order if first[s][0] != "clean"]
     steps = []
@@ -135,17 +120,17 @@ def next_steps(diagnosis: Diagnosis) -> list[str]:
         count = advice[suggestion]
         more = f" and {count - 1} more" if count > 1 else ""
         who = "" if len(judged) == 1 or label == "clean" else f"{label} ({names.name(entry)}{more}): "
-        steps.append(who + words.printable(suggestion))
+        steps.append(who + printable(suggestion))
     return steps
 
 
 def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """(what it answers, command) for a closer look at the worst head; none where it is clean or not in a file."""
-    judged = [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
-    if not judged or "clean" in words.label_names(judged[0][2]):
+    judged = judged_entries(diagnosis)
+    if not judged or "clean" in label_names(judged[0][2]):
         return []
     capture, observation, head = judged[0]
-    source = words.printable(capture.source)
+    source = printable(capture.source)
     if not source.endswith(_SUFFIXES):
         return []
     arguments = ["--example"] if source.startswith("example ") else [shlex.quote(source)]
@@ -153,24 +138,27 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     if head.batch is not None and capture.shape.get("B", 1) > 1:
         arguments += ["--batch", str(head.batch)]
     if len(capture.observations) > 1 and not observation.emulated:
-        arguments += ["--observation", shlex.quote(words.printable(observation.name))]
+        arguments += ["--observation", shlex.quote(printable(observation.name))]
     place = " ".join(arguments)
     questions = {
         "Which rounding makes it": f"attn-diag attribute {place}",
         "What would remove it": f"attn-diag what-if {place}",
     }
-    if "biased" in words.label_names(head):
+    if "biased" in label_names(head):
         questions["Where it goes wrong, bit by bit"] = f"attn-diag microscope {place}"
     return list(questions.items())
 
 
 @dataclass(frozen=True)
 class Names:
-    """What tells entries apart besides the head: the observation, the step, the file; what all share is not said."""
+    """What tells entries apart besides the head; what all share is not said."""
 
     observations: bool
+    """Whether the observation is named."""
     steps: bool
+    """Whether the training step is."""
     files: bool
+    """Whether the file is."""
 
     @classmethod
     def of(cls, among: Iterable[Entry]) -> Names:
@@ -186,11 +174,11 @@ class Names:
     def where(self, entry: Entry) -> list[str]:
         """Observation, step and file of an entry, as far as they tell it apart."""
         capture, observation, _ = entry
-        parts = [words.printable(observation.name)] if self.observations else []
+        parts = [printable(observation.name)] if self.observations else []
         if self.steps and "step" in capture.metadata:
-            parts.append(f"step {words.printable(capture.metadata['step'])}")
-        return [*parts, words.file_name(capture.source).removesuffix(".safetensors")] if self.files else parts
+            parts.append(f"step {printable(capture.metadata['step'])}")
+        return [*parts, file_name(capture.source).removesuffix(".safetensors")] if self.files else parts
 
     def name(self, entry: Entry) -> str:
         """The head and where it is."""
-        return " ".join([words.head_name(entry[2]), *self.where(entry)])
+        return " ".join([head_name(entry[2].layer, entry[2].head), *self.where(entry)])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.rule import Rule
-from rich.table import Table
+from rich.console import ConsoleOptions, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
-from attn_diag.reports import words
+from attn_diag.reports import layout, words
+from attn_diag.reports.quantities import NOISE_FACTOR
+from attn_diag.results.wording import DASH, SYMBOLS, head_name, number, percent, signed
 
 if TYPE_CHECKING:
     from attn_diag.results.diagnosis import BiasEstimate
@@ -19,19 +20,18 @@ if TYPE_CHECKING:
 
 _WIDE = 110
 _STYLES = {"baseline": "bold", "mitigation": "", "mix": "yellow", "other recipe": "cyan"}
-_ERRORS = {"dq": "dQ\nerror", "o": "O\nerror", "dw_q": "dW_Q\nerror"}
 
 
 def what_if_renderables(found: WhatIf) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
-    yield Rule(Text(found.source, overflow="ellipsis"), align="left")
+    yield layout.heading(found.source)
     yield Text(_subject(found), style="bold")
     for sentence in found.summary:
         yield _bullet("-", sentence)
     for note in found.notes:
         yield _bullet(" ", note)
     yield Text("")
-    yield _Ranking(found)
+    yield layout.Sized(partial(_ranking, found))
     if rest := [c for c in found.candidates if c.rank is None]:
         yield Text("\nNot ranked, for they are not the same attention here:", style="bold")
         reasons: dict[str, list[str]] = {}
@@ -40,66 +40,63 @@ def what_if_renderables(found: WhatIf) -> Iterator[RenderableType]:
         for reason, names in reasons.items():
             yield _bullet(" ", f"{', '.join(names)}: {reason}")
     yield Text("")
-    yield Text(_legend(found), style="dim")
-    yield Text(words.tool_line(found.tool), style="dim")
+    yield layout.note(_legend(found))
+    yield layout.note(words.tool_line(found.tool))
 
 
-@dataclass(frozen=True)
-class _Ranking:
+def _ranking(found: WhatIf, options: ConsoleOptions) -> Iterator[RenderableType]:
     """The table, with more columns where there is room."""
+    wide = options.max_width >= _WIDE
+    other = "o" if found.ranked_by == "dq" else None
+    extra = [name for name in ("dw_q", other) if wide and name and getattr(found.baseline.errors, name) is not None]
+    with_delta = found.baseline.errors.delta is not None
+    heads = [_error(found.ranked_by), "removed", *map(_error, extra)]
+    heads += [NOISE_FACTOR.heading] if with_delta else []
+    heads += ["bias |O|\n(ulp)", *(["delta\nt"] if wide and with_delta else [])]
+    heads += ["more\nwork", "more\nbytes", *(["ops a\nscore"] if wide else [])]
+    candidates = Column("candidate", min_width=24)
+    table = layout.table(layout.figure(""), candidates, *layout.figures(heads), collapse=True)
+    for candidate in (found.baseline, *(c for c in found.candidates if c.rank is not None)):
+        table.add_row(*_cells(found, candidate, extra, wide=wide), style=_STYLES[candidate.kind])
+    yield table
 
-    found: WhatIf
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        found, wide = self.found, options.max_width >= _WIDE
-        other = "o" if found.ranked_by == "dq" else None
-        extra = [name for name in ("dw_q", other) if wide and name and getattr(found.baseline.errors, name) is not None]
-        table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="dim")
-        table.add_column("", justify="right", no_wrap=True)
-        table.add_column("candidate", min_width=24)
-        heads = [_ERRORS[found.ranked_by], "removed", *(_ERRORS[name] for name in extra)]
-        heads += ["noise\nfactor"] if found.baseline.errors.delta is not None else []
-        heads += ["bias |O|\n(ulp)"]
-        heads += ["delta\nt"] if wide and found.baseline.errors.delta is not None else []
-        heads += ["more\nwork", "more\nbytes", *(["ops a\nscore"] if wide else [])]
-        for head in heads:
-            table.add_column(head, justify="right", no_wrap=True)
-        for candidate in (found.baseline, *(c for c in found.candidates if c.rank is not None)):
-            table.add_row(*self._cells(candidate, extra, wide=wide), style=_STYLES[candidate.kind])
-        yield table
+def _cells(found: WhatIf, c: Candidate, extra: list[str], *, wide: bool) -> list[str]:
+    cost = c.cost
+    # Names are joined by "+"; a blank before it lets long ones wrap.
+    name = c.name.replace("+", " +")
+    cells = [
+        f"{c.rank or ''}{'*' if c.pareto else ' '}",
+        name if c.kind != "baseline" else f"baseline: {found.recipe}",
+    ]
+    spread = getattr(c.spread, found.ranked_by) if c.spread is not None else None
+    error = percent(c.left)
+    cells += [f"{error}" if spread is None else f"~{error}"]
+    cells += ["" if c.kind == "baseline" else _removed(c.removed)]
+    cells += [percent(getattr(c.errors, name)) for name in extra]
+    if found.baseline.errors.delta is not None:
+        cells.append(number(c.errors.delta, 2))
+    cells.append(_bias(c.bias_o, in_units=True, biased="o" in c.biased))
+    if wide and found.baseline.errors.delta is not None:
+        cells.append(_bias(c.bias_delta, in_units=False, biased="delta" in c.biased))
+    if cost is None:
+        return [*cells, *([""] * (3 if wide else 2))]
+    cells += [_more(cost.tensor_flops), _more(cost.bytes_fraction)]
+    return [*cells, *([f"{cost.vector_ops:.0f}" if cost.vector_ops else "0"] if wide else [])]
 
-    def _cells(self, c: Candidate, extra: list[str], *, wide: bool) -> list[str]:
-        found, cost = self.found, c.cost
-        # Names are joined by "+"; a blank before it lets long ones wrap.
-        name = c.name.replace("+", " +")
-        cells = [
-            f"{c.rank or ''}{'*' if c.pareto else ' '}",
-            name if c.kind != "baseline" else f"baseline: {found.recipe}",
-        ]
-        spread = getattr(c.spread, found.ranked_by) if c.spread is not None else None
-        error = words.percent(c.left)
-        cells += [f"{error}" if spread is None else f"~{error}"]
-        cells += ["" if c.kind == "baseline" else _removed(c.removed)]
-        cells += [words.percent(getattr(c.errors, name)) for name in extra]
-        if found.baseline.errors.delta is not None:
-            cells.append(words.number(c.errors.delta, 2))
-        cells.append(_bias(c.bias_o, in_units=True, biased="o" in c.biased))
-        if wide and found.baseline.errors.delta is not None:
-            cells.append(_bias(c.bias_delta, in_units=False, biased="delta" in c.biased))
-        if cost is None:
-            return [*cells, *([""] * (3 if wide else 2))]
-        cells += [_more(cost.tensor_flops), _more(cost.bytes_fraction)]
-        return [*cells, *([f"{cost.vector_ops:.0f}" if cost.vector_ops else "0"] if wide else [])]
+
+def _error(quantity: str) -> str:
+    return f"{SYMBOLS[quantity]}\nerror"
 
 
 def _subject(found: WhatIf) -> str:
-    head = f"H{found.head}" if found.layer is None else f"L{found.layer}H{found.head}"
     seen = f", observation {found.observation}" if found.observation is not None else ""
+    head = head_name(found.layer, found.head)
     return f"{head}, batch item {found.batch}{seen}: {found.rows} rows, largest score {found.max_logit:.4g}"
 
 
 def _legend(found: WhatIf) -> str:
-    title = {"dq": "dQ", "o": "O"}[found.ranked_by]
+    title = SYMBOLS[found.ranked_by]
     return (
         f"Ranked by {title}'s error against the float64 reference; all recipes are emulated. *: no mitigation leaves "
         "less at no more cost. ~: mean over seeds. mix: the scores are rounded otherwise in forward or backward; "
@@ -112,15 +109,15 @@ def _legend(found: WhatIf) -> str:
 
 def _bias(estimate: BiasEstimate | None, *, in_units: bool, biased: bool) -> str:
     if estimate is None or estimate.t is None:
-        return words.DASH
-    return f"{words.signed(estimate.mean_ulp if in_units else estimate.t)}{'!' if biased else ' '}"
+        return DASH
+    return f"{signed(estimate.mean_ulp if in_units else estimate.t)}{'!' if biased else ' '}"
 
 
 def _removed(value: float | None) -> str:
     """The part of the baseline's error that is gone; where there is more than twice of it, how many times."""
     if value is None:
-        return words.DASH
-    return f"{100 * value:+.1f} %" if value > -1 else f"{1 - value:.3g} x"
+        return DASH
+    return percent(value, "+.1f") if value > -1 else f"{1 - value:.3g} x"
 
 
 def _reason(candidate: Candidate, by: str) -> str:
@@ -128,13 +125,12 @@ def _reason(candidate: Candidate, by: str) -> str:
     if not candidate.finite:
         return reason
     changed = candidate.equivalence.status == "changes the model"
-    error = words.percent(getattr(candidate.errors, by))
-    title = {"dq": "dQ", "o": "O"}[by]
-    return f"{reason}; {title} {error} off{' against the changed model' if changed else ''}"
+    error = percent(getattr(candidate.errors, by))
+    return f"{reason}; {SYMBOLS[by]} {error} off{' against the changed model' if changed else ''}"
 
 
 def _more(fraction: float) -> str:
-    return f"+{100 * fraction:.0f} %" if fraction else "0"
+    return f"+{percent(fraction, '.0f')}" if fraction else "0"
 
 
 def _bullet(mark: str, text: str) -> RenderableType:

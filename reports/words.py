@@ -1,87 +1,27 @@
-"""Numbers and names as both reports show them."""
+"""A diagnosis in sentences: what was read, what made the numbers, and what is known of a head besides its table."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.text import Text
-
+from attn_diag.reports.layout import Spark
+from attn_diag.reports.quantities import GRADIENTS, SHARES, tested
+from attn_diag.results.base import Tool
 from attn_diag.results.diagnosis import (
     BiasEstimate,
     CaptureDiagnosis,
+    Diagnosis,
     GradientError,
     HeadDiagnosis,
-    Label,
     ObservationDiagnosis,
-    Tool,
 )
+from attn_diag.results.wording import DASH, file_name, number, percent, printable, share
 
-DASH = "–"
-TESTS = {
-    "delta": "delta, total",
-    "delta_excess": "delta, excess",
-    "o_away_excess": "|O|, excess",
-    "o_excess": "O, excess",
-}
-SHARES = {
-    "delta": "delta",
-    "lse": "LSE",
-    "ds_cast": "cast of dS",
-    "p_cast": "cast of P",
-    "dq_cast": "cast of dQ",
-    "dk_cast": "cast of dK",
-    "dv_cast": "cast of dV",
-}
-GRADIENTS = {"dq": "dQ", "dw_q": "dW_Q", "dk": "dK", "dv": "dV"}
 CAVEAT = (
     "Error = observed - float64 reference on the same inputs; excess = beyond one correct rounding. "
     "Bias in one capture does not prove that training diverges."
 )
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Shortest useful form; a dash for what is not known."""
-    return DASH if value is None else f"{value:.{digits}g}"
-
-
-def percent(value: float | None) -> str:
-    """A fraction as percent."""
-    return DASH if value is None else f"{100 * value:.3g} %"
-
-
-def signed(value: float | None) -> str:
-    """With its sign, as for a signed error."""
-    return DASH if value is None else f"{value:+.2g}"
-
-
-def printable(text: str) -> str:
-    """A name of the user's on one line: without line breaks and control characters."""
-    return "".join(c if c.isprintable() else "�" for c in text)
-
-
-def head_name(head: HeadDiagnosis) -> str:
-    """L2H4, H4 or "all"."""
-    if head.head is None:
-        return "all"
-    return f"H{head.head}" if head.layer is None else f"L{head.layer}H{head.head}"
-
-
-def labels(head: HeadDiagnosis) -> str:
-    """The verdict's labels, or that there is none."""
-    return ", ".join(head.verdict.labels) if head.verdict else "no verdict"
-
-
-def label_names(head: HeadDiagnosis) -> tuple[Label, ...]:
-    """The verdict's labels; none where there is no verdict."""
-    return head.verdict.labels if head.verdict else ()
-
-
-def file_name(source: str) -> str:
-    """The end of a path, printable: what tells captures apart."""
-    return printable(source.rpartition("/")[2] or source)
+_SIGNIFICANT = 0.05
 
 
 def shape(capture: CaptureDiagnosis) -> str:
@@ -102,48 +42,65 @@ def observation_line(observation: ObservationDiagnosis) -> str:
     if observation.recipe is not None:
         recipe = f"recipe {observation.recipe}"
     if observation.agreement is not None:
-        # Never rounded up: 100 % is said of every bit alone.
-        share = math.floor(1e4 * observation.agreement) / 100
-        recipe = f"O as recipe {observation.recipe} makes it ({share:g} % of sampled elements bit-equal)"
+        equal = f"{share(observation.agreement)} of sampled elements bit-equal"
+        recipe = f"O as recipe {observation.recipe} makes it ({equal})"
     return printable(f"{observation.name}: {observation.backend}; {recipe}")
 
 
 def tool_line(tool: Tool) -> str:
     """Versions and the reference's backend."""
-    triton = f", triton {tool.triton}" if tool.triton else ""
     measured = f"; {tool.hardware}" if tool.hardware else ""
-    return printable(
-        f"attn-diag {tool.version}, torch {tool.torch}{triton}; float64 reference on {tool.backend} "
-        f"({tool.device}){measured}"
-    )
+    return printable(f"{versions(tool)}; float64 reference on {tool.backend} ({tool.device}){measured}")
 
 
-def in_units(name: str, estimate: BiasEstimate) -> str:
-    """A mean in ulp, or for delta in noise floors."""
-    unit = "floor" if name.startswith("delta") else "ulp"
-    return DASH if estimate.mean_ulp is None else f"{signed(estimate.mean_ulp)} {unit}"
+def versions(tool: Tool) -> str:
+    """Versions of attn-diag, torch and triton."""
+    triton = f", triton {tool.triton}" if tool.triton else ""
+    return f"attn-diag {tool.version}, torch {tool.torch}{triton}"
 
 
-def test_cells(name: str, estimate: BiasEstimate | None) -> tuple[str, ...]:
-    """mean, mean in ulp or noise floors, t, adjusted p, effective and detectable size of one primary test."""
-    if estimate is None:
-        return (TESTS[name], *[DASH] * 6)
-    return (
-        TESTS[name],
-        signed(estimate.mean),
-        in_units(name, estimate),
-        number(estimate.t),
-        number(estimate.p_adjusted, 2),
-        number(estimate.n_eff),
-        number(estimate.minimum_detectable, 2),
-    )
+def family_line(diagnosis: Diagnosis) -> str:
+    """How many tests share one level."""
+    family = diagnosis.family
+    return f"{family.size} primary tests, one Benjamini-Hochberg family at level {family.level}"
+
+
+def warnings(diagnosis: Diagnosis) -> Iterator[str]:
+    """Everything that limits what can be concluded: what was not read, not finite, or not as assumed."""
+    for capture in diagnosis.captures:
+        if capture.assumptions.ok is False:
+            yield f"no verdict for {file_name(capture.source)}: {capture.assumptions.message}"
+    yield from diagnosis.summary.warnings
+    yield from (f"not read: {u}" for u in diagnosis.summary.unreadable)
+
+
+def numbers(head: HeadDiagnosis) -> Iterator[str]:
+    """What else is known of a head, a sentence each: sharpness of the reference, gradients, rows left out."""
+    yield from (said for said in (reference_words(head), certificate_words(head)) if said is not None)
+    for name, title in GRADIENTS.items():
+        error = getattr(head.propagation, name)
+        if error is not None and error.relative_error is not None:
+            yield f"{title} off {percent(error.relative_error)}: {share_words(error)}{_unexplained(error)}"
+            if error.coherence is not None:
+                yield (
+                    f"coherence of delta's part in {title} {number(error.coherence)} (random signs: up to "
+                    f"{number(error.coherence_null95)}), cancellation {number(error.cancellation)}, "
+                    f"participation {number(error.participation)}"
+                )
+    yield from head.propagation.notes
+    counted = {
+        "fully masked": head.rows_fully_masked,
+        "not finite": head.rows_nonfinite,
+        "beyond float64 (huge scores or masks)": head.rows_unknown,
+    }
+    if left_out := [f"{rows} {why}" for why, rows in counted.items() if rows]:
+        yield f"rows left out: {', '.join(left_out)}; {head.rows_all} analysed"
 
 
 def reference_words(head: HeadDiagnosis) -> str | None:
     """How far the reference's own error can have moved the means tested; None where nothing was tested."""
-    known = {n: e.reference_bound for n in TESTS if (e := getattr(head.bias, n)) is not None}
-    listed = ", ".join(f"{TESTS[n]} {b:.1g}" for n, b in known.items() if b is not None)
-    return f"the reference's own error has moved these means by at most: {listed}" if listed else None
+    bounds = [f"{test.title} {b:.1g}" for test, e in tested(head) if (b := e.reference_bound) is not None]
+    return f"the reference's own error has moved these means by at most: {', '.join(bounds)}" if bounds else None
 
 
 def certificate_words(head: HeadDiagnosis) -> str | None:
@@ -162,34 +119,30 @@ def certificate_words(head: HeadDiagnosis) -> str | None:
 
 def share_words(error: GradientError) -> str:
     """The shares of an error's parts, largest first."""
-    known = [(name, share) for name, share in (error.shares or {}).items() if share is not None]
+    known = [(name, part) for name, part in (error.shares or {}).items() if part is not None]
     known.sort(key=lambda item: -abs(item[1]))
     # Adding 0 makes -0.0 the 0.0 that it stands for.
-    return ", ".join(f"{SHARES[name]} {round(100 * share, 1) + 0.0:.1f} %" for name, share in known) or DASH
+    return ", ".join(f"{SHARES[name]} {round(100 * part, 1) + 0.0:.1f} %" for name, part in known) or DASH
 
 
-def bullet(mark: str, text: str | Text) -> RenderableType:
-    """A line with a mark before it, wrapped beside the mark."""
-    return Hanging(f"{mark:>3} ", text if isinstance(text, Text) else Text(printable(text)))
+def _unexplained(error: GradientError) -> str:
+    parts = []
+    if error.unexplained_fraction:
+        parts.append(f"{percent(error.unexplained_fraction)} by delta alone")
+    if error.unexplained_with_casts is not None:
+        parts.append(f"{percent(error.unexplained_with_casts)} with LSE and casts")
+    return f"; unexplained {', '.join(parts)}" if parts else ""
 
 
-def paragraph(text: str, style: str = "") -> RenderableType:
-    """Text wrapped to the console's width, printable characters only."""
-    return Hanging("", Text(printable(text), style=style))
-
-
-@dataclass(frozen=True)
-class Hanging:
-    """Text wrapped to the console's width, its later lines indented by the width of ``mark``; nothing is cut off."""
-
-    mark: str
-    text: Text
-
-    def lines(self, console: Console, width: int) -> Iterator[Text]:
-        """The lines, at most ``width`` columns wide."""
-        for i, line in enumerate(self.text.wrap(console, max(width - len(self.mark), 16))):
-            line.rstrip()
-            yield Text.assemble(" " * len(self.mark) if i else self.mark, line)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        yield from self.lines(console, options.max_width)
+def drift_words(estimate: BiasEstimate, found: Spark) -> str:
+    """Where a running sum ends, and whether it leaves the band that unbiased noise stays inside."""
+    band = "" if estimate.drift_band99 is None else f" of +-{estimate.drift_band99:.2g}"
+    ends = "" if estimate.cumulative_sum is None else f"ends at {estimate.cumulative_sum:+.2g}, "
+    if not estimate.drift_outside:
+        return f"{ends}inside the 99 % band{band}"
+    first = f" from row {found.first_row} on" if found.first_row is not None else " between the rows drawn"
+    p = estimate.p_value if estimate.p_adjusted is None else estimate.p_adjusted
+    # The test of the mean clusters rows that copy the same key; the band takes rows as independent.
+    clustered = ", though the mean is not significant where rows that copy one key count as one"
+    chance = "" if p is None or p < _SIGNIFICANT else clustered
+    return f"{ends}OUTSIDE the 99 % band{band}{first}{chance}"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_diag import check, load
-from attn_diag.reports.check_failure import failure_lines, gravest
+from attn_diag.reports.ci import failure_lines, gravest
 from attn_diag.results.check import KINDS, CheckedCase, CheckReport, Failure
 from attn_diag.results.diagnosis import Tool
 from attn_diag.testing.regression.cases import capture_of_case

@@ -14,8 +14,7 @@ from command_line import Run
 
 import attn_diag
 from attn_diag.head.machine import describe_tool, pick_device
-from attn_diag.reports.github import step_summary, workflow_commands
-from attn_diag.reports.junit import junit_document
+from attn_diag.reports.ci import junit_document, step_summary, workflow_commands
 from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Failure, Size
 
 HOSTILE = "<script>alert(1)</script>|\x00\x1b[31m\ud800\n::error::x%0A,a:b]]>&\"'`|[l](javascript:x)"

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attn_diag.reports import gallery_document
 from attn_diag.reports.charts import Chart, Gallery, Section
-from attn_diag.reports.gallery import gallery_document
 from attn_diag.watching.monitoring.alarm import AlarmRule
 from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck
 

@@ -15,10 +15,9 @@ from step_captures import Plant, planted, series
 
 from attn_diag import PaperFigures, paper_figures
 from attn_diag.reports.charts import Chart, Gallery
+from attn_diag.reports.layout import ASCII, bar_line
 from attn_diag.reports.paper import paper_gallery
-from attn_diag.reports.paper_terminal import spark
-from attn_diag.reports.plain import WIDTH, plain_text
-from attn_diag.reports.sparks import ASCII
+from attn_diag.reports.renderers import PLAIN_WIDTH, plain_text
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +122,17 @@ def test_missing_figures_are_listed_with_the_reason() -> None:
 
 
 def test_sparklines() -> None:
-    assert spark([0.0, 1.0]).startswith("▁█")
-    assert spark([1.0, 2.0], zero=True).startswith("▅█")
-    assert spark([float("nan")]) == "·"
-    assert len(spark(range(1000)).split()[0]) == 56
-    assert spark([0.0, float("nan"), 1.0], bars=ASCII, gap=" ").startswith("_ #")
+    assert bar_line([0.0, 1.0]).startswith("▁█")
+    assert bar_line([1.0, 2.0], zero=True).startswith("▅█")
+    assert bar_line([float("nan")]) == "·"
+    assert len(bar_line(range(1000)).split()[0]) == 56
+    assert bar_line([0.0, float("nan"), 1.0], bars=ASCII, gap=" ").startswith("_ #")
 
 
 def test_the_plain_report_is_ascii_with_its_bars(found: PaperFigures) -> None:
     lines = plain_text(found).splitlines()
     assert all(line.isascii() for line in lines)
-    drawn = [line for line in found.report(WIDTH).splitlines() if any(bar in line for bar in "▁█")]
+    drawn = [line for line in found.report(PLAIN_WIDTH).splitlines() if any(bar in line for bar in "▁█")]
     bars = [line for line in lines if set(line.split("  ")[0]) <= set(ASCII) | {" "} and "  " in line]
     assert len(bars) == len(drawn) >= 5
 

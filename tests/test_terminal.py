@@ -18,8 +18,10 @@ from rich.cells import cell_len
 
 import attn_diag
 from attn_diag.reports import story
-from attn_diag.reports.plain import plain_text
-from attn_diag.reports.sparks import ASCII, BLOCKS, drift_words, log_levels, spark
+from attn_diag.reports.head_map import log_levels
+from attn_diag.reports.layout import ASCII, BLOCKS, spark
+from attn_diag.reports.renderers import plain_text
+from attn_diag.reports.words import drift_words
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, Drift
 
 WIDTHS = [60, 80, 120]

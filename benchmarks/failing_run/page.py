@@ -26,8 +26,8 @@ from page_sites import chain_of, guilty, sites
 from page_summed import summed
 from values import at, listed, middle, percent
 
+from attn_diag.reports import gallery_document
 from attn_diag.reports.charts import Gallery, Section
-from attn_diag.reports.gallery import gallery_document
 from attn_diag.watching.monitoring.alarm import AlarmRule
 
 JOBS = Path(__file__).parent / "jobs" / "chain.txt"

@@ -11,8 +11,8 @@ from page_outcomes import ON
 from page_record import Record
 from page_series import FAILING_TONE, HEALTHY_TONE, LOSS, NORM, STEP, curve, events
 
+from attn_diag.reports import gallery_document
 from attn_diag.reports.charts import Axis, Chart, Gallery, Section, Series
-from attn_diag.reports.gallery import gallery_document
 
 # Shown large enough to be read in a README column of about 880 pixels.
 _WIDTH, _SCALE = 800, 1.5

@@ -18,7 +18,7 @@ from page import gallery, steps_gallery
 from page_picture import picture, take
 from page_record import read_record
 
-from attn_diag.reports.gallery import gallery_document
+from attn_diag.reports import gallery_document
 
 
 def main() -> None:

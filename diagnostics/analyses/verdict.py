@@ -20,6 +20,7 @@ from attn_diag.results.diagnosis import (
     TopRow,
     Verdict,
 )
+from attn_diag.results.wording import plural
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
 # A kernel that rounds O once has a noise factor of about 1 (0.98-1.4 measured on production kernels).
@@ -302,7 +303,7 @@ def summarise(
         if error is not None and (worst is None or error > worst[0]):
             worst = error, source, observation, head
     counts = ", ".join(f"{count} {label}" for label, count in labels.most_common())
-    sentence = f"{judged} head{'s' * (judged != 1)} judged: {counts}." if judged else "No verdict."
+    sentence = f"{plural(judged, 'head')} judged: {counts}." if judged else "No verdict."
     if without:
         sentence += f" {without} without a verdict: the assumptions about the capture do not hold."
     if worst is not None:

@@ -76,7 +76,7 @@ def check(
         )  # fmt: skip
     delivery.deliver(found)
     if junit is not None:
-        from attn_diag.reports.junit import junit_document
+        from attn_diag.reports.ci import junit_document
 
         write_text(junit, junit_document(found))
     if github or (github is None and os.environ.get("GITHUB_ACTIONS") == "true"):
@@ -96,7 +96,7 @@ def _subject(target: str) -> Any:
 
 def _tell_github(found: CheckReport, *, annotate: bool) -> None:
     """Workflow commands go to stdout (to stderr where JSON alone is asked for there), the summary to its file."""
-    from attn_diag.reports.github import step_summary, workflow_commands
+    from attn_diag.reports.ci import step_summary, workflow_commands
 
     for line in workflow_commands(found):
         print(line, file=sys.stdout if annotate else sys.stderr)

@@ -64,7 +64,7 @@ class Delivery:
             if self.json == "-":
                 print(result.to_json())
             elif self.plain and not quiet:
-                from attn_diag.reports.plain import plain_text
+                from attn_diag.reports.renderers import plain_text
 
                 print(plain_text(result), end="")
             elif not quiet:

@@ -20,6 +20,7 @@ from attn_diag.errors import InputError
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_lse
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
 from attn_diag.results.diagnosis import Assumptions, Misfit
+from attn_diag.results.wording import percent
 
 # Rounding errors inside a kernel, even a failing one, stay well below this; a wrong mask or scale exceeds it at once.
 # O's own format comes on top: one correct rounding makes 0.17 % in BF16, but 2.6 % in E4M3 (far more where O is
@@ -74,7 +75,7 @@ def judge_checks(capture: Capture, observations: Sequence[str], checks: Sequence
 
 def _message(check: Misfit) -> str:
     found = (
-        f"{_NAMES[check.output]} of '{check.observation}' is {100 * check.relative_error:.3g} % off under the stated "
+        f"{_NAMES[check.output]} of '{check.observation}' is {percent(check.relative_error)} off under the stated "
         "metadata, which no rounding explains;"
     )
     if check.relative_error == math.inf:

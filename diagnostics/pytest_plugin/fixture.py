@@ -129,7 +129,7 @@ class AttnDiag:
         )
 
     def _failure(self, report: CheckReport, path: Path | None, target: Any, options: CheckOptions) -> list[str]:
-        from attn_diag.reports.check_failure import failure_lines, gravest
+        from attn_diag.reports.ci import failure_lines, gravest
         from attn_diag.testing.regression.cases import capture_of_case
 
         closer = None

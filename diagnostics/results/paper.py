@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.wording import head_name
 
 Matrix = tuple[tuple[Number, ...], ...]
 FIGURES = ("spectral_norms", "atoms", "delta_rows", "delta_steps", "features", "prefix", "triggers")
@@ -39,7 +40,7 @@ class Chosen:
     @property
     def name(self) -> str:
         """L2H4, or H4 where the layer is not stated."""
-        return f"H{self.head}" if self.layer is None else f"L{self.layer}H{self.head}"
+        return head_name(self.layer, self.head)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 "use strict";
 
-// Our only global. Each file adds one thing to it; files are joined in the order that reports/page.py names.
+// Our only global. Each file adds one thing to it; files are joined in the order that reports/html.py names; that also
+// adds "vocabulary", the names of quantities, tests and parts, from reports/quantities.py.
 const attnDiag = {};
 
 // An element with attributes and children. Text goes in as text nodes only, so no name or note can become markup.

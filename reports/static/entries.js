@@ -1,7 +1,7 @@
 // The diagnosis as a list of entries (one head of one observation of one capture), and how the map arranges them.
 attnDiag.entries = (() => {
   const { finite, number, percent } = attnDiag.numbers;
-  const TESTS = { delta: "delta, total", delta_excess: "delta, excess", o_away_excess: "|O|, excess", o_excess: "O, excess" };
+  const { tests, quantities } = attnDiag.vocabulary;
 
   const list = (diagnosis) =>
     diagnosis.captures.flatMap((capture, i) =>
@@ -14,35 +14,37 @@ attnDiag.entries = (() => {
 
   // The primary test with the smallest adjusted p.
   const strongest = ({ head }) => {
-    const known = Object.keys(TESTS).map((test) => ({ test, estimate: head.bias[test] })).filter((t) => finite(t.estimate?.p_adjusted) !== null);
+    const known = Object.keys(tests).map((test) => ({ test, estimate: head.bias[test] })).filter((t) => finite(t.estimate?.p_adjusted) !== null);
     // Adjusted values tie often.
     return known.sort((a, b) => a.estimate.p_adjusted - b.estimate.p_adjusted || a.estimate.p_value - b.estimate.p_value)[0] ?? null;
   };
-  const gradient = (which) => ({ head }) => {
-    const error = head.propagation[which];
-    return finite(error?.relative_error) ?? finite(error?.predicted_relative_error);
+
+  // A quantity with what it is called and how it is read: ``raw`` as in the diagnosis, ``value`` where it is finite; its
+  // prediction where it was not captured.
+  const at = (head, path) => path.split(".").reduce((found, key) => found?.[key], head);
+  const quantity = (key) => {
+    const { title, path, predicted, fraction, words } = quantities[key];
+    const either = (read) => ({ head }) => read(at(head, path)) ?? (predicted ? read(at(head, predicted)) : null);
+    // A symbol such as dQ keeps its small letter.
+    const capital = /^.[a-z]/.test(title) ? title[0].toUpperCase() + title.slice(1) : title;
+    return { key, title: capital, raw: either((x) => x), value: either(finite), show: fraction ? percent : number, words };
   };
 
-  // What the map can be coloured by. ``value``: the number itself; ``at``: where it stands on the colour scale, whose
-  // ends do not come closer than ``ends10`` (powers of ten), so that heads which hardly differ look alike.
-  const log = (value) => (value > 0 ? Math.log10(value) : null);
+  // What the map can be coloured by. ``at``: where a value stands on the colour scale, whose ends do not come closer than
+  // ``ends10`` (powers of ten), so that heads which hardly differ look alike.
+  const logarithmic = (...ends10) => ({ at: (value) => (value > 0 ? Math.log10(value) : null), back: (x) => 10 ** x, ends10 });
+  const linear = { at: (x) => x, back: (x) => x };
   const metrics = [
-    { key: "dw_q", title: "dW_Q error", value: gradient("dw_q"), at: log, ends10: [-3, 0], back: (x) => 10 ** x, show: percent,
-      words: "How far dW_Q is off: ‖error‖ / ‖dW_Q‖ (predicted from delta where it was not captured)." },
-    { key: "dq", title: "dQ error", value: gradient("dq"), at: log, ends10: [-3, 0], back: (x) => 10 ** x, show: percent,
-      words: "How far dQ is off: ‖error‖ / ‖dQ‖ (predicted from delta where it was not captured)." },
-    { key: "noise", title: "Noise factor", value: (e) => finite(e.head.noise_factor), at: log, ends10: [-0.3, 1.3], back: (x) => 10 ** x, show: number,
-      words: "Delta's error over what one correct rounding of O makes. About 1: the kernel is at its floor; over 2: lossy." },
-    { key: "conditioning", title: "Conditioning", value: (e) => finite(e.head.conditioning), at: log, ends10: [0, 3], back: (x) => 10 ** x, show: number,
-      words: "How much a relative error of delta grows on its way into dQ. 6 to 8 is ordinary." },
+    { ...quantity("dw_q_error"), ...logarithmic(-3, 0) },
+    { ...quantity("dq_error"), ...logarithmic(-3, 0) },
+    { ...quantity("noise_factor"), ...logarithmic(-0.3, 1.3) },
+    { ...quantity("conditioning"), ...logarithmic(0, 3) },
     { key: "bias", title: "Bias", diverging: true, value: (e) => finite(strongest(e)?.estimate.p_adjusted),
       at: (p, e) => Math.sign(strongest(e).estimate.mean) * Math.min(-Math.log10(Math.max(p, 1e-30)), 30) || 0, show: (p) => `p ${number(p, 2)}`,
       back: (x) => x, ends: ["negative mean", "positive mean"],
       words: "The smallest adjusted p of the primary tests, coloured by the sign of that mean; pale: no sign of bias." },
-    { key: "repeats", title: "Repeated maxima", value: (e) => finite(e.head.row_maxima.exact.fraction), at: (x) => x, back: (x) => x, show: percent,
-      words: "Rows whose maximum is repeated when scores are rounded to q's format." },
-    { key: "logit", title: "Max logit", value: (e) => finite(e.head.figures?.max_logit), at: (x) => x, back: (x) => x, show: number,
-      words: "The largest score of a visible key." },
+    { ...quantity("repeated_maxima"), ...linear },
+    { ...quantity("max_logit"), ...linear },
   ];
 
   // The map's rows are whatever there are several of: layers, else steps (or files), else observations.
@@ -70,5 +72,5 @@ attnDiag.entries = (() => {
     return { all, rows, chosen };
   };
 
-  return { TESTS, list, name, judged, strongest, metrics, dimensions, fileName };
+  return { list, name, judged, strongest, quantity, metrics, dimensions, fileName };
 })();

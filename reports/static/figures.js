@@ -2,7 +2,7 @@
 attnDiag.figures = (() => {
   const { name } = attnDiag.entries;
   const { finite, number, percent } = attnDiag.numbers;
-  const QUANTITY = { o: "O", delta: "delta", dq: "dQ", dw_q: "dW_Q" };
+  const { symbols } = attnDiag.vocabulary;
 
   const axis = (label, log = false, names = []) => ({ label, log, names });
   const chart = (entry, key, title, caption, x, y, series, bands = []) => ({ name: `${name(entry)}-${entry.observation.name}-${key}`, title, caption, x, y, series, bands, map: null });
@@ -64,15 +64,15 @@ attnDiag.figures = (() => {
   };
 
   const predicted = (key, x) => (entry) => {
-    const title = `Error of ${QUANTITY[key]}, observed and predicted`;
+    const title = `Error of ${symbols[key]}, observed and predicted`;
     const g = entry.head.figures?.[key];
     if (!g) return missing(title, key === "dq" ? "The capture would need dO and O." : "The capture would need x and w_q (behind RoPE or QK-norm also dq and dq_pre).");
     const made = [
       ...(g.observed ? [series("observed", g.first, g.observed, "line")] : []),
       ...(g.predicted ? [series("from delta alone", g.first, g.predicted, "line")] : []),
-      series(`‖${QUANTITY[key]}‖`, g.first, g.reference, "line"),
+      series(`‖${symbols[key]}‖`, g.first, g.reference, "line"),
     ];
-    const note = g.observed ? "Where the first two lie together, delta explains the error." : `${QUANTITY[key]} was not captured: only the prediction is known.`;
+    const note = g.observed ? "Where the first two lie together, delta explains the error." : `${symbols[key]} was not captured: only the prediction is known.`;
     return { chart: chart(entry, `${key.replace("_", "")}-error`, title, `Norms over groups of ${key === "dq" ? "rows" : "features of q"}, log scale. ${note} Where an error reaches the third line it is as large as the gradient.`,
       axis(x), axis("norm", true), made) };
   };
@@ -86,9 +86,9 @@ attnDiag.figures = (() => {
     const places = sites.map((_, i) => i);
     const names = sites.map((s) => s.words);
     const made = ["dq", "dw_q", "o"].filter((q) => q in found.totals && q !== "o" || q === main)
-      .map((q) => ({ name: `of ${QUANTITY[q]}`, x: sites.map((s) => finite(s.effects[q]?.share)), y: places, kind: "bars" }));
+      .map((q) => ({ name: `of ${symbols[q]}`, x: sites.map((s) => finite(s.effects[q]?.share)), y: places, kind: "bars" }));
     return { wide: true, height: 90 + 30 * sites.length, chart: chart(entry, "attribution", title,
-      `Shapley shares of the squared error, which add up to 1; ${QUANTITY[main]} is off by ${main === "delta" ? number(found.totals[main].error) : percent(found.totals[main].error)} under the emulated recipe ${found.recipe}.`,
+      `Shapley shares of the squared error, which add up to 1; ${symbols[main]} is off by ${main === "delta" ? number(found.totals[main].error) : percent(found.totals[main].error)} under the emulated recipe ${found.recipe}.`,
       axis("share"), axis("", false, names), made) };
   };
 

@@ -1,38 +1,34 @@
 // The chosen head: its numbers, figures, microscope, tests, and where they come from.
 attnDiag.head = (() => {
   const { el } = attnDiag;
-  const { number, percent, signed } = attnDiag.numbers;
-  const { TESTS, name, judged, fileName } = attnDiag.entries;
-  const GRADIENTS = { dq: "dQ", dw_q: "dW_Q", dk: "dK", dv: "dV" };
-  const SHARES = { delta: "delta", lse: "LSE", ds_cast: "cast of dS", p_cast: "cast of P", dq_cast: "cast of dQ", dk_cast: "cast of dK", dv_cast: "cast of dV" };
+  const { DASH, number, percent, signed } = attnDiag.numbers;
+  const { name, judged, fileName, quantity } = attnDiag.entries;
+  const vocabulary = attnDiag.vocabulary;
 
   const UNITS = "In units: ulp is the spacing of O's format, a floor what one correct rounding of O gives delta. n_eff: how many rows or clusters carry the test in effect. Detectable: the mean that would be found with 80 % power. Reference ±: what the float64 reference's own error can have added.";
 
   const part = (title, ...content) => el("section", { class: "part" }, el("h2", {}, title), content);
   const chips = (head) => (head.verdict?.labels ?? []).map((label) => el("span", { class: `chip ${label}` }, label.replaceAll("_", "-")));
 
-  const keys = ({ head }) => {
-    const values = [
-      ["dQ error", percent(head.propagation.dq?.relative_error ?? head.propagation.dq?.predicted_relative_error)],
-      ["dW_Q error", percent(head.propagation.dw_q?.relative_error ?? head.propagation.dw_q?.predicted_relative_error)],
-      ["Noise factor", number(head.noise_factor)],
-      ["Conditioning", number(head.conditioning)],
-      ["Repeated maxima", percent(head.row_maxima.exact.fraction)],
-      ["Max logit", number(head.figures?.max_logit)],
-      ["Rows", number(head.rows_all, 6)],
-    ];
+  const keys = (entry) => {
+    const known = Object.keys(vocabulary.quantities).map(quantity).map((q) => [q.title, q.show(q.raw(entry))]);
+    const values = [...known, ["Rows", number(entry.head.rows_all, 6)]];
     return el("dl", { class: "keys" }, values.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value))));
   };
 
   const tests = ({ head }) => {
-    const cell = (text) => el("td", {}, text);
-    const rows = Object.entries(TESTS).map(([key, title]) => {
-      const e = head.bias[key];
-      const unit = key.startsWith("delta") ? "floors" : "ulp";
-      const cells = e ? [signed(e.mean, 3), e.mean_ulp == null ? "–" : `${signed(e.mean_ulp, 3)} ${unit}`, number(e.t), number(e.p_adjusted, 2), number(e.n_eff), number(e.minimum_detectable, 2), number(e.reference_bound, 1)] : Array(7).fill("–");
-      return el("tr", {}, el("th", { scope: "row" }, title), cells.map(cell));
-    });
-    const names = ["mean error of", "mean", "in units", "t", "adjusted p", "n_eff", "detectable", "reference ±"];
+    const shown = {
+      signed: (value) => signed(value, 3),
+      units: (value, { unit }) => `${signed(value, 3)} ${unit === "floor" ? "floors" : unit}`,
+      number: (value, test, { digits }) => number(value, digits),
+    };
+    const cell = (test, figure) => {
+      const value = head.bias[test.key]?.[figure.attribute];
+      return el("td", {}, value == null ? DASH : shown[figure.form](value, test, figure));
+    };
+    const rows = Object.values(vocabulary.tests).map((test) =>
+      el("tr", {}, el("th", { scope: "row" }, test.title), vocabulary.testFigures.map((figure) => cell(test, figure))));
+    const names = ["mean error of", ...vocabulary.testFigures.map((figure) => figure.title)];
     return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Tests of bias" }, el("table", { class: "tests" },
       el("thead", {}, el("tr", {}, names.map((n) => el("th", { scope: "col" }, n)))), el("tbody", {}, rows)));
   };
@@ -50,12 +46,12 @@ attnDiag.head = (() => {
   };
 
   const gradients = ({ head }) => {
-    const known = Object.entries(GRADIENTS).filter(([key]) => head.propagation[key]?.relative_error != null);
+    const known = Object.entries(vocabulary.gradients).filter(([key]) => head.propagation[key]?.relative_error != null);
     const items = known.map(([key, title]) => {
       const e = head.propagation[key];
       const shares = Object.entries(e.shares ?? {}).filter(([, s]) => s != null).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
       const coherence = e.coherence == null ? "" : `; coherence ${number(e.coherence)} (random signs: up to ${number(e.coherence_null95)})`;
-      return el("li", {}, `${title} is ${percent(e.relative_error)} off: ${shares.map(([s, x]) => `${SHARES[s] ?? s} ${percent(x)}`).join(", ") || "–"}; unexplained ${percent(e.unexplained_fraction)} by delta alone, ${percent(e.unexplained_with_casts)} with LSE and casts${coherence}.`);
+      return el("li", {}, `${title} is ${percent(e.relative_error)} off: ${shares.map(([s, x]) => `${vocabulary.shares[s] ?? s} ${percent(x)}`).join(", ") || "–"}; unexplained ${percent(e.unexplained_fraction)} by delta alone, ${percent(e.unexplained_with_casts)} with LSE and casts${coherence}.`);
     });
     return el("ul", { class: "reasons" }, items, (head.propagation.notes ?? []).map((note) => el("li", { dir: "auto" }, note)));
   };

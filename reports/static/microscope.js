@@ -2,11 +2,8 @@
 attnDiag.microscope = (() => {
   const { el } = attnDiag;
   const { signed } = attnDiag.numbers;
-  const STEPS = {
-    "range_pv/product": "P̄V of a key range", "accumulator/rescale": "Ō rescaled to a new maximum", "accumulator/addition": "Ō + P̄V of a key range",
-    "out/numerator": "Ō before the division", "out/cast": "O, the last cast",
-  };
-  const step = (site) => STEPS[`${site.name}/${site.step}`] ?? `${site.name}, ${site.step}`;
+  const { steps } = attnDiag.vocabulary;
+  const step = (site) => steps[`${site.name}/${site.step}`] ?? `${site.name}, ${site.step}`;
   const pretty = (label) => label.replaceAll("P_bar", "P̄").replaceAll("O_bar", "Ō");
   const plain = (value) => (typeof value === "number" ? String(Number(value.toPrecision(9))).replaceAll("-", "−") : String(value));
 

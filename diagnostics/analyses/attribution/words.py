@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from attn_diag.analyses.verdict import DQ_ERROR_ABOVE, LOSSY_ABOVE
 from attn_diag.results.attribution import HeadAttribution, MeanError, SiteAttribution
+from attn_diag.results.wording import SYMBOLS, percent
 from attn_diag.statistics.means import MIN_EFFECTIVE
 
-_NAMES = {"o": "O", "delta": "delta", "dq": "dQ", "dw_q": "dW_Q"}
 _INERT = {"backward_probs": "which reaches dV alone", "row_sum_clamp": "which no row comes near"}
 # From this share on a site is called the cause.
 _CAUSE = 0.5
@@ -46,11 +46,11 @@ def _cause(found: HeadAttribution, main: str) -> str:
     total = found.totals[main]
     ranked = sorted(found.sites, key=lambda s: -s.effects[main].share)
     first, second = ranked[0], ranked[1] if len(ranked) > 1 else None
-    size = f"{_NAMES[main]} is off by {_percent(total.error)}"
+    size = f"{SYMBOLS[main]} is off by {percent(total.error)}"
     if total.captured is not None:
-        size += f" (captured: {_percent(total.captured)})"
+        size += f" (captured: {percent(total.captured)})"
     if main == "dq" and "dw_q" in found.totals:
-        size += f" and dW_Q by {_percent(found.totals['dw_q'].error)}"
+        size += f" and dW_Q by {percent(found.totals['dw_q'].error)}"
     share = first.effects[main].share
     if share >= _CAUSE:
         cause = f"the cause is the {first.words}{_by_way_of(first, found)} ({share:.0%} of the squared error)"
@@ -72,10 +72,10 @@ def _misfit(found: HeadAttribution) -> Iterator[str]:
     for quantity, total in found.totals.items():
         if total.captured is not None and not 1 / _ALIKE <= total.captured / (total.error or math.nan) <= _ALIKE:
             captured, emulated = (
-                f"{value:.3g} noise floors" if quantity == "delta" else _percent(value)
+                f"{value:.3g} noise floors" if quantity == "delta" else percent(value)
                 for value in (total.captured, total.error)
             )
-            differing.append(f"{_NAMES[quantity]} {captured} captured, {emulated} emulated")
+            differing.append(f"{SYMBOLS[quantity]} {captured} captured, {emulated} emulated")
     if differing:
         yield (
             f"The emulated recipe is not what the captured kernel does ({'; '.join(differing)}): what follows is "
@@ -138,8 +138,8 @@ def _repairs(found: HeadAttribution, main: str) -> Iterator[str]:
     steps: list[str] = []
     for repair in found.repairs:
         also = "also " if steps else ""
-        steps.append(f"{also}the {_words(found, repair.site)} exact leaves {_percent(repair.left[main])}")
-    start = f"{_NAMES[main]}'s error of {_percent(found.totals[main].error)}"
+        steps.append(f"{also}the {_words(found, repair.site)} exact leaves {percent(repair.left[main])}")
+    start = f"{SYMBOLS[main]}'s error of {percent(found.totals[main].error)}"
     yield f"Repairs, one after the other, of {start}: {'; '.join(steps)}."
 
 
@@ -150,7 +150,7 @@ def _shams(found: HeadAttribution, main: str) -> Iterator[str]:
     other = (
         f"a repair of {inert}, {_INERT[inert]}, changes nothing"
         if not change
-        else (f"a repair of {inert} changes it by {_percent(change)}")
+        else (f"a repair of {inert} changes it by {percent(change)}")
     )
     if effect.sham is None:
         yield f"Sham: {other}."
@@ -167,7 +167,7 @@ def _shams(found: HeadAttribution, main: str) -> Iterator[str]:
         else "the size of these errors does the damage, not a bias in them"
     )
     yield (
-        f"Shams: with the signs of that site's errors drawn at random (equal variance) {_percent(effect.sham)} is "
+        f"Shams: with the signs of that site's errors drawn at random (equal variance) {percent(effect.sham)} is "
         f"left: {meaning}; {other}."
     )
 
@@ -216,7 +216,3 @@ def _mean(estimate: MeanError, unit: str) -> str:
 
 def _words(found: HeadAttribution, site: str) -> str:
     return next(s.words for s in found.sites if s.site == site)
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %"

@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 from attn_diag.errors import InputError
 from attn_diag.results.comparison import Unmatched
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.results.wording import head_name, plural
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ def only(diagnosis: Diagnosis, observation: str, source: str) -> Diagnosis:
     heads = [h for c in kept for o in c.observations for h in o.heads if h.head is not None and h.verdict is not None]
     counts = Counter(label for head in heads if head.verdict is not None for label in head.verdict.labels)
     listed = ", ".join(f"{count} {label}" for label, count in counts.most_common())
-    sentence = f"observation {observation}, {len(heads)} head{'s' * (len(heads) != 1)} judged: {listed}."
+    sentence = f"observation {observation}, {plural(len(heads), 'head')} judged: {listed}."
     summary = replace(diagnosis.summary, sentence=sentence, labels=dict(counts))
     return replace(diagnosis, captures=tuple(kept), summary=summary)
 
@@ -132,5 +133,4 @@ def _named(unmatched: Unmatched, a: str, b: str) -> Unmatched:
 
 
 def _name(head: HeadDiagnosis) -> str:
-    layer = "" if head.layer is None else f"L{head.layer}"
-    return f"{layer}H{head.head}" + ("" if head.batch is None else f" batch {head.batch}")
+    return head_name(head.layer, head.head) + ("" if head.batch is None else f" batch {head.batch}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attn_diag.analyses.comparison.matching import HeadPlace
 from attn_diag.results.comparison import Comparison, HeadComparison, Outcome
+from attn_diag.results.wording import plural
 from attn_diag.statistics.sizes import same
 
 _STATED = ("causal", "scale", "window", "softcap", "dtype")
@@ -104,7 +105,7 @@ def head_notes(entry: HeadComparison, level: float) -> tuple[str, ...]:
 def summarise(found: Comparison) -> str:
     """The comparison in one sentence."""
     heads = [entry for entry in found.entries if entry.head is not None]
-    number = f"{len(heads)} head{'s' * (len(heads) != 1)}"
+    number = plural(len(heads), "head")
     rest = f" {len(found.unmatched)} could not be compared." if found.unmatched else ""
     if found.identical:
         return f"Nothing changed: every figure of {number} is the same."

@@ -22,6 +22,7 @@ from attn_diag.results.diagnosis import (
     ObservationDiagnosis,
 )
 from attn_diag.results.explanation import Paragraph
+from attn_diag.results.wording import percent, plural
 from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY
 
 _TESTED = {
@@ -75,7 +76,7 @@ def _measured(
     sequences = capture.shape["B"] if head.batch is None else 1
     yield (
         f"{where}{module}{step}, observation {observation.name!r} of {source}: {head.rows_all} query rows of "
-        f"{sequences} sequence{'s' * (sequences != 1)}."
+        f"{plural(sequences, 'sequence')}."
     )
     if others:
         yield f"The worst of {others + 1} entries that fit what was asked for."
@@ -128,7 +129,7 @@ def _size(head: HeadDiagnosis) -> Iterator[str]:
         yield f"{answer}: {passes}, and a perfect kernel with this output format would leave about 1."
         dq = _error_of(head.propagation.dq)
         if dq is not None and dq > DQ_ERROR_ABOVE:
-            yield f"Yet dQ is {_percent(dq)} off, see below: this head makes much of a small error."
+            yield f"Yet dQ is {percent(dq)} off, see below: this head makes much of a small error."
     elif "lossy" in head.verdict.labels:
         yield f"Yes: {passes}, and it leaves about 1; the kernel rounds something else coarsely."
     else:
@@ -210,7 +211,7 @@ def _trigger(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator
     else:
         yield (
             f"Conditioning, the size of delta's term in dQ over dQ itself, is {head.conditioning:.3g}: were every "
-            f"delta off by 0.1 %, dQ would be off by {_percent(1e-3 * head.conditioning)}."
+            f"delta off by 0.1 %, dQ would be off by {percent(1e-3 * head.conditioning)}."
         )
         if head.conditioning > _ILL_ABOVE:
             yield (
@@ -256,17 +257,17 @@ def _gradients(head: HeadDiagnosis) -> Iterator[str]:
 
 def _gradient(name: str, error: GradientError) -> Iterator[str]:
     predicted = error.predicted_relative_error
-    alone = "" if predicted is None else f"the error of delta alone would put it {_percent(predicted)} off"
+    alone = "" if predicted is None else f"the error of delta alone would put it {percent(predicted)} off"
     if error.relative_error is None:
         yield f"The kernel's {name} was not captured; {alone}."
         return
-    size = f"{name} is {_percent(error.relative_error)} off (norm of its error over the norm of the true {name})"
+    size = f"{name} is {percent(error.relative_error)} off (norm of its error over the norm of the true {name})"
     yield f"{size}; {alone}." if alone else f"{size}."
     shares = {_PARTS[n]: s for n, s in (error.shares or {}).items() if n in _PARTS and s is not None}
-    told = [f"{part} {_percent(s)}" for part, s in sorted(shares.items(), key=lambda i: -i[1]) if abs(s) >= _NO_PART]
+    told = [f"{part} {percent(s)}" for part, s in sorted(shares.items(), key=lambda i: -i[1]) if abs(s) >= _NO_PART]
     if told:
         rest = error.unexplained_with_casts
-        unexplained = "" if rest is None else f" Left unexplained: {_percent(rest)} of the error's norm"
+        unexplained = "" if rest is None else f" Left unexplained: {percent(rest)} of the error's norm"
         if rest is not None:
             unexplained += ", so this backward rounds elsewhere too." if rest > ROUNDS_ELSEWHERE_ABOVE else "."
         yield f"Parts of its squared error: {', '.join(told)}.{unexplained}"
@@ -306,7 +307,3 @@ def _next(capture: CaptureDiagnosis, observation: ObservationDiagnosis, head: He
         f"attn-diag attribute {source}{name} --head {head.head} says which rounding makes it, "
         f"attn-diag what-if {source}{name} --head {head.head} what would remove it."
     )
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.3g} %"

@@ -24,6 +24,7 @@ from attn_diag.head.recipe.search import LEVEL, SearchedHead, Trial
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.results.identification import BackwardMatch, HardwareMatch, Identification, RankedRecipe
+from attn_diag.results.wording import percent
 from attn_diag.work import map_in_order
 
 if TYPE_CHECKING:
@@ -265,16 +266,16 @@ class _Judgement:
         self, outcome: str, names: list[str], as_good: list[RankedRecipe], best: RankedRecipe, contested: int,
         hardware: tuple[HardwareMatch, ...],
     ) -> str:  # fmt: skip
-        percent = f"{100 * best.agreement:.3f} %"
+        equal = percent(best.agreement, ".3f")
         looks = f"the roundings of {best.roundings}, {best.schedule}"
         if outcome == "unknown":
             return (
-                f"Unknown: nothing tried has the observed bits in {100 * self.threshold:.2f} % of O's elements. "
-                f"Nearest, with {percent}: {looks}. A rounding site or an order of keys that is not modelled may be "
+                f"Unknown: nothing tried has the observed bits in {percent(self.threshold, '.2f')} of O's elements. "
+                f"Nearest, with {equal}: {looks}. A rounding site or an order of keys that is not modelled may be "
                 "missing."
             )
         if outcome == "unnamed":
-            return f"No published kernel that is known here, but its parts are: {looks} ({percent} of O's elements)."
+            return f"No published kernel that is known here, but its parts are: {looks} ({equal} of O's elements)."
         differ = f"they differ in {contested} of {self.elements} elements" if contested else "their bits are the same"
         if outcome == "ambiguous":
             together = " or ".join(names)
@@ -285,7 +286,7 @@ class _Judgement:
                     f"{together}: with sums of products as a Hopper tensor core makes them each has every bit of "
                     f"{hardware[0].elements} elements{other}; this input does not tell them apart."
                 )
-            nearest = f"{names[0]} comes nearest with {percent} of O's elements"
+            nearest = f"{names[0]} comes nearest with {equal} of O's elements"
             if hardware:
                 nearest = f"{hardware[0].recipe} comes nearest (see the sums of a tensor core)"
             return f"{together}: {nearest}, but this input does not tell them apart: {differ}."
@@ -299,7 +300,7 @@ class _Judgement:
         named = {r.group for r in as_good if r.recipe is not None}
         others = {r.schedule for r in as_good if r.group not in named}
         unnamed = f"; this input does not exclude {len(others)} schedules that no preset has" if others else ""
-        return f"{names[0]} reproduces {percent} of O's elements bit for bit{unnamed}."
+        return f"{names[0]} reproduces {equal} of O's elements bit for bit{unnamed}."
 
     def _notes(self, backward: str) -> tuple[str, ...]:
         notes = [backward] if backward else []

@@ -10,6 +10,7 @@ from torch import Tensor
 from attn_diag.head.truth import HeadTruth, exact_recipe
 from attn_diag.kernels import Recipe, SoftmaxRule, emulate_blocks
 from attn_diag.results.what_if import Equivalence
+from attn_diag.results.wording import percent
 
 # A difference below one rounding in fp32 is beyond what a kernel with fp32 sums could show.
 NEARLY = 2.0**-24
@@ -73,7 +74,7 @@ def judge(relative: dict[str, float], bounds: EquivalenceBounds, setting: str = 
         return replace(found, status="nearly exact", reason="differs by less than one rounding in fp32")
     where = "O" if not o <= max(bounds.o, NEARLY) else "dQ"
     off = o if where == "O" else dq
-    return replace(found, status="breaks down", reason=f"{setting} {where} is {100 * (off or 0.0):.2g} % off")
+    return replace(found, status="breaks down", reason=f"{setting} {where} is {percent(off or 0.0, '.2g')} off")
 
 
 def rule_difference(recipe: Recipe, truth: HeadTruth) -> dict[str, float]:

@@ -40,6 +40,7 @@ from attn_diag.kernels import Recipe
 from attn_diag.reference import round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors, StabilisedLimits, WhatIf
+from attn_diag.results.wording import percent
 from attn_diag.statistics.means import SignedErrors, adjust, estimate_bias
 from attn_diag.work import map_in_order
 
@@ -245,7 +246,7 @@ class _Bench:
         price = Price(words="none in attention: W_q and W_k are scaled after the optimiser's step")
         plan = WhatIfPlan(f"qk-clip-{tau:g}", words, "clip", (baseline,), price)
         difference = float(change.norm() / original.reference.out[rows].norm())
-        reason = f"a change of the model: O itself changes by {100 * difference:.2g} %"
+        reason = f"a change of the model: O itself changes by {percent(difference, '.2g')}"
         equivalence = Equivalence("changes the model", o=difference, reason=reason)
         found = self._candidate(plan, baseline, clipped, [errors], equivalence)
         return _Found(replace(found, changes={"inputs": f"q, k -> {factor:.3g} q, {factor:.3g} k"}), price)

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attn_diag.results import wording
+
 if TYPE_CHECKING:
     from attn_diag.results.what_if import Candidate, Cost, WhatIf
 
 # Less than this fraction of the baseline's error, either way, is called nothing.
 NOTHING = 0.02
 _NAMED = 6
-_TITLES = {"dq": "dQ", "o": "O"}
 
 
 def summarise(found: WhatIf) -> tuple[str, ...]:
     """What the baseline loses, what helps most and cheapest, what does nothing, what harms, what changes the model."""
     mitigations = [c for c in found.candidates if c.kind == "mitigation"]
     ranked = [c for c in mitigations if c.rank is not None]
-    title = _TITLES[found.ranked_by]
+    title = wording.SYMBOLS[found.ranked_by]
     sentences = [_baseline(found)]
     if ranked:
         sentences.append(_best(found, ranked, title))
@@ -26,7 +27,7 @@ def summarise(found: WhatIf) -> tuple[str, ...]:
     sentences += _mixed_scores(found, title)
     useless = [c for c in ranked if abs(c.removed or 0.0) < NOTHING]
     if useless:
-        named = f"{_names(useless)}{_more(useless)}"
+        named = _names(useless)
         sentences.append(f"Next to nothing (under {percent(NOTHING)} of {title}'s error): {named}.")
     worse = [c for c in found.candidates if c.rank is not None and (c.removed or 0.0) <= -NOTHING]
     sentences += _worse(worse, title)
@@ -37,8 +38,8 @@ def summarise(found: WhatIf) -> tuple[str, ...]:
 
 
 def percent(value: float | None) -> str:
-    """A fraction as percent."""
-    return "unknown" if value is None else f"{100 * value:.3g} %"
+    """A fraction as percent, in a sentence."""
+    return wording.percent(value, unknown="unknown")
 
 
 def cost_words(cost: Cost | None) -> str:
@@ -47,9 +48,9 @@ def cost_words(cost: Cost | None) -> str:
         return "unknown cost"
     parts = []
     if cost.tensor_flops:
-        parts.append(f"{100 * cost.tensor_flops:.0f} % more tensor-core work")
+        parts.append(f"{wording.percent(cost.tensor_flops, '.0f')} more tensor-core work")
     if cost.bytes_per_row:
-        parts.append(f"{cost.bytes_per_row:.0f} bytes a row and head ({100 * cost.bytes_fraction:.0f} %)")
+        parts.append(f"{cost.bytes_per_row:.0f} bytes a row and head ({wording.percent(cost.bytes_fraction, '.0f')})")
     if cost.vector_ops:
         parts.append(f"{cost.vector_ops:.0f} elementwise operations a score")
     return " and ".join(parts) or "next to nothing"
@@ -60,7 +61,7 @@ def _baseline(found: WhatIf) -> str:
         found.baseline_from, f"recognised: {percent(found.agreement)} of sampled elements of O bit-equal"
     )
     errors = found.baseline.errors
-    parts = [f"{_TITLES['dq']} {percent(errors.dq)} off"] if errors.dq is not None else []
+    parts = [f"dQ {percent(errors.dq)} off"] if errors.dq is not None else []
     parts += [f"dW_Q {percent(errors.dw_q)}"] if errors.dw_q is not None else []
     parts += [f"O {percent(errors.o)}"]
     noise = f", noise factor {errors.delta:.3g}" if errors.delta is not None else ""
@@ -120,7 +121,8 @@ def _mixed_scores(found: WhatIf, title: str) -> list[str]:
     if (same := by_name.get("same-scores")) is not None:
         return [
             f"Recomputing P from the forward's own rounded scores leaves {percent(same.left)}: "
-            f"{100 * (same.removed or 0.0):.0f} % of {title}'s error is that forward and backward use different scores."
+            f"{wording.percent(same.removed or 0.0, '.0f')} of {title}'s error is that forward and backward use "
+            "different scores."
         ]
     forward, both = by_name.get("coarse-forward-scores"), by_name.get("coarse-scores")
     if forward is None or both is None or found.ranked_by == "o":
@@ -152,7 +154,7 @@ def _biases(found: WhatIf) -> list[str]:
         kept = [c for c in found.candidates if c.kind == "mitigation" and c.rank is not None]
         removed = [c for c in kept if not c.biased]
         words = f"The baseline is biased ({_bias_words(found.baseline)})"
-        sentences.append(f"{words}; not so: {_names(removed)}{_more(removed)}." if removed else f"{words}.")
+        sentences.append(f"{words}; not so: {_names(removed)}." if removed else f"{words}.")
     if brings:
         named = ", ".join(f"{c.name} ({_bias_words(c)})" for c in brings[:_NAMED])
         sentences.append(f"A bias that the baseline has not: {named}{_more(brings)}.")
@@ -177,7 +179,7 @@ def _more(candidates: Sequence[Candidate]) -> str:
 
 
 def _names(candidates: Sequence[Candidate]) -> str:
-    return ", ".join(c.name for c in candidates[:_NAMED])
+    return wording.listed([c.name for c in candidates], _NAMED)
 
 
 def _stabilised(found: WhatIf, title: str) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from attn_diag.head.pullback.jacobian import MapRows, Norm, Pullback, normalise
 from attn_diag.head.pullback.rotation import Pairs, Rotation, partner_by_modulus
 from attn_diag.head.pullback.rounding import Formats, backward_variance, forward_variance
+from attn_diag.results.wording import percent
 
 _NORMS = {"rms": "QK-norm (RMSNorm)", "layer": "QK-norm (LayerNorm)"}
 # Rows for every unknown that is fitted to a feature or a pair: then fitting adds an eighth to the errors' variance.
@@ -84,7 +85,7 @@ class Agreement:
         return max(self.off / self.allowed, self.allowed / _BLIND)
 
     def __str__(self) -> str:
-        off, allowed = (f"{100 * part:{'.0f' if part > _PERCENTS else '.2g'}} %" for part in (self.off, self.allowed))
+        off, allowed = (percent(part, ".0f" if part > _PERCENTS else ".2g") for part in (self.off, self.allowed))
         return f"{off} off, {allowed} allowed"
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attn_diag.results.wording import listed, percent
+
 if TYPE_CHECKING:
     from attn_diag.results.probe import Direction, LseTest, ProbeAssumptions, ProbeFinding, SignedTest
 
@@ -106,8 +108,8 @@ def summarise(
         )
     biased = [f for f in findings if "biased" in f.labels and not (mismatch and f.predicted is not None)]
     if biased and own is None:
-        more = f" and {len(biased) - _NAMED} more" if len(biased) > _NAMED else ""
-        sentences.append(f"Biased beyond correct rounding: {', '.join(_with_mean(f) for f in biased[:_NAMED])}{more}.")
+        named = listed([_with_mean(f) for f in biased], _NAMED)
+        sentences.append(f"Biased beyond correct rounding: {named}.")
     sentences += _lse_summary(findings)
     moved = [f for f in findings if "not-invariant" in f.labels]
     if any(f.name == "repeat" for f in moved):
@@ -152,7 +154,7 @@ def _lse_summary(findings: Sequence[ProbeFinding]) -> list[str]:
 
 
 def _wrong_function(assumptions: ProbeAssumptions) -> str:
-    off = "not finite" if assumptions.relative_error is None else f"{100 * assumptions.relative_error:.3g} % off"
+    off = "not finite" if assumptions.relative_error is None else f"{percent(assumptions.relative_error)} off"
     words = (
         f"On N(0,1) inputs O is {off}: fn does not compute softmax(scale Q K^T) V with scale {assumptions.scale:g}, "
         f"causal {assumptions.causal}"
@@ -185,8 +187,7 @@ def _with_mean(found: ProbeFinding) -> str:
 
 
 def _names(findings: Sequence[ProbeFinding]) -> str:
-    more = f" and {len(findings) - _NAMED} more" if len(findings) > _NAMED else ""
-    return f"{', '.join(f.name for f in findings[:_NAMED])}{more}"
+    return listed([f.name for f in findings], _NAMED)
 
 
 def _p(value: float | None) -> str:
@@ -237,7 +238,7 @@ def normaliser_words(findings: Sequence[ProbeFinding], level: float) -> list[str
     expected = " and ".join(f"{f.predicted:+.4g}" for f in off)
     words = (
         f"The row sum does not match the weights that multiply V: normaliser off by {measured}; intervals at "
-        f"{100 * (1 - level):g} %."
+        f"{percent(1 - level, 'g')}."
     )
     if all(matches_prediction(f) for f in known):
         words += f" That is {expected}, what an l that sums P̄ in fp32 gives while P̄ is cast for P̄V."

@@ -15,6 +15,7 @@ from attn_diag.kernels import Recipe
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, format_of, reference_head, ulp
 from attn_diag.results.baseline import SequenceMean
 from attn_diag.results.diagnosis import CaptureDiagnosis, HeadDiagnosis
+from attn_diag.results.wording import percent
 from attn_diag.statistics.means import MIN_SEQUENCES
 from attn_diag.testing.target import CaseInputs
 
@@ -109,7 +110,7 @@ def _misfit(found: CaptureDiagnosis) -> str | None:
             fits = f"; with {check.better} it fits" if check.better else ""
             what = "softmax(scale Q K^T) V" if check.output == "o" else "the logsumexp of scale Q K^T"
             return (
-                f"{named} is {100 * check.relative_error:.3g} % off {what} as stated "
+                f"{named} is {percent(check.relative_error)} off {what} as stated "
                 f"(causal {found.metadata['causal']}), which no rounding explains{fits}"
             )
     return None

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Size
+from attn_diag.results.wording import percent
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
 from attn_diag.testing.regression.figures import Measured
@@ -160,7 +161,7 @@ def _size_words(case: CheckedCase, name: str, size: Size) -> str:
 def _show(name: str, value: float) -> str:
     if name in _UNIT:
         return f"{value:.3g}{_UNIT[name]}"
-    return f"{100 * value:.3g} %"
+    return percent(value)
 
 
 def worst_words(case: CheckedCase) -> str:

@@ -31,6 +31,7 @@ from attn_diag.head.recipe.changes import (
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, Schedule, preset
 from attn_diag.kernels.formats import Format
 from attn_diag.kernels.recipe import Order
+from attn_diag.results.wording import SYMBOLS, share
 from attn_diag.testing.target import DTYPES, CaseInputs, emulate
 
 # Elements that the right recipe has: what is not modelled moves up to 0.2 % of BF16 outputs (``identification``).
@@ -96,14 +97,8 @@ def suspect(
     # A change that leaves over half of the difference unexplained is none.
     if best is None or best[0] < enough or 1 - best[0] > (1 - plain) / 2:
         return None
-    named = {"o": "O", "dq": "dQ"}[output]
-    shares = f"{_percent(best[0])} of {named}'s elements bit for bit, unchanged {_percent(plain)}"
+    shares = f"{share(best[0])} of {SYMBOLS[output]}'s elements bit for bit, unchanged {share(plain)}"
     return best[1], f"{best[1]} (recipe {best[2]} so changed has {shares})"
-
-
-def _percent(share: float) -> str:
-    """Never rounded up: 100 % is said of every bit alone."""
-    return f"{int(1e4 * share) / 100:g} %"
 
 
 def changes(recipe: Recipe, keys: int, *, backward: bool = False) -> Iterator[tuple[str, Recipe]]:

@@ -1,0 +1,64 @@
+"""How numbers and names are written, in the words of an analysis as in every report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+DASH = "–"
+"""What is shown of a number that is not known."""
+SYMBOLS = {"o": "O", "lse": "LSE", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV", "dw_q": "dW_Q"}
+"""The outputs of attention and of its backward pass, by their keys in captures and results."""
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """The shortest useful form: "0.0123"."""
+    return DASH if value is None else f"{value:.{digits}g}"
+
+
+def percent(value: float | None, form: str = ".3g", *, unknown: str = DASH) -> str:
+    """A fraction as percent, with a blank before the sign: "1.23 %".
+
+    Args:
+        value: The fraction.
+        form: How 100 times the fraction is formatted.
+        unknown: What is shown of None.
+    """
+    return unknown if value is None else f"{100 * value:{form}} %"
+
+
+def share(fraction: float) -> str:
+    """A fraction as percent with two digits, never rounded up: 100 % is said of every bit alone."""
+    return f"{math.floor(1e4 * fraction) / 100:g} %"
+
+
+def signed(value: float | None, digits: int = 2) -> str:
+    """With its sign, as for a signed error: "+0.012"."""
+    return DASH if value is None else f"{value:+.{digits}g}"
+
+
+def plural(n: int, noun: str) -> str:
+    """A number of things: "1 head", "2 heads"."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """At most so many names, and how many were left out: "a, b and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def head_name(layer: int | None, head: int | None) -> str:
+    """A head by the model's numbers: "L2H4", "H4" where the layer is not stated, "all" for the pooled entry."""
+    if head is None:
+        return "all"
+    return f"H{head}" if layer is None else f"L{layer}H{head}"
+
+
+def printable(text: str) -> str:
+    """A user's text on one line: line breaks and control characters are replaced."""
+    return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def file_name(source: str) -> str:
+    """The end of a path, printable: what tells captures apart."""
+    return printable(source.rpartition("/")[2] or source)
