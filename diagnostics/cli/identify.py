@@ -30,7 +30,7 @@ def identify(
     debug: common.Debug = False,  # noqa: ARG001
 ) -> None:
     """Say which known recipe and order of keys reproduce a captured O bit for bit (first head unless --head)."""
-    from attn_diag.analyses.identification.many import identify_captures
+    from attn_diag.analyses.identify import identify_captures
     from attn_diag.captures.selection import Selection
 
     common.require_apart([t for t in [common.json_target(json)] if t is not None], paths or [])

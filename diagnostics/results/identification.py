@@ -19,7 +19,7 @@ class RankedRecipe:
 
     Against the best: ``lost``, elements that only the best reproduces; ``won``, that only this one does;
     ``disputed_rows``, rows that hold such; ``p_value`` of "this one is right at least as often" (see ``Comparison`` in
-    ``attn_diag.head.recipe.agreement``), None for the best and its group; ``told_apart``: whether it is at most the
+    ``attn_diag.head.recipe_search``), None for the best and its group; ``told_apart``: whether it is at most the
     level.
     """
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.errors import InputError
-from attn_diag.head.engines import require_known
+from attn_diag.head.baseline import require_known
 from attn_diag.head.machine import backend_name
 from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking

@@ -18,7 +18,7 @@ from attn_diag.captures.hardware import package_version
 from attn_diag.captures.metadata import Causal
 from attn_diag.captures.selection import select_observations
 from attn_diag.errors import InputError
-from attn_diag.head.engines import DEFAULT_RECIPE
+from attn_diag.head.baseline import DEFAULT_RECIPE
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
