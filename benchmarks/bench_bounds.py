@@ -56,7 +56,7 @@ def no_bounds() -> Iterator[None]:
     """Inspections in here do none of the bounds' work."""
     with (
         patch("attn_diag.head.measure.BoundCollector", NoBounds),
-        patch("attn_diag.head.measure.reference_head", without_sums),
+        patch("attn_diag.head.truth.reference_head", without_sums),
         patch("attn_diag.head.measure.sum_of", lambda _: 0.0),
         patch("attn_diag.head.measure.rounding_of_products", lambda *_: 0.0),
         patch.object(RoundedBound, "of", lambda *_: RoundedBound(None, None)),

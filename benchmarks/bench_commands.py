@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from attn_diag.analyses.attribution.attribute import attribute
-from attn_diag.analyses.identification.identify import identify
+from attn_diag.analyses.identify import identify
 from attn_diag.analyses.microscopy.microscope import microscope
 from attn_diag.analyses.mitigation.what_if import what_if
 from attn_diag.captures.capture import Capture

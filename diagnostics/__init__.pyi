@@ -4,9 +4,9 @@ from .analyses.attribution.attribute import attribute as attribute
 from .analyses.comparison.diff import diff as diff
 from .analyses.comparison.read import read_diagnosis as read_diagnosis
 from .analyses.conversion import convert as convert
-from .analyses.explanation.explain import explain as explain
-from .analyses.identification.identify import identify as identify
-from .analyses.identification.many import identify_captures as identify_captures
+from .analyses.explain import explain as explain
+from .analyses.identify import identify as identify
+from .analyses.identify import identify_captures as identify_captures
 from .analyses.inspection.inspect import inspect as inspect
 from .analyses.inspection.inspect import inspect_captures as inspect_captures
 from .analyses.inspection.inspect import repeated_maxima as repeated_maxima

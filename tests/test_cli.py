@@ -370,7 +370,7 @@ def test_internal_errors_exit_with_3(tmp_path: Path, run: Run, monkeypatch: pyte
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("attn_diag.analyses.inspection.capture_job.check_assumptions", broken)
+    monkeypatch.setattr("attn_diag.head.open.check_observation", broken)
     done = run("inspect", write(tmp_path / "capture.safetensors"))
     assert done.code == 3
     assert "internal error: RuntimeError: planted" in done.err

@@ -20,7 +20,6 @@ from scipy import stats
 from torch import Tensor
 
 import attn_diag
-from attn_diag.analyses.comparison import means
 from attn_diag.analyses.comparison.diff import compare
 from attn_diag.results.comparison import Comparison, HeadComparison
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
@@ -102,7 +101,7 @@ def difference_of_errors(a: Estimated, b: Estimated) -> Welch:
 def test_the_check_of_false_alarms_can_fail(
     mutant: Callable[[Estimated, Estimated], Welch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(means, "welch", mutant)
+    monkeypatch.setattr("attn_diag.analyses.comparison.diff.welch", mutant)
     first, second = (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS["same-inputs"])
     assert sum(map(moved, entries(first, second, 0.05))) > most(0.05)
 

@@ -15,7 +15,7 @@ from builders import SHARED, inspected
 
 import attn_diag
 from attn_diag import Diagnosis, Explanation, InputError, explain
-from attn_diag.analyses.explanation.paragraphs import paragraphs
+from attn_diag.analyses.explain import paragraphs
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.results.diagnosis import Certificate, HeadDiagnosis, Verdict
 

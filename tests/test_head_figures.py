@@ -15,7 +15,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.analyses.inspection.inspect import inspect_captures
-from attn_diag.head.ulp_counts import UlpCounts
+from attn_diag.head.figure_sums import UlpCounts
 from attn_diag.results.diagnosis import HeadDiagnosis, HeadFigures
 from attn_diag.results.figures import PredictedError
 

@@ -17,11 +17,10 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag import Identification
+from attn_diag.head import recipe_search as search
+from attn_diag.head.baseline import recognise
 from attn_diag.head.read import NonFiniteCensus, read_head
-from attn_diag.head.recipe import search
-from attn_diag.head.recipe.agreement import Match, choose_rows
-from attn_diag.head.recipe.baseline import recognise
-from attn_diag.head.recipe.candidates import (
+from attn_diag.head.recipe_candidates import (
     describe_schedule,
     families,
     family_name,
@@ -29,6 +28,7 @@ from attn_diag.head.recipe.candidates import (
     mixtures,
     schedules,
 )
+from attn_diag.head.recipe_search import Match, choose_rows
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.results.identification import Identifications
 

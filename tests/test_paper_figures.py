@@ -21,8 +21,8 @@ from torch import Tensor
 import attn_diag
 import attn_diag.analyses.paper.atoms
 from attn_diag import Capture, InputError, PaperFigures, paper_figures
-from attn_diag.analyses.paper.features import sign_bound
-from attn_diag.analyses.paper.similarity import Directions, random_cosine95
+from attn_diag.analyses.paper.atoms import Directions, random_cosine95
+from attn_diag.analyses.paper.rows import sign_bound
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.statistics.means import FLAT_BAND_99, mean_test
 from attn_diag.statistics.sums import accumulate, flat_band, sign_coherence

@@ -35,8 +35,7 @@ from runlog import plain
 
 import attn_diag
 from attn_diag import Capture, InputError, PaperFigures
-from attn_diag.analyses.paper.atoms import thinned
-from attn_diag.analyses.paper.similarity import random_cosine95
+from attn_diag.analyses.paper.atoms import random_cosine95, thinned
 from attn_diag.captures.loading import find_captures
 from attn_diag.head.machine import pick_device
 from attn_diag.work import Progress

@@ -40,7 +40,7 @@ import torch
 from accumulation_steps import Alignment, Series, cosine, first_directions
 from torch import Tensor
 
-from attn_diag.analyses.paper.similarity import Directions, cosines
+from attn_diag.analyses.paper.atoms import Directions, cosines
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.paper import Accumulated
 from attn_diag.statistics.means import holm

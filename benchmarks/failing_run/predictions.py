@@ -27,7 +27,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.files import require_writable
 from attn_diag.captures.loading import find_captures
 from attn_diag.errors import InputError
-from attn_diag.head.recipe.baseline import observation_with_o
+from attn_diag.head.baseline import observation_with_o
 from attn_diag.kernels.recipe import PRESETS, Recipe, preset
 from attn_diag.results.attribution import HeadAttribution
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis

@@ -26,7 +26,7 @@ from runlog import RunLog
 from values import signed_percent
 
 from attn_diag import preset
-from attn_diag.analyses.mitigation.stabilised import beta_limits
+from attn_diag.analyses.mitigation.equivalence import beta_limits
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.watching.monitoring.record import MonitorCheck
 

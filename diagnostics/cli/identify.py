@@ -24,7 +24,7 @@ def identify(
     overrides: Overrides,
 ) -> int:
     """Say which known recipe and order of keys reproduce a captured O bit for bit (first head unless --head)."""
-    from attn_diag.analyses.identification.many import identify_captures
+    from attn_diag.analyses.identify import identify_captures
 
     captures, unreadable = inputs.open(places.layer, overrides, delivery)
     selection = places.selection(observation)

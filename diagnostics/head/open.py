@@ -12,9 +12,9 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_observation, judge_checks
+from attn_diag.head.baseline import Baseline, Recognised, find_baseline, recognise
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head, read_outputs
-from attn_diag.head.recipe.baseline import Baseline, Recognised, find_baseline, recognise
 from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
 from attn_diag.reference import FloatFormat

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.pullback.fit import KINDS, Kind, MapFit, Verified, bias_alone, measure
-from attn_diag.head.pullback.jacobian import MapRows, Pullback
+from attn_diag.head.pullback.jacobian import Formats, MapRows, Pullback, product_variance
 from attn_diag.head.pullback.rotation import ALL_ROWS
-from attn_diag.head.pullback.rounding import Formats, product_variance
 from attn_diag.head.read import read_float64
 from attn_diag.reference import Rows, format_of
 

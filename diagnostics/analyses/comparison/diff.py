@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attn_diag.analyses.comparison.matching import HeadPlace, match
-from attn_diag.analyses.comparison.means import judged, mean_changes
-from attn_diag.analyses.comparison.outcome import head_notes, head_outcomes, same_inputs, summarise
 from attn_diag.analyses.comparison.read import read_diagnosis
 from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.errors import InputError
-from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, Outcome, Side, SizeChange
-from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, MeanOutcome, Outcome, Side, SizeChange
+from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis
+from attn_diag.results.wording import plural
+from attn_diag.statistics.means import PRIMARY, adjust
 from attn_diag.statistics.sizes import Sizes, bonferroni_tail, same, size_changes
+from attn_diag.statistics.welch import estimated, welch
 
 if TYPE_CHECKING:
     from attn_diag.captures.capture import Capture
@@ -185,3 +186,182 @@ def _side(diagnosis: Diagnosis, source: str) -> Side:
         sentence=diagnosis.summary.sentence,
         unreadable=diagnosis.summary.unreadable,
     )
+
+
+def mean_changes(a: HeadDiagnosis, b: HeadDiagnosis, levels: tuple[float, float]) -> list[MeanChange]:
+    """The primary means of one head that A or B has, tested but not yet judged. ``levels``: of A's and B's own runs."""
+    found = []
+    for name in PRIMARY:
+        one, other = getattr(a.bias, name), getattr(b.bias, name)
+        if one is None and other is None:
+            continue
+        change = MeanChange(
+            name=name,
+            a=one.mean if one else None,
+            b=other.mean if other else None,
+            a_units=one.mean_ulp if one else None,
+            b_units=other.mean_ulp if other else None,
+            a_biased=_significant(one, levels[0]),
+            b_biased=_significant(other, levels[1]),
+        )
+        first, second = estimated(one), estimated(other)
+        if first is not None and second is not None:
+            test = welch(first, second)
+            change = replace(
+                change,
+                difference=test.difference,
+                standard_error=test.standard_error,
+                df=test.df,
+                t=test.t,
+                p_value=test.p_value,
+                ci95=test.ci95,
+                outcome="none",
+            )
+        found.append(change)
+    return found
+
+
+def _significant(estimate: BiasEstimate | None, level: float) -> bool:
+    return estimate is not None and estimate.p_adjusted is not None and estimate.p_adjusted <= level
+
+
+def judged(changes: Sequence[MeanChange], level: float) -> list[MeanChange]:
+    """The changes of the whole run with adjusted p-values and outcomes.
+
+    Benjamini & Hochberg, J. R. Stat. Soc. B 57 (1995) 289, over all differences tested.
+    """
+    adjusted = iter(adjust([c.p_value for c in changes if c.p_value is not None]))
+    result = []
+    for change in changes:
+        if change.p_value is None:
+            result.append(change)
+            continue
+        p = next(adjusted)
+        result.append(replace(change, p_adjusted=p, outcome=_outcome(change) if p <= level else "none"))
+    return result
+
+
+def _outcome(change: MeanChange) -> MeanOutcome:
+    """What a significant difference means."""
+    a, b = change.a or 0.0, change.b or 0.0
+    if change.a_biased and change.b_biased:
+        if a * b < 0:
+            return "reversed"
+        return "grew" if abs(b) > abs(a) else "shrank"
+    if change.b_biased:
+        return "became biased"
+    return "cured" if change.a_biased else "moved"
+
+
+_STATED = ("causal", "scale", "window", "softcap", "dtype")
+ORDER: tuple[Outcome, ...] = (
+    "became-biased",
+    "bias-reversed",
+    "bias-grew",
+    "bias-moved",
+    "grew",
+    "cured",
+    "bias-shrank",
+    "shrank",
+    "relabelled",
+)
+PHRASES: dict[Outcome, str] = {
+    "became-biased": "became biased",
+    "bias-grew": "more biased than before",
+    "bias-reversed": "biased the other way",
+    "bias-moved": "mean error moved",
+    "grew": "errors grew",
+    "cured": "cured of bias",
+    "bias-shrank": "less biased than before",
+    "shrank": "errors shrank",
+    "relabelled": "labels alone differ",
+}
+
+
+def same_inputs(a: HeadPlace, b: HeadPlace) -> bool | None:
+    """Whether what both diagnoses say of q, k, v and the mask agrees; None where they say too little.
+
+    What correct rounding of O does to this input (``rounding_bias``) is a fingerprint of q, k and v: its mean and rms
+    are sums over all elements of O of the fractional part of O in ulp, and agree to six digits on no other input.
+    """
+    one, other = a.head.rounding_bias.o, b.head.rounding_bias.o
+    if one is None or other is None or one.rms is None or other.rms is None:
+        return None
+    stated = all(a.capture.metadata.get(key) == b.capture.metadata.get(key) for key in _STATED)
+    counted = all(
+        getattr(a.head.row_maxima, name).rows == getattr(b.head.row_maxima, name).rows
+        for name in ("exact", "window", "unit")
+    )
+    figures = [(one.mean, other.mean), (one.rms, other.rms)]
+    return stated and counted and a.head.rows_all == b.head.rows_all and all(same(x, y) for x, y in figures)
+
+
+def head_outcomes(entry: HeadComparison) -> tuple[Outcome, ...]:
+    """What happened to a head, the worst first.
+
+    "became-biased" and "cured" take both: the verdict has gained (lost) the label, and the difference of a primary mean
+    is significant. Where labels differ and nothing else does beyond chance, the head is "relabelled".
+    """
+    found: set[Outcome] = set()
+    means = {m.outcome for m in entry.means}
+    biased = "biased" in entry.a_labels, "biased" in entry.b_labels
+    if biased == (False, True) and means & {"became biased", "grew", "reversed"}:
+        found.add("became-biased")
+    elif biased == (True, False) and means & {"cured", "shrank"}:
+        found.add("cured")
+    elif biased == (True, True):
+        if "reversed" in means:
+            found.add("bias-reversed")
+        if means & {"grew", "became biased"}:
+            found.add("bias-grew")
+        if means & {"shrank", "cured"} and "bias-grew" not in found:
+            found.add("bias-shrank")
+    elif means - {"none", "untested"}:
+        found.add("bias-moved")
+    if "moved" in means and not found:
+        found.add("bias-moved")
+    sizes = {s.outcome for s in entry.sizes}
+    if "grew" in sizes:
+        found.add("grew")
+    if "shrank" in sizes:
+        found.add("shrank")
+    if not found and set(entry.a_labels) != set(entry.b_labels):
+        found.add("relabelled")
+    return tuple(outcome for outcome in ORDER if outcome in found)
+
+
+def head_notes(entry: HeadComparison, level: float) -> tuple[str, ...]:
+    """What must be said beside the outcomes: labels that changed without a significant change behind them."""
+    notes = []
+    for labels, word, outcome in ((entry.gained, "B", "became-biased"), (entry.lost, "A", "cured")):
+        if "biased" in labels and outcome not in entry.outcomes:
+            p_values = [m.p_adjusted for m in entry.means if m.p_adjusted is not None]
+            least = f" (smallest adjusted p = {min(p_values):.2g})" if p_values else " (nothing could be tested)"
+            notes.append(
+                f"Biased in {word} only, but no difference of means is significant at {level}{least}: one run came to "
+                "lie on the other side of its threshold, which chance does; not called "
+                f"{'a new bias' if word == 'B' else 'a cure'}."
+            )
+    changed = [s.name for s in entry.sizes if s.outcome == "other inputs"]
+    if changed and entry.same_inputs is not False:
+        notes.append(f"{', '.join(changed)} depend on the inputs alone, and differ.")
+    return tuple(notes)
+
+
+def summarise(found: Comparison) -> str:
+    """The comparison in one sentence."""
+    heads = [entry for entry in found.entries if entry.head is not None]
+    number = plural(len(heads), "head")
+    rest = f" {len(found.unmatched)} could not be compared." if found.unmatched else ""
+    if found.identical:
+        return f"Nothing changed: every figure of {number} is the same."
+    counts = [(PHRASES[o], found.counts[o]) for o in ORDER if found.counts.get(o) and o != "relabelled"]
+    if alone := found.counts.get("relabelled"):
+        rest = f" Labels alone differ in {alone}: near a threshold chance does that.{rest}"
+    if not counts:
+        pooled = [o for e in found.entries if e.head is None for o in e.outcomes if o != "relabelled"]
+        only = f" (all heads pooled: {', '.join(PHRASES[o] for o in dict.fromkeys(pooled))})" if pooled else ""
+        return f"Nothing changed beyond chance in {number}{only}.{rest}"
+    unchanged = sum(not set(entry.outcomes) - {"relabelled"} for entry in heads)
+    same = f"; {unchanged} unchanged beyond chance" if unchanged else ""
+    return f"Of {number}: {', '.join(f'{n} {words}' for words, n in counts)}{same}.{rest}"

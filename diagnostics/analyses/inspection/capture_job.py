@@ -12,14 +12,13 @@ from torch import Tensor
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads, select_observations
+from attn_diag.head.baseline import Engine, Recognised, engine_backend, run_recipe, select_recipes
 from attn_diag.head.certification import Certify
-from attn_diag.head.engines import Engine, engine_backend, run_recipe, select_recipes
 from attn_diag.head.figure_sums import head_figures
 from attn_diag.head.measure import HeadMeasurement, ObservedHead, measure_head
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import BackwardCollector, GradientSums, key_parts
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
-from attn_diag.head.recipe.baseline import Recognised
 from attn_diag.head.signed_errors import of_elements
 from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.microscopy.addition import examine_addition
-from attn_diag.analyses.microscopy.closed_form import explain, predict_block
-from attn_diag.analyses.microscopy.subject import MicroscopeSubject, subject_of
+from attn_diag.analyses.microscopy.closed_form import MicroscopeSubject, explain, predict_block, subject_of
 from attn_diag.analyses.microscopy.walk import Array, Walk, WalkParts, exponent_factor, site_format, walk_element
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError

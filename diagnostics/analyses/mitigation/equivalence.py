@@ -1,20 +1,32 @@
-"""Whether recipes compute attention in exact arithmetic: runs in float64, and what float64 itself may err by."""
+"""Whether recipes compute attention in exact arithmetic: runs in float64, and what float64 itself may err by.
+
+The stabilised softmax (Qiu & Yao, arXiv 2510.04212, section 4) stops being attention where its beta is too large. Where
+a row's maximum r > 0 is repeated, m = beta r is subtracted instead. Exact arithmetic does not mind, but P_bar's largest
+element becomes exp(-(beta - 1) r): it underflows at (beta - 1) r = -ln(smallest number), and a lower limit of 1e-10 on
+l, as the published code has it, is reached at (beta - 1) r = -ln(1e-10) = 23.03.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from attn_diag.head.truth import HeadTruth, exact_recipe
-from attn_diag.kernels import Recipe, SoftmaxRule, emulate_blocks
-from attn_diag.results.what_if import Equivalence
+from attn_diag.kernels import Recipe, SoftmaxRule, block_scores, emulate_blocks
+from attn_diag.kernels.formats import NumberFormat, parse
+from attn_diag.reference import AttentionHead
+from attn_diag.results.what_if import Candidate, Equivalence, StabilisedLimits
 from attn_diag.results.wording import percent
 
 # A difference below one rounding in fp32 is beyond what a kernel with fp32 sums could show.
 NEARLY = 2.0**-24
 _UNIT = 2.0**-53
+CLAMP_LOG = -math.log(1e-10)
+_FP32 = NumberFormat(8, 23)
 
 
 def exact_twin(recipe: Recipe) -> Recipe:
@@ -99,3 +111,61 @@ def rule_difference(recipe: Recipe, truth: HeadTruth) -> dict[str, float]:
 def _ratio(square: float, reference: Tensor | None, rows: Tensor) -> float:
     norm = 0.0 if reference is None else float(reference[rows].norm())
     return math.sqrt(square) / norm if norm else 0.0
+
+
+@dataclass(frozen=True)
+class RepeatedMaxima:
+    """Rows in which the rule acts, and the largest repeated maximum there (scaled scores; None: none above 0)."""
+
+    rows: int
+    largest: float | None
+
+
+def repeated_maxima_as_run(recipe: Recipe, head: AttentionHead, epsilon: float) -> RepeatedMaxima:
+    """Stream the head's scores as the recipe stores them, key range by key range, as the rule sees them.
+
+    ``epsilon``: scores within it of the maximum repeat it, in the unit of the stored scores.
+    """
+    acted = torch.zeros(len(head.q), dtype=torch.bool, device=head.q.device)
+    largest, factor = 0.0, 1.0
+    for rows, scores, factor in block_scores(recipe, head):
+        top = scores.amax(1, keepdim=True)
+        repeated = ((scores >= top - epsilon).sum(1) > 1) & (top[:, 0] > -torch.inf) & (top[:, 0] != 0)
+        acted[rows] |= repeated
+        if bool(repeated.any()):
+            largest = max(largest, float(top[repeated].max()) * factor)
+    return RepeatedMaxima(int(acted.sum()), largest or None)
+
+
+def beta_limits(recipe: Recipe, largest: float) -> tuple[float, float, float]:
+    """The beta at which l meets a lower limit of 1e-10, and at which P_bar's largest element falls below the smallest
+    normal, and the smallest subnormal, number; of P_bar's format where that is narrower than fp32."""
+    rounding = parse(recipe.probs)
+    fmt = rounding.format if rounding is not None and rounding.format.min_exponent > _FP32.min_exponent else _FP32
+    normal = -fmt.min_exponent * math.log(2)
+    subnormal = (fmt.mantissa_bits + 1 - fmt.min_exponent) * math.log(2)  # half the smallest rounds to 0
+    return tuple(1 + limit / largest for limit in (CLAMP_LOG, normal, subnormal))  # type: ignore[return-value]
+
+
+def stabilised_limits(
+    recipe: Recipe, acting: RepeatedMaxima, candidates: Sequence[Candidate], rows: int
+) -> StabilisedLimits | None:
+    """Where the rule stops working on this head, and the best beta tried.
+
+    Args:
+        recipe: The baseline.
+        acting: The rows in which the rule acts.
+        candidates: As ranked.
+        rows: How many rows the head has that are usable.
+    """
+    limits = StabilisedLimits(acting.rows, rows)
+    if acting.largest is None:
+        return limits
+    clamp, flush, subnormal = beta_limits(recipe, acting.largest)
+    limits = replace(limits, largest=acting.largest, clamp=clamp, flush=flush, subnormal=subnormal)
+    tried = [c for c in candidates if c.rank is not None and c.name.startswith("stabilised-")]
+    if not tried:
+        return limits
+    best = tried[0]  # the candidates come ranked
+    beta = float(best.name.removeprefix("stabilised-"))
+    return replace(limits, best=beta, best_helps=best.removed is not None and best.removed > 0)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from attn_diag.head.recipe.changes import (
+from attn_diag.head.recipe_changes import (
     BACKWARD_FP32_SCORES,
     CAST_ROW_SUM,
     DELTA_FROM_DP,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -13,7 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_diag.analyses.mitigation.equivalence import exact_twin, float64_bounds, judge, rule_difference
+from attn_diag.analyses.mitigation.equivalence import (
+    RepeatedMaxima,
+    beta_limits,
+    exact_twin,
+    float64_bounds,
+    judge,
+    repeated_maxima_as_run,
+    rule_difference,
+    stabilised_limits,
+)
 from attn_diag.analyses.mitigation.mitigations import (
     BETAS,
     PRODUCTS,
@@ -25,26 +34,23 @@ from attn_diag.analyses.mitigation.mitigations import (
     plans,
     stabilised_rule,
 )
-from attn_diag.analyses.mitigation.stabilised import RepeatedMaxima, beta_limits, repeated_maxima_as_run
-from attn_diag.analyses.mitigation.words import summarise
+from attn_diag.analyses.mitigation.ranking import adjust_biases, rank, summarise
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
+from attn_diag.head.baseline import observation_with_o
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.read import HeadInputs
-from attn_diag.head.recipe.baseline import observation_with_o
 from attn_diag.head.signed_errors import by_cell, of_rows
 from attn_diag.head.truth import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
 from attn_diag.kernels import Recipe
 from attn_diag.reference import round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
-from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors, StabilisedLimits, WhatIf
+from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors, WhatIf
 from attn_diag.results.wording import percent
-from attn_diag.statistics.means import SignedErrors, adjust, estimate_bias
-from attn_diag.work import map_in_order
-
-Progress = Callable[[int, int], None]
+from attn_diag.statistics.means import SignedErrors, estimate_bias
+from attn_diag.work import Progress, map_in_order
 
 # Largest scaled scores that QK-clip is tried for; 100 is Kimi K2's (arXiv 2507.20534).
 CLIP_THRESHOLDS = (100.0, 50.0, 30.0)
@@ -106,8 +112,8 @@ def what_if(
     bench = _Bench(truth, _Counter(progress))
     found = bench.run(baseline.recipe, wanted, clips, max_logit)
     ranked_by: Literal["o", "dq"] = "o" if truth.reference.dq is None else "dq"
-    candidates = _rank(found, ranked_by)
-    candidates, family = _adjusted(candidates, level)
+    candidates = rank(found, ranked_by)
+    candidates, family = adjust_biases(candidates, level)
     first, rest = candidates[0], tuple(candidates[1:])
     result = WhatIf(
         tool=describe_tool(where),
@@ -126,20 +132,12 @@ def what_if(
         observed=None if chosen is None else Errors(**observed_sizes(given.outputs, truth)),
         baseline=first,
         candidates=rest,
-        stabilised=_stabilised(baseline.recipe, acting, rest, int(truth.usable.sum())),
+        stabilised=stabilised_limits(baseline.recipe, acting, rest, int(truth.usable.sum())),
         summary=(),
         notes=tuple(notes),
         family_size=family,
     )
     return replace(result, summary=summarise(result))
-
-
-@dataclass
-class _Found:
-    """A candidate's measurement before it is ranked."""
-
-    candidate: Candidate
-    price: Price | None
 
 
 class _Bench:
@@ -156,7 +154,7 @@ class _Bench:
         self._parallel = truth.head.q.device.type == "cpu"
         self._acting: dict[object, RepeatedMaxima] = {}
 
-    def run(self, baseline: Recipe, wanted: list[WhatIfPlan], clips: list[float], max_logit: float) -> list[_Found]:
+    def run(self, baseline: Recipe, wanted: list[WhatIfPlan], clips: list[float], max_logit: float) -> list[Candidate]:
         """The baseline first, then the plans, then QK-clip."""
         started = WhatIfPlan("baseline", baseline.summary, "mitigation", (baseline,), None)
         everything = [started, *wanted]
@@ -165,13 +163,13 @@ class _Bench:
         self.counter.total = len(self.truth.head.q) * (len(recipes) + len(twins) + 3 * len(clips))
         errors = self._measure(self.truth, recipes | twins)
 
-        def judged(plan: WhatIfPlan) -> _Found:
+        def judged(plan: WhatIfPlan) -> Candidate:
             return self._found(plan, baseline, errors)
 
         found = list(map_in_order(judged, everything, parallel=self._parallel))
-        found[0] = replace(found[0], candidate=replace(found[0].candidate, kind="baseline", changes={}))
+        found[0] = replace(found[0], kind="baseline", changes={})
 
-        def clipped(tau: float) -> _Found:
+        def clipped(tau: float) -> Candidate:
             return self._clipped(baseline, tau, max_logit)
 
         return found + list(map_in_order(clipped, clips, parallel=self._parallel))
@@ -203,14 +201,14 @@ class _Bench:
             for key, errors in zip(keys, part, strict=True)
         }  # fmt: skip
 
-    def _found(self, plan: WhatIfPlan, baseline: Recipe, errors: dict[str, VariantErrors]) -> _Found:
+    def _found(self, plan: WhatIfPlan, baseline: Recipe, errors: dict[str, VariantErrors]) -> Candidate:
         recipe = plan.recipes[0]
         runs = [errors[content(r)] for r in plan.recipes]
         exact = errors[content(exact_twin(recipe))]
         beta = recipe.softmax.beta or 1.0
         equivalence = judge(exact.relative(self.truth), float64_bounds(self.truth, beta))
         equivalence = self._survives(recipe, equivalence, finite=all(e.finite for e in runs))
-        return _Found(self._candidate(plan, baseline, self.truth, runs, equivalence), plan.price)
+        return self._candidate(plan, baseline, self.truth, runs, equivalence)
 
     def _candidate(
         self, plan: WhatIfPlan, baseline: Recipe, truth: HeadTruth, runs: list[VariantErrors], equivalence: Equivalence
@@ -232,7 +230,7 @@ class _Bench:
             cost=None if price is None else self._cost(price),
         )
 
-    def _clipped(self, baseline: Recipe, tau: float, max_logit: float) -> _Found:
+    def _clipped(self, baseline: Recipe, tau: float, max_logit: float) -> Candidate:
         """QK-clip: q and k scaled so that the largest score becomes tau, and rounded again."""
         factor = math.sqrt(tau / max_logit)
         inputs, original = self.truth.inputs, self.truth
@@ -249,7 +247,7 @@ class _Bench:
         reason = f"a change of the model: O itself changes by {percent(difference, '.2g')}"
         equivalence = Equivalence("changes the model", o=difference, reason=reason)
         found = self._candidate(plan, baseline, clipped, [errors], equivalence)
-        return _Found(replace(found, changes={"inputs": f"q, k -> {factor:.3g} q, {factor:.3g} k"}), price)
+        return replace(found, changes={"inputs": f"q, k -> {factor:.3g} q, {factor:.3g} k"})
 
     def _survives(self, recipe: Recipe, found: Equivalence, *, finite: bool) -> Equivalence:
         """Equivalence in exact arithmetic is no use where the recipe's own range of numbers does not suffice."""
@@ -338,81 +336,6 @@ class _Counter:
             self._done += count
             if self._report is not None:
                 self._report(self._done, self.total)
-
-
-def _rank(found: list[_Found], by: str) -> list[Candidate]:
-    """The baseline, then what is equivalent by the error it leaves and its cost, then the rest."""
-    start = getattr(found[0].candidate.errors, by)
-    completed = []
-    for item in found:
-        candidate = item.candidate
-        left = getattr(candidate.errors, by)
-        left = left if candidate.finite and not math.isnan(left) else math.inf
-        removed = 1 - left / start if start and math.isfinite(start) else None
-        completed.append(replace(candidate, left=left, removed=removed))
-    baseline, *others = completed
-    equivalent = [c for c in others if c.equivalence.status in ("exact", "nearly exact")]
-    rest = [c for c in others if c.equivalence.status not in ("exact", "nearly exact")]
-    equivalent.sort(key=lambda c: (c.left, _cost_key(c)))
-    rest.sort(key=lambda c: c.equivalence.status)
-    mitigations = [c for c in (baseline, *equivalent) if c.kind in ("baseline", "mitigation")]
-    ranked = [
-        replace(c, rank=i, pareto=c.kind == "mitigation" and not any(_dominates(o, c) for o in mitigations))
-        for i, c in enumerate(equivalent, 1)
-    ]
-    return [baseline, *ranked, *rest]
-
-
-def _cost_key(candidate: Candidate) -> tuple[float, ...]:
-    cost = candidate.cost
-    if cost is None:
-        # The baseline costs nothing more; what another kernel costs is unknown.
-        return (0.0, 0.0, 0.0) if candidate.kind == "baseline" else (math.inf,) * 3
-    return float(cost.tensor_flops), float(cost.bytes_per_row), float(cost.vector_ops)
-
-
-def _dominates(one: Candidate, other: Candidate) -> bool:
-    a, b = ((c.left or 0.0, *_cost_key(c)) for c in (one, other))
-    return all(x <= y for x, y in zip(a, b, strict=True)) and a != b
-
-
-def _adjusted(candidates: list[Candidate], level: float) -> tuple[list[Candidate], int]:
-    """All biases' p-values as one Benjamini-Hochberg family, and its size."""
-    tested = [
-        (i, name)
-        for i, candidate in enumerate(candidates)
-        for name in ("bias_o", "bias_delta")
-        if (estimate := getattr(candidate, name)) is not None and estimate.p_value is not None
-    ]
-    adjusted = list(candidates)
-    p_values = [float(getattr(candidates[i], name).p_value) for i, name in tested]
-    for (i, name), p in zip(tested, adjust(p_values), strict=True):
-        adjusted[i] = replace(adjusted[i], **{name: replace(getattr(adjusted[i], name), p_adjusted=p)})
-    return [replace(c, biased=_biased(c, level)) for c in adjusted], len(tested)
-
-
-def _biased(candidate: Candidate, level: float) -> tuple[Literal["o", "delta"], ...]:
-    def is_biased(estimate: BiasEstimate | None) -> bool:
-        return estimate is not None and estimate.p_adjusted is not None and estimate.p_adjusted <= level
-
-    found: tuple[Literal["o", "delta"], ...] = ("o",) if is_biased(candidate.bias_o) else ()
-    return (*found, "delta") if is_biased(candidate.bias_delta) else found
-
-
-def _stabilised(
-    recipe: Recipe, acting: RepeatedMaxima, candidates: Sequence[Candidate], rows: int
-) -> StabilisedLimits | None:
-    limits = StabilisedLimits(acting.rows, rows)
-    if acting.largest is None:
-        return limits
-    clamp, flush, subnormal = beta_limits(recipe, acting.largest)
-    limits = replace(limits, largest=acting.largest, clamp=clamp, flush=flush, subnormal=subnormal)
-    tried = [c for c in candidates if c.rank is not None and c.name.startswith("stabilised-")]
-    if not tried:
-        return limits
-    best = tried[0]  # the candidates come ranked
-    beta = float(best.name.removeprefix("stabilised-"))
-    return replace(limits, best=beta, best_helps=best.removed is not None and best.removed > 0)
 
 
 def _combined(errors: list[Errors], how: Callable[[npt.NDArray[np.float64]], float]) -> Errors:

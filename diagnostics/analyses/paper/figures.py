@@ -10,10 +10,8 @@ import torch
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.microscopy.microscope import microscope
 from attn_diag.analyses.paper.atoms import StepRecord, figure_4, shares
-from attn_diag.analyses.paper.features import FeatureProductSums
-from attn_diag.analyses.paper.rows import HeadReader
-from attn_diag.analyses.paper.survey import HeadAtStep, HeadKey, Survey, choose
-from attn_diag.analyses.paper.weights import NormSeries
+from attn_diag.analyses.paper.rows import FeatureProductSums, HeadReader
+from attn_diag.analyses.paper.survey import HeadAtStep, HeadKey, NormSeries, Survey, choose
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection

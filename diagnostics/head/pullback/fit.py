@@ -14,9 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.head.pullback.jacobian import MapRows, Norm, Pullback, normalise
+from attn_diag.head.pullback.jacobian import (
+    Formats,
+    MapRows,
+    Norm,
+    Pullback,
+    backward_variance,
+    forward_variance,
+    normalise,
+)
 from attn_diag.head.pullback.rotation import Pairs, Rotation, partner_by_modulus
-from attn_diag.head.pullback.rounding import Formats, backward_variance, forward_variance
 from attn_diag.results.wording import percent
 
 _NORMS = {"rms": "QK-norm (RMSNorm)", "layer": "QK-norm (LayerNorm)"}

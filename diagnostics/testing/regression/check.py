@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
-from attn_diag.head.engines import DEFAULT_RECIPE
+from attn_diag.head.baseline import DEFAULT_RECIPE
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize

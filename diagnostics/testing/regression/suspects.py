@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.head.recipe.changes import (
+from attn_diag.head.recipe_changes import (
     CAST_ROW_SUM,
     CUBIC_EXP2,
     DELTA_FROM_DP,

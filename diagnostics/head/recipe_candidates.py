@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from attn_diag.head.recipe.changes import CAST_ROW_SUM, FP32_ROW_SUM, SITES, coarse_scores
+from attn_diag.head.recipe_changes import CAST_ROW_SUM, FP32_ROW_SUM, SITES, coarse_scores
 from attn_diag.kernels import PRESETS, Recipe, Schedule, preset
 from attn_diag.kernels.formats import Format
 from attn_diag.kernels.recipe import BACKWARD

@@ -6,29 +6,26 @@ one-hot rows many agree, and are then named together.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.selection import select_place
+from attn_diag.captures.selection import Selection, select_heads, select_observations, select_place
 from attn_diag.errors import InputError
+from attn_diag.head import recipe_search as search
 from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.machine import backend_name, pick_device
-from attn_diag.head.recipe import search
-from attn_diag.head.recipe.agreement import Match, choose_rows
-from attn_diag.head.recipe.candidates import describe_schedule, family_name, known_name, same_forward
-from attn_diag.head.recipe.search import LEVEL, SearchedHead, Trial
+from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name, same_forward
+from attn_diag.head.recipe_search import LEVEL, Match, SearchedHead, Trial, choose_rows
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.kernels.recipe import BACKWARD
-from attn_diag.results.identification import BackwardMatch, HardwareMatch, Identification, RankedRecipe
+from attn_diag.results.identification import BackwardMatch, HardwareMatch, Identification, Identifications, RankedRecipe
 from attn_diag.results.wording import percent
-from attn_diag.work import map_in_order
-
-if TYPE_CHECKING:
-    from attn_diag.work import Progress
+from attn_diag.work import Progress, map_in_order, part_of
 
 # Rows that are compared: as many as have so many scores together, and at least so many.
 _FINAL_SCORES, _FINAL_ROWS = 2**20, 128
@@ -130,7 +127,8 @@ class _Judgement:
             layer=c.metadata.layer,
             batch=self.batch,
             head=self.head + c.metadata.head_offset,
-            shape=dict(zip(("B", "Hq", "Hk", "Tq", "Tk", "D"), _sizes(c), strict=True)),
+            shape={"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads,
+                   "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim},
             dtype=str(c.tensors["q"].dtype).removeprefix("torch."),
             backend=f"emulation on {backend_name(self.device)}",
             rows=rows,
@@ -315,10 +313,6 @@ class _Judgement:
         return tuple(notes)
 
 
-def _sizes(c: Capture) -> tuple[int, ...]:
-    return c.batch, c.q_heads, c.kv_heads, c.q_length, c.k_length, c.head_dim
-
-
 def _backward_of(recipe: Recipe) -> tuple[object, ...]:
     again = recipe.scores if recipe.backward_scores == "as-forward" else "fp32"
     return again, *(getattr(recipe, site) for site in BACKWARD)
@@ -346,3 +340,58 @@ def _why_not(capture: Capture, observation: str) -> str:
         return f"recipes are known for bfloat16 and float16 inputs, q is {named}: there is nothing to identify"
     got, expected = (str(t).removeprefix("torch.") for t in (capture.tensors[key].dtype, dtype))
     return f"{key} is {got} and q is {expected}: save O as the kernel returned it, in {expected}"
+
+
+def identify_captures(
+    captures: Iterable[Capture],
+    *,
+    selection: Selection | None = None,
+    rows: int | None = None,
+    device: str = "auto",
+    progress: Progress | None = None,
+    unreadable: Sequence[str] = (),
+    skip: Callable[[InputError], None] | None = None,
+) -> Identifications:
+    """Identify every observation of every capture, from its first head and sequence unless others are selected.
+
+    ``rows`` and ``device`` as in ``identify``. ``unreadable``: complaints about captures that could not be opened.
+    ``skip`` is called with what cannot be identified where there is more; without it, that is raised.
+    ``progress(done, total)`` counts hundredths of an observation.
+
+    Raises InputError where nothing can be identified, and as ``identify`` does.
+    """
+    chosen, skipped = list(captures), list(unreadable)
+    jobs: list[tuple[Capture, str, int, int]] = []
+    errors: list[InputError] = []
+    for capture in chosen:
+        try:
+            jobs += _jobs(capture, selection or Selection())
+        except InputError as error:
+            errors.append(error)
+    results: list[Identification] = []
+    for number, (capture, observation, batch, head) in enumerate(jobs):
+        part = part_of(progress, number, len(jobs))
+        try:
+            found = identify(capture, observation, batch=batch, head=head, device=device, rows=rows, progress=part)
+            results.append(found)
+        except InputError as error:
+            errors.append(error)
+    if errors and (skip is None or not results):
+        raise errors[0]
+    for problem in errors:
+        if skip is not None:
+            skip(problem)
+        skipped.append(str(problem))
+    return Identifications(tuple(results), tuple(skipped))
+
+
+def _jobs(capture: Capture, selection: Selection) -> list[tuple[Capture, str, int, int]]:
+    observations = select_observations(capture, selection.observation)
+    if not observations:
+        raise InputError(f"{capture.source}: no observation; capture at least o, the kernel's output")
+    heads, batches = select_heads(capture, selection)
+    heads = heads if selection.heads is not None else heads[:1]
+    batches = batches if selection.batches is not None else batches[:1]
+    # ``identify`` takes the model's numbers.
+    offset = capture.metadata.head_offset
+    return [(capture, o, b, h + offset) for o in observations for b in batches for h in heads]

@@ -1,18 +1,83 @@
-"""A what-if in a few sentences."""
+"""The candidates of a what-if, ranked, and put into a few sentences."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import Literal
 
 from attn_diag.results import wording
-
-if TYPE_CHECKING:
-    from attn_diag.results.what_if import Candidate, Cost, WhatIf
+from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.results.what_if import Candidate, Cost, WhatIf
+from attn_diag.statistics.means import adjust
 
 # Less than this fraction of the baseline's error, either way, is called nothing.
 NOTHING = 0.02
 _NAMED = 6
+
+
+def rank(candidates: Sequence[Candidate], by: str) -> list[Candidate]:
+    """The baseline, then what is equivalent by the error it leaves and its cost, then the rest.
+
+    Args:
+        candidates: The baseline first.
+        by: The error that ranks them, "o" or "dq".
+    """
+    start = getattr(candidates[0].errors, by)
+    completed = []
+    for candidate in candidates:
+        left = getattr(candidate.errors, by)
+        left = left if candidate.finite and not math.isnan(left) else math.inf
+        removed = 1 - left / start if start and math.isfinite(start) else None
+        completed.append(replace(candidate, left=left, removed=removed))
+    baseline, *others = completed
+    equivalent = [c for c in others if c.equivalence.status in ("exact", "nearly exact")]
+    rest = [c for c in others if c.equivalence.status not in ("exact", "nearly exact")]
+    equivalent.sort(key=lambda c: (c.left, _cost_key(c)))
+    rest.sort(key=lambda c: c.equivalence.status)
+    mitigations = [c for c in (baseline, *equivalent) if c.kind in ("baseline", "mitigation")]
+    ranked = [
+        replace(c, rank=i, pareto=c.kind == "mitigation" and not any(_dominates(o, c) for o in mitigations))
+        for i, c in enumerate(equivalent, 1)
+    ]
+    return [baseline, *ranked, *rest]
+
+
+def _cost_key(candidate: Candidate) -> tuple[float, ...]:
+    cost = candidate.cost
+    if cost is None:
+        # The baseline costs nothing more; what another kernel costs is unknown.
+        return (0.0, 0.0, 0.0) if candidate.kind == "baseline" else (math.inf,) * 3
+    return float(cost.tensor_flops), float(cost.bytes_per_row), float(cost.vector_ops)
+
+
+def _dominates(one: Candidate, other: Candidate) -> bool:
+    a, b = ((c.left or 0.0, *_cost_key(c)) for c in (one, other))
+    return all(x <= y for x, y in zip(a, b, strict=True)) and a != b
+
+
+def adjust_biases(candidates: Sequence[Candidate], level: float) -> tuple[list[Candidate], int]:
+    """All biases' p-values as one Benjamini-Hochberg family, and its size."""
+    tested = [
+        (i, name)
+        for i, candidate in enumerate(candidates)
+        for name in ("bias_o", "bias_delta")
+        if (estimate := getattr(candidate, name)) is not None and estimate.p_value is not None
+    ]
+    adjusted = list(candidates)
+    p_values = [float(getattr(candidates[i], name).p_value) for i, name in tested]
+    for (i, name), p in zip(tested, adjust(p_values), strict=True):
+        adjusted[i] = replace(adjusted[i], **{name: replace(getattr(adjusted[i], name), p_adjusted=p)})
+    return [replace(c, biased=_biased(c, level)) for c in adjusted], len(tested)
+
+
+def _biased(candidate: Candidate, level: float) -> tuple[Literal["o", "delta"], ...]:
+    def is_biased(estimate: BiasEstimate | None) -> bool:
+        return estimate is not None and estimate.p_adjusted is not None and estimate.p_adjusted <= level
+
+    found: tuple[Literal["o", "delta"], ...] = ("o",) if is_biased(candidate.bias_o) else ()
+    return (*found, "delta") if is_biased(candidate.bias_delta) else found
 
 
 def summarise(found: WhatIf) -> tuple[str, ...]:

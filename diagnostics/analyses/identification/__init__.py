@@ -1,1 +1,0 @@
-"""Which recipe and schedule made an observation: ``attn-diag identify``."""
