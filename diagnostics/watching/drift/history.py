@@ -237,7 +237,7 @@ def _kind_of_change(
     result: Tensor,
     regime: torch.dtype | None,
 ) -> Kind | None:
-    """Classify a change of dtype, None: there is none. A 0-dimensional tensor is left out: it promotes no other."""
+    """Classify a change of dtype (None: no change). A 0-dimensional tensor is left out: it promotes no other."""
     after = PRECISION[result.dtype]
     before = {PRECISION[x.dtype] for x in given if x.ndim or result.ndim == 0}
     if before <= {after}:
