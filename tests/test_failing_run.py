@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -25,29 +23,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import attn_diag
-from attn_diag.kernels.recipe import BACKWARD, Recipe, preset
+from attn_diag.kernels.recipe import BACKWARD, Recipe
 from attn_diag.watching.monitoring.alarm import AlarmRule
 from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import alarms
-import collect
-import departure
 import launch
 import make_tokens
-import repeats
-import summary
-import summed
+import predictions
+import record
+import runlog
 import train
-from arms import ARMS, Arm, arm, whole
-from departure import Departure, Watch, departures
-from runlog import RunLog, Writer, plain
+from arms import ARMS, GPT, arm
+from failing_record import FOLDER, RESULTS, one_thread  # noqa: F401  (a fixture)
+from record import Record, Repeats
+from runlog import Departure, RunLog, Writer, departures, plain
 
-FOLDER = Path(train.__file__).parent
 Rows = list[tuple[int, float, float]]
 
 
@@ -70,7 +65,7 @@ def changed(rows: Rows, at: range, loss: float = 0.0, factor: float = 1.0) -> Ro
 CALM = on_trend(400)
 CASES: dict[str, tuple[Rows, list[Departure]]] = {
     "calm": (CALM, []),
-    "noisy": (on_trend(400, seed=1, noise=0.3), []),
+    "noisy": (on_trend(1100, seed=1, noise=0.3), []),
     "level shift": (changed(CALM, range(300, 400), loss=1.0), [Departure(300, "loss")]),
     "slow rise": (changed(CALM, range(310, 315), loss=0.5), [Departure(310, "loss")]),
     "four steps high": (changed(CALM, range(300, 304), loss=1.0), []),
@@ -86,32 +81,6 @@ CASES: dict[str, tuple[Rows, list[Departure]]] = {
 }
 
 
-class MovingLimit(Watch):
-    """Wrong: the steps that are too high raise their own limit."""
-
-    def update(self, step: int, loss: float, grad_norm: float) -> None:
-        above, self._above = self._above, 0
-        super().update(step, loss, grad_norm)
-        self._above = above + 1 if self._above else 0
-        if self._above == departure.PERSISTENCE:
-            self._note(step - departure.PERSISTENCE + 1, "loss")
-
-
-class NoHistoryNeeded(Watch):
-    """Wrong: compares from the third step on."""
-
-    def update(self, step: int, loss: float, grad_norm: float) -> None:
-        if len(self._norms) > 2 and grad_norm > departure.FACTOR * statistics.median(self._norms):
-            self._note(step, "gradient norm")
-        super().update(step, loss, grad_norm)
-
-
-def found_by(watch: Watch, rows: Rows) -> list[Departure]:
-    for row in rows:
-        watch.update(*row)
-    return sorted(watch.found, key=lambda d: d.step)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_departures(case: str) -> None:
     rows, expected = CASES[case]
@@ -122,18 +91,8 @@ def test_departures(case: str) -> None:
     ("name", "value"), [("PERSISTENCE", 3), ("PERSISTENCE", 8), ("FACTOR", 5.0), ("FACTOR", 100.0), ("DEVIATIONS", 1e3)]
 )
 def test_other_thresholds_fail_the_cases(name: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(departure, name, value)
+    monkeypatch.setattr(runlog, name, value)
     assert any(departures(rows) != expected for rows, expected in CASES.values())
-
-
-@pytest.mark.parametrize("wrong", [MovingLimit, NoHistoryNeeded])
-def test_other_rules_fail_the_cases(wrong: type[Watch]) -> None:
-    assert any(found_by(wrong(), rows) != expected for rows, expected in CASES.values())
-
-
-def test_early_training_is_no_departure() -> None:
-    for seed in range(5):
-        assert departures(on_trend(1100, seed)) == []
 
 
 # --- The log ---
@@ -179,15 +138,6 @@ def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
     assert log.end == "cut off"
 
 
-def test_an_existing_log_is_not_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    write_log(path, on_trend(10))
-    before = path.read_bytes()
-    with pytest.raises(FileExistsError, match="--resume"):
-        Writer(path)
-    assert path.read_bytes() == before
-
-
 def test_a_resumed_log_has_every_step_once(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     write_log(path, on_trend(120), alarms=(30, 110))
@@ -209,84 +159,48 @@ def test_an_exception_is_in_the_log(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         fail()
     assert RunLog.read(tmp_path / "run.jsonl").end == "RuntimeError: out of memory"
-
-
-def test_a_file_without_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text('{"step":0,"loss":1,"grad_norm":1,"seconds":1}\n')
     with pytest.raises(ValueError, match="no header"):
         RunLog.read(tmp_path / "other.jsonl")
 
 
-# --- The table ---
-
-
-def test_the_table(tmp_path: Path) -> None:
-    write_log(tmp_path / "failing.jsonl", CASES["level shift"][0], alarms=(120, 130))
-    write_log(tmp_path / "calm.jsonl", CALM)
-    write_log(tmp_path / "unwatched.jsonl", CALM, every=0)
-    calm, failing, unwatched = (summary.row(log) for log in summary.read(tmp_path))
-    assert failing["left its trend at"] == "300 (loss)"
-    assert failing["first alarm"] == "120: layer 2, head 7 (growth)"
-    assert failing["lead, steps"] == "180"
-    assert float(failing["last loss"]) == pytest.approx(4.01, abs=0.02)  # before the departure
-    assert (calm["left its trend at"], calm["first alarm"], calm["lead, steps"]) == ("–", "silent", "–")
-    assert unwatched["first alarm"] == "not monitored"
-    lines = summary.table(summary.read(tmp_path)).splitlines()
-    assert len(lines) == 5
-    assert len({line.count("|") for line in lines}) == 1
-
-
 # --- The arms ---
 
-# What is rounded elsewhere than in arm A's forward.
-AGAINST_A = {
-    "B": {"scores", "difference"},
-    "B-fp32-accumulator": {"scores", "difference", "accumulator"},
-    "B-fp32-row-sum": {"scores", "difference", "row_sum"},
-    "stabilised": {"softmax"},
-    "A+fp32-sums": {"accumulator", "row_sum"},
-    "A+fp32-scores": {"scores", "difference"},
-    "A+stabilised-8": {"softmax"},
-    "A+fp32-o-delta": set(),
-    "B+stabilised-2": {"scores", "difference", "softmax"},
+
+# By arm: what is rounded elsewhere than in arm A, forward and backward.
+AGAINST_A: dict[str, tuple[set[str], set[str]]] = {
+    "B": ({"scores", "difference"}, set()),
+    "B-fp32-accumulator": ({"scores", "difference", "accumulator"}, set()),
+    "B-fp32-row-sum": ({"scores", "difference", "row_sum"}, set()),
+    "stabilised": ({"softmax"}, set()),
+    "A+fp32-sums": ({"accumulator", "row_sum"}, set()),
+    "A+fp32-scores": ({"scores", "difference"}, set()),
+    "A+fp32-o-delta": (set(), {"delta_from"}),
+    "A+delta-from-dp": (set(), {"delta_from"}),
+    "B+stabilised-2": ({"scores", "difference", "softmax"}, set()),
 }
-# What is rounded elsewhere than in FlashAttention-2's backward.
-BACKWARDS = {"A": set(), "A+fp32-o-delta": {"delta_from"}, "A+delta-from-dp": {"delta_from"}, "A+fp32-scores": set()}
 
 
-def sites_that_differ(one: Recipe | None, other: Recipe | None) -> set[str]:
-    assert one is not None
-    assert other is not None
+def test_an_arm_differs_from_a_in_the_named_sites_alone() -> None:
     names = [f.name for f in fields(Recipe) if f.init and f.name not in ("name", "summary")]
-    return {name for name in names if getattr(one, name) != getattr(other, name)}
 
+    def differ(name: str) -> tuple[set[str], set[str]]:
+        found, a = arm(name), ARMS["A"]
+        forward, backward = (
+            {n for n in names if getattr(one, n) != getattr(other, n)}
+            for one, other in ((found.forward, a.forward), (found.backward, a.backward))
+        )
+        # Each recipe is run one way only.
+        return forward - set(BACKWARD), backward & set(BACKWARD)
 
-@pytest.mark.parametrize("name", AGAINST_A)
-def test_an_arm_differs_from_a_in_the_named_sites_alone(name: str) -> None:
-    assert forward_sites(arm(name)) == AGAINST_A[name]
-    assert forward_sites(arm("qiu2025")) != AGAINST_A[name]
-
-
-def forward_sites(one: Arm) -> set[str]:
-    return sites_that_differ(one.forward, ARMS["A"].forward) - set(BACKWARD)
-
-
-@pytest.mark.parametrize("name", BACKWARDS)
-def test_an_arm_s_backward_is_the_named_one(name: str) -> None:
-    assert sites_that_differ(arm(name).backward, ARMS["A"].backward) & set(BACKWARD) == BACKWARDS[name]
+    assert {name: differ(name) for name in AGAINST_A} == AGAINST_A
+    assert differ("qiu2025") not in AGAINST_A.values()
 
 
 def test_what_is_no_arm_is_refused() -> None:
     for name, said in (("C", "no arm 'C'"), ("A+magic", "no mitigation 'magic'"), ("healthy+uncast-ds", "no recipe")):
         with pytest.raises(KeyError, match=said):
             arm(name)
-
-
-def test_an_arm_as_one_recipe_has_both_directions() -> None:
-    qiu = Arm("", preset("bf16-forward"), preset("qiu2025"))
-    assert sites_that_differ(whole(qiu), preset("bf16-forward")) == sites_that_differ(
-        preset("qiu2025"), preset("bf16-forward")
-    ) & set(BACKWARD)
 
 
 def test_arm_a_rounds_what_it_says_and_nothing_else() -> None:
@@ -304,7 +218,7 @@ def test_arm_a_rounds_what_it_says_and_nothing_else() -> None:
 
 # --- Training ---
 
-VOCABULARY, CONTEXT = 61, 64
+VOCABULARY, CONTEXT = 61, 16
 CPU = train.Place(0, 1, torch.device("cpu"))
 
 
@@ -337,36 +251,22 @@ def losses(log: RunLog) -> list[float]:
     return [loss for _, loss, _ in log.steps]
 
 
-SMALL = ("--sequences", "1", "--steps", "3")
-
-
-@pytest.fixture(scope="module")
-def healthy_losses(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    """Of two seeds."""
-    out = tmp_path_factory.mktemp("healthy")
-    return [losses(run(tokens, out, "healthy", *SMALL, "--seed", seed)[1]) for seed in "01"]
-
-
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_arm_trains(arm: str, tokens: Path, tmp_path: Path, healthy_losses: list[list[float]]) -> None:
-    end, log = run(tokens, tmp_path, arm, *SMALL)
-    (healthy, *_), (other_seed, *_) = healthy_losses
+def test_every_arm_trains(arm: str, tokens: Path, tmp_path: Path) -> None:
+    small = ("--sequences", "1", "--steps", "3")
+    (end, log), (_, healthy), (_, other) = (
+        run(tokens, tmp_path / part, name, *small, "--seed", seed)
+        for part, name, seed in (("one", arm, "0"), ("two", "healthy", "0"), ("three", "healthy", "1"))
+    )
     assert (end, log.end, len(log.steps)) == ("finished", "finished", 3)
     assert losses(log)[0] == pytest.approx(np.log(VOCABULARY), rel=0.05)
     # The same weights and data: before the first update only the roundings of one layer's attention differ. BF16
     # keeps 2**-9 of O; the loss sees that through a residual branch that is small at the start.
-    assert losses(log)[0] == pytest.approx(healthy, abs=2**-9)
-    assert other_seed != pytest.approx(healthy, abs=2**-9)
+    assert losses(log)[0] == pytest.approx(losses(healthy)[0], abs=2**-9)
+    assert losses(other)[0] != pytest.approx(losses(healthy)[0], abs=2**-9)
     header = log.headers[0]
     assert (header["run"]["arm"], header["run"]["seed"], header["first_step"]) == (arm, 0, 0)
     assert header["tokens"] == {"file": "tokens.npy", "count": 4000, "crc32": header["tokens"]["crc32"]}
-
-
-def test_training_lowers_the_loss(tokens: Path, tmp_path: Path) -> None:
-    _, log = run(tokens, tmp_path, "healthy", "--steps", "20")
-    assert losses(log)[-1] < 0.85 * losses(log)[0]
-    _, still = run(tokens, tmp_path / "still", "healthy", "--steps", "20", "--learning-rate", "0.0")
-    assert losses(still)[-1] > 0.85 * losses(still)[0]
 
 
 def test_gradient_accumulation_changes_nothing(tokens: Path, tmp_path: Path) -> None:
@@ -387,35 +287,20 @@ def checkpointed(path: Path) -> list[Tensor]:
     return [*state["model"].values(), *moments]
 
 
-def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("forgotten", [None, "load_state_dict", "step"])
-def test_a_resumed_run_goes_on_bit_for_bit(forgotten: str | None, tokens: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_resumed_run_goes_on_bit_for_bit(
+    forgotten: bool, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = ("--checkpoint-every", "2")
     run(tokens, tmp_path / "whole", "healthy", "--steps", "6", *save)
     run(tokens, tmp_path / "parts", "healthy", "--steps", "3", *save)
-    with pytest.MonkeyPatch.context() as patch:
-        if forgotten == "load_state_dict":
-            patch.setattr(torch.optim.AdamW, "load_state_dict", lambda *_: None)
-        if forgotten == "step":
-            patch.setattr(
-                train, "sequence_starts", lambda seed, step, *sizes, f=train.sequence_starts: f(seed, step % 3, *sizes)
-            )
-        end, log = run(tokens, tmp_path / "parts", "healthy", "--steps", "6", "--resume", *save)
+    if forgotten:
+        monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", lambda *_: None)
+    end, log = run(tokens, tmp_path / "parts", "healthy", "--steps", "6", "--resume", *save)
     whole = RunLog.read(tmp_path / "whole" / "healthy_seed0.jsonl")
-    same = same_bits(
-        checkpointed(tmp_path / "whole" / "healthy_seed0.pt"), checkpointed(tmp_path / "parts" / "healthy_seed0.pt")
-    )
+    pairs = zip(*(checkpointed(tmp_path / name / "healthy_seed0.pt") for name in ("whole", "parts")), strict=True)
     assert (end, len(log.headers), log.headers[1]["first_step"]) == ("finished", 2, 3)
-    assert (same, log.steps == whole.steps) == ((True, True) if forgotten is None else (False, False))
-
-
-def test_a_checkpoint_of_another_run_is_refused(tokens: Path, tmp_path: Path) -> None:
-    run(tokens, tmp_path, "healthy", "--checkpoint-every", "2")
-    with pytest.raises(ValueError, match="is of the run"):
-        run(tokens, tmp_path, "healthy", "--resume", "--clip", "2.0")
+    assert all(torch.equal(a, b) for a, b in pairs) is (log.steps == whole.steps) is not forgotten
 
 
 def test_a_signal_ends_the_run_after_its_step(tokens: Path, tmp_path: Path) -> None:
@@ -444,7 +329,7 @@ def test_a_failed_run_ends_soon_after(tokens: Path, tmp_path: Path, monkeypatch:
     end, log = run(tokens, tmp_path, "A", "--steps", "30", "--stop-after", "5")
     assert departures(log.steps) == [Departure(4, "non-finite")]
     assert (end, log.end, log.steps[-1][0]) == ("departed", "departed", 9)
-    assert summary.row(log)["left its trend at"] == "4 (non-finite)"
+    assert "4 (non-finite)" in launch.table([log])
 
 
 # --- Monitor and capture ---
@@ -465,7 +350,7 @@ class FakeMonitor:
     def __init__(
         self, model: torch.nn.Module, every: int, *, first_step: int, log: Path, history: Sequence[MonitorCheck]
     ) -> None:
-        assert isinstance(model, train.GPT)
+        assert isinstance(model, GPT)
         self.history = list(history)
         self.every, self.steps, self.log, self.alarms, self.closed = every, first_step, log, list[Alarm](), False
         self.hook = register_optimizer_step_post_hook(self._stepped)
@@ -502,50 +387,31 @@ def test_the_monitor_is_logged_and_closed(tokens: Path, tmp_path: Path, monkeypa
     assert FakeMonitor.last.log == tmp_path / "monitor" / "healthy_seed0.jsonl"
 
 
-def test_captures_are_asked_for(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-
-    class FakeCapture:
-        def __init__(self, model: torch.nn.Module, path: Path, **options: Any) -> None:
-            asked.append({"model": type(model).__name__, "folder": path.name} | options)
-
-        def __enter__(self) -> None: ...
-        def __exit__(self, *_: object) -> None:
-            asked.append({"closed": True})
-
-    monkeypatch.setattr(attn_diag, "capture", FakeCapture, raising=False)
-    run(tokens, tmp_path, "healthy", "--capture-steps", "1:3", "--capture-layers", "0")
-    common = {"model": "GPT", "layers": [0], "first_step": 0, "max_bytes": 2**33}
-    assert asked == [{"folder": "healthy_seed0_from0", "steps": range(1, 3), **common}, {"closed": True}]
-    run(tokens, tmp_path, "fa2", "--steps", "1")
-    assert len(asked) == 2
-
-
 def test_at_the_alarm_the_run_is_kept_and_the_head_captured(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attn_diag, "Monitor", FakeMonitor, raising=False)
     monkeypatch.setattr(FakeMonitor, "alarm", staticmethod(partial(Alarm, layer=0, head=0)))
     more = ("--monitor-every", "3", "--steps", "9")
-    run(tokens, tmp_path, "fa2", "--at-alarm", *more)
+    run(tokens, tmp_path, "healthy", "--at-alarm", *more)
     # The alarm of step 5 is known after it: step 6 is captured, and the checkpoint is what step 6 starts from.
-    (capture,) = (tmp_path / "captures" / "fa2_seed0_alarm").glob("*.safetensors")
+    (capture,) = (tmp_path / "captures" / "healthy_seed0_alarm").glob("*.safetensors")
     found = attn_diag.load(capture)
     assert (found.metadata.step, found.metadata.layer, found.q_heads) == (6, 0, 1)
-    assert torch.load(tmp_path / "fa2_seed0_alarm.pt", weights_only=True)["step"] == 6
+    assert torch.load(tmp_path / "healthy_seed0_alarm.pt", weights_only=True)["step"] == 6
 
     # Resumed after the alarm it keeps the first alarm's checkpoint.
-    kept = (tmp_path / "fa2_seed0_alarm.pt").read_bytes()
-    shutil.copy(tmp_path / "fa2_seed0_alarm.pt", tmp_path / "fa2_seed0.pt")
+    kept = (tmp_path / "healthy_seed0_alarm.pt").read_bytes()
+    shutil.copy(tmp_path / "healthy_seed0_alarm.pt", tmp_path / "healthy_seed0.pt")
     more_steps = ("--monitor-every", "3", "--steps", "14", "--at-alarm", "--resume")
-    run(tokens, tmp_path, "fa2", *more_steps)
-    assert len(list((tmp_path / "captures" / "fa2_seed0_alarm").iterdir())) == 1
-    assert (tmp_path / "fa2_seed0_alarm.pt").read_bytes() == kept
+    run(tokens, tmp_path, "healthy", *more_steps)
+    assert len(list((tmp_path / "captures" / "healthy_seed0_alarm").iterdir())) == 1
+    assert (tmp_path / "healthy_seed0_alarm.pt").read_bytes() == kept
 
-    start = ("--start-from", str(tmp_path / "fa2_seed0_alarm.pt"))
-    run(tokens, tmp_path, "fa2", *start, *more, "--tag", "again")
-    whole_run, again = (RunLog.read(tmp_path / f"fa2_seed0{tag}.jsonl") for tag in ("", "_again"))
-    assert again.headers[0]["from"] == {"run": "fa2_seed0", "step": 6}
+    start = ("--start-from", str(tmp_path / "healthy_seed0_alarm.pt"))
+    run(tokens, tmp_path, "healthy", *start, *more, "--tag", "again")
+    whole_run, again = (RunLog.read(tmp_path / f"healthy_seed0{tag}.jsonl") for tag in ("", "_again"))
+    assert again.headers[0]["from"] == {"run": "healthy_seed0", "step": 6}
     assert again.steps == whole_run.steps[:9]  # what lies behind it was copied, the rest is the same bits
     run(tokens, tmp_path, "A", *start, *more)
     other = RunLog.read(tmp_path / "A_seed0.jsonl")
@@ -555,32 +421,15 @@ def test_at_the_alarm_the_run_is_kept_and_the_head_captured(
         run(tokens, tmp_path, "B", *start, "--clip", "2.0")
     # The same command again is refused, and takes nothing away.
     with pytest.raises(FileExistsError, match="--resume"):
-        run(tokens, tmp_path, "fa2", "--at-alarm", *more)
-    assert (tmp_path / "fa2_seed0_alarm.pt").read_bytes() == kept
-
-
-def test_a_signal_in_the_alarm_s_step_waits_for_the_capture(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    received: list[int] = []
-
-    def alarm(step: int) -> Alarm:
-        received.append(signal.SIGTERM)
-        return Alarm(step, layer=0, head=0)
-
-    monkeypatch.setattr(attn_diag, "Monitor", FakeMonitor, raising=False)
-    monkeypatch.setattr(FakeMonitor, "alarm", staticmethod(alarm))
-    end, log = run(tokens, tmp_path, "fa2", "--at-alarm", "--monitor-every", "3", "--steps", "9", received=received)
-    assert (end, log.steps[-1][0]) == ("stopped by a signal", 6)
-    (capture,) = (tmp_path / "captures" / "fa2_seed0_alarm").glob("*.safetensors")
-    assert attn_diag.load(capture).metadata.step == 6
+        run(tokens, tmp_path, "healthy", "--at-alarm", *more)
+    assert (tmp_path / "healthy_seed0_alarm.pt").read_bytes() == kept
 
 
 def test_a_fork_has_its_parent_s_checks_behind_it(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monitored = ("--monitor-every", "1", "--checkpoint-every", "10")
-    run(tokens, tmp_path, "fa2", "--steps", "3", *monitored, "--tag", "first")
+    run(tokens, tmp_path, "healthy", "--steps", "3", *monitored, "--tag", "first")
     seen = []
 
     class Watched(attn_diag.Monitor):
@@ -589,32 +438,22 @@ def test_a_fork_has_its_parent_s_checks_behind_it(
             super().__init__(*args, history=history, **options)
 
     monkeypatch.setattr(attn_diag, "Monitor", Watched)
-    start = ("--start-from", str(tmp_path / "fa2_seed0_first.pt"), "--tag", "fork")
-    _, log = run(tokens, tmp_path, "fa2", *start, "--steps", "5", *monitored)
-    assert log.headers[0]["from"] == {"run": "fa2_seed0_first", "step": 3}
-    run(tokens, tmp_path, "fa2", "--steps", "6", *monitored, "--tag", "fork", "--resume")
+    start = ("--start-from", str(tmp_path / "healthy_seed0_first.pt"), "--tag", "fork")
+    _, log = run(tokens, tmp_path, "healthy", *start, "--steps", "5", *monitored)
+    assert log.headers[0]["from"] == {"run": "healthy_seed0_first", "step": 3}
+    run(tokens, tmp_path, "healthy", "--steps", "6", *monitored, "--tag", "fork", "--resume")
     assert seen == [[0, 1, 2], [0, 1, 2, 3, 4]]
-    assert [c.step for c in read_log(tmp_path / "monitor" / "fa2_seed0_fork.jsonl")] == list(range(6))
-
-
-def test_a_run_that_left_no_checkpoint_starts_again(tokens: Path, tmp_path: Path) -> None:
-    run(tokens, tmp_path, "fa2", "--steps", "4", "--checkpoint-every", "2")
-    start = ("--start-from", str(tmp_path / "fa2_seed0.pt"), "--monitor-every", "1", "--tag", "fork")
-    for _ in range(2):
-        run(tokens, tmp_path, "fa2", *start, "--steps", "7", "--resume")
-        found = RunLog.read(tmp_path / "fa2_seed0_fork.jsonl")
-        assert [step for step, _, _ in found.steps] == list(range(7))
-        assert [h["first_step"] for h in found.headers] == [4]
-        assert [c.step for c in read_log(tmp_path / "monitor" / "fa2_seed0_fork.jsonl")] == [4, 5, 6]
+    assert [c.step for c in read_log(tmp_path / "monitor" / "healthy_seed0_fork.jsonl")] == list(range(6))
 
 
 def test_moments_lie_beside_the_captures(tokens: Path, tmp_path: Path) -> None:
     capture = ("--capture-steps", "2:4", "--capture-layers", "0", "--capture-momentum")
-    run(tokens, tmp_path, "fa2", "--steps", "5", *capture, "--checkpoint-every", "3")
-    files = sorted((tmp_path / "momentum" / "fa2_seed0").iterdir())
+    run(tokens, tmp_path, "healthy", "--steps", "5", *capture, "--checkpoint-every", "3")
+    assert len(list((tmp_path / "captures" / "healthy_seed0_from0").glob("*.safetensors"))) == 2
+    files = sorted((tmp_path / "momentum" / "healthy_seed0").iterdir())
     assert [f.name for f in files] == [f"step00000{n}_layer00.safetensors" for n in (2, 3)]
-    run(tokens, tmp_path / "three", "fa2", "--steps", "3", "--checkpoint-every", "3")
-    state = torch.load(tmp_path / "three" / "fa2_seed0.pt", weights_only=True)["optimizer"]["state"]
+    run(tokens, tmp_path / "three", "healthy", "--steps", "3", "--checkpoint-every", "3")
+    state = torch.load(tmp_path / "three" / "healthy_seed0.pt", weights_only=True)["optimizer"]["state"]
     # Of c_attn's weight [3 C, C]: after three steps, which is before step 3.
     (moments,) = (m for m in state.values() if m["exp_avg"].shape == (96, 32))
     for name in ("exp_avg", "exp_avg_sq"):
@@ -632,11 +471,8 @@ def test_all_processes_together_see_the_step_once(world: int) -> None:
     assert torch.equal(torch.cat(shares), whole)
     assert not torch.equal(whole, train.sequence_starts(7, 13, 160, 10_000, 64))
     assert not torch.equal(whole, train.sequence_starts(8, 12, 160, 10_000, 64))
-
-
-def test_sequences_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be shared"):
-        train.Place(0, 3, torch.device("cpu")).share(torch.arange(160))
+        train.Place(0, 3, torch.device("cpu")).share(whole)
 
 
 def test_two_processes_do_what_one_does(tokens: Path, tmp_path: Path) -> None:
@@ -669,20 +505,57 @@ def sleeper(seconds: float, code: int = 0) -> list[str]:
     return [sys.executable, "-c", SLEEPER.format(seconds=seconds, code=code)]
 
 
-def test_the_queue_runs_all_on_every_device(tmp_path: Path) -> None:
+def test_the_queue_runs_all_on_every_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slots = launch.Slots(["0", "1"], tmp_path)
+    show = [sys.executable, "-c", "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(0.5)"]
     began = time.monotonic()
-    assert launch.run_all({f"run{i}": sleeper(1) for i in range(4)}, slots, 60)
-    assert slots.codes == {f"run{i}": 0 for i in range(4)}
-    assert 2 <= time.monotonic() - began < 4  # two by two
-
-
-def test_two_runs_share_a_device(tmp_path: Path) -> None:
-    slots = launch.Slots(["0", "1"] * 2, tmp_path)
-    show = [sys.executable, "-c", "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(1)"]
     assert launch.run_all({f"run{i}": show for i in range(4)}, slots, 60)
+    assert slots.codes == {f"run{i}": 0 for i in range(4)}
+    assert time.monotonic() - began >= 1  # two by two
     assert sorted((tmp_path / f"run{i}.txt").read_text() for i in range(4)) == ["0\n", "0\n", "1\n", "1\n"]
-    assert (tmp_path / "run0.txt").read_text() != (tmp_path / "run1.txt").read_text()
+    assert not launch.run_all({"bad": sleeper(0, 3), "good": sleeper(0)}, launch.Slots([""], tmp_path), 60)
+    assert "bad: exit code 3; at work" in capsys.readouterr().out
+
+
+def test_at_the_limit_runs_end_after_their_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slots = launch.Slots([""], tmp_path)
+    assert not launch.run_all({"long": sleeper(60), "waiting": sleeper(60)}, slots, 1.0)
+    assert (tmp_path / "long.txt").read_text() == "at work\nended after its step\n"
+    assert slots.codes == {"long": 0}
+    assert "waiting: not started" in capsys.readouterr().out
+
+
+def test_a_run_that_has_ended_is_not_started_again(tmp_path: Path) -> None:
+    for name, end in (("done", "finished"), ("failed", "departed"), ("cut", "stopped by a signal")):
+        with Writer(tmp_path / f"{name}.jsonl") as log:
+            log.write({"header": {"run": {}}})
+            log.write({"end": end, "step": 3})
+    (tmp_path / "empty.jsonl").touch()  # killed before its header
+    jobs = {name: sleeper(0) for name in ("done", "failed", "cut", "new", "empty")}
+    assert list(launch.open_jobs(jobs, tmp_path)) == ["cut", "new", "empty"]
+    assert sorted(log.name for log in record.begun_logs(tmp_path)) == ["cut", "done", "failed"]
+    # With more steps to do it goes on; of --steps given twice the last counts.
+    assert list(launch.open_jobs({"done": ["--steps", "0", "--steps", "4"]}, tmp_path)) == ["done"]
+    assert not launch.open_jobs({"done": ["--steps", "4", "--steps", "0"]}, tmp_path)
+
+
+def test_launched_runs_come_out_as_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path / "A_seed3.jsonl", CASES["level shift"][0], alarms=(120, 130))
+    write_log(tmp_path / "calm.jsonl", CALM)
+    write_log(tmp_path / "unwatched.jsonl", CALM, every=0)
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--arms", "A", "--seeds", "3", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        launch.main()
+    assert ended.value.code == 0
+    said, *lines = capsys.readouterr().out.splitlines()
+    assert said == "A_seed3: ended already (departed)"
+    failing, calm, unwatched = (line.split(" | ") for line in lines[2:])
+    assert failing[3:5] == ["300 (loss)", "120: layer 2, head 7"]
+    assert calm[3:5] == ["–", "silent"]
+    assert unwatched[4] == "not monitored"
+    assert len({line.count("|") for line in lines}) == 1
 
 
 def test_jobs_are_read(tmp_path: Path) -> None:
@@ -706,75 +579,25 @@ def test_a_run_waits_for_the_checkpoint_it_starts_from(tmp_path: Path, capsys: p
     assert "never: not started, its checkpoint is not there" in capsys.readouterr().out
 
 
-def test_a_run_that_has_ended_is_not_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, end in (("done", "finished"), ("failed", "departed"), ("cut", "stopped by a signal")):
-        with Writer(tmp_path / f"{name}.jsonl") as log:
-            log.write({"header": {"run": {}}})
-            log.write({"end": end, "step": 3})
-    (tmp_path / "empty.jsonl").touch()  # killed before its header
-    jobs = {name: sleeper(0) for name in ("done", "failed", "cut", "new", "empty")}
-    (tmp_path / "unheaded.jsonl").write_text('{"end": "ValueError: so"}\n')
-    jobs["unheaded"] = sleeper(0)
-    assert list(launch.open_jobs(jobs, tmp_path)) == ["cut", "new", "empty", "unheaded"]
-    assert "done: ended already (finished)" in capsys.readouterr().out
-    assert sorted(log.name for log in summary.read(tmp_path)) == ["cut", "done", "failed"]
-    # With more steps to do it goes on; of --steps given twice the last counts.
-    assert list(launch.open_jobs({"done": ["--steps", "0", "--steps", "4"]}, tmp_path)) == ["done"]
-    assert not launch.open_jobs({"done": ["--steps", "4", "--steps", "0"]}, tmp_path)
-
-
-def test_a_failed_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slots = launch.Slots([""], tmp_path)
-    assert not launch.run_all({"bad": sleeper(0, 3), "good": sleeper(0)}, slots, 60)
-    assert slots.codes == {"bad": 3, "good": 0}
-    assert "bad: exit code 3; at work" in capsys.readouterr().out
-
-
-def test_at_the_limit_runs_end_after_their_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slots = launch.Slots([""], tmp_path)
-    began = time.monotonic()
-    assert not launch.run_all({"long": sleeper(60), "waiting": sleeper(60)}, slots, 1.0)
-    assert time.monotonic() - began < 10
-    assert (tmp_path / "long.txt").read_text() == "at work\nended after its step\n"
-    assert slots.codes == {"long": 0}
-    assert "waiting: not started" in capsys.readouterr().out
-
-
-def test_launched_runs_come_out_as_a_table(tokens: Path, tmp_path: Path) -> None:
-    rest = arguments(tokens, tmp_path, "healthy", "--steps", "2")[2:]  # without the arm
-    where = ["--arms", "healthy", "--seeds", "1", "--out", str(tmp_path)]
-    command = [sys.executable, str(FOLDER / "launch.py"), *where, "--", *rest]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].split("|")[1:4] == [" healthy ", " 1 ", " 2 "]
-
-
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "failing_run"
-
-
 def test_the_committed_table_is_what_the_committed_logs_say() -> None:
-    rule = AlarmRule()
-    again = plain({"rule": asdict(rule), "runs": [asdict(row) for row in alarms.replay_folder(RESULTS, rule)]})
-    assert again == json.loads((RESULTS / "alarms.json").read_text())
-
-
-def test_the_alarm_comes_in_time_on_every_seed_and_never_without_a_failure() -> None:
-    runs = [run for run in alarms.replay_folder(RESULTS, AlarmRule()) if run.every == 25]
+    replays = alarms.alarm_rows(Record.read(RESULTS / "failing_run").runs.values(), AlarmRule())
+    again = plain({"rule": asdict(AlarmRule()), "runs": [asdict(row) for row in replays]})
+    assert again == json.loads((RESULTS / "failing_run" / "alarms.json").read_text())
+    runs = [run for run in replays if run.every == 25]
     assert len(runs) == 6
     for run in runs:
         if run.run.startswith("A"):
             assert run.lead is not None
             assert run.lead >= 150
         else:
-            assert run.steps >= 1000
-            assert run.departure is None
-            assert run.alarm is None
-            assert run.witness < 0.5
+            assert (run.departure, run.alarm, run.steps >= 1000, run.witness < 0.5) == (None, None, True, True)
 
 
 def test_monitored_runs_are_the_runs_that_were_not() -> None:
     for seed in (1, 2):
-        whole, first = (RunLog.read(RESULTS / f"A_seed{seed}{part}.jsonl") for part in ("", "_first480"))
+        whole, first = (
+            RunLog.read(RESULTS / "failing_run" / f"A_seed{seed}{part}.jsonl") for part in ("", "_first480")
+        )
         assert len(first.steps) == 480
         assert first.steps == whole.steps[:480]
         assert first.monitor
@@ -798,18 +621,6 @@ def test_tokens_spell_the_text() -> None:
     assert back == b"".join(text + b"|" for text in texts)
 
 
-def test_documents_are_read_until_they_are_enough(tmp_path: Path) -> None:
-    for name in ("a.py", "b.md", "c.bin", "d.py"):
-        (tmp_path / name).write_text(name * 10)
-    assert list(make_tokens.documents([tmp_path], 50)) == [b"a.py" * 10, b"b.md" * 10]
-    assert len(list(make_tokens.documents([tmp_path], 10**6))) == 3
-
-
-def test_too_few_tokens_are_refused(tokens: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="more than the context of 5000"):
-        run(tokens, tmp_path, "healthy", "--context", "5000")
-
-
 # --- The record ---
 
 
@@ -819,8 +630,8 @@ def test_a_record_holds_what_the_runs_did(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "monitor").mkdir()
     check = '{"step":50,"layers":[{"layer":0,"module":null,"metrics":{"max_logit":[1.23456789,null,"Infinity"]}}]}\n'
     (tmp_path / "monitor" / "A_seed3.jsonl").write_text(check + '{"step":100,"lay')  # a kill cut the last line
-    monkeypatch.setattr(sys, "argv", ["collect.py", str(tmp_path), str(tmp_path / "record")])
-    collect.main()
+    monkeypatch.setattr(sys, "argv", ["record.py", str(tmp_path), str(tmp_path / "record")])
+    record.main()
     kept = RunLog.read(tmp_path / "record" / "A_seed3.jsonl.xz")
     assert kept == RunLog.read(tmp_path / "A_seed3.jsonl")
     assert kept.alarms
@@ -829,17 +640,29 @@ def test_a_record_holds_what_the_runs_did(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list((tmp_path / "record").rglob("*.partial"))
 
 
+def test_runs_made_twice_are_compared_digit_by_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nans = changed(CALM, range(390, 400), loss=float("nan"))
+    for folder, rows in (("one", nans), ("two", nans[:395]), ("three", changed(nans, range(200, 201), loss=1e-3))):
+        (tmp_path / folder).mkdir()
+        write_log(tmp_path / folder / "A_seed3.jsonl", rows)
+    for again, differs in ((["two"], None), (["two", "three"], 200)):
+        where = [str(tmp_path / name) for name in ("one", "record", "--again", *again)]
+        monkeypatch.setattr(sys, "argv", ["record.py", *where[:2], "--again", *where[3:]])
+        record.main()
+        (found,) = Repeats.from_json(Record.read(tmp_path / "record").document("repeats") or b"").repeats
+        assert (found.compared, found.differs_at, found.times) == (395, differs, 1 + len(again))
+        assert (found.departures[:2], found.ends[:2]) == ((390, 390), (399, 394))
+
+
 # --- Sums over a batch ---
 
 
 def test_errors_of_one_direction_add_up_and_others_do_not() -> None:
     draw = torch.Generator().manual_seed(0)
     exact = torch.randn(8, 4, 6, generator=draw, dtype=torch.float64)
-    left, right = (torch.randn(n, generator=draw, dtype=torch.float64) for n in (4, 6))
-    direction = left.outer(right)
-    same = direction * (1 + 0.1 * torch.rand(8, 1, 1, generator=draw, dtype=torch.float64))
+    same = torch.ones(4, 6) * (1 + 0.1 * torch.rand(8, 1, 1, generator=draw, dtype=torch.float64))
     signs = torch.tensor([1, -1, -1, 1, 1, -1, 1, -1.0], dtype=torch.float64)[:, None, None]
-    coherent, mixed = (summed.summed("", e, exact) for e in (same, same * signs))
+    coherent, mixed = (predictions.summed("", e, exact) for e in (same, same * signs))
     # Of the 2^7 choices of signs (a common one does not count) only the one at hand does as much.
     assert (coherent.p_value, coherent.sequences) == (2**-7, 8)
     assert coherent.coherence == pytest.approx(8, rel=0.01)
@@ -847,32 +670,13 @@ def test_errors_of_one_direction_add_up_and_others_do_not() -> None:
     assert mixed.coherence < 0.1
     assert mixed.relative == pytest.approx(coherent.relative)
     assert coherent.relative_of_sum > 5 * mixed.relative_of_sum
-    assert coherent.first_share == pytest.approx(1)
-    assert coherent.cosine == pytest.approx(
-        float(functional.cosine_similarity(direction.flatten(), exact.sum(0).flatten(), 0)), abs=0.02
-    )
 
 
 def test_the_scores_repair_is_what_the_failing_capture_needs() -> None:
-    capture = attn_diag.load(Path(__file__).parent / "captures" / "failing_step500_L2H7.safetensors")
-    found = summed.compare(capture, "A", ["fp32-scores", "fp32-sums"])
-    arm_a, scores, sums = (row["relative"] for row in found["rows"])
-    assert arm_a == pytest.approx(0.0717, rel=0.02)  # dW_Q's error as attribute has it
-    assert scores < arm_a / 3 < sums
-    assert summed.table(found).count("\n") == 4
+    captures = Path(__file__).parent / "captures"
+    capture = attn_diag.load(captures / "failing_step500_L2H7.safetensors")
+    arm_a, scores, sums = predictions.summed_batch(capture, "A", ["fp32-scores", "fp32-sums"]).rows
+    assert arm_a.relative == pytest.approx(0.0717, rel=0.02)  # dW_Q's error as attribute has it
+    assert scores.relative < arm_a.relative / 3 < sums.relative
     with pytest.raises(ValueError, match="one head"):
-        summed.compare(attn_diag.load(Path(__file__).parent / "captures" / "gqa_T200.safetensors"), "A", [])
-
-
-# --- Repeats ---
-
-
-def test_runs_made_twice_are_compared_digit_by_digit(tmp_path: Path) -> None:
-    nans = changed(CALM, range(390, 400), loss=float("nan"))
-    for folder, rows in (("one", nans), ("two", nans[:395]), ("three", changed(nans, range(200, 201), loss=1e-3))):
-        (tmp_path / folder).mkdir()
-        write_log(tmp_path / folder / "A_seed3.jsonl", rows)
-    one, two, three = (RunLog.read(tmp_path / folder / "A_seed3.jsonl") for folder in ("one", "two", "three"))
-    same = repeats.repeat("A", [one, two])
-    assert (same.compared, same.differs_at, same.departures, same.ends) == (395, None, (390, 390), (399, 394))
-    assert repeats.repeat("A", [one, two, three]).differs_at == 200
+        predictions.summed_batch(attn_diag.load(captures / "gqa_T200.safetensors"), "A", [])

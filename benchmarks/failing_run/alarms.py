@@ -1,134 +1,224 @@
-"""The alarm's rule replayed on the monitor's logs of a folder, beside when the runs left their trend. Needs no GPU.
+"""The alarm's rule replayed on the monitors' logs of a record, beside when the runs left their trend. Needs no GPU.
 
     python benchmarks/failing_run/alarms.py benchmarks/results/failing_run [--json FILE]
 
-Of each monitored run (``folder``): the first alarm at every logged check and at every second one, its lead before the
-departure, and how near the run came to an alarm until then: the largest witness over its threshold (1 or more: the
-error is more than correct rounding makes) and the largest average of dW_Q's predicted error (``level`` or more: it
-matters).
+Of each monitored run: the first alarm at every logged check and at every second one, its lead before the departure, and
+how near the run came to an alarm until then: the largest witness over its threshold (1 or more: the error is more than
+correct rounding makes) and the largest average of dW_Q's predicted error (``level`` or more: it matters).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
-from departure import departures
-from folder import markdown, monitor_logs, read_checks, read_runs, start_of
-from runlog import RunLog, plain
+from record import Record, Run, markdown
+from runlog import plain
 
+from attn_diag.reports.charts import Axis, Band, Chart, Mark, Series, Tone, Value
+from attn_diag.results.wording import DASH
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.record import MonitorCheck
 
 # Steps between checks, at which runs from step 0 are replayed.
 SPACINGS = (25, 50)
+STEP = Axis("training step")
+FAILING_TONE: Tone = "second"
+HEALTHY_TONE: Tone = "accent"
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One run at one spacing of checks; steps. ``witness``: its largest over the threshold, before the first alarm."""
+    """One run at one spacing of checks."""
 
     run: str
+    """Its name."""
     every: int
+    """Steps between the checks."""
     steps: int
+    """How many it did."""
     departure: int | None
+    """When it left its trend."""
     reason: str | None
+    """By which criterion."""
     alarm: int | None
+    """The step of the first alarm."""
     layer: int | None
+    """The layer that this names."""
     head: int | None
+    """The head that this names."""
     lead: int | None
+    """Steps from the alarm to the departure."""
     alarms: int
+    """How many there were."""
     witness: float
+    """The largest before the first alarm, over its threshold."""
     share: float
+    """The largest average before the first alarm."""
 
 
-def replayed(log: RunLog, checks: Sequence[MonitorCheck], every: int, rule: AlarmRule) -> Replay:
-    """The rule on the checks whose step is a multiple of ``every``; of a fork the first alarm since it began."""
-    state, alarms, start = AlarmState(rule), list[Alarm](), (start_of(log) or ("", 0))[1]
-    witness = share = 0.0
+@dataclass(frozen=True)
+class Watched:
+    """What the rule saw at each check, of the worst head."""
+
+    steps: tuple[float, ...]
+    """The checks' steps."""
+    share: tuple[float, ...]
+    """dW_Q's predicted error, averaged as the rule does."""
+    witness: tuple[float, ...]
+    """Over its threshold."""
+    alarms: tuple[Alarm, ...]
+    """All of them."""
+
+
+def watched(checks: Iterable[MonitorCheck], every: int, rule: AlarmRule, start: int = 0) -> Watched:
+    """Replay the rule at the checks whose step is a multiple of ``every``; alarms count from ``start`` on."""
+    state, rows, alarms = AlarmState(rule), list[tuple[float, ...]](), list[Alarm]()
     for check in checks:
-        if check.step % every:
-            continue
-        alarms += [alarm for alarm in state.update(check) if alarm.step >= start]
-        if not alarms:
-            witness = max(witness, state.witness)
-            share = max(share, state.share)
-    found = departures(log.steps)
-    departure, first = (found[0] if found else None), (alarms[0] if alarms else None)
+        if check.step % every == 0:
+            alarms += [alarm for alarm in state.update(check) if alarm.step >= start]
+            rows.append((check.step, state.share, state.witness))
+    steps, share, witness = zip(*rows, strict=True) if rows else ((),) * 3
+    return Watched(steps, share, witness, tuple(alarms))
+
+
+def worst(check: MonitorCheck, metric: str) -> float:
+    """The largest of all heads, NaN where none has it."""
+    found = [
+        float(np.nanmax(v)) for c in check.layers if (v := c.values.get(metric)) is not None and not np.isnan(v).all()
+    ]
+    return max(found, default=math.nan)
+
+
+def replayed(run: Run, every: int, rule: AlarmRule, past: Sequence[MonitorCheck] = ()) -> Replay:
+    """The rule on a run's checks, with those of its parent behind them: of a fork the first alarm since it began."""
+    seen = watched([*past, *(c for c in run.checks if c.step >= run.first)], every, rule, run.first)
+    first, departure = next(iter(seen.alarms), None), run.departure
+    before = [i for i, step in enumerate(seen.steps) if first is None or step < first.step]
     return Replay(
-        run=log.name,
+        run=run.name,
         every=every,
-        steps=log.steps[-1][0] + 1,
+        steps=run.until + 1,
         departure=departure.step if departure else None,
         reason=departure.reason if departure else None,
         alarm=first.step if first else None,
         layer=first.layer if first else None,
         head=first.head if first else None,
         lead=departure.step - first.step if departure and first else None,
-        alarms=len(alarms),
-        witness=witness,
-        share=share,
+        alarms=len(seen.alarms),
+        witness=max((seen.witness[i] for i in before), default=0.0),
+        share=max((seen.share[i] for i in before), default=0.0),
     )
 
 
-def alarm_rows(folder: Path, runs: Mapping[str, RunLog], rule: AlarmRule) -> tuple[list[Replay], list[str]]:
-    """The alarm's rule on every run from step 0, at each spacing that its checks allow; and the runs not monitored."""
-    found, without = list[Replay](), list[str]()
-    for name, log in runs.items():
-        if start_of(log) is not None:
-            continue
-        checks = read_checks(folder, name) or []
-        spacing = _spacing(checks)
-        if spacing is None:
-            without.append(name)
-        else:
-            found += [replayed(log, checks, every, rule) for every in SPACINGS if every % spacing == 0]
-    return found, without
+def alarm_rows(runs: Iterable[Run], rule: AlarmRule) -> list[Replay]:
+    """The rule on the own checks of every monitored run, at each spacing that these allow."""
+    known = [(run, own) for run in runs if (own := spacing([run])) is not None]
+    return [replayed(run, every, rule) for run, own in known for every in SPACINGS if every % own == 0]
 
 
-def fork_alarms(folder: Path, runs: Mapping[str, RunLog], rule: AlarmRule, every: int) -> list[Replay]:
-    """The same of forks, each with the checks of its parent behind it, which a monitor that began with it had not."""
+def fork_alarms(record: Record, rule: AlarmRule) -> list[Replay]:
+    """The same of monitored forks, each with the checks of its parent behind it, which its own monitor had not."""
     found = []
-    for name, log in runs.items():
-        start = start_of(log)
-        checks = read_checks(folder, name) if start is not None else None
-        if start is None or checks is None:
+    for run in record.runs.values():
+        if run.origin is not None and run.monitor is not None:
+            parent = record.runs.get(run.origin)
+            past = [check for check in parent.checks if check.step < run.first] if parent else []
+            found.append(replayed(run, max(SPACINGS), rule, past))
+    return found
+
+
+def spacing(runs: Sequence[Run]) -> int | None:
+    """Steps between checks that all these runs have; None where one of them has not two checks."""
+    if any(len(run.checks) < 2 for run in runs):
+        return None
+    return math.lcm(*(int(np.diff([c.step for c in run.checks]).min()) for run in runs))
+
+
+def table(record: Record, rows: Sequence[Replay], where: str = "") -> list[tuple[str, ...]]:
+    """One line a run of ``rows``, and one a run from step 0 that was not monitored; witness and share: the largest
+    before the first alarm, with the densest checks."""
+    columns = [f"alarm (lead), every {every}" for every in SPACINGS]
+    lines = [("run", "steps", "left its trend at", *columns, "witness / threshold", "share", "ms")]
+    for name, run in record.runs.items():
+        found = {r.every: r for r in rows if r.run == name}
+        if not found and run.origin is not None:
             continue
-        own = [check for check in checks if check.step >= start[1]]
-        past = [check for check in read_checks(folder, start[0]) or () if check.step < start[1]]
-        found.append(replayed(log, [*past, *own], every, rule))
-    return found
+        first = found[min(found)] if found else None
+        lines.append((
+            where + name, f"{run.until + 1:,}",
+            DASH if run.departure is None else f"{run.departure.step:,}, {run.departure.reason}",
+            *(_alarm(found.get(every)) for every in SPACINGS),
+            *((f"{first.witness:.2f}", f"{first.share:.3f}") if first else (DASH, DASH)),
+            f"{1e3 * median(run.log.seconds):.0f}",
+        ))  # fmt: skip
+    return lines
 
 
-def replay_folder(folder: Path, rule: AlarmRule) -> list[Replay]:
-    """All runs of a folder that were monitored, at every check and at every second one."""
-    found, runs = [], read_runs(folder)
-    for name in monitor_logs(folder):
-        checks = read_checks(folder, name) or []
-        if name in runs and (spacing := _spacing(checks)) is not None:
-            found += [replayed(runs[name], checks, every, rule) for every in (spacing, 2 * spacing)]
-    return found
+def _alarm(replay: Replay | None) -> str:
+    if replay is None or replay.alarm is None:
+        return DASH if replay is None else "silent"
+    lead = "" if replay.lead is None else f" ({replay.lead:,})"
+    return f"{replay.alarm:,}, L{replay.layer}H{replay.head}{lead}"
 
 
-def _spacing(checks: Sequence[MonitorCheck]) -> int | None:
-    """Steps between checks; None where there are no two."""
-    return int(np.diff([check.step for check in checks]).min()) if len(checks) > 1 else None
+def words(rule: AlarmRule) -> str:
+    """What the rule is."""
+    return (
+        "At a check the monitor samples rows of every head and predicts from O's rounding how much of dW_Q is in "
+        "error. It alarms when at one head that error is more than correct rounding makes (witness: the sum of log "
+        f"e-values, from 1 of its threshold on, with at most {rule.false_alarm_rate:g} false alarms in 1,000 checks of "
+        f"the whole model), matters (share of ‖dW_Q‖, averaged over checks, {rule.level:g} or more), and grows. The "
+        "table has the rule replayed on the monitors' logs, with witness and share at their largest before the alarm: "
+        "both may pass their level, but not at one head that grows. The charts have the worst head. ms: a step's time, "
+        "of runs that may have shared a GPU."
+    )
 
 
-def table(rows: list[Replay]) -> str:
-    """Markdown."""
-    head = ["run", "every", "left its trend at", "first alarm", "lead", "witness / threshold", "share before the alarm"]
-    lines = []
-    for r in rows:
-        left = f"none until {r.steps - 1}" if r.departure is None else f"{r.departure} ({r.reason})"
-        alarm = "silent" if r.alarm is None else f"{r.alarm}: layer {r.layer}, head {r.head}"
-        lead = "–" if r.lead is None else str(r.lead)
-        lines.append([r.run, str(r.every), left, alarm, lead, f"{r.witness:.2f}", f"{r.share:.3f}"])
-    return markdown(head, lines)
+def charts(record: Record, rule: AlarmRule) -> tuple[Chart, ...]:
+    """Witness and share of the worst head, of the failing runs and the healthy ones."""
+    every = spacing([run for run in [*record.of("A"), *record.healthy] if run.checks]) or 1
+    failing, healthy = ([run for run in runs if run.checks] for runs in (record.of("A"), record.healthy))
+    seen = {run.name: watched(run.checks, every, rule) for run in [*failing, *healthy]}
+    # Healthy runs are drawn a little beyond the failure.
+    last = math.ceil(1.3 * max(run.until + 1 for run in failing) / 100) * 100
+    marks = events(failing[0], [alarm.step for alarm in seen[failing[0].name].alarms])
+
+    def line(run: Run, metric: str, log: bool) -> Series:
+        who, tone, group = ("arm A", FAILING_TONE, failing) if run in failing else ("healthy", HEALTHY_TONE, healthy)
+        watch = seen[run.name]
+        kept = [(x, drawable(y, log)) for x, y in zip(watch.steps, getattr(watch, metric), strict=True) if x <= last]
+        x, y = zip(*kept, strict=True)
+        return Series(f"{who}, seed {run.seed}", x, y, tone=tone, look=None if run is group[0] else "faint")
+
+    return tuple(
+        Chart(f"A-{metric}", title, f"Checks every {every} steps. {words}", STEP, axis,
+              tuple(line(run, metric, axis.log) for run in [*healthy, *failing]), (band,), marks=marks)
+        for metric, title, axis, words, band in (
+            ("witness", "Arm A: is it more than correct rounding makes?", Axis("witness / threshold"), "",
+             Band("threshold", 1, 1)),
+            ("share", "Arm A: does it matter?", Axis("share of dW_Q in error", log=True),
+             "The level alone tells no arm apart: healthy runs come near it or pass it.",
+             Band("level", rule.level, rule.level)),
+        )
+    )  # fmt: skip
+
+
+def events(run: Run, alarms: Sequence[int]) -> tuple[Mark, ...]:
+    """A run's first alarm and its departure."""
+    found = [("alarm", step) for step in alarms[:1]] + ([("fails", run.departure.step)] if run.departure else [])
+    return tuple(Mark(float(step), f"{what} at {step:,}") for what, step in found)
+
+
+def drawable(value: float | None, log: bool = False) -> Value:
+    """None for what an axis cannot show: NaN, infinities, on a logarithmic one zero and less."""
+    return value if value is not None and math.isfinite(value) and (value > 0 or not log) else None
 
 
 def main() -> None:
@@ -136,9 +226,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rule = AlarmRule()
-    rows = replay_folder(options.folder, rule)
-    print(table(rows))
+    rule, record = AlarmRule(), Record.read(options.folder)
+    rows = alarm_rows(record.runs.values(), rule)
+    print(markdown(table(record, rows)))
     if options.json:
         found = plain({"rule": asdict(rule), "runs": [asdict(row) for row in rows]})
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The arms of the experiment: which attention a run trains with. All else, weights and data too, is the same.
+"""What is trained: the arms, that is which attention a run trains with, and the model around it, alike in all arms.
 
 ``arm("A")`` is one of ``ARMS``; ``arm("A+fp32-scores")`` is that one with what `attn-diag what-if` calls "fp32-scores".
 
@@ -9,10 +9,12 @@ and one P_bar V per row, each rounded once. Its backward is FlashAttention-2's: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -91,3 +93,108 @@ def whole(base: Arm) -> Recipe:
     """An arm's forward and backward as one recipe, which is what a diagnosis asks for."""
     assert base.forward is not None
     return replace(base.forward, **{site: getattr(base.backward, site) for site in BACKWARD})
+
+
+# What stands between the attentions, as functions of tensors: compiled, one graph serves all blocks, and the modules,
+# on which captures and monitors put their hooks, stay as they are.
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    """Layer norm of x [B, T, C], rounded to BF16 as the product that follows would have it."""
+    return functional.layer_norm(x, weight.shape, weight).bfloat16()
+
+
+def feed_forward(x: Tensor, attended: Tensor, norm: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Both residual additions of a block and the layers between them; x, attended [B, T, C]."""
+    x = x + attended
+    hidden = functional.linear(functional.layer_norm(x, norm.shape, norm), up)
+    return x + functional.linear(functional.gelu(hidden), down)
+
+
+def loss_of(x: Tensor, norm: Tensor, vocabulary: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats; x [B, T, C], vocabulary [V, C], targets int64 [B, T]."""
+    logits = functional.linear(functional.layer_norm(x, norm.shape, norm), vocabulary)
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, attend: Attend) -> None:
+        super().__init__()
+        self.heads, self.attend = heads, attend
+        self.c_attn = nn.Linear(width, 3 * width, bias=False)
+        self.c_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, C] -> [B, T, C]."""
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, dim=-1))
+        out: Tensor = self.c_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """The weights that ``feed_forward`` computes with."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, 4 * width, bias=False)
+        self.c_proj = nn.Linear(4 * width, width, bias=False)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, attend: Attend) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width, bias=False)
+        self.attn = Attention(width, heads, attend)
+        self.ln_2 = nn.LayerNorm(width, bias=False)
+        self.mlp = FeedForward(width)
+        self.normed, self.feed_forward = normed, feed_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = self.attn(self.normed(x, self.ln_1.weight))
+        return self.feed_forward(x, attended, self.ln_2.weight, self.mlp.c_fc.weight, self.mlp.c_proj.weight)
+
+
+class Transformer(nn.Module):
+    def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int, attend: Attend) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.wpe = nn.Embedding(context, width)
+        self.h = nn.ModuleList(Block(width, heads, attend) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B, T] -> [B, T, C], before the last norm."""
+        x: Tensor = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+class GPT(nn.Module):
+    """GPT-2 without biases and dropout; names and initialisation as in nanoGPT."""
+
+    loss_of: Callable[..., Tensor]
+
+    def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int, attend: Attend) -> None:
+        super().__init__()
+        self.transformer = Transformer(vocabulary, context, layers, heads, width, attend)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+        self.loss_of = loss_of
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                # Each of the 2 * layers residual branches adds its variance to the stream.
+                shrink = math.sqrt(2 * layers) if name.endswith("c_proj.weight") else 1.0
+                nn.init.normal_(weight, std=0.02 / shrink)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of ``targets`` [B, T] after ``tokens`` [B, T], both int64."""
+        return self.loss_of(self.transformer(tokens), self.transformer.ln_f.weight, self.lm_head.weight, targets)
+
+    def compile_all_but_attention(self) -> None:
+        """Have torch.compile fuse what stands between the attentions."""
+        self.loss_of = torch.compile(loss_of, dynamic=False)
+        fused = {f.__name__: torch.compile(f, dynamic=False) for f in (normed, feed_forward)}
+        for block in self.modules():
+            if isinstance(block, Block):
+                block.normed, block.feed_forward = fused["normed"], fused["feed_forward"]

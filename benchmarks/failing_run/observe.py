@@ -1,4 +1,4 @@
-"""What a training run lets attn-diag see: the monitor, captures, and Adam's moments beside them."""
+"""What a training run lets attn-diag see and writes down: monitor, captures, Adam's moments, and the log of steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runlog import Watch, Writer
 from safetensors.torch import save_file
 from torch import nn
 
@@ -103,3 +104,39 @@ class Observer:
         first = self._step if first is None else first
         where = self._options.out / "captures" / folder
         self._stack.enter_context(attn_diag.capture(self._model, where, first_step=first, max_bytes=_MAX_BYTES, **what))
+
+
+class StepLog:
+    """Writes what a step brought to the log, and knows when the run has left its trend.
+
+    Without a log it only asks the monitor, whose answer may be a reduction over all processes.
+    """
+
+    def __init__(self, log: Writer | None, monitor: Any, every: int, stop_after: int) -> None:
+        self.log, self.monitor, self.every, self.stop_after, self.watch = log, monitor, every, stop_after, Watch()
+        self._metrics, self._alarms = "", 0
+
+    def step(self, row: dict[str, Any]) -> None:
+        if self.log is not None:
+            self.watch.update(row["step"], row["loss"], row["grad_norm"])
+            self.log.write(row)
+        if self.monitor is not None:
+            self._read_monitor(row["step"])
+
+    def _read_monitor(self, step: int) -> None:
+        # A check of an earlier step may come late.
+        if step % self.every in (0, self.every - 1):
+            metrics = self.monitor.metrics()
+            if metrics and repr(metrics) != self._metrics and self.log is not None:
+                self.log.write_monitor(step, metrics)
+            self._metrics = repr(metrics)
+        for alarm in self.monitor.alarms[self._alarms :]:
+            if self.log is not None:
+                named = {name: getattr(alarm, name) for name in ("kind", "step", "layer", "head", "reason")}
+                self.log.write({"alarm": named | {"seen": step}})
+        self._alarms = len(self.monitor.alarms)
+
+    def enough(self, step: int) -> bool:
+        """Whether the run left its trend so long ago that ``step`` need not be done."""
+        first = self.watch.first
+        return first is not None and step > first.step + self.stop_after

@@ -1,26 +1,39 @@
 """What the tool says of one capture, taken at the alarm: the error, the guilty rounding site, and what would cure it.
 
-    python benchmarks/failing_run/predictions.py captures/A_seed0_alarm --recipe A --out chain_A.json
+    python benchmarks/failing_run/predictions.py captures/A_seed0_alarm --recipe A --out chain_A.json.xz \\
+        [--summed summed_A.json --cures fp32-scores delta-from-dp]
 
 The capture holds one head of several sequences. ``inspect`` pools them; ``identify``, ``attribute`` and ``what-if``
-look at each by itself, so that lists in the JSON have one item a sequence and show the spread. ``--recipe``: an arm
-(its forward and backward as one recipe) or a preset, taken as known; what ``identify`` finds without it is written too.
-Nothing here has seen how training went on.
+look at each by itself. The file holds the tool's own JSON: of inspect the head's entry, of the others a document a
+sequence. ``--recipe``: an arm (its forward and backward as one recipe) or a preset, taken as known; what ``identify``
+finds without it is written too. Nothing here has seen how training went on.
+
+``Chain`` reads it back with the tool's own classes, as far as the experiment needs it. The stored ``chain_*.json.xz``
+were cut down to the numbers that this experiment once kept; fields that are not read here are missing in them.
+
+``--summed``: what-if ranks by the size of dQ's error in one sequence; an optimizer sees the sum over all of them. Of
+the arm and of each cure (a mitigation of what-if), emulated on the capture's sequences, with E_n the error of dW_Q in
+sequence n and G_n the exact dW_Q, both [D, C]: size and coherence of the sum (``Summed``).
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from arms import ARMS, whole
-from folder import write_json
+import numpy as np
+import torch
+from arms import ARMS, arm, whole
+from record import Record, listed, write_json
+from runlog import plain
+from torch import Tensor
 
 import attn_diag
 from attn_diag.captures.capture import Capture
@@ -28,39 +41,167 @@ from attn_diag.captures.files import require_writable
 from attn_diag.captures.loading import find_captures
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
-from attn_diag.kernels.recipe import PRESETS, Recipe, preset
-from attn_diag.results.attribution import HeadAttribution
-from attn_diag.results.diagnosis import BiasEstimate, Diagnosis
-from attn_diag.results.identification import Identification
-from attn_diag.results.what_if import Candidate, WhatIf
+from attn_diag.head.machine import describe_tool
+from attn_diag.head.read import NonFiniteCensus, read_head
+from attn_diag.kernels import emulate_head
+from attn_diag.kernels.recipe import FORMATS, PRESETS, Recipe, preset
+from attn_diag.reports.charts import Section
+from attn_diag.results.attribution import Effect, SiteAttribution
+from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.diagnosis import Propagation
+from attn_diag.results.what_if import Candidate, StabilisedLimits
+from attn_diag.results.wording import DASH, percent
 
-Say = Callable[[str], object]
+GRADIENTS = {"dq": "dQ", "dw_q": "dW_Q"}
+# Shares and errors below it are not told apart.
+_NOTHING = 1e-5
+# Sequences whose errors are summed: all signs of more are too many.
+_MOST = 16
 
-_ESTIMATED = ("n", "n_clusters", "n_eff", "mean", "mean_ulp", "rms", "standard_error", "t", "p_value", "p_adjusted",
-              "ci95", "minimum_detectable")  # fmt: skip
-_MAXIMA = ("exact", "as_run", "window", "unit")
-_ERRORS = ("o", "delta", "dq", "dw_q")
-_EFFECTS = ("share", "share_error", "alone", "repaired", "sham")
-_KINDS = ("rows", "error_share", "reference_share")
+
+@dataclass(frozen=True)
+class Judged:
+    """Of a ``Verdict``."""
+
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """Of a ``HeadDiagnosis``, over all sequences."""
+
+    noise_factor: Number
+    propagation: Propagation
+    verdict: Judged
+
+
+@dataclass(frozen=True)
+class Best:
+    """Of a ``RankedRecipe``."""
+
+    agreement: Number
+
+
+@dataclass(frozen=True)
+class Identified:
+    """Of an ``Identification``, of one sequence."""
+
+    recipes: tuple[str, ...]
+    verdict: str
+    candidates: tuple[Best, ...]
+
+
+@dataclass(frozen=True)
+class Attributed(Result):
+    """Of a ``HeadAttribution``, of one sequence."""
+
+    sites: tuple[SiteAttribution, ...]
+    guilty: dict[str, str]
+    biased: dict[str, str]
+
+    def effect(self, site: str, quantity: str = "dq") -> Effect:
+        """What one site does to one quantity."""
+        return next(s.effects[quantity] for s in self.sites if s.site == site)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Of a ``WhatIf``, of one sequence."""
+
+    baseline: Candidate
+    candidates: tuple[Candidate, ...]
+    stabilised: StabilisedLimits | None
+
+
+@dataclass(frozen=True)
+class Heads(Result):
+    """Of an ``Attribution``."""
+
+    heads: tuple[Attributed, ...]
+
+
+@dataclass(frozen=True)
+class Chain(Result):
+    """What the tool said of one capture; a tuple has one item a sequence."""
+
+    run: str
+    """The run that was captured."""
+    arm: str
+    """The recipe that was taken as known."""
+    step: int
+    """The step that was captured."""
+    layer: int
+    """The model's number of the layer."""
+    head: int
+    """The model's number of the head."""
+    rows: int
+    """Query rows of a sequence."""
+    inspect: Inspected
+    """All sequences together."""
+    identify: tuple[Identified, ...]
+    """The recipe, without being told."""
+    attribute: Heads
+    """The rounding sites' parts."""
+    what_if: tuple[Tried, ...]
+    """Other recipes and mitigations."""
+
+    @property
+    def sequences(self) -> int:
+        """How many were looked at."""
+        return len(self.attribute.heads)
+
+    def effects(self, site: str, quantity: str = "dq") -> list[Effect]:
+        """What a site does to a quantity, in each sequence."""
+        return [head.effect(site, quantity) for head in self.attribute.heads]
+
+    def blamed(self, quantity: str = "dq") -> tuple[str, int]:
+        """The site that most sequences blame, and how many do."""
+        return Counter(head.guilty[quantity] for head in self.attribute.heads).most_common(1)[0]
+
+    def candidates(self) -> dict[str, list[Candidate]]:
+        """What-if's candidates by name, each in the sequences in which it was run."""
+        found: dict[str, list[Candidate]] = {}
+        for tried in self.what_if:
+            for candidate in tried.candidates:
+                found.setdefault(candidate.name, []).append(candidate)
+        return found
+
+    @property
+    def where(self) -> str:
+        """ "step 501, layer 1, head 5, 8 sequences of 1,024 tokens"."""
+        count = f"{self.sequences} sequences" if self.sequences > 1 else "1 sequence"
+        return f"step {self.step}, layer {self.layer}, head {self.head}, {count} of {self.rows:,} tokens"
+
+
+def read_chains(record: Record) -> dict[str, Chain]:
+    """What the tool said of the captures, by arm, or by ARM_seedN for other seeds."""
+    names = sorted(path.name.partition(".")[0] for path in record.folder.glob("chain_*.json*"))
+    return {name.removeprefix("chain_"): Chain.from_json(record.document(name) or b"") for name in names}
 
 
 def recipe_of(name: str) -> Recipe:
     """An arm's forward and backward as one recipe, or a preset. Raises ValueError for anything else."""
     if name in PRESETS:
         return preset(name)
-    arm = ARMS.get(name)
-    if arm is None or arm.forward is None:
-        known = [*(key for key, value in ARMS.items() if value.forward is not None), *PRESETS]
-        raise ValueError(f"no recipe {name!r}; there are {', '.join(dict.fromkeys(known))}")
-    return whole(arm)
+    known = {key: value for key, value in ARMS.items() if value.forward is not None}
+    if name not in known:
+        raise ValueError(f"no recipe {name!r}; there are {', '.join(dict.fromkeys([*known, *PRESETS]))}")
+    return whole(known[name])
 
 
-def predict(
-    capture: Capture, recipe: Recipe, sequences: int | None = None, say: Say = lambda _: None
-) -> dict[str, Any]:
-    """Everything as plain numbers; lists have one item for each of the first ``sequences`` sequences.
+def predict(capture: Capture, recipe: Recipe, sequences: int | None = None) -> dict[str, Any]:
+    """The tool's own documents, of the first ``sequences`` sequences.
 
-    Raises InputError where the capture holds more than one head, no O or no dO.
+    Args:
+        capture: Of one head, with O and dO.
+        recipe: What is taken to have made O and dQ.
+        sequences: How many are looked at; None: all.
+
+    Returns:
+        What ``Chain`` reads, but for the names of run and arm.
+
+    Raises:
+        InputError: The capture holds more than one head, no O or no dO.
     """
     if capture.q_heads != 1:
         raise InputError(f"{capture.source}: one head is expected, got {capture.q_heads}; capture the alarm's alone")
@@ -68,192 +209,164 @@ def predict(
     if observation is None or "do" not in capture.tensors:
         raise InputError(f"{capture.source}: an O and dO are needed; capture the step with its backward")
     batches = range(capture.batch if sequences is None else min(sequences, capture.batch))
-    diagnosis = _inspected(capture, observation, recipe, batches)
-    single, identified, attributed, tried = (
-        list[Diagnosis](),
-        list[Identification](),
-        list[HeadAttribution](),
-        list[WhatIf](),
-    )
-    for batch in batches:
-        say(f"sequence {batch + 1} of {len(batches)}")
-        single.append(_inspected(capture, observation, recipe, range(batch, batch + 1)))
-        identified.append(attn_diag.identify(capture, observation, batch=batch))
-        wanted = attn_diag.Selection(observation, batches=frozenset([batch]))
-        attributed += attn_diag.attribute(capture, recipe=recipe, selection=wanted).heads
-        tried.append(attn_diag.what_if(capture, observation, recipe=recipe, batch=batch))
-    metadata = capture.metadata
-    return {
-        "tool": asdict(diagnosis.tool),
-        "backend": f"emulation on {diagnosis.tool.backend}",
-        "source": Path(capture.source).name,
-        "captured_on": metadata.device,
-        "step": metadata.step,
-        "layer": metadata.layer,
-        "head": metadata.head_offset,
-        "sequences": len(batches),
-        "rows": capture.q_length,
-        "recipe": {"name": recipe.name, "sites": recipe.sites()},
-        "inspect": inspected(diagnosis) | {"by_sequence": columns([inspected(d) for d in single], _BY_SEQUENCE)},
-        "identify": {
-            "outcome": [i.outcome for i in identified],
-            "recipes": [list(i.recipes) for i in identified],
-            "agreement": [i.best.agreement for i in identified],
-            "threshold": [i.threshold for i in identified],
-            "margin": [i.margin for i in identified],
-            "verdict": [i.verdict for i in identified],
-        },
-        "attribute": attribution(attributed),
-        "what_if": mitigations(tried),
-    }
-
-
-def inspected(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The one head's numbers, over all sequences that were looked at."""
-    ((_, observation, head),) = diagnosis.entries()
-    verdict = head.verdict
-    return {
-        "labels": [] if verdict is None else list(verdict.labels),
-        "evidence": None if verdict is None else verdict.evidence,
-        "reasons": [] if verdict is None else list(verdict.reasons),
-        "family": asdict(diagnosis.family),
-        "delta_source": head.delta_source,
-        "noise_factor": head.noise_factor,
-        "conditioning": head.conditioning,
-        "bias": {name: _estimate(getattr(head.bias, name)) for name in vars(head.bias)},
-        "rounding_bias": {name: _estimate(getattr(head.rounding_bias, name)) for name in vars(head.rounding_bias)},
-        "row_maxima": {n: None if (c := getattr(head.row_maxima, n)) is None else asdict(c) for n in _MAXIMA},
-        "propagation": {n: None if (g := getattr(head.propagation, n)) is None else asdict(g) for n in ("dq", "dw_q")},
-        "notes": list(head.propagation.notes),
-        "recipe": observation.recipe,
-    }
-
-
-_BY_SEQUENCE: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "labels": lambda found: found["labels"],
-    "noise_factor": lambda found: found["noise_factor"],
-    "conditioning": lambda found: found["conditioning"],
-    "repeated_as_run": lambda found: (found["row_maxima"]["as_run"] or {}).get("rows"),
-    "dq_relative_error": lambda found: (found["propagation"]["dq"] or {}).get("relative_error"),
-    "dq_predicted_relative_error": lambda found: (found["propagation"]["dq"] or {}).get("predicted_relative_error"),
-    "dw_q_relative_error": lambda found: (found["propagation"]["dw_q"] or {}).get("relative_error"),
-    "dw_q_predicted_relative_error": lambda found: (found["propagation"]["dw_q"] or {}).get("predicted_relative_error"),
-    "coherence": lambda found: (found["propagation"]["dw_q"] or {}).get("coherence"),
-}  # fmt: skip
-
-
-def attribution(heads: Sequence[HeadAttribution]) -> dict[str, Any]:
-    """Rounding sites' parts; lists have one item a sequence. Sizes are ||error|| / ||reference||, delta's in floors."""
-    quantities = list(heads[0].totals)
-    sites = {}
-    for number, site in enumerate(heads[0].sites):
-        sites[site.site] = {"words": site.words, "format": site.format} | {
-            q: {name: [getattr(h.sites[number].effects[q], name) for h in heads] for name in _EFFECTS}
-            for q in quantities
-        }
-    return {
-        "totals": {
-            q: {name: [getattr(h.totals[q], name) for h in heads] for name in ("error", "exact", "captured")}
-            for q in quantities
-        },
-        "sites": sites,
-        "guilty": {q: [h.guilty.get(q) for h in heads] for q in quantities},
-        "guilty_words": {q: unanimous([h.guilty.get(q) for h in heads]) for q in quantities},
-        "biased": {q: [h.biased.get(q) for h in heads] for q in quantities},
-        "inert": {"site": heads[0].inert[0], "largest_change": [h.inert[1] for h in heads]},
-        "repairs": [[{"site": r.site, "left": r.left} for r in h.repairs] for h in heads],
-        "noise_factor": [h.noise_factor for h in heads],
-        "conditioning": [h.conditioning for h in heads],
-        "row_kinds": {
-            kind: {n: [getattr(h.row_kinds[kind], n) for h in heads] for n in _KINDS} for kind in heads[0].row_kinds
-        },
-        "runs": [h.runs for h in heads],
-    }  # fmt: skip
-
-
-def mitigations(found: Sequence[WhatIf]) -> dict[str, Any]:
-    """What-if's candidates; lists have one item a sequence, null where a candidate was not run on it."""
-    names = dict.fromkeys(c.name for w in found for c in w.candidates)
-
-    def each(name: str) -> list[Candidate | None]:
-        return [next((c for c in w.candidates if c.name == name), None) for w in found]
-
-    limits = [w.stabilised for w in found]
-    return {
-        "ranked_by": found[0].ranked_by,
-        "max_logit": [w.max_logit for w in found],
-        "baseline": _candidate([w.baseline for w in found]),
-        "candidates": {name: _candidate(each(name)) for name in names},
-        "stabilised": {
-            name: [None if s is None else getattr(s, name) for s in limits]
-            for name in ("rows", "rows_all", "largest", "clamp", "flush", "subnormal", "best", "best_helps")
-        },
-        "notes": list(dict.fromkeys(note for w in found for note in w.notes)),
-    }
-
-
-def _candidate(runs: Sequence[Candidate | None]) -> dict[str, Any]:
-    first = next(c for c in runs if c is not None)
-
-    def each(read: Callable[[Candidate], Any]) -> list[Any]:
-        return [None if c is None else read(c) for c in runs]
-
-    return {
-        "description": first.description,
-        "kind": first.kind,
-        "changes": first.changes,
-        "rank": each(lambda c: c.rank),
-        "left": each(lambda c: c.left),
-        "removed": each(lambda c: c.removed),
-        "errors": {name: each(lambda c, name=name: getattr(c.errors, name)) for name in _ERRORS},  # type: ignore[misc]
-        "finite": each(lambda c: c.finite),
-        "equivalence": each(lambda c: c.equivalence.status),
-        "reason": next((c.equivalence.reason for c in runs if c is not None and c.equivalence.reason), None),
-        "biased": each(lambda c: list(c.biased)),
-        "cost": None if first.cost is None else asdict(first.cost),
-    }
-
-
-def columns(
-    rows: Sequence[dict[str, Any]], readers: dict[str, Callable[[dict[str, Any]], Any]]
-) -> dict[str, list[Any]]:
-    """What the readers read of every row, column by column."""
-    return {name: [read(row) for row in rows] for name, read in readers.items()}
-
-
-def unanimous(values: Sequence[str | None]) -> str:
-    """ "scores in 8 of 8 sequences", the most frequent first."""
-    counts = Counter(str(value) for value in values)
-    return ", ".join(f"{value} in {count} of {len(values)} sequences" for value, count in counts.most_common())
-
-
-def _inspected(capture: Capture, observation: str, recipe: Recipe, batches: range) -> Diagnosis:
     selection = attn_diag.Selection(observation=observation, batches=frozenset(batches))
-    return attn_diag.inspect_captures([capture], selection=selection, made_by={observation: recipe})
+    diagnosis = attn_diag.inspect_captures([capture], selection=selection, made_by={observation: recipe})
+    attributed = attn_diag.attribute(capture, recipe=recipe, selection=selection)
+    identified, tried = [], []
+    for batch in batches:
+        identified.append(attn_diag.identify(capture, observation, batch=batch))
+        tried.append(attn_diag.what_if(capture, observation, recipe=recipe, batch=batch))
+    m = capture.metadata
+    inspected = json.loads(diagnosis.to_json())["captures"][0]["observations"][0]["heads"][0]
+    found = {
+        "source": Path(capture.source).name,
+        "captured_on": m.device,
+        "rows": capture.q_length,
+        "inspect": inspected,
+    }
+    found |= {"step": m.step, "layer": m.layer, "head": m.head_offset, "attribute": json.loads(attributed.to_json())}
+    found |= {"identify": [json.loads(i.to_json()) for i in identified]}
+    return found | {"what_if": [json.loads(w.to_json()) for w in tried]}
 
 
-def _estimate(estimate: BiasEstimate | None) -> dict[str, Any] | None:
-    return None if estimate is None else {name: getattr(estimate, name) for name in _ESTIMATED}
+def spread(values: Iterable[float]) -> str:
+    """The median of fractions in percent, and their range where there are several: "98 % (97 to 99)"."""
+    found = list(values)
+    if max(map(abs, found)) < _NOTHING:
+        return f"below {percent(_NOTHING)}"
+    middle = percent(median(found))
+    return middle if len(found) < 2 else f"{middle} ({100 * min(found):.3g} to {100 * max(found):.3g})"
 
 
-def summary(found: dict[str, Any]) -> str:
-    """The prediction in a few lines."""
-    looked, sites, what_if, known = (found[name] for name in ("inspect", "attribute", "what_if", "identify"))
-    named = [" or ".join(r) or outcome for r, outcome in zip(known["recipes"], known["outcome"], strict=True)]
-    ranked = {n: median(c["left"]) for n, c in what_if["candidates"].items() if all(r is not None for r in c["rank"])}
-    best = sorted(ranked, key=ranked.__getitem__)[:5]
-    error = median(what_if["baseline"]["errors"]["dq"])
-    lines = [
-        f"{found['source']}: step {found['step']}, layer {found['layer']}, head {found['head']}; "
-        f"sequences: {found['sequences']}",
-        f"{', '.join(looked['labels'])}: noise factor {looked['noise_factor']:.3g}, "
-        f"conditioning {looked['conditioning']:.3g}",
-        f"identify: {unanimous(named)}",
-        f"guilty of dQ: {sites['guilty_words']['dq']}; of dW_Q: {sites['guilty_words'].get('dw_q', 'not known')}",
-        f"dQ is {100 * error:.3g} % off; least is left by "
-        + ", ".join(f"{name} ({100 * ranked[name]:.3g} %)" for name in best),
-    ]
-    return "\n".join(lines)
+def section(chains: Sequence[Chain], title: str) -> Section:
+    """The tool's answer on each capture in words, and the sites' parts in a table."""
+    table = [("site", "share of dQ's error", "share of dW_Q's", "dQ off: alone", "all but it", "random signs")]
+    for chain in chains:
+        first = {s.site: s for s in chain.attribute.heads[0].sites}
+        order = sorted(first, key=lambda site: -median(e.share for e in chain.effects(site)))
+        for site in order:
+            effects, form = chain.effects(site), first[site].format
+            signs = [e.sham for e in effects if e.sham is not None]
+            table.append((
+                f"{chain.arm}: {site}{f' ({form})' if form else ''}",
+                spread(e.share for e in effects), spread(e.share for e in chain.effects(site, "dw_q")),
+                spread(e.alone for e in effects), spread(e.repaired for e in effects), spread(signs) if signs else DASH,
+            ))  # fmt: skip
+    said = (
+        "One capture of each run, taken right after its alarm; nothing that follows has seen how training went on.",
+        *(f"Arm {chain.arm}. {_said(chain)}" for chain in chains),
+        "In the table, by the recipe's fields: medians over the sequences, with their range. Alone: dQ's error with "
+        "this site as the only one that rounds; all but it: with this site exact; random signs: with its own errors' "
+        "signs drawn at random.",
+    )
+    return Section(title, said, tuple(table))
+
+
+def _said(chain: Chain) -> str:
+    looked, heads = chain.inspect, chain.attribute.heads
+    off = [f"{of} is {percent(getattr(looked.propagation, key).relative_error)} off" for key, of in GRADIENTS.items()]
+    named, count = Counter(" or ".join(i.recipes) for i in chain.identify).most_common(1)[0]
+    agreement = f"{100 * median(i.candidates[0].agreement for i in chain.identify):.5g} %"
+    known = f"{chain.identify[0].verdict.rstrip('.')} (median {agreement})"
+    if named:
+        known = f"{named}; it reproduces {agreement} of O's elements bit for bit"
+    blamed = []
+    for key, of in GRADIENTS.items():
+        sites = Counter(head.guilty[key] for head in heads)
+        blamed.append(f"{of} by " + ", ".join(f"{s} in {n} of {len(heads)} sequences" for s, n in sites.most_common()))
+    biased = listed(sorted({head.biased["dq"] for head in heads if "dq" in head.biased}))
+    return (
+        f"Captured: {chain.where}. inspect: {listed(looked.verdict.labels)}; delta's error is "
+        f"{looked.noise_factor:.3g} times what one correct rounding of O makes; {', '.join(off)}. identify, in {count} "
+        f"of {len(chain.identify)} sequences, without being told: {known}. attribute: the largest part of the error of "
+        f"{'; of '.join(blamed)}; mean errors of dQ that are significant: {biased or 'none'}."
+    )
+
+
+@dataclass(frozen=True)
+class Summed:
+    """One recipe's errors of dW_Q over the sequences."""
+
+    name: str
+    """The arm, or ARM+CURE."""
+    sequences: int
+    """How many."""
+    relative: float
+    """Of the sequences, root mean square: (sum ||E_n||^2 / sum ||G_n||^2)^1/2."""
+    relative_of_sum: float
+    """Of the sum: ||sum E_n|| / ||sum G_n||."""
+    coherence: float
+    """||sum E_n||^2 / sum ||E_n||^2, which is 1 in the mean under random signs."""
+    p_value: float
+    """Of the coherence, exact, from all signs of the sequences."""
+
+
+@dataclass(frozen=True)
+class Batch(Result):
+    """An arm and its cures on one capture."""
+
+    arm: str
+    """The arm that was captured."""
+    source: str
+    """The capture's file."""
+    step: int | None
+    """The step that was captured."""
+    layer: int | None
+    """The model's number of the layer."""
+    head: int | None
+    """The model's number of the head."""
+    tool: Tool
+    """What made the numbers, by emulation."""
+    rows: tuple[Summed, ...]
+    """The arm, then its cures."""
+
+
+def dw_q(capture: Capture, recipe: Recipe, sequences: int) -> Tensor:
+    """dW_Q of the capture's one head by the emulated recipe, float64 [sequences, D, C]."""
+    found = []
+    for batch in range(sequences):
+        head = read_head(capture, batch, 0, torch.device("cpu"), NonFiniteCensus()).head
+        dq = emulate_head(recipe, head, key_gradients=False).dq
+        assert dq is not None
+        found.append(dq.double().T @ capture.tensors["x"][batch].double())
+    return torch.stack(found)
+
+
+def summed(name: str, errors: Tensor, exact: Tensor) -> Summed:
+    """``errors`` and ``exact`` gradients, [N, D, C]."""
+    flat, total = errors.flatten(1).numpy(), errors.sum(0)
+    gram = flat @ flat.T
+    # A common sign does not count.
+    signs = np.array([(1.0, *rest) for rest in product((1.0, -1.0), repeat=len(gram) - 1)])
+    norms = np.einsum("ri,ij,rj->r", signs, gram, signs)
+    return Summed(
+        name=name,
+        sequences=len(errors),
+        relative=float(errors.norm() / exact.norm()),
+        relative_of_sum=float(total.norm() / exact.sum(0).norm()),
+        coherence=float(total.square().sum() / errors.square().sum()),
+        p_value=float(np.mean(norms >= gram.sum() * (1 - 1e-9))),
+    )
+
+
+def summed_batch(capture: Capture, name: str, cures: Sequence[str]) -> Batch:
+    """The arm of that name and its ``cures``. Raises ValueError where the capture is not of one head, with dO and x."""
+    if capture.q_heads != 1 or not {"do", "x"} <= set(capture.tensors):
+        raise ValueError(f"{capture.source}: one head with do and x is expected, got {capture.q_heads} heads")
+    count = min(capture.batch, _MOST)
+    sites: dict[str, Any] = {site: "fp32" for site in FORMATS if site != "input"}
+    unrounded = replace(whole(ARMS[name]), name="exact", arithmetic="fp64", exp="exact", **sites)
+    exact = dw_q(capture, unrounded, count)
+    names = (name, *(f"{name}+{cure}" for cure in cures))
+    rows = tuple(summed(full, dw_q(capture, whole(arm(full)), count) - exact, exact) for full in names)
+    m, tool = capture.metadata, describe_tool(torch.device("cpu"))
+    return Batch(name, Path(capture.source).name, m.step, m.layer, m.head_offset, tool, rows)
+
+
+def read_summed(record: Record) -> dict[str, Batch]:
+    """What was found of a record's captures, by arm."""
+    paths = sorted(record.folder.glob("summed_*.json"))
+    return {path.stem.removeprefix("summed_"): Batch.from_json(path.read_bytes()) for path in paths}
 
 
 def main() -> None:
@@ -261,21 +374,22 @@ def main() -> None:
     parser.add_argument("capture", type=Path, help="a file, or a folder with one capture in it")
     parser.add_argument("--recipe", required=True, metavar="NAME", help=f"of {', '.join(ARMS)}, or a preset")
     parser.add_argument("--run", default=None, metavar="NAME", help="the run it is from; default: RECIPE_seed0")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=".json or .json.xz")
     parser.add_argument("--sequences", type=int, metavar="N", help="look at the first N only")
+    parser.add_argument("--summed", type=Path, metavar="FILE", help="the sums over sequences, of an arm")
+    parser.add_argument("--cures", nargs="*", default=[], metavar="MITIGATION", help="summed beside the arm")
     options = parser.parse_args()
     require_writable(options.out)
     files = find_captures([options.capture])
     if len(files) != 1:
         parser.error(f"one capture is expected, got {len(files)} in {options.capture.name}: name the file")
-    found = predict(
-        attn_diag.load(files[0]),
-        recipe_of(options.recipe),
-        options.sequences,
-        lambda text: print(text, file=sys.stderr),
-    )
-    write_json(options.out, {"run": options.run or f"{options.recipe}_seed0", "arm": options.recipe} | found)
-    print(summary(found))
+    capture = attn_diag.load(files[0])
+    if options.summed:
+        write_json(options.summed, asdict(summed_batch(capture, options.recipe, options.cures)))
+    found = predict(capture, recipe_of(options.recipe), options.sequences)
+    found = {"run": options.run or f"{options.recipe}_seed0", "arm": options.recipe} | found
+    write_json(options.out, found)
+    print(_said(Chain.from_json(json.dumps(plain(found)))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The log of a run: one JSON object a line, written as it happens, so that a killed run keeps what it had.
+"""The log of a run, and when the run left its trend.
+
+A log has one JSON object a line, written as it happens, so that a killed run keeps what it had:
 
     {"header": {...}}                                   configuration, recipes, versions, device; again after a resume
     {"step": 0, "loss": 9.7, "grad_norm": 4.1, "lr": 5e-07, "seconds": 0.27}        steps count from 0
@@ -9,6 +11,17 @@
 Steps are the optimizer's; their loss is that of the weights before the step. Numbers have six digits, the monitor's
 four; those that are not finite are the strings "NaN", "Infinity", "-Infinity". A line that a kill cut short is left out
 when read.
+
+A run has left its trend, by one definition for stopping it and for reading its log:
+
+- "loss": above the mean + 5 standard deviations of the 100 steps before, for 5 steps in a row; the departure is the
+  first of the five. The 100 steps are those before that first step: if they moved on with the departure, a jump to a
+  higher level would raise its own limit and never count for long enough (with d the jump, four such steps among 100
+  put mean + 5 deviations at more than d).
+- "gradient norm": before clipping, above 20 times the median of the 100 steps before.
+- "non-finite": loss or gradient norm is NaN or infinite, at any step.
+
+The first two need 100 steps behind them.
 """
 
 from __future__ import annotations
@@ -17,13 +30,18 @@ import json
 import lzma
 import math
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, median, pstdev
 from types import TracebackType
 from typing import Any
 
-from departure import Watch
+WINDOW = 100
+DEVIATIONS = 5.0
+PERSISTENCE = 5
+FACTOR = 20.0
 
 
 def plain(value: Any, digits: int = 6) -> Any:
@@ -78,40 +96,6 @@ class Writer:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-
-
-class Record:
-    """Writes what a step brought to the log, and knows when the run has left its trend. Without a log it only asks the
-    monitor, whose answer may be a reduction over all processes."""
-
-    def __init__(self, log: Writer | None, monitor: Any, every: int, stop_after: int) -> None:
-        self.log, self.monitor, self.every, self.stop_after, self.watch = log, monitor, every, stop_after, Watch()
-        self._metrics, self._alarms = "", 0
-
-    def step(self, row: dict[str, Any]) -> None:
-        if self.log is not None:
-            self.watch.update(row["step"], row["loss"], row["grad_norm"])
-            self.log.write(row)
-        if self.monitor is not None:
-            self._read_monitor(row["step"])
-
-    def _read_monitor(self, step: int) -> None:
-        # A check of an earlier step may come late.
-        if step % self.every in (0, self.every - 1):
-            metrics = self.monitor.metrics()
-            if metrics and repr(metrics) != self._metrics and self.log is not None:
-                self.log.write_monitor(step, metrics)
-            self._metrics = repr(metrics)
-        for alarm in self.monitor.alarms[self._alarms :]:
-            if self.log is not None:
-                named = {name: getattr(alarm, name) for name in ("kind", "step", "layer", "head", "reason")}
-                self.log.write({"alarm": named | {"seen": step}})
-        self._alarms = len(self.monitor.alarms)
-
-    def enough(self, step: int) -> bool:
-        """Whether the run left its trend so long ago that ``step`` need not be done."""
-        first = self.watch.first
-        return first is not None and step > first.step + self.stop_after
 
 
 @dataclass
@@ -177,3 +161,61 @@ def _belongs(row: dict[str, Any], resume_at: int) -> bool:
         return bool(row["header"].get("first_step", 0) < resume_at)
     step = row.get("monitor", row.get("alarm", row).get("step", resume_at))
     return "end" not in row and int(step) < resume_at
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The step at which a run left its trend, and the criterion that says so."""
+
+    step: int
+    reason: str
+
+
+@dataclass
+class Watch:
+    """Follows a run step by step. ``found``: the first departure by each criterion, as they become certain."""
+
+    found: list[Departure] = field(default_factory=list)
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    # Steps in a row above the limit, and the limit, kept from the first of them on.
+    _above: int = 0
+    _limit: float = math.inf
+
+    def update(self, step: int, loss: float, grad_norm: float) -> None:
+        """One more step. After a non-finite one nothing can be compared any more: the history stays as it was."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self._note(step, "non-finite")
+            return
+        if len(self._norms) == WINDOW and grad_norm > FACTOR * median(self._norms):
+            self._note(step, "gradient norm")
+        if not self._above and len(self._losses) == WINDOW:
+            self._limit = self.limit(self._losses)
+        self._above = self._above + 1 if loss > self._limit else 0
+        if self._above == PERSISTENCE:
+            self._note(step - PERSISTENCE + 1, "loss")
+        self._losses.append(loss)
+        self._norms.append(grad_norm)
+
+    @staticmethod
+    def limit(losses: Iterable[float]) -> float:
+        """The highest loss within the trend of these steps."""
+        values = list(losses)
+        return fmean(values) + DEVIATIONS * pstdev(values)
+
+    @property
+    def first(self) -> Departure | None:
+        """The earliest departure by any criterion, None while the run is on its trend."""
+        return min(self.found, key=lambda d: d.step, default=None)
+
+    def _note(self, step: int, reason: str) -> None:
+        if reason not in {d.reason for d in self.found}:
+            self.found.append(Departure(step, reason))
+
+
+def departures(rows: Iterable[tuple[int, float, float]]) -> list[Departure]:
+    """The departures in a log of (step, loss, gradient norm), earliest first, at most one by each criterion."""
+    watch = Watch()
+    for row in rows:
+        watch.update(*row)
+    return sorted(watch.found, key=lambda d: d.step)
