@@ -211,7 +211,9 @@ class _Search:
             fits[batch], words = fit, fit.words
             for head in self._heads:
                 found = fit.verify(self._rows(batch, head), self._reader.formats)
-                place = f"head {self._reader.number(head)}" + (f", batch item {batch}" if len(self._batches) > 1 else "")
+                place = f"head {self._reader.number(head)}" + (
+                    f", batch item {batch}" if len(self._batches) > 1 else ""
+                )
                 if worst is None or found.worst[1].ratio > worst[0].worst[1].ratio:
                     worst = found, place
                 if not found.holds:
