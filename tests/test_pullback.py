@@ -413,6 +413,13 @@ def test_the_reason_reaches_the_report() -> None:
         assert "; tried: at most a bias (backward of head 0" in head.propagation.notes[0]
 
 
+def test_the_reason_names_heads_as_the_model_does() -> None:
+    run = run_layer(replace(LLAMA, bent=0.3))
+    capture = attn_diag.Capture.from_tensors(run.tensors, causal="top-left", head_offset=6)
+    note = find_projection(capture, [0], [0], CPU).note
+    assert "; tried: at most a bias (backward of head 6:" in some(note)
+
+
 def test_a_bias_needs_no_dq_pre() -> None:
     run = run_layer(Layer(bias=1.0))
     with_it, without = run.find(), run.find(dq_pre=None)

@@ -17,7 +17,7 @@ import torch
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal, Layout, LseBase
 from attn_diag.errors import InputError
-from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_lse
+from attn_diag.head.read import read_float64, read_head, read_lse
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
 from attn_diag.results.diagnosis import Assumptions, Misfit
 from attn_diag.results.wording import percent
@@ -207,7 +207,7 @@ def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputF
     wrong = right = rounding = 0.0
     compared = 0
     for batch, head, rows in _sample(capture):
-        inputs = read_head(capture, batch, head, device, NonFiniteCensus())
+        inputs = read_head(capture, batch, head, device)
         observed = read_float64(capture, capture.key(observation, "o"), batch, head, device)
         assert observed is not None
         block = reference_rows(replace(inputs.head, do=None), rows.to(device))
@@ -233,7 +233,7 @@ def lse_error(capture: Capture, observation: str, device: torch.device) -> float
     wrong = right = 0.0
     compared = 0
     for batch, head, rows in _sample(capture):
-        inputs = read_head(capture, batch, head, device, NonFiniteCensus())
+        inputs = read_head(capture, batch, head, device)
         observed = read_lse(capture, observation, batch, head, device)
         assert observed is not None
         block = reference_rows(replace(inputs.head, do=None), rows.to(device))

@@ -14,14 +14,13 @@ from attn_diag.head.figure_sums import FigureSums
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts, GradientSums, dq_parts, project
 from attn_diag.head.read import HeadInputs, all_finite
-from attn_diag.head.row_maxima import DEFINITIONS, Repeats, RowMaximaCollector, collector_of, swamped_elements
+from attn_diag.head.row_maxima import DEFINITIONS, Repeats, collector_of, swamped_elements
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
 from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
 from attn_diag.reference import (
     BoundCollector,
     FloatFormat,
-    HeadBounds,
     RowBlock,
     Rows,
     round_nearest_even,
@@ -92,16 +91,6 @@ class HeadMeasurement:
     keys: BackwardCollector | None = None
 
 
-@dataclass
-class _Pass:
-    """What the observers of the stream share and leave behind."""
-
-    truth: HeadTruth
-    maxima: dict[str, RowMaximaCollector]
-    backward: dict[str, BackwardCollector]
-    bounds: HeadBounds
-
-
 def measure_head(
     inputs: HeadInputs,
     observed: list[ObservedHead],
@@ -123,9 +112,8 @@ def measure_head(
     Returns:
         The truth, and one measurement for every observation.
     """
-    forward = _ForwardPass(inputs, observed)
-    passed = forward.run(projection)
-    results = [_measure(passed, seen, forward.errors.get(seen.name), batch, head) for seen in observed]
+    passed = _Pass(inputs, observed, projection)
+    results = [_measure(passed, seen, batch, head) for seen in observed]
     if certify is not None:
         usable = passed.truth.usable & passed.bounds.known_rows
         certificate = certify.check(inputs.head, passed.truth.reference, passed.bounds, usable)
@@ -134,29 +122,24 @@ def measure_head(
     return passed.truth, results
 
 
-class _ForwardPass:
-    """Streams a head. delta's error needs O_ref of a row before its dS can be cast; both happen block by block."""
+class _Pass:
+    """One pass over a head, and what its observers leave, by observation.
 
-    def __init__(self, inputs: HeadInputs, observed: list[ObservedHead]) -> None:
-        self.inputs, self.observed = inputs, observed
+    delta's error needs O_ref of a row before its dS can be cast; both happen block by block.
+    """
+
+    def __init__(self, inputs: HeadInputs, observed: list[ObservedHead], projection: HeadProjection | None) -> None:
+        # Observations without a recipe share one collector: only "as_run" depends on it.
+        recipes = {seen.name if seen.recipe else "": seen.recipe for seen in observed}
+        self._collectors = {key: collector_of(inputs, recipe) for key, recipe in recipes.items()}
+        self.maxima = {seen.name: self._collectors[seen.name if seen.recipe else ""] for seen in observed}
         self.errors: dict[str, ForwardErrors] = {}
-        head = inputs.head
-        self._maxima: dict[str, RowMaximaCollector] = {}
+        self.backward: dict[str, BackwardCollector] = {}
         for seen in observed:
-            # Observations without a recipe share one collector: only "as_run" depends on it.
-            key = seen.name if seen.recipe else ""
-            if key not in self._maxima:
-                self._maxima[key] = collector_of(inputs, seen.recipe)
-        self._bounds = BoundCollector(head)
-        self._backward: dict[str, BackwardCollector] = {}
-        if head.do is None:
-            return
-        for seen in observed:
-            delta = _observed_delta(inputs, seen)
-            if delta is None:
+            if (delta := _observed_delta(inputs, seen)) is None:
                 continue
             lse = seen.outputs.get("lse", seen.assumed_lse)
-            errors = ForwardErrors(
+            errors = self.errors[seen.name] = ForwardErrors(
                 # NaN in one row's outputs must not reach the sums over rows.
                 delta=delta.nan_to_num(0.0, 0.0, 0.0),
                 delta_error=torch.zeros_like(delta),
@@ -164,28 +147,26 @@ class _ForwardPass:
                 lse_error=None if lse is None else torch.zeros_like(lse),
                 cast=inputs.input_format,
             )
-            self.errors[seen.name] = errors
-            want_casts = "dq" in seen.outputs or seen.want_keys
-            self._backward[seen.name] = BackwardCollector(head, errors, want_casts=want_casts, want_keys=seen.want_keys)
-
-    def run(self, projection: HeadProjection | None) -> _Pass:
-        maxima = {seen.name: self._maxima.get(seen.name) or self._maxima[""] for seen in self.observed}
-        truth = head_truth(
-            self.inputs,
+            self.backward[seen.name] = BackwardCollector(
+                inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys
+            )
+        self._bounds = BoundCollector(inputs.head)
+        self.truth = head_truth(
+            inputs,
             projection,
             self._observe,
             # All but "as_run" is the same in each of them.
-            maxima=next(iter(self._maxima.values())),
-            key_gradients=any(seen.want_keys for seen in self.observed),
+            maxima=next(iter(self._collectors.values())),
+            key_gradients=any(seen.want_keys for seen in observed),
             gradient_sums=True,
         )
-        return _Pass(truth, maxima, self._backward, self._bounds.bounds(truth.reference))
+        self.bounds = self._bounds.bounds(self.truth.reference)
 
     def _observe(self, block: RowBlock) -> None:
         self._bounds.add(block)
-        for collector in self._maxima.values():
+        for collector in self._collectors.values():
             collector.add(block)
-        for name, backward in self._backward.items():
+        for name, backward in self.backward.items():
             errors = self.errors[name]
             assert block.delta is not None
             errors.delta_error[block.rows] = errors.delta[block.rows] - block.delta
@@ -195,9 +176,7 @@ class _ForwardPass:
             backward.add(block)
 
 
-def _measure(
-    passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None, batch: int, head: int
-) -> HeadMeasurement:
+def _measure(passed: _Pass, seen: ObservedHead, batch: int, head: int) -> HeadMeasurement:
     inputs, reference, maxima = passed.truth.inputs, passed.truth.reference, passed.maxima[seen.name]
     broken = {name: ~_row_finite(values) for name, values in seen.outputs.items()}
     finite = ~inputs.unusable
@@ -234,7 +213,7 @@ def _measure(
     result.errors["rounding_o"] = by_feature(of_elements(rounding.error, rounding.ulp_sum), rounding.error, top_key)
     _measure_forward(result, passed, seen, rounding, rows, top_key, eligible[rows])
     if inputs.head.do is not None:
-        _measure_backward(result, passed, seen, forward_errors, rounding, rows, top_key)
+        _measure_backward(result, passed, seen, rounding, rows, top_key)
     return result
 
 
@@ -287,12 +266,11 @@ def _measure_backward(
     result: HeadMeasurement,
     passed: _Pass,
     seen: ObservedHead,
-    forward_errors: ForwardErrors | None,
     rounding: _Rounding,
     rows: Rows,
     top_key: Tensor,
 ) -> None:
-    truth = passed.truth
+    truth, forward_errors = passed.truth, passed.errors.get(seen.name)
     head, reference, projection = truth.head, truth.reference, truth.projection
     assert head.do is not None
     assert reference.delta is not None
@@ -342,7 +320,7 @@ def _measure_backward(
         result.reference_bounds["dq"] = sum_of(passed.bounds.dq[rows])
         dq_error = dq[rows] - exact
         result.errors["dq"] = of_elements(dq_error, float(ulp(exact, seen.formats["dq"]).sum()))
-    parts = _dq_parts(passed, seen, forward_errors)
+    parts = _dq_parts(passed, seen)
     kept = parts if isinstance(rows, slice) else parts.map(lambda tensor: tensor[rows])
     result.dq = GradientSums.of(kept, floor=floor)
     if forward_errors is not None:
@@ -359,8 +337,8 @@ def _measure_backward(
     result.keys = passed.backward.get(seen.name)
 
 
-def _dq_parts(passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors | None) -> GradientParts:
-    truth, observed = passed.truth, seen.outputs.get("dq")
+def _dq_parts(passed: _Pass, seen: ObservedHead) -> GradientParts:
+    truth, forward_errors, observed = passed.truth, passed.errors.get(seen.name), seen.outputs.get("dq")
     if forward_errors is None:
         assert truth.reference.dq is not None
         unknown: dict[str, Tensor | None] = dict.fromkeys(("delta", "lse", "ds_cast", "dq_cast"))
@@ -371,12 +349,10 @@ def _dq_parts(passed: _Pass, seen: ObservedHead, forward_errors: ForwardErrors |
 
 
 def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:
-    """delta as captured, else rowsum(dO o O_obs) in float64; [Tq]."""
-    if "delta" in seen.outputs:
-        return seen.outputs["delta"]
-    if "o" in seen.outputs and inputs.head.do is not None:
-        return (inputs.head.do * seen.outputs["o"]).sum(1)
-    return None
+    """delta as captured, else rowsum(dO o O_obs) in float64, [Tq]; None where it is not known, or dO is not."""
+    if inputs.head.do is None or not {"delta", "o"} & seen.outputs.keys():
+        return None
+    return seen.outputs["delta"] if "delta" in seen.outputs else (inputs.head.do * seen.outputs["o"]).sum(1)
 
 
 def _repeat_sums(found: Repeats | None, usable: Tensor) -> RepeatSums | None:

@@ -112,6 +112,10 @@ class _Reader:
             self._last = last = batch, self._capture.tensors["x"][batch].to(self._device).double()
         return last[1]
 
+    def number(self, head: int) -> int:
+        """The model's number of a head."""
+        return head + self._capture.metadata.head_offset
+
     def weight(self, head: int) -> Tensor:
         """w_q of one head, [D, C] float64."""
         d = self._capture.head_dim
@@ -207,7 +211,9 @@ class _Search:
             fits[batch], words = fit, fit.words
             for head in self._heads:
                 found = fit.verify(self._rows(batch, head), self._reader.formats)
-                place = f"head {head}" + (f", batch item {batch}" if len(self._batches) > 1 else "")
+                place = f"head {self._reader.number(head)}" + (
+                    f", batch item {batch}" if len(self._batches) > 1 else ""
+                )
                 if worst is None or found.worst[1].ratio > worst[0].worst[1].ratio:
                     worst = found, place
                 if not found.holds:

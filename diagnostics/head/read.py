@@ -142,8 +142,11 @@ def _read_mask(
     return mask.masked_fill(bad, 0.0).expand(shape), bad.expand(shape)
 
 
-def read_head(capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus) -> HeadInputs:
-    """Read q, k, v and dO of query head ``head`` (with its key head) of sequence ``batch``."""
+def read_head(
+    capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus | None = None
+) -> HeadInputs:
+    """Read q, k, v and dO of one query head (with its key head) of sequence ``batch``; ``census`` counts NaN and Inf."""
+    census = census or NonFiniteCensus()
     kv_head = head // (capture.q_heads // capture.kv_heads)
     tensors: dict[str, Tensor | None] = {}
     bad_rows: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head
+from attn_diag.head.read import HeadInputs, read_head
 from attn_diag.head.recipe_candidates import families, known_name, known_recipes, mixtures, schedules, variants
 from attn_diag.kernels import Recipe, emulate_rows
 from attn_diag.kernels.formats import Format
@@ -188,7 +188,7 @@ def read_subject(
         return None
     # Chosen rows do not tell which query block each was in.
     diagonal = capture.metadata.causal != "none" and "q_positions" not in capture.tensors
-    inputs = read_head(capture, batch, head, device, NonFiniteCensus())
+    inputs = read_head(capture, batch, head, device)
     return SearchedHead(inputs, observed.to(device), fmt, diagonal)
 
 

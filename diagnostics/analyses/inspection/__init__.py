@@ -1,1 +1,1 @@
-"""inspection."""
+"""``attn-diag inspect``: captures in, a diagnosis out."""

@@ -23,7 +23,7 @@ from attn_diag.head.baseline import observation_with_o, require_known
 from attn_diag.head.certification import Certify
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
-from attn_diag.head.read import NonFiniteCensus, read_head
+from attn_diag.head.read import read_head
 from attn_diag.head.row_maxima import DEFINITIONS, Repeats, collector_of
 from attn_diag.kernels import Recipe
 from attn_diag.reference import reference_head
@@ -217,7 +217,7 @@ def repeated_maxima(
     Raises InputError for a head or batch item that the capture lacks.
     """
     batch, index = select_place(capture, batch, head)
-    inputs = read_head(capture, batch, index, pick_device(device), NonFiniteCensus())
+    inputs = read_head(capture, batch, index, pick_device(device))
     collector = collector_of(inputs, recipe)
     reference_head(replace(inputs.head, do=None), collector.add)
     return {definition: collector.repeats(definition) for definition in DEFINITIONS}

@@ -70,20 +70,7 @@ def subject_of(
     head: int | None = None,
     device: str = "auto",
 ) -> MicroscopeSubject:
-    """The subject of a capture, or of a head with an observed O.
-
-    Args:
-        source: A capture, or one head.
-        recipe: The recipe to follow; None: what the captured O is recognised as, else fa2.
-        observation: Of a capture: the observation; None: the first with an O.
-        observed: Of a head: its O, [Tq, Dv]; None: what the recipe makes is explained.
-        batch: Of a capture: index of the batch item.
-        head: Of a capture: the model's number of the head; None: the capture's first.
-        device: Where a capture is computed.
-
-    Raises:
-        InputError: Something does not exist or cannot be followed, or the metadata do not describe the captured O.
-    """
+    """The subject of a capture, or of a head with an observed O; arguments and errors as ``microscope`` has them."""
     if isinstance(source, AttentionHead):
         return _of_head(source, recipe, observed)
     where = pick_device(device)

@@ -8,23 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from attn_diag.head.recipe_changes import (
-    BACKWARD_FP32_SCORES,
-    CAST_ROW_SUM,
-    DELTA_FROM_DP,
-    DELTA_FROM_FP32_O,
-    FP32_BACKWARD,
-    FP32_ROW_SUM,
-    FP32_SCORES,
-    FP32_SUMS,
-    SAME_SCORES,
-    UNCAST_DS,
-    UNCAST_P,
-    RecipeChange,
-    coarse_scores,
-    in_mode,
-    scheduled,
-)
+from attn_diag.head import recipe_changes as known
+from attn_diag.head.recipe_changes import RecipeChange
 from attn_diag.kernels import Recipe, SoftmaxRule, preset
 from attn_diag.kernels.formats import base
 
@@ -78,34 +63,41 @@ class WhatIfPlan:
 
 
 # delta needs its products and sum in fp32 as well, or nothing is won.
-_FP32_O = DELTA_FROM_FP32_O.with_exact("delta_products", "delta")
-_DELTA_FROM_DP = DELTA_FROM_DP.with_exact("delta")
-_FP32_THROUGHOUT = (FP32_SCORES, FP32_SUMS, FP32_BACKWARD)
+_FP32_O = known.DELTA_FROM_FP32_O.with_exact("delta_products", "delta")
+_DELTA_FROM_DP = known.DELTA_FROM_DP.with_exact("delta")
+_FP32_THROUGHOUT = (known.FP32_SCORES, known.FP32_SUMS, known.FP32_BACKWARD)
 _FREE = Price(words="no bytes and no products (registers of a fused kernel)")
 _PRICES = {
     _FP32_O.words: Price(bytes_per_feature=6, words="O is also written in fp32, and read in place of the rounded one"),
     _DELTA_FROM_DP.words: Price(products=2, words="S and dP are made once more before dS"),
-    UNCAST_DS.words: Price(products=2, words="dS in two parts of the input format: one product more for dQ and for dK"),
-    UNCAST_P.words: Price(products=1, words="P_bar in two parts of the input format: one product more"),
+    known.UNCAST_DS.words: Price(
+        products=2, words="dS in two parts of the input format: one product more for dQ and for dK"
+    ),
+    known.UNCAST_P.words: Price(products=1, words="P_bar in two parts of the input format: one product more"),
 }
 # Several changes at once, by name.
 _FIELD_CHANGES: dict[str, tuple[RecipeChange, ...]] = {
     "fp32-o-delta": (_FP32_O,),
-    "fp32-o-delta+uncast-ds": (_FP32_O, UNCAST_DS),
-    "fp32-o-delta+uncast-p": (_FP32_O, UNCAST_P),
-    "fp32-o-delta+uncast-p+uncast-ds": (_FP32_O, UNCAST_P, UNCAST_DS),
+    "fp32-o-delta+uncast-ds": (_FP32_O, known.UNCAST_DS),
+    "fp32-o-delta+uncast-p": (_FP32_O, known.UNCAST_P),
+    "fp32-o-delta+uncast-p+uncast-ds": (_FP32_O, known.UNCAST_P, known.UNCAST_DS),
     "delta-from-dp": (_DELTA_FROM_DP,),
-    "delta-from-dp+uncast-ds": (_DELTA_FROM_DP, UNCAST_DS),
-    "pv-fp32": (UNCAST_P,),
-    "uncast-ds": (UNCAST_DS,),
-    "fp32-scores": (FP32_SCORES,),
-    "fp32-sums": (FP32_SUMS,),
-    "fp32-scores+fp32-sums": (FP32_SCORES, FP32_SUMS),
-    "fp32-backward": (FP32_BACKWARD,),
+    "delta-from-dp+uncast-ds": (_DELTA_FROM_DP, known.UNCAST_DS),
+    "pv-fp32": (known.UNCAST_P,),
+    "uncast-ds": (known.UNCAST_DS,),
+    "fp32-scores": (known.FP32_SCORES,),
+    "fp32-sums": (known.FP32_SUMS,),
+    "fp32-scores+fp32-sums": (known.FP32_SCORES, known.FP32_SUMS),
+    "fp32-backward": (known.FP32_BACKWARD,),
     "fp32-throughout": _FP32_THROUGHOUT,
     "fp32-throughout+fp32-o-delta": (*_FP32_THROUGHOUT, _FP32_O),
     "fp32-throughout+delta-from-dp": (*_FP32_THROUGHOUT, _DELTA_FROM_DP),
-    "fp32-throughout+fp32-o-delta+uncast-p+uncast-ds": (*_FP32_THROUGHOUT, _FP32_O, UNCAST_P, UNCAST_DS),
+    "fp32-throughout+fp32-o-delta+uncast-p+uncast-ds": (
+        *_FP32_THROUGHOUT,
+        _FP32_O,
+        known.UNCAST_P,
+        known.UNCAST_DS,
+    ),
 }
 _STABILISED_PRICE = Price(
     vector_ops=3, words="every score is compared with its row's maximum and counted before the exponential"
@@ -179,27 +171,27 @@ def _field_changes(baseline: Recipe) -> Iterator[WhatIfPlan]:
         if acting := [change for change in changes if change.acts_on(baseline)]:
             yield _changed(name, baseline, acting)
     if baseline.probs != "fp32":
-        if CAST_ROW_SUM.acts_on(baseline):
-            yield _changed("cast-row-sum", baseline, [CAST_ROW_SUM])
+        if known.CAST_ROW_SUM.acts_on(baseline):
+            yield _changed("cast-row-sum", baseline, [known.CAST_ROW_SUM])
         else:
-            yield _changed("fp32-row-sum", baseline, [FP32_ROW_SUM])
+            yield _changed("fp32-row-sum", baseline, [known.FP32_ROW_SUM])
 
 
 def _mixes(baseline: Recipe) -> Iterator[WhatIfPlan]:
     """Forward and backward recomputing P from scores that are rounded differently, or no longer so."""
     if baseline.scores != "fp32":
         if baseline.backward_scores == "fp32":
-            yield _changed("same-scores", baseline, [SAME_SCORES])
+            yield _changed("same-scores", baseline, [known.SAME_SCORES])
         else:
-            yield _changed("backward-fp32-scores", baseline, [BACKWARD_FP32_SCORES], "mix")
+            yield _changed("backward-fp32-scores", baseline, [known.BACKWARD_FP32_SCORES], "mix")
         return
     fmt = base(baseline.input)
     words = f"scores and S - m of the forward in {fmt}, the backward recomputes P from"
     for name, scores, rest in (
-        ("coarse-forward-scores", BACKWARD_FP32_SCORES, "fp32 scores"),
-        ("coarse-scores", SAME_SCORES, "the same rounded scores"),
+        ("coarse-forward-scores", known.BACKWARD_FP32_SCORES, "fp32 scores"),
+        ("coarse-scores", known.SAME_SCORES, "the same rounded scores"),
     ):
-        change = RecipeChange(f"{words} {rest}", {**coarse_scores(fmt), **scores.fields})
+        change = RecipeChange(f"{words} {rest}", {**known.coarse_scores(fmt), **scores.fields})
         yield _changed(name, baseline, [change], "mix")
 
 
@@ -220,7 +212,7 @@ def _rules(baseline: Recipe, keys: int, score_unit: float, betas: Iterable[float
 
 def _orders(baseline: Recipe, keys: int) -> Iterator[WhatIfPlan]:
     def tried(name: str, words: str, **changes: object) -> WhatIfPlan:
-        return _changed(name, baseline, [scheduled(baseline, words, **changes)], price=Price(words="none"))
+        return _changed(name, baseline, [known.scheduled(baseline, words, **changes)], price=Price(words="none"))
 
     schedule = baseline.schedule
     for order in ("ascending", "descending", "diagonal-first") if schedule.key_tile < keys else ():
@@ -240,7 +232,7 @@ def _random(baseline: Recipe, seeds: int) -> Iterator[WhatIfPlan]:
     ):
         fmt = getattr(baseline, site)
         if seeds and fmt not in ("fp32", "fp64") and ":" not in fmt:
-            change: dict[str, Any] = {site: in_mode(fmt, "stochastic")}
+            change: dict[str, Any] = {site: known.in_mode(fmt, "stochastic")}
             recipes = tuple(replace(baseline, name=name, seed=seed, **change) for seed in range(seeds))
             yield WhatIfPlan(
                 name, f"{words} rounded stochastically (mean of {seeds} seeds)", "mitigation", recipes, price

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
-from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head
+from attn_diag.head.read import HeadInputs, read_float64, read_head
 from attn_diag.head.truth import head_truth
 from attn_diag.reference import BoundCollector
 from attn_diag.results.paper import FeatureProducts
@@ -56,7 +56,7 @@ class HeadReader:
 
     def _read(self, batch: int) -> HeadRows:
         c = self._capture
-        inputs = read_head(c, batch, self._head, self._device, NonFiniteCensus())
+        inputs = read_head(c, batch, self._head, self._device)
         head = inputs.head
         assert head.do is not None
         bounds = BoundCollector(head)
