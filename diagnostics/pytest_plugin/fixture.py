@@ -55,12 +55,13 @@ class AttnDiag:
     ) -> CheckReport:
         """Fail the test unless ``attn_diag.check(target, ...)`` passes; return its report.
 
-        target: fn(q, k, v) -> o or (o, lse, ...), [B, H, T, D], differentiable where the backward is to be checked; or
-            what else ``attn_diag.check`` takes, such as "sdpa" or the name of a recipe.
-        options: those of ``attn_diag.check``.
-
         In a test marked ``attn_diag_baseline`` it is compared with the test's baseline, which ``pytest
         --attn-diag-update`` writes. A second call in the same test has a file of its own.
+
+        Args:
+            target: fn(q, k, v) -> o or (o, lse, ...), [B, H, T, D], differentiable where the backward is to be checked;
+                or what else ``attn_diag.check`` takes, such as "sdpa" or the name of a recipe.
+            options: Those of ``attn_diag.check``.
         """
         __tracebackhide__ = True
         import attn_diag

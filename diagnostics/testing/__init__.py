@@ -1,1 +1,1 @@
-"""testing."""
+"""Kernels in, result out: ``probe``, ``check``, ``assert_unbiased``, ``selftest`` and ``round_to``."""

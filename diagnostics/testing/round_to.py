@@ -22,18 +22,23 @@ def round_to(x: Values, rounding: str, seed: int = 0) -> Values:
         attn_diag.round_to(1 + 2**-8 + 2**-40, "bf16")          # 1.0078125; by way of fp32 it would be 1.0
         attn_diag.round_to(torch.randn(8), "e4m3:stochastic", seed=1)
 
-    x: a torch tensor (any shape and device), a numpy array or scalar, fp32 or float64 each, or a Python float.
-    rounding: a format (bf16, fp16, tf32, e4m3, e5m2, fp32, fp64, or e<x>m<y> for x exponent and y mantissa bits,
-        2 to 8 and 1 to 23), with an optional mode after a colon: nearest-even (the default), toward-zero, up, down,
-        stochastic, random-sign.
-    seed: starts the random modes. The same seed draws the same for the same kind of input on the same kind of device;
-        torch on a CPU, torch on CUDA and numpy draw differently.
-
     Subnormals, overflow, signed zeros, infinities and NaN: the rules are stated in ``attn_diag.kernels.formats``. Every
     fp32 input has been tried for bf16, fp16, e4m3 and e5m2 (``benchmarks/bench_rounding.py``).
 
-    Gradients do not pass. Raises InputError for an unknown format or mode and for a seed outside 0 .. 2**32 - 1, and
-    TypeError for other inputs: integers, and 16- and 8-bit floats, whose own dtype may not hold the result.
+    Args:
+        x: A torch tensor (any shape and device), a numpy array or scalar, fp32 or float64 each, or a Python float.
+        rounding: A format (bf16, fp16, tf32, e4m3, e5m2, fp32, fp64, or e<x>m<y> for x exponent and y mantissa bits,
+            2 to 8 and 1 to 23), with an optional mode after a colon: nearest-even (the default), toward-zero, up, down,
+            stochastic, random-sign.
+        seed: Starts the random modes. The same seed draws the same for the same kind of input on the same kind of
+            device; torch on a CPU, torch on CUDA and numpy draw differently.
+
+    Returns:
+        What ``x`` is, without gradients.
+
+    Raises:
+        InputError: The format or mode is unknown, or the seed is outside 0 .. 2**32 - 1.
+        TypeError: Other inputs: integers, and 16- and 8-bit floats, whose own dtype may not hold the result.
     """
     wanted = _parse(rounding)
     if not 0 <= seed < 2**32:  # all that torch's CPU generator looks at

@@ -44,11 +44,12 @@ def selftest(*, hardware: bool) -> Installation | HardwareProfile: ...
 def selftest(*, hardware: bool = False) -> Installation | HardwareProfile:
     """Check this installation's numbers against independent ones on the CPU, in a few seconds.
 
-    ``hardware``: measure the present GPU's sums of products, exp2 and casts instead, and keep the profile in the user's
-    cache folder, from which later reports and captures on this GPU name it.
+    Args:
+        hardware: Measure the present GPU's sums of products, exp2 and casts instead, and keep the profile in the user's
+            cache folder, from which later reports and captures on this GPU name it. Warns where it cannot be kept.
 
-    Raises InputError, with ``hardware``, where there is no CUDA device or Triton. Warns where the profile cannot
-    be kept.
+    Raises:
+        InputError: With ``hardware``, there is no CUDA device or no Triton.
     """
     if not hardware:
         return check_installation()

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -48,17 +48,18 @@ _SHOWN = 3  # heads and rows in a failure's text
 
 @dataclass(frozen=True)
 class TensorBias(BiasEstimate):
-    """The mean excess of a tensor; ``away``: the mean of the excess times the reference's sign.
-
-    ``away`` is None where the reference has one sign only. ``minimum_detectable`` of either is for the test as it is
-    made, at ``level`` over the number of tests. ``spacing``: mean ulp of the reference. ``clustered_by``: in words.
-    """
+    """The mean excess of a tensor. ``minimum_detectable`` is for the test as made: at ``level`` / number of tests."""
 
     away: BiasEstimate | None = None
+    """The mean of the excess times the reference's sign; None where that has one sign only."""
     level: float = 0.01
+    """Chance of a false alarm."""
     spacing: float = math.nan
+    """Mean ulp of the reference."""
     clustered_by: str = ""
+    """What the clusters are, in words."""
     largest: tuple[str, ...] = field(default=(), repr=False)
+    """Where the excess is largest, in lines of text."""
 
     @property
     def directions(self) -> dict[str, BiasEstimate]:
@@ -91,20 +92,24 @@ def assert_unbiased(
         found = attn_diag.assert_unbiased(layer_norm(x), layer_norm(x.double()), name="layer norm")
         assert found.minimum_detectable_ulp < 0.05         # an unbiased kernel must not pass for want of data
 
-    observed: [n] or [..., T, D], any floating dtype below float64 (bfloat16, float16, float32, float8_e4m3fn,
-        float8_e5m2), any device.
-    reference: the same shape, float64 or float32, of more precision than ``observed``: the same mathematics on the same
-        inputs. Its own error counts as observed's; that of float32 is below 2^-16 ulp of BF16 an operation.
-    clusters: labels (integers) of what may share an error, of the shape of observed's first dimensions: [B], [B, H] or
-        [B, H, T] for [B, H, T, D]; replaces the leading indices or rows of the module's docstring.
-    level: probability of a false alarm on an unbiased tensor.
-    name: what messages call the tensor.
+    Args:
+        observed: [n] or [..., T, D], any floating dtype below float64 (bfloat16, float16, float32, float8_e4m3fn,
+            float8_e5m2), any device.
+        reference: The same mathematics on the same inputs: the same shape, float64 or float32, of more precision than
+            ``observed``. Its own error counts as observed's; that of float32 is below 2^-16 ulp of BF16 an operation.
+        clusters: Labels (integers) of what may share an error, of the shape of observed's first dimensions: [B], [B, H]
+            or [B, H, T] for [B, H, T, D]. They replace the leading indices or rows of the module's docstring.
+        level: Probability of a false alarm on an unbiased tensor.
+        name: What messages call the tensor.
 
-    Returns the estimate. One that is not biased says with ``minimum_detectable_ulp`` what it would have found.
+    Returns:
+        The estimate. One that is not biased says with ``minimum_detectable_ulp`` what it would have found.
 
-    Raises AssertionError if a mean differs from zero at ``level`` (the text says where and how much), or if observed is
-    not finite where the rounded reference is; InputError for shapes, dtypes, labels or a level that cannot be used, NaN
-    in the reference, and fewer than two clusters.
+    Raises:
+        AssertionError: A mean differs from zero at ``level`` (the text says where and how much), or observed is not
+            finite where the rounded reference is.
+        InputError: Shapes, dtypes, labels or the level cannot be used, the reference holds NaN, or there are fewer than
+            two clusters.
     """
     __tracebackhide__ = True
     found = tensor_bias(observed, reference, clusters=clusters, level=level, name=name)
@@ -131,7 +136,7 @@ def tensor_bias(
     }
     known = {direction: t.p_value for direction, t in tests.items() if t.p_value is not None}
     adjusted = dict(zip(known, holm(list(known.values())), strict=True))
-    estimates = {direction: _with(t, p_adjusted=adjusted.get(direction)) for direction, t in tests.items()}
+    estimates = {direction: replace(t, p_adjusted=adjusted.get(direction)) for direction, t in tests.items()}
     worst = min(adjusted, key=lambda direction: adjusted[direction], default="upward")
     return TensorBias(
         **{f.name: getattr(estimates["upward"], f.name) for f in fields(BiasEstimate)},
@@ -220,10 +225,6 @@ def _estimate(values: Tensor, spacing: float, keys: Tensor, level: float) -> Bia
     if values.shape[1] >= MIN_SEQUENCES:
         errors = by_feature(errors, values, keys.to(values.device))
     return estimate_bias(errors, keys.numpy(), level, with_drift=False)
-
-
-def _with(estimate: BiasEstimate, *, p_adjusted: float | None) -> BiasEstimate:
-    return BiasEstimate(**{f.name: getattr(estimate, f.name) for f in fields(estimate)} | {"p_adjusted": p_adjusted})
 
 
 def _largest(values: Tensor, spacing: Tensor, rows: Sequence[int]) -> tuple[str, ...]:

@@ -23,11 +23,14 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Pair:
-    """q, k, v of two calls; ``align`` makes of the second's O what must be the first's (float64 in, float64 out)."""
+    """Two calls that must agree."""
 
     first: Inputs
+    """q, k, v of one call."""
     second: Inputs
+    """q, k, v of the other."""
     align: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """Of the two O, in float64, what must be equal."""
 
 
 PairBuilder = Callable[[Draw], Pair]
@@ -79,12 +82,15 @@ def _cast(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 
 @dataclass(frozen=True)
 class Probe:
-    """``build`` makes the inputs of a comparison with the reference, ``pair`` those of two calls that must agree."""
+    """One probe: a comparison with the reference, or of two calls."""
 
     name: str
     shows: str
+    """What it shows, in the report's words."""
     build: inputs.Builder | None = None
+    """Makes the inputs of a comparison with the reference."""
     pair: PairBuilder | None = None
+    """Makes those of two calls that must agree."""
 
 
 PROBES = {

@@ -38,17 +38,17 @@ _FINE_PRECISION = 23 - 8
 
 @dataclass(frozen=True)
 class LseErrors:
-    """One head's, over the rows where L is finite. ``allowed``: sum of what fp32 arithmetic can make of each error.
-
-    ``base_2``: L ln 2 lies within the bounds everywhere.
-    """
+    """One head's errors of L, over the rows where it is finite."""
 
     signed: SignedErrors
     max_error: float
     of_budget: float
+    """The largest error over its bound."""
     allowed: float
+    """Sum of what fp32 arithmetic can make of each error."""
     nonfinite: int
     base_2: bool
+    """L ln 2 lies within the bounds everywhere."""
 
     @classmethod
     def of(cls, observed: Tensor, truth: Tensor, budget: Tensor, arithmetic: Tensor) -> LseErrors:
@@ -80,24 +80,26 @@ class LseErrors:
 
 @dataclass(frozen=True)
 class HeadErrors:
-    """One head's errors over the rows that are finite; ``signed`` by (direction, "error" or "excess").
-
-    ``size``: sum of |O_ref|; ``predicted``: sum of the errors predicted for an l that sums the uncast P_bar;
-    ``allowed``: sum of what fp32 arithmetic can make of each error, where O is so fine that it shows, else 0;
-    ``both_signs``: whether O_ref has both.
-    """
+    """One head's errors over the rows that are finite."""
 
     signed: dict[tuple[Direction, str], SignedErrors]
+    """By direction and "error" or "excess"."""
     lse: LseErrors | None
     elements: int
     differing: int
+    """Elements whose excess is not zero."""
     nonfinite: int
     max_error_ulp: float
     of_budget: float
+    """The largest error over its bound."""
     size: float
+    """Sum of |O_ref|."""
     predicted: float | None
+    """Sum of the errors predicted for an l that sums the uncast P_bar."""
     allowed: float
+    """Sum of what fp32 arithmetic can make of each error, where O is so fine that it shows, else 0."""
     both_signs: bool
+    """O_ref has both."""
 
 
 def measure_case(

@@ -26,19 +26,21 @@ _NORMALISER_BLOCK, _TAIL_BLOCK = 16, 64
 
 @dataclass(frozen=True)
 class Draw:
-    """What a builder needs to know; it draws from ``generator`` (on the CPU, so that inputs do not depend on devices).
-
-    ``causal``: row t sees keys 0 to t. ``scale``: alpha.
-    """
+    """What a builder needs to know."""
 
     batch: int
     heads: int
     length: int
+    """T, of rows and keys."""
     head_dim: int
     dtype: torch.dtype
+    """The kernel's."""
     scale: float
+    """alpha."""
     causal: bool
+    """Row t sees keys 0 to t."""
     generator: torch.Generator
+    """On the CPU, so that inputs do not depend on devices."""
 
     def normal(self, length: int | None = None, *, width: int | None = None) -> Tensor:
         """N(0,1), [B, H, T, D], fp32."""
@@ -57,15 +59,16 @@ class Draw:
 
 @dataclass(frozen=True)
 class ProbeCase:
-    """Inputs in the kernel's dtype on the CPU: q, k [B, H, T, D], and one or more V for the same q and k.
-
-    ``predicted`` [T]: relative error of O's rows where l sums P_bar before its cast and P_bar V takes it after.
-    """
+    """Inputs of a probe in the kernel's dtype, on the CPU."""
 
     q: Tensor
+    """[B, H, T, D]."""
     k: Tensor
+    """[B, H, T, D]."""
     values: tuple[Tensor, ...]
+    """One or more V for the same q and k, [B, H, T, D] each."""
     predicted: Tensor | None = None
+    """[T]: relative error of O's rows where l sums P_bar before its cast and P_bar V takes it after."""
 
 
 Builder = Callable[[Draw], ProbeCase]

@@ -56,18 +56,26 @@ def probe(
 
         attn_diag.probe(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
 
-    ``fn(q, k, v)``: returns o, (o, lse) or (o, ...), all [B, H, T, D], o in the inputs' dtype or in fp32, lse
-    [B, H, T] in natural logarithm. It is assumed to compute softmax(scale Q K^T) V; that is checked. A recipe or its
-    name is emulated, which needs no GPU. ``dtype``: bfloat16, float16 or float32 (fn only). ``shape``: B, H, T, D of a
-    call; where B H < 16, several are made, so that 16 heads are independent. (The probe "length" calls fn with T + 128
-    rows and keys, "batch" with one head, and with 2 B.)
-    ``causal``: what fn masks: "none" or False; "top-left", "bottom-right" or True (the same, for Tq = Tk). ``scale``:
-    what fn uses, default 1/sqrt(D). ``level``: of the tests after Benjamini-Hochberg. ``probes``: names out of
-    ``attn_diag.testing.probing.catalogue.PROBES`` (default: all; float32 has no cast of P_bar for the normaliser's).
-    ``name``: what the report calls fn. ``progress(done, total)`` is called after each probe.
+    Args:
+        fn: fn(q, k, v) -> o, (o, lse) or (o, ...), all [B, H, T, D], o in the inputs' dtype or in fp32, lse [B, H, T]
+            in natural logarithm. It is assumed to compute softmax(scale Q K^T) V; that is checked. What else
+            ``attn_diag.check`` takes by name serves too; a recipe is emulated, which needs no GPU.
+        dtype: torch.bfloat16, torch.float16 or torch.float32 (not for recipes).
+        shape: B, H, T, D of a call. Where B H < 16, several are made, so that 16 heads are independent. (The probe
+            "length" calls fn with T + 128 rows and keys, "batch" with one head, and with 2 B.)
+        causal: What fn masks: "none" or False; "top-left", "bottom-right" or True (the same, for Tq = Tk).
+        scale: What fn multiplies scores by; by default 1/sqrt(D).
+        device: auto, cpu or cuda.
+        level: Of the tests after Benjamini-Hochberg.
+        seed: Of the inputs.
+        probes: Names out of ``attn_diag.testing.probing.catalogue.PROBES``; by default all. float32 has no cast of
+            P_bar for the normaliser's.
+        name: What the report calls fn.
+        progress: Called with (done, total) after each probe.
 
-    Raises InputError for options that cannot be used, and, naming the probe, where fn raises or returns another shape,
-    dtype or device, or the scale needs inputs beyond the dtype's range; and where nothing that fn returns is finite.
+    Raises:
+        InputError: Options cannot be used; fn raises or returns another shape, dtype or device, or the scale needs
+            inputs beyond the dtype's range (the message names the probe); or nothing that fn returns is finite.
     """
     where = pick_device(device)
     chosen = _checked(dtype, shape, level, choose(probes), probes is not None)

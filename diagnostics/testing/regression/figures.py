@@ -26,29 +26,34 @@ _GRADIENTS = ("dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class ErrorSize:
-    """An error and the yardstick's on the same input, each as an rms over sequences.
-
-    ``budget_band``: what one correct rounding adds to the budget. ``growth_band``: half the error of one rounding,
-    added (in squares) to errors whose growth is judged, so that nothing grows from 0. ``log_ratio``: the mean over
-    sequences of ln(error / yardstick), so added to; it hardly depends on the inputs, which are the same in both.
-    """
+    """An error beside the published recipe's on the same input."""
 
     error: float
+    """Rms over sequences."""
     yardstick: float
+    """The recipe's, likewise."""
     budget_band: float
+    """What one correct rounding adds to the budget."""
     growth_band: float
+    """Half the error of one rounding, added (in squares) to errors whose growth is judged: nothing grows from 0."""
     log_ratio: SequenceMean
+    """ln(error / yardstick), so added to, over sequences; it hardly depends on the inputs, the same in both."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A case's biases, those of the yardstick on the same inputs, and its sizes; ``misfit``: why there are none."""
+    """The figures of a case."""
 
     biases: dict[str, SequenceMean]
+    """By name, out of ``BIASES``."""
     accepted: dict[str, float]
+    """The published recipe's means on the same inputs."""
     sizes: dict[str, ErrorSize]
+    """By quantity."""
     worst: tuple[int, int, int, float] | None
+    """Batch item, head and row of O's largest error, and that in ulp of the row's largest element."""
     misfit: str | None = None
+    """Why there are no figures."""
 
 
 @dataclass(frozen=True)

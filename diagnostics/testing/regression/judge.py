@@ -31,10 +31,14 @@ def margin(name: str, rows: int) -> float:
 
 
 def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same_key: bool) -> dict[str, CheckedBias]:
-    """The tests of a case, not yet adjusted. ``known``: the baseline's case, of the same bits or not.
+    """The tests of a case, not yet adjusted.
 
-    ``same_key``: the baseline is of this device and these versions, where any change is news; else one has to exceed
-    the practical margin.
+    Args:
+        measured: The case's figures.
+        rows: Tq.
+        known: The baseline's case, of the same bits or not.
+        same_key: The baseline is of this device and these versions, where any change is news; else one has to exceed
+            the practical margin.
     """
     found = {}
     for name, mean in measured.biases.items():
