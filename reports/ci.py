@@ -102,30 +102,23 @@ def _compared(report: CheckReport) -> str:
     return f"with {report.baseline}{entry}"
 
 
-def _wrapped(start: str, text: str, width: int, most: int) -> list[str]:
+def _wrapped(start: str, text: str, width: int, most: int, *, indent: int = 3, whole: bool = False) -> list[str]:
+    """``text`` after ``start`` in at most so many lines; ``whole``: words are not broken."""
     return textwrap.wrap(
         printable(text),
         width,
         initial_indent=start,
-        subsequent_indent="   ",
+        subsequent_indent=" " * indent,
+        break_long_words=not whole,
+        break_on_hyphens=False,
         max_lines=most,
         placeholder=" ...",
-        break_on_hyphens=False,
     )
 
 
 def _labelled(label: str, text: str, width: int) -> list[str]:
     """Words stay whole, so that a command or path can be copied."""
-    return textwrap.wrap(
-        printable(text),
-        width,
-        initial_indent=f"{label:{_LABEL}}",
-        subsequent_indent=" " * _LABEL,
-        break_long_words=False,
-        break_on_hyphens=False,
-        max_lines=3,
-        placeholder=" ...",
-    )
+    return _wrapped(f"{label:{_LABEL}}", text, width, 3, indent=_LABEL, whole=True)
 
 
 def junit_document(found: CheckReport) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal
 
 from rich.console import ConsoleOptions, RenderableType
 from rich.table import Column
 from rich.text import Text
 
 from attn_diag.reports import layout, words
-from attn_diag.reports.quantities import DQ_ERROR, NOISE_FACTOR, QUANTITIES, TESTS
+from attn_diag.reports.quantities import DQ_ERROR, NOISE_FACTOR, QUANTITIES, TESTS, PrimaryTest, Quantity
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, Outcome, Side, SizeChange
 from attn_diag.results.wording import DASH, file_name, head_name, number, printable, signed
 
@@ -144,11 +145,21 @@ def _labels(entry: HeadComparison) -> str:
     return before if before == after else f"{before} -> {after}"
 
 
+def _quantity(size: SizeChange) -> Quantity:
+    # A document may have been edited: names are texts there.
+    return QUANTITIES.get(size.name) or Quantity(size.name, size.name, size.name)
+
+
+def _test(mean: MeanChange) -> PrimaryTest:
+    unit: Literal["floor", "ulp"] = "floor" if mean.name.startswith("delta") else "ulp"
+    return TESTS.get(mean.name) or PrimaryTest(mean.name, mean.name, mean.name, unit)
+
+
 def _arrow(size: SizeChange | None) -> str:
     """Before and after, one above the other: side by side they take too much of 80 columns."""
     if size is None:
         return DASH
-    shown = QUANTITIES[size.name].shown
+    shown = _quantity(size).shown
     if size.a == size.b:
         return shown(size.a)
     return f"{shown(size.a)}\n-> {shown(size.b)}"
@@ -162,10 +173,10 @@ def _detail(found: Comparison, entry: HeadComparison) -> Iterator[RenderableType
     yield layout.Hanging("", Text.assemble((f"{_name(found, entry)}: ", "bold"), changes))
     for mean in entry.means:
         if mean.outcome not in ("none", "untested"):
-            yield layout.bullet("-", f"mean error of {TESTS[mean.name].title} {mean.outcome}: {_mean_words(mean)}")
+            yield layout.bullet("-", f"mean error of {_test(mean).title} {mean.outcome}: {_mean_words(mean)}")
     for size in entry.sizes:
         if size.outcome not in ("none", "unknown"):
-            yield layout.bullet("-", f"{QUANTITIES[size.name].title}: {_size_words(size)}")
+            yield layout.bullet("-", f"{_quantity(size).title}: {_size_words(size)}")
     for note in entry.notes:
         yield layout.bullet("!", note)
 
@@ -174,7 +185,7 @@ def _mean_words(mean: MeanChange) -> str:
     """A mean before and after, and the test of the difference."""
     values = f"{signed(mean.a)} -> {signed(mean.b)}"
     if mean.a_units is not None and mean.b_units is not None:
-        values += f" ({signed(mean.a_units)} -> {signed(mean.b_units)} {TESTS[mean.name].unit})"
+        values += f" ({signed(mean.a_units)} -> {signed(mean.b_units)} {_test(mean).unit})"
     if mean.p_adjusted is None:
         return f"{values}; not tested"
     low, high = mean.ci95 or (None, None)
@@ -187,7 +198,7 @@ def _mean_words(mean: MeanChange) -> str:
 
 def _size_words(size: SizeChange) -> str:
     """A size before and after, and the bounds that chance keeps the ratio within."""
-    shown = QUANTITIES[size.name].shown
+    shown = _quantity(size).shown
     values = f"{shown(size.a)} -> {shown(size.b)}"
     if size.ratio is not None and size.a != size.b:
         values += f", {size.ratio:.3g} times"

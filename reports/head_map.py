@@ -49,10 +49,31 @@ class HeadMap:
         room = max((options.max_width - label) // 2, 8)
         figures = _figures(cells)
         for start in range(0, len(heads), room):
-            part = heads[start : start + room]
-            maps = [_verdicts(cells, layers, part, ascii_only=options.ascii_only)]
-            maps += [_heights(q, known, cells, layers, part, layout.blocks(options)) for q, known in figures.items()]
-            yield from _side_by_side(console, maps, layers, part, label, options.max_width)
+            grid = _Grid(cells, layers, heads[start : start + room])
+            maps = [_verdicts(grid, ascii_only=options.ascii_only)]
+            maps += [_heights(grid, q, known, layout.blocks(options)) for q, known in figures.items()]
+            yield from _side_by_side(console, maps, grid, label, options.max_width)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The heads that stand side by side, layer by layer."""
+
+    cells: dict[Place, HeadDiagnosis]
+    layers: list[int | None]
+    heads: list[int]
+
+    def rows(self, character: Callable[[Place], str]) -> list[Text]:
+        """A line a layer: two columns for every head, in the colour of its verdict."""
+        rows = []
+        for layer in self.layers:
+            row = Text()
+            for place in ((layer, head) for head in self.heads):
+                drawn = character(place) if place in self.cells else ""
+                row.append(" " * (2 - len(drawn)))
+                row.append(drawn, style=_style(self.cells[place]) if drawn else "")
+            rows.append(row)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -85,44 +106,19 @@ def _style(head: HeadDiagnosis) -> str:
     return next((STYLES[name] for name in LETTERS if name in names), "dim")
 
 
-def _rows(
-    cells: dict[Place, HeadDiagnosis], layers: list[int | None], heads: list[int], character: Callable[[Place], str]
-) -> list[Text]:
-    """A line a layer: two columns for every head, in the colour of its verdict."""
-    rows = []
-    for layer in layers:
-        row = Text()
-        for place in ((layer, head) for head in heads):
-            drawn = character(place) if place in cells else ""
-            row.append(" " * (2 - len(drawn)))
-            row.append(drawn, style=_style(cells[place]) if drawn else "")
-        rows.append(row)
-    return rows
-
-
-def _verdicts(
-    cells: dict[Place, HeadDiagnosis], layers: list[int | None], heads: list[int], *, ascii_only: bool
-) -> _Map:
+def _verdicts(grid: _Grid, *, ascii_only: bool) -> _Map:
     letters = LETTERS | ({"clean": "."} if ascii_only else {})
-    worst = {
-        place: next((name for name in letters if name in label_names(head)), None) for place, head in cells.items()
-    }
-    rows = _rows(cells, layers, heads, lambda place: " x" if (name := worst[place]) is None else f" {letters[name]}")
-    seen = {worst[layer, head] for layer in layers for head in heads if (layer, head) in cells}
+    cells = grid.cells.items()
+    worst = {place: next((name for name in letters if name in label_names(head)), None) for place, head in cells}
+    rows = grid.rows(lambda place: " x" if (name := worst[place]) is None else f" {letters[name]}")
+    seen = {name for (_, head), name in worst.items() if head in grid.heads}
     legend = ", ".join(f"{letter} {name}" for name, letter in letters.items() if name in seen)
     return _Map("worst verdict", legend + (", x no verdict" if None in seen else ""), rows)
 
 
-def _heights(
-    quantity: Quantity,
-    values: dict[Place, float | None],
-    cells: dict[Place, HeadDiagnosis],
-    layers: list[int | None],
-    heads: list[int],
-    characters: str,
-) -> _Map:
+def _heights(grid: _Grid, quantity: Quantity, values: dict[Place, float | None], characters: str) -> _Map:
     levels = dict(zip(values, log_levels(list(values.values())), strict=True))
-    rows = _rows(cells, layers, heads, lambda place: " " if (level := levels[place]) is None else characters[level])
+    rows = grid.rows(lambda place: " " if (level := levels[place]) is None else characters[level])
     known = [value for value in values.values() if value is not None]
     return _Map(quantity.title, f"{quantity.shown(min(known))} to {quantity.shown(max(known))}", rows, heights=True)
 
@@ -148,9 +144,8 @@ def log_levels(values: Sequence[float | None]) -> list[int | None]:
     return found
 
 
-def _side_by_side(
-    console: Console, maps: list[_Map], layers: list[int | None], heads: list[int], label: int, width: int
-) -> Iterator[Text]:
+def _side_by_side(console: Console, maps: list[_Map], grid: _Grid, label: int, width: int) -> Iterator[Text]:
+    heads = grid.heads
     span = max(2 * len(heads), *(len(m.title) + 1 for m in maps))
     fit = max((width - label + _GAP) // (span + _GAP), 1)
     for start in range(0, len(maps), fit):
@@ -160,7 +155,7 @@ def _side_by_side(
         step = 1 if heads[-1] < 10 else 2
         numbers = "".join(f"{head:>2}".ljust(2 * step) for head in heads[::step])
         yield Text(" " * label + (" " * _GAP).join(numbers.ljust(span) for _ in group).rstrip(), style="dim")
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(grid.layers):
             line = Text(_layer(layer).ljust(label))
             for j, drawn in enumerate(group):
                 line.append_text(drawn.rows[i])
