@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,12 @@ def one_thread() -> Iterator[None]:
 def a_run(
     where: Path, arm: str, seed: int = 0, *, first: int = 0, end: int = END, origin: str | None = None,
     departs: int | None = None, nan: int | None = None, loss: float = 4.0, monitored: int = 0, share: float = 0.1,
-    tag: str = "", alarm: int | None = None, header: dict[str, Any] | None = None,
+    tag: str = "",
 ) -> None:  # fmt: skip
     """Write a run's log; a fork's has 100 steps of its parent before its own.
 
     ``departs``: its loss jumps; ``nan``: it has none any more. ``monitored``: every so often, with a ``share`` that is
-    ten times as large from step 1,000 on. ``header``: what it states besides.
+    ten times as large from step 1,000 on.
     """
     name = f"{arm}_seed{seed}{tag}"
     base = next((ARMS[key] for key in (arm, arm.partition("+")[0]) if key in ARMS), ARMS["A"])
@@ -59,21 +59,17 @@ def a_run(
         "words": base.words,
     }
     with Writer(where / f"{name}.jsonl") as log:
-        log.write({"header": stated | (header or {})})
+        log.write({"header": stated})
         for step in range(max(first - WINDOW, 0) if origin else first, end):
             value = loss + 0.01 * math.sin(step) + (3.0 if departs is not None and step >= departs else 0.0)
             bad = nan is not None and step >= nan
             row = {"step": step, "loss": math.nan if bad else value, "grad_norm": 1.0}
             log.write(row | {"lr": 1e-4, "seconds": 0.1})
-            if step == alarm:
-                log.write(
-                    {"alarm": {"kind": "growth", "step": step, "layer": 1, "head": 1, "reason": "r", "seen": step}}
-                )
     if monitored:
-        steps = range(first, end, monitored)
-        write_checks(
-            where, name, [a_check(s, 2 * math.exp(0.006 * s), share * (10 if s >= 1000 else 1)) for s in steps]
-        )
+        shares = ((s, share * (10 if s >= 1000 else 1)) for s in range(first, end, monitored))
+        checks = [a_check(s, 2 * math.exp(0.006 * s), of).to_json() + "\n" for s, of in shares]
+        (where / "monitor").mkdir(exist_ok=True)
+        (where / "monitor" / f"{name}.jsonl").write_text("".join(checks))
 
 
 def a_check(step: int, max_logit: float, share: float = 0.1) -> MonitorCheck:
@@ -81,9 +77,3 @@ def a_check(step: int, max_logit: float, share: float = 0.1) -> MonitorCheck:
     values = {"max_logit": [0.5 * max_logit, max_logit], "dw_q_share": [share / 2, share], "w_q_norm": [1.0, 2.0],
               "dw_q_over_floor": [1.0, 20.0 if share > 0.05 else 1.0]}  # fmt: skip
     return MonitorCheck(step, (LayerCheck(1, None, {n: np.array(v) for n, v in values.items()}),))
-
-
-def write_checks(where: Path, name: str, checks: Sequence[MonitorCheck]) -> None:
-    """A monitor's log."""
-    (where / "monitor").mkdir(exist_ok=True)
-    (where / "monitor" / f"{name}.jsonl").write_text("".join(check.to_json() + "\n" for check in checks))

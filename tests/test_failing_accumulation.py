@@ -1,7 +1,4 @@
-"""benchmarks/failing_run/accumulation.py: planted bias, size and coherence are told apart; its section of the page.
-
-Every check is also given something wrong, and must reject it.
-"""
+"""benchmarks/failing_run/accumulation.py: planted bias, size and coherence are told apart; its section of the page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""benchmarks/failing_run: what the tool predicts from one capture, its comparison with training, the NaN forecast.
-
-Every check is also given something wrong, and must reject it.
-"""
+"""benchmarks/failing_run: what the tool predicts from one capture, its comparison with training, the NaN forecast."""
 
 from __future__ import annotations
 
@@ -114,23 +111,6 @@ def test_a_capture_without_what_it_takes_is_refused(captures: Path) -> None:
         predictions.predict(bare, predictions.recipe_of("A"))
 
 
-def test_the_command_writes_json_and_says_it(
-    captures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    said: dict[str, Any], chain: Chain,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(predictions, "predict", lambda *_: {n: v for n, v in said.items() if n not in ("run", "arm")})
-    source, out = captures / "failing_step500_L2H7.safetensors", tmp_path / "chain_A.json.xz"
-    monkeypatch.setattr(sys, "argv", ["predictions.py", str(source), "--recipe", "A", "--out", str(out)])
-    predictions.main()
-    assert "dQ by scores in 2 of 2 sequences" in capsys.readouterr().out
-    again = predictions.read_chains(Record.read(tmp_path))["A"]
-    assert (again.run, again.arm) == ("A_seed0", "A")
-    # Numbers that are not finite are strings in the file, and numbers again when read.
-    left, stored = ([c.left for c in found.candidates()["stabilised-8"]] for found in (chain, again))
-    assert math.inf in left
-    assert stored == pytest.approx(left, rel=1e-5)
-
-
 # --- A folder of runs ---
 
 
@@ -184,13 +164,6 @@ def test_what_became_of_forks(made: Path) -> None:
     assert (found["control"].worst, found["fp32-sums"].worst) == ((1, 1), None)
 
 
-def test_the_largest_share_is_of_what_is_finite() -> None:
-    checks = [a_check(500, 1.0, 0.2), a_check(525, 1.0, math.nan)]
-    assert forks.largest_share(checks) == (0.2, (1, 1))
-    assert forks.largest_share(checks[1:]) == (math.inf, None)
-    assert forks.largest_share([]) == (None, None)
-
-
 def test_a_departure_is_looked_for_from_the_fork_on(runs: Path) -> None:
     """What the parent went through long before the fork, and repetitions under a tag, change nothing."""
     before = forks_in(runs)
@@ -218,15 +191,6 @@ def test_a_fork_that_ended_before_the_unchanged_run_failed_says_nothing(until: i
     assert fork.failed is (None if until < DEPARTURE else False)
     control = forks_in(runs)["control"]
     assert forks.lasted_longer([fork, control]).tolist() == [int(until >= DEPARTURE)]
-
-
-def test_the_control_is_the_longer_of_the_two(runs: Path) -> None:
-    a_run(runs, "A", **FORK, departs=DEPARTURE, end=770, tag="_steps")
-    assert forks_in(runs)["control"].run == "A_seed0"
-    a_run(runs, "A", **FORK, departs=DEPARTURE, end=790, tag="_longer")
-    (runs / "A_seed0_steps.jsonl").unlink()
-    assert forks_in(runs)["control"].run == "A_seed0_longer"
-    assert [run.name for run in Record.read(runs).of("A")] == ["A_seed0"], "a fork is no run from the beginning"
 
 
 def test_predicted_beside_trained(made: Path, stored: Chain) -> None:
@@ -348,15 +312,6 @@ def test_the_site_whose_repair_removes_the_failure(
     assert check.others["fp32-sums"] is ("fp32-sums" in departures and departures["fp32-sums"] is not None
                                          if "fp32-sums" in departures else None)  # fmt: skip
     assert "fp32-scores" not in check.others
-
-
-def test_the_blame_follows_most_sequences(stored: Chain) -> None:
-    heads = stored.attribute.heads[:3]
-    blamed = [replace(h, guilty={"dq": g}) for h, g in zip(heads, ("row_sum", "scores", "row_sum"), strict=True)]
-    other = replace(stored, attribute=replace(stored.attribute, heads=tuple(blamed)))
-    check = site_with(other, {"control": 749, "fp32-sums": None})
-    assert (check.guilty, check.sequences, check.of, check.repair) == ("row_sum", 2, 3, "fp32-sums")
-    assert check.others["fp32-scores"] is None
 
 
 # --- Alarms and what must hold ---
@@ -500,12 +455,6 @@ def test_the_limit_is_where_exp_falls_below_the_smallest_normal_number() -> None
 def stabilised_run(where: Path, arm: str, **options: Any) -> Run:
     a_run(where, arm, **options)
     return Record.read(where).runs[f"{arm}_seed0"]
-
-
-def test_which_runs_are_stabilised(tmp_path: Path) -> None:
-    for arm, beta in (("A+stabilised-2", 2.0), ("A+stabilised-1.5", 1.5), ("stabilised", 2.0), ("A", None),
-                      ("qiu2025-stabilised", None), ("fa2", None)):  # fmt: skip
-        assert limits.beta_of(stabilised_run(tmp_path, arm, end=5)) == beta
 
 
 def test_the_step_that_came_is_compared_with_the_forecast_one(tmp_path: Path) -> None:

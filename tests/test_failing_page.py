@@ -1,7 +1,4 @@
-"""benchmarks/failing_run/remake.py: the page says what the record says, and the committed results are the record's.
-
-Every check is also given something wrong, and must reject it.
-"""
+"""benchmarks/failing_run/remake.py: the page says what the record says, and the committed results are the record's."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ import remake
 from alarms import replayed, spacing, watched
 from failing_record import DEPARTURE, FOLDER, RESULTS, a_run
 from outcomes import Outcomes
-from predictions import spread
-from record import Record, listed, markdown
+from record import Record
 from runlog import plain
 
 STORED, GALLERY = RESULTS / "failing_chain", FOLDER.parents[1] / "reports" / "gallery"
@@ -186,14 +182,6 @@ def test_thinning_keeps_extremes_gaps_and_ends() -> None:
     assert found.items() <= dict(zip(x, y, strict=True)).items(), "no point is made up"
     assert remake.thinned(x[:600], y[:600]) == (tuple(x[:600]), tuple(y[:600]))
     assert set(remake.thinned(x, [None] * len(x))[1]) == {None}
-
-
-def test_words_and_tables() -> None:
-    assert spread([0.1, 0.3, 0.2]) == "20 % (10 to 30)"
-    assert spread([1e-9, -2e-8]) == "below 0.001 %"
-    assert spread([0.5]) == "50 %"
-    assert [listed(words) for words in ([], ["a"], ["a", "b", "c"])] == ["", "a", "a, b and c"]
-    assert markdown((("a", "b"), ("1", "2"))).splitlines() == ["| a | b |", "| --- | --- |", "| 1 | 2 |"]
 
 
 def test_the_picture_is_1200_pixels_wide(tmp_path: Path) -> None:

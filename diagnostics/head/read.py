@@ -145,7 +145,7 @@ def _read_mask(
 def read_head(
     capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus | None = None
 ) -> HeadInputs:
-    """Read q, k, v and dO of one query head (with its key head) of sequence ``batch``; ``census`` counts NaN and Inf."""
+    """Read q, k, v and dO of one query head (with its key head) of a sequence; ``census`` counts NaN and Inf."""
     census = census or NonFiniteCensus()
     kv_head = head // (capture.q_heads // capture.kv_heads)
     tensors: dict[str, Tensor | None] = {}
