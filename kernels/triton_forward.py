@@ -5,7 +5,8 @@
         m' = max(m, rowmax S)                              rounded to ``row_max``; softmax rule
         P_bar = exp(S - m')                                S - m' rounded to ``difference``
         l = exp(m - m') l + rowsum P_bar                   rounded to ``row_sum``
-        O_bar = exp(m - m') O_bar + cast(P_bar) V          rounded to ``accumulator``, P_bar V to ``range_pv``
+        O_bar = exp(m - m') O_bar + cast(P_bar) V          rounded to ``accumulator``, P_bar to ``probs`` (``as_operand``),
+                                                           P_bar V to ``range_pv``
     O = O_bar (1 / l), rounded once to ``out``;  L = m + ln l
 
 A range of one tile of keys is walked once, as production kernels do (``_walk_tiles``); a wider one twice, for its

@@ -1,6 +1,7 @@
 """A head's quantities, labels and tests: their names, how they are read from a diagnosis, and how they are written.
 
-Every report of a diagnosis takes its columns from these tables, and the page's script gets them as ``vocabulary``.
+Every report of a diagnosis takes its columns from these tables, and the page's script gets them as ``vocabulary``;
+which of them it shows, and in what order, is each report's own choice (``terminal._FIGURES``, ``html._COLUMNS``).
 """
 
 from __future__ import annotations
