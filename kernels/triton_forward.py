@@ -5,7 +5,7 @@
         m' = max(m, rowmax S)                              rounded to ``row_max``; softmax rule
         P_bar = exp(S - m')                                S - m' rounded to ``difference``
         l = exp(m - m') l + rowsum P_bar                   rounded to ``row_sum``
-        O_bar = exp(m - m') O_bar + cast(P_bar) V          rounded to ``accumulator``, P_bar to ``probs`` (``as_operand``),
+        O_bar = exp(m - m') O_bar + cast(P_bar) V          rounded to ``accumulator``, P_bar to ``probs``,
                                                            P_bar V to ``range_pv``
     O = O_bar (1 / l), rounded once to ``out``;  L = m + ln l
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.cli import main
-from attn_diag.reference import AttentionHead, Masking, reference_head
+from attn_diag.reference import AttentionHead, HeadReference, Masking, reference_head
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 
 
@@ -48,6 +48,22 @@ def test_they_are_what_the_commands_say() -> None:
     assert head.microscope is not None
     asked = attn_diag.microscope(capture, head.microscope.row, head.microscope.feature, device="cpu")
     assert replace(head.microscope, chosen="as asked") == asked
+
+
+def test_a_head_that_was_measured_is_not_streamed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[AttentionHead] = []
+
+    def counted(head: AttentionHead, *arguments: Any, **options: Any) -> HeadReference:
+        passes.append(head)
+        return reference_head(head, *arguments, **options)
+
+    monkeypatch.setattr("attn_diag.head.truth.reference_head", counted)
+    capture = stored("gpt2_step637_L2H6")
+    kept = detailed(inspect_captures([capture], device="cpu", details=1))
+    assert len(passes) == 1
+    monkeypatch.setattr("attn_diag.analyses.inspection.inspect._KEPT_BYTES", 0)
+    assert detailed(inspect_captures([capture], device="cpu", details=1)) == kept
+    assert len(passes) == 3, "beyond the memory granted it is"
 
 
 def truth_of_head(capture: attn_diag.Capture, head: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,18 +32,20 @@ from attn_diag.statistics.means import SignedErrors
 
 @dataclass
 class ObservedHead:
-    """What one kernel returned for one head: float64 tensors by name (o, lse, delta, dq) and their own formats.
-
-    ``recipe`` where it is known. ``want_keys``: dK or dV were captured too, so their predictions are wanted.
-    ``assumed_lse`` [Tq]: what the backward was fed where LSE was not captured but follows from the recipe.
-    """
+    """What one kernel returned for one head."""
 
     name: str
+    """The observation's."""
     outputs: dict[str, Tensor]
+    """o, lse, delta and dq in float64, as far as they are known."""
     formats: dict[str, FloatFormat]
+    """The formats in which ``outputs`` were stored."""
     recipe: Recipe | None = None
+    """The recipe that made it, where it is known."""
     want_keys: bool = False
+    """Whether dK or dV were captured too, so that their predictions are wanted."""
     assumed_lse: Tensor | None = None
+    """What the backward was fed, [Tq], where LSE was not captured but follows from the recipe."""
 
 
 @dataclass(frozen=True)

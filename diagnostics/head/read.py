@@ -47,18 +47,18 @@ class NonFiniteCensus:
 
 @dataclass
 class HeadInputs:
-    """One head of a capture in float64, non-finite values replaced by 0 and their rows marked.
-
-    ``unusable`` [Tq]: rows whose own q or dO is not finite; ``bad_keys``: indices of keys with a NaN or Inf
-    in k or v; ``bad_mask`` [Tq, Tk]: where an additive mask is NaN or +Inf, None for nowhere. ``input_format`` is
-    q's own.
-    """
+    """One head of a capture in float64, non-finite values replaced by 0 and their rows marked."""
 
     head: AttentionHead
+    """q, k, v and dO."""
     unusable: Tensor
+    """Rows whose own q or dO is not finite, bool [Tq]; ``mark_rows`` adds those that attend to such a key."""
     bad_keys: Tensor
+    """Indices of the keys with a NaN or Inf in k or v."""
     input_format: FloatFormat
+    """The format of q as stored."""
     bad_mask: Tensor | None = None
+    """Where an additive mask is NaN or +Inf, bool [Tq, Tk]; None for nowhere."""
 
     def mark_rows(self, block: RowBlock) -> None:
         """Mark the rows of ``block`` that attend to a bad key, or to any key by way of a bad mask."""
@@ -145,7 +145,7 @@ def _read_mask(
 def read_head(
     capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus | None = None
 ) -> HeadInputs:
-    """Read q, k, v and dO of one query head (with its key head) of a sequence; ``census`` counts NaN and Inf."""
+    """Read q, k, v and dO of one query head, its key head included; NaN and Inf are added to ``census``."""
     census = census or NonFiniteCensus()
     kv_head = head // (capture.q_heads // capture.kv_heads)
     tensors: dict[str, Tensor | None] = {}

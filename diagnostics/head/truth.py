@@ -212,23 +212,29 @@ class KeptTruths:
 
 @dataclass
 class VariantErrors:
-    """Signed errors (observed - reference) of one recipe on one head, over its usable rows.
+    """Signed errors (observed - reference) of one recipe on one head, over its n usable rows; float64.
 
-    By row, [n] float64: ``o`` sums O's errors, ``o_away`` those times the sign of O_ref, ``delta`` is delta's error,
-    ``dq`` sums dQ's errors and ``dq_square`` their squares. ``o_square`` sums O's squared errors. ``dw_q`` [D, C].
-    ``delta_cells`` [keys, Dv]: what O's errors contribute to delta's, by argmax key (``HeadTruth.clusters``) and
-    feature, where asked for. Backward ones are None without dO. ``finite``: every output is.
+    Those of the backward are None without dO.
     """
 
     o: Tensor
+    """The sum of O's errors in each row, [n]."""
     o_away: Tensor
+    """The same, each times the sign of O_ref: away from zero."""
     o_square: float
+    """The sum of O's squared errors."""
     finite: bool
+    """Whether every output is finite."""
     delta: Tensor | None = None
+    """delta's error, [n]."""
     delta_cells: Tensor | None = None
+    """What O's errors contribute to delta's by argmax key (``HeadTruth.clusters``) and feature, [keys, Dv]."""
     dq: Tensor | None = None
+    """The sum of dQ's errors in each row, [n]."""
     dq_square: Tensor | None = None
+    """The sum of their squares in each row, [n]."""
     dw_q: Tensor | None = None
+    """dW_Q's error, [D, C]."""
 
     def relative(self, truth: HeadTruth) -> dict[str, float]:
         """||error|| / ||reference|| of o, dq and dw_q, and "delta": rms(delta error / noise floor), the noise factor.
