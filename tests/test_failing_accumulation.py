@@ -258,5 +258,5 @@ def test_the_command_writes_what_the_page_shows(tmp_path: Path, monkeypatch: pyt
     assert f"arm A, seed 0, layer {LAYER}, head {found.head} ({found.chosen})" in section.paragraphs[0]
     assert "bias: no; size: no; coherence within steps: yes; coherence across steps: yes" in section.paragraphs[0]
     assert [line[0] for line in section.table[1:]] == list(accumulation.TESTS)
-    with pytest.raises(ValueError, match="Field required"):
+    with pytest.raises(InputError, match="Field required"):
         Accumulation.from_json(json.dumps({"layer": 1}))

@@ -129,9 +129,9 @@ def test_a_public_class_name_means_one_thing() -> None:
 
 
 def test_modules_stay_small() -> None:
-    lengths = sorted(len(file.read_text().splitlines()) for file in modules().values() if file.name != "__init__.py")
-    assert lengths[len(lengths) // 2] <= 150
+    lengths = sorted(len(file.read_text().splitlines()) for file in modules().values())
     assert lengths[len(lengths) * 9 // 10] <= 400
+    assert lengths[-1] <= 450
 
 
 def test_the_rules_of_the_rooms_can_fail() -> None:

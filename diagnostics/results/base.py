@@ -120,9 +120,9 @@ class Result:
         yield from self.renderables()
 
 
-def schema_name(cls: type) -> str:
-    """The kind of document that a result's class writes, such as "attn-diag-probe"."""
-    return str(next(f.default for f in fields(cls) if f.name == "schema"))
+def schema_name(cls: type) -> str | None:
+    """The kind of document that a result's class writes, such as "attn-diag-probe"; None where it names none."""
+    return next((str(f.default) for f in fields(cls) if f.name == "schema"), None)
 
 
 def schema_versions(cls: type) -> tuple[int, ...]:
@@ -142,32 +142,30 @@ def _renderers() -> Any:
 
 def _refusal(cls: type[Result], text: str | bytes, error: ValidationError) -> str:
     """Why ``text`` is no document that ``cls`` reads: not JSON, something else, another version, or broken."""
-    expected, versions = schema_name(cls), schema_versions(cls)
+    expected = f"a document with schema {schema_name(cls)!r}" if schema_name(cls) else f"the JSON of {cls.__name__}"
     name_it = f"name what {cls.made_by} wrote"
     try:
         document = from_json(text)
     except ValueError as reason:
-        got = f"text that is not JSON, or is cut off ({reason})"
-        return f"expected a document (JSON) with schema {expected!r}, got {got}; {name_it}"
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != expected:
-        got = f"schema {str(schema)[:60]!r}" if schema is not None else "no schema"
-        got = got if isinstance(document, dict) else f"a JSON {type(document).__name__}"
-        other = isinstance(schema, str) and schema.startswith("attn-diag-")
-        why = ", the result of another command" if other else ""
-        return f"expected a document with schema {expected!r}, got {got}{why}; {name_it}"
-    version = document.get("schema_version")
-    if type(version) is not int or version not in versions:
-        known = " or ".join(map(str, versions))
-        return (
-            f"expected schema_version {known}, got {repr(version)[:60]}: this attn-diag does not know it; upgrade "
-            "attn-diag to the one that wrote it (or a newer one), or make it again"
-        )
+        return f"expected {expected}, got text that is not JSON, or is cut off ({reason}); {name_it}"
+    if schema_name(cls):
+        schema = document.get("schema") if isinstance(document, dict) else None
+        if schema != schema_name(cls):
+            got = f"schema {str(schema)[:60]!r}" if schema is not None else "no schema"
+            got = got if isinstance(document, dict) else f"a JSON {type(document).__name__}"
+            other = isinstance(schema, str) and schema.startswith("attn-diag-")
+            return f"expected {expected}, got {got}{', the result of another command' * other}; {name_it}"
+        version, versions = document.get("schema_version"), schema_versions(cls)
+        if type(version) is not int or version not in versions:
+            return (
+                f"expected schema_version {' or '.join(map(str, versions))}, got {repr(version)[:60]}: this attn-diag "
+                "does not know it; upgrade attn-diag to the one that wrote it (or a newer one), or make it again"
+            )
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
     return (
-        f"expected a document with schema {expected!r} as attn-diag writes it, got one with {error.error_count()} "
-        f"wrong or missing fields, the first at {place}: {first['msg']}; it is damaged or was edited: make it again"
+        f"expected {expected} as attn-diag writes it, got one with {error.error_count()} wrong or missing fields, the "
+        f"first at {place}: {first['msg']}; it is damaged or was edited: make it again"
     )
 
 

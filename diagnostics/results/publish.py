@@ -20,7 +20,7 @@ def kinds() -> dict[str, type[Result]]:
     for module in pkgutil.iter_modules(room.__path__):
         import_module(f"{room.__name__}.{module.name}")
     ours = [c for c in Result.__subclasses__() if c.__module__.startswith(room.__name__)]
-    return {f"{schema_name(c).removeprefix('attn-diag-')}-{schema_versions(c)[-1]}": c for c in ours}
+    return {f"{str(schema_name(c)).removeprefix('attn-diag-')}-{schema_versions(c)[-1]}": c for c in ours}
 
 
 def schema_text(cls: type[Result]) -> str:
