@@ -36,9 +36,10 @@ def diff(
     device: Device = "auto",
 ) -> int:
     """Say what became biased from A to B, what was cured, and what grew or shrank, beyond chance."""
-    from attn_diag.analyses.comparison.diff import as_diagnosis, compare, require_level
+    from attn_diag.analyses.comparison.diff import as_diagnosis, compare
     from attn_diag.analyses.comparison.matching import only
     from attn_diag.results.comparison import Outcome
+    from attn_diag.statistics.means import require_level
 
     wanted = labels(fail_on, (*get_args(Outcome), _UNMATCHED))
     require_level(level)

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import BiasEstimate, Drift
 
 Array = npt.NDArray[np.float64]
@@ -276,6 +277,12 @@ def _detectable(df: Array, error_df: Array, level: float) -> Array:
     v = 1 - k2
     a = k2 - z2 * v
     return np.asarray((t * k2 + np.sqrt((t * k2) ** 2 - a * (t**2 * k2 - z2 * (1 + t**2 * v)))) / a)
+
+
+def require_level(level: float) -> None:
+    """Raise InputError unless ``level`` is a significance level."""
+    if not 0 < level < 1:
+        raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
 
 
 def adjust(p_values: Sequence[float]) -> list[float]:

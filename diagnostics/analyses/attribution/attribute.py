@@ -21,7 +21,7 @@ from attn_diag.head.truth import observed_sizes
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.results.attribution import Attribution, HeadAttribution, MeanError, RowKind, SiteAttribution
 from attn_diag.results.wording import SYMBOLS, percent
-from attn_diag.statistics.means import MIN_EFFECTIVE
+from attn_diag.statistics.means import MIN_EFFECTIVE, require_level
 from attn_diag.work import Progress, part_of
 
 # A row with less than this part of P outside its top key is called near one-hot.
@@ -46,8 +46,7 @@ def attribute(
 
     Raises InputError for what does not exist, for inputs no recipe covers, and where O contradicts the metadata.
     """
-    if not 0 < level < 1:
-        raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    require_level(level)
     where = pick_device(device)
     wanted = selection or Selection()
     name = observation_with_o(capture, wanted.observation)

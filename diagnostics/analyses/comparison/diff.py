@@ -16,7 +16,7 @@ from attn_diag.errors import InputError
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, MeanOutcome, Outcome, Side, SizeChange
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis
 from attn_diag.results.wording import plural
-from attn_diag.statistics.means import PRIMARY, adjust
+from attn_diag.statistics.means import PRIMARY, adjust, require_level
 from attn_diag.statistics.sizes import Sizes, bonferroni_tail, same, size_changes
 from attn_diag.statistics.welch import estimated, welch
 
@@ -45,12 +45,6 @@ def diff(
     require_level(level)
     first, second = (as_diagnosis(side, level=level, device=device, progress=progress) for side in (a, b))
     return compare(first, second, level=level, sources=(source_of(a), source_of(b)))
-
-
-def require_level(level: float) -> None:
-    """Raise InputError unless ``level`` is a significance level."""
-    if not 0 < level < 1:
-        raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
 
 
 def as_diagnosis(

@@ -37,6 +37,7 @@ from attn_diag.results.diagnosis import (
     ObservationDiagnosis,
 )
 from attn_diag.results.microscope import Microscope
+from attn_diag.statistics.means import require_level
 from attn_diag.work import Progress
 
 if TYPE_CHECKING:
@@ -146,8 +147,7 @@ def inspect_captures(
     Raises InputError for unknown recipes, a level or number of details out of range, rows or a precision that cannot
     be certified and, without ``skip`` or where no capture is left, for what it would skip.
     """
-    if not 0 < level < 1:
-        raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    require_level(level)
     if details < 0:
         raise InputError(f"details must be how many heads to look at closely, 0 or more; got {details}")
     runner = require_known(engine, recipes)

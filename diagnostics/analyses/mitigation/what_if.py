@@ -49,7 +49,7 @@ from attn_diag.reference import round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors, WhatIf
 from attn_diag.results.wording import percent
-from attn_diag.statistics.means import SignedErrors, estimate_bias
+from attn_diag.statistics.means import SignedErrors, estimate_bias, require_level
 from attn_diag.work import Progress, map_in_order
 
 # Largest scaled scores that QK-clip is tried for; 100 is Kimi K2's (arXiv 2507.20534).
@@ -380,8 +380,7 @@ def _select(wanted: list[WhatIfPlan], clips: list[float], only: Sequence[str]) -
 
 
 def _check_options(betas: Sequence[float], seeds: int, level: float) -> None:
-    if not 0 < level < 1:
-        raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    require_level(level)
     if any(not 1 < beta < math.inf for beta in betas):
         raise InputError(f"beta must be a finite number above 1, got {', '.join(map(str, betas))}; 2 to 8 is published")
     if seeds < 0:

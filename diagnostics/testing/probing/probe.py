@@ -16,7 +16,7 @@ from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import Recipe
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, ulp
 from attn_diag.results.probe import Label, LseTest, ProbeAssumptions, ProbeFinding, ProbeReport, SignedTest
-from attn_diag.statistics.means import adjust
+from attn_diag.statistics.means import adjust, require_level
 from attn_diag.statistics.welch import confidence
 from attn_diag.testing.probing import inputs, verdict
 from attn_diag.testing.probing.catalogue import Pair, Probe, choose
@@ -277,8 +277,7 @@ def _checked(dtype: torch.dtype, shape: Sequence[int], level: float, chosen: lis
     for (what, least), got in zip(_SMALLEST.items(), shape[2:], strict=True):
         if got < least:
             raise InputError(f"the {what} must be at least {least}, got {got}")
-    if not 0 < level < 1:
-        raise InputError(f"level must lie between 0 and 1, got {level}")
+    require_level(level)
     if dtype != torch.float32:
         return chosen
     left = [item for item in chosen if not item.name.startswith("normaliser")]

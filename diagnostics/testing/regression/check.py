@@ -18,7 +18,7 @@ from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
 from attn_diag.results.check import CheckedCase, CheckReport, Failure
-from attn_diag.statistics.means import MIN_SEQUENCES
+from attn_diag.statistics.means import MIN_SEQUENCES, require_level
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge, suspects
 from attn_diag.testing.regression.baseline import device_words, nearest, read, refuse_to_overwrite, store, versions
@@ -110,8 +110,7 @@ def check(
     Raises:
         InputError: Something cannot be run or compared at all. What the kernel does wrong is a failure in the report.
     """
-    if not 0 < level < 1:
-        raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    require_level(level)
     if (save or update) and baseline is None:
         raise InputError("save and update need the baseline file to write to")
     if save and update:

@@ -18,6 +18,7 @@ from attn_diag.analyses.inspection.inspect import DEFAULT_LEVEL, inspect_capture
 from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import Diagnosis, Label, severity
+from attn_diag.statistics.means import require_level
 from attn_diag.watching.debugging.finding import Conditions, Finding
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.live.watch import UNSEEN, Watch, require_container
@@ -300,8 +301,7 @@ def break_if(
     conditions = Conditions(labels, nonfinite, max_logit, predicate)
     if not conditions.any:
         raise InputError(f"nothing to break on: give {', '.join(flags)}, nonfinite, max_logit or predicate")
-    if not 0 < level < 1:
-        raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
+    require_level(level)
     if every < 1:
         raise InputError(f"every must be 1 (each step) or more, got {every}")
     if max_logit is not None and max_logit != max_logit:
