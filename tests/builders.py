@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import attn_diag
+from attn_diag.head.assumptions import check_assumptions
 
 T = TypeVar("T")
 CAPTURES = Path(__file__).parent / "captures"
@@ -42,6 +43,13 @@ def rounded_inputs(heads: int = 2, rows: int = 24, *, seed: int = 0, causal: boo
     generator = torch.Generator().manual_seed(seed)
     found = {n: torch.randn(1, heads, rows, 16, generator=generator).bfloat16() for n in ("q", "k", "v", "do")}
     return found | {"o": true_o(found["q"], found["k"], found["v"], causal=causal).bfloat16()}
+
+
+def holds(capture: attn_diag.Capture, device: str = "cpu") -> bool | None:
+    """Whether ``inspect`` finds O and LSE to be what the metadata say; what it says is shown where a test fails."""
+    checked = check_assumptions(capture, list(capture.observations), torch.device(device))
+    print(checked.message)
+    return checked.ok
 
 
 def some(value: T | None) -> T:

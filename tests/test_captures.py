@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from builders import some
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -85,13 +86,18 @@ def test_saved_and_loaded_is_identical(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["capture.safetensors"]
 
 
-def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), SafetensorError("Error: IoError(No space left on device)")],
+    ids=lambda error: type(error).__name__,
+)
+def test_failed_save_leaves_nothing(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(_tensors: object, path: str, _metadata: object) -> None:
         Path(path).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr("attn_diag.captures.capture.save_file", full_disk)
-    with pytest.raises(InputError, match="No space left"):
+    with pytest.raises(InputError, match=r"cannot write .*No space left on device"):
         Capture(full()).save(tmp_path / "capture.safetensors")
     assert not list(tmp_path.iterdir())
     with pytest.raises(InputError, match="choose a folder that exists"):

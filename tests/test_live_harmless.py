@@ -19,19 +19,22 @@ from tiny_models import (
     LENGTH,
     TRANSFORMERS,
     Tiny,
+    hooks_of,
     nano_gpt,
     next_token_loss,
     same,
+    steps,
     tokens,
     train,
     transformer_encoder,
+    transformers_model,
+    written,
 )
-from tiny_models import transformers_model as transformers_tiny
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attn_diag
-from attn_diag.watching.live import intercept, recorder
+from attn_diag.watching.live import intercept, linear_layers, pending, recorder, watch
 
 KINDS: dict[str, Callable[[], Tiny]] = {
     "nano_gpt": nano_gpt,
@@ -76,15 +79,6 @@ def traces() -> list[str]:
     return found
 
 
-def hooks_of(model: nn.Module) -> list[str]:
-    return [
-        f"{name}.{key}"
-        for name, part in model.named_modules()
-        for key, value in vars(part).items()
-        if "hooks" in key and value
-    ]
-
-
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     yield
@@ -124,7 +118,7 @@ def test_bits_stay(kind: str, autocast: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "how"), _HUGGING_FACE, ids=["-".join(case) for case in _HUGGING_FACE])
 def test_bits_stay_in_transformers(kind: str, how: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    check_same(lambda: transformers_tiny(kind, how), tmp_path, autocast=True)
+    check_same(lambda: transformers_model(kind, how), tmp_path, autocast=True)
 
 
 def test_a_changed_bit_is_seen() -> None:
@@ -171,8 +165,6 @@ def test_nothing_stays_after_an_exception(where: str, error: type[BaseException]
 
 @pytest.mark.parametrize("part", ["Watch", "_prepare", "Projections", "install"])
 def test_nothing_stays_where_it_cannot_start(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_diag.watching.live import watch
-
     def fail(*_: object) -> None:
         raise _StopError
 
@@ -188,25 +180,17 @@ def test_nothing_stays_where_it_cannot_start(part: str, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("order", ["nested", "crossed"])
 def test_two_at_once(order: str, tmp_path: Path) -> None:
     tiny = nano_gpt()
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
     every = attn_diag.capture(tiny.model, tmp_path / "every", batch=None).start()
-    step(tiny, optimizer)
+    steps(tiny)
     second = attn_diag.capture(tiny.model, tmp_path / "second", layers={1}).start()
-    step(tiny, optimizer)
-    (second if order == "nested" else every).close()
-    step(tiny, optimizer)
-    (every if order == "nested" else second).close()
-    step(tiny, optimizer)
+    steps(tiny)
+    for recording in (second, every) if order == "nested" else (every, second):
+        recording.close()
+        steps(tiny)
     assert [len(every.written), len(second.written)] == ([6, 1] if order == "nested" else [4, 2])
     mine, theirs = (attn_diag.load(folder.written[-1]) for folder in (every, second))
     assert mine.metadata.extra["run"] != theirs.metadata.extra["run"]
     assert not hooks_of(tiny.model)
-
-
-def step(tiny: Tiny, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    torch.autograd.backward(tiny.loss(tiny.model))
-    optimizer.step()
 
 
 def test_shapes_dtype_and_device_change_between_steps(tmp_path: Path) -> None:
@@ -221,47 +205,30 @@ def test_shapes_dtype_and_device_change_between_steps(tmp_path: Path) -> None:
             optimizer.step()
         model.to("meta")
         model(tokens().to("meta"))
-    captures = [attn_diag.load(path) for path in sorted(recording.written)]
-    found = [(c.q_length, c.batch, c.tensors["q"].dtype) for c in captures[:4]]
+    found = [(c.q_length, c.batch, c.tensors["q"].dtype) for c in written(recording)[:4]]
     single, double = torch.float32, torch.float64
     assert found == [(20, 2, single), (13, 1, single), (1, 2, single), (17, 1, double)]
     assert not hooks_of(model)
 
 
-BROKEN = ["wants", "wants_step", "forward", "backward", "step_ended"]
+LISTENERS = [(recorder.Recorder, name) for name in ("wants", "wants_step", "forward", "backward", "step_ended")]
+HOOKS = [(linear_layers.Projections, "find"), (pending.Pending, "_from_node"), (linear_layers, "_Seen")]
 
 
-@pytest.mark.parametrize("callback", BROKEN)
-def test_a_listener_that_raises_is_only_logged(
-    callback: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("broken", [*([one] for one in LISTENERS), HOOKS], ids=lambda b: " ".join(n for _, n in b))
+def test_what_raises_of_ours_is_only_logged(
+    broken: list[tuple[Any, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone = train(nano_gpt(), contextlib.nullcontext())
 
     def fail(*_: object) -> None:
         raise RuntimeError("ours, not theirs")
 
-    monkeypatch.setattr(recorder.Recorder, callback, fail)
+    for owner, name in broken:
+        monkeypatch.setattr(owner, name, fail)
     tiny = nano_gpt()
     assert same(alone, train(tiny, attn_diag.capture(tiny.model, tmp_path)))
-    assert 1 <= caplog.text.count("ours, not theirs") <= 2
-
-
-def test_hooks_that_raise_are_only_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from attn_diag.watching.live import linear_layers, pending
-
-    alone = train(nano_gpt(), contextlib.nullcontext())
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("ours, not theirs")
-
-    monkeypatch.setattr(linear_layers.Projections, "find", fail)
-    monkeypatch.setattr(pending.Pending, "_from_node", fail)
-    monkeypatch.setattr(linear_layers, "_Seen", fail)
-    tiny = nano_gpt()
-    assert same(alone, train(tiny, attn_diag.capture(tiny.model, tmp_path)))
-    assert "ours, not theirs" in caplog.text
+    assert 1 <= caplog.text.count("ours, not theirs") <= 2 * len(broken)
 
 
 def test_warnings_as_errors_do_not_stop_training(tmp_path: Path, programs: Programs) -> None:
@@ -317,13 +284,12 @@ def test_a_compiled_function_around_a_model(tmp_path: Path, caplog: pytest.LogCa
 def test_nothing_is_kept_alive(tmp_path: Path) -> None:
     """Neither by what was not chosen, nor by a step that is over, nor by a look at a loop's variables."""
     tiny = nano_gpt()
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
     seen: list[weakref.ref[Tensor]] = []
-    tiny.model.get_submodule("h.0.attn").register_forward_hook(lambda *given: seen.append(weakref.ref(given[2])))
-    tiny.model.get_submodule("head").register_forward_hook(lambda *given: seen.append(weakref.ref(given[2])))
+    for name in ("h.0.attn", "head"):
+        tiny.model.get_submodule(name).register_forward_hook(lambda *given: seen.append(weakref.ref(given[2])))
     with attn_diag.capture(tiny.model, tmp_path, steps={0, 1}):
         for _ in range(3):
-            step(tiny, optimizer)
+            steps(tiny)
             gc.collect()
             assert not [ref for ref in seen if ref() is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -11,38 +12,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import nano_gpt, next_token_loss, tokens
+from tiny_models import hooks_of, nano_gpt, next_token_loss, tokens
 from torch import Tensor, nn
+from torch.autograd import backward
 
 import attn_diag
 from attn_diag.errors import InputError
 from attn_diag.watching.live import intercept
 
 
-def hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
-def backward(loss: Tensor) -> None:
-    torch.autograd.backward(loss)
-
-
 def test_a_copy_or_pickle_of_the_model_has_nothing_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, ids = nano_gpt().model, tokens()
     with attn_diag.capture(model, tmp_path), attn_diag.Monitor(model, every=1):
-        assert hooks(model) > 0
+        assert hooks_of(model)
         twin = copy.deepcopy(model)
         buffer = io.BytesIO()
         torch.save(model, buffer)
         assert torch.equal(twin(ids), model(ids))
-    assert hooks(model) == 0
-    for other in (
-        twin,
-        pickle.loads(pickle.dumps(twin)),
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=False),
-    ):
+    assert not hooks_of(model)
+    buffer.seek(0)
+    for other in (twin, pickle.loads(pickle.dumps(twin)), torch.load(buffer, weights_only=False)):
         assert torch.equal(other(ids), model(ids))
-    assert caplog.text.count("not recorded") == 0
+    assert "not recorded" not in caplog.text
 
 
 def test_another_models_optimizer_ends_no_step_of_ours(tmp_path: Path) -> None:
@@ -72,20 +63,15 @@ def test_checkpointing_keeps_its_memory(tmp_path: Path) -> None:
         gc.collect()
         before = {id(o) for o in gc.get_objects() if type(o) is Tensor}
         folder = tmp_path / f"{checkpointing} {watched}"
-        if watched:
-            with attn_diag.capture(model, folder, heads=[0]), attn_diag.Monitor(model, every=1, rows=8):
-                loss = next_token_loss(model, ids)
-                storages = alive(before)
-                backward(loss)
-        else:
+        with contextlib.ExitStack() as watching:
+            if watched:
+                watching.enter_context(attn_diag.capture(model, folder, heads=[0]))
+                watching.enter_context(attn_diag.Monitor(model, every=1, rows=8))
             loss = next_token_loss(model, ids)
-            storages = alive(before)
-        return sum(storages.values())
-
-    def alive(before: set[int]) -> dict[int, int]:
-        gc.collect()
-        new = [o for o in gc.get_objects() if type(o) is Tensor and id(o) not in before]
-        return {o.untyped_storage().data_ptr(): o.untyped_storage().nbytes() for o in new}
+            gc.collect()
+            new = [o.untyped_storage() for o in gc.get_objects() if type(o) is Tensor and id(o) not in before]
+            backward(loss)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in new}.values())
 
     plain, watched, without = held(False, False), held(False, True), held(None, True)
     # Of one of 32 sequences a copy is kept; without checkpointing the graph keeps all of them.
