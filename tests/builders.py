@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.head.assumptions import check_assumptions
+from attn_diag.results.diagnosis import HeadDiagnosis
 
 T = TypeVar("T")
 CAPTURES = Path(__file__).parent / "captures"
@@ -43,6 +45,18 @@ def rounded_inputs(heads: int = 2, rows: int = 24, *, seed: int = 0, causal: boo
     generator = torch.Generator().manual_seed(seed)
     found = {n: torch.randn(1, heads, rows, 16, generator=generator).bfloat16() for n in ("q", "k", "v", "do")}
     return found | {"o": true_o(found["q"], found["k"], found["v"], causal=causal).bfloat16()}
+
+
+def with_heads(diagnosis: attn_diag.Diagnosis, change: Callable[[HeadDiagnosis], HeadDiagnosis]) -> attn_diag.Diagnosis:
+    """The diagnosis with every entry of a head changed, those of all heads together left as they are."""
+    captures = []
+    for capture in diagnosis.captures:
+        made = (
+            replace(o, heads=tuple(change(h) if h.head is not None else h for h in o.heads))
+            for o in capture.observations
+        )
+        captures.append(replace(capture, observations=tuple(made)))
+    return replace(diagnosis, captures=tuple(captures))
 
 
 def holds(capture: attn_diag.Capture, device: str = "cpu") -> bool | None:

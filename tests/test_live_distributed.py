@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders import holds
 from command_line import Programs
 
 import attn_diag
-from attn_diag.head.assumptions import check_assumptions
 from attn_diag.watching.monitoring.record import read_log
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -37,7 +37,7 @@ def test_ranks(how: str, folder: Path) -> None:
         assert {"do", "dq", "dk", "dv", "x", "dq_pre", "lse"} <= capture.tensors.keys()
         assert ("w_q" in capture.tensors) == (how != "fsdp_finely")
         assert ("sharded" in str(capture.metadata.notes)) == (how == "fsdp_finely")
-        assert check_assumptions(capture, ["observed"], torch.device("cpu")).ok
+        assert holds(capture)
     # Each rank has its own batch.
     assert not torch.equal(captures[0].tensors["q"][...], captures[1].tensors["q"][...])
     # One rank may capture alone: nobody waits for the others.
