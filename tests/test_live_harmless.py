@@ -235,14 +235,11 @@ def test_warnings_as_errors_do_not_stop_training(tmp_path: Path, programs: Progr
     script = """
 import sys, warnings
 warnings.simplefilter("error")
-import torch, attn_diag
-from tiny_models import nano_gpt, transformer_encoder
+import attn_diag
+from tiny_models import nano_gpt, steps, transformer_encoder
 for number, tiny in enumerate((nano_gpt(), nano_gpt(False), transformer_encoder())):
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
     with attn_diag.capture(tiny.model, f"{sys.argv[1]}/{number}", max_bytes=10_000) as recorder:
-        for _ in range(2):
-            tiny.loss(tiny.model).backward()
-            optimizer.step()
+        steps(tiny, 2)
     assert recorder.dropped, "nothing to be warned of"
 print("trained")
 """
