@@ -252,7 +252,7 @@ def test_break_if_stops_in_the_users_frame(at_prompt: Callable[..., str]) -> Non
     )
     opened, variables, finding, _, end = [output.split("(Pdb) ")[0], *answers(output)]
     assert not too_much("\n".join(opened.splitlines()[:-3])), "pdb adds three lines"
-    assert "-> y = functional.scaled_dot_product_attention(q, k, v" in opened
+    assert "-> result: Tensor = self.c_proj(y" in opened, "the line after the call"
     assert variables == "(32, torch.Size([2, 4, 20, 8]))"
     assert finding.startswith("<Finding: max_logit: ")
     assert end == "trained\nNone"

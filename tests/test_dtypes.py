@@ -99,14 +99,6 @@ def test_the_fix_leaves_nothing_to_find(model: TimeMix, dtype: torch.dtype) -> N
     assert found.summary == ("q, k and v share one dtype in each of 2 attention calls.",)
 
 
-def test_repeated_calls_are_counted(model: TimeMix) -> None:
-    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
-        for _ in range(3):
-            F.scaled_dot_product_attention(*model(torch.randn(2, 8, 64)))
-    assert [e.count for e in trace.findings] == [3]
-    assert [c.count for c in trace.result().calls] == [3]
-
-
 # Other ways in which q, k and v come to differ. Each changes them and says: severity, kind, operation, what it reaches.
 
 Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -196,7 +188,8 @@ def test_what_mixes_q_k_and_v(change: Change) -> None:
     with torch.autocast("cpu", BF16), trace_dtypes() as trace:
         q, k, v = (x.to(BF16) for x in change(q, k, v))
         F.scaled_dot_product_attention(q, k, v)
-    assert trace.result().labels <= {"elsewhere"}
+    # Promoted all the same, where nothing was asked for, it reaches nothing.
+    assert trace.result().labels == ({"elsewhere"} if kind == "widened" else set())
 
 
 def test_a_cache_in_another_dtype_that_is_written_in_place() -> None:
@@ -243,13 +236,6 @@ def test_residuals_are_told_from_what_reaches_attention(model: TimeMix) -> None:
         ("Tensor.addcmul", "mixed", ("k",)),
         ("Tensor.add", "elsewhere", ()),
     ]
-
-
-def test_what_is_cast_back_reaches_nothing() -> None:
-    q, k, v = halves()
-    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
-        F.scaled_dot_product_attention((q * torch.ones(16)).to(BF16), k, v)
-    assert [(e.severity, e.count) for e in trace.findings] == [("elsewhere", 1)]
 
 
 # What is no finding.
@@ -667,10 +653,12 @@ def test_compiled_modules_are_named(model: TimeMix) -> None:
     assert [e.operation for e in trace.findings] == ["Tensor.addcmul"]
 
 
-def test_json_round_trip(model: TimeMix) -> None:
+def test_repeated_calls_are_counted_and_read_back(model: TimeMix) -> None:
     with torch.autocast("cpu", BF16), trace_dtypes() as trace:
-        F.scaled_dot_product_attention(*model(torch.randn(2, 8, 64)))
+        for _ in range(3):
+            F.scaled_dot_product_attention(*model(torch.randn(2, 8, 64)))
     found = trace.result()
+    assert [e.count for e in found.findings] == [c.count for c in found.calls] == [3]
     assert DtypeDrift.from_json(found.to_json()) == found
     assert "addcmul" in trace._repr_html_()
     assert "0 operations" in repr(DtypeTrace())
