@@ -58,10 +58,10 @@ def test_growth_like_the_known_failure_is_found_150_steps_ahead(every: int, nois
         assert 250 < found[0].step <= 450
 
 
-def test_healthy_runs_stay_silent() -> None:
-    for seed in range(3):
-        steps, values = run(seed, 25, 2500, failing=False, lossy=False)
-        assert replay(checks(steps, **values)) == ()
+@pytest.mark.parametrize("seed", range(3))
+def test_healthy_runs_stay_silent(seed: int) -> None:
+    steps, values = run(seed, 25, 2500, failing=False, lossy=False)
+    assert replay(checks(steps, **values)) == ()
 
 
 @pytest.mark.parametrize("missing", ["growth", "witness", "level", None])

@@ -650,8 +650,9 @@ def test_a_pickle_that_would_run_code(kind: str, tmp_path: Path) -> None:
         path = flashinfer_dump(dump, "single_prefill_with_kv_cache", inputs(), {}, None) / "inputs.pt"
         torch.save({"arg_0": bomb}, path)
     elif kind == "sglang":
-        SglangDumper(dump).dump("q", bomb)
-        (path,) = dump.rglob("*.pt")
+        SglangDumper(dump, 2025).dump_heads(**named(inputs(), "q", "k", "v"))
+        (path,) = dump.rglob("*name=q___*")
+        torch.save(bomb, path)
     else:
         path = dump = tmp_path / "dump.pt"
         torch.save({**named(inputs(), "q", "k", "v"), "boom": bomb}, path)

@@ -273,31 +273,31 @@ def test_flex_attention(options: str, tmp_path: Path, caplog: pytest.LogCaptureF
         assert ("mask" in only(recorder).tensors) == (options != "plain")
 
 
+def textbook(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """O [B, T, H, D] and LSE [B, H, T] of tensors [B, T, H, D]."""
+    scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
 class _Flash(torch.autograd.Function):
-    """Attention in flash_attn's way: [B, T, H, D], and the LSE kept for the backward."""
+    """Attention in flash_attn's way: one node, and the LSE kept for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
-        if causal:
-            keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
-            scores = scores.masked_fill(~keep, -math.inf)
-        lse = scores.logsumexp(-1)
-        o = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), v)
-        ctx.save_for_backward(q, k, v, o, lse, scores)
-        ctx.scale = scale
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        o, lse = textbook(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = options
         ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, scores = ctx.saved_tensors
-        probs = (scores - lse[..., None]).exp()
-        dp = torch.einsum("bqhd,bkhd->bhqk", do, v)
-        ds = probs * (dp - (do * o).sum(-1).transpose(1, 2)[..., None])
-        dq = ctx.scale * torch.einsum("bhqk,bkhd->bqhd", ds, k)
-        dk = ctx.scale * torch.einsum("bhqk,bqhd->bkhd", ds, q)
-        return dq, dk, torch.einsum("bhqk,bqhd->bkhd", probs, do), None, None
+        given = [t.detach().requires_grad_() for t in ctx.saved_tensors[:3]]
+        with torch.enable_grad():
+            o, _ = textbook(*given, *ctx.options)
+        return *torch.autograd.grad(o, given, do), None, None
 
 
 def flash_attn_func(

@@ -322,21 +322,14 @@ def test_the_ring_keeps_within_its_bytes(tmp_path: Path) -> None:
     assert small.dropped
 
 
-WRONG = {
-    "steps, a text": {"steps": "all"},
-    "steps, one": {"steps": 500},
-    "layers, one": {"layers": 2},
-    "calls, one": {"calls": 0},
-    "heads below 0": {"heads": [-1]},
-    "heads, one": {"heads": 1},
-    "batch below 0": {"batch": {-2}},
-    "batch, none": {"batch": []},
-    "ring below 0": {"ring": -1},
-    "no bytes": {"max_bytes": 0},
-}
-
-
-@pytest.mark.parametrize("options", WRONG.values(), ids=list(WRONG))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": "all"}, {"steps": 500}, {"layers": 2}, {"calls": 0}, {"heads": [-1]}, {"heads": 1}, {"batch": {-2}},
+        {"batch": []}, {"ring": -1}, {"max_bytes": 0},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_choices_that_cannot_be_are_refused_before_the_run(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
         attn_diag.capture(nano_gpt().model, tmp_path, **options)
