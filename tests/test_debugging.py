@@ -585,7 +585,7 @@ def test_calls_without_a_verdict_are_said_once(run: Run, caplog: pytest.LogCaptu
             run.step()
     said = [r.message for r in caplog.records]
     assert len(said) == 1
-    assert "a call of 0 is not judged: attention dropout 0.5 is on" in said[0]
+    assert "a call of h.0.attn is not judged: attention dropout 0.5 is on" in said[0]
 
 
 def test_a_kernel_of_another_function_gets_no_verdict(
