@@ -469,7 +469,7 @@ def test_big_endian_arrays_hold_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["tensor", "list", "metadata"])
 def test_unsupported_features_are_refused_by_name(name: str, how: str, tmp_path: Path) -> None:
     path = tmp_path / "capture.pt"
-    choices = {"tensor": {name: torch.ones(2)}, "list": {name: [0, 5]}, "metadata": {"metadata": {name: "0.1"}}}
-    torch.save({**inputs(), **choices[how]}, path)
+    extra: Any = {"tensor": {name: torch.ones(2)}, "list": {name: [0, 5]}, "metadata": {"metadata": {name: "0.1"}}}
+    torch.save({**inputs(), **extra[how]}, path)
     with pytest.raises(InputError, match=f"'{name}': .* not supported: "):
         load(path)

@@ -337,10 +337,8 @@ class SglangDumper:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(content, folder / ("___".join(f"{k}={v}" for k, v in tags.items()) + ".pt"))
 
-    def dump_heads(self, together: bool = False, **tensors_and_tags: Any) -> None:
+    def dump_heads(self, tensors: dict[str, Tensor], *, together: bool = False, **tags: Any) -> None:
         """Tensors [1, H, T, D] as [T, H, D], or [T, H * D] with heads and features ``together``."""
-        tensors = {name: t for name, t in tensors_and_tags.items() if isinstance(t, Tensor)}
-        tags = {name: t for name, t in tensors_and_tags.items() if not isinstance(t, Tensor)}
         for name, first in zip(tensors, tokens_first(*tensors.values()), strict=True):
             self.dump(name, first.flatten(1) if together else first, **tags)
 
@@ -354,10 +352,10 @@ def test_sglang_layers_steps_and_ranks(tmp_path: Path, version: int) -> None:
                 q, k, v = inputs(rows=20 + step + 2 * rank + 4 * layer, keys=20 + step + 2 * rank + 4 * layer)
                 o, _ = attention(q, k, v, "top-left")
                 expected[step, rank, layer] = o
-                tags = {"step": step, "rank": rank, "layer_id": layer}
-                dumper.dump_heads(attn_q=q, attn_k=k, attn_v=v, **tags)
+                tags: dict[str, Any] = {"step": step, "rank": rank, "layer_id": layer}
+                dumper.dump_heads({"attn_q": q, "attn_k": k, "attn_v": v}, **tags)
                 # RadixAttention's output has heads and features together.
-                dumper.dump_heads(together=True, attn_output=o, **tags)
+                dumper.dump_heads({"attn_output": o}, together=True, **tags)
                 dumper.dump("mlp_output", torch.randn(5, 5), **tags)
     dumper.dump("input_ids", torch.arange(9), step=3)  # a forward pass without attention is passed over
     written = convert(tmp_path / "d", tmp_path / "c")
@@ -384,7 +382,7 @@ def test_sglang_hooks_on_a_whole_model(tmp_path: Path) -> None:
     name = "non_intrusive__model.layers.3.self_attn"
     dumper.dump(f"{name}.qkv_proj.output", torch.randn(24, 128), layer_id=3)
     tensors = {f"{name}.attn.{n}": t for n, t in {"inputs.0": q, "inputs.1": k, "inputs.2": v, "output": o}.items()}
-    dumper.dump_heads(together=True, **tensors, layer_id=3)
+    dumper.dump_heads(tensors, together=True, layer_id=3)
     refused(tmp_path / "d", "say the features of a head with --head-dim")
     capture = only(convert(tmp_path / "d", tmp_path / "c", head_dim=16))
     assert torch.equal(inner(capture, "k"), k)
@@ -397,14 +395,14 @@ def test_sglang_gradients_and_recomputation(tmp_path: Path) -> None:
     o, _ = attention(q, k, v, "top-left")
     names = {"q": q, "k": k, "v": v, "attn_output": o}
     for status in ("original", "recompute"):
-        dumper.dump_heads(**names, status=status, layer_id=5)
-    dumper.dump_heads(**{f"grad__{name}": t * factor for factor, (name, t) in enumerate(names.items(), start=2)})
+        dumper.dump_heads(names, status=status, layer_id=5)
+    dumper.dump_heads({f"grad__{name}": t * factor for factor, (name, t) in enumerate(names.items(), start=2)})
     capture = only(convert(tmp_path / "d", tmp_path / "c"))
     assert torch.equal(inner(capture, "do"), o * 5)
     assert torch.equal(inner(capture, "dq"), q * 2)
     assert torch.equal(inner(capture, "dv"), v * 4)
     # With a second layer nobody knows whose gradients those are.
-    dumper.dump_heads(**names, layer_id=6)
+    dumper.dump_heads(names, layer_id=6)
     captures = [load(path) for path in convert(tmp_path / "d", tmp_path / "e")]
     assert ["do" in c.tensors for c in captures] == [False, False]
     assert "left out, of no known layer: grad__q" in str(captures[0].metadata.notes)
@@ -414,14 +412,14 @@ def test_sglang_layers_told_by_the_order_of_the_dump(tmp_path: Path) -> None:
     dumper = SglangDumper(tmp_path / "d")
     calls = [inputs(rows=rows, keys=rows) for rows in (12, 14, 16)]
     for q, k, v in calls:
-        dumper.dump_heads(q=q, k=k, v=v)
+        dumper.dump_heads({"q": q, "k": k, "v": v})
     for q, _, _ in reversed(calls):
-        dumper.dump_heads(grad__q=q, grad__attn_output=q)
+        dumper.dump_heads({"grad__q": q, "grad__attn_output": q})
     captures = [load(path) for path in convert(tmp_path / "d", tmp_path / "c")]
     assert [c.q_length for c in captures] == [12, 14, 16]
     assert all(torch.equal(c.tensors["dq"][...], c.tensors["q"][...]) for c in captures)
     assert "call 1 of 3 in this forward pass, by the order of the dump" in str(captures[1].metadata.notes)
-    dumper.dump_heads(k=calls[0][1])
+    dumper.dump_heads({"k": calls[0][1]})
     refused(tmp_path / "d", "cannot tell which belong to one call: q 3 times, k 4 times, v 3 times")
 
 
@@ -437,7 +435,7 @@ def test_sglang_layers_told_by_the_order_of_the_dump(tmp_path: Path) -> None:
 )
 def test_sglang_packed_requests(tmp_path: Path, name: str, value: Tensor, why: str) -> None:
     dumper = SglangDumper(tmp_path / "d")
-    dumper.dump_heads(**named(inputs(), "q", "k", "v"), layer_id=0)
+    dumper.dump_heads(named(inputs(), "q", "k", "v"), layer_id=0)
     dumper.dump("positions", torch.arange(24), step=1)
     dumper.dump("seq_lens", torch.tensor([24]), step=1)
     assert len(convert(tmp_path / "d", tmp_path / "c")) == 1
@@ -447,7 +445,8 @@ def test_sglang_packed_requests(tmp_path: Path, name: str, value: Tensor, why: s
 
 def test_sglang_names_that_need_a_mapping(tmp_path: Path) -> None:
     dumper, (q, k, v) = SglangDumper(tmp_path / "d", 2025), inputs()
-    dumper.dump_heads(layer0_q_pre_norm=k, layer0_q_post_rope=q, layer0_k_post_rope=k, layer0_v=v)
+    names = {"layer0_q_pre_norm": k, "layer0_q_post_rope": q, "layer0_k_post_rope": k, "layer0_v": v}
+    dumper.dump_heads(names)
     refused(tmp_path / "d", "cannot tell which tensors are q, k and v; found layer0_q_pre_norm [24, 2, 16] bfloat16")
     refused(tmp_path / "d", "--map q=NAME")
     mapping = {"q": "layer*_q_post_rope", "k": "layer*_k_post_rope"}
@@ -650,7 +649,7 @@ def test_a_pickle_that_would_run_code(kind: str, tmp_path: Path) -> None:
         path = flashinfer_dump(dump, "single_prefill_with_kv_cache", inputs(), {}, None) / "inputs.pt"
         torch.save({"arg_0": bomb}, path)
     elif kind == "sglang":
-        SglangDumper(dump, 2025).dump_heads(**named(inputs(), "q", "k", "v"))
+        SglangDumper(dump, 2025).dump_heads(named(inputs(), "q", "k", "v"))
         (path,) = dump.rglob("*name=q___*")
         torch.save(bomb, path)
     else:
@@ -696,7 +695,7 @@ def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
 
 def test_the_kind_can_be_forced(tmp_path: Path) -> None:
     dumper = SglangDumper(tmp_path / "d", 2025)
-    dumper.dump_heads(**named(inputs(), "q", "k", "v"))
+    dumper.dump_heads(named(inputs(), "q", "k", "v"))
     assert len(convert(tmp_path / "d", tmp_path / "c", kind="sglang")) == 1
     refused(tmp_path / "d", "cannot tell which tensors are q, k and v", kind="torch")
     refused(tmp_path / "d", "no attention call among the 0 calls", kind="flashinfer")

@@ -311,14 +311,15 @@ def flash_attn_func(
     return (o, lse, None) if return_attn_probs else o
 
 
-# What follows the packed argument, or q and kv, is the same: parameters of these names, in this order.
+# What follows the packed argument, or q and kv, is the same.
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(*qkv.unbind(2), *rest)  # type: ignore[misc]
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *rest)
 
 
 def flash_attn_kvpacked_func(
@@ -327,7 +328,8 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, *kv.unbind(2), *rest)  # type: ignore[misc]
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *rest)
 
 
 @pytest.fixture
