@@ -25,6 +25,8 @@ BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# In a variable of this module, where it is looked for.
+compiled_flex: Any = None
 
 
 def inputs(key_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +87,8 @@ def test_backends(backend: str, dim: int, key_heads: int, tmp_path: Path) -> Non
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "block mask"])
 def test_compiled_flex_attention(masked: bool, tmp_path: Path) -> None:
-    compiled_flex: Any = torch.compile(flex_attention.flex_attention)
+    global compiled_flex
+    compiled_flex = torch.compile(flex_attention.flex_attention)
     q, k, v = inputs(2, 64)
     block_mask = None
     if masked:
