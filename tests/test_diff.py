@@ -14,7 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from builders import true_o
+from builders import some, true_o
 from command_line import Run
 from scipy import stats
 from torch import Tensor
@@ -180,8 +180,7 @@ def test_degrees_of_freedom_of_documents_that_do_not_state_them(t: float, df: fl
 
 def test_a_test_states_its_degrees_of_freedom() -> None:
     for _, _, head in diagnosed("bf16").entries():
-        found = head.bias.delta
-        assert found is not None
+        found = some(head.bias.delta)
         assert found.degrees_of_freedom is not None
         assert degrees_of_freedom(found) == found.degrees_of_freedom
         unstated = dataclasses.replace(found, degrees_of_freedom=None)

@@ -75,8 +75,7 @@ def test_casts_explain_nearly_all_of_dq(key: str) -> None:
 def test_shares_and_rest_make_the_whole(key: str) -> None:
     """<part, error>/<error, error> over all parts misses 1 by no more than what is left, as Cauchy-Schwarz says."""
     dq = some(observation(key).pooled.propagation.dq)
-    assert dq.shares is not None
-    total = sum(share for share in dq.shares.values() if share is not None)
+    total = sum(share for share in some(dq.shares).values() if share is not None)
     assert total == pytest.approx(1.0, abs=(dq.unexplained_with_casts or 0.0) + 1e-12)
 
 

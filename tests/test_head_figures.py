@@ -41,8 +41,7 @@ class Sequence:
 
     @property
     def contributions(self) -> Tensor:
-        assert self.do is not None
-        return self.do * (some(self.o) - self.out)
+        return some(self.do) * (some(self.o) - self.out)
 
     @property
     def predicted_dq(self) -> Tensor:
@@ -173,9 +172,8 @@ def check_alignment(figures: HeadFigures, truth: list[Sequence]) -> None:
 
 
 def check_gradient(shown: PredictedError | None, parts: list[slice], true: dict[str, Tensor | None]) -> None:
-    assert shown is not None
     for name, tensor in true.items():
-        got = getattr(shown, name)
+        got = getattr(some(shown), name)
         if tensor is None:
             assert got is None
         else:
@@ -246,9 +244,8 @@ CHECKS: dict[str, Callable[[HeadFigures, list[Sequence]], None]] = {
 
 
 def check_all(head: HeadDiagnosis, truth: list[Sequence]) -> None:
-    assert head.figures is not None
     for check in CHECKS.values():
-        check(head.figures, truth)
+        check(some(head.figures), truth)
 
 
 def truth_of(capture: attn_diag.Capture, name: str, head: int) -> list[Sequence]:
@@ -259,12 +256,9 @@ def truth_of(capture: attn_diag.Capture, name: str, head: int) -> list[Sequence]
     result = []
     for batch in range(capture.batch):
         q, k, v = (read(what, index, batch) for what, index in (("q", head), ("k", kv), ("v", kv)))
-        assert q is not None
-        assert k is not None
-        assert v is not None
         result.append(
             sequence(
-                q, k, v, do=read("do", head, batch), o=read(capture.key(name, "o"), head, batch),
+                some(q), some(k), some(v), do=read("do", head, batch), o=read(capture.key(name, "o"), head, batch),
                 dq=read(capture.key(name, "dq"), head, batch), scale=capture.scale,
                 x=capture.tensors["x"][batch] if "x" in capture.tensors else None,
                 causal=capture.metadata.causal != "none",
@@ -323,9 +317,7 @@ def changed(figures: HeadFigures, what: str) -> HeadFigures:
     assert figures.dq is not None
     assert figures.dw_q is not None
     assert figures.dq.predicted is not None
-    assert figures.dq.observed is not None
     assert figures.dw_q.observed is not None
-    assert figures.max_logit is not None
     known = [a or 0.0 for a in alignment.aligned]
     changes: dict[str, dict[str, Any]] = {
         "rows: off by one": {"rows": replace(figures.rows, row=tuple(r + 1 for r in figures.rows.row))},
@@ -342,10 +334,10 @@ def changed(figures: HeadFigures, what: str) -> HeadFigures:
         "alignment: contributions turned": {
             "alignment": replace(alignment, contribution=tuple(-c for c in alignment.contribution))
         },
-        "dq: observed for predicted": {"dq": replace(figures.dq, predicted=figures.dq.observed)},
+        "dq: observed for predicted": {"dq": replace(figures.dq, predicted=some(figures.dq.observed))},
         "dq: squares for norms": {"dq": replace(figures.dq, predicted=tuple(p * p for p in figures.dq.predicted))},
         "dw_q: features turned": {"dw_q": replace(figures.dw_q, observed=figures.dw_q.observed[::-1])},
-        "max_logit: of magnitudes": {"max_logit": figures.max_logit * 1.001},
+        "max_logit: of magnitudes": {"max_logit": some(figures.max_logit) * 1.001},
     }
     return replace(figures, **changes[what])
 
@@ -451,8 +443,7 @@ def test_rows_with_nan_are_named_as_left_out(tensor: str) -> None:
     # A key is seen by itself and every later row, in both query heads that share it.
     lost = 18 if tensor in "kv" else 1
     assert heads[0].rows_nonfinite == lost
-    assert heads[0].figures is not None
-    assert heads[0].figures.rows.rows == 96 - lost
+    assert some(heads[0].figures).rows.rows == 96 - lost
 
 
 def test_no_usable_row() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import some
 
 import attn_diag
 from attn_diag.kernels import emulate_head, preset
@@ -91,8 +92,7 @@ def test_a_head_that_the_capture_lacks_is_refused(
 def test_repeated_maxima_takes_the_models_number(plain: attn_diag.Capture, shifted: attn_diag.Capture) -> None:
     def repeated(capture: attn_diag.Capture, head: int | None = None) -> list[int]:
         found = attn_diag.repeated_maxima(capture, head=head, device="cpu")["exact"]
-        assert found is not None
-        return [int(count) for count in found.multiplicity]
+        return [int(count) for count in some(found).multiplicity]
 
     assert sum(repeated(plain, 0)) < sum(repeated(plain, 1))
     assert repeated(shifted, 6) == repeated(shifted) == repeated(plain, 0)

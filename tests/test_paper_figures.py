@@ -193,14 +193,12 @@ def test_a_planted_direction_is_found_and_random_ones_are_not(found: PaperFigure
     for s in (found.atoms and found.atoms.probs_k, found.atoms and found.atoms.x):
         assert s
         assert np.min(s.cosines) > 0.9
-        assert s.random99 is not None
-        assert some(s.mean_square) > 0.9 > s.random99
+        assert some(s.mean_square) > 0.9 > some(s.random99)
     apart = some(paper_figures(series(STEPS, Plant(alike=False)), device="cpu").atoms)
     for s, size in ((apart.probs_k, D), (apart.x, C)):
         assert s
         assert s.random == pytest.approx(1 / size)
-        assert s.random99 is not None
-        assert some(s.mean_square) < s.random99
+        assert some(s.mean_square) < some(s.random99)
         assert some(s.first_share) < 0.3
     assert apart.over_steps is not None
     off = np.array(apart.over_steps.left)[~np.eye(STEPS, dtype=bool)]
@@ -305,8 +303,7 @@ def test_random_directions_exceed_their_null_in_1_percent(rows: int, size: int) 
     for _ in range(draws):
         found = Directions.of(torch.randn(rows, size, generator=generator, dtype=torch.float64))
         s = found.similarity(torch.zeros(1, 1))
-        assert s.mean_square is not None
-        high += s.mean_square > some(s.random99)
+        high += some(s.mean_square) > some(s.random99)
     assert stats.binomtest(high, draws, 0.01).pvalue > 1e-3, high / draws
 
 
@@ -314,8 +311,7 @@ def test_a_common_mean_is_no_random_direction() -> None:
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(200, 16, generator=generator, dtype=torch.float64) + 0.3
     s = Directions.of(rows).similarity(torch.zeros(1, 1))
-    assert s.mean_square is not None
-    assert s.mean_square > some(s.random99)
+    assert some(s.mean_square) > some(s.random99)
 
 
 def test_correlated_steps_are_named() -> None:
@@ -324,8 +320,7 @@ def test_correlated_steps_are_named() -> None:
     def named(means: Array) -> bool:
         estimates = [BiasEstimate(n=9, mean=float(m), rms=1.0, standard_error=1.0, ci95=(m - 2, m + 2)) for m in means]
         a = some(accumulate(estimates))
-        assert a.lag1 is not None
-        return abs(a.lag1) > some(a.lag1_limit)
+        return abs(some(a.lag1)) > some(a.lag1_limit)
 
     rng = np.random.default_rng(0)
     free = rng.normal(size=(300, 60))
@@ -346,8 +341,7 @@ def test_a_series_is_one_head_of_one_run() -> None:
     assert found.chosen.steps == ((11,) if other else (10, 11, 12))
     assert any("other runs" in note for note in found.notes)
     both = paper_figures(of_layers, device="cpu")
-    assert both.spectral_norms is not None
-    assert [(h.layer, h.steps) for h in both.spectral_norms.heads] == [(1, (10, 11, 12)), (2, (10, 11))]
+    assert [(h.layer, h.steps) for h in some(both.spectral_norms).heads] == [(1, (10, 11, 12)), (2, (10, 11))]
 
 
 def test_captures_without_a_step_are_never_mixed() -> None:
@@ -461,9 +455,8 @@ def test_a_tiny_model_in_training(tmp_path: Path) -> None:
     found = paper_figures(captures, layer=0, device="cpu")
     assert found.chosen.steps == (0, 1, 2, 3)
     assert set(found.missing) == set()
-    assert found.spectral_norms is not None
     d = captures[0].head_dim
-    for h in found.spectral_norms.heads:
+    for h in some(found.spectral_norms).heads:
         own = [np.linalg.norm(w[h.head * d : (h.head + 1) * d].double().numpy(), 2) for w in weights]
         stored = captures[0].tensors["w_q"].dtype
         np.testing.assert_allclose(h.spectral, own, rtol=0 if stored == torch.float64 else 2**-7)

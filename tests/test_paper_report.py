@@ -84,9 +84,8 @@ def test_charts_show_the_numbers(found: PaperFigures, gallery: Gallery) -> None:
     )
     cells = some(drawn["figure-5a-heads"].map)
     assert cells.values == (tuple(h.extreme for h in found.delta_steps.heads),)
-    assert found.triggers is not None
     assert [s.y for s in drawn["figure-13-layer"].series] == [
-        getattr(found.triggers.layer, name) for name in ("exact", "window", "unit")
+        getattr(some(found.triggers).layer, name) for name in ("exact", "window", "unit")
     ]
     marks = [v for v in drawn["figure-6"].series[2].y if v is not None]
     assert len(marks) == sum(some(found.prefix).unit) > 0
