@@ -67,19 +67,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        target,
-        source,
-    ]
-    subprocess.run([str(part) for part in command], check=True)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "-w", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
     return next(target.glob("*.whl"))
 
 
