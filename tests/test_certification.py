@@ -35,6 +35,7 @@ from attn_diag.results.embedded import embedded_diagnosis
 from attn_diag.statistics.means import PRIMARY
 
 T, D = 64, 16
+ORIGINAL_BOUNDS = BoundCollector.bounds
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -143,35 +144,30 @@ def test_rows_whose_truth_float64_cannot_tell_are_left_out(huge: float, mode: st
     given["o"] = attn_diag.round_to(truth_of(given, mask), f"bf16:{mode}").bfloat16()
     diagnosis = attn_diag.inspect(**given, mask=mask, certify=6)
     for head in heads(diagnosis):
-        assert head.verdict is not None
-        assert label in head.verdict.labels, head.verdict
+        assert label in some(head.verdict).labels, head.verdict
         assert (head.rows_unknown, head.rows_all) == ((3, T - 3) if head.head is not None else (6, 2 * T - 6))
-        assert head.certificate is not None
-        assert head.certificate.held
-        assert head.certificate.worst_ratio["o"] > 1e-4, "rows without a bound certify nothing"
+        certificate = some(head.certificate)
+        assert certificate.held
+        assert certificate.worst_ratio["o"] > 1e-4, "rows without a bound certify nothing"
     assert "beyond float64" in diagnosis.report()
 
 
-def test_roundings_in_doubt_are_counted() -> None:
+def test_roundings_in_doubt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32's own spacing is so near float64's errors that a few of many roundings are not certain."""
     given = inputs(torch.float32)
     given["o"] = truth_of(given).float()
-    bounds, head = [], next(heads(attn_diag.inspect(**given, causal=True)))
-    assert head.verdict is not None
-    assert head.verdict.reasons.count("O is bit-identical to correct rounding.") == 1
-    original = BoundCollector.bounds
+
+    def reasons() -> tuple[str, ...]:
+        return some(next(heads(attn_diag.inspect(**given, causal=True))).verdict).reasons
 
     def wide(self: BoundCollector, reference: HeadReference) -> HeadBounds:
-        found = original(self, reference)
+        found = ORIGINAL_BOUNDS(self, reference)
         found.out *= 1e4
-        bounds.append(found)
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BoundCollector, "bounds", wide)
-        head = next(heads(attn_diag.inspect(**given, causal=True)))
-    assert head.verdict is not None
-    assert any("as far as float64 can tell" in reason for reason in head.verdict.reasons), head.verdict.reasons
+    assert reasons().count("O is bit-identical to correct rounding.") == 1
+    monkeypatch.setattr(BoundCollector, "bounds", wide)
+    assert any("as far as float64 can tell" in reason for reason in reasons()), reasons()
 
 
 def half_as_careful(truth: Tensor, error: Tensor, ulps: Tensor, bound: Tensor) -> RoundedBound:
@@ -252,7 +248,6 @@ def product_in_fp32(weights: Tensor, values: Tensor) -> Tensor:
     return (weights.float() @ values.float()).double()
 
 
-ORIGINAL_BOUNDS = BoundCollector.bounds
 WRONG: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "reference": (forward, "product_in_parts", product_in_fp32),
     "bound": (BoundCollector, "bounds", tiny_bounds),
@@ -260,14 +255,13 @@ WRONG: dict[str, tuple[object, str, Callable[..., Any]]] = {
 
 
 def blames_the_reference(head: HeadDiagnosis) -> bool:
-    assert head.verdict is not None
-    assert head.certificate is not None
+    verdict, certificate = some(head.verdict), some(head.certificate)
     return (
-        not head.certificate.held
-        and head.certificate.worst_ratio["o"] > 1
-        and (head.verdict.labels, head.verdict.evidence) == (("undecided",), "none")
-        and head.verdict.reasons[0].startswith("THE REFERENCE IS WRONG HERE")
-        and "Report the capture" in head.verdict.suggestions[0]
+        not certificate.held
+        and certificate.worst_ratio["o"] > 1
+        and (verdict.labels, verdict.evidence) == (("undecided",), "none")
+        and verdict.reasons[0].startswith("THE REFERENCE IS WRONG HERE")
+        and "Report the capture" in verdict.suggestions[0]
         and "THE BOUND IS VIOLATED" in (certificate_words(head) or "")
     )
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
@@ -19,6 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from builders import some
+from command_line import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -262,8 +261,7 @@ class TestSites:
 
     def test_seeds_do_not_depend_on_the_process(self) -> None:
         code = "from attn_diag.kernels.formats import site_seed; print(site_seed(7, 'probs', 128, 64), hash('probs'))"
-        printed = subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": "1"})
-        seed, hashed = map(int, printed.split())
+        seed, hashed = map(int, python("-c", code, PYTHONHASHSEED="1").out.split())
         assert seed == site_seed(7, "probs", 128, 64)
         if os.environ.get("PYTHONHASHSEED") != "1":
             assert hashed != hash("probs"), "hashes no longer tell processes apart"

@@ -177,10 +177,9 @@ def test_fa2_shows_the_normaliser_mismatch_as_predicted(dtype: torch.dtype, caus
     assert repaired.labels <= {*QUIET, "lse-biased"}
     assert "The row sum matches the weights" in " ".join(repaired.summary)
     for name, sign in (("normaliser-down", -1), ("normaliser-up", 1)):
-        moved, kept = repaired[name].lse, found[name].lse
-        assert moved is not None
+        moved, kept = some(repaired[name].lse), some(found[name].lse)
         assert sign * (moved.error.mean or 0.0) > (1e-3 if dtype == torch.bfloat16 else 1e-4)
-        assert (moved.biased, some(kept).biased) == (True, False)
+        assert (moved.biased, kept.biased) == (True, False)
     # The check can fail: without the mismatch the prediction does not hold.
     assert not matches_prediction(repaired["normaliser-up"])
 
@@ -456,9 +455,9 @@ def test_lse_is_judged_where_it_comes(kind: str) -> None:
     assert found.assumptions.ok
     for finding in found.findings:
         assert set(finding.labels) == (labels or {"exact"}), finding
-        assert finding.lse is not None
-        assert finding.lse.fits_base_2 == (kind == "base 2")
-        assert (finding.lse.of_budget > 1) == ("lse-too-large" in labels)
+        judged = some(finding.lse)
+        assert judged.fits_base_2 == (kind == "base 2")
+        assert (judged.of_budget > 1) == ("lse-too-large" in labels)
     text = " ".join(found.summary)
     assert text.startswith("Nothing beyond correct rounding" if not labels else "NaN" if kind == "nan" else "L (lse)")
     assert ("L ln 2 fits: return the natural logarithm" in text) == (kind == "base 2")
@@ -548,11 +547,7 @@ def returning(change: Callable[[Tensor], Any]) -> Fn:
 
 
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "shape": (
-        returning(lambda o: o[:, :, 1:]),
-        {},
-        r"\[B, H, T, D\] \[2, 8, 96, 32\], got \[2, 8, 95, 32\]",
-    ),
+    "shape": (returning(lambda o: o[:, :, 1:]), {}, r"\[B, H, T, D\] \[2, 8, 96, 32\], got \[2, 8, 95, 32\]"),
     "dtype": (returning(lambda o: o.double()), {}, "o in torch.bfloat16 or torch.float32, got torch.float64"),
     "device": (returning(lambda o: o.to("meta")), {}, "must return o on cpu, got meta"),
     "nothing": (returning(repr), {}, "must return a tensor o, .* got str"),

@@ -7,14 +7,7 @@ import torch
 from builders import some
 from torch import Tensor
 
-from attn_diag.head.propagation import (
-    AtomSums,
-    BackwardCollector,
-    ForwardErrors,
-    GradientSums,
-    dq_parts,
-    key_parts,
-)
+from attn_diag.head.propagation import AtomSums, BackwardCollector, ForwardErrors, GradientSums, dq_parts, key_parts
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reference.rounding import BF16, FP64, round_nearest_even
 
@@ -27,7 +20,7 @@ def make_head(softcap: float | None = None) -> AttentionHead:
 
 def backward(head: AttentionHead, delta: Tensor, lse: Tensor, cast: bool = False) -> dict[str, Tensor]:
     """A fused backward spelled out: P = exp(S - L), dS = P o (dP - delta), optionally cast to BF16."""
-    assert head.do is not None
+    do = some(head.do)
     scores = head.scale * head.q @ head.k.T
     slope = torch.ones_like(scores)
     if head.softcap is not None:
@@ -35,14 +28,10 @@ def backward(head: AttentionHead, delta: Tensor, lse: Tensor, cast: bool = False
         scores, slope = head.softcap * capped, 1 - capped**2
     hidden = torch.arange(95) > torch.arange(63)[:, None] + 32
     probs = torch.exp(scores.masked_fill(hidden, -torch.inf) - lse[:, None])
-    dscores = probs * (head.do @ head.v.T - delta[:, None]) * slope
+    dscores = probs * (do @ head.v.T - delta[:, None]) * slope
     if cast:
         probs, dscores = round_nearest_even(probs, BF16), round_nearest_even(dscores, BF16)
-    return {
-        "dq": head.scale * dscores @ head.k,
-        "dk": head.scale * dscores.T @ head.q,
-        "dv": probs.T @ head.do,
-    }
+    return {"dq": head.scale * dscores @ head.k, "dk": head.scale * dscores.T @ head.q, "dv": probs.T @ do}
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from builders import some
+from builders import some, stored
 from torch import Tensor
 
 import attn_diag
@@ -101,13 +100,12 @@ def test_swamped_elements() -> None:
     assert found.tolist() == [[False, True], [False, False]]
 
 
-def test_row_by_row_from_a_capture(captures: Path) -> None:
-    capture = attn_diag.load(captures / "kernels_pair_T512.safetensors")
+def test_row_by_row_from_a_capture() -> None:
+    capture = stored("kernels_pair_T512")
     found = attn_diag.repeated_maxima(capture, head=1, recipe=preset("qiu2025"))
     counted = attn_diag.inspect_captures([capture]).captures[0].observations[0].heads[1].row_maxima
     for definition in ("exact", "window", "unit"):
-        repeats, count = found[definition], getattr(counted, definition)
-        assert repeats is not None
+        repeats, count = some(found[definition]), getattr(counted, definition)
         assert int((repeats.multiplicity > 1).sum()) == count.rows
         assert int(repeats.multiplicity.max()) == count.max_multiplicity
     assert found["as_run"] is not None
