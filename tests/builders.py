@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +17,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, emulate_head
+from attn_diag.reference import Masking
 from attn_diag.results.diagnosis import HeadDiagnosis
 
 T = TypeVar("T")
@@ -69,6 +72,23 @@ def rounded_dq(given: dict[str, Tensor]) -> Tensor:
 def first_head(diagnosis: attn_diag.Diagnosis) -> HeadDiagnosis:
     """The first head of the first observation."""
     return diagnosis.captures[0].observations[0].heads[0]
+
+
+def visible_pairs(masking: Masking, queries: int, keys: int) -> Tensor:
+    """Which pairs may attend, spelled out pair by pair; [queries, keys]."""
+    m, found = masking, torch.zeros(queries, keys, dtype=torch.bool)
+    left, right = m.window or (-1, -1)
+    for t, j in product(range(queries), range(keys)):
+        if m.positions is not None:
+            position = int(m.positions[t])
+        else:
+            position = t if m.causal == "top-left" else t + keys - queries
+        seen = m.causal == "none" or j <= position
+        seen &= (left < 0 or j >= position - left) and (right < 0 or j <= position + right)
+        if m.mask is not None:
+            seen &= bool(m.mask[t, j]) if m.mask.dtype == torch.bool else float(m.mask[t, j]) > -math.inf
+        found[t, j] = seen
+    return found
 
 
 def equal_bits(capture: attn_diag.Capture, observation: str, recipe: Recipe, output: str) -> Tensor:
