@@ -109,15 +109,6 @@ def test_ignoring_clusters_would_alarm() -> None:
     assert rejections(clustered=False, mean=0.0, level=0.01) > 0.05
 
 
-def test_minimum_detectable_bias_is_found_with_80_percent_power() -> None:
-    rng = np.random.default_rng(3)
-    detectable = some(estimate_bias(rows_of(rng.normal(0, 1, 400)), None, 0.01).minimum_detectable)
-    hits = sum(
-        (estimate_bias(rows_of(rng.normal(detectable, 1, 400)), None, 0.01).p_value or 1) < 0.01 for _ in range(1500)
-    )
-    assert 0.72 <= hits / 1500 <= 0.88
-
-
 def test_flat_band_is_left_by_one_percent_of_unbiased_walks() -> None:
     assert pytest.approx(stats.norm.ppf(1 - 0.01 / 4), abs=5e-4) == FLAT_BAND_99
     rng = np.random.default_rng(4)

@@ -405,14 +405,9 @@ def test_what_cannot_be_certified_in_python() -> None:
         with pytest.raises(InputError, match=r"a number of rows or attn_diag.Certify"):
             attn_diag.inspect(**inputs(torch.bfloat16), causal=True, certify=wrong)  # type: ignore[arg-type]
     assert attn_diag.Certify is Certify
-    tensors = inputs(torch.bfloat16)
-    with pytest.raises(InputError, match="0 or more, got -3"):
-        attn_diag.inspect(**tensors, causal=True, certify=-3)
-    with pytest.raises(InputError, match="between 64 and 32768 bits, got 63"):
-        Certify(1, bits=63)
     for row in (T, -1):
         with pytest.raises(InputError, match=f"no row {row} to certify; the capture has rows 0 to {T - 1}"):
-            attn_diag.inspect(**tensors, causal=True, certify=Certify(rows=frozenset({row})))
+            attn_diag.inspect(**inputs(torch.bfloat16), causal=True, certify=Certify(rows=frozenset({row})))
 
 
 def test_one_default_precision() -> None:

@@ -125,8 +125,6 @@ def test_torch_sdpa_on_the_cpu_forward_and_backward(tmp_path: Path) -> None:
     assert kinds(found) == {"bias"}
 
 
-# 100 seeds -----------------------------------------------------------------------------------------------------------
-
 SEEDS, LEVEL, SEQUENCES = 100, 0.01, 8
 
 
@@ -195,9 +193,6 @@ def test_p_values_are_those_of_student_and_welch() -> None:
     assert judge.welch(SequenceMean(0.0, None, None), SequenceMean(0.0, 0.0, 15.0)) == 1
     assert judge.welch(SequenceMean(0.1, 0.0, 15.0), SequenceMean(0.0, 0.0, 15.0)) == 0
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-
-
-# Kernels that misbehave ----------------------------------------------------------------------------------------------
 
 
 def noisy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

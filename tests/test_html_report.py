@@ -177,14 +177,6 @@ def test_heads_without_figures_render() -> None:
     assert [head.figures for _, _, head in read.entries()] == [None, None]
 
 
-@pytest.mark.parametrize("name", ["diagnosis_v1_gpt2_step637_L2H6", "diagnosis_v1_gqa_T200"])
-def test_version_1_documents_render(name: str) -> None:
-    old = Diagnosis.from_json((Path(__file__).parent / "data" / f"{name}.json").read_text())
-    read = Diagnosis.from_json(embedded_diagnosis(html_document(old)))
-    assert [h.noise_factor for _, _, h in read.entries()] == [h.noise_factor for _, _, h in old.entries()]
-    assert not any(head.figures for _, _, head in read.entries())
-
-
 @pytest.mark.parametrize("text", ["", "<p>hello", "<title>&lt;script id='attn-diag-diagnosis'>{}</title>"])
 def test_pages_of_others_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="there is none in this"):
