@@ -11,6 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -89,6 +91,15 @@ def visible_pairs(masking: Masking, queries: int, keys: int) -> Tensor:
             seen &= bool(m.mask[t, j]) if m.mask.dtype == torch.bool else float(m.mask[t, j]) > -math.inf
         found[t, j] = seen
     return found
+
+
+@cache
+def hard_fp32() -> npt.NDArray[np.float32]:
+    """Every BF16 number, every midpoint of two, the fp32 numbers next to both, and random bit patterns."""
+    upper = np.arange(2**16, dtype=np.uint32) << 16
+    near = np.concatenate([upper | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    random = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint64).astype(np.uint32)
+    return np.concatenate([near, random]).view(np.float32)
 
 
 def equal_bits(capture: attn_diag.Capture, observation: str, recipe: Recipe, output: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from attn_diag.kernels import accumulation, preset
 from attn_diag.kernels.accumulation import HOPPER, TensorCore, matmul, tensor_core_matmul
 from attn_diag.kernels.formats import Mode
+from attn_diag.reference.exact import exact_dot
 
 
 def exponent(x: Fraction) -> int:
@@ -117,18 +119,17 @@ any_fp16 = st.integers(0, 2**16 - 1).map(lambda b: float(np.uint16(b).view(np.fl
 subnormal_fp16 = st.integers(-1023, 1023).map(lambda m: m * 2.0**-24)
 
 
+def bf16_between(low: int, high: int) -> st.SearchStrategy[float]:
+    """BF16 numbers of either sign whose last bits have exponents from ``low`` to ``high``."""
+    return st.builds(lambda m, e: m * 2.0**e, st.integers(128, 255) | st.integers(-255, -128), st.integers(low, high))
+
+
 class TestOracle:
     operand = any_bf16.filter(lambda x: x == 0 or 2.0**-40 <= abs(x) <= 2.0**40)
     # Products from 2**-152 to 2**-121, where fp32 is subnormal.
-    tiny = st.builds(
-        lambda m, e, s: s * m * 2.0**e, st.integers(128, 255), st.integers(-83, -68), st.sampled_from([-1, 1])
-    )
-    huge = st.builds(
-        lambda m, e, s: s * m * 2.0**e, st.integers(128, 255), st.integers(54, 56), st.sampled_from([-1, 1])
-    )
-    close = st.builds(
-        lambda m, e, s: s * m * 2.0**e, st.integers(128, 255), st.integers(-20, -8), st.sampled_from([-1, 1])
-    )
+    tiny = bf16_between(-83, -68)
+    huge = bf16_between(54, 56)
+    close = bf16_between(-20, -8)
 
     @settings(max_examples=200, derandomize=True, deadline=None)
     @given(data=st.data())
@@ -222,17 +223,10 @@ class TestExact:
     def test_one_rounding_at_the_end(self, spread: int) -> None:
         """With products of 16 bits, spread over less than float64's 53, the float64 sum is exact."""
         a, b = bf16(6, 50, seed=8, spread=spread), bf16(50, 5, seed=9, spread=spread)
-        exact = [
-            [
-                sum((Fraction(x) * Fraction(y) for x, y in zip(row, column, strict=True)), Fraction(0))
-                for column in b.T.tolist()
-            ]
-            for row in a.tolist()
-        ]
         got = matmul(a.float(), b.float(), "exact")
-        for row, expected in zip(got.tolist(), exact, strict=True):
-            for value, truth in zip(row, expected, strict=True):
-                assert abs(Fraction(value) - truth) <= Fraction(2) ** (exponent(truth) - 24), (value, float(truth))
+        for (i, row), (j, column) in product(enumerate(a), enumerate(b.T)):
+            truth, value = exact_dot(row, column), float(got[i, j])
+            assert abs(Fraction(value) - truth) <= Fraction(2) ** (exponent(truth) - 24), (value, float(truth))
 
     def test_guard_fp32_sums_are_not(self) -> None:
         a, b = bf16(6, 500, seed=8), bf16(500, 5, seed=9)

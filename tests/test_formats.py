@@ -9,14 +9,12 @@ import math
 import os
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from builders import some
+from builders import hard_fp32, some
 from command_line import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,15 +73,6 @@ def assert_same(got: float, expected: float, x: float) -> None:
     signs = math.copysign(1.0, got) == math.copysign(1.0, expected)
     same = (math.isnan(got) and math.isnan(expected)) or (got == expected and signs)
     assert same, f"{x!r} ({float.hex(x)}) became {got!r}, not {expected!r}"
-
-
-@cache
-def hard_fp32() -> npt.NDArray[np.float32]:
-    """Every BF16 number, every midpoint of two, the fp32 numbers next to both, and random bit patterns."""
-    upper = np.arange(2**16, dtype=np.uint32) << 16
-    near = np.concatenate([upper | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
-    random = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint64).astype(np.uint32)
-    return np.concatenate([near, random]).view(np.float32)
 
 
 def near_ties(fmt: NumberFormat) -> st.SearchStrategy[float]:

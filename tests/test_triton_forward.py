@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_diag.captures.loading import load
-from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, Schedule, SoftmaxRule, emulate_head, preset
-from attn_diag.kernels.attention import attention, check_kernels_support
+from attn_diag.kernels import PRESETS, Recipe, Schedule, SoftmaxRule, emulate_head, preset
+from attn_diag.kernels.attention import attention
 from attn_diag.kernels.backend import DTYPES
 from attn_diag.kernels.dump import Dump
 from attn_diag.kernels.geometry import Visibility, forward_geometry
@@ -342,8 +342,3 @@ def test_masked_tiles_are_no_repeated_maximum(recipe: str, device: str) -> None:
                              instrument="rows", causal="top-left", window=(8, -1))  # fmt: skip
     assert not unseen[:, :, 24:].any()
     assert (dump.row_max[:, :, 24:] == -torch.inf).all()
-
-
-def test_float64_arithmetic_is_refused() -> None:
-    with pytest.raises(RecipeNotSupportedError, match="arithmetic=fp64"):
-        check_kernels_support(replace(CUDNN, arithmetic="fp64"))
