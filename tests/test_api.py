@@ -112,27 +112,6 @@ def test_grouped_heads_and_selection() -> None:
         inspect_captures([capture], selection=Selection(heads=frozenset({3})))
 
 
-def test_nan_in_a_key_takes_out_the_rows_that_attend_to_it() -> None:
-    given = tensors()
-    given["k"][0, 1, 40, 3] = math.nan
-    diagnosis = attn_diag.inspect(**given, causal=True)
-    clean, hit, pooled = diagnosis.captures[0].observations[0].heads
-    assert (clean.rows_all, clean.rows_nonfinite) == (48, 0)
-    assert (hit.rows_all, hit.rows_nonfinite) == (40, 8)
-    assert pooled.rows_all == 88
-    assert [(n.tensor, n.count, n.first) for n in diagnosis.captures[0].nonfinite] == [("k", 1, (0, 1, 40, 3))]
-    assert some(hit.propagation.dq).relative_error == pytest.approx(0.002, abs=0.001)
-
-
-def test_head_without_a_usable_row_is_undecided() -> None:
-    given = tensors()
-    given["q"] = torch.full_like(given["q"], math.nan)
-    heads = attn_diag.inspect(**given, causal=True).captures[0].observations[0].heads
-    for head in heads:
-        assert set(some(head.verdict).labels) == {"undecided"}
-        assert head.rows_all == 0
-
-
 def test_nan_made_by_the_kernel_is_lossy() -> None:
     given = tensors()
     given["o"][0, 0, 7] = math.inf

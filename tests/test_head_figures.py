@@ -19,7 +19,6 @@ from attn_diag.head.figure_sums import UlpCounts
 from attn_diag.results.diagnosis import HeadDiagnosis, HeadFigures
 from attn_diag.results.figures import PredictedError, RowStrip
 
-WITH_DW_Q = ["failing_step500_L2H7", "gpt2_step637_L2H6", "gpt2_step731_L2H4"]
 # S - m at and above which P_bar rounds to 1 in BF16: the middle between 1 and the number before it.
 UNIT = math.log(1 - 2**-9)
 
@@ -406,6 +405,8 @@ def test_no_usable_row() -> None:
     given = tensors()
     given["q"] = torch.full_like(given["q"], math.nan)
     (head,) = assert_all_heads(given)
+    assert head.rows_all == 0
+    assert some(head.verdict).labels == ("undecided",)
     figures = some(head.figures)
     assert figures.strip.first_rows == ()
     assert (figures.o_error, figures.max_logit) == (None, None)

@@ -280,18 +280,6 @@ def adversarial(fmt: FloatFormat) -> Tensor:
     return torch.cat([everything, -everything])
 
 
-def half_up(mantissa: int, exponent: int, fmt: FloatFormat) -> float:
-    tiny = 2.0 ** (fmt.min_exponent - fmt.precision - 60)
-    return round_dyadic(*_dyadic(math.ldexp(mantissa, exponent) + math.copysign(tiny, mantissa)), fmt)
-
-
-def toward_zero(mantissa: int, exponent: int, fmt: FloatFormat) -> float:
-    nearest_even = round_dyadic(mantissa, exponent, fmt)
-    if abs(Fraction(nearest_even)) <= abs(Fraction(mantissa) * Fraction(2) ** exponent):
-        return nearest_even
-    return round_dyadic(*_dyadic(nearest_even * (1 - 2.0 ** -(fmt.precision + 2))), fmt)
-
-
 def _dyadic(value: float) -> tuple[int, int]:
     n, d = value.as_integer_ratio()
     return n, 1 - d.bit_length()

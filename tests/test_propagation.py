@@ -40,15 +40,13 @@ def backward(head: AttentionHead, delta: Tensor, lse: Tensor, cast: bool = False
 def test_parts_add_up_to_the_error(softcap: float | None, cast: bool, with_lse: bool) -> None:
     head = make_head(softcap)
     reference = reference_head(head)
-    assert reference.dq is not None
     generator = torch.Generator().manual_seed(1)
     delta_error = 0.05 * torch.randn(63, generator=generator, dtype=torch.float64)
     lse_error = 0.02 * torch.randn(63, generator=generator, dtype=torch.float64) * with_lse
     delta, lse = some(reference.delta) + delta_error, reference.lse + lse_error
     observed = backward(head, delta, lse, cast)
-    errors = ForwardErrors(
-        delta, delta_error, lse if with_lse else None, lse_error if with_lse else None, BF16 if cast else FP64
-    )
+    known = (lse, lse_error) if with_lse else (None, None)
+    errors = ForwardErrors(delta, delta_error, *known, BF16 if cast else FP64)
     collected = BackwardCollector(head, errors, want_casts=True, want_keys=True)
     probs_k = torch.zeros_like(head.q)
 
