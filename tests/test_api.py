@@ -17,7 +17,7 @@ from attn_diag.captures.selection import Selection
 from attn_diag.results.diagnosis import HeadDiagnosis
 
 
-def tensors(heads: int = 2, rows: int = 48, **sizes: int) -> dict[str, Any]:
+def tensors(heads: int = 2, rows: int = 48, **sizes: Any) -> dict[str, Any]:
     """BF16 inputs and outputs that are correct to one rounding."""
     given = rounded_inputs(heads, rows, **sizes)
     return given | {"dq": rounded_dq(given)}

@@ -12,12 +12,13 @@ import torch
 
 from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.kernels.rounding_numpy import round_array
+from attn_diag.reference.rounding_table import TableMode
 
 
 @pytest.mark.parametrize("mode", ["nearest-even", "toward-zero", "up", "down"])
 @pytest.mark.parametrize("name", ["fp16", "e4m3"])
 @pytest.mark.parametrize("negative", [False, True], ids=["positive", "negative"])
-def test_steps_are_the_table(name: str, mode: str, negative: bool) -> None:
+def test_steps_are_the_table(name: str, mode: TableMode, negative: bool) -> None:
     """Where each result begins, found by bisection, against the table looked up value by value."""
     sign = int(negative) << 31
     table = bench.table_of(name, "cpu")

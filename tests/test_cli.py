@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -451,7 +452,8 @@ def valid_bytes(suffix: str, folder: Path) -> bytes:
     elif suffix == ".pt":
         torch.save(GIVEN, path)
     else:
-        np.savez(path, **{n: t.float().numpy() for n, t in GIVEN.items()})
+        arrays: dict[str, Any] = {n: t.float().numpy() for n, t in GIVEN.items()}
+        np.savez(path, **arrays)
     return path.read_bytes()
 
 

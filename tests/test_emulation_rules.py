@@ -86,6 +86,10 @@ def some_masks(rows: int, keys: int) -> dict[str, Masking]:
     }
 
 
+def with_site(recipe: Recipe, site: str, fmt: Any) -> Recipe:
+    return replace(recipe, **{site: fmt})
+
+
 def unlike(got: EmulatedHead, head: AttentionHead) -> dict[str, float]:
     """The largest error of every output, relative to the output's own largest value (absolute where that is 0)."""
     truth = reference_head(head)
@@ -160,7 +164,7 @@ class TestExactRecipe:
             recipe = replace(recipe, exp="exact")  # the other exponentials do not form S - m
         if site == "row_max":
             recipe = replace(recipe, row_sum="bf16")  # a rounded maximum alone changes nothing in exact arithmetic
-        plain, got = (emulate_head(r, make_head()) for r in (recipe, replace(recipe, **{site: "bf16"})))
+        plain, got = (emulate_head(r, make_head()) for r in (recipe, with_site(recipe, site, "bf16")))
         moved = {n for n in OUTPUTS if not torch.equal(getattr(plain, n).double(), getattr(got, n).double())}
         after = {
             "dv": ["backward_probs"],
@@ -573,7 +577,7 @@ class TestRecipes:
     @pytest.mark.parametrize("site", FORMATS)
     def test_an_unknown_format_names_its_site(self, site: str) -> None:
         with pytest.raises(ValueError, match=f"^{site}: a format is one of bf16.*'bf8'"):
-            replace(preset("fa2"), **{site: "bf8"})
+            with_site(preset("fa2"), site, "bf8")
 
     def test_random_recipes_are_reproducible(self) -> None:
         head = make_head()

@@ -294,7 +294,7 @@ def moved_strip(strip: RowStrip) -> RowStrip:
 
 
 # What a bug could make of a figure, by the check that must see it and what is wrong.
-MUTANTS: dict[str, tuple[str, Callable[[Any], object]]] = {
+MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "rows: off by one": ("rows", lambda runs: replace(runs, row=tuple(row + 1 for row in runs.row))),
     "strip: the definitions swapped": ("strip", lambda strip: replace(strip, exact=strip.unit, unit=strip.exact)),
     "strip: groups moved by a row": ("strip", moved_strip),

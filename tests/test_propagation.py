@@ -45,7 +45,7 @@ def test_parts_add_up_to_the_error(softcap: float | None, cast: bool, with_lse: 
     lse_error = 0.02 * torch.randn(63, generator=generator, dtype=torch.float64) * with_lse
     delta, lse = some(reference.delta) + delta_error, reference.lse + lse_error
     observed = backward(head, delta, lse, cast)
-    known = (lse, lse_error) if with_lse else (None, None)
+    known: tuple[Tensor | None, Tensor | None] = (lse, lse_error) if with_lse else (None, None)
     errors = ForwardErrors(delta, delta_error, *known, BF16 if cast else FP64)
     collected = BackwardCollector(head, errors, want_casts=True, want_keys=True)
     probs_k = torch.zeros_like(head.q)
