@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import bench_rounding as bench
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from builders import some
 
 from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.kernels.rounding_numpy import round_array
-
-FILE = Path(__file__).parent.parent / "benchmarks" / "bench_rounding.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = some(importlib.util.spec_from_file_location("bench_rounding", FILE))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_rounding"] = module  # dataclasses look their module up
-    some(spec.loader).exec_module(module)
-    return module
+from attn_diag.reference.rounding_table import TableMode
 
 
 @pytest.mark.parametrize("mode", ["nearest-even", "toward-zero", "up", "down"])
 @pytest.mark.parametrize("name", ["fp16", "e4m3"])
 @pytest.mark.parametrize("negative", [False, True], ids=["positive", "negative"])
-def test_steps_are_the_table(bench: ModuleType, name: str, mode: str, negative: bool) -> None:
+def test_steps_are_the_table(name: str, mode: TableMode, negative: bool) -> None:
     """Where each result begins, found by bisection, against the table looked up value by value."""
     sign = int(negative) << 31
     table = bench.table_of(name, "cpu")
@@ -52,7 +38,7 @@ def wrong_numpy(x: npt.NDArray[np.float32], rounding: Rounding) -> npt.NDArray[A
     return rounded
 
 
-def test_numpy_part_counts(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "FORMATS", {"e4m3": bench.FORMATS["e4m3"]})
     sound = bench.numpy_part(0x7F7FF000, 0x7F801000, 1)
     assert [(c.inputs, c.mismatches, c.nan_inputs) for c in sound] == [(0x2000, 0, 0xFFF)] * 4
@@ -61,12 +47,12 @@ def test_numpy_part_counts(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -
         assert (count.mismatches, count.nan_mismatches, count.first_mismatches) == (1, 1, ["0x7f800001"])
 
 
-def test_device_part_counts(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_device_part_counts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     # Zeros, subnormals, E4M3's ties and overflow, infinities and NaN, of both signs.
     half = np.r_[0:100, 0x3A800000:0x3A800100, 0x43E7FF00:0x43E80100, 0x7F7FFFF0:0x7F800010]
     words = torch.from_numpy(np.concatenate([half, half + 2**31])).to(device)
     tables = {"e4m3": bench.table_of("e4m3", device)}
-    counts: dict[str, bench.Count] = {}  # type: ignore[name-defined]
+    counts: dict[str, bench.Count] = {}
     bench.run_chunk(words, tables, counts, triton=True)
     assert sorted({c.implementation for c in counts.values()}) == ["device cast", "reference", "torch", "triton"]
     assert {(c.inputs, c.mismatches, c.nan_inputs) for c in counts.values()} == {(len(words), 0, 30)}
@@ -74,7 +60,7 @@ def test_device_part_counts(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, 
     assert counts["device cast e4m3 nearest-even"].left_out == 2 * (255 + 17)
 
     monkeypatch.setattr(bench, "round_to", lambda x, r: round_to(x, Rounding(r.format, Mode.TOWARD_ZERO)))
-    wrong: dict[str, bench.Count] = {}  # type: ignore[name-defined]
+    wrong: dict[str, bench.Count] = {}
     bench.run_chunk(words, tables, wrong, triton=False)
     assert wrong["torch e4m3 toward-zero"].mismatches == 0
     assert wrong["torch e4m3 nearest-even"].mismatches > 100
