@@ -143,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     run = train.parser().parse_args(["--arm", "healthy", "--tokens", str(options.tokens), "--out", "unused"])
     torch.set_float32_matmul_precision("high")
-    trainer = train.Trainer(run, train.Place.here("auto"), train.load_tokens(run.tokens, run.vocabulary))
+    trainer = train.Trainer(run, train.load_tokens(run.tokens, run.vocabulary))
     for _ in range(4):
         trainer.train_step()
     result: dict[str, Any] = {

@@ -248,7 +248,7 @@ def _made(record: Record, jobs: Path) -> Section:
     for run in record.runs.values():
         tool = run.header.get("tool", {})
         versions = [f"{name} {tool.get(name)}" for name in ("python", "torch", "triton") if tool.get(name)]
-        device = f"{run.header.get('world', 1)} x {tool.get('device') or 'cpu'}, attn-diag {tool.get('version')}"
+        device = f"1 x {tool.get('device') or 'cpu'}, attn-diag {tool.get('version')}"
         made.add(", ".join([device, *versions, str(run.header.get("date", ""))[:10]]))
     return Section(
         "Not run, and how this was made",
