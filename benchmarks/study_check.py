@@ -10,25 +10,23 @@ growth, and how often planted biases (a fraction of O's elements is rounded away
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import made_by, options_of, save
 from scipy import stats
 from torch import Tensor
 
 import attn_diag
-from attn_diag.head.machine import describe_tool
 from attn_diag.results.baseline import BaselineCase, BaselineSize
 from attn_diag.results.check import CheckedCase
 from attn_diag.testing.regression import cases as suite
@@ -96,9 +94,7 @@ def rate(found: list[list[str]]) -> dict[str, Any]:
     """Runs with an alarm, with the upper 95 % bound of Clopper & Pearson."""
     hits, n = sum(bool(f) for f in found), len(found)
     upper = 1.0 if hits == n else float(stats.beta.ppf(0.95, hits + 1, n - hits))
-    which: dict[str, int] = {}
-    for alarm in [a for f in found for a in f]:
-        which[alarm] = which.get(alarm, 0) + 1
+    which = Counter(alarm for alarms in found for alarm in alarms)
     return {"runs": n, "alarms": hits, "upper95": upper, "which": which}
 
 
@@ -150,31 +146,25 @@ def power(seeds: int, names: list[str], pool: Executor, say: Callable[[str], Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--power-seeds", type=int, default=20)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
     parser.add_argument("--cases", nargs="+", default=list(suite.BUILDERS))
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = time.perf_counter()
 
     def say(words: str) -> None:
         print(f"{time.perf_counter() - started:7.0f} s  {words}", flush=True)
 
-    tool = describe_tool(DEVICE)
-    result: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(), "tool": asdict(tool), "level": LEVEL, "cases": arguments.cases,
-        "kernels": {},
-    }  # fmt: skip
+    result = made_by(DEVICE) | {"level": LEVEL, "cases": arguments.cases, "kernels": {}}
 
     def keep(kernel: str, found: dict[str, Any]) -> None:
         result["kernels"][kernel] = found
         runs = found["without_baseline"]["runs"]
         say(f"{kernel}, {runs} seeds: {[found[n]['alarms'] for n in ('without_baseline', 'against_another_seed')]}")
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        save(result, arguments.json)
 
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
@@ -185,10 +175,8 @@ def main() -> None:
         if arguments.power_seeds:
             found = power(arguments.power_seeds, arguments.cases, pool, say)
             result["power"] = {"seeds": arguments.power_seeds, "found": found}
-    if arguments.json is None:
-        print(json.dumps(result, indent=1))
-    else:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+    save(result, arguments.json)
 
 
 if __name__ == "__main__":
