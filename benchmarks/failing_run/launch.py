@@ -23,10 +23,12 @@ import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
-from record import begun_logs, markdown
-from runlog import RunLog, begun, departures, run_name
+from alarms import all_rows, table
+from record import Record, markdown
+from runlog import RunLog, begun, run_name
+
+from attn_diag.watching.monitoring.alarm import AlarmRule
 
 TRAIN = Path(__file__).with_name("train.py")
 START_FROM = "--start-from"
@@ -157,22 +159,6 @@ def open_jobs(jobs: dict[str, list[str]], out: Path) -> dict[str, list[str]]:
     return left
 
 
-def table(logs: list[RunLog]) -> str:
-    """Every run of a folder in Markdown: when it left its trend, and when its own monitor had said so."""
-    rows = []
-    for log in logs:
-        found, alarm = departures(log.steps), log.alarms[0] if log.alarms else None
-        run, watched = log.headers[0]["run"], log.headers[0].get("monitor_every")
-        rows.append((
-            run["arm"], str(run["seed"]), str(log.steps[-1][0] + 1 if log.steps else 0),
-            "; ".join(f"{d.step} ({d.reason})" for d in found) or "–",
-            f"{alarm['step']}: layer {alarm['layer']}, head {alarm['head']}" if alarm
-            else "silent" if watched else "not monitored",
-            f"{1e3 * median(log.seconds):.0f}" if log.seconds else "–", log.end,
-        ))  # fmt: skip
-    return markdown((("arm", "seed", "steps", "left its trend at", "first alarm", "ms a step", "end"), *rows))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     runs = parser.add_mutually_exclusive_group(required=True)
@@ -198,7 +184,8 @@ def main() -> None:
     # A request to end reaches the runs too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     done = run_all(jobs, Slots(devices() * options.per_device, options.out), options.limit_seconds)
-    print(table(begun_logs(options.out)))
+    record = Record.read(options.out)
+    print(markdown(table(record.runs.values(), all_rows(record, AlarmRule()))))
     sys.exit(0 if done else 1)
 
 

@@ -127,11 +127,11 @@ def _overview(record: Record, found: Outcomes) -> Section:
 
 def _runs(record: Record, found: Outcomes) -> Section:
     """Every run from step 0 and those of the record's subfolders, with what the monitor said."""
-    lines = table(record, found.alarms)
+    lines = table((run for run in record.runs.values() if run.origin is None), found.alarms)
     for folder in ("generated", "alone"):
         if (record.folder / folder).is_dir():
             other = Record.read(record.folder / folder)
-            lines += table(other, alarm_rows(other.runs.values(), found.rule), f"{folder}/")[1:]
+            lines += table(other.runs.values(), alarm_rows(other.runs.values(), found.rule), f"{folder}/")[1:]
     where = f"Generated: on tokens of make_tokens.py{_generated(record)}. Alone: on a GPU of its own."
     return Section("The runs", (words(found.rule), where), tuple(lines), charts(record, found.rule))
 
