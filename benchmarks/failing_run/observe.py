@@ -89,24 +89,18 @@ class StepLog:
 
     def __init__(self, log: Writer, monitor: Any, every: int, stop_after: int) -> None:
         self.log, self.monitor, self.every, self.stop_after, self.watch = log, monitor, every, stop_after, Watch()
-        self._metrics, self._alarms = "", 0
+        self._alarms = 0
 
     def step(self, row: dict[str, Any]) -> None:
         self.watch.update(row["step"], row["loss"], row["grad_norm"])
         self.log.write(row)
-        if self.monitor is not None:
-            self._read_monitor(row["step"])
-
-    def _read_monitor(self, step: int) -> None:
-        # A check of an earlier step may come late.
-        if step % self.every in (0, self.every - 1):
-            metrics = self.monitor.metrics()
-            if metrics and repr(metrics) != self._metrics:
-                self.log.write_monitor(step, metrics)
-            self._metrics = repr(metrics)
+        if self.monitor is None:
+            return
+        if row["step"] % self.every == 0:
+            self.monitor.metrics()  # takes in the check of this step
         for alarm in self.monitor.alarms[self._alarms :]:
             named = {name: getattr(alarm, name) for name in ("kind", "step", "layer", "head", "reason")}
-            self.log.write({"alarm": named | {"seen": step}})
+            self.log.write({"alarm": named | {"seen": row["step"]}})
         self._alarms = len(self.monitor.alarms)
 
     def enough(self, step: int) -> bool:

@@ -111,9 +111,7 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """A checkpoint, complete or not there at all. The data's position is the step."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        cuda = self.device.type == "cuda"
         torch.save(
             {
                 "run": run_identity(self.options),
@@ -121,8 +119,6 @@ class Trainer:
                 "step": self.step,
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "rng": torch.get_rng_state(),
-                "rng_cuda": torch.cuda.get_rng_state() if cuda else None,
             },
             partial,
         )
@@ -138,9 +134,6 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
-        torch.set_rng_state(state["rng"])
-        if state["rng_cuda"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["rng_cuda"])
         return str(state["name"])
 
 
@@ -180,9 +173,8 @@ def train(options: argparse.Namespace, received: list[int]) -> str:
             f"{options.tokens.name} has {len(tokens)} tokens, more than the context of {options.context} are needed"
         )
     trainer = Trainer(options, tokens)
-    name, checkpoints = name_of(options), options.checkpoints or options.out
-    path, checkpoint = options.out / f"{name}.jsonl", checkpoints / f"{name}.pt"
-    at_alarm = checkpoints / f"{name}_alarm.pt"
+    name = name_of(options)
+    path, checkpoint, at_alarm = (options.out / f"{name}{end}" for end in (".jsonl", ".pt", "_alarm.pt"))
     parent, resumed = None, options.resume and checkpoint.exists()
     if resumed:
         trainer.load(checkpoint)
@@ -238,7 +230,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=1100, help="in all, those before a resume included")
     p.add_argument("--stop-after", type=int, default=30, metavar="STEPS", help="go on so long after the departure")
     p.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="0: no checkpoints")
-    p.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where, if not in --out")
     p.add_argument("--resume", action="store_true", help="from the checkpoint, if there is one")
     p.add_argument("--start-from", type=Path, metavar="FILE", help="a checkpoint, also another arm's")
     p.add_argument("--monitor-every", type=int, default=0, metavar="STEPS", help="0: no monitor")
