@@ -116,15 +116,11 @@ NULLS = [
 ]
 
 
+@pytest.mark.parametrize("inference", [shipped, halved_error, never_rejects])
 @pytest.mark.parametrize(("kernel", "test"), NULLS)
-def test_alarms_without_a_bias_stay_at_the_level(kernel: str, test: str) -> None:
-    assert is_calibrated(np.concatenate([shipped(head) for head in on_captured_inputs(kernel, test)]))
-
-
-@pytest.mark.parametrize("wrong", [halved_error, never_rejects])
-@pytest.mark.parametrize(("kernel", "test"), NULLS)
-def test_a_wrong_inference_is_noticed(kernel: str, test: str, wrong: Inference) -> None:
-    assert not is_calibrated(np.concatenate([wrong(head) for head in on_captured_inputs(kernel, test)]))
+def test_the_shipped_inference_alone_alarms_at_the_level(kernel: str, test: str, inference: Inference) -> None:
+    p = np.concatenate([inference(head) for head in on_captured_inputs(kernel, test)])
+    assert is_calibrated(p) is (inference is shipped)
 
 
 @cache
@@ -153,11 +149,7 @@ def test_rows_share_the_rounding_of_keys_and_of_features(name: str, redraws: int
     assert alarms["shipped"] <= limit, alarms
     assert alarms["rows"] > limit, "rows as clusters must alarm here"
     assert alarms["keys"] > limit or name != "kernels_pair_T512", "so must argmax keys"
-
-
-def test_elementwise_t_alarms() -> None:
-    p = correctly_rounded("gpt2_step731_L2H4", 60)["elements"]
-    assert (p <= 0.05).sum() > stats.binom.ppf(0.999, len(p), 0.05)
+    assert alarms["elements"] > limit or name != "gpt2_step731_L2H4", "so must an elementwise t"
 
 
 def test_percentile_bootstrap_alarms_on_few_blocks() -> None:
@@ -196,15 +188,11 @@ def detected(stated: Array, mean: Array, se: Array, df: Array, level: float) -> 
 def test_stated_detectable_mean_has_80_percent_power(clusters: int, level: float) -> None:
     sums = np.random.default_rng(clusters).standard_normal((8000, clusters))
     test = mean_test(sums, np.ones_like(sums), level)
-    power = detected(test.minimum_detectable, test.mean, test.standard_error, test.df, level)
-    assert power == pytest.approx(0.8, abs=0.025)
-
-
-def test_t_plus_z_would_promise_too_much() -> None:
-    sums = np.random.default_rng(8).standard_normal((8000, 8))
-    test = mean_test(sums, np.ones_like(sums), 0.01)
-    naive = (stats.t.ppf(0.995, test.df) + stats.t.ppf(0.8, test.df)) * test.standard_error
-    assert detected(naive, test.mean, test.standard_error, test.df, 0.01) < 0.72
+    known = test.mean, test.standard_error, test.df, level
+    assert detected(test.minimum_detectable, *known) == pytest.approx(0.8, abs=0.025)
+    if (clusters, level) == (8, 0.01):
+        t_plus_z = (stats.t.ppf(0.995, test.df) + stats.t.ppf(0.8, test.df)) * test.standard_error
+        assert detected(t_plus_z, *known) < 0.72, "it would promise too much"
 
 
 @pytest.mark.parametrize(("kernel", "test"), NULLS)

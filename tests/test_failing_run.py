@@ -9,20 +9,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import attn_diag
 from attn_diag.kernels.recipe import BACKWARD, Recipe
-from attn_diag.watching.monitoring.alarm import AlarmRule
+from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule
 from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
@@ -32,7 +29,7 @@ import make_tokens
 import predictions
 import record
 import train
-from arms import ARMS, GPT, arm
+from arms import ARMS, arm
 from failing_record import RESULTS, a_run, one_thread  # noqa: F401  (a fixture)
 from record import Record, Repeats
 from runlog import Departure, RunLog, Writer, departures, plain, rows_of
@@ -313,62 +310,22 @@ def test_a_failed_run_ends_soon_after(tokens: Path, tmp_path: Path, monkeypatch:
 # --- Monitor and capture ---
 
 
-@dataclass
-class Alarm:
-    step: int
-    kind: str = "growth"
-    layer: int = 2
-    head: int = 7
-    reason: str = "so"
+class Alarming(attn_diag.Monitor):
+    """Alarms at step 5."""
 
-
-class FakeMonitor:
-    """What the script relies on of ``attn_diag.Monitor``."""
-
-    def __init__(
-        self, model: torch.nn.Module, every: int, *, first_step: int, log: Path, history: Sequence[MonitorCheck]
-    ) -> None:
-        assert isinstance(model, GPT)
-        self.history = list(history)
-        self.every, self.steps, self.log, self.alarms, self.closed = every, first_step, log, list[Alarm](), False
-        self.hook = register_optimizer_step_post_hook(self._stepped)
-        FakeMonitor.last = self
-
-    last: FakeMonitor
-    alarm = Alarm
-
-    def _stepped(self, *_: Any) -> None:
-        self.steps += 1
-        if self.steps == 6:
-            self.alarms.append(self.alarm(self.steps - 1))
-
-    def metrics(self) -> None: ...
-
-    def __enter__(self) -> FakeMonitor:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.hook.remove()
-        self.closed = True
-
-
-def test_the_monitor_is_logged_and_closed(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attn_diag, "Monitor", FakeMonitor, raising=False)
-    run(tokens, tmp_path, "healthy", "--steps", "4", "--monitor-every", "3", "--checkpoint-every", "10")
-    assert FakeMonitor.last.closed
-    _, log = run(tokens, tmp_path, "healthy", "--steps", "10", "--monitor-every", "3", "--resume")
-    assert log.alarms == [{"kind": "growth", "step": 5, "layer": 2, "head": 7, "reason": "so", "seen": 5}]
-    assert FakeMonitor.last.closed
-    assert FakeMonitor.last.log == tmp_path / "monitor" / "healthy_seed0.jsonl"
+    def step_ended(self, step: int) -> None:
+        super().step_ended(step)
+        if step == 5:
+            self.alarms.append(Alarm("growth", step, 0, 0, None, "so", ""))
 
 
 def test_at_the_alarm_the_run_is_kept_and_the_head_captured(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attn_diag, "Monitor", FakeMonitor, raising=False)
-    monkeypatch.setattr(FakeMonitor, "alarm", staticmethod(partial(Alarm, layer=0, head=0)))
+    monkeypatch.setattr(attn_diag, "Monitor", Alarming)
     more = ("--monitor-every", "3", "--steps", "9")
-    run(tokens, tmp_path, "healthy", "--at-alarm", *more)
+    _, log = run(tokens, tmp_path, "healthy", "--at-alarm", *more)
+    assert log.alarms == [{"kind": "growth", "step": 5, "layer": 0, "head": 0, "reason": "so", "seen": 5}]
     # The alarm of step 5 is known after it: step 6 is captured, and the checkpoint is what step 6 starts from.
     (capture,) = (tmp_path / "captures" / "healthy_seed0_alarm").glob("*.safetensors")
     found = attn_diag.load(capture)

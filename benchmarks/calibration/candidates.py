@@ -17,12 +17,21 @@ Array = npt.NDArray[np.float64]
 Candidate = Callable[[Array, Array], Array]
 
 
-def student(sums: Array, sizes: Array) -> Array:
-    """CR1 variance, G - 1 degrees of freedom (Cameron & Miller 2015, eq. 11)."""
+def _mean(sums: Array, sizes: Array) -> tuple[Array, Array, Array, Array]:
+    """Elements and mean of each redraw, [R], the clusters' residual sums [R, G], and how many there are, [R]."""
     n, g = sizes.sum(-1), np.count_nonzero(sizes, axis=-1)
     mean = sums.sum(-1) / n
-    se = np.sqrt(g / (g - 1) * np.square(sums - sizes * mean[:, None]).sum(-1)) / n
-    return np.asarray(2 * stdtr(g - 1, -np.abs(mean / se)))
+    return n, mean, sums - sizes * mean[:, None], g
+
+
+def _two_sided(mean: Array, se: Array, df: Array) -> Array:
+    return np.asarray(2 * stdtr(df, -np.abs(mean / se)))
+
+
+def student(sums: Array, sizes: Array) -> Array:
+    """CR1 variance, G - 1 degrees of freedom (Cameron & Miller 2015, eq. 11)."""
+    n, mean, residual, g = _mean(sums, sizes)
+    return _two_sided(mean, np.sqrt(g / (g - 1) * np.square(residual).sum(-1)) / n, g - 1)
 
 
 def reduced(sums: Array, sizes: Array, correlation: float = 0.0) -> Array:
@@ -32,11 +41,9 @@ def reduced(sums: Array, sizes: Array, correlation: float = 0.0) -> Array:
     of freedom: errors of equal variance with this correlation inside a cluster, so a cluster sum has the variance
     v_c = n_c (1 + (n_c - 1) correlation).
     """
-    n = sizes.sum(-1)
+    n, mean, residual, _ = _mean(sums, sizes)
     share = sizes / n[:, None]
-    mean = sums.sum(-1) / n
     scale = 1 / (1 - share)
-    residual = sums - sizes * mean[:, None]
     se = np.sqrt((np.square(residual) * scale).sum(-1)) / n
     v = sizes * (1 + (sizes - 1) * correlation)
     # r = (I - share 1') s, weights a^2: trace(M) and trace(M^2) of M_cd = a_c a_d cov(r_c, r_d).
@@ -49,8 +56,7 @@ def reduced(sums: Array, sizes: Array, correlation: float = 0.0) -> Array:
     vv, ss, vs = (v * x).sum(-1), (share * y).sum(-1), (v * y).sum(-1)
     t = total[:, 0]
     squares += 2 * vv * ss + 2 * vs**2 + t**2 * ss**2 - 4 * t * vs * ss
-    df = diagonal.sum(-1) ** 2 / squares
-    return np.asarray(2 * stdtr(df, -np.abs(mean / se)))
+    return _two_sided(mean, se, diagonal.sum(-1) ** 2 / squares)
 
 
 def equicorrelated(sums: Array, sizes: Array) -> Array:
@@ -61,13 +67,9 @@ def equicorrelated(sums: Array, sizes: Array) -> Array:
 def satterthwaite(sums: Array, sizes: Array) -> Array:
     """CR1 with the degrees of freedom that the cluster sums themselves show: (sum v)^2 / sum v^2 is 3 n_eff - 2 in the
     mean where they are normal with variances v."""
-    g = np.count_nonzero(sizes, axis=-1)
-    n = sizes.sum(-1)
-    mean = sums.sum(-1) / n
-    residual = sums - sizes * mean[:, None]
+    n, mean, residual, g = _mean(sums, sizes)
     se = np.sqrt(g / (g - 1) * np.square(residual).sum(-1)) / n
-    df = np.clip(3 * effective(residual) - 2, 1, g - 1)
-    return np.asarray(2 * stdtr(df, -np.abs(mean / se)))
+    return _two_sided(mean, se, np.clip(3 * effective(residual) - 2, 1, g - 1))
 
 
 def sign_flips(sums: Array, sizes: Array) -> Array:  # noqa: ARG001

@@ -38,11 +38,9 @@ class Replay:
     """One run at one spacing of checks."""
 
     run: str
-    """Its name."""
     every: int
     """Steps between the checks."""
     steps: int
-    """How many it did."""
     departure: int | None
     """When it left its trend."""
     reason: str | None
@@ -50,9 +48,7 @@ class Replay:
     alarm: int | None
     """The step of the first alarm."""
     layer: int | None
-    """The layer that this names."""
     head: int | None
-    """The head that this names."""
     lead: int | None
     """Steps from the alarm to the departure."""
     alarms: int
@@ -68,13 +64,11 @@ class Watched:
     """What the rule saw at each check, of the worst head."""
 
     steps: tuple[float, ...]
-    """The checks' steps."""
     share: tuple[float, ...]
     """dW_Q's predicted error, averaged as the rule does."""
     witness: tuple[float, ...]
     """Over its threshold."""
     alarms: tuple[Alarm, ...]
-    """All of them."""
 
 
 def watched(checks: Iterable[MonitorCheck], every: int, rule: AlarmRule, start: int = 0) -> Watched:

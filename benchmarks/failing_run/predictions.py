@@ -125,15 +125,11 @@ class Chain(Result):
     """What the tool said of one capture; a tuple has one item a sequence."""
 
     run: str
-    """The run that was captured."""
     arm: str
     """The recipe that was taken as known."""
     step: int
-    """The step that was captured."""
     layer: int
-    """The model's number of the layer."""
     head: int
-    """The model's number of the head."""
     rows: int
     """Query rows of a sequence."""
     inspect: Inspected
@@ -143,7 +139,6 @@ class Chain(Result):
     attribute: Heads
     """The rounding sites' parts."""
     what_if: tuple[Tried, ...]
-    """Other recipes and mitigations."""
 
     @property
     def sequences(self) -> int:
@@ -280,7 +275,6 @@ class Summed:
     name: str
     """The arm, or ARM+CURE."""
     sequences: int
-    """How many."""
     relative: float
     """Of the sequences, root mean square: (sum ||E_n||^2 / sum ||G_n||^2)^1/2."""
     relative_of_sum: float
@@ -300,13 +294,9 @@ class Batch(Result):
     source: str
     """The capture's file."""
     step: int | None
-    """The step that was captured."""
     layer: int | None
-    """The model's number of the layer."""
     head: int | None
-    """The model's number of the head."""
     tool: Tool
-    """What made the numbers, by emulation."""
     rows: tuple[Summed, ...]
     """The arm, then its cures."""
 

@@ -42,9 +42,7 @@ class Run:
     """One run of a record."""
 
     log: RunLog
-    """Its log."""
     arm: str
-    """The attention it trained with."""
     seed: int
     """Of its weights and data."""
     tag: str = ""
@@ -105,7 +103,6 @@ class Record:
     """A folder of runs."""
 
     folder: Path
-    """Where it lies."""
     runs: dict[str, Run]
     """By name."""
 
@@ -147,7 +144,6 @@ class Repeat:
     """One run that was made several times."""
 
     run: str
-    """Its name."""
     times: int
     """How often it was made."""
     compared: int
