@@ -62,18 +62,17 @@ _SHARD = 500
 _REPORT_SEED = 20261122
 
 
-def _shard(capture: str, redraws: int, seed: int, device: str, compare: bool) -> Outcomes:
+def _shard(capture: str, redraws: int, seed: int, device: str) -> Outcomes:
     torch.set_num_threads(1)
-    return run(capture, redraws, seed, torch.device(device), compare=compare)
+    return run(capture, redraws, seed, torch.device(device))
 
 
-def study(names: list[str], redraws: int, seed: int, device: str, processes: int, compare: bool) -> dict[str, Any]:
+def study(names: list[str], redraws: int, seed: int, device: str, processes: int) -> dict[str, Any]:
     """The summaries of all captures, by name. Results depend on the seed and the redraws, not on ``processes``."""
     sizes = [min(_SHARD, redraws - start) for start in range(0, redraws, _SHARD)]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         jobs = {
-            name: [pool.submit(_shard, name, n, seed + 7919 * i, device, compare) for i, n in enumerate(sizes)]
-            for name in names
+            name: [pool.submit(_shard, name, n, seed + 7919 * i, device) for i, n in enumerate(sizes)] for name in names
         }
         found = {}
         for name, parts in jobs.items():
@@ -88,7 +87,6 @@ def main() -> None:
     parser.add_argument("--redraws", type=int, default=2000, help="per capture")
     parser.add_argument("--seed", type=int, default=_REPORT_SEED)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--no-candidates", action="store_true", help="only what ships, without the tests beside it")
     parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the tables of a result and stop")
     parser.add_argument("--brief", action="store_true", help="with --markdown: only the README's table")
     arguments = parser.parse_args()
@@ -101,9 +99,8 @@ def main() -> None:
         "redraws": arguments.redraws,
         "seed": arguments.seed,
         "gaussian": [name for name in asked if "gauss" in name or name in (GAUSSIAN, "gqa_T200")],
-        "captures": study(asked, arguments.redraws, arguments.seed, arguments.device, arguments.processes,
-                          not arguments.no_candidates),
-    }  # fmt: skip
+        "captures": study(asked, arguments.redraws, arguments.seed, arguments.device, arguments.processes),
+    }
     if arguments.json:
         arguments.json.write_text(json.dumps(result, separators=(",", ":")) + "\n")
     print(markdown.section(result))

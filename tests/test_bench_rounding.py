@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import bench_rounding as bench
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,9 +13,6 @@ import torch
 
 from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.kernels.rounding_numpy import round_array
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-import bench_rounding as bench
 
 
 def wrong_numpy(x: npt.NDArray[np.float32], rounding: Rounding) -> npt.NDArray[Any]:

@@ -5,17 +5,17 @@ Each check is also given an inference that is wrong, and must reject it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from builders import some
+from calibration import draws, engine, markdown, others, summary
+from calibration.candidates import reduced
 from scipy import stats
 
 from attn_diag import inspect
@@ -31,10 +31,6 @@ from attn_diag.statistics.means import (
     mean_test,
     two_way,
 )
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-from calibration import draws, engine, markdown, others, summary
-from calibration.candidates import reduced
 
 Array = npt.NDArray[np.float64]
 Inference = Callable[["Sums"], Array]

@@ -5,30 +5,20 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-import torch
-
-import attn_diag
-from attn_diag.captures.capture import Capture
-from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.reference import AttentionHead, Masking
-from attn_diag.watching.monitoring.alarm import AlarmRule
-from attn_diag.watching.monitoring.record import MonitorCheck
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import alarms
 import forks
 import limits
+import numpy as np
 import outcomes
 import predictions
+import pytest
 import record
+import torch
 from alarms import Replay
 from arms import arm, whole
 from failing_record import DEPARTURE, FORK, NAN, RESULTS, START, a_check, a_run, one_thread  # noqa: F401  (a fixture)
@@ -36,6 +26,13 @@ from forks import Fork
 from predictions import Chain
 from record import Record, Repeat, Repeats, Run
 from runlog import RunLog
+
+import attn_diag
+from attn_diag.captures.capture import Capture
+from attn_diag.kernels import Recipe, emulate_head
+from attn_diag.reference import AttentionHead, Masking
+from attn_diag.watching.monitoring.alarm import AlarmRule
+from attn_diag.watching.monitoring.record import MonitorCheck
 
 STORED = RESULTS / "failing_chain"
 

@@ -12,27 +12,25 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import alarms
+import launch
+import make_tokens
 import numpy as np
+import predictions
 import pytest
+import record
 import torch
+import train
+from arms import ARMS, arm
+from failing_record import RESULTS, a_run, one_thread  # noqa: F401  (a fixture)
+from record import Record, Repeats
+from runlog import Departure, RunLog, Writer, departures, plain, rows_of
 from torch import Tensor
 
 import attn_diag
 from attn_diag.kernels.recipe import BACKWARD, Recipe
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule
 from attn_diag.watching.monitoring.record import MonitorCheck, read_log
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
-import alarms
-import launch
-import make_tokens
-import predictions
-import record
-import train
-from arms import ARMS, arm
-from failing_record import RESULTS, a_run, one_thread  # noqa: F401  (a fixture)
-from record import Record, Repeats
-from runlog import Departure, RunLog, Writer, departures, plain, rows_of
 
 Rows = list[tuple[int, float, float]]
 

@@ -129,7 +129,9 @@ class Chain(Result):
     """The recipe that was taken as known."""
     step: int
     layer: int
+    """The model's number."""
     head: int
+    """The model's number."""
     rows: int
     """Query rows of a sequence."""
     inspect: Inspected
@@ -174,13 +176,12 @@ def read_chains(record: Record) -> dict[str, Chain]:
     return {name.removeprefix("chain_"): Chain.from_json(record.document(name) or b"") for name in names}
 
 
-def predict(capture: Capture, recipe: Recipe, sequences: int | None = None) -> dict[str, Any]:
-    """The tool's own documents, of the first ``sequences`` sequences.
+def predict(capture: Capture, recipe: Recipe) -> dict[str, Any]:
+    """The tool's own documents.
 
     Args:
         capture: Of one head, with O and dO.
         recipe: What is taken to have made O and dQ.
-        sequences: How many are looked at; None: all.
 
     Returns:
         What ``Chain`` reads, but for the names of run and arm.
@@ -193,8 +194,7 @@ def predict(capture: Capture, recipe: Recipe, sequences: int | None = None) -> d
     observation = observation_with_o(capture, None)
     if observation is None or "do" not in capture.tensors:
         raise InputError(f"{capture.source}: an O and dO are needed; capture the step with its backward")
-    batches = range(capture.batch if sequences is None else min(sequences, capture.batch))
-    selection = attn_diag.Selection(observation=observation, batches=frozenset(batches))
+    batches, selection = range(capture.batch), attn_diag.Selection(observation=observation)
     diagnosis = attn_diag.inspect_captures([capture], selection=selection, made_by={observation: recipe})
     attributed = attn_diag.attribute(capture, recipe=recipe, selection=selection)
     identified = [attn_diag.identify(capture, observation, batch=batch) for batch in batches]
@@ -355,7 +355,6 @@ def main() -> None:
     parser.add_argument("--recipe", required=True, metavar="NAME", help=f"{', '.join(ARMS)}, or NAME+MITIGATION")
     parser.add_argument("--run", default=None, metavar="NAME", help="the run it is from; default: RECIPE_seed0")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=".json or .json.xz")
-    parser.add_argument("--sequences", type=int, metavar="N", help="look at the first N only")
     parser.add_argument("--summed", type=Path, metavar="FILE", help="the sums over sequences, of an arm")
     parser.add_argument("--cures", nargs="*", default=[], metavar="MITIGATION", help="summed beside the arm")
     options = parser.parse_args()
@@ -366,7 +365,7 @@ def main() -> None:
     capture = attn_diag.load(files[0])
     if options.summed:
         write_json(options.summed, asdict(summed_batch(capture, options.recipe, options.cures)))
-    found = predict(capture, whole(arm(options.recipe)), options.sequences)
+    found = predict(capture, whole(arm(options.recipe)))
     found = {"run": options.run or f"{options.recipe}_seed0", "arm": options.recipe} | found
     write_json(options.out, found)
     print(_said(Chain.from_json(json.dumps(plain(found)))))
