@@ -79,12 +79,11 @@ def short(found: CheckReport) -> dict[str, Any]:
 
 def main() -> None:
     parser = options_of(__doc__, device="cuda")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--cases", nargs="+", default=None)
     arguments = parser.parse_args()
     result = made_by(arguments.device) | {"cases": arguments.cases, "kernels": {}}
     for causal in (False, True):
-        for head_dim in arguments.head_dims:
+        for head_dim in (64, 128):
             for name, fn in kernels(causal, arguments.device).items():
                 place = f"{name}, D {head_dim}{', causal' if causal else ''}"
                 started = time.perf_counter()

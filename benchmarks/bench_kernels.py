@@ -1,6 +1,6 @@
 """The Triton kernels beside SDPA's backends and compiled FlexAttention on one GPU, as ratios in one run.
 
-    python benchmarks/bench_kernels.py [--json FILE] [--quick]
+    python benchmarks/bench_kernels.py [--json FILE]
 
 Times are medians of CUDA-graph replays (no launch cost, which an eager caller of short kernels pays on top), in
 milliseconds, on N(0,1) BF16 inputs. Ours: recipe fa2. "second pass" counts the multiplicities of the rows that the
@@ -155,22 +155,19 @@ def longest() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = options_of(__doc__)
-    parser.add_argument("--quick", action="store_true", help="causal only, without the longest sequence")
-    options = parser.parse_args()
+    options = options_of(__doc__).parse_args()
     result = made_by("cuda") | {"copy [TB/s]": round(copy_bandwidth(), 2)}
     for name, shape in SHAPES.items():
-        for causal in (True,) if options.quick else (True, False):
+        for causal in (True, False):
             row = measure(shape, causal=causal, copy_tb_s=result["copy [TB/s]"])
             key = f"{name} {'causal' if causal else 'full'}"
             result[key] = {"ms": row, "ratios": ratios(row)}
             print(key, json.dumps(result[key], indent=1), flush=True)
             torch.cuda.empty_cache()
             save(result, options.json)
-    if not options.quick:
-        result["1x8x131072x128 causal"] = longest()
-        print(result["1x8x131072x128 causal"], flush=True)
-        save(result, options.json)
+    result["1x8x131072x128 causal"] = longest()
+    print(result["1x8x131072x128 causal"], flush=True)
+    save(result, options.json)
 
 
 if __name__ == "__main__":

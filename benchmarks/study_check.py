@@ -11,14 +11,13 @@ growth, and how often planted biases (a fraction of O's elements is rounded away
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
+from statistics import mean, median, stdev
 from typing import Any
 
 import torch
@@ -40,32 +39,31 @@ KERNELS = ("fa2", "sdpa", "efficient")
 PLANTED = (0.02, 0.05, 0.1, 0.2)
 
 
-@dataclass(frozen=True)
-class Run:
-    """One kernel on the suite of one seed: case names, rows and figures."""
+# One kernel on the suite of one seed, by case.
+Run = dict[str, Measured]
 
-    measured: dict[str, Measured]
 
-    def known(self, name: str) -> BaselineCase:
-        m = self.measured[name]
-        sizes = {n: BaselineSize(s.error, s.yardstick, s.log_ratio) for n, s in m.sizes.items()}
-        return BaselineCase("", "", (), True, m.biases, sizes)
+def known(measured: Measured) -> BaselineCase:
+    """One run's case as the baseline of another."""
+    sizes = {n: BaselineSize(s.error, s.yardstick, s.log_ratio) for n, s in measured.sizes.items()}
+    return BaselineCase("", "", (), True, measured.biases, sizes)
 
 
 def alarms(run: Run, baseline: Run | None) -> list[str]:
     """What ``check`` would call failures: "case: kind quantity"."""
     cases = []
-    for name, measured in run.measured.items():
-        known = None if baseline is None else baseline.known(name)
-        biases = judge.biases_of(measured, suite.LENGTH, known, same_key=True)
-        cases.append(CheckedCase(name, (), "", biases=biases, sizes=judge.sizes_of(measured, known, same_inputs=False)))
+    for name, measured in run.items():
+        before = None if baseline is None else known(baseline[name])
+        biases = judge.biases_of(measured, suite.LENGTH, before, same_key=True)
+        sizes = judge.sizes_of(measured, before, same_inputs=False)
+        cases.append(CheckedCase(name, (), "", biases=biases, sizes=sizes))
     judged, _ = judge.adjusted(cases)
     return [f"{f.case}: {f.kind} {f.quantity}" for c in judged for f in judge.failures_of(c, LEVEL)]
 
 
 def growth(run: Run, baseline: Run) -> float:
     """The largest error over its limit, over all sizes of the suite."""
-    sizes = [judge.sizes_of(m, baseline.known(n), same_inputs=False) for n, m in run.measured.items()]
+    sizes = [judge.sizes_of(m, known(baseline[n]), same_inputs=False) for n, m in run.items()]
     return max(s.error / s.limit for found in sizes for s in found.values() if s.limit)
 
 
@@ -87,7 +85,7 @@ def run_of(kernel: str, names: list[str], plant: float, seed: int) -> Run:
         yardstick = emulate(recipe, case, DEVICE, with_gradients=not plant)
         yardstick = {n: x for n, x in yardstick.items() if n in outputs or n == "lse"}
         found[name] = measure_case(case, outputs, yardstick, recipe, "cpu")
-    return Run(found)
+    return found
 
 
 def rate(found: list[list[str]]) -> dict[str, Any]:
@@ -111,25 +109,20 @@ def false_alarms(
 
 def summarised(runs: list[Run], names: list[str]) -> dict[str, Any]:
     others = runs[1:] + runs[:1]
-    ratios = sorted(growth(a, b) for a, b in zip(runs, others, strict=True))
+    ratios = [growth(a, b) for a, b in zip(runs, others, strict=True)]
     true_bias = {
         name: {
-            b: [sum(v := [r.measured[name].biases[b].mean for r in runs]) / len(v), _standard_error(v)]
-            for b in runs[0].measured[name].biases
+            b: [mean(v := [r[name].biases[b].mean for r in runs]), stdev(v) / len(v) ** 0.5 if len(v) > 1 else 0.0]
+            for b in runs[0][name].biases
         }
         for name in names
     }
     return {
         "without_baseline": rate([alarms(r, None) for r in runs]),
         "against_another_seed": rate([alarms(a, b) for a, b in zip(runs, others, strict=True)]),
-        "error_over_growth_limit": {"median": ratios[len(ratios) // 2], "largest": ratios[-1]},
+        "error_over_growth_limit": {"median": median(ratios), "largest": max(ratios)},
         "true_bias": true_bias,
     }
-
-
-def _standard_error(values: list[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1) / len(values))
 
 
 def power(seeds: int, names: list[str], pool: Executor, say: Callable[[str], None]) -> dict[str, Any]:

@@ -69,9 +69,6 @@ class Slots:
                 lines = (self.folder / f"{name}.txt").read_text(errors="replace").splitlines()
                 print(f"{name}: exit code {code}; " + "\n".join(lines[-15 if code else -1 :]), flush=True)
 
-    def free(self) -> bool:
-        return len(self.running) < len(self.devices)
-
     def stop(self) -> None:
         """Ask all to end after their step, wait, and end those that do not."""
         for _, process in self.running.values():
@@ -100,7 +97,9 @@ def run_all(jobs: dict[str, list[str]], slots: Slots, limit_seconds: float) -> b
     waiting = list(jobs.items())
     try:
         while (waiting or slots.running) and time.monotonic() < until:
-            ready = next((job for job in waiting if slots.free() and can_start(job[1])), None)
+            ready = next(
+                (job for job in waiting if len(slots.running) < len(slots.devices) and can_start(job[1])), None
+            )
             if ready is not None:
                 waiting.remove(ready)
                 slots.start(*ready)
