@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import resource
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,12 @@ from attn_diag.kernels import emulate_head, preset
 
 SHAPES = [(1024, 64), (8192, 128)]
 RECIPES = ["cudnn", "bf16-forward", "qiu2025"]
-COMMANDS = {"attribute": attribute, "what-if": what_if, "identify": identify, "microscope": microscope}
+COMMANDS: dict[str, Callable[..., object]] = {
+    "attribute": attribute,
+    "what-if": what_if,
+    "identify": identify,
+    "microscope": microscope,
+}
 
 
 def random_capture(length: int, width: int, recipe: str) -> Capture:

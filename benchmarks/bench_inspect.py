@@ -81,7 +81,7 @@ def compare(name: str, device: str) -> dict[str, float]:
     for _ in range(RUNS + 1):
         for work in WORKS:
             warm[work].append(timed(works[work]))
-    row = {}
+    row = dict[str, float]()
     for suffix, times in ((", once", once), ("", {work: values[1:] for work, values in warm.items()})):
         medians = {work: statistics.median(values) for work, values in times.items()}
         row |= {f"{work}{suffix} [s]": round(m, 4) for work, m in medians.items()}
@@ -154,12 +154,13 @@ def main() -> None:
         parser.add_argument(what, nargs=2, metavar=("SHAPE", "WORK"), help="print this of one piece of work, and stop")
     options = parser.parse_args()
     if options.peak or options.once:
-        print((peak_mb if options.peak else time_once)(*(options.peak or options.once), options.device))
+        name, work = options.peak or options.once
+        print((peak_mb if options.peak else time_once)(name, work, options.device))
         return
     result = made_by(options.device)
 
     def peak(name: str, work: str) -> int:
-        return round(in_fresh_process(__file__, "--device", options.device, "--peak", name, work))
+        return round(float(in_fresh_process(__file__, "--device", options.device, "--peak", name, work)))
 
     for name in SHAPES:
         row: dict[str, float] = {}

@@ -58,7 +58,7 @@ def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_cou
     """Seconds of one call, until the device has done it."""
     start = clock()
     work()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     return clock() - start
 

@@ -314,7 +314,7 @@ class Alarming(attn_diag.Monitor):
     def step_ended(self, step: int) -> None:
         super().step_ended(step)
         if step == 5:
-            self.alarms.append(Alarm("growth", step, 0, 0, None, "so", ""))
+            self._raise(Alarm("rounding", step, 0, 0, None, "so", ""))
 
 
 def test_at_the_alarm_the_run_is_kept_and_the_head_captured(
@@ -323,7 +323,7 @@ def test_at_the_alarm_the_run_is_kept_and_the_head_captured(
     monkeypatch.setattr(attn_diag, "Monitor", Alarming)
     more = ("--monitor-every", "3", "--steps", "9")
     _, log = run(tokens, tmp_path, "healthy", "--at-alarm", *more)
-    assert log.alarms == [{"kind": "growth", "step": 5, "layer": 0, "head": 0, "reason": "so", "seen": 5}]
+    assert log.alarms == [{"kind": "rounding", "step": 5, "layer": 0, "head": 0, "reason": "so"}]
     # The alarm of step 5 is known after it: step 6 is captured, and the checkpoint is what step 6 starts from.
     (capture,) = (tmp_path / "captures" / "healthy_seed0_alarm").glob("*.safetensors")
     found = attn_diag.load(capture)

@@ -4,7 +4,7 @@ A log has one JSON object a line, written as it happens, so that a killed run ke
 
     {"header": {...}}                                   configuration, recipes, versions, device; again after a resume
     {"step": 0, "loss": 9.7, "grad_norm": 4.1, "lr": 5e-07, "seconds": 0.27}        steps count from 0
-    {"alarm": {"kind": "growth", "step": 450, "layer": 2, "head": 7, "reason": "...", "seen": 451}}
+    {"alarm": {"kind": "growth", "step": 450, "layer": 2, "head": 7, "reason": "..."}}
     {"end": "finished", "step": 1100}                   or "departed", "stopped by a signal": step is the next one
 
 Steps are the optimizer's; their loss is that of the weights before the step. Numbers have six digits; those

@@ -38,8 +38,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from arms import ARMS, GPT, arm
-from observe import Observer, StepLog, steps_of
-from runlog import WINDOW, RunLog, Writer, run_name
+from observe import Observer, steps_of
+from runlog import WINDOW, RunLog, Watch, Writer, run_name
 
 from attn_diag.head.machine import describe_tool, pick_device
 
@@ -189,8 +189,8 @@ def train(options: argparse.Namespace, received: list[int]) -> str:
         if not resumed:
             at_alarm.unlink(missing_ok=True)  # of an earlier run: nothing may start from it any more
         alarmed = resumed and at_alarm.exists()
-        observer = Observer(stack, trainer.model, options, name, trainer.step, parent=parent, alarmed=alarmed)
-        record = StepLog(log, observer.monitor, options.monitor_every, options.stop_after)
+        observer = Observer(stack, log, trainer.model, options, name, trainer.step, parent=parent, alarmed=alarmed)
+        watch = Watch()
         if parent is not None:
             before = options.out / f"{parent}.jsonl"
             if before.exists():
@@ -198,20 +198,22 @@ def train(options: argparse.Namespace, received: list[int]) -> str:
             else:
                 print(f"{name}: no log {before}; a departure in the first {WINDOW} steps may go unnoticed", flush=True)
         for done in RunLog.read(path).steps:
-            record.watch.update(*done)
+            watch.update(*done)
         end = "finished"
         while trainer.step < options.steps:
             began, step, rate = time.perf_counter(), trainer.step, trainer.learning_rate
             loss, grad_norm = torch.stack(trainer.train_step()).tolist()  # one wait for the device a step
             seconds = time.perf_counter() - began
-            record.step({"step": step, "loss": loss, "grad_norm": grad_norm, "lr": rate, "seconds": seconds})
+            watch.update(step, loss, grad_norm)
+            log.write({"step": step, "loss": loss, "grad_norm": grad_norm, "lr": rate, "seconds": seconds})
             if alarming := observer.first_alarm(trainer.step):
                 trainer.save(at_alarm)
             if step % options.print_every == 0:
                 print(f"{name} {step}: loss {loss:.4f}, norm {grad_norm:.3g}, {seconds * 1e3:.0f} ms", flush=True)
             if options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
                 trainer.save(checkpoint)
-            if (received or record.enough(trainer.step)) and not alarming:  # else the next step is still to be captured
+            failed = watch.first is not None and trainer.step > watch.first.step + options.stop_after
+            if (received or failed) and not alarming:  # else the next step is still to be captured
                 end = "stopped by a signal" if received else "departed"
                 break
         if options.checkpoint_every:
