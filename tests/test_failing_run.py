@@ -8,7 +8,8 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 import record
 import torch
 import train
-from arms import ARMS, arm
+from arms import ARMS, Arm, arm
 from failing_record import RESULTS, a_run, one_thread  # noqa: F401  (a fixture)
 from record import Record, Repeats
 from runlog import Departure, RunLog, Writer, departures, plain, rows_of
@@ -284,22 +285,15 @@ def test_a_signal_ends_the_run_after_its_step(tokens: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob("*.partial"))
 
 
-@dataclass(frozen=True)
-class Breaking:
-    """Arm "healthy" that gives NaN from a call on (two micro-batches a step, one layer: two calls a step)."""
-
-    at_call: int
-    calls: list[int] = field(default_factory=list)
-    words: str = "breaks"
-    forward: None = None
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.calls.append(1)
-        return ARMS["healthy"].attend(q, k, v) * (1.0 if len(self.calls) <= self.at_call else float("nan"))
-
-
 def test_a_failed_run_ends_soon_after(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARMS, "A", Breaking(8))
+    calls = count()
+
+    def breaking(self: Arm, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG001
+        """NaN from the ninth call on: two micro-batches a step, one layer, so that a step has two calls."""
+        return attend(ARMS["healthy"], q, k, v) * (1.0 if next(calls) < 8 else float("nan"))
+
+    attend = Arm.attend
+    monkeypatch.setattr(Arm, "attend", breaking)
     end, log = run(tokens, tmp_path, "A", "--steps", "30", "--stop-after", "5")
     assert departures(log.steps) == [Departure(4, "non-finite")]
     assert (end, log.end, log.steps[-1][0]) == ("departed", "departed", 9)

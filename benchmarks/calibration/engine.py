@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attn_diag.analyses.inspection.pooling import Clusters
 from attn_diag.statistics.means import PRIMARY, effective, mean_test, two_way
-from calibration import draws, others
-from calibration.candidates import CANDIDATES
+from calibration import draws
+from calibration.candidates import CANDIDATES, alarms
 
 Array = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
@@ -203,7 +203,7 @@ class _Tester:
             for name, values in said.items():
                 self._record.tests[(kernel, test), name, self._head].append(values)
         if kernel in _OTHERS and o_error is not None:
-            said = others.alarms(found["delta"], o_error, LEVELS, seed)
+            said = alarms(found["delta"], o_error, LEVELS, seed)
             for name, values in said.items():
                 self._record.others[kernel, name, self._head].append(values)
 
