@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -43,29 +44,30 @@ class Slots:
 
     devices: list[str]
     folder: Path
-    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = field(default_factory=dict)
+    running: dict[str, tuple[str, subprocess.Popen[bytes]]] = field(default_factory=dict)
     codes: dict[str, int] = field(default_factory=dict)
+
+    def free(self) -> list[str]:
+        """The devices that can take a run, the least busy first."""
+        used = Counter(device for device, _ in self.running.values())
+        return sorted(Counter(self.devices) - used, key=used.__getitem__)
 
     def start(self, name: str, command: list[str]) -> None:
         """Start a command on a free device, its output in a file of its own."""
-        at = [self.devices[i] for i in self.running]
-        slot = min(
-            (i for i in range(len(self.devices)) if i not in self.running), key=lambda i: at.count(self.devices[i])
-        )
-        device = self.devices[slot]
+        device = self.free()[0]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": device, "PYTHONUNBUFFERED": "1"}
         with (self.folder / f"{name}.txt").open("wb") as output:
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        self.running[slot] = name, process
+        self.running[name] = device, process
         print(f"{name}: started on device {device or 'cpu'}", flush=True)
 
     def collect(self) -> None:
         """Take note of runs that have ended."""
-        for slot, (name, process) in list(self.running.items()):
+        for name, (_, process) in list(self.running.items()):
             code = process.poll()
             if code is not None:
                 self.codes[name] = code
-                del self.running[slot]
+                del self.running[name]
                 lines = (self.folder / f"{name}.txt").read_text(errors="replace").splitlines()
                 print(f"{name}: exit code {code}; " + "\n".join(lines[-15 if code else -1 :]), flush=True)
 
@@ -97,9 +99,7 @@ def run_all(jobs: dict[str, list[str]], slots: Slots, limit_seconds: float) -> b
     waiting = list(jobs.items())
     try:
         while (waiting or slots.running) and time.monotonic() < until:
-            ready = next(
-                (job for job in waiting if len(slots.running) < len(slots.devices) and can_start(job[1])), None
-            )
+            ready = next((job for job in waiting if slots.free() and can_start(job[1])), None)
             if ready is not None:
                 waiting.remove(ready)
                 slots.start(*ready)
