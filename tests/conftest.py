@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
 # Test modules are imported by path; what several of them share, and the studies that they run small, by name.
-sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path += [str(ROOT / folder) for folder in ("tests", "benchmarks", "benchmarks/failing_run")]
 
 from command_line import Done, Programs, Run  # noqa: E402 - found by the line above
 
