@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -11,10 +10,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.results.attribution import Attribution, Effect, HeadAttribution, MeanError
 from attn_diag.results.wording import SYMBOLS, head_name, number, percent, signed
-
-if TYPE_CHECKING:
-    from attn_diag.results.attribution import Attribution, Effect, HeadAttribution, MeanError
 
 # Smaller standard errors of a share are not shown.
 _SHOWN = 0.001

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, RenderableType
@@ -15,10 +15,8 @@ from attn_diag.reports import layout
 from attn_diag.reports.quantities import CONDITIONING, DQ_ERROR, DW_Q_ERROR, NOISE_FACTOR, labels
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
+from attn_diag.results.explanation import Explanation
 from attn_diag.results.wording import file_name, head_name, printable
-
-if TYPE_CHECKING:
-    from attn_diag.results.explanation import Explanation
 
 WIDTH = 80
 # Lines that each part may take; with a head line, and the 5 of ``break_if`` before them, they are 25 at most.

@@ -7,13 +7,11 @@ import re
 import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from attn_diag.reports.check import against, suspected, suspects, verdict
+from attn_diag.results.check import CheckedCase, CheckReport, Failure, Kind
 from attn_diag.results.wording import plural, printable
-
-if TYPE_CHECKING:
-    from attn_diag.results.check import CheckedCase, CheckReport, Failure, Kind
 
 # The gravest first: what is not this attention at all needs no words on its bias.
 _ORDER = ("fit", "determinism", "bias", "growth", "bits")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -14,19 +13,17 @@ from rich.text import Text
 from attn_diag.reports import layout, words
 from attn_diag.reports.quantities import STEPS
 from attn_diag.results import wording
+from attn_diag.results.microscope import (
+    Addition,
+    ClosedForm,
+    ClosedFormTotals,
+    Curve,
+    Explained,
+    Microscope,
+    Point,
+    SumSite,
+)
 from attn_diag.results.wording import DASH, head_name, number, percent, plural
-
-if TYPE_CHECKING:
-    from attn_diag.results.microscope import (
-        Addition,
-        ClosedForm,
-        ClosedFormTotals,
-        Curve,
-        Explained,
-        Microscope,
-        Point,
-        SumSite,
-    )
 
 _MAX_SITES = 6
 _PLOT_COLUMNS, _PLOT_ROWS = 64, 7

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from attn_diag.reports import paper_words as say
 from attn_diag.reports import words
 from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Section, Series
 from attn_diag.reports.html import gallery_document
+from attn_diag.results.paper import (
+    Accumulated,
+    AtomRow,
+    Atoms,
+    DeltaRows,
+    DeltaSteps,
+    FeatureProducts,
+    Matrix,
+    OverSteps,
+    PaperFigures,
+    PrefixError,
+    Similarity,
+    SpectralNorms,
+    StepAtoms,
+    TriggerCounts,
+    Triggers,
+)
 from attn_diag.results.wording import DASH, head_name
-
-if TYPE_CHECKING:
-    from attn_diag.results.paper import (
-        Accumulated,
-        AtomRow,
-        Atoms,
-        DeltaRows,
-        DeltaSteps,
-        FeatureProducts,
-        Matrix,
-        OverSteps,
-        PaperFigures,
-        PrefixError,
-        Similarity,
-        SpectralNorms,
-        StepAtoms,
-        TriggerCounts,
-        Triggers,
-    )
 
 # Lines that can still be told apart.
 _MAX_LINES = 12

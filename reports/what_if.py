@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rich.console import ConsoleOptions, RenderableType
 from rich.table import Column, Table
@@ -12,11 +11,9 @@ from rich.text import Text
 
 from attn_diag.reports import layout, words
 from attn_diag.reports.quantities import NOISE_FACTOR
+from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.results.what_if import Candidate, WhatIf
 from attn_diag.results.wording import DASH, SYMBOLS, head_name, number, percent, signed
-
-if TYPE_CHECKING:
-    from attn_diag.results.diagnosis import BiasEstimate
-    from attn_diag.results.what_if import Candidate, WhatIf
 
 _WIDE = 110
 _STYLES = {"baseline": "bold", "mitigation": "", "mix": "yellow", "other recipe": "cyan"}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,9 +34,7 @@ from attn_diag.testing.target import (
     emulate,
     fingerprint,
 )
-
-if TYPE_CHECKING:
-    from attn_diag.work import Progress
+from attn_diag.work import Progress
 
 # So many failing cases are searched for what changed; the others are only asked about what was found there.
 _SEARCHED = 2
