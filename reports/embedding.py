@@ -76,17 +76,11 @@ def _sample(diagnosis: Diagnosis) -> tuple[Diagnosis, float]:
 
 def thinned(diagnosis: Diagnosis, points: int) -> Diagnosis:
     """With at most ``points`` points of every curve that a page draws, and none of the others."""
-    captures = tuple(
-        replace(
-            capture,
-            observations=tuple(
-                replace(observation, heads=tuple(_head(head, points) for head in observation.heads))
-                for observation in capture.observations
-            ),
-        )
-        for capture in diagnosis.captures
-    )
-    return replace(diagnosis, captures=captures)
+    captures = []
+    for capture in diagnosis.captures:
+        thin = [replace(o, heads=tuple(_head(head, points) for head in o.heads)) for o in capture.observations]
+        captures.append(replace(capture, observations=tuple(thin)))
+    return replace(diagnosis, captures=tuple(captures))
 
 
 def _head(head: HeadDiagnosis, points: int) -> HeadDiagnosis:
@@ -136,7 +130,6 @@ def _predicted(error: PredictedError | None, points: int) -> PredictedError | No
     groups = list(_groups(len(error.first), points))
 
     def joined(norms: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        # hypot of one number would lose its sign bit only; norms have none.
         return None if norms is None else tuple(math.hypot(*norms[g]) for g in groups)
 
     first = tuple(error.first[g.start] for g in groups)

@@ -333,8 +333,8 @@ class _Check:
         recipe = agreement = None
         if first.outputs["o"].dtype == first.inputs.q.dtype:
             options = suspects.published(first.inputs.q.dtype, first.inputs.q.shape[3])
-            alike = suspects.closest(first.inputs, first.outputs["o"], options, self.where)
-            recipe, agreement = alike.recipe.name, alike.agreement
+            alike, agreement = suspects.closest(first.inputs, first.outputs["o"], options, self.where)
+            recipe = alike.name
         entry = BaselineEntry(
             subject=self.subject.key, device=device_words(self.where), versions=versions(), seed=self.asked.seed,
             exact=self.exact, recipe=recipe, agreement=agreement,
