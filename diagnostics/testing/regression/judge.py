@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TypeVar
+from typing import Any
 
 from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Size
@@ -20,7 +20,6 @@ GROWTH = math.sqrt(5 / 4)
 _QUANTITY = {"o_excess": "o", "o_away_excess": "o", "delta_excess": "delta"}
 _WORDS = {"o": "O", "lse": "L (lse)", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV"}
 _UNIT = {"o": " ulp rms", "lse": "", "delta": " noise floors"}
-_Test = TypeVar("_Test", CheckedBias, Size)
 _DIRECTION = {"o_excess": "upward", "o_away_excess": "away from zero", "delta_excess": "upward"}
 
 
@@ -37,8 +36,7 @@ def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same
     found = {}
     for name, mean in measured.biases.items():
         # In noise floors of delta, or in ulp of O, of which one rounding has an rms of 1 / sqrt(12).
-        width = 1 / math.sqrt(rows if name == "delta_excess" else 12 * rows)
-        expected = measured.accepted[name]
+        expected, width = measured.accepted[name], 1 / math.sqrt(rows if name == "delta_excess" else 12 * rows)
         accepted = min(0.0, expected) - width, max(0.0, expected) + width
         before = None if known is None else known.biases.get(name)
         p = beyond(mean, accepted) if before is None else welch(mean, before, 0.0 if same_key else width)
@@ -96,7 +94,7 @@ def adjusted(cases: Sequence[CheckedCase]) -> tuple[list[CheckedCase], int]:
     p_values = [t.p_value for c in cases for t in (*c.biases.values(), *c.sizes.values()) if t.p_value is not None]
     found = iter(holm(p_values))
 
-    def corrected(tests: dict[str, _Test]) -> dict[str, _Test]:
+    def corrected(tests: dict[str, Any]) -> dict[str, Any]:
         return {n: t if t.p_value is None else replace(t, p_adjusted=next(found)) for n, t in tests.items()}
 
     return [replace(c, biases=corrected(c.biases), sizes=corrected(c.sizes)) for c in cases], len(p_values)
@@ -105,10 +103,9 @@ def adjusted(cases: Sequence[CheckedCase]) -> tuple[list[CheckedCase], int]:
 def failures_of(case: CheckedCase, level: float) -> list[Failure]:
     """What is wrong with the biases and sizes of a case, whose p-values are adjusted; one a quantity and kind."""
     significant = {n: b for n, b in case.biases.items() if b.p_adjusted is not None and not b.p_adjusted > level}
-    shifts = {name: abs(bias.mean - (bias.baseline_mean or 0.0)) for name, bias in significant.items()}
     biased = []
     for quantity, names in groupby(significant, key=lambda name: _QUANTITY[name]):
-        name = max(names, key=lambda name: shifts[name])
+        name = max(names, key=lambda n: abs(significant[n].mean - (significant[n].baseline_mean or 0.0)))
         biased.append(Failure("bias", case.name, quantity, _bias_words(case, name, significant[name])))
     grown = [
         Failure("growth", case.name, name, _size_words(case, name, size))
@@ -147,6 +144,5 @@ def worst_words(case: CheckedCase) -> str:
     """Where O is off most."""
     if case.worst is None:
         return "no place is known"
-    return "O is off most in batch item {}, head {}, row {}: {:.3g} ulp of that row's largest element".format(
-        *case.worst
-    )
+    batch, head, row, error = case.worst
+    return f"O is off most in batch item {batch}, head {head}, row {row}: {error:.3g} ulp of that row's largest element"

@@ -45,8 +45,7 @@ _PUBLISHED = ("fa2", "cudnn", "efficient", "flex", "lowp-row-sum")
 def published(dtype: torch.dtype, head_dim: int) -> list[Recipe]:
     """What an unchanged kernel may be: presets, and one that takes all keys at once."""
     found = [preset(name, DTYPES[dtype], head_dim) for name in _PUBLISHED]
-    whole = replace(found[1], name="cudnn, all keys at once", schedule=Schedule(key_tile=2**20))
-    return [*found, whole]
+    return [*found, replace(found[1], name="cudnn, all keys at once", schedule=Schedule(key_tile=2**20))]
 
 
 def by_name(name: str, dtype: torch.dtype, head_dim: int) -> Recipe | None:
@@ -56,11 +55,9 @@ def by_name(name: str, dtype: torch.dtype, head_dim: int) -> Recipe | None:
     return next((r for r in published(dtype, head_dim) if r.name == name), None)
 
 
-def closest(
-    case: CaseInputs, observed: Tensor, recipes: Sequence[Recipe], device: torch.device
-) -> tuple[Recipe, float]:
-    """The recipe that has most elements of O [B, H, T, D] bit for bit (the first of equals), and which fraction."""
-    return max(((r, _agreement(r, case, observed, "o", device)) for r in recipes), key=lambda found: found[1])
+def closest(case: CaseInputs, o: Tensor, recipes: Sequence[Recipe], device: torch.device) -> tuple[Recipe, float]:
+    """The recipe that has most elements of ``o`` [B, H, T, D] bit for bit (the first of equals), and which fraction."""
+    return max(((r, _agreement(r, case, o, "o", device)) for r in recipes), key=lambda found: found[1])
 
 
 def suspect(
