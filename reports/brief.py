@@ -45,8 +45,7 @@ def brief(diagnosis: Diagnosis, found: str = "this") -> str:
         lines += wrapped(f"no verdict for {file_name(failed[0].source)}: {failed[0].assumptions.message}", _UNJUDGED)
     ranked = diagnosis.ranked()
     if ranked:
-        lines += _table(ranked)
-        lines += _worst(ranked[0][2])
+        lines += [*_table(ranked), *_worst(ranked[0][2])]
     return "\n".join([*lines, *_next(ranked, found)])
 
 
@@ -100,8 +99,7 @@ def _row(entry: Entry, *, observation: bool, source: bool) -> str:
         said if len(said) <= 16 else f"{said.partition(',')[0]} +{said.count(',')}",
         *(q.nearest_text(head) if q is DQ_ERROR else q.text(head) for q in _FIGURES),
     )
-    step = capture.metadata.get("step")
-    where = [f"step {step}"] if step else []
+    where = [f"step {step}"] if (step := capture.metadata.get("step")) else []
     where += [made.name] if observation else []
     where += [file_name(capture.source)] if source else []
     return _cut(cells + printable(", ".join(where)), WIDTH)
@@ -110,10 +108,9 @@ def _row(entry: Entry, *, observation: bool, source: bool) -> str:
 def _worst(head: HeadDiagnosis) -> Iterator[str]:
     if head.verdict is None:
         return
-    name = head_name(head.layer, head.head)
-    yield from wrapped(f"{name}: {head.verdict.reasons[0]}" if head.verdict.reasons else name, _REASON)
-    if head.verdict.suggestions:
-        yield from wrapped(f"> {head.verdict.suggestions[0]}", _SUGGESTION)
+    yield from wrapped(": ".join([head_name(head.layer, head.head), *head.verdict.reasons[:1]]), _REASON)
+    for suggestion in head.verdict.suggestions[:1]:
+        yield from wrapped(f"> {suggestion}", _SUGGESTION)
 
 
 def _next(ranked: list[Entry], found: str) -> list[str]:
@@ -137,16 +134,14 @@ def explanation_renderables(found: Explanation) -> Iterator[RenderableType]:
 
 
 def explanation_text(found: Explanation) -> str:
-    """For a prompt: the words are what was asked for."""
-    # rich fills lines up with blanks.
+    """For a prompt: the report, without the blanks that rich fills lines up with."""
     return "\n".join(line.rstrip() for line in found.report(width=80).splitlines())
 
 
 def explanation_html(found: Explanation) -> str:
     """For a notebook cell. All names and texts are escaped."""
-    parts = [f"<h4>{html.escape(_explained(found))}</h4>"]
-    parts += [f"<p><b>{html.escape(p.title)}</b> {html.escape(p.text)}</p>" for p in found.paragraphs]
-    return f'<div class="attn-diag">{"".join(parts)}</div>'
+    paragraphs = "".join(f"<p><b>{html.escape(p.title)}</b> {html.escape(p.text)}</p>" for p in found.paragraphs)
+    return f'<div class="attn-diag"><h4>{html.escape(_explained(found))}</h4>{paragraphs}</div>'
 
 
 def _explained(found: Explanation) -> str:
