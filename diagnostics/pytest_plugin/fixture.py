@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import pytest
 
@@ -72,17 +72,17 @@ class AttnDiag:
         before = path.read_bytes() if path is not None and path.is_file() else None
         update = path is not None and bool(self._request.config.getoption("--attn-diag-update"))
         if path is not None and before is None and not update:
-            self._fail_without_baseline("this test has no baseline yet", path)
+            raise self._without_baseline("this test has no baseline yet", path)
         try:
             report = attn_diag.check(target, baseline=path, update=update, **options)
         except attn_diag.InputError as error:
-            self._fail(f"attn-diag: {error}")
+            raise _failed(f"attn-diag: {error}") from None
         if path is not None and report.baseline_key is None and not update:
-            self._fail_without_baseline(f"this test's baseline has no entry for {report.key}", path)
+            raise self._without_baseline(f"this test's baseline has no entry for {report.key}", path)
         if path is not None and report.passed and update:
             self._tell_of_update(path, before)
         if not report.passed:
-            self._fail(*self._failure(report, path, target, options))
+            raise _failed(*self._failure(report, path, target, options))
         return report
 
     def assert_unbiased(
@@ -101,18 +101,15 @@ class AttnDiag:
         try:
             return attn_diag.assert_unbiased(observed, reference, clusters=clusters, level=level, name=name)
         except (AssertionError, attn_diag.InputError) as error:
-            words = str(error)
-        # Outside the handler: pytest shows what an exception was raised in, too.
-        self._fail(f"attn-diag: {words}")
+            raise _failed(f"attn-diag: {error}") from None
 
     def _tell_of_update(self, path: Path, before: bytes | None) -> None:
         """For the terminal's summary and JUnit; under pytest-xdist the test's report carries it."""
         what = "created" if before is None else "unchanged" if path.read_bytes() == before else "updated"
         self._item.user_properties.append((PROPERTY, f"{what} {self._shown(path)}"))
 
-    def _fail_without_baseline(self, words: str, path: Path) -> NoReturn:
-        __tracebackhide__ = True
-        self._fail(
+    def _without_baseline(self, words: str, path: Path) -> Exception:
+        return _failed(
             f"attn-diag: {words}",
             f"expected    {self._shown(path)}",
             f"create it   {self._update_command()}",
@@ -145,6 +142,6 @@ class AttnDiag:
             return str(path)
         return min(relative, str(path), key=len)
 
-    def _fail(self, *lines: str) -> NoReturn:
-        __tracebackhide__ = True
-        pytest.fail("\n".join(lines), pytrace=False)
+
+def _failed(*lines: str) -> Exception:
+    return pytest.fail.Exception("\n".join(lines), pytrace=False)

@@ -20,8 +20,7 @@ _NAME = re.compile("attention|attn|sdpa", re.IGNORECASE)
 # These take what q, k and v are computed from (multi_head_attention_forward), or gradients.
 _NOT = re.compile("multi_head|encoder_layer|backward|mask", re.IGNORECASE)
 _KEYWORDS = (("query", "key", "value"), ("q", "k", "v"))
-# Linear attention calls its query a receptance.
-_LOCALS = (*_KEYWORDS, ("r", "k", "v"))
+_LOCALS = (*_KEYWORDS, ("r", "k", "v"))  # linear attention calls its query a receptance
 
 # PyTorch's own, not through torch.nn.functional: somebody may have put a wrapper there.
 _SDPA = torch._C._nn.scaled_dot_product_attention
@@ -65,8 +64,8 @@ class CallLog:
         if not self._is_attention(func) or (qkv := _qkv_of(args, kwargs)) is None:
             return
         # Of PyTorch's own autocast casts all inputs.
-        hidden = func is _SDPA and autocast_dtype(qkv[0].device.type) is not None
-        outcome: Outcome = "raised" if error is not None else "autocast" if hidden else "accepted"
+        autocast = func is _SDPA and autocast_dtype(qkv[0].device.type) is not None
+        outcome: Outcome = "raised" if error is not None else "autocast" if autocast else "accepted"
         self.add(operation_name(func), qkv, outcome, *self._place())
         if error is not None:
             self._noted_error = id(error)
