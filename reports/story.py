@@ -8,13 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attn_diag.reports.quantities import DQ_ERROR, LETTERS, label_names, tested
-from attn_diag.results.diagnosis import (
-    CaptureDiagnosis,
-    Diagnosis,
-    HeadDiagnosis,
-    Label,
-    ObservationDiagnosis,
-)
+from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
 from attn_diag.results.wording import file_name, head_name, percent, printable
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
@@ -29,21 +23,18 @@ def judged_entries(diagnosis: Diagnosis) -> list[Entry]:
 def headline(diagnosis: Diagnosis) -> str:
     """The verdict in one sentence: the worst label that any head carries, how many heads, and the worst of them."""
     judged = judged_entries(diagnosis)
-    if not judged:
-        return "No verdict: nothing could be judged."
     for label in LETTERS:
         if found := [entry for entry in judged if label in label_names(entry[2])]:
             return _SENTENCES[label](found, judged)
-    return "No verdict: no head carries a label."
+    return f"No verdict: {'no head carries a label' if judged else 'nothing could be judged'}."
 
 
 def _heads(found: list[Entry], judged: list[Entry], worst: Entry) -> str:
+    name = Names.of(judged).name(worst)
     if len(judged) == 1:
-        return Names.of(judged).name(worst)
-    if len(found) == 1:
-        return f"1 of {len(judged)} heads ({Names.of(judged).name(worst)})"
-    count = f"all {len(judged)} heads" if len(found) == len(judged) else f"{len(found)} of {len(judged)} heads"
-    return f"{count} (worst: {Names.of(judged).name(worst)})"
+        return name
+    count = f"all {len(judged)}" if len(found) == len(judged) else f"{len(found)} of {len(judged)}"
+    return f"{count} heads ({name if len(found) == 1 else f'worst: {name}'})"
 
 
 def _biased(found: list[Entry], judged: list[Entry]) -> str:
@@ -69,8 +60,7 @@ def _lossy(found: list[Entry], judged: list[Entry]) -> str:
 
 
 def _ill_conditioned(found: list[Entry], judged: list[Entry]) -> str:
-    errors = [(DQ_ERROR.nearest(e[2])[0] or 0.0, e) for e in found]
-    error, entry = max(errors, key=lambda item: item[0])
+    error, entry = max(((DQ_ERROR.nearest(e[2])[0] or 0.0, e) for e in found), key=lambda item: item[0])
     return (
         f"ILL-CONDITIONED: the kernel rounds as well as it can, yet dQ is up to {percent(error)} off in "
         f"{_heads(found, judged, entry)}: these inputs amplify the rounding of O."
@@ -102,23 +92,19 @@ def next_steps(diagnosis: Diagnosis) -> list[str]:
     """What to do, the worst heads' advice first; advice that several heads share is said once, with their number."""
     judged = judged_entries(diagnosis)
     names = Names.of(judged)
-    advice: Counter[str] = Counter()
-    first: dict[str, tuple[Label, Entry]] = {}
+    advised: dict[str, list[tuple[Label, Entry]]] = {}
     for entry in judged:
         verdict = entry[2].verdict
         assert verdict is not None
         for label, suggestion in zip(verdict.labels, verdict.suggestions, strict=False):
-            advice[suggestion] += 1
-            first.setdefault(suggestion, (label, entry))
+            advised.setdefault(suggestion, []).append((label, entry))
     severest = list(LETTERS)
-    order = sorted(first, key=lambda s: severest.index(first[s][0]))
-    if len(order) > 1:
-        order = [s for s in order if first[s][0] != "clean"]
     steps = []
-    for suggestion in order:
-        label, entry = first[suggestion]
-        count = advice[suggestion]
-        more = f" and {count - 1} more" if count > 1 else ""
+    for suggestion, given in sorted(advised.items(), key=lambda item: severest.index(item[1][0][0])):
+        label, entry = given[0]
+        if label == "clean" and len(advised) > 1:
+            continue
+        more = f" and {len(given) - 1} more" if len(given) > 1 else ""
         who = "" if len(judged) == 1 or label == "clean" else f"{label} ({names.name(entry)}{more}): "
         steps.append(who + printable(suggestion))
     return steps
