@@ -63,14 +63,14 @@ def finding_text(found: Any) -> str:
     return "\n".join([*lines, brief(found.diagnosis, "attn_diag.last_finding().diagnosis")])
 
 
-def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
-    """``text`` in at most ``most`` lines of 80 columns, the later ones indented; cut with an ellipsis."""
+def wrapped(text: str, most: int) -> list[str]:
+    """``text`` in at most ``most`` lines of 80 columns, the later ones indented by two; cut with an ellipsis."""
     console = Console(width=WIDTH, color_system=None)
     first, *rest = Text(printable(text)).wrap(console, WIDTH)
     lines = [first.plain.rstrip()]
     if rest:
         following = Text(printable(text)[len(first.plain) :].lstrip())
-        lines += [indent + line.plain.rstrip() for line in following.wrap(console, WIDTH - len(indent))]
+        lines += [f"  {line.plain.rstrip()}" for line in following.wrap(console, WIDTH - 2)]
     return lines if len(lines) <= most else [*lines[: most - 1], _cut(lines[most - 1] + " …" * WIDTH, WIDTH)]
 
 

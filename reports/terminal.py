@@ -152,16 +152,16 @@ def _labels(head: HeadDiagnosis) -> Text:
     return Text(", ").join(parts)
 
 
-def detailed(entries: list[Entry], most: int = _MAX_DETAILS) -> list[Entry]:
+def detailed(entries: list[Entry]) -> list[Entry]:
     """The heads to tell more of: the worst of every observation first, then the next worst; faulty ones only.
 
     Where no head is at fault, the first.
     """
     faulty = [entry for entry in entries if _faulty(entry)] or entries[:1]
     first = {entry[1].name: entry for entry in reversed(faulty)}.values()
-    chosen = sorted(first, key=lambda entry: severity(entry[2]))[:most]
+    chosen = sorted(first, key=lambda entry: severity(entry[2]))[:_MAX_DETAILS]
     told = {id(entry[2]) for entry in chosen}
-    chosen += [entry for entry in faulty if id(entry[2]) not in told][: most - len(chosen)]
+    chosen += [entry for entry in faulty if id(entry[2]) not in told][: _MAX_DETAILS - len(chosen)]
     return sorted(chosen, key=lambda entry: severity(entry[2]))
 
 
