@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any
 
 from attn_diag.reports import paper_words as say
 from attn_diag.reports import words
@@ -33,7 +33,6 @@ from attn_diag.results.wording import DASH, head_name
 _MAX_LINES = 12
 _FIGURE_4 = f"After Figure 4 of {say.PAPER}"
 
-_Figure = TypeVar("_Figure")
 # Paragraphs and charts.
 _Drawn = tuple[Sequence[str], Sequence[Chart]]
 
@@ -45,15 +44,20 @@ def paper_document(f: PaperFigures) -> str:
 
 def paper_gallery(f: PaperFigures) -> Gallery:
     """The gallery: a section a figure, and one of what could not be drawn."""
-    sections = [
-        *_section(f.spectral_norms, "spectral_norms", _spectral_norms),
-        *_section(f.atoms, "atoms", _atoms),
-        *_section(f.delta_steps, "delta_steps", _delta_steps),
-        *_section(f.delta_rows, "delta_rows", _delta_rows),
-        *_section(f.features, "features", _features),
-        *_section(f.prefix, "prefix", _prefix),
-        *_section(f.triggers, "triggers", lambda found: _triggers(found, f.chosen.name)),
-    ]
+    draw: dict[str, Callable[[Any], _Drawn]] = {
+        "spectral_norms": _spectral_norms,
+        "atoms": _atoms,
+        "delta_steps": _delta_steps,
+        "delta_rows": _delta_rows,
+        "features": _features,
+        "prefix": _prefix,
+        "triggers": lambda found: _triggers(found, f.chosen.name),
+    }
+    sections = []
+    for name, function in draw.items():
+        if (found := getattr(f, name)) is not None:
+            paragraphs, charts = function(found)
+            sections.append(Section(say.TITLES[name], tuple(paragraphs), charts=tuple(charts)))
     if f.missing:
         listed = tuple((say.TITLES[name].split(":")[0], reason) for name, reason in f.missing.items())
         sections.append(Section("Not drawn", table=(("figure", "why"), *listed)))
@@ -61,13 +65,6 @@ def paper_gallery(f: PaperFigures) -> Gallery:
         sections.append(Section("Notes", paragraphs=f.notes))
     title = f"Figures after {say.PAPER}"
     return Gallery(title, say.lead(f), tuple(sections), f"{say.CAVEAT} {words.tool_line(f.tool)}")
-
-
-def _section(found: _Figure | None, name: str, draw: Callable[[_Figure], _Drawn]) -> Iterable[Section]:
-    """None for a figure that is missing."""
-    if found is not None:
-        paragraphs, charts = draw(found)
-        yield Section(say.TITLES[name], tuple(paragraphs), charts=tuple(charts))
 
 
 def _spectral_norms(found: SpectralNorms) -> _Drawn:
