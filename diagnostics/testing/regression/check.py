@@ -215,22 +215,17 @@ class _Check:
             self.notes += notes
             suite.require_finite(outputs)
         except MisfitError as error:
-            message = f"{inputs.name}: {error}"
-            return _Ran(inputs, None, case, None, [Failure("fit", inputs.name, "o", message)])
+            return _misfit(inputs, case, str(error))
         recipe = preset(DEFAULT_RECIPE, DTYPES[inputs.q.dtype], inputs.q.shape[3])
         gradients = any(n in outputs for n in ("dq", "dk", "dv"))
         yardstick = emulate(recipe, inputs, self.where, with_gradients=gradients)
-        if not gradients:
-            yardstick = {n: x for n, x in yardstick.items() if n in ("o", "lse")}
         measured = measure_case(inputs, outputs, yardstick, recipe, self.where.type)
         bits = fingerprint(outputs)
         case = replace(
             case, outputs=tuple(outputs), fingerprint=bits, deterministic=deterministic, worst=measured.worst
         )
         if measured.misfit is not None:
-            message = f"{inputs.name}: {measured.misfit}"
-            failures = [Failure("fit", inputs.name, "o", message)]
-            return _Ran(inputs, None, case, None, failures)
+            return _misfit(inputs, case, measured.misfit)
         known = None if self.entry is None else self.entry.cases.get(inputs.name)
         if self.entry is not None and known is None:
             self.notes.append(f"the baseline has no case {inputs.name}: it is held to a published recipe's errors")
@@ -342,6 +337,10 @@ class _Check:
         )  # fmt: skip
         replaced = store(self.path, entry, replace=self.save == "update")
         return [], "updated" if replaced else "saved"
+
+
+def _misfit(inputs: CaseInputs, case: CheckedCase, words: str) -> _Ran:
+    return _Ran(inputs, None, case, None, [Failure("fit", inputs.name, "o", f"{inputs.name}: {words}")])
 
 
 def _accepted(r: _Ran) -> BaselineCase:
