@@ -77,27 +77,17 @@ def _sizes(head: HeadAttribution, main: str) -> Table:
 
 def _means(head: HeadAttribution, quantity: str, title: str) -> Table:
     table = _table(f"mean error of {title}", ["contribution", "adj. p", "repaired", "sham"])
-    acting = [s for s in head.sites if (b := s.effects[quantity].bias) is not None and (b.mean or b.standard_error)]
-    for site in sorted(acting, key=lambda s: -abs(_mean_of(s.effects[quantity]))):
-        effect = site.effects[quantity]
-        assert effect.bias is not None
-        table.add_row(
-            site.site,
-            _estimate(effect.bias),
-            number(effect.bias.p_adjusted, 2),
-            signed(effect.bias_repaired),
-            signed(effect.bias_sham),
-        )
+    biases = [(s.site, s.effects[quantity], bias) for s in head.sites if (bias := s.effects[quantity].bias) is not None]
+    acting = [found for found in biases if found[2].mean or found[2].standard_error]
+    for site, effect, bias in sorted(acting, key=lambda found: -abs(found[2].mean)):
+        shown = signed(effect.bias_repaired), signed(effect.bias_sham)
+        table.add_row(site, _estimate(bias), number(bias.p_adjusted, 2), *shown)
     total, twin = head.totals[quantity].bias, head.twin.bias.get(quantity)
     if total is not None:
         table.add_row("all of them", _estimate(total), number(total.p_value, 2), "", "")
     if twin is not None:
         table.add_row("all, rounded stochastically", _estimate(twin), number(twin.p_value, 2), "", "")
     return table
-
-
-def _mean_of(effect: Effect) -> float:
-    return effect.bias.mean if effect.bias is not None else 0.0
 
 
 def _estimate(estimate: MeanError) -> str:

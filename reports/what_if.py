@@ -67,8 +67,7 @@ def _cells(found: WhatIf, c: Candidate, extra: list[str], *, wide: bool) -> list
         name if c.kind != "baseline" else f"baseline: {found.recipe}",
     ]
     spread = getattr(c.spread, found.ranked_by) if c.spread is not None else None
-    error = percent(c.left)
-    cells += [f"{error}" if spread is None else f"~{error}"]
+    cells.append(f"{'' if spread is None else '~'}{percent(c.left)}")
     cells += ["" if c.kind == "baseline" else _removed(c.removed)]
     cells += [percent(getattr(c.errors, name)) for name in extra]
     if found.baseline.errors.delta is not None:
@@ -79,7 +78,7 @@ def _cells(found: WhatIf, c: Candidate, extra: list[str], *, wide: bool) -> list
     if cost is None:
         return [*cells, *([""] * (3 if wide else 2))]
     cells += [_more(cost.tensor_flops), _more(cost.bytes_fraction)]
-    return [*cells, *([f"{cost.vector_ops:.0f}" if cost.vector_ops else "0"] if wide else [])]
+    return [*cells, *([f"{cost.vector_ops:.0f}"] if wide else [])]
 
 
 def _error(quantity: str) -> str:

@@ -22,7 +22,6 @@ _COLUMNS = (
     ("max_logit", "logit", ".1f"), ("w_q_norm", "|W_Q|", ".2f"),
 )  # fmt: skip
 _ALARMS = 3
-_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -131,13 +130,14 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
     rows = [["layer", "head", *(title for _, title, _ in shown)]]
     for layer in check.layers:
         head = _worst(layer)
-        cells = [format(v, form) if math.isfinite(v := layer.values[name][head]) else "-" for name, _, form in shown]
+        known = ((layer.values[name][head], form) for name, _, form in shown)
+        cells = [format(v, form).replace("%", " %") if math.isfinite(v) else "-" for v, form in known]
         rows.append([str(layer.layer), str(head), *cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [f"step {check.step}, the worst head of each layer"]
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     for alarm in alarms[:_ALARMS]:
-        lines += textwrap.wrap(f"ALARM {alarm}", _WIDTH, subsequent_indent="  ")
+        lines += textwrap.wrap(f"ALARM {alarm}", 80, subsequent_indent="  ")
     if len(alarms) > _ALARMS:
         lines.append(f"… and {len(alarms) - _ALARMS} more: monitor.alarms")
     return "\n".join(lines)
