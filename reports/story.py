@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 from attn_diag.reports.quantities import DQ_ERROR, LETTERS, label_names, tested
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
@@ -30,7 +28,7 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def _heads(found: list[Entry], judged: list[Entry], worst: Entry) -> str:
-    name = Names.of(judged).name(worst)
+    name = Names(judged).name(worst)
     if len(judged) == 1:
         return name
     count = f"all {len(judged)}" if len(found) == len(judged) else f"{len(found)} of {len(judged)}"
@@ -75,7 +73,7 @@ def _undecided(found: list[Entry], judged: list[Entry]) -> str:
 
 def _clean(found: list[Entry], judged: list[Entry]) -> str:
     some = "" if len(found) == len(judged) else f"{len(found)} of "
-    heads = f"{some}{len(judged)} heads" if len(judged) > 1 else Names.of(judged).name(found[0])
+    heads = f"{some}{len(judged)} heads" if len(judged) > 1 else Names(judged).name(found[0])
     return f"CLEAN: no mean error beyond chance in {heads}, and no error beyond what correct rounding makes."
 
 
@@ -91,20 +89,20 @@ _SENTENCES = {
 def next_steps(diagnosis: Diagnosis) -> list[str]:
     """What to do, the worst heads' advice first; advice that several heads share is said once, with their number."""
     judged = judged_entries(diagnosis)
-    names = Names.of(judged)
+    names = Names(judged)
     advised: dict[str, list[tuple[Label, Entry]]] = {}
     for entry in judged:
         verdict = entry[2].verdict
         assert verdict is not None
         for label, suggestion in zip(verdict.labels, verdict.suggestions, strict=False):
             advised.setdefault(suggestion, []).append((label, entry))
-    severest = list(LETTERS)
-    steps = []
-    for suggestion, given in sorted(advised.items(), key=lambda item: severest.index(item[1][0][0])):
-        label, entry = given[0]
+    steps, severest = [], list(LETTERS)
+    for suggestion, ((label, entry), *others) in sorted(
+        advised.items(), key=lambda item: severest.index(item[1][0][0])
+    ):
         if label == "clean" and len(advised) > 1:
             continue
-        more = f" and {len(given) - 1} more" if len(given) > 1 else ""
+        more = f" and {len(others)} more" if others else ""
         who = "" if len(judged) == 1 or label == "clean" else f"{label} ({names.name(entry)}{more}): "
         steps.append(who + printable(suggestion))
     return steps
@@ -126,44 +124,28 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     if len(capture.observations) > 1 and not observation.emulated:
         arguments += ["--observation", shlex.quote(printable(observation.name))]
     place = " ".join(arguments)
-    questions = {
-        "Which rounding makes it": f"attn-diag attribute {place}",
-        "What would remove it": f"attn-diag what-if {place}",
-    }
+    questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
     if "biased" in label_names(head):
-        questions["Where it goes wrong, bit by bit"] = f"attn-diag microscope {place}"
-    return list(questions.items())
+        questions.append(("Where it goes wrong, bit by bit", "microscope"))
+    return [(question, f"attn-diag {command} {place}") for question, command in questions]
 
 
-@dataclass(frozen=True)
 class Names:
-    """What tells entries apart besides the head; what all share is not said."""
+    """What tells entries apart, besides the head, that are shown together; what all share is not said."""
 
-    observations: bool
-    """Whether the observation is named."""
-    steps: bool
-    """Whether the training step is."""
-    files: bool
-    """Whether the file is."""
-
-    @classmethod
-    def of(cls, among: Iterable[Entry]) -> Names:
-        """For entries that are shown together."""
-        listed = list(among)
-        places = Counter((h.layer, h.head, h.batch, o.name, c.metadata.get("step")) for c, o, h in listed)
-        return cls(
-            observations=len({o.name for _, o, _ in listed}) > 1,
-            steps=len({c.metadata.get("step") for c, _, _ in listed}) > 1,
-            files=any(count > 1 for count in places.values()),
-        )
+    def __init__(self, among: list[Entry]) -> None:
+        places = Counter((h.layer, h.head, h.batch, o.name, c.metadata.get("step")) for c, o, h in among)
+        self._observations = len({o.name for _, o, _ in among}) > 1
+        self._steps = len({c.metadata.get("step") for c, _, _ in among}) > 1
+        self._files = any(count > 1 for count in places.values())
 
     def where(self, entry: Entry) -> list[str]:
         """Observation, step and file of an entry, as far as they tell it apart."""
         capture, observation, _ = entry
-        parts = [printable(observation.name)] if self.observations else []
-        if self.steps and "step" in capture.metadata:
+        parts = [printable(observation.name)] if self._observations else []
+        if self._steps and "step" in capture.metadata:
             parts.append(f"step {printable(capture.metadata['step'])}")
-        return [*parts, file_name(capture.source).removesuffix(".safetensors")] if self.files else parts
+        return [*parts, file_name(capture.source).removesuffix(".safetensors")] if self._files else parts
 
     def name(self, entry: Entry) -> str:
         """The head and where it is."""
