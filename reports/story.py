@@ -10,7 +10,6 @@ from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnos
 from attn_diag.results.wording import file_name, head_name, percent, printable
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
-_SUFFIXES = (".safetensors", ".pt", ".npz")
 
 
 def judged_entries(diagnosis: Diagnosis) -> list[Entry]:
@@ -39,7 +38,6 @@ def _biased(found: list[Entry], judged: list[Entry]) -> str:
     known = [(test, e) for test, e in tested(found[0][2]) if e.p_adjusted is not None]
     worst = ""
     if known:
-        # Adjusted values tie often.
         test, estimate = min(known, key=lambda item: (item[1].p_adjusted, item[1].p_value))
         mean = test.in_units(estimate).replace(" floor", " noise floors")
         worst = f": {test.error} averages {mean} (adjusted p = {estimate.p_adjusted:.2g})"
@@ -96,10 +94,10 @@ def next_steps(diagnosis: Diagnosis) -> list[str]:
         assert verdict is not None
         for label, suggestion in zip(verdict.labels, verdict.suggestions, strict=False):
             advised.setdefault(suggestion, []).append((label, entry))
-    steps, severest = [], list(LETTERS)
-    for suggestion, ((label, entry), *others) in sorted(
-        advised.items(), key=lambda item: severest.index(item[1][0][0])
-    ):
+    severest = list(LETTERS)
+    steps = []
+    for suggestion, given in sorted(advised.items(), key=lambda item: severest.index(item[1][0][0])):
+        (label, entry), *others = given
         if label == "clean" and len(advised) > 1:
             continue
         more = f" and {len(others)} more" if others else ""
@@ -115,7 +113,7 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         return []
     capture, observation, head = judged[0]
     source = printable(capture.source)
-    if not source.endswith(_SUFFIXES):
+    if not source.endswith((".safetensors", ".pt", ".npz")):
         return []
     arguments = ["--example"] if source.startswith("example ") else [shlex.quote(source)]
     arguments += ["--head", str(head.head)]
@@ -123,11 +121,10 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         arguments += ["--batch", str(head.batch)]
     if len(capture.observations) > 1 and not observation.emulated:
         arguments += ["--observation", shlex.quote(printable(observation.name))]
-    place = " ".join(arguments)
     questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
     if "biased" in label_names(head):
         questions.append(("Where it goes wrong, bit by bit", "microscope"))
-    return [(question, f"attn-diag {command} {place}") for question, command in questions]
+    return [(question, f"attn-diag {command} {' '.join(arguments)}") for question, command in questions]
 
 
 class Names:
