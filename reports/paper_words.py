@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -74,13 +74,14 @@ def _lines(f: PaperFigures, name: str) -> Sequence[str | Sized]:
         said = delta_steps(found)
         drawn = [line for pair in zip(said, map(bars, sums), strict=False) for line in pair]
         return [*drawn, *said[len(sums) :]]
-    return {
+    lines: dict[str, Callable[[], Sequence[str | Sized]]] = {
         "atoms": lambda: atoms(found),
         "delta_rows": lambda: [delta_rows(found), bars(found.sums)],
         "features": lambda: [features(found), bars(found.product)],
         "prefix": lambda: [prefix(found), bars(found.error)],
         "triggers": lambda: [triggers(found, f.chosen.name), bars(found.head.exact, zero=True)],
-    }[name]()
+    }
+    return lines[name]()
 
 
 def lead(f: PaperFigures) -> str:

@@ -108,7 +108,7 @@ class AttnDiag:
         what = "created" if before is None else "unchanged" if path.read_bytes() == before else "updated"
         self._item.user_properties.append((PROPERTY, f"{what} {self._shown(path)}"))
 
-    def _without_baseline(self, words: str, path: Path) -> Exception:
+    def _without_baseline(self, words: str, path: Path) -> BaseException:
         return _failed(
             f"attn-diag: {words}",
             f"expected    {self._shown(path)}",
@@ -143,5 +143,5 @@ class AttnDiag:
         return min(relative, str(path), key=len)
 
 
-def _failed(*lines: str) -> Exception:
+def _failed(*lines: str) -> BaseException:
     return pytest.fail.Exception("\n".join(lines), pytrace=False)

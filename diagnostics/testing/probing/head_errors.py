@@ -120,7 +120,8 @@ def measure_case(
             parts.append(measure_head(head, o[place], None if lse is None else lse[place], fmt, case.predicted))
         return _joined(parts)
 
-    places = list(product(*map(range, case.q.shape[:2])))
+    batch, heads = case.q.shape[:2]
+    places = list(product(range(batch), range(heads)))
     return list(map_in_order(one, places, parallel=device.type == "cpu"))
 
 

@@ -91,7 +91,8 @@ def sizes_of(measured: Measured, known: BaselineCase | None, *, same_inputs: boo
 
 def adjusted(cases: Sequence[CheckedCase]) -> tuple[list[CheckedCase], int]:
     """The cases with Holm's p-values over all tests of the run, of biases and of growth, and the number of tests."""
-    p_values = [t.p_value for c in cases for t in (*c.biases.values(), *c.sizes.values()) if t.p_value is not None]
+    every: list[Any] = [test for case in cases for test in (*case.biases.values(), *case.sizes.values())]
+    p_values: list[float] = [test.p_value for test in every if test.p_value is not None]
     found = iter(holm(p_values))
 
     def corrected(tests: dict[str, Any]) -> dict[str, Any]:
