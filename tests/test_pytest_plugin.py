@@ -30,6 +30,7 @@ def check(fn, *, baseline=None, update=False, **options):
     if fn == "refused":
         raise attn_diag.InputError("head_dim must be positive, got 0")
     if update:
+        baseline.parent.mkdir(parents=True, exist_ok=True)
         baseline.write_text(json.dumps([fn, options]))
     wrong = baseline is not None and json.loads(baseline.read_text()) != [fn, options] or fn == "broken"
     failures = tuple(
