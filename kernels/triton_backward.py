@@ -13,7 +13,7 @@ every block of query rows.
 
 S and dP are computed twice, for dQ and for dK and dV: two more products than a kernel that adds dQ atomically, and
 the same bits in every run. What differs between a GPU and the interpreter is as in ``triton_forward``; ``R``, ``G``,
-``view`` and the sources of tiles are as in ``triton_tiles``.
+``view``, ``task`` and the sources of tiles are as in ``triton_tiles``.
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """
@@ -86,13 +86,15 @@ def delta_kernel(
 
 
 @triton.jit
-def dump_gradients(dump, dp, ds, cols, k_length):
-    """Store dP and the cast dS of the rows that have a slot (>= 0)."""
-    dp_ptr, ds_ptr, slots, stride = dump
-    where = slots.to(tl.int64)[:, None] * stride + cols[None, :]
-    here = (slots >= 0)[:, None] & (cols < k_length)[None, :]
-    tl.store(dp_ptr + where, dp, mask=here)
-    tl.store(ds_ptr + where, ds, mask=here)
+def dump_gradients(dump, dp, ds, start, k_length, G: tl.constexpr):
+    """Store dP and the cast dS of the rows that have a slot (>= 0), for the tile of keys from ``start`` on."""
+    dp_ptr, ds_ptr, slots, any_slot, stride = dump
+    if any_slot:
+        cols = start + tl.arange(0, G.block_n)
+        where = slots.to(tl.int64)[:, None] * stride + cols[None, :]
+        here = (slots >= 0)[:, None] & (cols < k_length)[None, :]
+        tl.store(dp_ptr + where, dp, mask=here)
+        tl.store(ds_ptr + where, ds, mask=here)
 
 
 @triton.jit
@@ -137,12 +139,14 @@ def finished(total, part, scale, R: tl.constexpr):
 
 
 @triton.jit
-def _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, first_tile, n_tiles, view, scale, softcap,
-               dump, any_slot, MASKED: tl.constexpr, WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
+def _walk_keys(sums, task, do, lse, delta, values, dump, first_tile, n_tiles, MASKED: tl.constexpr,
+               WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Over tiles of keys, the sum of dS K ([M, block_d], WANT "dq") or of P o dP ([M], WANT "delta").
 
-    ``part``: the sum within a key range, where the recipe rounds after each; else unused.
+    ``sums``: that sum, and the one within a key range, where the recipe rounds after each; else unused.
     """
+    acc, part = sums
+    q, positions, keys, b, hk, view, scale, softcap = task
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_n
         k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
@@ -157,8 +161,7 @@ def _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, fir
         else:
             cast = as_operand(score_gradients(p, dp, delta[:, None], slope, scale, R, G), tl.constexpr(R.dscores))
             if G.dump:
-                if any_slot:
-                    dump_gradients(dump, dp, cast, start + tl.arange(0, G.block_n), view[0])
+                dump_gradients(dump, dp, cast, start, view[0], G)
             if R.gradient_accumulator == "fp32":
                 acc = dot_add(cast, k, acc, tl.constexpr(R.dscores))
             else:
@@ -202,7 +205,8 @@ def dq_kernel(
     if G.dump:
         slots = tl.load(slots_ptr + row, mask=here, other=-1)
         any_slot = tl.max(slots, 0) >= 0
-    dump = (dp_ptr, ds_ptr, slots, stride_dump)
+    dump = (dp_ptr, ds_ptr, slots, any_slot, stride_dump)
+    task = (q, positions, keys, b, hk, view, scale, softcap)
 
     if WANT == "delta":
         lse, _ = row_statistics(lse_ptr, lse_ptr, row, here)
@@ -218,13 +222,12 @@ def dq_kernel(
     first = block * BLOCK_M + shift
     last = tl.minimum((block + 1) * BLOCK_M, q_length) - 1 + shift
     begin, whole, partial, end = key_tiles(first, last, view, G)
+    sums = (acc, part)
     if G.left:
-        acc, part = _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, begin, whole - begin, view,
-                               scale, softcap, dump, any_slot, True, WANT, R, G)  # fmt: skip
-    acc, part = _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, whole, partial - whole, view,
-                           scale, softcap, dump, any_slot, False, WANT, R, G)  # fmt: skip
-    acc, part = _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, partial, end - partial, view,
-                           scale, softcap, dump, any_slot, True, WANT, R, G)  # fmt: skip
+        sums = _walk_keys(sums, task, do, lse, delta, values, dump, begin, whole - begin, True, WANT, R, G)
+    sums = _walk_keys(sums, task, do, lse, delta, values, dump, whole, partial - whole, False, WANT, R, G)
+    sums = _walk_keys(sums, task, do, lse, delta, values, dump, partial, end - partial, True, WANT, R, G)
+    acc, part = sums
     if WANT == "delta":
         tl.store(out_ptr + row, round_to(acc, tl.constexpr(R.delta)), mask=here)
     else:
@@ -257,13 +260,15 @@ def query_tiles(first, last, q_length, shift, left, right, G: tl.constexpr):
 
 
 @triton.jit
-def _walk_queries(dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols,
-                  first_tile, n_tiles, q_length, shift, view, scale, softcap, MASKED: tl.constexpr, R: tl.constexpr,
-                  G: tl.constexpr):  # fmt: skip
+def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles, MASKED: tl.constexpr,
+                  R: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Adds dS^T Q to dk and cast(P)^T dO to dv, [N, block_d], over tiles of query rows; everything is transposed.
 
-    ``dk_part``, ``dv_part``: the sums within a block of query rows, where the recipe rounds after each; else unused.
+    ``sums``: dk, dv, and the sums within a block of query rows, where the recipe rounds after each; else unused.
     """
+    dk, dv, dk_part, dv_part = sums
+    k, v, cols = columns
+    queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift = rows
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_m
         offs = start + tl.arange(0, G.block_m)
@@ -319,22 +324,20 @@ def dkdv_kernel(
     if R.gradient_accumulator != "fp32":
         dk_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    columns = (k, v, cols)
     for g in range(0, group):
         h = hk * group + g
         queries = (q_desc, q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, stride_qt, stride_qd)
         gradients = (do_desc, do_ptr + b.to(tl.int64) * stride_gb + h.to(tl.int64) * stride_gh, stride_gt, stride_gd)
         row_base = (b * k_heads * group + h).to(tl.int64) * q_length
+        rows = (queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift)
+        sums = (dk, dv, dk_part, dv_part)
         if G.right:
-            dk, dv, dk_part, dv_part = _walk_queries(
-                dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, begin,
-                whole - begin, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
-        dk, dv, dk_part, dv_part = _walk_queries(
-            dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, whole,
-            partial - whole, q_length, shift, view, scale, softcap, False, R, G)  # fmt: skip
+            sums = _walk_queries(sums, columns, rows, view, scale, softcap, begin, whole - begin, True, R, G)
+        sums = _walk_queries(sums, columns, rows, view, scale, softcap, whole, partial - whole, False, R, G)
         if G.left:
-            dk, dv, dk_part, dv_part = _walk_queries(
-                dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, partial,
-                end - partial, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
+            sums = _walk_queries(sums, columns, rows, view, scale, softcap, partial, end - partial, True, R, G)
+        dk, dv, dk_part, dv_part = sums
         if R.gradient_accumulator != "fp32":
             # The next head's sums start anew.
             dv, dv_part = end_sum(dv, dv_part, True, R)

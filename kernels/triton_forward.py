@@ -21,7 +21,7 @@ What differs between a GPU and Triton's interpreter, given the same inputs; the 
 | log | 1 ulp | numpy |
 | sums over a row | tree over registers and lanes | numpy's pairwise sum |
 
-``R``, ``G``, ``view`` and the sources of tiles are as in ``triton_tiles``.
+``R``, ``G``, ``view``, ``task`` and the sources of tiles are as in ``triton_tiles``.
 """
 
 from __future__ import annotations
@@ -99,16 +99,16 @@ def add_range(acc, product, rescale, R: tl.constexpr):
 
 
 @triton.jit
-def _walk_tiles(state, watched, q, keys, values, b, hk, positions, first_tile, n_tiles, view, scale, softcap, factor,
-                dump, any_slot, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
+def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: tl.constexpr, R: tl.constexpr,
+                G: tl.constexpr):  # fmt: skip
     """Online softmax over ``n_tiles`` tiles of keys from ``first_tile`` on."""
-    acc, l, m = state
-    near, cast_sum = watched
+    acc, l, m, near, cast_sum = sums
+    _, _, _, b, hk, view, _, _ = task
     for i in tl.range(0, n_tiles, num_stages=G.stages):
         tile = first_tile + i
         if R.schedule.order == "descending":
             tile = first_tile + n_tiles - 1 - i
-        s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, MASKED, R, G)  # [M, N]
+        s = tile_scores(task, tile, MASKED, R, G)  # [M, N]
         top = tl.max(s, 1)
         repeated = False
         if R.softmax.kind == "stabilised":
@@ -124,24 +124,22 @@ def _walk_tiles(state, watched, q, keys, values, b, hk, positions, first_tile, n
         if G.rows:
             near, cast_sum = watch_rows((near, cast_sum), cast, m_new, rescale, factor, R, G)
         if G.dump:
-            if any_slot:
-                cols = tile * G.block_n + tl.arange(0, G.block_n)
-                dump_tile(dump, s, cast, m_new, cols, tile, view[0])
+            dump_tile(dump, s, cast, m_new, tile, view[0], G)
         v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
         if R.range_pv == "fp32" and R.accumulator == "fp32":
             acc = dot_add(cast, v, acc * rescale[:, None], tl.constexpr(R.probs))
         else:
             acc = add_range(acc, dot(cast, v, tl.constexpr(R.probs)), rescale, R)
         m = m_new
-    return (acc, l, m), (near, cast_sum)
+    return acc, l, m, near, cast_sum
 
 
 @triton.jit
-def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, tiles, view, scale, softcap, factor, dump,
-                 any_slot, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
+def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.constexpr, G: tl.constexpr):
     """Online softmax over ranges of several tiles: one maximum, one sum and one P_bar V for each range."""
-    acc, l, m = state
-    begin, end = tiles
+    _, _, _, near, cast_sum = sums
+    acc, l, m, _, _ = sums
+    _, _, _, b, hk, view, _, _ = task
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_D: tl.constexpr = G.block_d
     BLOCK_N: tl.constexpr = G.block_n
@@ -158,12 +156,11 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
         last = tl.minimum((r + 1) * G.range_tiles, end)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         for tile in range(first, last):
-            s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
-            top = tl.maximum(top, tl.max(s, 1))
+            top = tl.maximum(top, tl.max(tile_scores(task, tile, True, R, G), 1))
         near_top = tl.zeros([BLOCK_M], tl.int32)
         if R.softmax.kind == "stabilised":
             for tile in range(first, last):
-                s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
+                s = tile_scores(task, tile, True, R, G)
                 near_top += tl.sum((s >= top[:, None] - R.softmax.epsilon).to(tl.int32), 1)
         m_new = next_maximum(m, top, near_top > 1, R)
         rescale = rescaling(m, m_new, factor, R)
@@ -171,7 +168,7 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
         product = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         cast_sum = cast_sum * rescale[:, None]
         for tile in range(first, last):
-            s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
+            s = tile_scores(task, tile, True, R, G)
             p = exponential(s, m_new, factor, R)
             cast = as_operand(p, tl.constexpr(R.probs))
             total += range_sum(p, cast, R)
@@ -180,16 +177,14 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
             v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
             product = dot_add(cast, v, product, tl.constexpr(R.probs))
             if G.dump:
-                if any_slot:
-                    cols = tile * G.block_n + tl.arange(0, G.block_n)
-                    dump_tile(dump, s, cast, m_new, cols, tile, view[0])
+                dump_tile(dump, s, cast, m_new, tile, view[0], G)
         if R.row_sum_clamp is not None:
             total = tl.maximum(total, R.row_sum_clamp)
         exact_l = exact_l * rescale + total
         l = round_to(l * rescale + total, tl.constexpr(R.row_sum))
         acc = add_range(acc, product, rescale, R)
         m = m_new
-    return (acc, l, m), exact_l, cast_sum
+    return (acc, l, m, near, cast_sum), exact_l
 
 
 @triton.jit
@@ -230,7 +225,7 @@ def forward_kernel(
     if G.dump:
         slots = tl.load(slots_ptr + row, mask=here, other=-1)
         any_slot = tl.max(slots, 0) >= 0
-    dump = (s_ptr, p_ptr, m_ptr, slots, stride_dump, dump_tiles)
+    dump = (s_ptr, p_ptr, m_ptr, slots, any_slot, stride_dump, dump_tiles)
 
     # alpha waits for the exponent unless the scores already hold it.
     factor = 1.0
@@ -252,39 +247,28 @@ def forward_kernel(
         whole = tl.minimum(tl.maximum(whole, begin), end)
         partial = tl.minimum(tl.maximum(partial, whole), end)
 
-    state = (acc, l, m)
-    watched = (near, cast_sum)
+    sums = (acc, l, m, near, cast_sum)
+    task = (q, positions, keys, b, hk, view, scale, softcap)
     exact_l = l
     if G.ranges:
-        state, exact_l, cast_sum = _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions,
-                                                (begin, end), view, scale, softcap, factor, dump, any_slot, R,
-                                                G)  # fmt: skip
-        watched = (near, cast_sum)
+        sums, exact_l = _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R, G)
     elif R.schedule.order == "descending":
-        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, partial, end - partial, view,
-                                     scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
-        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, whole, partial - whole, view,
-                                     scale, softcap, factor, dump, any_slot, False, R, G)  # fmt: skip
+        sums = _walk_tiles(sums, task, values, factor, dump, partial, end - partial, True, R, G)
+        sums = _walk_tiles(sums, task, values, factor, dump, whole, partial - whole, False, R, G)
         if G.left:
-            state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, begin, whole - begin, view,
-                                         scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
+            sums = _walk_tiles(sums, task, values, factor, dump, begin, whole - begin, True, R, G)
     else:
         if R.schedule.order == "diagonal-first":
             head = tl.minimum(end - begin, 1)
-            state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, end - head, head, view,
-                                         scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
+            sums = _walk_tiles(sums, task, values, factor, dump, end - head, head, True, R, G)
             end -= head
             whole = tl.minimum(whole, end)
             partial = tl.minimum(partial, end)
         if G.left:
-            state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, begin, whole - begin, view,
-                                         scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
-        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, whole, partial - whole, view,
-                                     scale, softcap, factor, dump, any_slot, False, R, G)  # fmt: skip
-        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, partial, end - partial, view,
-                                     scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
-    acc, l, m = state
-    near, cast_sum = watched
+            sums = _walk_tiles(sums, task, values, factor, dump, begin, whole - begin, True, R, G)
+        sums = _walk_tiles(sums, task, values, factor, dump, whole, partial - whole, False, R, G)
+        sums = _walk_tiles(sums, task, values, factor, dump, partial, end - partial, True, R, G)
+    acc, l, m, near, cast_sum = sums
 
     # A row that saw no key; one whose l underflowed divides by zero, as a real kernel does.
     unseen = (m == float("-inf")) & (l == 0)

@@ -56,13 +56,15 @@ def watch_rows(watched, cast, m, rescale, factor, R: tl.constexpr, G: tl.constex
 
 
 @triton.jit
-def dump_tile(dump, s, cast, m, cols, tile, k_length):
+def dump_tile(dump, s, cast, m, tile, k_length, G: tl.constexpr):
     """Store S, the cast P_bar and the maximum it was taken from, for the rows that have a slot (>= 0)."""
-    s_ptr, p_ptr, m_ptr, slots, stride, tiles = dump
-    chosen = slots >= 0
-    slots = slots.to(tl.int64)
-    where = slots[:, None] * stride + cols[None, :]
-    here = chosen[:, None] & (cols < k_length)[None, :]
-    tl.store(s_ptr + where, s, mask=here)
-    tl.store(p_ptr + where, cast, mask=here)
-    tl.store(m_ptr + slots * tiles + tile, m, mask=chosen)
+    s_ptr, p_ptr, m_ptr, slots, any_slot, stride, tiles = dump
+    if any_slot:
+        cols = tile * G.block_n + tl.arange(0, G.block_n)
+        chosen = slots >= 0
+        row = slots.to(tl.int64)
+        where = row[:, None] * stride + cols[None, :]
+        here = chosen[:, None] & (cols < k_length)[None, :]
+        tl.store(s_ptr + where, s, mask=here)
+        tl.store(p_ptr + where, cast, mask=here)
+        tl.store(m_ptr + row * tiles + tile, m, mask=chosen)

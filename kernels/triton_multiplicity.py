@@ -50,13 +50,12 @@ def gather_kernel(near_ptr, rows_ptr, counts_ptr, q_length, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap, R: tl.constexpr, G: tl.constexpr):
+def maximum_of_rows(task, begin, end, R: tl.constexpr, G: tl.constexpr):
     """The largest score of each row, as the recipe stores scores."""
     BLOCK_M: tl.constexpr = G.block_m
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for tile in range(begin, end):
-        s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
-        top = tl.maximum(top, tl.max(s, 1))
+        top = tl.maximum(top, tl.max(tile_scores(task, tile, True, R, G), 1))
     return top
 
 
@@ -92,6 +91,7 @@ def multiplicity_kernel(
             at += rows.to(tl.int64)[:, None] * stride_qt + dims[None, :] * stride_qd
             q = tl.load(at, mask=here[:, None] & (dims < G.head_dim)[None, :], other=0.0)
             keys = (k_ptr, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
+            task = (q, positions, keys, b, hk, view, scale, softcap)
             factor = 1.0
             if R.alpha == "in-exponent" and not G.softcap:
                 factor = scale
@@ -99,7 +99,7 @@ def multiplicity_kernel(
                 top = tl.load(max_ptr + bh.to(tl.int64) * q_length + rows, mask=here, other=0.0)
             else:
                 # What such a recipe subtracts is not the maximum.
-                top = maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap, R, G)
+                top = maximum_of_rows(task, begin, end, R, G)
             # A gathered row may see no key; it must not meet inf - inf.
             top = tl.where(top == float("-inf"), 0.0, top)
             natural_top = top * factor
@@ -109,7 +109,7 @@ def multiplicity_kernel(
             window = tl.zeros([BLOCK_M], tl.int32)
             ones = tl.zeros([BLOCK_M], tl.int32)
             for tile in tl.range(chunk, chunk_end, num_stages=G.stages):
-                s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
+                s = tile_scores(task, tile, True, R, G)
                 seen = s > float("-inf")
                 natural = s * factor
                 same = round_to(natural, tl.constexpr(R.input)) == rounded_top[:, None]

@@ -1,7 +1,9 @@
 """Tiles of q, k and v, and the scores of a tile: what the forward, the backward and the second pass share.
 
-In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time; a source of tiles is a tuple (TMA
-descriptor, pointer, stride of a position, stride of a feature), ``view`` is (number of keys, left, right).
+In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time. A source of tiles is a tuple (TMA
+descriptor, pointer, stride of a position, stride of a feature), ``view`` is (number of keys, left, right), and ``task``
+what a block of query rows needs to see its keys: (q, their positions, source of keys, batch item, head of the keys,
+``view``, scale, softcap).
 """
 
 from __future__ import annotations
@@ -79,9 +81,9 @@ def recipe_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, MASKED: tl.constexpr, R: tl.constexpr,
-                G: tl.constexpr):  # fmt: skip
+def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
     """S of one tile of keys: [M, block_n]."""
+    q, positions, keys, b, hk, view, scale, softcap = task
     start = tile * G.block_n
     k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
     s = recipe_scores(dot(q, tl.trans(k), tl.constexpr(R.input)), scale, softcap, R, G)
