@@ -194,11 +194,10 @@ def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *arguments: Any
 ) -> tuple[Tensor, ...]:
     call = _Call.read(*arguments[:-1])
-    found = forward(
+    return forward(
         q, k, v, call.recipe, call.visibility, scale=call.scale, softcap=call.softcap, level=call.level, slots=slots,
         n_slots=n_slots, unrounded=call.backward_recipe.delta_from == "fp32-o",
     )  # fmt: skip
-    return found.o, found.unrounded, found.lse, found.rows, found.scores, found.probs, found.tile_max
 
 
 @_forward_op.register_fake
@@ -221,11 +220,10 @@ def _backward_op(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     call = _Call.read(*arguments[:-1])
-    found = backward(
+    return backward(
         q, k, v, o, lse, do.to(q.dtype), call.backward_recipe, call.visibility, scale=call.scale, softcap=call.softcap,
         level=call.level, slots=slots, n_slots=n_slots,
     )  # fmt: skip
-    return found.dq, found.dk, found.dv, found.delta, found.dprobs, found.dscores
 
 
 @_backward_op.register_fake

@@ -26,7 +26,8 @@ What differs between a GPU and Triton's interpreter, given the same inputs; the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,65 +38,9 @@ from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
 from attn_diag.kernels.geometry import Level, Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
-from attn_diag.kernels.triton_math import INTERPRETED, LOG2_E, as_operand, dot, dot_add, round_to
+from attn_diag.kernels.triton_math import as_operand, dot, dot_add, round_to
+from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling
 from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, tile_scores
-
-
-@triton.jit
-def exponential(s, m, factor, R: tl.constexpr):
-    """P_bar = exp(factor (s - m)) for s [M, N], m [M]. A row that has seen no key yet (m = -inf) gives 0."""
-    m = tl.where(m == float("-inf"), 0.0, m)
-    if R.exp == "exp2-fma":
-        c = factor * LOG2_E
-        if INTERPRETED:
-            # A fused multiply-add: the product is exact in float64.
-            x = (s.to(tl.float64) * c - (m * c)[:, None].to(tl.float64)).to(tl.float32)
-        else:
-            x = tl.fma(s, c, -(m * c)[:, None])
-        p = tl.exp2(x)
-    else:
-        p = tl.exp(round_to((s - m[:, None]) * factor, tl.constexpr(R.difference)))
-    return p
-
-
-@triton.jit
-def rescaling(m, m_new, factor, R: tl.constexpr):
-    """exp(factor (m - m_new)), [M]; 0 at the first keys of a row."""
-    m_new = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if R.exp == "exp2-fma":
-        rescale = tl.exp2((m - m_new) * (factor * LOG2_E))
-    else:
-        rescale = tl.exp(round_to((m - m_new) * factor, tl.constexpr(R.difference)))
-    return rescale
-
-
-@triton.jit
-def next_maximum(m, top, repeated, R: tl.constexpr):
-    """What is subtracted next, [M]: from the old ``m``, and the new keys' maximum ``top``, ``repeated`` or not."""
-    if R.softmax.kind == "stabilised":
-        repeated = repeated & (top > float("-inf"))  # keys that are all masked have no maximum
-        top = tl.where(repeated, tl.where(top > 0, R.softmax.beta * top, tl.where(top < 0, 0.0, top)), top)
-    m_new = tl.maximum(m, top)
-    if R.softmax.kind == "stale":
-        m_new = tl.where(m_new - m <= R.softmax.threshold, m, m_new)
-    return round_to(m_new, tl.constexpr(R.row_max))
-
-
-@triton.jit
-def range_sum(p, cast, R: tl.constexpr):
-    """What a tile adds to l, [M]."""
-    if R.row_sum_of == "cast-probs":
-        p = cast.to(tl.float32)
-    return tl.sum(p, 1)
-
-
-@triton.jit
-def add_range(acc, product, rescale, R: tl.constexpr):
-    """O_bar after one more range, with every rounding of its own."""
-    return round_to(
-        round_to(acc * rescale[:, None], tl.constexpr(R.accumulator)) + round_to(product, tl.constexpr(R.range_pv)),
-        tl.constexpr(R.accumulator),
-    )
 
 
 @triton.jit
@@ -301,8 +246,7 @@ def forward_kernel(
         tl.store(rows_ptr + 4 * plane + row, tl.sum(cast.to(tl.float32) - o, 1), mask=here)
 
 
-@dataclass
-class ForwardOutputs:
+class ForwardOutputs(NamedTuple):
     """What ``forward`` returns; what was not asked for is empty."""
 
     o: Tensor
@@ -356,12 +300,11 @@ def forward(
     scores = new(n_slots, k_length, dtype=DTYPES[recipe.scores])
     probs = new(n_slots, k_length, dtype=DTYPES[recipe.probs])
     tile_max = new(n_slots, tiles)
-    left, right = visibility.reach()
     arguments = (
-        *(described(t, n, geometry) for t, n in ((q, geometry.block_m), (k, geometry.block_n), (v, geometry.block_n))),
+        *described(geometry, q, k, v),
         q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
         *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
-        heads, heads // k_heads, q_length, k_length, visibility.shift(q_length, k_length), left or 0, right or 0,
+        heads, heads // k_heads, q_length, k_length, *visibility.arguments(q_length, k_length),
         recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
     )  # fmt: skip
     inner = replace(recipe, out="fp32") if splits > 1 else recipe
@@ -391,18 +334,16 @@ def forward(
 def forward_like(
     q: Tensor, k: Tensor, recipe: Recipe, visibility: Visibility, *, softcap: float | None, level: Level, n_slots: int,
     unrounded: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Empty tensors with the shapes and formats of ``forward``'s outputs, in their order."""
-    geometry = forward_geometry(
-        recipe, q.shape[-1], visibility, softcap=softcap is not None, level=level, tma=False, packed=False
-    )
+) -> ForwardOutputs:  # fmt: skip
+    """Empty tensors with the shapes and formats of ``forward``'s outputs."""
+    geometry = forward_geometry(recipe, q.shape[-1], visibility, softcap=softcap is not None, level=level)
     k_length, n_slots = k.shape[2], n_slots if geometry.dump else 0
     rows = q.shape[:3]
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return q.new_empty(shape, dtype=dtype)
 
-    return (
+    return ForwardOutputs(
         new(*q.shape, dtype=DTYPES[recipe.out]),
         new(*q.shape) if unrounded else new(0),
         new(*rows),
