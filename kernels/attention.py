@@ -55,10 +55,7 @@ def check_kernels_support(recipe: Recipe) -> None:
                 f"gradient_accumulator={recipe.gradient_accumulator} in schedule {recipe.schedule} (ascending ranges "
                 "of a multiple of 64 keys and 128 rows are needed)"
             )
-    if recipe.softmax.kind == "stabilised" and recipe.softmax.beta is None:
-        wrong.append("softmax=stabilised without beta")
-    if recipe.softmax.kind == "stale" and recipe.softmax.threshold is None:
-        wrong.append("softmax=stale without threshold")
+    wrong += recipe.softmax.missing()
     if wrong:
         raise RecipeNotSupportedError(f"recipe {recipe.name}: the Triton kernels cannot run {', '.join(wrong)}")
 

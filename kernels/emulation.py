@@ -106,11 +106,7 @@ class RowTrace:
 
 def check_supported(recipe: Recipe) -> None:
     """Raise RecipeNotSupportedError, naming the site, unless ``emulate_head`` can run the recipe."""
-    wrong = []
-    if recipe.softmax.kind == "stabilised" and recipe.softmax.beta is None:
-        wrong.append("softmax=stabilised without beta")
-    if recipe.softmax.kind == "stale" and recipe.softmax.threshold is None:
-        wrong.append("softmax=stale without threshold")
+    wrong = recipe.softmax.missing()
     if recipe.exp == "polynomial" and recipe.exp_degree is None:
         wrong.append("exp=polynomial without exp_degree")
     if wrong:
