@@ -198,15 +198,14 @@ def dq_kernel(
     dump = (dp_ptr, ds_ptr, slots, any_slot, stride_dump)
     task = (q, positions, keys, b, hk, view, scale, softcap)
 
+    part = 0.0
     if WANT == "delta":
         lse, _ = row_statistics(lse_ptr, lse_ptr, row, here)
         delta = lse
         acc = tl.zeros([BLOCK_M], tl.float32)
-        part = 0.0
     else:
         lse, delta = row_statistics(lse_ptr, delta_ptr, row, here)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        part = 0.0
         if R.gradient_accumulator != "fp32":
             part = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first = block * BLOCK_M + shift
@@ -395,8 +394,7 @@ def backward(
 def backward_like(q: Tensor, k: Tensor, lse: Tensor, recipe: Recipe, *, level: Level, n_slots: int) -> BackwardOutputs:
     """Empty tensors with the shapes and formats of ``backward``'s outputs."""
     n_slots = n_slots if level in ("tiles", "full") else 0
-    dtype = DTYPES[recipe.dq]
-    dq, dk, dv = (q.new_empty(t.shape, dtype=dtype) for t in (q, k, k))
+    dq, dk, dv = (q.new_empty(t.shape, dtype=DTYPES[recipe.dq]) for t in (q, k, k))
     dprobs = lse.new_empty(n_slots, k.shape[2])
     dscores = dprobs.new_empty(dprobs.shape, dtype=DTYPES[recipe.dscores])
     return BackwardOutputs(dq, dk, dv, torch.empty_like(lse), dprobs, dscores)
