@@ -131,7 +131,7 @@ def multiplicities(
     geometry = replace(geometry, block_m=64, block_n=min(geometry.block_n, 64), warps=4, stages=2)
     if q.device.type == "cpu":
         q, k = q.float(), k.float()
-    flagged = near > ALONE.value
+    flagged: Tensor = near > ALONE.value
     out = ((row_max > -torch.inf) & ~flagged).to(torch.int32).repeat(4, 1, 1, 1)
     rows = torch.empty(batch * heads, q_length, dtype=torch.int32, device=q.device)
     counts = torch.empty(batch * heads, dtype=torch.int32, device=q.device)
