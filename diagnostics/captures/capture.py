@@ -19,19 +19,13 @@ from attn_diag.captures.hardware import stored_profile
 from attn_diag.captures.metadata import Metadata, refuse_unsupported
 from attn_diag.errors import InputError
 from attn_diag.reference import format_of
+from attn_diag.results.wording import plural, printable
 
 OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre")
 DEFAULT_OBSERVATION = "observed"
 INPUTS = ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "q_descale", "k_descale", "v_descale")
-_FLOATS = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, *_FP8)
 
 
 class TensorSource(Protocol):
@@ -225,7 +219,7 @@ class Captures(list[Capture]):
         if len(self) > _LISTED:
             lines.append(f"… and {len(self) - _LISTED} more")
         lines.append("attn_diag.inspect_captures(…) judges them; [i].save(path) keeps one.")
-        return "\n".join([f"{len(self)} capture{'s' * (len(self) != 1)}:", *lines])
+        return "\n".join([f"{plural(len(self), 'capture')}:", *lines])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
@@ -235,7 +229,7 @@ _LISTED, _WIDTH = 20, 80
 
 
 def _one_line(text: str) -> str:
-    plain = "".join(c if c.isprintable() else "�" for c in text)
+    plain = printable(text)
     return plain if len(plain) <= _WIDTH else plain[: _WIDTH - 1] + "…"
 
 
@@ -305,9 +299,8 @@ class _Validator:
                 f"q has {c.q_heads} heads and k has {c.kv_heads}: the first must be a multiple of the second"
             )
         self._expect("do", [c.batch, c.q_heads, c.q_length, self.tensors["v"].shape[3]], "that of o")
-        if (x := self.tensors.get("x")) is not None and (
-            len(x.shape) != 3 or tuple(x.shape[:2]) != (c.batch, c.q_length)
-        ):
+        x = self.tensors.get("x")
+        if x is not None and (len(x.shape) != 3 or tuple(x.shape[:2]) != (c.batch, c.q_length)):
             raise InputError(f"x must have shape [B, T, C] = [{c.batch}, {c.q_length}, C], got {list(x.shape)}")
         self._check_w_q(None if x is None else x.shape[2])
         if (positions := self.tensors.get("q_positions")) is not None and tuple(positions.shape) != (c.q_length,):
@@ -316,10 +309,8 @@ class _Validator:
             )
         if (mask := self.tensors.get("mask")) is not None:
             full = (c.batch, c.q_heads, c.q_length, c.k_length)
-            fits = 2 <= len(mask.shape) <= 4 and all(
-                n in (1, m) for n, m in zip(reversed(mask.shape), reversed(full), strict=False)
-            )
-            if not fits:
+            broadcasts = all(n in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False))
+            if not 2 <= len(mask.shape) <= 4 or not broadcasts:
                 raise InputError(f"mask must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(mask.shape)}")
         for name in ("q", "k", "v"):
             if (factor := self.tensors.get(f"{name}_descale")) is not None:
@@ -360,9 +351,8 @@ class _Validator:
                     raise InputError(f"{name} must have shape [B, H, T] = {rows}, got {list(tensor.shape)}")
             elif output in shapes:
                 self._expect(name, shapes[output], "that of q, or of k for dk and dv")
-        if any(name.endswith((".dq", ".dk", ".dv")) or name in ("dq", "dk", "dv") for name in self.tensors) and (
-            "do" not in self.tensors
-        ):
+        gradients = {name.rpartition(".")[2] for name in self.tensors} & {"dq", "dk", "dv"}
+        if gradients and "do" not in self.tensors:
             raise InputError("gradients (dq, dk or dv) are there but 'do' is missing: the reference backward needs dO")
 
     def _expect(self, name: str, bhtd: list[int], why: str) -> None:

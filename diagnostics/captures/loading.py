@@ -220,6 +220,13 @@ def unpickle(path: Path) -> Any:
         raise
 
 
+def dense(value: Tensor, name: str) -> Tensor:
+    """``value`` without its history. Raises InputError, naming it, for tensors that hold no plain array of numbers."""
+    if value.layout != torch.strided or value.is_nested or value.is_meta:
+        raise InputError(f"{name} is sparse, nested or without data; expected a dense tensor: save one")
+    return value.detach()
+
+
 def _read_pt(path: Path) -> _Read:
     content = unpickle(path)
     if not isinstance(content, dict):
@@ -228,9 +235,7 @@ def _read_pt(path: Path) -> _Read:
     text: dict[str, str] = {}
     for name, value in content.items():
         if isinstance(value, Tensor):
-            if value.layout != torch.strided or value.is_nested or value.is_meta:
-                raise InputError(f"{name} is sparse, nested or without data; expected a dense tensor: save one")
-            tensors[str(name)] = value.detach()
+            tensors[str(name)] = dense(value, str(name))
         elif name == "metadata" and isinstance(value, dict):
             text |= {str(key): _as_text(item) for key, item in value.items() if item is not None}
         elif isinstance(value, str | int | float) or (name in KEYS and value is not None):

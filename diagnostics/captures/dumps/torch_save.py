@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attn_diag.captures.dumps.call import DumpedCall
 from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, matches, refuse_packed, role_of
-from attn_diag.captures.loading import named_errors, require_regular_file, unpickle
+from attn_diag.captures.loading import dense, named_errors, require_regular_file, unpickle
 from attn_diag.captures.metadata import refuse_unsupported
 from attn_diag.errors import InputError
 
@@ -173,13 +172,7 @@ def _leaf(value: Tensor, parts: tuple[str, ...]) -> Leaf:
     path = ".".join(parts) or "tensor"
     name = next((part for part in reversed(parts) if not part.isdecimal()), "")
     refuse_packed(name)
-    return Leaf(path, name, _numbers(parts), partial(_dense, value, path))
-
-
-def _dense(value: Tensor, path: str) -> Tensor:
-    if value.layout != torch.strided or value.is_nested or value.is_meta:
-        raise InputError(f"{path} is sparse, nested or without data; expected a dense tensor: save one")
-    return value.detach()
+    return Leaf(path, name, _numbers(parts), partial(dense, value, path))
 
 
 def _numbers(parts: tuple[str, ...]) -> tuple[str, ...]:
