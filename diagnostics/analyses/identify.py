@@ -319,15 +319,12 @@ def _backward_of(recipe: Recipe) -> tuple[object, ...]:
 
 
 def _observation(capture: Capture, wanted: str | None) -> str:
-    known = list(capture.observations)
-    if wanted is None and len(known) == 1:
-        return known[0]
-    if wanted is None and known:
+    known = select_observations(capture, wanted)
+    if not known:
+        raise InputError(f"{capture.source}: no observation; it has none")
+    if len(known) > 1:
         raise InputError(f"{capture.source}: name one of its observations: {', '.join(known)}")
-    if wanted not in known:
-        asked = "no observation" if wanted is None else f"no observation {wanted!r}"
-        raise InputError(f"{capture.source}: {asked}; it has {', '.join(known) or 'none'}")
-    return wanted
+    return known[0]
 
 
 def _why_not(capture: Capture, observation: str) -> str:

@@ -163,23 +163,21 @@ def head_truth(
         gradient_sums: See ``reference.row_blocks``.
     """
     head = inputs.head
-    own = collector_of(inputs, None) if maxima is None else None
+    collected = maxima or collector_of(inputs, None)
     products = torch.zeros_like(head.q) if head.do is not None else None
     blocks: list[Rows] = []
 
     def see(block: RowBlock) -> None:
         inputs.mark_rows(block)
         blocks.append(block.rows)
-        if own is not None:
-            own.add(block)
+        if maxima is None:
+            collected.add(block)
         if products is not None:
             products[block.rows] = sloped(block, block.unnormalised_probs) @ head.k[block.keys]
         if observe is not None:
             observe(block)
 
     reference = reference_head(head, see, key_gradients=key_gradients, gradient_sums=gradient_sums)
-    collected = own if maxima is None else maxima
-    assert collected is not None
     return HeadTruth(inputs, reference, collected, products, tuple(blocks), projection)
 
 

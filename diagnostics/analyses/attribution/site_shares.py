@@ -325,7 +325,7 @@ def _biased(biases: Mapping[str, Mapping[str, MeanError]], level: float) -> dict
     """By quantity, the site with the largest significant mean error."""
     named = {}
     for quantity, means in biases.items():
-        significant = {n: m for n, m in means.items() if m.p_adjusted is not None and m.p_adjusted < level}
+        significant = {n: m for n, m in means.items() if m.p_adjusted is not None and m.p_adjusted <= level}
         if significant:
             named[quantity] = max(significant, key=lambda n: abs(significant[n].mean))
     return named

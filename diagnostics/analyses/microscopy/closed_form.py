@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.microscopy.walk import require_walkable, rounds_numerator, site_format
+from attn_diag.analyses.microscopy.walk import require_walkable, rounds_numerator
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
@@ -32,6 +32,7 @@ from attn_diag.head.baseline import DEFAULT_RECIPE, Baseline, observation_with_o
 from attn_diag.head.machine import pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.read import HeadInputs
+from attn_diag.head.row_maxima import site_format
 from attn_diag.kernels import Recipe, emulate_head, preset, score_rounding
 from attn_diag.kernels.formats import Format, Mode, Rounding, parse, round_to
 from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, row_blocks

@@ -9,7 +9,6 @@ l, as the published code has it, is reached at (beta - 1) r = -ln(1e-10) = 23.03
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +18,7 @@ from attn_diag.head.truth import HeadTruth, exact_recipe
 from attn_diag.kernels import Recipe, SoftmaxRule, block_scores, emulate_blocks
 from attn_diag.kernels.formats import NumberFormat, parse
 from attn_diag.reference import AttentionHead
-from attn_diag.results.what_if import Candidate, Equivalence, StabilisedLimits
+from attn_diag.results.what_if import Equivalence
 from attn_diag.results.wording import percent
 
 # A difference below one rounding in fp32 is beyond what a kernel with fp32 sums could show.
@@ -145,27 +144,3 @@ def beta_limits(recipe: Recipe, largest: float) -> tuple[float, float, float]:
     normal = -fmt.min_exponent * math.log(2)
     subnormal = (fmt.mantissa_bits + 1 - fmt.min_exponent) * math.log(2)  # half the smallest rounds to 0
     return tuple(1 + limit / largest for limit in (CLAMP_LOG, normal, subnormal))  # type: ignore[return-value]
-
-
-def stabilised_limits(
-    recipe: Recipe, acting: RepeatedMaxima, candidates: Sequence[Candidate], rows: int
-) -> StabilisedLimits | None:
-    """Where the rule stops working on this head, and the best beta tried.
-
-    Args:
-        recipe: The baseline.
-        acting: The rows in which the rule acts.
-        candidates: As ranked.
-        rows: How many rows the head has that are usable.
-    """
-    limits = StabilisedLimits(acting.rows, rows)
-    if acting.largest is None:
-        return limits
-    clamp, flush, subnormal = beta_limits(recipe, acting.largest)
-    limits = replace(limits, largest=acting.largest, clamp=clamp, flush=flush, subnormal=subnormal)
-    tried = [c for c in candidates if c.rank is not None and c.name.startswith("stabilised-")]
-    if not tried:
-        return limits
-    best = tried[0]  # the candidates come ranked
-    beta = float(best.name.removeprefix("stabilised-"))
-    return replace(limits, best=beta, best_helps=best.removed is not None and best.removed > 0)

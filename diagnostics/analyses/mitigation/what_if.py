@@ -21,7 +21,6 @@ from attn_diag.analyses.mitigation.equivalence import (
     judge,
     repeated_maxima_as_run,
     rule_difference,
-    stabilised_limits,
 )
 from attn_diag.analyses.mitigation.mitigations import (
     BETAS,
@@ -34,7 +33,7 @@ from attn_diag.analyses.mitigation.mitigations import (
     plans,
     stabilised_rule,
 )
-from attn_diag.analyses.mitigation.ranking import adjust_biases, rank, summarise
+from attn_diag.analyses.mitigation.ranking import adjust_biases, rank, stabilised_limits, summarise
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
@@ -42,6 +41,7 @@ from attn_diag.head.baseline import observation_with_o
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.read import HeadInputs
+from attn_diag.head.row_maxima import plain_scores
 from attn_diag.head.signed_errors import by_cell, of_rows
 from attn_diag.head.truth import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
 from attn_diag.kernels import Recipe
@@ -348,14 +348,11 @@ def _combined(errors: list[Errors], how: Callable[[npt.NDArray[np.float64]], flo
 
 def _score_unit(recipe: Recipe, inputs: HeadInputs) -> float:
     """What a scaled score of 1 is among the recipe's stored scores."""
-    mask = inputs.head.masking.mask
-    plain = inputs.head.softcap is None and (mask is None or mask.dtype == torch.bool)
-    return 1 / inputs.head.scale if recipe.alpha == "in-exponent" and plain else 1.0
+    return 1 / inputs.head.scale if recipe.alpha == "in-exponent" and plain_scores(inputs.head) else 1.0
 
 
 def _clip_thresholds(inputs: HeadInputs, max_logit: float, notes: list[str]) -> list[float]:
-    mask = inputs.head.masking.mask
-    if inputs.head.softcap is not None or (mask is not None and mask.dtype != torch.bool):
+    if not plain_scores(inputs.head):
         notes.append("QK-clip: not run, softcap or an additive mask acts on the scores")
         return []
     known = CLIP_THRESHOLDS[0]

@@ -10,8 +10,9 @@ import torch
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.microscopy.microscope import microscope
 from attn_diag.analyses.paper.atoms import StepRecord, figure_4, shares
+from attn_diag.analyses.paper.norms import NormSeries
 from attn_diag.analyses.paper.rows import FeatureProductSums, HeadReader
-from attn_diag.analyses.paper.survey import HeadAtStep, HeadKey, NormSeries, Survey, choose
+from attn_diag.analyses.paper.survey import HeadAtStep, HeadKey, Survey, choose
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection
@@ -144,7 +145,7 @@ class _Work:
         reason = None
         if worst.emulated:
             reason = "no kernel's outputs were captured"
-        elif worst.delta is None:
+        elif worst.head.bias.delta is None:
             reason = "dO or O was not captured, so that delta's error is not known"
         if reason is not None:
             self.missing |= dict.fromkeys(("atoms", "features"), reason)
@@ -170,7 +171,7 @@ class _Work:
         if not of_step.shown:
             self.missing["atoms"] = "no row is finite"
             return None, found
-        return figure_4(records, of_step, [entry.dw_q for entry in entries], note), found
+        return figure_4(records, of_step, [entry.head.propagation.dw_q for entry in entries], note), found
 
     def _delta_rows(self) -> DeltaRows | None:
         assert self.survey.worst_drift is not None
@@ -185,16 +186,14 @@ class _Work:
         if too_few := _too_few(entries):
             self.missing["delta_steps"] = too_few
             return None
-        estimates = [e.delta for e in entries if e.delta is not None]
-        total = accumulate(estimates) if len(estimates) == len(entries) else None
+        total = accumulate([e.head.bias.delta for e in entries])
         if total is None:
             self.missing["delta_steps"] = "delta's mean error and its standard error are not known at every step"
             return None
-        excess = [e.delta_excess for e in entries if e.delta_excess is not None]
         return DeltaSteps(
             steps=tuple(e.step for e in entries if e.step is not None),
             total=total,
-            excess=accumulate(excess) if len(excess) == len(entries) else None,
+            excess=accumulate([e.head.bias.delta_excess for e in entries]),
             heads=tuple(self._drifts(entries[0].key)),
         )
 
@@ -203,10 +202,7 @@ class _Work:
         keys = {e.key for e in self.survey.entries if (e.key.run, e.key.observation) == (like.run, like.observation)}
         for key in sorted(keys, key=lambda key: (-1 if key.layer is None else key.layer, key.head)):
             stepped = [e for e in self.survey.of(key) if e.step is not None]
-            estimates = [e.delta for e in stepped if e.delta is not None]
-            if _too_few(stepped) or len(estimates) < len(stepped):
-                continue
-            found = accumulate(estimates)
+            found = None if _too_few(stepped) else accumulate([e.head.bias.delta for e in stepped])
             if found is not None and found.band99:
                 yield HeadDrift(key.layer, key.head, max(found.sums, key=abs) / found.band99)
 
@@ -273,7 +269,7 @@ def _too_few(entries: list[HeadAtStep]) -> str | None:
 
 def _counts(by_step: list[list[HeadAtStep]]) -> TriggerCounts:
     def count(definition: str) -> tuple[int, ...]:
-        return tuple(sum(getattr(e.row_maxima, definition).rows for e in found) for found in by_step)
+        return tuple(sum(getattr(e.head.row_maxima, definition).rows for e in found) for found in by_step)
 
-    rows = tuple(sum(e.rows for e in found) for found in by_step)
+    rows = tuple(sum(e.head.rows_all for e in found) for found in by_step)
     return TriggerCounts(rows, count("exact"), count("window"), count("unit"))

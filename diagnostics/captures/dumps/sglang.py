@@ -128,9 +128,7 @@ def read_calls(files: Sequence[DumpFile], prefix: str, names: Mapping[str, str])
     """
     where = f"{files[0].path.parent}: step {files[0].step}, rank {files[0].rank}"
     _refuse_packed(files)
-    by_call: dict[tuple[str, ...], list[DumpFile]] = {}
-    for file in files:
-        by_call.setdefault(file.call, []).append(file)
+    by_call = _by_call(files)
     try:
         chosen = {call: choose(_leaves(members), names) for call, members in by_call.items()}
     except InputError as error:
@@ -152,13 +150,17 @@ def read_calls(files: Sequence[DumpFile], prefix: str, names: Mapping[str, str])
 
 def holds_call(files: Sequence[DumpFile], names: Mapping[str, str]) -> bool:
     """Whether there is an attention call in this forward pass, or something that cannot be told apart from one."""
-    by_call: dict[tuple[str, ...], list[DumpFile]] = {}
-    for file in files:
-        by_call.setdefault(file.call, []).append(file)
     try:
-        return any({"q", "k", "v"} <= choose(_leaves(members), names).keys() for members in by_call.values())
+        return any({"q", "k", "v"} <= choose(_leaves(members), names).keys() for members in _by_call(files).values())
     except InputError:
         return True
+
+
+def _by_call(files: Sequence[DumpFile]) -> dict[tuple[str, ...], list[DumpFile]]:
+    found: dict[tuple[str, ...], list[DumpFile]] = {}
+    for file in files:
+        found.setdefault(file.call, []).append(file)
+    return found
 
 
 def _leaves(files: Sequence[DumpFile]) -> list[Leaf]:
