@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -210,12 +211,9 @@ class _Search:
 
     def same_gradient(self) -> bool:
         """Whether dq_pre is dq in every head."""
-        for batch in self._batches:
-            for head in self._heads:
-                found = self._bias_alone().verify(self._rows(batch, head), self._reader.formats)
-                if found.backward is not None and not found.backward.holds:
-                    return False
-        return True
+        plain, places = self._bias_alone(), product(self._batches, self._heads)
+        found = (plain.verify(self._rows(batch, head), self._reader.formats) for batch, head in places)
+        return all(verified.backward is None or verified.backward.holds for verified in found)
 
     def try_kind(self, kind: Kind | None) -> _Tried:
         """Measure, then test every head; None: a bias, without dq_pre. Stops at the first head that fails."""
@@ -231,9 +229,8 @@ class _Search:
             fits[batch], words = fit, fit.words
             for head in self._heads:
                 found = fit.verify(self._rows(batch, head), self._reader.formats)
-                place = f"head {self._reader.number(head)}" + (
-                    f", batch item {batch}" if len(self._batches) > 1 else ""
-                )
+                of_batch = f", batch item {batch}" if len(self._batches) > 1 else ""
+                place = f"head {self._reader.number(head)}{of_batch}"
                 if worst is None or found.worst[1].ratio > worst[0].worst[1].ratio:
                     worst = found, place
                 if not found.holds:

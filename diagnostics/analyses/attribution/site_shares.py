@@ -197,37 +197,28 @@ def attribute_sites(
     )
 
 
-class _Runs:
+class _Runs(dict[object, VariantErrors]):
     """Errors of the recipe's variants: by the subset of sites that round, or by name."""
 
     def __init__(
         self, truth: HeadTruth, recipe: Recipe, sites: Sequence[RoundingSite], advance: Callable[[int], None] | None
     ) -> None:
+        super().__init__()
         self._truth, self._recipe, self._sites, self._advance = truth, recipe, sites, advance
-        self._found: dict[object, VariantErrors] = {}
 
     def run(self, subsets: Iterable[Subset], others: Mapping[str, Recipe]) -> None:
         """Run the recipes of these subsets, where they have not been run, and others by name, side by side."""
         recipes: dict[object, Recipe] = {
-            s: with_low(self._recipe, self._sites, s) for s in dict.fromkeys(subsets) if s not in self._found
+            s: with_low(self._recipe, self._sites, s) for s in dict.fromkeys(subsets) if s not in self
         }
         recipes.update(others)
         if recipes:
             errors = measure_variants(self._truth, list(recipes.values()), self._advance)
-            self._found |= dict(zip(recipes, errors, strict=True))
+            self.update(zip(recipes, errors, strict=True))
 
     def sizes(self, key: object) -> dict[str, float]:
         """||error|| / ||reference|| by quantity; delta's noise factor."""
-        return self._found[key].relative(self._truth)
-
-    def __getitem__(self, key: object) -> VariantErrors:
-        return self._found[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._found
-
-    def __len__(self) -> int:
-        return len(self._found)
+        return self[key].relative(self._truth)
 
 
 class _Game:

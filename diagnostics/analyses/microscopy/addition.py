@@ -97,6 +97,9 @@ def examine_addition(
         _operand(name, x, digits, found, residual=is_small)
         for name, x, is_small in zip(names, exact_terms, small, strict=True)
     )
+    # The main terms alone tie, and the whole sum lies between the same neighbours.
+    between = rounding.toward_zero, rounding.away
+    broken = alone is not None and alone.tie and (alone.toward_zero, alone.away) == between
     exponents = [operand.exponent for operand in operands if operand.exponent is not None]
     below = rounding.fraction * 4
     return Addition(
@@ -110,7 +113,7 @@ def examine_addition(
         guard=int(below) >> 1,
         round_bit=int(below) & 1,
         sticky=int(below % 1 != 0),
-        tie="exact" if rounding.tie else "broken" if alone is not None and _broken(alone, rounding) else "none",
+        tie="exact" if rounding.tie else "broken" if broken else "none",
         from_tie=float(total - rounding.tie_point * (-1 if total < 0 else 1)),
         residual=float(total - main),
         toward_zero=rounding.toward_zero,
@@ -157,12 +160,6 @@ def _round(x: Fraction, fmt: FloatFormat) -> _Rounding:
 
     away = value(kept + 1) if fraction else value(kept)
     return _Rounding(exponent, spacing, kept, fraction, value(kept + up), value(kept), away)
-
-
-def _broken(alone: _Rounding, whole: _Rounding) -> bool:
-    """Whether the main terms alone tie, and the whole sum lies between the same neighbours."""
-    bounds = alone.toward_zero, alone.away
-    return alone.tie and (whole.toward_zero, whole.away) == bounds
 
 
 def _direction(x: Fraction, rounding: _Rounding) -> Direction:

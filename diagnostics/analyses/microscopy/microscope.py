@@ -21,7 +21,7 @@ from attn_diag.kernels import Recipe, emulate_rows, trace_row
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.results.microscope import Addition, Class, Curve, Element, Microscope, Point, SumSite, Term
-from attn_diag.work import Progress
+from attn_diag.work import Progress, silent
 
 _MAX_POINTS = 512
 # Operands of the decisive addition, and further terms, that are listed one by one.
@@ -61,11 +61,7 @@ def microscope(
     subject = subject_of(
         source, recipe=recipe, observation=observation, observed=observed, batch=batch, head=head, device=device
     )
-    return look(subject, row, feature, whole_head=whole_head, progress=progress or _silent)
-
-
-def _silent(done: int, total: int) -> None:
-    """Nobody listens."""
+    return look(subject, row, feature, whole_head=whole_head, progress=progress or silent)
 
 
 def look(
@@ -75,7 +71,7 @@ def look(
     *,
     chosen: str = "as asked",
     whole_head: bool = True,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Microscope:
     """The microscope on a subject; see ``microscope``. ``chosen``: how row and feature, where both are given, were."""
     opened, head, recipe = subject.opened, subject.inputs.head, subject.recipe

@@ -222,9 +222,9 @@ def _worse(worse: Sequence[Candidate], title: str) -> list[str]:
     sentences = []
     for mine, words in words_of.items():
         if harmful := [c for c in worse if (c.kind == "mitigation") == mine]:
-            largest = sorted(harmful, key=lambda c: -(c.left or 0.0))[:_NAMED]
-            named = ", ".join(f"{c.name} ({percent(c.left)})" for c in largest)
-            sentences.append(f"{words}: {named}{_more(harmful)}.")
+            harmful.sort(key=lambda c: -(c.left or 0.0))
+            named = wording.listed([f"{c.name} ({percent(c.left)})" for c in harmful], _NAMED)
+            sentences.append(f"{words}: {named}.")
     return sentences
 
 
@@ -238,8 +238,8 @@ def _biases(found: WhatIf) -> list[str]:
         words = f"The baseline is biased ({_bias_words(found.baseline)})"
         sentences.append(f"{words}; not so: {_names(removed)}." if removed else f"{words}.")
     if brings:
-        named = ", ".join(f"{c.name} ({_bias_words(c)})" for c in brings[:_NAMED])
-        sentences.append(f"A bias that the baseline has not: {named}{_more(brings)}.")
+        named = wording.listed([f"{c.name} ({_bias_words(c)})" for c in brings], _NAMED)
+        sentences.append(f"A bias that the baseline has not: {named}.")
     return sentences
 
 
@@ -250,10 +250,6 @@ def _bias_words(candidate: Candidate) -> str:
     if "delta" in candidate.biased and candidate.bias_delta is not None:
         parts.append(f"delta {candidate.bias_delta.mean_ulp:+.2g} noise floors")
     return ", ".join(parts)
-
-
-def _more(candidates: Sequence[Candidate]) -> str:
-    return f" and {len(candidates) - _NAMED} more" if len(candidates) > _NAMED else ""
 
 
 def _names(candidates: Sequence[Candidate]) -> str:

@@ -31,7 +31,7 @@ from attn_diag.results.paper import (
     Triggers,
 )
 from attn_diag.statistics.sums import accumulate
-from attn_diag.work import Progress
+from attn_diag.work import Progress, silent
 
 
 def paper_figures(
@@ -81,7 +81,7 @@ class _Work:
         self.captures, self.device, self.where = captures, device, where
         self.heads = None if head is None else frozenset({head})
         self.observation = observation
-        self.progress = progress
+        self._tell = progress or silent
         self.survey, self.norms, self.skipped = Survey(), NormSeries(), list[str]()
         self.missing: dict[str, str] = {}
 
@@ -135,10 +135,6 @@ class _Work:
             self._tell(number + 1, 2 * len(self.captures))
         if self.skipped and not self.survey.entries and not self.survey.refused:
             raise InputError(self.skipped[0])
-
-    def _tell(self, done: int, total: int) -> None:
-        if self.progress is not None:
-            self.progress(done, total)
 
     def _details(self, entries: list[HeadAtStep], worst: HeadAtStep) -> tuple[Atoms | None, FeatureProducts | None]:
         """Figures 4 and 5b-c: the second pass, over the captures of the chosen head."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
-from attn_diag.head.read import HeadInputs, read_float64, read_head
+from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.truth import head_truth
 from attn_diag.reference import BoundCollector
 from attn_diag.results.paper import FeatureProducts
@@ -68,8 +68,9 @@ class HeadReader:
         if delta is None:
             assert out is not None, "delta's error was measured, so delta or O is there"
             delta = (head.do * out).sum(1)
-        usable = _usable(inputs, out, delta)
-        usable &= ~reference.fully_masked & bounds.bounds(reference).known_rows
+        usable = ~inputs.unusable & delta.isfinite() & ~reference.fully_masked & bounds.bounds(reference).known_rows
+        if out is not None:
+            usable &= out.isfinite().all(1)
         rows = usable.nonzero()[:, 0]
         delta_error = (delta - reference.delta)[rows]
         x, left = self._x(batch, projection), None
@@ -96,11 +97,6 @@ class HeadReader:
     def _observed(self, output: str, batch: int) -> Tensor | None:
         c = self._capture
         return read_float64(c, c.key(self._observation, output), batch, self._head, self._device)
-
-
-def _usable(inputs: HeadInputs, out: Tensor | None, delta: Tensor) -> Tensor:
-    usable = ~inputs.unusable & delta.isfinite()
-    return usable if out is None else usable & out.isfinite().all(1)
 
 
 @dataclass

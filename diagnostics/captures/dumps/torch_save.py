@@ -233,19 +233,10 @@ def _stated(scalars: list[_Scalar]) -> dict[str, Any]:
     """Metadata keywords from what a file states. Raises InputError for values that cannot be read."""
     stated: dict[str, Any] = {}
     for scalar in sorted(scalars, key=lambda s: len(s.folder)):
-        value = scalar.value
         try:
-            if scalar.key == "window":
-                stated["window"] = _window(value)
-            elif scalar.key in ("scale", "softcap"):
-                # A softcap of 0 is how kernels say that there is none.
-                stated[scalar.key] = float(value) if scalar.key == "scale" or float(value) else None
-            elif scalar.key in ("layer", "step", "head_offset"):
-                stated[scalar.key] = int(value)
-            else:
-                stated[scalar.key] = value if scalar.key == "causal" else str(value)
+            stated[scalar.key] = _READ[scalar.key](scalar.value)
         except (TypeError, ValueError):
-            raise InputError(f"{scalar.key}={value!r} cannot be read") from None
+            raise InputError(f"{scalar.key}={scalar.value!r} cannot be read") from None
     return {key: value for key, value in stated.items() if value is not None}
 
 
@@ -255,3 +246,14 @@ def _window(value: Any) -> tuple[int, int] | None:
         left, right = (-1 if n is None else int(n) for n in value)
         return None if (left, right) == (-1, -1) else (left, right)
     return (int(value) - 1, -1)
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "scale": float,
+    "causal": lambda value: value,
+    "window": _window,
+    # 0 is how kernels say that there is none.
+    "softcap": lambda value: float(value) or None,
+    **dict.fromkeys(("layer", "step", "head_offset"), int),
+    **dict.fromkeys(("layout", "lse_base"), str),
+}
