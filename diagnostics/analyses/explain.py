@@ -215,7 +215,8 @@ def _bias(head: HeadDiagnosis, level: float, sequences: int) -> Iterator[str]:
             f"alone makes {rounding.mean:.2g} on this input: no fault of the kernel."
         )
     if blurred:
-        yield f"Undecided for {_listed(blurred)}: the float64 reference's own error may matter beside the mean."
+        names = ", ".join(_TESTED[n] for n in blurred)
+        yield f"Undecided for {names}: the float64 reference's own error may matter beside the mean."
     yield from (r for r in head.verdict.reasons if r.startswith(("The mean of", "O is bit-identical")))
     clear = tests.get("delta") or tests.get("o_excess")
     if not guilty and clear is not None and clear.minimum_detectable is not None and clear.mean is not None:
@@ -232,10 +233,6 @@ def _mean(name: str, e: BiasEstimate) -> str:
     unit = "noise floors" if name.startswith("delta") else "ulp"
     relative = "" if e.mean_ulp is None else f" ({e.mean_ulp:+.2g} {unit})"
     return f"{_TESTED[name]} {e.mean:+.3g}{relative}, adjusted p {e.p_adjusted:.2g}"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(_TESTED[n] for n in names)
 
 
 def _trigger(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator[str]:

@@ -25,7 +25,7 @@ OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre")
 DEFAULT_OBSERVATION = "observed"
 INPUTS = ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "q_descale", "k_descale", "v_descale")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, *_FP8)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, *_FP8)
 
 
 class TensorSource(Protocol):
@@ -258,9 +258,9 @@ class _Validator:
         if base == "q_positions":
             if dtype.is_floating_point or dtype == torch.bool:
                 raise InputError(f"q_positions must be integers, got {_short(dtype)}")
-        elif base in INPUTS + OBSERVED and dtype not in _FLOATS and not (base == "mask" and dtype == torch.bool):
+        elif base in INPUTS + OBSERVED and dtype not in FLOATS and not (base == "mask" and dtype == torch.bool):
             raise InputError(
-                f"{name} has dtype {_short(dtype)}; expected floating point ({', '.join(map(_short, _FLOATS))})"
+                f"{name} has dtype {_short(dtype)}; expected floating point ({', '.join(map(_short, FLOATS))})"
             )
 
     def _check_input_dtypes(self) -> None:

@@ -48,11 +48,7 @@ def diff(
 
 
 def as_diagnosis(
-    side: Diagnosis | Capture | str | PathLike[str],
-    *,
-    level: float = 0.01,
-    device: str = "auto",
-    progress: Progress | None = None,
+    side: Diagnosis | Capture | str | PathLike[str], *, level: float, device: str, progress: Progress | None
 ) -> Diagnosis:
     """A diagnosis as it is, read from its file, or made from captures. Raises InputError as ``diff`` says."""
     if isinstance(side, Diagnosis):

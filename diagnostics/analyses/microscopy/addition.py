@@ -17,18 +17,12 @@ from fractions import Fraction
 
 import torch
 
+from attn_diag.captures.capture import FLOATS
 from attn_diag.errors import InputError
 from attn_diag.reference import FloatFormat, format_of
 from attn_diag.results.microscope import Addition, Counterfactual, Direction, Operand
 
-_NAMED: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-}
+_FORMATS = {fmt.name: fmt for fmt in map(format_of, FLOATS)}
 # Bits shown below the last one kept, and above the sum's leading one: BF16 products have 16 bits.
 _TAIL_BITS = 16
 _HEAD_BITS = 24
@@ -131,9 +125,9 @@ def examine_addition(
 def _format(fmt: FloatFormat | str) -> FloatFormat:
     if isinstance(fmt, FloatFormat):
         return fmt
-    if fmt not in _NAMED:
-        raise InputError(f"no format {fmt!r}; known: {', '.join(_NAMED)}, or give a FloatFormat")
-    return format_of(_NAMED[fmt])
+    if fmt not in _FORMATS:
+        raise InputError(f"no format {fmt!r}; known: {', '.join(_FORMATS)}, or give a FloatFormat")
+    return _FORMATS[fmt]
 
 
 def _exponent(x: Fraction, fmt: FloatFormat) -> int:

@@ -330,10 +330,11 @@ class _Sums:
         *dq, norm = self.dq_energy
         by_delta = [math.sqrt(e / norm) if norm else None for e in dq] if self.delta.n else [None, None]
         total = sum(self.energy.values())
+        sites = self.recipe.range_pv, self.recipe.accumulator, self.recipe.out
         result = ClosedFormTotals(
             recipe=self.recipe.name,
             site="O_bar" if numerator else "O",
-            format=None if rounding is None else _name(self.recipe, rounding),
+            format=next((text for text in sites if rounding is not None and parse(text) == rounding), None),
             rows=rows,
             elements=self.elements,
             error_share={name: energy / total if total else 0.0 for name, energy in self.energy.items()},
@@ -345,10 +346,6 @@ class _Sums:
             statement="",
         )
         return replace(result, statement=_statement(result))
-
-
-def _name(recipe: Recipe, rounding: Rounding) -> str:
-    return next(t for t in (recipe.range_pv, recipe.accumulator, recipe.out) if parse(t) == rounding)
 
 
 def _statement(t: ClosedFormTotals) -> str:

@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from attn_diag.head.truth import HeadTruth, exact_recipe
 from attn_diag.kernels import Recipe, SoftmaxRule, block_scores, emulate_blocks
@@ -64,11 +63,11 @@ def float64_bounds(truth: HeadTruth, beta: float = 1.0) -> EquivalenceBounds:
     norm = {name: float(getattr(head, name).norm(dim=1).max()) for name in ("q", "k", "v")}
     span = head.scale * norm["q"] * norm["k"]
     e = 2 * _UNIT * ((head.q.shape[1] + 2 + 2 * (1 + beta)) * span + len(head.k) + head.v.shape[1])
-    out = float(truth.reference.out[rows].norm())
+    out = truth.norms["o"]
     bound_o = 4 * e * math.sqrt(count) * norm["v"] / out if out else 0.0
     if head.do is None or truth.reference.dq is None:
         return EquivalenceBounds(bound_o, None)
-    dq = float(truth.reference.dq[rows].norm())
+    dq = truth.norms["dq"]
     size = float(head.do[rows].norm()) * norm["v"] * norm["k"] * head.scale
     return EquivalenceBounds(bound_o, 8 * e * size / dq if dq else 0.0)
 
@@ -103,13 +102,8 @@ def rule_difference(recipe: Recipe, truth: HeadTruth) -> dict[str, float]:
         for name, x, y in (("o", a.out, b.out), ("dq", a.dq, b.dq)):
             if x is not None and y is not None:
                 squares[name] = squares.get(name, 0.0) + float((x - y)[kept].square().sum())
-    norms = {"o": truth.reference.out, "dq": truth.reference.dq}
-    return {name: _ratio(square, norms[name], truth.usable) for name, square in squares.items()}
-
-
-def _ratio(square: float, reference: Tensor | None, rows: Tensor) -> float:
-    norm = 0.0 if reference is None else float(reference[rows].norm())
-    return math.sqrt(square) / norm if norm else 0.0
+    norms = truth.norms
+    return {name: math.sqrt(square) / norms[name] if norms.get(name) else 0.0 for name, square in squares.items()}
 
 
 @dataclass(frozen=True)

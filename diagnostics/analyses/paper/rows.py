@@ -105,9 +105,8 @@ class FeatureProductSums:
 
     rows: int = 0
     squares: float = 0.0
-    positive: Tensor | None = None
-    nonzero: Tensor | None = None
-    contribution: Tensor | None = None
+    sums: list[Tensor] | None = None
+    """Positive products, those that are not 0, and the sum of all."""
     worst: tuple[float, int, int, Tensor, Tensor] | None = None
 
     def add(self, rows: HeadRows) -> None:
@@ -115,34 +114,26 @@ class FeatureProductSums:
         if rows.o_error is None or not len(rows.rows):
             return
         products = rows.do * rows.o_error
-        found = (products > 0).sum(0).cpu(), (products != 0).sum(0).cpu(), products.sum(0).cpu()
-        if self.positive is None or self.nonzero is None or self.contribution is None:
-            self.positive, self.nonzero, self.contribution = found
-        else:
-            self.positive, self.nonzero = self.positive + found[0], self.nonzero + found[1]
-            self.contribution = self.contribution + found[2]
+        found = [of_rows.sum(0).cpu() for of_rows in (products > 0, products != 0, products)]
+        self.sums = found if self.sums is None else [a + b for a, b in zip(self.sums, found, strict=True)]
         self.rows += len(rows.rows)
         self.squares += float(rows.delta_error.square().sum())
         at = int(rows.delta_error.abs().argmax())
         error = float(rows.delta_error[at])
         if self.worst is None or abs(error) > abs(self.worst[0]):
-            self.worst = (
-                error,
-                rows.batch,
-                int(rows.rows[at]),
-                rows.do[at].clone().cpu(),
-                rows.o_error[at].clone().cpu(),
-            )
+            do, o_error = rows.do[at].clone().cpu(), rows.o_error[at].clone().cpu()
+            self.worst = error, rows.batch, int(rows.rows[at]), do, o_error
 
     def result(self, step: int | None) -> FeatureProducts | None:
         """The figure; None where no row was added."""
-        if self.worst is None or self.positive is None or self.nonzero is None or self.contribution is None:
+        if self.worst is None or self.sums is None:
             return None
+        positive, nonzero, contribution = self.sums
         error, batch, row, do, o_error = self.worst
         product = do * o_error
         scale = float(product.norm())
         alignment = abs(float(product.sum())) / scale if scale else 0.0
-        fractions = torch.where(self.nonzero > 0, self.positive / self.nonzero, torch.nan).tolist()
+        fractions = torch.where(nonzero > 0, positive / nonzero, torch.nan).tolist()
         return FeatureProducts(
             step=step,
             batch=batch,
@@ -156,7 +147,7 @@ class FeatureProductSums:
             alignment_p=min(1.0, self.rows * sign_bound(product)),
             rows=self.rows,
             aligned=tuple(None if math.isnan(f) else f for f in fractions),
-            contribution=tuple(self.contribution.tolist()),
+            contribution=tuple(contribution.tolist()),
         )
 
 
