@@ -107,7 +107,10 @@ def load(path: str | Path, **options: Any) -> Capture:
         tensors, text, notes = reader(path)
         # A scale or window kept as an array is metadata all the same, and must not be overlooked.
         for name in KEYS & tensors.keys():
-            text[name] = _numbers_as_text(name, tensors.pop(name))
+            value = tensors.pop(name)
+            if math.prod(value.shape) > 2:
+                raise InputError(f"{name} is metadata, one number (two for window), got a tensor {list(value.shape)}")
+            text[name] = _as_text(value[...].flatten().tolist())
         given = {name: value for name, value in options.items() if value is not None}
         metadata = Metadata.parse(text).override(**given)
         assumed = [
@@ -248,12 +251,6 @@ def _read_pt(path: Path) -> _Read:
 def _as_text(value: object) -> str:
     """A metadata value as a safetensors file would state it."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _numbers_as_text(name: str, tensor: TensorSource) -> str:
-    if math.prod(tensor.shape) > 2:
-        raise InputError(f"{name} is metadata, one number (two for window), got a tensor {list(tensor.shape)}")
-    return _as_text(tensor[...].flatten().tolist())
 
 
 def _read_npz(path: Path) -> _Read:

@@ -64,31 +64,6 @@ class JoinedSource:
         return self.parts[number], position - sum(self._sizes[:number])
 
 
-@dataclass(frozen=True)
-class RepeatedSource:
-    """A tensor [1, ...] that all of ``count`` batch items share, as [count, ...]."""
-
-    part: TensorSource
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of all axes."""
-        return (self.count, *self.part.shape[1:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the stored values."""
-        return self.part.dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        place = index if isinstance(index, tuple) else (index,)
-        if isinstance(place[0], int):
-            return self.part[(0, *place[1:])]
-        whole = self.part[...].expand(self.shape)
-        return whole if index is Ellipsis else whole[index]
-
-
 def merged_over_ranks(captures: Iterable[Capture]) -> tuple[list[Capture], list[str]]:
     """Merge the captures that several ranks wrote of one call.
 
@@ -241,11 +216,11 @@ def _stack_shared(name: str, members: list[Capture]) -> TensorSource:
         return sources[0]
     if not per_item:
         raise InputError(f"{name} differs between the ranks and has no batch axis ({list(sources[0].shape)})")
-    repeated = (
-        source if source.shape[0] == capture.batch else RepeatedSource(source, capture.batch)
-        for source, capture in zip(sources, members, strict=True)
-    )
-    return JoinedSource(tuple(repeated), 0)
+    parts: list[TensorSource] = []
+    for source, capture in zip(sources, members, strict=True):
+        # One that all batch items share is that of each of them.
+        parts += [source] * (capture.batch // source.shape[0])
+    return JoinedSource(tuple(parts), 0)
 
 
 def _join_heads(

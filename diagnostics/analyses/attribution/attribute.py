@@ -19,7 +19,7 @@ from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.row_maxima import swamped_elements
 from attn_diag.head.truth import observed_sizes
 from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.results.attribution import Attribution, HeadAttribution, MeanError, RowKind, SiteAttribution
+from attn_diag.results.attribution import Attribution, HeadAttribution, MeanError, RowKind
 from attn_diag.results.wording import SYMBOLS, percent
 from attn_diag.statistics.means import MIN_EFFECTIVE, require_level
 from attn_diag.work import Progress, part_of
@@ -202,7 +202,9 @@ def _cause(found: HeadAttribution, main: str) -> str:
         size += f" and dW_Q by {percent(found.totals['dw_q'].error)}"
     share = first.effects[main].share
     if share >= _CAUSE:
-        cause = f"the cause is the {first.words}{_by_way_of(first, found)} ({share:.0%} of the squared error)"
+        reaches_dq = main == "dq" and first.site in ("out", "accumulator", "range_pv")
+        way = ", through delta = rowsum(dO∘O)" if reaches_dq else ""
+        cause = f"the cause is the {first.words}{way} ({share:.0%} of the squared error)"
         if second is not None and second.effects[main].share >= 0.05:
             cause += f", next the {second.words} ({second.effects[main].share:.0%})"
     elif second is not None:
@@ -230,13 +232,6 @@ def _misfit(found: HeadAttribution) -> Iterator[str]:
             f"The emulated recipe is not what the captured kernel does ({'; '.join(differing)}): what follows is "
             "the recipe's, not the kernel's."
         )
-
-
-def _by_way_of(site: SiteAttribution, found: HeadAttribution) -> str:
-    """How a site of the forward reaches dQ."""
-    if "dq" not in found.totals or site.site not in ("out", "accumulator", "range_pv"):
-        return ""
-    return ", through delta = rowsum(dO∘O)"
 
 
 def _floor(found: HeadAttribution) -> Iterator[str]:
@@ -333,9 +328,11 @@ def _bias(found: HeadAttribution, quantity: str, level: float) -> Iterator[str]:
         return
     part = next(s for s in found.sites if s.site == site).effects[quantity].bias
     assert part is not None
+    leans = part.n_eff is not None and part.n_eff < MIN_EFFECTIVE
+    few = f"; it leans on few of them, n_eff {part.n_eff:.2g}" if leans else ""
     sentence = (
         f"The mean of {name} is {_mean(total, unit)}; the {_words(found, site)} contributes {_mean(part, unit)} "
-        f"(adjusted p {part.p_adjusted:.2g}{_few(part)})"
+        f"(adjusted p {part.p_adjusted:.2g}{few})"
     )
     biased = total.p_value is not None and total.p_value < level
     if biased and twin is not None and twin.standard_error is not None:
@@ -349,13 +346,6 @@ def _bias(found: HeadAttribution, quantity: str, level: float) -> Iterator[str]:
             else "too uncertain to tell whether it comes from the rounding mode"
         )
     yield sentence + "."
-
-
-def _few(estimate: MeanError) -> str:
-    """A warning where the test leans on few rows or keys."""
-    if estimate.n_eff is None or estimate.n_eff >= MIN_EFFECTIVE:
-        return ""
-    return f"; it leans on few of them, n_eff {estimate.n_eff:.2g}"
 
 
 def _mean(estimate: MeanError, unit: str) -> str:

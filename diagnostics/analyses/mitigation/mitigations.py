@@ -13,7 +13,7 @@ from attn_diag.head.recipe_changes import RecipeChange
 from attn_diag.kernels import Recipe, SoftmaxRule, preset
 from attn_diag.kernels.formats import base
 
-Kind = Literal["mitigation", "mix", "other recipe", "clip"]
+Kind = Literal["mitigation", "mix", "other recipe"]
 
 # Products of Tq x Tk x D that attention makes: S and P V forward; S, dP, dV, dQ and dK backward.
 PRODUCTS = 7

@@ -207,7 +207,7 @@ class _Bench:
         return Candidate(
             name=plan.name,
             description=plan.description,
-            kind="mitigation" if plan.kind == "clip" else plan.kind,
+            kind=plan.kind,
             changes=changed_fields(baseline, plan.recipes[0]),
             errors=_combined(relative, lambda v: float(v.mean())),
             equivalence=equivalence,
@@ -231,7 +231,7 @@ class _Bench:
         (errors,) = measure_variants(clipped, [baseline], self.counter.add, delta_cells=True)
         words = f"q and k scaled by {factor:.3g} each, so that the largest score ({max_logit:.4g}) becomes {tau:g}"
         price = Price(words="none in attention: W_q and W_k are scaled after the optimiser's step")
-        plan = WhatIfPlan(f"qk-clip-{tau:g}", words, "clip", (baseline,), price)
+        plan = WhatIfPlan(f"qk-clip-{tau:g}", words, "mitigation", (baseline,), price)
         difference = float(change.norm() / original.reference.out[rows].norm())
         reason = f"a change of the model: O itself changes by {percent(difference, '.2g')}"
         equivalence = Equivalence("changes the model", o=difference, reason=reason)

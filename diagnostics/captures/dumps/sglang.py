@@ -64,11 +64,6 @@ class DumpFile:
         layer = [] if self.layer is None else [f"layer{self.layer:02d}"]
         return (f"step{self.step:06d}", f"rank{self.rank}", *layer, *tags)
 
-    @property
-    def is_gradient(self) -> bool:
-        """Whether it is the gradient of what the name says."""
-        return self.name.startswith("grad__")
-
     def read(self) -> Tensor:
         """The tensor. Raises InputError for other values, and for a pickle that would run code."""
         content = self.content()
@@ -193,7 +188,7 @@ def _occurrences(
     number = counts["q"]
     for call in range(number):
         # The backward pass runs through the calls from the last to the first.
-        of_call = {r: m[number - 1 - call if m[0].is_gradient else call] for r, m in found.items()}
+        of_call = {r: m[number - 1 - call if m[0].name.startswith("grad__") else call] for r, m in found.items()}
         first = of_call["q"]
         content = first.content()
         meta = content.get("meta", {}) if isinstance(content, dict) else {}
