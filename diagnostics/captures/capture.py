@@ -24,8 +24,8 @@ from attn_diag.results.wording import plural, printable
 OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre")
 DEFAULT_OBSERVATION = "observed"
 INPUTS = ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "q_descale", "k_descale", "v_descale")
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, *_FP8)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, *FP8)
 
 
 class TensorSource(Protocol):
@@ -261,7 +261,7 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
 
 def _check_input_dtypes(c: Capture) -> None:
     dtypes = {name: c.tensors[name].dtype for name in ("q", "k", "v")}
-    if len(set(dtypes.values())) > 1 and not all(dtype in _FP8 for dtype in dtypes.values()):
+    if len(set(dtypes.values())) > 1 and not all(dtype in FP8 for dtype in dtypes.values()):
         listed = ", ".join(f"{name} {_short(dtype)}" for name, dtype in dtypes.items())
         common = max(set(dtypes.values()), key=list(dtypes.values()).count)
         odd = [name for name, dtype in dtypes.items() if dtype != common]
@@ -271,7 +271,7 @@ def _check_input_dtypes(c: Capture) -> None:
         hint = f": {odd[0]} was silently promoted, look at the last operation that made it" if wider else ""
         raise InputError(f"q, k and v must have one dtype, got {listed}{hint}")
     for name, dtype in dtypes.items():
-        if dtype in _FP8 and f"{name}_descale" not in c.tensors:
+        if dtype in FP8 and f"{name}_descale" not in c.tensors:
             raise InputError(
                 f"{name} is {_short(dtype)} without descale factors: add '{name}_descale' ([B, heads] or one number)"
             )

@@ -122,40 +122,37 @@ def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
     stated = capture.metadata
     default = capture.head_dim**-0.5
     factors = {"log2(e)": math.log2(math.e), "ln(2)": math.log(2)}
-    scales = {
+    scales: dict[str, float | None] = {
         f"scale={default:.6g} (1/sqrt(D))": default,
         "scale=1": 1.0,
         f"scale={1 / capture.head_dim:.6g} (1/D)": 1 / capture.head_dim,
     }
     scales |= {f"scale times {name} (base-2 exponent)": capture.scale * f for name, f in factors.items()}
     scales |= {f"scale={capture.scale**2:.6g} (applied twice)": capture.scale**2}
-    causals: list[Causal] = [c for c in get_args(Causal) if c != stated.causal]
+    scales = {"": stated.scale, **scales}
     layouts: tuple[Layout, ...] = get_args(Layout)
-    for layout in layouts:
-        for causal in (stated.causal, *causals):
-            for window in {stated.window, None}:
-                for words, scale in {"": stated.scale, **scales}.items():
-                    changed = {
-                        f"layout={layout}": layout != stated.layout,
-                        f"causal={causal}": causal != stated.causal,
-                        "no window": window != stated.window,
-                        words: bool(words),
-                    }
-                    said = ", ".join(name for name, is_changed in changed.items() if is_changed)
-                    try:
-                        metadata = replace(stated, layout=layout, causal=causal, window=window, scale=scale)
-                        other = replace(capture, metadata=metadata)
-                    except InputError:
-                        continue
-                    if said:
-                        yield other, said
+    causals: list[Causal] = sorted(get_args(Causal), key=lambda causal: causal != stated.causal)
+    for layout, causal, window, (words, scale) in product(layouts, causals, {stated.window, None}, scales.items()):
+        changed = {
+            f"layout={layout}": layout != stated.layout,
+            f"causal={causal}": causal != stated.causal,
+            "no window": window != stated.window,
+            words: bool(words),
+        }
+        said = ", ".join(name for name, is_changed in changed.items() if is_changed)
+        try:
+            metadata = replace(stated, layout=layout, causal=causal, window=window, scale=scale)
+            other = replace(capture, metadata=metadata)
+        except InputError:
+            continue
+        if said:
+            yield other, said
     if stated.window is None:
-        for causal in (stated.causal, *causals):
-            for left in _usual_windows(capture.k_length):
-                window = (left, left if causal == "none" else 0)
-                said = f"window={left},{window[1]}"
-                said = said if causal == stated.causal else f"causal={causal}, {said}"
-                yield replace(capture, metadata=replace(stated, causal=causal, window=window)), said
+        for causal, left in product(causals, _usual_windows(capture.k_length)):
+            usual = (left, left if causal == "none" else 0)
+            said = f"window={left},{usual[1]}"
+            said = said if causal == stated.causal else f"causal={causal}, {said}"
+            yield replace(capture, metadata=replace(stated, causal=causal, window=usual)), said
 
 
 def _usual_windows(k_length: int) -> list[int]:

@@ -279,23 +279,18 @@ def _rows(found: HeadAttribution) -> Iterator[str]:
 def _repairs(found: HeadAttribution, main: str) -> Iterator[str]:
     if not found.repairs:
         return
-    steps: list[str] = []
-    for repair in found.repairs:
-        also = "also " if steps else ""
-        steps.append(f"{also}the {_words(found, repair.site)} exact leaves {percent(repair.left[main])}")
+    steps = [f"the {_words(found, step.site)} exact leaves {percent(step.left[main])}" for step in found.repairs]
     start = f"{SYMBOLS[main]}'s error of {percent(found.totals[main].error)}"
-    yield f"Repairs, one after the other, of {start}: {'; '.join(steps)}."
+    yield f"Repairs, one after the other, of {start}: {'; also '.join(steps)}."
 
 
 def _shams(found: HeadAttribution, main: str) -> Iterator[str]:
     guilty = next(s for s in found.sites if s.site == found.guilty[main])
     effect, whole = guilty.effects[main], found.totals[main].error
     inert, change = found.inert
-    other = (
-        f"a repair of {inert}, {_INERT[inert]}, changes nothing"
-        if not change
-        else (f"a repair of {inert} changes it by {percent(change)}")
-    )
+    other = f"a repair of {inert}, {_INERT[inert]}, changes nothing"
+    if change:
+        other = f"a repair of {inert} changes it by {percent(change)}"
     if effect.sham is None:
         yield f"Sham: {other}."
         return

@@ -245,32 +245,26 @@ class _Pairs:
     """Sums over pairs (predicted, measured)."""
 
     n: int = 0
-    p: float = 0.0
-    m: float = 0.0
-    pp: float = 0.0
-    mm: float = 0.0
-    pm: float = 0.0
+    sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    """Of both, of their squares, and of their products."""
 
     def add(self, predicted: Tensor, measured: Tensor) -> None:
         self.n += predicted.numel()
-        self.p += float(predicted.sum())
-        self.m += float(measured.sum())
-        self.pp += float(predicted.square().sum())
-        self.mm += float(measured.square().sum())
-        self.pm += float((predicted * measured).sum())
+        terms = predicted, measured, predicted.square(), measured.square(), predicted * measured
+        self.sums = tuple(total + float(part.sum()) for total, part in zip(self.sums, terms, strict=True))
 
     def result(self) -> Explained:
-        n = max(self.n, 1)
-        spread = (self.pp - self.p**2 / n) * (self.mm - self.m**2 / n)
+        n, (p, m, pp, mm, pm) = max(self.n, 1), self.sums
+        spread = (pp - p**2 / n) * (mm - m**2 / n)
         return Explained(
             n=self.n,
-            predicted_sum=self.p,
-            measured_sum=self.m,
-            predicted_rms=math.sqrt(self.pp / n),
-            measured_rms=math.sqrt(self.mm / n),
-            correlation=(self.pm - self.p * self.m / n) / math.sqrt(spread) if spread > 0 else None,
-            projection=self.pm / self.mm if self.mm else None,
-            share=(2 * self.pm - self.pp) / self.mm if self.mm else None,
+            predicted_sum=p,
+            measured_sum=m,
+            predicted_rms=math.sqrt(pp / n),
+            measured_rms=math.sqrt(mm / n),
+            correlation=(pm - p * m / n) / math.sqrt(spread) if spread > 0 else None,
+            projection=pm / mm if mm else None,
+            share=(2 * pm - pp) / mm if mm else None,
         )
 
 

@@ -38,15 +38,13 @@ class Directions:
     @classmethod
     def of(cls, rows: Tensor) -> Directions:
         """Of ``rows`` [n, D] that are not zero."""
-        unit = unit_rows(rows[rows.any(1)])
-        return cls(unit @ unit.T, rows.shape[1], rows.shape[1])
+        return cls(cosines(rows[rows.any(1)]), rows.shape[1], rows.shape[1])
 
     @classmethod
     def of_products(cls, left: Tensor, right: Tensor) -> Directions:
         """Of left_t (x) right_t, [n, D] and [n, C]: the cosines multiply."""
         kept = left.any(1) & right.any(1)
-        one, two = unit_rows(left[kept]), unit_rows(right[kept])
-        return cls((one @ one.T) * (two @ two.T), None, left.shape[1] * right.shape[1])
+        return cls(cosines(left[kept]) * cosines(right[kept]), None, left.shape[1] * right.shape[1])
 
     def similarity(self, shown: Tensor) -> Similarity:
         """With ``shown`` [m, m], the cosines of the rows to be drawn."""

@@ -11,13 +11,14 @@ from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.microscopy.microscope import microscope
 from attn_diag.analyses.paper.atoms import StepRecord, figure_4, shares
 from attn_diag.analyses.paper.norms import NormSeries
-from attn_diag.analyses.paper.rows import FeatureProductSums, HeadReader
+from attn_diag.analyses.paper.rows import FeatureProductSums, head_rows
 from attn_diag.analyses.paper.survey import HeadAtStep, HeadKey, Survey, choose
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.projection import find_projection
 from attn_diag.results.paper import (
     FIGURES,
     Atoms,
@@ -150,16 +151,17 @@ class _Work:
         features, of_step, note = FeatureProductSums(), StepRecord(None), None
         for done, entry in enumerate(entries, 1):
             capture = self.captures[entry.capture]
-            reader = HeadReader(capture, entry.key.observation, _local(entry, capture), self.where)
+            head = entry.key.head - capture.metadata.head_offset
+            projection = find_projection(capture, range(capture.batch), [head], self.where)
             record = StepRecord(entry.step)
             show, sample = shares(len(entries), capture.batch)
-            for rows in reader:
+            for rows in head_rows(capture, entry.key.observation, head, projection, self.where):
                 record.add(rows, show=show, sample=sample if entry is worst else 0)
                 if entry is worst:
                     features.add(rows)
             records.append(record)
             if entry is worst:
-                of_step, note = record, reader.note
+                of_step, note = record, projection.note
             self._tell(len(self.captures) + done, len(self.captures) + len(entries))
         found = features.result(worst.step)
         if found is None:
@@ -247,11 +249,6 @@ class _Work:
             head=_counts([[e] for e in entries]),
             layer=_counts([of_layer[e.capture] for e in entries]),
         )
-
-
-def _local(entry: HeadAtStep, capture: Capture) -> int:
-    """The head's index in its capture."""
-    return entry.key.head - capture.metadata.head_offset
 
 
 def _too_few(entries: list[HeadAtStep]) -> str | None:
