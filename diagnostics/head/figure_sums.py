@@ -294,9 +294,10 @@ def _evenly(count: int, most: int) -> Ints:
 
 
 def _alignment(sums: Sequence[Floats | None]) -> Alignment | None:
-    if any(part is None for part in sums):
+    known = [part for part in sums if part is not None]
+    if len(known) < len(sums):
         return None
-    positive, nonzero, contribution = np.sum(sums, axis=0)
+    positive, nonzero, contribution = np.sum(known, axis=0)
     fractions = (p / n if n else None for p, n in zip(positive.tolist(), nonzero.tolist(), strict=True))
     return Alignment(tuple(fractions), tuple(contribution.tolist()))
 
