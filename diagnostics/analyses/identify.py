@@ -51,13 +51,18 @@ def identify(
 ) -> Identification:
     """Rank recipes and schedules by the fraction of O's elements of which they reproduce every bit.
 
-    ``observation``: its name, not needed where there is one only. ``batch``: index of the batch item; ``head``: the
-    model's number of the head (default: the capture's first). ``rows``: so many query rows are compared at
-    the end (default: as many as have 2^20 scores together, at least 128). ``progress(done, total)`` is called after
-    each recipe; the total is an estimate until the end.
+    Args:
+        capture: The capture.
+        observation: Its name, not needed where there is one only.
+        batch: Index of the batch item.
+        head: The model's number of the head; None: the capture's first.
+        device: auto, cpu or cuda.
+        rows: So many query rows are compared at the end; None: as many as have 2^20 scores together, at least 128.
+        progress: Called with (done, total) after each recipe; the total is an estimate until the end.
 
-    Raises InputError where the observation has no O, where inputs are neither BF16 nor FP16 or O has another dtype
-    than q, and where no row can be compared.
+    Raises:
+        InputError: The observation has no O, inputs are neither BF16 nor FP16, O has another dtype than q, or no row
+            can be compared.
     """
     where = pick_device(device)
     name = _observation(capture, observation)
@@ -339,11 +344,17 @@ def identify_captures(
 ) -> Identifications:
     """Identify every observation of every capture, from its first head and sequence unless others are selected.
 
-    ``rows`` and ``device`` as in ``identify``. ``unreadable``: complaints about captures that could not be opened.
-    ``skip`` is called with what cannot be identified where there is more; without it, that is raised.
-    ``progress(done, total)`` counts hundredths of an observation.
+    Args:
+        captures: The captures.
+        selection: Observations, heads and batch items.
+        rows: As in ``identify``.
+        device: As in ``identify``.
+        progress: Called with (done, total) hundredths of an observation.
+        unreadable: Complaints about captures that could not be opened.
+        skip: Called with what cannot be identified where there is more; without it, that is raised.
 
-    Raises InputError where nothing can be identified, and as ``identify`` does.
+    Raises:
+        InputError: Nothing can be identified, and as ``identify`` does.
     """
     chosen, skipped = list(captures), list(unreadable)
     jobs: list[tuple[Capture, str, int, int]] = []

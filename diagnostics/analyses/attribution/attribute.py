@@ -39,12 +39,16 @@ def attribute(
 ) -> Attribution:
     """Attribute the errors of a kernel to its rounding sites, head by head.
 
-    The kernel is emulated: ``recipe``, else the recipe that reproduces the O of the observation selected, else fa2.
-    ``selection``: the observation (default: the first with an O), heads and batch items (default: all). ``level``:
-    significance of a site's mean error after Benjamini-Hochberg over the sites. ``progress(done, total)`` counts query
-    rows.
+    Args:
+        capture: Their inputs, and what the kernel made of them.
+        recipe: What is emulated; None: the recipe that reproduces the O of the observation selected, else fa2.
+        selection: The observation (default: the first with an O), heads and batch items (default: all).
+        level: Significance of a site's mean error after Benjamini-Hochberg over the sites.
+        device: auto, cpu or cuda.
+        progress: Called with (done, total) query rows.
 
-    Raises InputError for what does not exist, for inputs no recipe covers, and where O contradicts the metadata.
+    Raises:
+        InputError: The selected does not exist, no recipe covers the inputs, or O contradicts the metadata.
     """
     require_level(level)
     where = pick_device(device)

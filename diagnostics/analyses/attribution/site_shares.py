@@ -9,7 +9,6 @@ all sites: its part is small, and every run after it costs half of what float64 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,7 +93,6 @@ def _acts(recipe: Recipe, name: str) -> bool:
 
 
 ARITHMETIC = "arithmetic"
-_TWIN_SEEDS = 1
 # So many sites are repaired one after the other.
 _REPAIRS = 4
 
@@ -135,8 +133,7 @@ def attribute_sites(
     alone = {name: frozenset([*plan.first, name]) for name in names}
     without = {name: everything - {name} for name in names}
     inert, unchanged = inert_change(recipe)
-    extra = {"inert": unchanged}
-    extra |= {f"twin {seed}": with_mode(recipe, sites, Mode.STOCHASTIC, seed) for seed in range(_TWIN_SEEDS)}
+    extra = {"inert": unchanged, "twin": with_mode(recipe, sites, Mode.STOCHASTIC)}
     runs.run([everything, nothing, *plan.subsets, *alone.values(), *without.values()], extra)
 
     game = _Game(truth)
@@ -190,7 +187,11 @@ def attribute_sites(
         sites=tuple(SiteAttribution(s.name, s.words, s.format, {q: effect(s, q) for q in quantities}) for s in sites),
         inert=(inert, max((abs(runs.sizes("inert")[q] - runs.sizes(everything)[q]) for q in quantities), default=0.0)),
         repairs=tuple(Repair(name, runs.sizes(stage)) for name, stage in zip(order, stages, strict=True)),
-        twin=_twin(game, [runs[f"twin {seed}"] for seed in range(_TWIN_SEEDS)], quantities, level),
+        twin=Twin(
+            seeds=1,
+            sizes=runs.sizes("twin"),
+            bias={q: game.mean(q, game.value(runs["twin"]), level) for q in quantities if game.has_bias(q)},
+        ),
         guilty=guilty,
         biased=biased,
         whole=runs[everything],
@@ -300,16 +301,6 @@ def _shares(
         name: {q: share(phi, error, QUANTITIES.index(q)) for q in quantities}
         for name, (phi, error) in contributions.items()
     }
-
-
-def _twin(game: _Game, runs: Sequence[VariantErrors], quantities: Sequence[str], level: float) -> Twin:
-    mean_value = np.mean([game.value(run) for run in runs], axis=0)
-    sizes = [run.relative(game.truth) for run in runs]
-    return Twin(
-        seeds=len(runs),
-        sizes={q: math.sqrt(sum(s[q] ** 2 for s in sizes) / len(sizes)) for q in quantities},
-        bias={q: game.mean(q, mean_value, level) for q in quantities if game.has_bias(q)},
-    )
 
 
 def _biased(biases: Mapping[str, Mapping[str, MeanError]], level: float) -> dict[str, str]:

@@ -35,12 +35,17 @@ def diff(
 ) -> Comparison:
     """What became biased from A to B, what was cured, and what grew or shrank beyond chance.
 
-    ``a``, ``b``: a Diagnosis, a file with one (JSON or HTML report), or a Capture, a capture's file or a folder of
-    captures, which are inspected first, at ``level`` and on ``device``. ``level``: of the Benjamini-Hochberg family of
-    all differences of means, and of one false alarm among all sizes. ``progress(done, total)`` after every head that
-    is inspected.
+    Args:
+        a: A Diagnosis, a file with one (JSON or HTML report), or a Capture, a capture's file or a folder of captures,
+            which are inspected first.
+        b: The same of B.
+        level: Of the Benjamini-Hochberg family of all differences of means, of one false alarm among all sizes, and
+            of an inspection.
+        device: Where captures are inspected.
+        progress: Called with (done, total) after every head that is inspected.
 
-    Raises InputError for what cannot be read, for a level outside (0, 1), and where nothing of A is in B.
+    Raises:
+        InputError: Something cannot be read, the level lies outside (0, 1), or nothing of A is in B.
     """
     require_level(level)
     first, second = (as_diagnosis(side, level=level, device=device, progress=progress) for side in (a, b))

@@ -117,9 +117,14 @@ def plans(
 ) -> list[WhatIfPlan]:
     """Everything to be tried on a baseline: what changes nothing is left out, as are second copies.
 
-    ``keys``: the length of K; where one key range holds them all there is no order to change.
-    ``score_unit``: what a score of 1 is in the unit of the stored scores (1/alpha where they are stored unscaled),
-    in which the rules' thresholds are given. ``betas`` of the stabilised softmax; ``seeds`` of random roundings.
+    Args:
+        baseline: The recipe that is changed.
+        head_dim: D of q and k.
+        keys: The length of K; where one key range holds them all there is no order to change.
+        score_unit: What a score of 1 is in the unit of the stored scores (1/alpha where they are stored unscaled), in
+            which the rules' thresholds are given.
+        betas: Of the stabilised softmax.
+        seeds: How many runs of random roundings.
     """
     found: dict[str, WhatIfPlan] = {}
     for plan in _all(baseline, head_dim, keys, score_unit, betas, seeds):
