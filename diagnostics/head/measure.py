@@ -58,39 +58,58 @@ class RepeatSums:
 
 @dataclass
 class HeadMeasurement:
-    """One observation of one head and sequence, reduced to what is linear in T.
-
-    ``rows`` [n]: the usable rows (finite, with at least one key); arrays in ``errors`` and ``top_key`` [n] follow them.
-    ``rows_unknown``: those whose truth float64 cannot tell. ``in_doubt``: elements of RN(O_ref) that the reference's
-    error could change. ``reference_bounds``: what the reference's own error can have added to the sum of each of
-    ``errors``. ``dq``, ``dw_q`` are None where they cannot be known.
-    """
+    """One observation of one head and sequence, reduced to what is linear in T."""
 
     batch: int
+    """Index of the batch item."""
     head: int
+    """Index of the head in the capture."""
     rows: npt.NDArray[np.int64]
+    """[n], the usable ones: finite, with at least one key."""
     rows_fully_masked: int
+    """Rows without a key."""
     rows_unknown: int
+    """Rows whose truth float64 cannot tell."""
     rows_nonfinite: int
+    """Rows left out because of NaN or Inf in what goes in or comes out."""
     rows_eligible: int
+    """Usable rows with several keys."""
     repeats: dict[str, RepeatSums | None]
+    """Repeated row maxima, by definition."""
     top_key: npt.NDArray[np.int64]
+    """[n], the argmax key of each of ``rows``."""
     figures: FigureSums
+    """Sums for the figures."""
     swamped: tuple[int, int] | None = None
+    """Rows wholly swamped, and swamped elements, of the eligible rows; None without an O."""
     bit_identical: bool | None = None
+    """Whether O is RN(O_ref); None without an O or rows."""
     in_doubt: int = 0
+    """Elements of RN(O_ref) that the reference's error could change."""
     broken_outputs: dict[str, int] = field(default_factory=dict)
+    """Rows of each output with NaN or Inf where the truth is known; only outputs with some."""
     errors: dict[str, SignedErrors] = field(default_factory=dict)
+    """By quantity; arrays follow ``rows``."""
     reference_bounds: dict[str, float] = field(default_factory=dict)
+    """What the reference's own error can have added to the sum of each of ``errors``."""
     certificate: Certificate | None = None
+    """The oracle's comparison with the reference, where it was asked for."""
     delta_source: str | None = None
+    """captured, or from_o; None: neither."""
     delta_rounding: DeltaRounding | None = None
+    """The rounding of a captured delta itself; None unless O was captured too."""
     noise: tuple[float, int] = (0.0, 0)
+    """Sum of squares of delta's error over its noise floor, and of how many rows."""
     conditioning: tuple[float, float] | None = None
+    """||alpha diag(delta) P K||^2 and ||dQ||^2; None without dO."""
     dq: GradientSums | None = None
+    """None where it cannot be known."""
     dw_q: GradientParts | None = None
+    """None where it cannot be known."""
     atoms: tuple[Tensor, Tensor] | None = None
+    """The factors of dW_Q's rank-1 atoms of delta's error: its part of dQ, pulled back, and x."""
     keys: BackwardCollector | None = None
+    """What is kept of the backward for dK and dV."""
 
 
 def measure_head(

@@ -101,8 +101,15 @@ def pool(
 ) -> Entry:  # fmt: skip
     """One entry from the measurements of one head's sequences, or of all heads.
 
-    ``sequences``: batch size analysed; from 8 on they are the clusters. ``dw_q``: already summed over the
-    batch. ``extra``: dK, dV and notes. ``figures``: those of a single head.
+    Args:
+        parts: The measurements.
+        layer, head: The model's numbers, for the entry.
+        sequences: Batch size analysed; from 8 on they are the clusters.
+        k_length: Number of keys.
+        dw_q: Already summed over the batch.
+        extra: dK, dV and notes.
+        level: Significance of the biases.
+        figures: Those of a single head.
     """
     errors = {
         name: SignedErrors.join([p.errors[name] for p in parts])
