@@ -670,7 +670,8 @@ def test_a_folder_of_torch_dumps(tmp_path: Path) -> None:
     assert [path.name for path in written] == ["a_x.safetensors", "b_x.safetensors"]
     with pytest.raises(InputError, match=r"the dump holds several calls .*: name a folder"):
         convert(tmp_path / "d", tmp_path / "one.safetensors")
-    refused(tmp_path / "d", ": --layer can name that of one call only", layer=3)
+    with pytest.raises(InputError, match=r"several calls state no layer .*: --layer can name that of one call only"):
+        convert(tmp_path / "d", tmp_path / "other", layer=3)
     assert only(convert(tmp_path / "d" / "a", tmp_path / "e", layer=3)).metadata.layer == 3
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "no dump in this directory")
@@ -733,7 +734,9 @@ def test_on_the_command_line(tmp_path: Path, run: Run) -> None:
     # Every guess that is printed is in the file too.
     assert [line.strip() for line in out.splitlines()[1:]] == str(load(path).metadata.notes).split("; ")
     assert run("inspect", path)[0] == 0
-    assert run("convert", tmp_path / "d", tmp_path / "c")[0] == 2
+    code, out, err = run("convert", tmp_path / "d", tmp_path / "c")
+    assert code == 2
+    assert "exists; choose another place, or say --force" in err
     args = tuple(t[0] for t in inputs())
     flashinfer_dump(tmp_path / "d", "BatchDecodeWithPagedKVCacheWrapper.run", args, {}, args[0], number=2)
     code, out, err = run("convert", tmp_path / "d", tmp_path / "c", "--force", "--from", "flashinfer")

@@ -81,7 +81,7 @@ class Projections:
     """Watches the linear layers of a model: at first all of them, then those that made a q; without a model none."""
 
     def __init__(self) -> None:
-        self.recording = False
+        self.recording = self.watching = False
         self._names: dict[nn.Module, str] = {}
         self._handles: dict[nn.Module, Any] = {}
         self._recent: deque[_Seen] = deque(maxlen=_KEPT)
@@ -89,6 +89,7 @@ class Projections:
 
     def watch(self, model: nn.Module, guarded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Begin."""
+        self.watching = True
         fast = [m for m in model.modules() if isinstance(m, FAST_PATHS)]
         # A hook below one of these would take inference off its fast path; and the sites know their projections.
         left_out = {layer for module in fast for layer in module.modules()}

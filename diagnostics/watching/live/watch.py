@@ -131,7 +131,8 @@ class Watch:
         ended, self.step = self.step, self.step + 1
         self._projections.forget()
         self._projections.settle()
-        self._projections.recording = self._wants_step()
+        # A user's function of the step is asked no more often than needed.
+        self._projections.recording = self._projections.watching and self._wants_step()
         self._counts.clear()
         self._with_gradients.clear()
         self._calls_this_step = 0
