@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
+from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, worst_of_all
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads, select_observations
 from attn_diag.head.baseline import Engine, Recognised, engine_backend, run_recipe, select_recipes
 from attn_diag.head.certification import Certify
 from attn_diag.head.figure_sums import head_figures
-from attn_diag.head.measure import HeadMeasurement, ObservedHead, measure_head
+from attn_diag.head.measure import HeadMeasurement, KeyTerms, ObservedHead, key_quality, measure_head
 from attn_diag.head.open import OpenCapture
-from attn_diag.head.propagation import BackwardCollector, GradientSums, key_parts
+from attn_diag.head.propagation import GradientSums, key_parts
+from attn_diag.head.quality import QuantitySample
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.head.signed_errors import of_elements
 from attn_diag.head.truth import KeptTruths
@@ -34,6 +37,7 @@ from attn_diag.results.diagnosis import (
     Propagation,
 )
 from attn_diag.results.hardware import summary_of
+from attn_diag.results.quality import QuantityVerdict
 from attn_diag.statistics.means import SignedErrors
 from attn_diag.work import map_in_order
 
@@ -50,13 +54,27 @@ class _Group:
     heads: list[int]
 
 
+@dataclass(frozen=True)
+class KeyGradient:
+    """dK or dV of one key head and sequence."""
+
+    sums: GradientSums
+    """Sizes of the error and of its predicted parts."""
+    errors: SignedErrors
+    """Signed errors."""
+    sample: QuantitySample | None
+    """Beside a well-rounded kernel's; None for formats without a published recipe."""
+
+
 @dataclass
 class _GroupResult:
     """What measuring a group yields, by observation."""
 
     group: _Group
     parts: dict[str, list[HeadMeasurement]] = field(default_factory=dict)
-    key_sums: dict[str, dict[str, tuple[GradientSums, SignedErrors]]] = field(default_factory=dict)
+    key_sums: dict[str, dict[str, KeyGradient]] = field(default_factory=dict)
+    broken_keys: dict[str, dict[str, int]] = field(default_factory=dict)
+    """observation -> dk or dv -> keys with NaN or Inf in it."""
     census: NonFiniteCensus = field(default_factory=NonFiniteCensus)
 
 
@@ -96,7 +114,9 @@ class CaptureJob:
         self.census = NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
         # observation -> key head -> "dk" or "dv" -> one item a sequence
-        self.key_sums: dict[str, dict[int, dict[str, list[tuple[GradientSums, SignedErrors]]]]] = {}
+        self.key_sums: dict[str, dict[int, dict[str, list[KeyGradient]]]] = {}
+        # observation -> key head -> "dk" or "dv" -> keys with NaN or Inf
+        self.broken_keys: dict[str, dict[int, Counter[str]]] = {}
         self.entries: dict[str, list[Entry]] = {}
         self.notes: list[str] = []
         self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
@@ -132,10 +152,12 @@ class CaptureJob:
                 for part in parts:
                     self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
             for name, sums in result.key_sums.items():
-                for output, pair in sums.items():
+                for output, found in sums.items():
                     self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {}).setdefault(
                         output, []
-                    ).append(pair)
+                    ).append(found)
+            for name, counts in result.broken_keys.items():
+                self.broken_keys.setdefault(name, {}).setdefault(result.group.kv_head, Counter()).update(counts)
             yield len(result.group.heads)
         for name, measured in self.measured.items():
             self.entries[name] = self._pool(name, measured)
@@ -184,7 +206,7 @@ class CaptureJob:
         """Every observation of the query heads that share a key head, in one sequence."""
         result = _GroupResult(group)
         whole = len(group.heads) == self.group
-        collected: dict[str, list[tuple[HeadReference, BackwardCollector]]] = {}
+        collected: dict[str, list[tuple[HeadReference, KeyTerms]]] = {}
         unusable = False
         for head in group.heads:
             inputs = read_head(self.capture, group.batch, head, self.device, result.census)
@@ -195,13 +217,13 @@ class CaptureJob:
             self.truths.offer((group.batch, head), truth, max(map(_dq_error, parts)))
             unusable |= bool(inputs.unusable.any())
             for seen, part in zip(observed, parts, strict=True):
-                if part.keys is not None and part.keys.dk_delta is not None:
+                if part.keys is not None:
                     collected.setdefault(seen.name, []).append((truth.reference, part.keys))
                 part.keys = None
                 result.parts.setdefault(seen.name, []).append(part)
         if whole and not unusable:
             for name, pairs in collected.items():
-                result.key_sums[name] = self._key_gradients(name, group, pairs, result.census)
+                result.key_sums[name], result.broken_keys[name] = self._key_gradients(name, group, pairs, result.census)
         return result
 
     def _observed(
@@ -233,31 +255,37 @@ class CaptureJob:
         self,
         name: str,
         group: _Group,
-        pairs: list[tuple[HeadReference, BackwardCollector]],
+        pairs: list[tuple[HeadReference, KeyTerms]],
         census: NonFiniteCensus,
-    ) -> dict[str, tuple[GradientSums, SignedErrors]]:
-        """Errors of an observation's dK and dV in one key head and sequence, those that were captured."""
+    ) -> tuple[dict[str, KeyGradient], dict[str, int]]:
+        """Errors of an observation's dK and dV in one key head and sequence, and its keys with NaN or Inf in them."""
         observed: dict[str, Tensor | None] = {}
-        formats = {}
+        formats, broken = {}, {}
         for output in ("dk", "dv"):
             key = self.capture.key(name, output)
             tensor = read_float64(self.capture, key, group.batch, group.kv_head, self.device)
-            if tensor is not None and not bool(census.add(key, group.batch, group.kv_head, tensor).any()):
+            if tensor is None:
+                continue
+            if bad := int(census.add(key, group.batch, group.kv_head, tensor).any(1).sum()):
+                broken[output] = bad
+            else:
                 observed[output], formats[output] = tensor, format_of(self.capture.tensors[key].dtype)
-        parts = key_parts([r for r, _ in pairs], [k for _, k in pairs], observed, formats)
-        return {
-            output: (
-                GradientSums.of(p),
-                of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum())),
-            )
-            for output, p in parts.items()
-            if p.observed is not None
-        }
+        references, terms = [r for r, _ in pairs], [t for _, t in pairs]
+        parts = key_parts(references, [t.backward for t in terms if t.backward is not None], observed, formats)
+        found = {}
+        for output, p in parts.items():
+            if p.observed is not None:
+                errors = of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum()))
+                beside = key_quality(output, p, terms, formats[output])
+                found[output] = KeyGradient(GradientSums.of(p), errors, beside)
+        return found, broken
 
     def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
         c = self.capture
         sequences = len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
+        quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
+        missing = not_judged({q.quantity for found in quantities.values() for q in found}, with_do="do" in c.tensors)
         entries = [
             pool(
                 parts,
@@ -274,6 +302,8 @@ class CaptureJob:
                 ),
                 sequences=sequences,
                 k_length=c.k_length,
+                quantities=quantities[head],
+                missing=missing,
             )
             for head, parts in measured.items()
         ]
@@ -291,14 +321,35 @@ class CaptureJob:
                 level=self.level,
                 sequences=sequences,
                 k_length=c.k_length,
+                quantities=worst_of_all(quantities.values()),
+                missing=missing,
             )
         )
         return entries
 
+    def _quantities(self, name: str, head: int, parts: list[HeadMeasurement]) -> list[QuantityVerdict]:
+        """Each captured quantity of a query head, dK and dV of its key head among them, judged."""
+        kv, gradients = head // self.group, self.key_sums.get(name, {})
+        batches = [p.batch for p in parts]
+        found: list[QuantityVerdict] = []
+        for quantity in CAPTURED:
+            if quantity in ("dk", "dv"):
+                samples = [f.sample for f in gradients.get(kv, {}).get(quantity, []) if f.sample is not None]
+                broken = self.broken_keys.get(name, {}).get(kv, Counter())[quantity]
+            else:
+                samples = [p.quality[quantity] for p in parts if quantity in p.quality]
+                broken = sum(p.broken_outputs.get(quantity, 0) for p in parts)
+            effects = [p.effects[quantity] for p in parts if quantity in p.effects]
+            if effects or (broken and quantity in ("lse", "delta")):
+                found.append(judge_effect(quantity, effects, broken))
+            elif samples or broken:
+                found.append(judge_quantity(quantity, samples, batches, broken))
+        return found
+
     def _extra(self, name: str, kv_heads: list[int]) -> Propagation:
         """dK and dV over some key heads, and the notes."""
         found = {
-            output: [s for kv in kv_heads for s, _ in self.key_sums.get(name, {}).get(kv, {}).get(output, [])]
+            output: [f.sums for kv in kv_heads for f in self.key_sums.get(name, {}).get(kv, {}).get(output, [])]
             for output in ("dk", "dv")
         }
         results = {output: GradientSums.pool(sums).result() for output, sums in found.items() if sums}
@@ -316,7 +367,7 @@ class CaptureJob:
 
     def _kv_head(self, name: str, kv_head: int) -> KvHeadDiagnosis:
         sums = self.key_sums[name][kv_head]
-        biases = {o: unclustered(SignedErrors.join([e for _, e in found])) for o, found in sums.items()}
+        biases = {o: unclustered(SignedErrors.join([f.errors for f in found])) for o, found in sums.items()}
         offset = self.capture.metadata.head_offset
         query_heads = tuple(offset + kv_head * self.group + i for i in range(self.group))
         return KvHeadDiagnosis(

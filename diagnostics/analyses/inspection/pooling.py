@@ -29,6 +29,7 @@ from attn_diag.results.diagnosis import (
     TopRow,
 )
 from attn_diag.results.figures import HeadFigures, PredictedError
+from attn_diag.results.quality import QuantityVerdict
 from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY, SignedErrors, adjust, estimate_bias
 
 _TOP_ROWS = 5
@@ -41,7 +42,6 @@ class Entry:
     diagnosis: HeadDiagnosis
     bit_identical: bool | None
     in_doubt: int
-    broken_outputs: dict[str, int]
     sequences: int
 
     def primary_p_values(self) -> dict[str, float]:
@@ -73,7 +73,7 @@ class Entry:
             top_rows=d.top_rows,
             bit_identical=self.bit_identical,
             in_doubt=self.in_doubt,
-            broken_outputs=self.broken_outputs,
+            quantities=d.quantities,
             swamped_rows=d.swamped.rows if d.swamped else 0,
             sequences=self.sequences,
             certificate=d.certificate,
@@ -98,11 +98,13 @@ def adjust_family(entries: list[Entry]) -> tuple[list[dict[str, float]], int]:
 def pool(
     parts: list[HeadMeasurement], *, layer: int | None, head: int | None, sequences: int, k_length: int,
     dw_q: GradientSums | None, extra: Propagation, level: float, figures: HeadFigures | None = None,
+    quantities: Sequence[QuantityVerdict] = (), missing: tuple[str, ...] = (),
 ) -> Entry:  # fmt: skip
     """One entry from the measurements of one head's sequences, or of all heads.
 
     ``sequences``: batch size analysed; from 8 on they are the clusters. ``dw_q``: already summed over the
-    batch. ``extra``: dK, dV and notes. ``figures``: those of a single head.
+    batch. ``extra``: dK, dV and notes. ``figures``: those of a single head. ``quantities``: each captured one, judged;
+    ``missing``: those that were not captured.
     """
     errors = {
         name: SignedErrors.join([p.errors[name] for p in parts])
@@ -146,13 +148,11 @@ def pool(
         verdict=None,
         certificate=pool_certificates([p.certificate for p in parts]),
         figures=figures,
+        quantities=tuple(quantities),
+        not_judged=missing,
     )
-    broken: dict[str, int] = {}
-    for part in parts:
-        for name, count in part.broken_outputs.items():
-            broken[name] = broken.get(name, 0) + count
     same = None if any(i is None for i in identical) else all(identical)
-    return Entry(diagnosis, same, sum(p.in_doubt for p in parts), broken, sequences)
+    return Entry(diagnosis, same, sum(p.in_doubt for p in parts), sequences)
 
 
 def _with_reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> BiasEstimate:
