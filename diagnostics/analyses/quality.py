@@ -152,7 +152,7 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
     if ratio is None or ratio.factor <= AS_GOOD:
         return found
     words = (
-        f"{name} is up to {number(size)} off, which makes dQ's error {number(ratio.factor)} times a well-rounded one's"
+        f"{name} is up to {number(size)} off, and makes dQ {number(ratio.factor)} times as wrong as it need be"
     )
     answer: Answer = "lossy" if ratio.factor > LOSSY and ratio.groups >= MIN_GROUPS else "undecided"
     return _answered(found, answer, f"{words}.")
