@@ -22,7 +22,7 @@ from attn_diag.results.diagnosis import (
     Verdict,
 )
 from attn_diag.results.quality import Answer, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS, plural
+from attn_diag.results.wording import SYMBOLS, plural, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
 # A kernel that rounds O once has a noise factor of about 1 (0.98-1.4 measured on production kernels).
@@ -52,18 +52,18 @@ _SUGGESTIONS: dict[Label, str] = {
         "check that the tensors captured belong together."
     ),
     "ill_conditioned": (
-        "Keep O (or delta) in fp32 for the backward, or bound the logits (QK-norm, QK-clip): "
-        "the kernel itself cannot do better with a rounded O."
+        "Keep O (or delta) in fp32 for the backward, take a backward whose delta is rowsum(P o dP), or bound the logits "
+        "(QK-norm, QK-clip): a kernel that takes delta from a rounded O cannot do better here."
     ),
     "lossy": (
-        "Compare with a kernel that keeps scores, row sum and O accumulator in fp32 and rounds O once; "
-        "an emulated recipe beside it (--recipe fa2) shows what that would leave."
+        "Something is rounded more coarsely than a well-rounded kernel rounds it: look for scores, row maximum, row "
+        "sum, accumulators or LSE below fp32, and for casts that truncate."
     ),
     "biased": (
         "Look for the site: directed rounding of P or of the accumulator, "
         "or a row sum that adds another P than PV uses."
     ),
-    "undecided": "Capture more rows or sequences: the error sits in too few rows for a test of its mean.",
+    "undecided": "Capture more rows or sequences: the error sits in too few rows to decide.",
     "clean": "Nothing to do for this head; bias in one capture would not have proven divergence either.",
 }
 
@@ -110,10 +110,9 @@ def judge(
         return _not_the_mathematics(answers)
     labels: list[Label] = []
     reasons: list[str] = []
-    for label in ("lossy", "undecided"):
-        if answers[label]:
-            labels.append(label)
-            reasons += [q.words for q in answers[label]]
+    if answers["lossy"] or answers["undecided"]:
+        labels.append("lossy" if answers["lossy"] else "undecided")
+        reasons += [q.words for q in (*answers["lossy"], *answers["undecided"])]
     if not quantities:
         sharp = bias.delta is None or (bias.delta.reference_bound or 0.0) <= (bias.delta.rms or 0.0) / 2
         if noise_factor is not None and noise_factor > LOSSY_ABOVE and sharp:
@@ -200,9 +199,11 @@ def _not_the_mathematics(answers: Mapping[str, Sequence[QuantityVerdict]]) -> Ve
     """Where a quantity holds NaN or Inf, or what no rounding makes; nothing is said of rounding then."""
     labels: list[Label] = [label for label in ("nonfinite", "wrong") if answers[label]]
     reasons = [q.words for label in labels for q in answers[label]]
-    reasons += [f"{q.words[:1].upper()}{q.words[1:]}" for q in answers["lossy"]]
+    reasons += [q.words for q in answers["lossy"]]
     if right := [SYMBOLS[q.quantity] for q in answers["good"]]:
-        reasons.append(f"{_and(right)} {'are' if len(right) > 1 else 'is'} right: as good as a well-rounded kernel's.")
+        reasons.append(
+            f"{together(right)} {'are' if len(right) > 1 else 'is'} right: as good as a well-rounded kernel's."
+        )
     return Verdict(tuple(labels), "seen", tuple(reasons), tuple(_SUGGESTIONS[label] for label in labels))
 
 
@@ -212,7 +213,7 @@ def _fragile(
     noise_factor: float | None,
     conditioning: float | None,
 ) -> str | None:
-    """Why the head is ill-conditioned, if it is: a well-rounded kernel is as far off, and delta or a cast carries it."""
+    """Why the head is ill-conditioned, if it is: a well-rounded kernel is as far off, and a named part carries it."""
     error, words = _dq_error(propagation)
     if error is None or error <= DQ_ERROR_ABOVE:
         return None
@@ -235,10 +236,6 @@ def _fragile(
         "the rounding of O, through delta," if carrier[0] == "delta" else f"the part of {carrier[0].replace('_', ' ')}"
     )
     return f"{words}, and a well-rounded kernel is {other:.2%} off as well: {part} makes {carrier[1]:.0%} of it; {fragility}."
-
-
-def _and(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _dq_error(propagation: Propagation) -> tuple[float | None, str]:
@@ -331,7 +328,7 @@ def _context(
         words.append("No row has a repeated maximum, so that is not the trigger here.")
     good = [SYMBOLS[q.quantity] for q in quantities if q.answer == "good"]
     if good:
-        words.append(f"{_and(good)} {'are' if len(good) > 1 else 'is'} as good as a well-rounded kernel's.")
+        words.append(f"{together(good)} {'are' if len(good) > 1 else 'is'} as good as a well-rounded kernel's.")
     dq = propagation.dq
     if dq is not None and dq.unexplained_with_casts is not None and dq.unexplained_with_casts > ROUNDS_ELSEWHERE_ABOVE:
         words.append(

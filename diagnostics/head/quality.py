@@ -251,8 +251,5 @@ def beside_well_rounded(
         casting = beside("efficient")
         same = casting.ratio()
         if same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
-            return replace(
-                chosen, site="dscores_from", bad_rows=casting.bad_rows, bad_features=casting.bad_features,
-                bad_elements=casting.bad_elements, in_outlying_element=casting.in_outlying_element, largest=casting.largest,
-            )  # fmt: skip
+            return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
     return chosen

@@ -135,7 +135,7 @@ class HeadDiagnosis:
 
 
 def severity(head: HeadDiagnosis) -> tuple[int, float]:
-    """Sorts the worst first: not finite, wrong, biased or lossy, ill-conditioned, undecided, no verdict, clean; then by dQ's error."""
+    """Sorts the worst first by label (no verdict after "undecided"), then by dQ's error."""
     order = ("nonfinite", "wrong", "biased", "lossy", "ill_conditioned", "undecided", None, "clean")
     found = head.verdict.labels if head.verdict else (None,)
     dq = head.propagation.dq
@@ -225,6 +225,14 @@ class Assumptions:
     """One a checked output."""
     message: str
     """The result in words."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether no verdict is given: other metadata fit, or nothing can be compared.
+
+        What no metadata explain is a verdict: the kernel or the capture is wrong.
+        """
+        return any(not c.ok and (c.better is not None or math.isnan(c.relative_error)) for c in self.checks)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,11 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def together(names: Sequence[str]) -> str:
+    """Names in a sentence: "O", "O and dQ", "O, dQ and dK"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def ranges(numbers: Sequence[int], most: int = 4) -> str:
     """Whole numbers in ascending order, neighbours together: "0-63, 128 and 5 more"."""
     runs: list[list[int]] = []

@@ -164,7 +164,7 @@ class CaptureJob:
 
     def tested_entries(self) -> Iterable[Entry]:
         """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
-        if self.assumptions.ok is False:
+        if self.assumptions.refused:
             return
         for entries in self.entries.values():
             yield from entries[:-1] if len(entries) == 2 else entries

@@ -177,7 +177,7 @@ class Breakpoint:
         except InputError as error:
             return None, str(error)
         assumptions = found.captures[0].assumptions
-        if assumptions.ok is False:
+        if assumptions.refused:
             self._warn(f"no verdict on {call.place.module or 'attention'}: {assumptions.message}")
         return found, None
 
