@@ -120,7 +120,8 @@ def _clean(found: list[Entry], judged: list[Entry]) -> str:
     if not good:
         return f"CLEAN: no mean error beyond chance in {heads}."
     names = together(list(good))
-    return f"CLEAN: {names} {'are' if len(good) > 1 else 'is'} as good as a well-rounded kernel's in {heads}, without bias."
+    are = "are" if len(good) > 1 else "is"
+    return f"CLEAN: {names} {are} as good as a well-rounded kernel's in {heads}, and without bias."
 
 
 _SENTENCES = {

@@ -52,8 +52,8 @@ _SUGGESTIONS: dict[Label, str] = {
         "check that the tensors captured belong together."
     ),
     "ill_conditioned": (
-        "Keep O (or delta) in fp32 for the backward, take a backward whose delta is rowsum(P o dP), or bound the logits "
-        "(QK-norm, QK-clip): a kernel that takes delta from a rounded O cannot do better here."
+        "Keep O (or delta) in fp32 for the backward, make delta as rowsum(P o dP), or bound the logits (QK-norm, "
+        "QK-clip): a kernel that makes delta from a rounded O cannot do better here."
     ),
     "lossy": (
         "Something is rounded more coarsely than a well-rounded kernel rounds it: look for scores, row maximum, row "
@@ -201,9 +201,7 @@ def _not_the_mathematics(answers: Mapping[str, Sequence[QuantityVerdict]]) -> Ve
     reasons = [q.words for label in labels for q in answers[label]]
     reasons += [q.words for q in answers["lossy"]]
     if right := [SYMBOLS[q.quantity] for q in answers["good"]]:
-        reasons.append(
-            f"{together(right)} {'are' if len(right) > 1 else 'is'} right: as good as a well-rounded kernel's."
-        )
+        reasons.append(f"{together(right)} {_are(right)} right: as good as a well-rounded kernel's.")
     return Verdict(tuple(labels), "seen", tuple(reasons), tuple(_SUGGESTIONS[label] for label in labels))
 
 
@@ -232,10 +230,14 @@ def _fragile(
     carrier = max((shares or {}).items(), key=lambda item: item[1] or 0.0, default=None)
     if carrier is None or (carrier[1] or 0.0) < CARRIED_BY:
         return None
-    part = (
-        "the rounding of O, through delta," if carrier[0] == "delta" else f"the part of {carrier[0].replace('_', ' ')}"
-    )
-    return f"{words}, and a well-rounded kernel is {other:.2%} off as well: {part} makes {carrier[1]:.0%} of it; {fragility}."
+    by_delta = carrier[0] == "delta"
+    part = "the rounding of O, through delta," if by_delta else f"the part of {carrier[0].replace('_', ' ')}"
+    alike = f"a well-rounded kernel is {other:.2%} off as well"
+    return f"{words}, and {alike}: {part} makes {carrier[1]:.0%} of it; {fragility}."
+
+
+def _are(names: Sequence[str]) -> str:
+    return "are" if len(names) > 1 else "is"
 
 
 def _dq_error(propagation: Propagation) -> tuple[float | None, str]:
@@ -328,7 +330,7 @@ def _context(
         words.append("No row has a repeated maximum, so that is not the trigger here.")
     good = [SYMBOLS[q.quantity] for q in quantities if q.answer == "good"]
     if good:
-        words.append(f"{together(good)} {'are' if len(good) > 1 else 'is'} as good as a well-rounded kernel's.")
+        words.append(f"{together(good)} {_are(good)} as good as a well-rounded kernel's.")
     dq = propagation.dq
     if dq is not None and dq.unexplained_with_casts is not None and dq.unexplained_with_casts > ROUNDS_ELSEWHERE_ABOVE:
         words.append(
