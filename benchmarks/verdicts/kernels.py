@@ -49,7 +49,8 @@ FORWARD_HOOKS = {
     "row_max": "running row maximum [B, H, A, M]",
     "exp_argument": "S - m [B, H, A, M, N]",
     "probs": "P_bar [B, H, A, M, N]",
-    "rescale": "factor of l and of the accumulator [B, H, A, M]",
+    "rescale": "exp(m - m'), the factor of the old l [B, H, A, M]",
+    "acc_rescale": "the factor of the old accumulator [B, H, A, M]",
     "row_sum": "l after a tile [B, H, A, M]",
     "probs_cast": "P_bar as the second product takes it [B, H, A, M, N]",
     "value_tile": "V's tile as the second product takes it [B, H, A, N, D]",
@@ -158,6 +159,10 @@ class Seen:
     """Numbers of the query rows of the value at hand, [P or A, M]."""
     keys: Tensor = field(default_factory=lambda: torch.empty(0))
     """Numbers of the keys of the value at hand, [P or A, N]."""
+    pair_rows: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Numbers of the query rows of every pair, [P, M]."""
+    pair_keys: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Numbers of the keys of every pair, [P, N]."""
     step: int = 0
     """How many tiles the query tiles at hand took before this one."""
     natural: float = 1.0
@@ -251,11 +256,9 @@ def forward(seen: Seen, plan: Plan) -> tuple[Tensor, Tensor]:
     scores = seen("scores", scores)
     hidden = ~seen("mask", inputs.visible(seen.rows, seen.keys))
     scores = scores.masked_fill(hidden, -math.inf)
-    rows, keys = seen.rows, seen.keys
-
     parts = []
     for chosen in _splits(plan, kernel):
-        parts.append(_online_softmax(seen, scores, v, j, chosen, rows, keys))
+        parts.append(_online_softmax(seen, scores, v, j, chosen))
     if kernel.splits == 1:
         (out, lse) = parts[0]
     else:
@@ -266,7 +269,7 @@ def forward(seen: Seen, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def _online_softmax(
-    seen: Seen, scores: Tensor, v: Tensor, key_tiles: Tensor, chosen: Plan, rows: Tensor, keys: Tensor
+    seen: Seen, scores: Tensor, v: Tensor, key_tiles: Tensor, chosen: Plan
 ) -> tuple[Tensor, Tensor]:
     """O [B, H, I, M, D] and LSE [B, H, I, M] over the pairs that ``chosen`` lists for each query tile, in turn."""
     kernel = seen.kernel
@@ -278,7 +281,7 @@ def _online_softmax(
     for seen.step in range(max((len(c) for c in chosen), default=0)):
         active = [i for i, pairs in enumerate(chosen) if len(pairs) > seen.step]
         pairs = torch.tensor([chosen[i][seen.step] for i in active], device=scores.device)
-        seen.rows, seen.keys = rows[pairs], keys[pairs]
+        seen.rows, seen.keys = seen.pair_rows[pairs], seen.pair_keys[pairs]
         s, old = scores[:, :, pairs], running[:, :, active]
         highest = seen("tile_max", s.amax(-1))
         if kernel.stale:
@@ -292,6 +295,7 @@ def _online_softmax(
         added = _row_sum(probs if kernel.row_sum == "uncast" else cast, kernel.sums)
         total[:, :, active] = seen("row_sum", total[:, :, active] * rescale + added)
         pv = seen("pv", _product(cast, seen("value_tile", v[:, :, key_tiles[pairs]]), kernel.sums))
+        rescale = seen("acc_rescale", rescale)
         acc[:, :, active] = seen("acc", acc[:, :, active] * rescale[..., None] + pv)
         running[:, :, active] = new
     inverse = seen("inverse", torch.where(total == 0, 1.0, 1 / total))
@@ -370,16 +374,15 @@ def backward(seen: Seen, plan: Plan, o: Tensor, lse: Tensor) -> tuple[Tensor, Te
 
 def _accumulate(seen: Seen, name: str, parts: Tensor, takes: list[list[int]]) -> Tensor:
     """The tiles' shares [B, H, P, R, D] added up in fp32 in the order of ``takes``: [B, H, tiles * R, D]."""
-    rows, keys = seen.rows, seen.keys
     parts = seen(f"{name}_tile", parts)
     b, h, _, size, d = parts.shape
     acc = parts.new_zeros(b, h, len(takes), size, d)
     for seen.step in range(max(len(t) for t in takes)):
         active = [tile for tile, pairs in enumerate(takes) if len(pairs) > seen.step]
         pairs = torch.tensor([takes[tile][seen.step] for tile in active], device=parts.device)
-        seen.rows, seen.keys = rows[pairs], keys[pairs]
+        seen.rows, seen.keys = seen.pair_rows[pairs], seen.pair_keys[pairs]
         acc[:, :, active] = seen(f"{name}_acc", acc[:, :, active] + parts[:, :, pairs])
-    seen.rows, seen.keys = rows, keys
+    seen.rows, seen.keys = seen.pair_rows, seen.pair_keys
     return acc.flatten(2, 3)
 
 
@@ -390,6 +393,7 @@ def _pairs(seen: Seen, plan: Plan) -> tuple[Tensor, Tensor]:
     i, j = torch.tensor(found, dtype=torch.long, device=device).reshape(-1, 2).unbind(1)
     seen.rows = i[:, None] * kernel.tile_q + torch.arange(kernel.tile_q, device=device)
     seen.keys = j[:, None] * kernel.tile_k + torch.arange(kernel.tile_k, device=device)
+    seen.pair_rows, seen.pair_keys = seen.rows, seen.keys
     return i, j
 
 
