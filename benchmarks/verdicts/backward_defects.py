@@ -116,7 +116,7 @@ SITES: tuple[Defect, ...] = (
     _site("bwd_lse_16bit", "LSE", "dq dk dv", {"bwd_lse": low}),
     _site("bwd_exp_degree_3", "exp", "dq dk dv", {"bwd_probs": _polynomial(EXP2_DEGREE_3)}),
     _site("bwd_exp_degree_2", "exp", "dq dk dv", {"bwd_probs": _polynomial(EXP2_DEGREE_2)}),
-    _site("bwd_exp_8_bits", "exp", "dq dk dv", {"bwd_probs": stored(lambda x: to_bits(x, 8))}),
+    _site("bwd_exp_7_bits", "exp", "dq dk dv", {"bwd_probs": stored(lambda x: to_bits(x, 7))}),
     _site("bwd_exp_10_bits", "exp", "dq dk dv", {"bwd_probs": stored(lambda x: to_bits(x, 10))}),
     _site("bwd_probs_flushed_below_2^-14", "exp", "dq dk dv", {"bwd_probs": stored(lambda x: flush(x, 2.0**-14))}),
     _site("bwd_probs_truncated", "P", "dv", {"bwd_probs_cast": _recast("bwd_probs", _truncated)}),

@@ -1,9 +1,9 @@
 """All planted defects, and a call on which each can act.
 
-    defect = DEFECTS["missing_tile"]
-    inputs = draw("peaked", "odd")
-    if defect.applies(inputs):
-        planted, healthy = defect.run(inputs), defect.healthy(inputs)
+defect = DEFECTS["missing_tile"]
+inputs = draw("peaked", "odd")
+if defect.applies(inputs):
+    planted, healthy = defect.run(inputs), defect.healthy(inputs)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verdicts.planting import Defect
 
 DEFECTS: dict[str, Defect] = {defect.name: defect for defect in (*FORWARD, *BACKWARD)}
 # The first that a defect can act on is its home; the plain ones come first.
-_HOMES = ("plain", "odd", "full", "odd_full", "d72", "gqa", "window", "softcap", "padded", "padded_full", "batch",
+_HOMES = ("plain", "odd", "full", "odd_full", "d72", "gqa", "window", "softcap", "batch", "padded", "padded_full",
           "long_keys", "empty_rows")  # fmt: skip
 
 

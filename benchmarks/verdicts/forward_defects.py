@@ -112,7 +112,7 @@ SITES = (
     _site("exp_degree_2", "exp", "o lse", {"probs": _polynomial(EXP2_DEGREE_2)}),
     _site("exp_degree_2_one_tile", "exp", "o lse", {"probs": _polynomial(EXP2_DEGREE_2)}, region=last_tile),
     _site("exp_fp16", "exp", "o lse", {"probs": stored(lambda x: nearest(x, FP16))}),
-    _site("exp_8_bits", "exp", "o lse", {"probs": stored(lambda x: to_bits(x, 8))}),
+    _site("exp_7_bits", "exp", "o lse", {"probs": stored(lambda x: to_bits(x, 7))}),
     _site("exp_flushed_below_e-6", "exp", "o lse", {"probs": stored(lambda x: flush(x, math.exp(-6)))}),
     _site("rescale_16bit", "rescale", "o lse", {"rescale": low}),
     _site("acc_rescale_16bit", "rescale", "o", {"acc_rescale": low}),

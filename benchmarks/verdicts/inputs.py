@@ -64,7 +64,7 @@ class Inputs:
         """
         t_k = self.k.shape[2]
         row, key = rows[..., :, None] + self.diagonal, keys[..., None, :]
-        seen = key < t_k
+        seen = (key < t_k).expand(*key.shape[:-2], rows.shape[-1], keys.shape[-1])
         if self.causal != "none":
             seen = seen & (key <= row)
         if self.window is not None:
@@ -72,7 +72,7 @@ class Inputs:
             seen = seen & (key >= row - left) if left >= 0 else seen
             seen = seen & (key <= row + right) if right >= 0 else seen
         if self.key_mask is None:
-            return seen.expand(*seen.shape[:-2], rows.shape[-1], keys.shape[-1])[None, None]
+            return seen[None, None]
         kept = self.key_mask[:, keys.clamp(max=t_k - 1)]
         return (seen & kept[..., None, :])[:, None]
 

@@ -268,9 +268,7 @@ def forward(seen: Seen, plan: Plan) -> tuple[Tensor, Tensor]:
     return seen("o", out.to(inputs.q.dtype)), lse
 
 
-def _online_softmax(
-    seen: Seen, scores: Tensor, v: Tensor, key_tiles: Tensor, chosen: Plan
-) -> tuple[Tensor, Tensor]:
+def _online_softmax(seen: Seen, scores: Tensor, v: Tensor, key_tiles: Tensor, chosen: Plan) -> tuple[Tensor, Tensor]:
     """O [B, H, I, M, D] and LSE [B, H, I, M] over the pairs that ``chosen`` lists for each query tile, in turn."""
     kernel = seen.kernel
     b, h = scores.shape[:2]
