@@ -281,7 +281,7 @@ def _stale_columns(y: Tensor, x: Inputs) -> None:
 
 def _columns_misplaced(y: Tensor, _: Inputs) -> None:
     half = y.shape[-1] // 2
-    y[..., half:] = y[..., half:].roll(16, -1)
+    y[..., half:] = y[..., half:].roll(half // 2, -1)
 
 
 def _last_head_negated(y: Tensor, _: Inputs) -> None:

@@ -128,6 +128,9 @@ class Kernel:
     """ "blocks": products are summed 16 terms at a time; "truncated": and each such sum is cut to fp32."""
 
 
+PLAIN = Kernel()
+
+
 @dataclass(frozen=True, eq=False)
 class Outputs:
     """What one call returns."""
@@ -197,7 +200,7 @@ Hook = Callable[[Tensor, Seen], Tensor]
 
 def attend(
     inputs: Inputs,
-    kernel: Kernel = Kernel(),
+    kernel: Kernel = PLAIN,
     hooks: Mapping[str, Hook] | None = None,
     plans: Mapping[str, PlanHook] | None = None,
 ) -> Outputs:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verdicts.inputs import Inputs
-from verdicts.kernels import Hook, Kernel, Outputs, PlanHook, Seen, attend, with_settings
+from verdicts.kernels import PLAIN, Hook, Kernel, Outputs, PlanHook, Seen, attend, with_settings
 
 Region = Callable[[Inputs], tuple[int, int]]
 """First and last row, or key, of a region of a call."""
@@ -71,12 +71,12 @@ class Defect:
     def applies(self, inputs: Inputs) -> bool:
         return self.needs <= inputs.features
 
-    def run(self, inputs: Inputs, kernel: Kernel = Kernel()) -> Outputs:
+    def run(self, inputs: Inputs, kernel: Kernel = PLAIN) -> Outputs:
         """What the defective kernel returns."""
         read = inputs if self.reads is None else self.reads(inputs)
         return attend(read, self.schedule(kernel), self.hooks, self.plans)
 
-    def healthy(self, inputs: Inputs, kernel: Kernel = Kernel()) -> Outputs:
+    def healthy(self, inputs: Inputs, kernel: Kernel = PLAIN) -> Outputs:
         """What the same schedule returns without the defect."""
         return attend(inputs, self.schedule(kernel))
 
