@@ -19,14 +19,11 @@ from verdicts.kernels import BACKWARD_HOOKS, FORWARD_HOOKS, HEALTHY, Kernel, Out
 from verdicts.planting import Defect
 from verdicts.roundings import BF16, E4M3, stochastic, truncate
 
-# Three query tiles, the last one of 64 rows: enough for every defect that needs no other setting.
-SMALL = {"t_q": 320, "d": 32}
-
 
 @cache
 def _call(family: str, setting: str) -> Inputs:
-    small = SMALL if setting == "plain" else {}
-    return draw(family, setting, **small)
+    # Three query tiles, the last one of 64 rows: enough for every defect that needs no other setting.
+    return draw(family, setting, t_q=320, d=32) if setting == "plain" else draw(family, setting)
 
 
 @cache
