@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verdicts.inputs import Inputs
+from verdicts.inputs import Inputs, in_blocks
 from verdicts.kernels import LOG2_E, Hook, Plan, Seen
 from verdicts.planting import (
     Defect,
+    Extent,
     Numbers,
     Region,
     edit,
@@ -62,13 +63,13 @@ def _site(
 
 def _pattern(
     name: str, pattern: str, quantities: str, hooks: dict[str, Hook] | None = None, *, numbers: Numbers | None = None,
-    extent: str = "everywhere", needs: str = "", source: str = "", plan: Callable[[Plan], Plan] | None = None,
+    extent: Extent = "everywhere", needs: str = "", source: str = "", plan: Callable[[Plan], Plan] | None = None,
 ) -> Defect:  # fmt: skip
     """Wrong mathematics."""
     return Defect(
         name, "backward", tuple(quantities.split()), hooks or {}, pattern=pattern, numbers=numbers or (lambda _: {}),
         extent=extent, needs=frozenset(needs.split()), source=source, plans={} if plan is None else {"backward": plan},
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def _truncated(x: Tensor, s: Seen) -> Tensor:
@@ -95,7 +96,7 @@ def _summed_in_format(_: Tensor, s: Seen) -> Tensor:
 
 def _group_sum_in_format(_: Tensor, s: Seen) -> Tensor:
     total = torch.zeros_like(s["dk_heads"][:, :: s.inputs.group])
-    for head in s["dk_heads"].unflatten(1, (-1, s.inputs.group)).unbind(2):
+    for head in in_blocks(s["dk_heads"], 1, s.inputs.group).unbind(2):
         total = s.cast(total + s.cast(head))
     return total
 
@@ -280,7 +281,7 @@ def _stale_columns(y: Tensor, x: Inputs) -> None:
 
 def _columns_misplaced(y: Tensor, _: Inputs) -> None:
     half = y.shape[-1] // 2
-    y[..., half:] = y[..., half:].roll(16, -1)
+    y[..., half:] = y[..., half:].roll(half // 2, -1)
 
 
 def _last_head_negated(y: Tensor, _: Inputs) -> None:

@@ -8,6 +8,8 @@ if defect.applies(inputs):
 
 from __future__ import annotations
 
+from functools import cache
+
 from verdicts.backward_defects import BACKWARD
 from verdicts.forward_defects import FORWARD
 from verdicts.inputs import SETTINGS, draw
@@ -19,9 +21,14 @@ _HOMES = ("plain", "odd", "full", "odd_full", "d72", "gqa", "window", "softcap",
           "long_keys", "empty_rows")  # fmt: skip
 
 
-def home(defect: Defect, family: str = "gaussian") -> str:
+@cache
+def _features(setting: str) -> frozenset[str]:
+    return draw("gaussian", setting).features
+
+
+def home(defect: Defect) -> str:
     """The setting, of ``SETTINGS``, in which a defect is planted unless told otherwise."""
     for setting in _HOMES:
-        if defect.applies(draw(family, setting)):
+        if defect.needs <= _features(setting):
             return setting
     raise LookupError(f"{defect.name} needs {', '.join(sorted(defect.needs))}; none of {len(SETTINGS)} settings has it")

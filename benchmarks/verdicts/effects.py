@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verdicts.inputs import Inputs
+from verdicts.inputs import Inputs, in_blocks
 from verdicts.kernels import QUANTITIES, Outputs
 
 _PRECISION = {torch.bfloat16: (8, -126), torch.float16: (11, -14), torch.float32: (24, -126)}
@@ -61,7 +61,7 @@ def reference(inputs: Inputs) -> Outputs:
     if slope is not None:
         ds = ds * slope
     dk, dv = inputs.scale * ds.mT @ q, probs.mT @ do
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    dk, dv = (in_blocks(x, 1, group).sum(2) for x in (dk, dv))
     return Outputs(o, lse, inputs.scale * ds @ k, dk, dv)
 
 

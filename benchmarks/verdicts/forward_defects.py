@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verdicts.inputs import Inputs
+from verdicts.inputs import Inputs, in_blocks
 from verdicts.kernels import LOG2_E, QUANTITIES, Hook, Plan, Seen
 from verdicts.planting import (
     Defect,
+    Extent,
     Numbers,
     Region,
     edit,
@@ -159,7 +160,7 @@ SITES = (
 
 def _pattern(
     name: str, pattern: str, quantities: str, hooks: dict[str, Hook] | None = None, *, numbers: Numbers | None = None,
-    extent: str = "everywhere", needs: str = "", source: str = "", kernel: dict[str, object] | None = None,
+    extent: Extent = "everywhere", needs: str = "", source: str = "", kernel: dict[str, object] | None = None,
     plan: Callable[[Plan], Plan] | None = None, both_plans: bool = False,
     reads: Callable[[Inputs], Inputs] | None = None,
 ) -> Defect:  # fmt: skip
@@ -168,7 +169,7 @@ def _pattern(
     return Defect(
         name, "forward", tuple(quantities.split()), hooks or {}, pattern=pattern, numbers=numbers or (lambda _: {}),
         extent=extent, plans=plans, reads=reads, kernel=kernel or {}, needs=frozenset(needs.split()), source=source,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 ALL = " ".join(QUANTITIES)
@@ -284,7 +285,7 @@ def _heads_tiled(x: Tensor, s: Seen) -> Tensor:
 def _blocks_transposed(x: Tensor, _: Seen) -> Tensor:
     """Every block of 8 rows by 8 features is transposed; what does not fill a block stays."""
     y, t, d = x.clone(), x.shape[2] // 8 * 8, x.shape[3] // 8 * 8
-    blocks = x[:, :, :t, :d].unflatten(3, (-1, 8)).unflatten(2, (-1, 8))
+    blocks = in_blocks(in_blocks(x[:, :, :t, :d], 3, 8), 2, 8)
     y[:, :, :t, :d] = blocks.transpose(3, 5).flatten(2, 3).flatten(3, 4)
     return y
 
@@ -339,7 +340,7 @@ def _partial_tile_shifted(y: Tensor, x: Inputs) -> None:
 
 def _overflowing_offset(y: Tensor, _: Inputs) -> None:
     """Offsets of the last head wrap from row 256 on: it reads the rows before."""
-    y[:, -1, 256:] = y[:, -1, : y.shape[2] - 256]
+    y[:, -1, 256:] = y[:, -1, : y.shape[2] - 256].clone()
 
 
 def _unwritten_partial_tile(x: Inputs) -> tuple[int, int]:
@@ -460,7 +461,7 @@ PATTERNS = (
     _pattern("k_offset_overflows", "copy", "o lse", {"k": edit(_overflowing_offset)}, needs="tiles", extent="heads",
              numbers=lambda x: {**_of_last_head(x), "keys": (256, x.k.shape[2] - 1)},
              source="https://github.com/fla-org/flash-linear-attention/issues/1080"),
-    _pattern("key_heads_tiled", "heads", ALL, {n: _heads_tiled for n in ("k", "v", "bwd_k", "bwd_v")},
+    _pattern("key_heads_tiled", "heads", ALL, dict.fromkeys(("k", "v", "bwd_k", "bwd_v"), _heads_tiled),
              needs="gqa-heads", extent="heads", source="https://github.com/ekzhang/jax-js/pull/180"),
     _pattern("value_heads_tiled_forward_only", "heads", "o", {"v": _heads_tiled}, needs="gqa-heads", extent="heads"),
     _pattern("not_normalised_one_tile", "factor", "o", {

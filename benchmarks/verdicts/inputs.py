@@ -22,6 +22,11 @@ from torch import Tensor
 Causal = Literal["none", "top-left", "bottom-right"]
 
 
+def in_blocks(x: Tensor, axis: int, size: int) -> Tensor:
+    """The axis, counted from the front, cut into blocks of ``size``: [..., n, ...] becomes [..., n/size, size, ...]."""
+    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """What one attention call is given, and the gradient of its output."""
@@ -102,7 +107,7 @@ class Inputs:
         return frozenset(name for name, there in found.items() if there)
 
     def to(self, device: torch.device | str) -> Inputs:
-        moved = {n: getattr(self, n).to(device) for n in ("q", "k", "v", "do")}
+        moved: dict[str, Any] = {n: getattr(self, n).to(device) for n in ("q", "k", "v", "do")}
         mask = None if self.key_mask is None else self.key_mask.to(device)
         return replace(self, key_mask=mask, **moved)
 
@@ -228,7 +233,7 @@ class Setting:
 def share_prompt(x: Inputs, _: torch.Generator) -> Inputs:
     """Every sequence begins with three quarters of the first one's tokens; the loss is on what differs."""
     cut = x.q.shape[2] * 3 // 4
-    shared = {n: getattr(x, n).clone() for n in ("q", "k", "v", "do")}
+    shared: dict[str, Any] = {n: getattr(x, n).clone() for n in ("q", "k", "v", "do")}
     for name in ("q", "k", "v"):
         shared[name][1:, :, :cut] = shared[name][:1, :, :cut]
     return replace(x, **shared)
@@ -242,7 +247,7 @@ def copy_sequences(x: Inputs, _: torch.Generator) -> Inputs:
 def copy_some(x: Inputs, _: torch.Generator) -> Inputs:
     """The second half of the sequences repeats the first half, with gradients of their own."""
     half = x.q.shape[0] // 2
-    repeated = {n: torch.cat([getattr(x, n)[:half]] * 2) for n in ("q", "k", "v")}
+    repeated: dict[str, Any] = {n: torch.cat([getattr(x, n)[:half]] * 2) for n in ("q", "k", "v")}
     return replace(x, **repeated)
 
 
@@ -350,6 +355,6 @@ def from_capture(path: Path) -> Inputs:
 
 
 def captures(folder: Path) -> dict[str, Inputs]:
-    """The inputs of all captures of a folder, by name; those with tensors of their own kind (mask, FP8) are left out."""
+    """The inputs of a folder's captures in BF16 or FP16, by name."""
     found = {path.stem: from_capture(path) for path in sorted(folder.glob("*.safetensors"))}
     return {name: x for name, x in found.items() if x.q.dtype in (torch.bfloat16, torch.float16)}

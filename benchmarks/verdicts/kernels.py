@@ -16,12 +16,12 @@ Backward, from the stored O and LSE (algorithm 2):
     dV = sum_i cast(P)^T dO,  dK = scale sum_i cast(dS)^T Q,  dQ = scale sum_j cast(dS) K
 
 Arithmetic is fp32; ``cast`` rounds to the inputs' format. Under GQA dK and dV are rounded per query head and then
-summed. Everything is batched over [B, H] and over query tiles; what comes one after the other on a GPU, the key tiles of
-a row and the query tiles of a key, comes one after the other here.
+summed. Everything is batched over [B, H] and over query tiles; the key tiles of a row, and the query tiles of a key,
+come one after the other as on a GPU.
 
 A hook takes the intermediate and ``Seen``, which holds what was computed before it, and returns what the kernel shall
-go on with. ``FORWARD_HOOKS`` and ``BACKWARD_HOOKS`` name them all. B, H: batch and query heads; P: pairs of a query tile
-and a key tile; A: query tiles that take part in a step; M, N: rows of a query tile and of a key tile.
+go on with. ``FORWARD_HOOKS`` and ``BACKWARD_HOOKS`` name them all. B, H: batch and query heads; P: pairs of a query
+tile and a key tile; A: query tiles that take part in a step; M, N: rows of a query tile and of a key tile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from verdicts.inputs import Inputs
+from verdicts.inputs import Inputs, in_blocks
 
 FORWARD_HOOKS = {
     "scale": "the softmax scale as read, a float64 scalar",
@@ -128,6 +128,9 @@ class Kernel:
     """ "blocks": products are summed 16 terms at a time; "truncated": and each such sum is cut to fp32."""
 
 
+PLAIN = Kernel()
+
+
 @dataclass(frozen=True, eq=False)
 class Outputs:
     """What one call returns."""
@@ -197,7 +200,7 @@ Hook = Callable[[Tensor, Seen], Tensor]
 
 def attend(
     inputs: Inputs,
-    kernel: Kernel = Kernel(),  # noqa: B008 - frozen
+    kernel: Kernel = PLAIN,
     hooks: Mapping[str, Hook] | None = None,
     plans: Mapping[str, PlanHook] | None = None,
 ) -> Outputs:
@@ -256,13 +259,8 @@ def forward(seen: Seen, plan: Plan) -> tuple[Tensor, Tensor]:
     scores = seen("scores", scores)
     hidden = ~seen("mask", inputs.visible(seen.rows, seen.keys))
     scores = scores.masked_fill(hidden, -math.inf)
-    parts = []
-    for chosen in _splits(plan, kernel):
-        parts.append(_online_softmax(seen, scores, v, j, chosen))
-    if kernel.splits == 1:
-        (out, lse) = parts[0]
-    else:
-        out, lse = _merge(seen, parts)
+    parts = [_online_softmax(seen, scores, v, j, chosen) for chosen in _splits(plan, kernel)]
+    out, lse = parts[0] if kernel.splits == 1 else _merge(seen, parts)
     out = seen("out", out.flatten(2, 3)[:, :, :t_q])
     lse = seen("lse", lse.flatten(2, 3)[:, :, :t_q].contiguous())
     return seen("o", out.to(inputs.q.dtype)), lse
@@ -323,7 +321,7 @@ def _merge(seen: Seen, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tens
 def backward(seen: Seen, plan: Plan, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [B, Hq, Tq, D], dK and dV [B, Hk, Tk, D], in the inputs' format."""
     inputs, kernel = seen.inputs, seen.kernel
-    b, heads, t_q, d = inputs.q.shape
+    b, heads, t_q, _ = inputs.q.shape
     t_k, dtype = inputs.k.shape[2], inputs.q.dtype
     scale = float(seen("bwd_scale", torch.tensor(inputs.scale, dtype=torch.float64)))
     q = seen("bwd_q", inputs.q.float())
@@ -334,7 +332,7 @@ def backward(seen: Seen, plan: Plan, o: Tensor, lse: Tensor) -> tuple[Tensor, Te
     delta = (do * seen("bwd_o", o.float())).sum(-1)
     lse = seen("bwd_lse", lse)
     # Rows past the end: exp(S - inf) = 0, as FlashAttention-2 has it.
-    lse = pad(lse, (0, -t_q % kernel.tile_q), value=math.inf).unflatten(2, (-1, kernel.tile_q))
+    lse = in_blocks(pad(lse, (0, -t_q % kernel.tile_q), value=math.inf), 2, kernel.tile_q)
     q, do = _tiles(q, kernel.tile_q)[:, :, i], _tiles(do, kernel.tile_q)[:, :, i]
     k, v = _tiles(k, kernel.tile_k)[:, :, j], _tiles(v, kernel.tile_k)[:, :, j]
 
@@ -348,7 +346,7 @@ def backward(seen: Seen, plan: Plan, o: Tensor, lse: Tensor) -> tuple[Tensor, Te
         rows = (probs * dp).sum(-1)
         delta = rows.new_zeros(b, heads, len(plan), kernel.tile_q).index_add_(2, i, rows).flatten(2)[:, :, :t_q]
     delta = seen("delta", delta)
-    delta = pad(delta, (0, -t_q % kernel.tile_q)).unflatten(2, (-1, kernel.tile_q))[:, :, i]
+    delta = in_blocks(pad(delta, (0, -t_q % kernel.tile_q)), 2, kernel.tile_q)[:, :, i]
     ds = (probs if kernel.ds_probs == "uncast" else cast) * (dp - delta[..., None])
     if inputs.softcap is not None:
         ds = ds * seen("cap_slope", 1 - (scores / inputs.softcap).square())
@@ -357,7 +355,7 @@ def backward(seen: Seen, plan: Plan, o: Tensor, lse: Tensor) -> tuple[Tensor, Te
     by_query = [[p for p, row in enumerate(i.tolist()) if row == tile] for tile in range(len(plan))]
     by_key = [[p for p, key in enumerate(j.tolist()) if key == tile] for tile in range(-(-t_k // kernel.tile_k))]
     if kernel.dq_order == "random":
-        shuffle = random.Random(inputs.seed)  # noqa: S311 - an order, no secret
+        shuffle = random.Random(inputs.seed)
         by_query = [shuffle.sample(pairs, len(pairs)) for pairs in by_query]
     dv = _accumulate(seen, "dv", _product(cast.mT, do, kernel.sums), by_key)[:, :, :t_k]
     dk = _accumulate(seen, "dk", _product(ds_cast.mT, q, kernel.sums), by_key)[:, :, :t_k]
@@ -366,7 +364,7 @@ def backward(seen: Seen, plan: Plan, o: Tensor, lse: Tensor) -> tuple[Tensor, Te
     dq = seen("dq_out", dq * scale).to(dtype)
     dk, dv = seen("dk_heads", dk * scale), seen("dv_heads", dv)
     if inputs.group > 1:
-        dk, dv = (seen.cast(x).unflatten(1, (-1, inputs.group)).sum(2) for x in (dk, dv))
+        dk, dv = (in_blocks(seen.cast(x), 1, inputs.group).sum(2) for x in (dk, dv))
     return seen("dq", dq), seen("dk", seen("dk_sum", dk).to(dtype)), seen("dv", dv.to(dtype))
 
 
@@ -409,7 +407,7 @@ def _splits(plan: Plan, kernel: Kernel) -> list[Plan]:
 
 def _tiles(x: Tensor, size: int) -> Tensor:
     """[B, H, T, D] cut into tiles [B, H, T/size, size, D]; the last one is filled with zeros."""
-    return pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
+    return in_blocks(pad(x, (0, 0, 0, -x.shape[2] % size)), 2, size)
 
 
 def _softcap(scores: Tensor, cap: float | None) -> Tensor:

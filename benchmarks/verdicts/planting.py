@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from verdicts.inputs import Inputs
-from verdicts.kernels import Hook, Kernel, Outputs, PlanHook, Seen, attend, with_settings
+from verdicts.kernels import PLAIN, Hook, Kernel, Outputs, PlanHook, Seen, attend, with_settings
 
 Region = Callable[[Inputs], tuple[int, int]]
 """First and last row, or key, of a region of a call."""
+Extent = Literal["everywhere", "heads", "tile", "rows", "keys", "features", "row", "element"]
 Numbers = Callable[[Inputs], dict[str, object]]
 
 
@@ -38,7 +39,7 @@ class Defect:
     """How the mathematics is wrong, in words; empty for coarse rounding."""
     numbers: Numbers = _nothing
     """What a report may name, for a call: rows, keys, features, heads (first and last), factor, format, …"""
-    extent: Literal["everywhere", "heads", "tile", "rows", "keys", "features", "row", "element"] = "everywhere"
+    extent: Extent = "everywhere"
     plans: Mapping[str, PlanHook] = field(default_factory=dict)
     reads: Callable[[Inputs], Inputs] | None = None
     """What both passes take the call for."""
@@ -70,12 +71,12 @@ class Defect:
     def applies(self, inputs: Inputs) -> bool:
         return self.needs <= inputs.features
 
-    def run(self, inputs: Inputs, kernel: Kernel = Kernel()) -> Outputs:  # noqa: B008 - frozen
+    def run(self, inputs: Inputs, kernel: Kernel = PLAIN) -> Outputs:
         """What the defective kernel returns."""
         read = inputs if self.reads is None else self.reads(inputs)
         return attend(read, self.schedule(kernel), self.hooks, self.plans)
 
-    def healthy(self, inputs: Inputs, kernel: Kernel = Kernel()) -> Outputs:  # noqa: B008 - frozen
+    def healthy(self, inputs: Inputs, kernel: Kernel = PLAIN) -> Outputs:
         """What the same schedule returns without the defect."""
         return attend(inputs, self.schedule(kernel))
 
@@ -172,7 +173,7 @@ def every_row(x: Inputs) -> tuple[int, int]:
 def row_maxima(s: Seen, scores: str, mask: str) -> Tensor:
     """Maxima of all rows' visible scores [B, H, Tq], from the values of the hooks so named."""
     tile = s[scores].masked_fill(~s[mask], -math.inf).amax(-1)
-    b, h, _, m = tile.shape
+    b, h = tile.shape[:2]
     count = int(s.pair_rows.max()) + 1
     index = s.pair_rows.flatten().expand(b, h, -1)
     highest = tile.new_full((b, h, max(count, s.inputs.q.shape[2])), -math.inf)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verdicts.inputs import in_blocks
+
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 
@@ -48,7 +50,7 @@ def to_bits(x: Tensor, bits: int) -> Tensor:
 
 def to_int8(x: Tensor) -> Tensor:
     """To 255 levels between minus and plus the largest size of 128 rows by all features."""
-    blocks = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % 128)).unflatten(-2, (-1, 128))
+    blocks = in_blocks(torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % 128)), x.ndim - 2, 128)
     unit = blocks.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30) / 127
     return ((blocks / unit).round() * unit).flatten(-3, -2)[..., : x.shape[-2], :]
 
