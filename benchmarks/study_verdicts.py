@@ -15,10 +15,12 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from verdicts.defects import DEFECTS, home
@@ -162,26 +164,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.healthy is None:
-        work = of_defect
-        places = [
-            (d, f, t, s)
-            for d in options.defects
-            for f in options.families
-            for t in options.dtypes
-            for s in range(options.seeds)
-        ]
-    else:
-        work = of_healthy
-        places = [
-            (k, f, c, t, s)
-            for k in HEALTHY
-            for f in options.families
-            for c in options.healthy
-            for t in options.dtypes
-            for s in range(options.seeds)
-        ]
-    start, found = time.perf_counter(), []
+    work: Callable[[tuple[Any, ...]], list[Judged]] = of_defect if options.healthy is None else of_healthy
+    seeds = range(options.seeds)
+    names: tuple[Iterable[Any], ...] = (options.defects, options.families, options.dtypes, seeds)
+    if options.healthy is not None:
+        names = (HEALTHY, options.families, options.healthy, options.dtypes, seeds)
+    places = list(product(*names))
+    start = time.perf_counter()
+    found: list[Judged] = []
     with ProcessPoolExecutor(options.processes) as pool:
         for done, part in enumerate(pool.map(work, places), 1):
             found += part
@@ -194,9 +184,8 @@ def main() -> None:
     for j in found:
         wrongly = (j.broken and j.said in _ACQUITTED) if options.healthy is None else j.said in _ACCUSED
         if wrongly:
-            print(
-                f"{j.planted} | {j.culprit} | {j.inputs} {j.dtype} H{j.head} | {j.quantity} {j.factor:.3g} row {j.row_factor:.3g} | {j.labels} {j.reason[:150]}"
-            )
+            did = f"{j.quantity} {j.factor:.3g}, a row {j.row_factor:.3g}"
+            print(f"{j.planted} | {j.culprit} | {j.inputs} {j.dtype} H{j.head} | {did} | {j.labels} {j.reason[:150]}")
 
 
 if __name__ == "__main__":

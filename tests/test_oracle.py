@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import visible_pairs
 from mpmath import mp, mpf
 from torch import Tensor
 
@@ -52,27 +53,12 @@ def make_head(
     return AttentionHead(q * factor, k, v, do, scale, options.pop("masking", Masking("top-left")), **options)
 
 
-def visible(head: AttentionHead, t: int) -> list[int]:
-    """Spelled out, key by key."""
-    m = head.masking
-    position = int(m.positions[t]) if m.positions is not None else t
-    left, right = m.window or (-1, -1)
-    keys = []
-    for j in range(len(head.k)):
-        seen = m.causal == "none" or j <= position
-        seen &= (left < 0 or j >= position - left) and (right < 0 or m.causal != "none" or j <= position + right)
-        if m.mask is not None:
-            seen &= bool(m.mask[t, j]) if m.mask.dtype == torch.bool else float(m.mask[t, j]) > -math.inf
-        if seen:
-            keys.append(j)
-    return keys
-
-
 def plain(head: AttentionHead, t: int, mutant: str = "") -> dict[str, Any]:
     """Attention of one row as the formulas have it, in mpmath with 400 digits of slack."""
     with mp.workprec(1500):
         q, k, v, do = ([[mpf(x) for x in row] for row in m.tolist()] for m in (head.q, head.k, head.v, head.do))  # type: ignore[union-attr]
-        keys, alpha, cap = visible(head, t), mpf(head.scale), head.softcap
+        keys = visible_pairs(head.masking, T, len(head.k))[t].nonzero()[:, 0].tolist()
+        alpha, cap = mpf(head.scale), head.softcap
         mask = head.masking.mask
         additive = mask is not None and mask.dtype != torch.bool
         s, slope = [], []
@@ -103,18 +89,14 @@ def plain(head: AttentionHead, t: int, mutant: str = "") -> dict[str, Any]:
         }  # fmt: skip
 
 
-def nearest(x: Any) -> float:
-    """Float64 nearest to an mpf: mpmath rounds it once."""
-    return float(x)
-
-
 def compare(head: AttentionHead, mutant: str = "") -> None:
     oracle = HeadOracle(head)
     for t in range(0, T, 3):
         row, expected = oracle.row(t), plain(head, t, mutant)
         for name, want in expected.items():
             got = getattr(row, name)()
-            values = [nearest(x) for x in want] if isinstance(want, list) else nearest(want)
+            # mpmath rounds to the nearest float64, once.
+            values = [float(x) for x in want] if isinstance(want, list) else float(want)
             if name in ("dq", "dscores") and isinstance(values, list):
                 # Exact zeros (one key) come out of 1500 bits as 1e-450.
                 values = [0.0 if abs(x) < 1e-300 else x for x in values]
@@ -296,18 +278,6 @@ def adversarial(fmt: FloatFormat) -> Tensor:
     everything = torch.cat([random, ties, ties.nextafter(ties + 1), ties.nextafter(ties - 1), ends])
     everything = everything[everything.isfinite()]  # infinity is no integer times a power of two
     return torch.cat([everything, -everything])
-
-
-def half_up(mantissa: int, exponent: int, fmt: FloatFormat) -> float:
-    tiny = 2.0 ** (fmt.min_exponent - fmt.precision - 60)
-    return round_dyadic(*_dyadic(math.ldexp(mantissa, exponent) + math.copysign(tiny, mantissa)), fmt)
-
-
-def toward_zero(mantissa: int, exponent: int, fmt: FloatFormat) -> float:
-    nearest_even = round_dyadic(mantissa, exponent, fmt)
-    if abs(Fraction(nearest_even)) <= abs(Fraction(mantissa) * Fraction(2) ** exponent):
-        return nearest_even
-    return round_dyadic(*_dyadic(nearest_even * (1 - 2.0 ** -(fmt.precision + 2))), fmt)
 
 
 def _dyadic(value: float) -> tuple[int, int]:
