@@ -541,7 +541,7 @@ class TestGradientAccumulator:
 
         monkeypatch.setattr(KeyGradients, "end_query_block", counted)
         whole = emulate_head(recipe, head)
-        monkeypatch.setattr(emulation, "_CPU_ELEMENTS", ((1, 1),))
+        monkeypatch.setattr(emulation, "_CPU_ELEMENTS", 1)
         parts = emulate_head(recipe, head)
         assert len(ends) == 2
         assert all(same(getattr(whole, n), getattr(parts, n)) for n in OUTPUTS)
