@@ -21,6 +21,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.analyses.comparison.diff import compare
+from attn_diag.results import wording
 from attn_diag.results.comparison import Comparison, HeadComparison
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
 from attn_diag.statistics import sizes
@@ -283,14 +284,14 @@ def test_shortened_numbers_are_no_change(digits: int) -> None:
 
 
 def test_sameness() -> None:
-    assert sizes.same(0.123456789, 0.1235)
-    assert sizes.same(1.00049, 1.0)
-    assert not sizes.same(0.123456789, 0.1236)
-    assert not sizes.same(0.123456789012, 0.123457789012)
-    assert not sizes.same(1e-300, 0.0)
-    assert not sizes.same(math.inf, 1.0)
-    assert sizes.same(math.nan, math.nan)
-    assert not sizes.same(None, 0.0)
+    assert wording.same(0.123456789, 0.1235)
+    assert wording.same(1.00049, 1.0)
+    assert not wording.same(0.123456789, 0.1236)
+    assert not wording.same(0.123456789012, 0.123457789012)
+    assert not wording.same(1e-300, 0.0)
+    assert not wording.same(math.inf, 1.0)
+    assert wording.same(math.nan, math.nan)
+    assert not wording.same(None, 0.0)
 
 
 def test_a_label_alone_is_no_cure() -> None:

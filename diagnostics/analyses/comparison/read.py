@@ -24,7 +24,10 @@ def read_diagnosis(path: str | PathLike[str]) -> Diagnosis:
     file = Path(path)
     text = _text(file)
     if text.lstrip()[:1] == "<":
-        text = _embedded(file, text)
+        try:
+            text = embedded_diagnosis(text)
+        except InputError as error:
+            raise InputError(f"{file}: an HTML page, but {error}") from None
     try:
         return Diagnosis.from_json(text)
     except InputError as error:
@@ -51,11 +54,3 @@ def _text(file: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InputError(f"{file}: is neither JSON nor HTML (its bytes are no text); {_MAKE}") from None
-
-
-def _embedded(file: Path, text: str) -> str:
-    """The JSON in an HTML report."""
-    try:
-        return embedded_diagnosis(text)
-    except InputError as error:
-        raise InputError(f"{file}: an HTML page, but {error}") from None

@@ -102,7 +102,7 @@ def changes(recipe: Recipe, keys: int, *, backward: bool = False) -> Iterator[tu
     for change in _backward(recipe.input) if backward else _forward(recipe, keys):
         changed = change.apply(recipe)
         if replace(changed, name=recipe.name, summary=recipe.summary) != recipe:
-            yield change.suspicion, changed
+            yield change.seen_as or change.words, changed
 
 
 def _forward(recipe: Recipe, keys: int) -> list[RecipeChange]:
