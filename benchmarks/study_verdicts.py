@@ -87,14 +87,14 @@ class Judged:
         return next((label for label in order if label in self.labels), "no verdict")
 
 
-def inspected(inputs: Inputs, outputs: Outputs) -> Diagnosis:
-    """What the tool says of a call."""
-    tensors = outputs.tensors()
+def inspected(inputs: Inputs, outputs: Outputs, *, device: str = "cpu", without: Sequence[str] = ()) -> Diagnosis:
+    """What the tool says of a call; ``without`` some of its outputs."""
+    tensors = {name: tensor for name, tensor in outputs.tensors().items() if name not in without}
     mask = None if inputs.key_mask is None else inputs.key_mask[:, None, None, :]
     causal = inputs.causal if inputs.causal != "none" else False
     return attn_diag.inspect(
         inputs.q, inputs.k, inputs.v, do=inputs.do, causal=causal, scale=inputs.scale, window=inputs.window,
-        softcap=inputs.softcap, mask=mask, device="cpu", **tensors,
+        softcap=inputs.softcap, mask=mask, device=device, **tensors,
     )  # fmt: skip
 
 

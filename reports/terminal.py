@@ -216,8 +216,8 @@ def _tests(head: HeadDiagnosis, options: ConsoleOptions) -> Iterator[RenderableT
 
 def _provenance(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield from layout.title("Where the numbers come from")
-    failed = [c for c in diagnosis.captures if c.assumptions.refused]
-    ordered = [*failed, *(c for c in diagnosis.captures if not c.assumptions.refused)]
+    failed = [c for c in diagnosis.captures if c.unjudged]
+    ordered = [*failed, *(c for c in diagnosis.captures if not c.unjudged)]
     for capture in ordered[:_MAX_CAPTURES]:
         yield from _capture(capture)
     if rest := ordered[_MAX_CAPTURES:]:
@@ -235,7 +235,7 @@ def _capture(capture: CaptureDiagnosis) -> Iterator[RenderableType]:
         yield layout.bullet(" ", f"notes: {notes}")
     if capture.assumptions.defaults:
         yield layout.bullet(" ", Text(f"assumed: {printable(', '.join(capture.assumptions.defaults))}", "yellow"))
-    style = "bold red" if capture.assumptions.refused else ""
+    style = "bold red" if capture.unjudged else ""
     yield layout.bullet(" ", Text(f"assumptions: {printable(capture.assumptions.message)}", style))
     for observation in capture.observations:
         yield layout.bullet(" ", words.observation_line(observation))
