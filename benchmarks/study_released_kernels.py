@@ -38,6 +38,8 @@ def _sdpa(backend: SDPBackend, x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Te
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
+    # Beyond it torch falls back, silently, to an unfused kernel in the inputs' format.
+    torch._dynamo.config.recompile_limit = 256
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -77,7 +79,7 @@ class Row:
     quantity: str
     answer: str
     factor: float | None
-    ci99: tuple[float, float] | None
+    ci95: tuple[float, float] | None
     site: str | None
     words: str
 
@@ -103,7 +105,7 @@ def rows(name: str, x: Inputs) -> Iterator[Row]:
             continue
         labels = ("no verdict",) if head.verdict is None else head.verdict.labels
         for q in head.quantities:
-            yield Row(name, x.name, head.head, labels, q.quantity, q.answer, q.factor, q.factor_ci99, q.site, q.words)
+            yield Row(name, x.name, head.head, labels, q.quantity, q.answer, q.factor, q.factor_ci95, q.site, q.words)
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def of_defect(place: tuple[str, str, str, int]) -> list[Judged]:
     name, family, dtype, seed = place
     torch.set_num_threads(1)
     defect = DEFECTS[name]
-    inputs = draw(family, home(defect, family), dtype=_DTYPES[dtype], seed=seed)
+    inputs = draw(family, home(defect), dtype=_DTYPES[dtype], seed=seed)
     planted, healthy = defect.run(inputs), defect.healthy(inputs)
     return list(judge(name, defect.culprit, inputs, planted, healthy))
 

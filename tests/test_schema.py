@@ -54,7 +54,11 @@ def test_every_kind_of_document_has_its_schema_shipped(kind: str) -> None:
 
 def test_every_kind_of_document_is_known_and_none_else_is_shipped() -> None:
     folder = Path(str(resources.files("attn_diag.reports") / "schema"))
-    assert {path.name.removesuffix(".schema.json") for path in folder.glob("*.json")} == {*KINDS, "diagnosis-1", "diagnosis-2"}
+    assert {path.name.removesuffix(".schema.json") for path in folder.glob("*.json")} == {
+        *KINDS,
+        "diagnosis-1",
+        "diagnosis-2",
+    }
     assert len(KINDS) == 17
     assert attn_diag.json_schema() == shipped(3)
 

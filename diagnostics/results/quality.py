@@ -39,10 +39,14 @@ class QuantityVerdict:
     """Why, in words with numbers."""
     factor: Number | None = None
     """Its root-mean-square error over the larger of the counterfactual's and the noise floor's; null: not compared."""
-    factor_ci99: tuple[Number, Number] | None = None
-    """The factor's 99 % interval, a jackknife over rows."""
+    factor_ci95: tuple[Number, Number] | None = None
+    """The factor's 95 % interval, a jackknife over rows."""
     groups: Number | None = None
     """Effective number of rows (of O: of argmax keys) that carry the error; below 8 nothing is called lossy."""
+    typical_factor: Number | None = None
+    """The factor with every row's errors in units of its own expected noise, so that no row outweighs the others."""
+    typical_factor_ci95: tuple[Number, Number] | None = None
+    """The interval of ``typical_factor``."""
     relative_error: Number | None = None
     """||error|| / ||reference||."""
     relative_error_well_rounded: Number | None = None

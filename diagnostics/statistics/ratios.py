@@ -18,12 +18,12 @@ Array = npt.NDArray[np.float64]
 
 # With fewer effective groups the interval itself is too uncertain to accuse anyone.
 MIN_GROUPS = 8
-_LEVEL = 0.01
+_LEVEL = 0.05
 
 
 @dataclass(frozen=True)
 class RatioEstimate:
-    """sqrt(sum observed / sum yardstick) and its 99 % interval."""
+    """sqrt(sum observed / sum yardstick) and its 95 % interval."""
 
     factor: float
     """The ratio of the root mean squares."""
