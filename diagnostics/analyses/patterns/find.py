@@ -1,0 +1,166 @@
+"""From an evidence to patterns: the places first, then how each of them came about, if anything fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.patterns.backward import of_gradient
+from attn_diag.analyses.patterns.evidence import Evidence, Fit, Guess
+from attn_diag.analyses.patterns.forward import of_out
+from attn_diag.analyses.patterns.lines import Group
+from attn_diag.analyses.patterns.numbers import factors, named
+from attn_diag.analyses.patterns.places import find_elements, find_place, in_sentence, row_ranges
+from attn_diag.analyses.patterns.rowwise import of_delta, of_lse
+from attn_diag.results.quality import Pattern
+
+# Guesses are compared on so many rows, spread over those in question.
+_SAMPLE = 64
+# A guess is named only if the next one leaves so many times its squared error.
+_BEATS = 2.0
+# Two that leave as little as each other.
+_SAME = 1.1
+_MOST_SCORES = 2**27
+_OPEN = ("factors", "unrelated", "off")
+
+
+def find_patterns(evidence: Evidence) -> list[Pattern]:
+    """Where and how a quantity is wrong; the first says all of it, the others a part each.
+
+    Args:
+        evidence: The quantity. Where no row stands out, as of a lossy kernel, only what explains all rows is named.
+
+    Returns:
+        None where all that can be said is that it is off.
+    """
+    lossy = not bool((evidence.outlying & evidence.usable).any()) and not bool(evidence.features.any())
+    if not lossy and (words := find_elements(evidence)) is not None:
+        return [Pattern("elements", words, 1.0)]
+    place = find_place(evidence)
+    groups, fits = [], []
+    for group in place.groups:
+        named_, fit = (group, None) if place.features is not None else _how(evidence, group)
+        groups.append(named_)
+        fits.append(fit)
+    if lossy and (len(groups) > 1 or groups[0].kind in _OPEN):
+        return []
+    groups = [_named_factor(evidence, group) for group in groups]
+    order = sorted(range(len(groups)), key=lambda i: -_weight(evidence, groups[i], place.features))
+    parts = [_pattern(evidence, groups[i], fits[i], place.rows, place.features) for i in order]
+    sentence = in_sentence(evidence, place, groups)
+    if evidence.is_gradient:
+        sentence = sentence.replace("unrelated to the true ones", "unrelated to the gradient")
+    rest = _rest(evidence, place.rows, place.features)
+    whole = replace(parts[0], words=sentence, remaining=rest if parts[0].remaining is None else parts[0].remaining)
+    if len(parts) == 1:
+        return [whole]
+    return [replace(whole, kind=parts[0].kind), *parts]
+
+
+def _guesses(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    by_name = {"o": of_out, "lse": of_lse, "delta": of_delta}
+    yield from by_name.get(evidence.quantity, of_gradient)(evidence, rows)
+
+
+def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
+    """The group with the way in which its rows came about, if one fits and no other does; and how well it fits."""
+    head = evidence.heads[0]
+    if group.kind not in _OPEN or len(head.q) * len(head.k) > _MOST_SCORES:
+        return group, None
+    rows = group.lines[torch.linspace(0, len(group.lines) - 1, min(_SAMPLE, len(group.lines))).long().unique()]
+    if group.kind == "unrelated" and len(group.lines) < len(rows):
+        return group, None
+    found = []
+    for guess in _guesses(evidence, rows):
+        if not bool(guess.prediction.isfinite().all()):
+            continue
+        fit = evidence.fit(rows, guess.prediction)
+        if fit.before > 0 and fit.left < 0.9 * fit.before:
+            found.append((guess, fit))
+    chosen = _choose(found)
+    if chosen is None:
+        return group, None
+    guess, fit = chosen
+    return Group(group.lines, guess.kind, guess.words), fit
+
+
+def _choose(found: Sequence[tuple[Guess, Fit]]) -> tuple[Guess, Fit] | None:
+    """The guess that fits and beats all others clearly."""
+    if not found:
+        return None
+    least = max(min(fit.left for _, fit in found), 1e-300)
+    level = max(_SAME * least, 0.25 * min(fit.noise for _, fit in found))
+    near = [(guess, fit) for guess, fit in found if fit.left <= level]
+    guess, fit = min(near, key=lambda item: item[0].freedom)
+    if not fit.holds:
+        return None
+    for other, theirs in found:
+        if other.kind == guess.kind or other.freedom > guess.freedom:
+            continue
+        if theirs.left < _BEATS * fit.left and not _alike(guess, other, fit):
+            return None
+    return guess, fit
+
+
+def _alike(one: Guess, other: Guess, fit: Fit) -> bool:
+    """Whether two guesses say the same of these rows."""
+    return float((one.prediction - other.prediction).square().sum()) <= 0.05 * fit.noise
+
+
+def _named_factor(evidence: Evidence, group: Group) -> Group:
+    """A constant factor by its name, if it is a known one."""
+    if group.factor is None:
+        return group
+    name = named(group.factor, factors(evidence.heads[0].scale), 2e-3)
+    if name is None:
+        return group
+    kind = "sign" if group.factor < 0 else "factor"
+    return replace(group, kind=kind, predicate=f"{group.predicate} ({name})")
+
+
+def _weight(evidence: Evidence, group: Group, features: Tensor | None) -> float:
+    error = evidence.error.nan_to_num(0.0, 0.0, 0.0).square()
+    return float(error[group.lines].sum() if features is None else error[:, group.lines].sum())
+
+
+def _pattern(evidence: Evidence, group: Group, fit: Fit | None, rows: Tensor, features: Tensor | None) -> Pattern:
+    error = evidence.error.nan_to_num(0.0, 0.0, 0.0).square()
+    total = float(error[evidence.usable].sum())
+    inside = float(error[rows][:, group.lines].sum() if features is not None else error[group.lines].sum())
+    share = inside / total if total else None
+    if fit is not None and share is not None:
+        share *= fit.explained
+    where = features is None
+    return Pattern(
+        group.kind,
+        in_sentence_of(group, evidence, where=where),
+        share,
+        None if fit is None else fit.remaining,
+        row_ranges(group.lines if where else rows),
+        () if where else row_ranges(group.lines),
+    )
+
+
+def in_sentence_of(group: Group, evidence: Evidence, *, where: bool) -> str:
+    """One group in words."""
+    from attn_diag.analyses.patterns.numbers import in_words
+
+    unit = evidence.unit if where else "features"
+    return f"{in_words(group.lines.tolist(), evidence.truth.shape[0 if where else 1], unit)} {group.predicate}"
+
+
+def _rest(evidence: Evidence, rows: Tensor, features: Tensor | None) -> float | None:
+    """The factor over a well-rounded kernel's expected error of all that is not in the place; None for nothing."""
+    kept = evidence.usable.clone()
+    if features is None:
+        kept[rows] = False
+        if not bool(kept.any()):
+            return None
+        return (float(evidence.error[kept].square().sum()) / max(float(evidence.noise[kept].sum()), 1e-300)) ** 0.5
+    columns = torch.ones_like(evidence.features)
+    columns[features] = False
+    noise = float(evidence.variance[kept][:, columns].sum())
+    return (float(evidence.error[kept][:, columns].square().sum()) / max(noise, 1e-300)) ** 0.5
