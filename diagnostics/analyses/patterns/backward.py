@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.patterns.evidence import LEAVES, Evidence, Guess
-from attn_diag.analyses.patterns.lines import Lines
+from attn_diag.analyses.patterns.evidence import Evidence, Guess, row_limit
+from attn_diag.analyses.patterns.lines import FACTOR_FROM
 from attn_diag.analyses.patterns.lost_parts import lost_parts
 from attn_diag.analyses.patterns.numbers import scales
 from attn_diag.analyses.patterns.readings import other_heads, other_masks, other_softcap
@@ -34,6 +34,7 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     slabs = [slab_of(h, r, evidence.quantity, rows) for h, r in zip(evidence.heads, evidence.references, strict=True)]
     yield from _other_delta(evidence, slabs, rows)
     yield from _other_formula(evidence, slabs, rows)
+    yield from _of_captured(evidence, rows)
     yield from _other_tensor(evidence, rows)
     yield from _parts_of_heads(evidence, slabs, rows)
     yield from lost_parts(evidence, slabs, rows)
@@ -110,6 +111,21 @@ def _other_tensor(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
             yield Guess("tensor", f"hold {name} with the wrong sign", -tensor[rows])
 
 
+def _of_captured(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    """A right backward, fed with the O and LSE that the kernel returned."""
+    if len(evidence.captured) < len(evidence.heads) or not all("o" in c for c in evidence.captured):
+        return
+    parts = []
+    for head, reference, captured in zip(evidence.heads, evidence.references, evidence.captured, strict=True):
+        assert head.do is not None
+        lse, delta = captured.get("lse", reference.lse), (head.do * captured["o"]).sum(1)
+        slab = open_slab(head, evidence.quantity, rows, lse, delta)
+        parts.append(slab.total(slab.weights()))
+    names = "O and LSE" if "lse" in evidence.captured[0] else "O"
+    words = f"follow from the {names} that the kernel returned: its backward is right, its forward is not"
+    yield Guess("forward", words, torch.stack(parts).sum(0))
+
+
 def _parts_of_heads(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterator[Guess]:
     """Of the query heads that share a key head, some alone, or some left out or counted twice."""
     if len(slabs) < 2:
@@ -174,28 +190,40 @@ def _throughout(head: AttentionHead, quantity: Quantity, rows: Tensor) -> Tensor
 
 def _own_delta(evidence: Evidence, slab: Slab, rows: Tensor) -> Iterator[Guess]:
     """dQ with a delta of its own in every row, projected from the error: alpha (P o (dP - d)) K for any d."""
-    reference = evidence.references[0]
-    assert reference.delta is not None
     assert slab.delta is not None
     along = slab.total(slab.weights(0.0)) - slab.total(slab.weights(1.0))  # alpha P K
     size = along.square().sum(1).clamp(min=1e-300)
     error = evidence.error[rows]
     found = slab.delta[:, 0] - (error * along).sum(1) / size
-    prediction = evidence.truth[rows] - (found - slab.delta[:, 0])[:, None] * along
     # Where all rows of P K point one way and dQ too, any error is of this kind.
     other = along.roll(len(along) // 3 + 1, 0)
     share = (error * other).sum(1, keepdim=True) / other.square().sum(1, keepdim=True).clamp(min=1e-300)
-    vacuous = (error - share * other).square().sum(1) <= LEAVES**2 * evidence.noise[rows]
+    vacuous = (error - share * other).square().sum(1) <= row_limit(evidence.truth.shape[1]) * evidence.noise[rows]
     if len(rows) < 2 or float(vacuous.double().mean()) > 0.2 or evidence.truth.shape[1] < 4:
         return
-    noise = evidence.noise[rows] / size
-    everyone = reference.delta.nan_to_num(0.0)
-    observed, width = everyone.clone(), noise.new_zeros(len(everyone))
-    observed[rows], width[rows] = found, noise
-    width[width == 0] = noise.median()
-    groups = Lines(observed[:, None], everyone[:, None], width, rows, "rows").groups()
-    words = "have a delta that is off"
-    if len(groups) == 1 and groups[0].kind in ("factor", "copy"):
-        said = groups[0].predicate.replace("the true ones", "the true delta").replace("hold what belongs", "belongs")
-        words = f"have a delta that {said.replace('are ', 'is ', 1)}"
-    yield Guess("delta", words, prediction, len(rows))
+    own = found - slab.delta[:, 0]
+    for guess in _known_deltas(evidence, found, size, rows):
+        words, delta = guess
+        changed = evidence.truth[rows] - (delta - slab.delta[:, 0])[:, None] * along
+        yield Guess("delta", words, changed, 1)
+    yield Guess("delta", "have a delta that is off", evidence.truth[rows] - own[:, None] * along, len(rows))
+
+
+def _known_deltas(evidence: Evidence, found: Tensor, weight: Tensor, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The multiple of the true delta, and the other row's delta, that is nearest to those found."""
+    true = evidence.references[0].delta
+    assert true is not None
+    factor = float((weight * found * true[rows]).sum() / (weight * true[rows].square()).sum().clamp(min=1e-300))
+    if abs(factor - 1) >= FACTOR_FROM:
+        yield f"have delta multiplied by {number(factor)}", factor * true[rows]
+    count = len(true)
+    shifts = torch.arange(1 - count, count, device=rows.device)
+    index = rows[:, None] + shifts
+    inside = (index >= 0) & (index < count)
+    distance = (found[:, None] - true[index.clamp(0, count - 1)]).square()
+    own = (found - true[rows]).square()[:, None]
+    left = (torch.where(inside, distance, own) * weight[:, None]).sum(0)
+    shift = int(shifts[int(left.argmin())])
+    if shift:
+        way = "further on" if shift > 0 else "before"
+        yield f"have the delta of {abs(shift)} rows {way}", true[(rows + shift).clamp(0, count - 1)]

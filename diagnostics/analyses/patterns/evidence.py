@@ -17,6 +17,13 @@ from attn_diag.results.wording import SYMBOLS
 LEAVES = 2.0
 # Or it explains so much of the squared error.
 EXPLAINS = 0.99
+# A row whose square is so many times its noise's is clear.
+CLEAR = 25.0
+
+
+def row_limit(features: int) -> float:
+    """How many times its expected squared error one row may have by chance, that of a kernel twice as noisy included."""
+    return (LEAVES * (1 + 2 / features**0.5)) ** 2
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class Evidence:
     """What the heads are called."""
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Other tensors of this head that may have been returned instead, true ones, by name."""
+    captured: Sequence[Mapping[str, Tensor]] = ()
+    """Of each of the heads, o and lse as the kernel returned them."""
     others: Sequence[tuple[str, Callable[[], AttentionHead]]] = ()
     """Other heads of the capture by name, read when they are needed."""
 
@@ -74,6 +83,17 @@ class Evidence:
         return torch.maximum(self.variance, ulp(self.truth, self.fmt).square() / 12).sum(1)
 
     @cached_property
+    def clear(self) -> Tensor:
+        """bool [n], rows that are larger than their noise, so that what they hold can be told."""
+        return self.usable & (self.truth.square().sum(1) > CLEAR * self.noise)
+
+    @cached_property
+    def relative_noise(self) -> float:
+        """The noise of a typical row over the square of the row."""
+        kept = self.clear
+        return float((self.noise[kept] / self.truth[kept].square().sum(1)).median()) if bool(kept.any()) else 0.0
+
+    @cached_property
     def error(self) -> Tensor:
         """[n, D], observed - true."""
         return self.observed - self.truth
@@ -91,8 +111,9 @@ class Evidence:
         before = self.error[index][:, part].square()
         true = self.truth[index]
         # A larger quantity is rounded as much more coarsely.
-        grown = (prediction.square().sum(1) / true.square().sum(1).clamp(min=1e-300)).clamp(min=1.0)[:, None]
-        noise = torch.maximum(self.variance[index] * grown, ulp(prediction, self.fmt).square() / 12)
+        grown = (prediction.square().sum(1) - true.square().sum(1)).clamp(min=0.0) * self.relative_noise
+        noise = self.variance[index] + (grown / true.shape[1])[:, None]
+        noise = torch.maximum(noise, ulp(prediction, self.fmt).square() / 12)
         noise = torch.maximum(noise, ulp(true, self.fmt).square() / 12)[:, part]
         total = float(noise.sum().clamp(min=1e-300))
         return Fit(float(before.sum()), float(left.sum()), total, left.sum(1) / noise.sum(1).clamp(min=1e-300))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.backward import of_gradient
-from attn_diag.analyses.patterns.evidence import Evidence, Fit, Guess
+from attn_diag.analyses.patterns.evidence import Evidence, Fit, Guess, row_limit
 from attn_diag.analyses.patterns.forward import of_out
 from attn_diag.analyses.patterns.lines import Group
 from attn_diag.analyses.patterns.numbers import factors, named
@@ -23,6 +23,8 @@ _SAMPLE = 64
 _BEATS = 2.0
 # Two that leave as little as each other.
 _SAME = 1.1
+# More numbers than these were fitted row by row.
+_FEW_NUMBERS = 4
 _MOST_SCORES = 2**27
 _OPEN = ("factors", "unrelated", "off")
 
@@ -40,11 +42,9 @@ def find_patterns(evidence: Evidence) -> list[Pattern]:
     if not lossy and (words := find_elements(evidence)) is not None:
         return [Pattern("elements", words, 1.0)]
     place = find_place(evidence)
-    groups, fits = [], []
-    for group in place.groups:
-        named_, fit = (group, None) if place.features is not None else _how(evidence, group)
-        groups.append(named_)
-        fits.append(fit)
+    found = [(g, None) if place.features is not None else _how(evidence, g) for g in place.groups]
+    found = _absorbed(evidence, found)
+    groups, fits = [g for g, _ in found], [f for _, f in found]
     if lossy and (len(groups) > 1 or groups[0].kind in _OPEN):
         return []
     groups = [_named_factor(evidence, group) for group in groups]
@@ -87,22 +87,44 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
     return Group(group.lines, guess.kind, guess.words), fit
 
 
+def _absorbed(
+    evidence: Evidence, found: Sequence[tuple[Group, Fit | None]]
+) -> list[tuple[Group, Fit | None]]:
+    """The groups without those that the way found for a larger one explains too (a zero that must be there)."""
+    kept = list(found)
+    for group, fit in found:
+        if fit is None:
+            continue
+        for other, theirs in found:
+            if theirs is not None or other is group or not 0 < len(other.lines) <= min(_SAMPLE, len(group.lines) / 4):
+                continue
+            for guess in _guesses(evidence, other.lines):
+                if (guess.kind, guess.words) == (group.kind, group.predicate):
+                    same = evidence.fit(other.lines, guess.prediction)
+                    if bool((same.by_row <= row_limit(evidence.truth.shape[1])).all()):
+                        lines = torch.cat([group.lines, other.lines]).sort().values
+                        group = replace(group, lines=lines)
+                        kept = [(g, f) for g, f in kept if g is not other and f is not fit] + [(group, fit)]
+                    break
+    return kept
+
+
 def _choose(found: Sequence[tuple[Guess, Fit]]) -> tuple[Guess, Fit] | None:
     """The guess that fits and beats all others clearly."""
-    if not found:
-        return None
-    least = max(min(fit.left for _, fit in found), 1e-300)
-    level = max(_SAME * least, 0.25 * min(fit.noise for _, fit in found))
-    near = [(guess, fit) for guess, fit in found if fit.left <= level]
-    guess, fit = min(near, key=lambda item: item[0].freedom)
-    if not fit.holds:
-        return None
-    for other, theirs in found:
-        if other.kind == guess.kind or other.freedom > guess.freedom:
+    # A number of its own in each row fits noise too: it is looked at last.
+    for most in (_FEW_NUMBERS, 10**9):
+        known = [(guess, fit) for guess, fit in found if guess.freedom <= most]
+        if not known:
             continue
-        if theirs.left < _BEATS * fit.left and not _alike(guess, other, fit):
-            return None
-    return guess, fit
+        least = min(fit.left for _, fit in known)
+        guess, fit = min((f for f in known if f[1].left <= _SAME * least), key=lambda item: item[0].freedom)
+        if not fit.holds:
+            continue
+        rivals = [(g, f) for g, f in known if g.kind != guess.kind and f.left < _BEATS * fit.left]
+        if all(_alike(guess, other, fit) for other, _ in rivals):
+            return guess, fit
+        return None
+    return None
 
 
 def _alike(one: Guess, other: Guess, fit: Fit) -> bool:
@@ -114,11 +136,12 @@ def _named_factor(evidence: Evidence, group: Group) -> Group:
     """A constant factor by its name, if it is a known one."""
     if group.factor is None:
         return group
+    if "sign" in group.predicate:
+        return replace(group, kind="sign")
     name = named(group.factor, factors(evidence.heads[0].scale), 2e-3)
     if name is None:
         return group
-    kind = "sign" if group.factor < 0 else "factor"
-    return replace(group, kind=kind, predicate=f"{group.predicate} ({name})")
+    return replace(group, predicate=f"{group.predicate} ({name})")
 
 
 def _weight(evidence: Evidence, group: Group, features: Tensor | None) -> float:

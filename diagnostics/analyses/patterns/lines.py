@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.patterns.evidence import LEAVES
+from attn_diag.analyses.patterns.evidence import CLEAR, row_limit
 from attn_diag.analyses.patterns.numbers import spread
 from attn_diag.results.wording import number, percent
 
@@ -16,11 +16,10 @@ from attn_diag.results.wording import number, percent
 UNRELATED = 0.5
 # A chain of roundings to BF16 shifts a row by less; a factor nearer to 1 is no pattern.
 FACTOR_FROM = 0.01
-# Lines this much larger than their noise tell a factor from noise.
-_CLEAR = 25.0
 _SAMPLE = 512
 # Of so many lines a copy by chance is seldom.
 _BY_CHANCE = 0.05
+_FEW_FEATURES = 4
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,10 @@ class Lines:
     unit: str
     """rows, keys or features."""
 
+    @property
+    def _limit(self) -> float:
+        return row_limit(self.truth.shape[1])
+
     def groups(self) -> list[Group]:
         """The bad lines by the way in which they are wrong."""
         left, found = self.bad, []
@@ -79,7 +82,7 @@ class Lines:
     def _multiples(self, left: Tensor) -> Iterator[Group]:
         """Lines that one factor turns into the true ones."""
         observed, truth = self.observed[left], self.truth[left]
-        clear = truth.square().sum(1) > _CLEAR * self.noise[left]
+        clear = truth.square().sum(1) > CLEAR * self.noise[left]
         if not bool(clear.any()):
             return
         own = (observed * truth).sum(1) / truth.square().sum(1).clamp(min=1e-300)
@@ -95,7 +98,10 @@ class Lines:
             return
         if bool((clear & ~fits).sum() > 9 * (clear & fits).sum()):
             return  # a chance among many factors
-        yield Group(lines, "factor", f"are {number(factor, 4)} times the true ones", factor * self.truth[lines], factor)
+        words = f"are {number(factor, 4)} times the true ones"
+        if abs(factor + 1) < FACTOR_FROM / 5:
+            words = "have the wrong sign"
+        yield Group(lines, "factor", words, factor * self.truth[lines], factor)
 
     def _copies(self, left: Tensor) -> Iterator[Group]:
         """Lines that hold the true lines so much further on, or all the same one."""
@@ -103,8 +109,9 @@ class Lines:
         while len(left):
             sample = left[:: -(-len(left) // _SAMPLE)]
             distance = torch.cdist(self.observed[sample], self.truth).square()
-            same = distance <= LEAVES**2 * self.noise
+            same = distance <= self._limit * self.noise
             same[torch.arange(len(sample)), sample] = False
+            same &= self.truth.square().sum(1) > CLEAR * self.noise
             if not bool(same.any()) or float(same.double().mean()) > _BY_CHANCE:
                 return
             line, source = same.nonzero().unbind(1)
@@ -118,10 +125,12 @@ class Lines:
             count, second, value, constant = max(found, key=lambda f: f[0])
             if 2 * second > count or (count == 1 and len(sample) > 1):
                 return
+            if self.truth.shape[1] < _FEW_FEATURES and 2 * count < len(sample):
+                return  # single numbers agree by chance
             origin = torch.full_like(left, value) if constant else left + value
             inside = (origin >= 0) & (origin < n)
             origin = origin.clamp(0, n - 1)
-            fits = inside & ((self.observed[left] - self.truth[origin]).square().sum(1) <= LEAVES**2 * self.noise[origin])
+            fits = inside & ((self.observed[left] - self.truth[origin]).square().sum(1) <= self._limit * self.noise[origin])
             lines = left[fits]
             if not len(lines):
                 return
@@ -136,12 +145,12 @@ class Lines:
 
     def _own_multiples(self, left: Tensor) -> Iterator[Group]:
         """Lines that a factor of their own turns into the true ones."""
-        if self.truth.shape[1] < 4:
+        if self.truth.shape[1] < _FEW_FEATURES:
             return
         observed, truth = self.observed[left], self.truth[left]
         squares = truth.square().sum(1).clamp(min=1e-300)
         own = ((observed * truth).sum(1) / squares)[:, None]
-        clear = (squares > _CLEAR * self.noise[left]) & ((own[:, 0] - 1).abs() > FACTOR_FROM)
+        clear = (squares > CLEAR * self.noise[left]) & ((own[:, 0] - 1).abs() > FACTOR_FROM)
         fits = clear & self._within(left, own * truth, own[:, 0])
         # Where all true lines point one way, each is a multiple of any other.
         other = self.truth.roll(len(self.truth) // 3 + 1, 0)[left]
@@ -166,4 +175,4 @@ class Lines:
         """bool [n], whether a guess of these lines leaves their noise, which grows with the factor."""
         left = (self.observed[lines] - prediction).square().sum(1)
         grown = torch.as_tensor(factor, dtype=left.dtype, device=left.device).square().clamp(min=1.0)
-        return left <= LEAVES**2 * self.noise[lines] * grown
+        return left <= self._limit * self.noise[lines] * grown

@@ -19,7 +19,11 @@ _TILES = (16, 32, 64, 128, 256)
 # A place that leaves more of the squared error, in units of the noise, is not looked at further.
 _PROMISING = 0.5
 # In O a tile can be lost from both sums, or from one.
-_SUMS = {"both": "", "pv": " in P V, though not in the row sum", "l": " in the row sum, though not in P V"}
+_SUMS = {
+    "both": "", "pv": " in P V, though not in the row sum", "l": " in the row sum, though not in P V",
+    "throughout": " in forward and backward alike",
+}  # fmt: skip
+_WHERE = {"o": ("both", "pv", "l"), "dq": ("both", "throughout")}
 
 
 def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Iterator[Guess]:
@@ -36,14 +40,19 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
     weights = [s.weights().masked_fill(~s.visible, 0.0) for s in slabs]
     base = torch.stack([_tiles(w, s.vectors) for w, s in zip(weights, slabs, strict=True)]).sum(0)  # [n, m / 16, D]
     mass = _padded(weights[0]).sum(2)  # [n, m / 16]
+    whole_row = _WholeRow(slabs[0], search.truth) if evidence.quantity == "dq" else None
     count, noun = weights[0].shape[1], _noun(evidence)
     for size in _TILES:
         parts, masses = _coarser(base, size // _TILES[0]), _coarser(mass, size // _TILES[0])
         if parts.shape[1] < 2:
             break
-        for where in _SUMS if evidence.quantity == "o" else ("both",):
+        for where in _WHERE.get(evidence.quantity, ("both",)):
             for sign, verb in ((-1.0, "miss"), (1.0, "count twice")):
-                change = _change(evidence, parts, masses, search.truth, sign, where)
+                if where == "throughout":
+                    assert whole_row is not None
+                    change = whole_row.change(size // _TILES[0], sign)
+                else:
+                    change = _change(evidence, parts, masses, search.truth, sign, where)
                 for place, relative, found in search.best(change, size):
                     named = _tile_words(place, size, count, noun, relative=relative)
                     words = f"count {named} twice" if sign > 0 else f"{verb} {named}"
@@ -122,6 +131,30 @@ def _single(search: _Search, slab: Slab) -> Iterator[Guess]:
             which = _distance_words(place, noun) if relative else f"{noun} {place}"
             words = {"miss": f"miss {which}", "count": f"count {which} twice", "see": f"see {which}, which is masked"}
             yield Guess("part", words[verb], search.truth + change, 1)
+
+
+class _WholeRow:
+    """What dQ is where the forward lost a part too, so that L and delta are those of the other keys.
+
+    alpha / (1 -+ p) [sum of P dP K - delta' sum of P K], delta' = (delta -+ sum of P dP over J) / (1 -+ p).
+    """
+
+    def __init__(self, slab: Slab, truth: Tensor) -> None:
+        assert slab.dprobs is not None
+        assert slab.delta is not None
+        probs = slab.probs.masked_fill(~slab.visible, 0.0)
+        sloped = probs if slab.slope is None else probs * slab.slope
+        self._truth, self._scale, self._delta = truth[:, None, :], slab.head.scale, slab.delta[:, :, None]
+        self._mass, self._gain = _padded(probs).sum(2), _padded(probs * slab.dprobs).sum(2)
+        self._with_dp, self._plain = _tiles(sloped * slab.dprobs, slab.vectors), _tiles(sloped, slab.vectors)
+
+    def change(self, factor: int, sign: float) -> Tensor:
+        """[n, J, D] for tiles of so many times 16 keys."""
+        left = (1 + sign * _coarser(self._mass, factor)).clamp(min=1e-9)[:, :, None]
+        delta = (self._delta + sign * _coarser(self._gain, factor)[:, :, None]) / left
+        with_dp = self._with_dp.sum(1, keepdim=True) + sign * _coarser(self._with_dp, factor)
+        plain = self._plain.sum(1, keepdim=True) + sign * _coarser(self._plain, factor)
+        return self._scale / left * (with_dp - delta * plain) - self._truth
 
 
 def _change(evidence: Evidence, parts: Tensor, masses: Tensor, truth: Tensor, sign: float, where: str) -> Tensor:

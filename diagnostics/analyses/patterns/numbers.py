@@ -26,7 +26,7 @@ def scales(stated: float, head_dim: int) -> dict[str, float]:
 
 def factors(alpha: float) -> dict[str, float]:
     """Factors by which a quantity may be off, by name."""
-    found = {"the sign is wrong": -1.0, "ln 2": math.log(2), "log2(e)": math.log2(math.e)}
+    found = {"ln 2": math.log(2), "log2(e)": math.log2(math.e)}
     if alpha > 0 and abs(alpha - 1) > 1e-3:
         found |= {"the scale is missing": 1 / alpha, "the scale is applied twice": alpha}
         found |= {"1/sqrt(scale)": alpha**-0.5, "sqrt(scale)": alpha**0.5}
@@ -56,30 +56,39 @@ def intervals(rows: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((first, last) for first, last in found)
 
 
-def in_words(rows: Sequence[int], total: int, unit: str = "rows") -> str:
-    """A set of rows: "row 5", "rows 64-127", "every 128th row from 0", "rows 64-127 of every 128"."""
-    if len(rows) == total:
+def in_words(rows: Sequence[int], total: int, unit: str = "rows", either: Sequence[int] = ()) -> str:
+    """A set of rows: "row 5", "rows 64-127", "every 128th row from 0", "rows 64-127 of every 128".
+
+    Args:
+        rows: Their numbers, ascending.
+        total: How many there are.
+        unit: What they are.
+        either: Rows that may belong to it or not.
+    """
+    if len(set(rows) | set(either)) == total:
         return f"all {unit}"
     if len(rows) == 1:
         return f"{unit[:-1]} {rows[0]}"
-    if len(intervals(rows)) > 2 and (periodic := _periodic(rows, total, unit)) is not None:
+    if len(intervals(rows)) > 2 and (periodic := _periodic(rows, total, unit, either)) is not None:
         return periodic
     more = f" ({len(rows)} of {total})" if len(intervals(rows)) > 4 else ""
     return f"{unit} {ranges(rows)}{more}"
 
 
-def _periodic(rows: Sequence[int], total: int, unit: str) -> str | None:
+def _periodic(rows: Sequence[int], total: int, unit: str, either: Sequence[int]) -> str | None:
     member: npt.NDArray[np.bool_] = np.zeros(total, dtype=bool)
     member[list(rows)] = True
+    known = np.ones(total, dtype=bool)
+    known[list(either)] = False
     for period in _PERIODS:
         if total < 2 * period:
             break
         phase = np.arange(total) % period
-        inside = np.flatnonzero(np.bincount(phase, member, period) >= 0.9 * np.bincount(phase, minlength=period))
+        inside = np.flatnonzero(np.bincount(phase[known], member[known], period) >= 0.9 * np.bincount(phase[known], minlength=period))
         if not len(inside) or inside[-1] - inside[0] + 1 != len(inside) or len(inside) == period:
             continue
         expected = (phase >= inside[0]) & (phase <= inside[-1])
-        if (expected != member).sum() > 0.02 * member.sum():
+        if ((expected != member) & known).sum() > 0.02 * member.sum():
             continue
         if len(inside) == 1:
             return f"every {'second' if period == 2 else ordinal(period)} {unit[:-1]} from {inside[0]}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.patterns.evidence import LEAVES, Evidence
+from attn_diag.analyses.patterns.evidence import LEAVES, Evidence, row_limit
 from attn_diag.analyses.patterns.lines import Group, Lines
 from attn_diag.analyses.patterns.numbers import in_words, intervals
 from attn_diag.reference import ulp
@@ -44,7 +44,7 @@ def find_elements(evidence: Evidence) -> str | None:
     if not 0 < len(places) <= _ELEMENTS or len(places) > bad.numel() / 16 or evidence.truth.shape[1] < 2:
         return None
     rest = evidence.error.masked_fill(bad, 0.0)[usable].square().sum(1)
-    if bool((rest > LEAVES**2 * evidence.noise[usable]).any()):
+    if bool((rest > row_limit(evidence.truth.shape[1]) * evidence.noise[usable]).any()):
         return None
     named = [
         f"{evidence.unit[:-1]} {row}, feature {column} is {number(float(evidence.observed[row, column]))} "
@@ -83,7 +83,11 @@ def _columns(evidence: Evidence, rows: Tensor) -> Tensor | None:
     if not bool(bad.any()) or int(bad.sum()) > width / 2:
         return None
     left = error[:, good].sum(1) / noise[:, good].sum(1).clamp(min=1e-300)
-    if float(left.mean()) > LEAVES**2 or float((left > LEAVES**2).double().mean()) > 0.05:
+    if float(left.mean()) > LEAVES**2 or float((left > row_limit(width)).double().mean()) > 0.05:
+        return None
+    # One row's features differ by chance, a column's sum over many rows does not.
+    apart = float(over[bad].nan_to_num(torch.inf).median() / over[good].max().clamp(min=0.1))
+    if apart < 4 * (1 + 16 / len(rows)) or len(intervals(bad.nonzero()[:, 0].tolist())) > _RUNS:
         return None
     return bad.nonzero()[:, 0]
 
@@ -110,13 +114,21 @@ def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> st
                 some = f" ({inside} of {count})" if inside < count else ""
                 said.append(f"{subject}{some} {_number(g, count)}")
         return "; ".join(said)
-    said = [f"{_named(g.lines, evidence)} {_number(g)}" for g in groups]
+    said = []
+    for g in groups:
+        where = _named(g.lines, evidence)
+        said.append(f"{where} {_number(g, 1 if where.startswith('every') else None)}")
     right = int(evidence.usable.sum()) - sum(len(g.lines) for g in groups)
     return "; ".join([*said, *([f"all other {evidence.unit} are right"] if right else [])])
 
 
 def _named(rows: Tensor, evidence: Evidence) -> str:
-    return in_words(rows.tolist(), len(evidence.truth), evidence.unit)
+    return in_words(rows.tolist(), len(evidence.truth), evidence.unit, neutral(evidence))
+
+
+def neutral(evidence: Evidence) -> list[int]:
+    """Rows that cannot be told to be right: not usable, or true values within their noise."""
+    return (~evidence.clear & ~evidence.outlying).nonzero()[:, 0].tolist()
 
 
 def _number(group: Group, count: int | None = None) -> str:
@@ -124,7 +136,7 @@ def _number(group: Group, count: int | None = None) -> str:
     if (len(group.lines) if count is None else count) != 1:
         return group.predicate
     verb, _, rest = group.predicate.partition(" ")
-    single = {"are": "is", "were": "was", "hold": "holds", "see": "sees", "miss": "misses"}.get(verb, verb)
+    single = {"have": "has", "use": "uses", "count": "counts", "leave": "leaves", "add": "adds", "are": "is", "were": "was", "hold": "holds", "see": "sees", "miss": "misses"}.get(verb, verb)
     return f"{single} {rest}".replace("the true ones", "the true one").replace("of their own", "of its own")
 
 
@@ -134,28 +146,29 @@ def _runs(evidence: Evidence, groups: Sequence[Group]) -> list[tuple[int, int, G
     for i, group in enumerate(groups):
         for row in group.lines.tolist():
             owner[row] = i
-    known = [(row, owner[row]) for row, usable in enumerate(evidence.usable.tolist()) if usable]
+    silent = set(neutral(evidence))
     runs: list[list[int]] = []
-    for row, i in known:
-        if runs and runs[-1][2] == i:
+    for row, i in enumerate(owner):
+        if runs and (runs[-1][2] == i or (i < 0 and row in silent)):
             runs[-1][1] = row
+        elif not runs and i < 0 and row in silent:
+            continue
         else:
-            runs.append([row, row, i])
-    _join(runs)
+            runs.append([row if runs else 0, row, i])
+    while _join(runs):
+        pass
     return [(first, last, None if i < 0 else groups[i]) for first, last, i in runs]
 
 
-def _join(runs: list[list[int]]) -> None:
-    """Join runs of one group that few right rows separate, in place."""
-    k = 1
-    while k < len(runs) - 1:
+def _join(runs: list[list[int]]) -> bool:
+    """Join the first runs of one group that few right rows separate, in place; False where there are none."""
+    for k in range(1, len(runs) - 1):
         before, between, after = runs[k - 1 : k + 2]
         gap, sides = between[1] - between[0] + 1, [r[1] - r[0] + 1 for r in (before, after)]
         if between[2] < 0 <= before[2] == after[2] and gap <= 4 and gap <= _JOINED * sum(sides):
             runs[k - 1 : k + 2] = [[before[0], after[1], before[2]]]
-            k = max(1, k - 1)
-        else:
-            k += 1
+            return True
+    return False
 
 
 def row_ranges(rows: Tensor) -> tuple[tuple[int, int], ...]:
