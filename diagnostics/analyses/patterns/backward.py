@@ -21,6 +21,8 @@ from attn_diag.results.wording import number
 
 # A head is streamed again for another reading only if it has at most so many scores.
 _MOST_SCORES = 2**22
+# An unknown delta is named in so many rows, where it is off by so much of its terms' root mean square sum.
+_SEVERAL, _DELTA_FROM = 4, 0.25
 _SWAPPED: dict[Quantity, Quantity] = {"dq": "dk", "dk": "dq"}
 
 
@@ -206,6 +208,10 @@ def _own_delta(evidence: Evidence, slab: Slab, rows: Tensor) -> Iterator[Guess]:
         words, delta = guess
         changed = evidence.truth[rows] - (delta - slab.delta[:, 0])[:, None] * along
         yield Guess("delta", words, changed, 1)
+    assert evidence.heads[0].do is not None
+    size_of_delta = (evidence.heads[0].do * evidence.references[0].out).square().sum(1).sqrt()[rows]
+    if len(rows) < _SEVERAL or float(own.abs().median()) < _DELTA_FROM * float(size_of_delta.median()):
+        return  # coarse O does that
     yield Guess("delta", "have a delta that is off", evidence.truth[rows] - own[:, None] * along, len(rows))
 
 

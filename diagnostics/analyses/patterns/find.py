@@ -12,7 +12,7 @@ from attn_diag.analyses.patterns.backward import of_gradient
 from attn_diag.analyses.patterns.evidence import Evidence, Fit, Guess, row_limit
 from attn_diag.analyses.patterns.forward import of_out
 from attn_diag.analyses.patterns.lines import Group
-from attn_diag.analyses.patterns.numbers import factors, named
+from attn_diag.analyses.patterns.numbers import factors, in_words, named
 from attn_diag.analyses.patterns.places import find_elements, find_place, in_sentence, row_ranges
 from attn_diag.analyses.patterns.rowwise import of_delta, of_lse
 from attn_diag.results.quality import Pattern
@@ -53,8 +53,7 @@ def find_patterns(evidence: Evidence) -> list[Pattern]:
     sentence = in_sentence(evidence, place, groups)
     if evidence.is_gradient:
         sentence = sentence.replace("unrelated to the true ones", "unrelated to the gradient")
-    rest = _rest(evidence, place.rows, place.features)
-    whole = replace(parts[0], words=sentence, remaining=rest if parts[0].remaining is None else parts[0].remaining)
+    whole = replace(parts[0], words=sentence)
     if len(parts) == 1:
         return [whole]
     return [replace(whole, kind=parts[0].kind), *parts]
@@ -138,7 +137,7 @@ def _named_factor(evidence: Evidence, group: Group) -> Group:
         return group
     if "sign" in group.predicate:
         return replace(group, kind="sign")
-    name = named(group.factor, factors(evidence.heads[0].scale), 2e-3)
+    name = named(group.factor, factors(evidence.heads[0].scale, scaled=evidence.quantity in ("dq", "dk")), 2e-3)
     if name is None:
         return group
     return replace(group, predicate=f"{group.predicate} ({name})")
@@ -150,29 +149,25 @@ def _weight(evidence: Evidence, group: Group, features: Tensor | None) -> float:
 
 
 def _pattern(evidence: Evidence, group: Group, fit: Fit | None, rows: Tensor, features: Tensor | None) -> Pattern:
+    lines, where = group.lines, features is None
     error = evidence.error.nan_to_num(0.0, 0.0, 0.0).square()
     total = float(error[evidence.usable].sum())
-    inside = float(error[rows][:, group.lines].sum() if features is not None else error[group.lines].sum())
+    inside = float(error[lines].sum() if where else error[rows][:, lines].sum())
     share = inside / total if total else None
+    if fit is None and where and group.prediction is not None and group.kind != "zeros":
+        fit = evidence.fit(lines, group.prediction)
     if fit is not None and share is not None:
         share *= fit.explained
-    where = features is None
+    unit = evidence.unit if where else "features"
+    count = evidence.truth.shape[0 if where else 1]
     return Pattern(
         group.kind,
-        in_sentence_of(group, evidence, where=where),
+        f"{in_words(lines.tolist(), count, unit)} {group.predicate}",
         share,
-        None if fit is None else fit.remaining,
-        row_ranges(group.lines if where else rows),
-        () if where else row_ranges(group.lines),
+        _rest(evidence, rows, features) if fit is None else fit.remaining,
+        row_ranges(lines if where else rows),
+        () if where else row_ranges(lines),
     )
-
-
-def in_sentence_of(group: Group, evidence: Evidence, *, where: bool) -> str:
-    """One group in words."""
-    from attn_diag.analyses.patterns.numbers import in_words
-
-    unit = evidence.unit if where else "features"
-    return f"{in_words(group.lines.tolist(), evidence.truth.shape[0 if where else 1], unit)} {group.predicate}"
 
 
 def _rest(evidence: Evidence, rows: Tensor, features: Tensor | None) -> float | None:

@@ -16,6 +16,7 @@ from attn_diag.results.wording import number, percent
 UNRELATED = 0.5
 # A chain of roundings to BF16 shifts a row by less; a factor nearer to 1 is no pattern.
 FACTOR_FROM = 0.01
+_SEVERAL, _ALONE_FROM = 3, 0.05
 _SAMPLE = 512
 # Of so many lines a copy by chance is seldom.
 _BY_CHANCE = 0.05
@@ -75,8 +76,9 @@ class Lines:
             yield Group(lines, "NaN", "hold NaN or Inf")
 
     def _zeros(self, left: Tensor) -> Iterator[Group]:
-        lines = left[(self.observed[left] == 0).all(1) & (self.truth[left] != 0).any(1)]
-        if len(lines):
+        zero = (self.observed == 0).all(1) & (self.truth != 0).any(1)
+        if bool(zero[left].any()):
+            lines = zero.nonzero()[:, 0]  # small ones do not stand out, but were not written either
             yield Group(lines, "zeros", "were never written (zero)", torch.zeros_like(self.truth[lines]))
 
     def _multiples(self, left: Tensor) -> Iterator[Group]:
@@ -96,6 +98,8 @@ class Lines:
         lines = left[fits]
         if not bool((clear & fits).any()) or abs(factor - 1) < FACTOR_FROM or abs(factor) < FACTOR_FROM:
             return
+        if len(lines) < _SEVERAL and abs(factor - 1) < _ALONE_FROM:
+            return  # much else looks like it in a row or two
         if bool((clear & ~fits).sum() > 9 * (clear & fits).sum()):
             return  # a chance among many factors
         words = f"are {number(factor, 4)} times the true ones"
@@ -159,6 +163,8 @@ class Lines:
         if int(fits.sum()) < 0.8 * len(left) or int((vacuous & fits).sum()) > 0.2 * int(fits.sum()):
             return
         kept = own[fits]
+        if len(kept) < _SEVERAL or float((kept - 1).abs().median()) < _ALONE_FROM:
+            return
         words = f"are the true ones times a factor of their own ({spread(kept[:, 0].cpu().numpy())})"
         yield Group(left[fits], "factors", words, kept * truth[fits])
 

@@ -17,6 +17,8 @@ from attn_diag.results.wording import number, plural
 # So many runs of rows are told one after the other.
 _RUNS = 7
 _ELEMENTS = 8
+_IN_ONE_ROW = 3
+_NEARLY_ALL = 0.85
 # Rows between wrong ones that are right by chance (next to no gradient of their own) join them up to this part.
 _JOINED = 0.1
 
@@ -43,6 +45,9 @@ def find_elements(evidence: Evidence) -> str | None:
     places = bad.nonzero().tolist()
     if not 0 < len(places) <= _ELEMENTS or len(places) > bad.numel() / 16 or evidence.truth.shape[1] < 2:
         return None
+    by_row = bad.sum(1)
+    if int(by_row.max()) >= _IN_ONE_ROW and bool(evidence.observed.isfinite().all()):
+        return None  # a row that is wrong, of which some elements show it
     rest = evidence.error.masked_fill(bad, 0.0)[usable].square().sum(1)
     if bool((rest > row_limit(evidence.truth.shape[1]) * evidence.noise[usable]).any()):
         return None
@@ -96,7 +101,7 @@ def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> st
     """The place and what is there: "rows 0-63 are right; rows 64-127 were never written (zero)"."""
     total = len(evidence.truth)
     if place.features is not None:
-        where = "" if len(place.rows) == int(evidence.usable.sum()) else f" of {_named(place.rows, evidence)}"
+        where = "" if len(place.rows) >= _NEARLY_ALL * int(evidence.usable.sum()) else f" of {_named(place.rows, evidence)}"
         width = evidence.truth.shape[1]
         said = [f"{in_words(g.lines.tolist(), width, 'features')}{where} {_number(g)}" for g in groups]
         return "; ".join([*said, "all other features are right"])
@@ -119,7 +124,7 @@ def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> st
         where = _named(g.lines, evidence)
         said.append(f"{where} {_number(g, 1 if where.startswith('every') else None)}")
     right = int(evidence.usable.sum()) - sum(len(g.lines) for g in groups)
-    return "; ".join([*said, *([f"all other {evidence.unit} are right"] if right else [])])
+    return "; ".join([*said, *(["nothing else stands out"] if right else [])])
 
 
 def _named(rows: Tensor, evidence: Evidence) -> str:
@@ -146,18 +151,26 @@ def _runs(evidence: Evidence, groups: Sequence[Group]) -> list[tuple[int, int, G
     for i, group in enumerate(groups):
         for row in group.lines.tolist():
             owner[row] = i
-    silent = set(neutral(evidence))
+    _fill(owner, set(neutral(evidence)))
     runs: list[list[int]] = []
     for row, i in enumerate(owner):
-        if runs and (runs[-1][2] == i or (i < 0 and row in silent)):
+        if runs and runs[-1][2] == i:
             runs[-1][1] = row
-        elif not runs and i < 0 and row in silent:
-            continue
         else:
-            runs.append([row if runs else 0, row, i])
+            runs.append([row, row, i])
     while _join(runs):
         pass
     return [(first, last, None if i < 0 else groups[i]) for first, last, i in runs]
+
+
+def _fill(owner: list[int], silent: set[int]) -> None:
+    """Rows that cannot be told join their neighbours, and what is right where those differ; in place."""
+    known = [row for row, i in enumerate(owner) if i >= 0 or row not in silent]
+    for first, last in intervals(sorted(set(range(len(owner))) - set(known))):
+        before = owner[first - 1] if first else None
+        after = owner[last + 1] if last + 1 < len(owner) else None
+        sides = [i for i in (before, after) if i is not None]
+        owner[first : last + 1] = [min(sides, default=-1)] * (last - first + 1)
 
 
 def _join(runs: list[list[int]]) -> bool:
