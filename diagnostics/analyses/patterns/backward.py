@@ -15,7 +15,7 @@ from attn_diag.analyses.patterns.lost_parts import lost_parts
 from attn_diag.analyses.patterns.numbers import scales
 from attn_diag.analyses.patterns.readings import other_heads, other_masks, other_softcap
 from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
-from attn_diag.reference import AttentionHead, HeadReference, reference_head, reference_rows
+from attn_diag.reference import AttentionHead, reference_head, reference_rows
 from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import number
 
@@ -124,7 +124,7 @@ def _of_captured(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         slab = open_slab(head, evidence.quantity, rows, lse, delta)
         parts.append(slab.total(slab.weights()))
     names = "O and LSE" if "lse" in evidence.captured[0] else "O"
-    words = f"follow from the {names} that the kernel returned: its backward is right, its forward is not"
+    words = f"follow from the {names} that the kernel returned: its forward is to blame, not its backward"
     yield Guess("forward", words, torch.stack(parts).sum(0))
 
 
@@ -163,7 +163,10 @@ def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     for reading in readings:
         slab = open_slab(reading.head, evidence.quantity, rows, reference.lse, reference.delta)
         alone = slab.total(slab.weights())
-        whole = _throughout(reading.head, evidence.quantity, rows)
+        # With one tensor of another head O is wrong as well, which says more than dK or dV would.
+        mixed = reading.kind == "head" and reading.head.q is not head.q and reading.head.k is not head.k
+        known = evidence.quantity == "dq" or reading.kind != "head" or mixed
+        whole = _throughout(reading.head, evidence.quantity, rows) if known else None
         where = " in the backward alone" if whole is not None else ""
         yield Guess(reading.kind, f"are what {reading.words}{where} gives", alone)
         if whole is not None:
@@ -185,9 +188,11 @@ def _throughout(head: AttentionHead, quantity: Quantity, rows: Tensor) -> Tensor
         return reference_rows(head, rows).dq
     if len(head.q) * len(head.k) > _MOST_SCORES:
         return None
-    found: HeadReference = reference_head(head)
-    gradient = found.dk if quantity == "dk" else found.dv
-    return None if gradient is None else gradient[rows]
+    assert head.do is not None
+    # Of the other rows only L and delta are needed.
+    forward = reference_head(replace(head, do=None))
+    slab = open_slab(head, quantity, rows, forward.lse, (head.do * forward.out).sum(1))
+    return slab.total(slab.weights())
 
 
 def _own_delta(evidence: Evidence, slab: Slab, rows: Tensor) -> Iterator[Guess]:

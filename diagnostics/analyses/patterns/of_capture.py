@@ -24,6 +24,8 @@ from attn_diag.results.wording import SYMBOLS, percent
 # Heads of a capture beyond these keep the plain words: they are mostly wrong in the same way.
 _MOST_QUANTITIES = 24
 _MOST_OTHERS = 8
+# Tensors of another head make an error of the size of the quantity.
+_OTHER_HEAD_FROM = 0.1
 # What makes a kernel that is merely lossy by its size wrong.
 _MERE_PLACES = ("off", "unrelated", "elements", "factors", "zeros", "NaN")
 
@@ -138,8 +140,9 @@ class CapturePatterns:
             captured.append({n: t for n, t in outputs.items() if n in ("o", "lse") and bool(t.isfinite().all())})
         observed, fmt = self._observed(observation, batch, head, verdict)
         return self._kept[1].evidence(
-            name, observed, fmt, outlying, features, others=self._others(batch, head), captured=captured
-        )
+            name, observed, fmt, outlying, features, captured=captured,
+            others=self._others(batch, head) if (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM else (),
+        )  # fmt: skip
 
     def _name(self, head: int) -> str:
         return f"head {head + self._capture.metadata.head_offset}"
@@ -164,7 +167,8 @@ class CapturePatterns:
 def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: str = "") -> QuantityVerdict:
     """The verdict with patterns that were found, and their words.
 
-    A quantity that is coarse by its size is wrong where something other than rounding explains it.
+    A quantity that is coarse by its size is wrong where something other than rounding explains it; a gradient that a
+    coarse forward explains is not.
 
     Args:
         verdict: The quantity's.
@@ -178,6 +182,8 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
         return replace(verdict, words=f"{name} holds NaN or Inf: {where}{first.words}.", patterns=tuple(patterns))
     if verdict.answer in ("lossy", "undecided") and first.kind in _MERE_PLACES:
         return verdict
+    if verdict.answer in ("lossy", "undecided") and first.kind == "forward":
+        return replace(verdict, words=f"{verdict.words[:-1]}; {where}{first.words}.", patterns=tuple(patterns))
     off = "" if verdict.relative_error is None else f"{percent(verdict.relative_error)} off"
     words = f"{name} is {off or 'off'}, which no rounding makes: {where}{first.words}."
     return replace(verdict, answer="wrong", words=words, patterns=tuple(patterns))
