@@ -73,7 +73,12 @@ class Steps:
     def outputs(self) -> dict[str, Tensor]:
         """As a kernel returns them."""
         alpha, head = self.head.scale, self.head
-        found = {"o": self.o, "dq": alpha * self.ds @ head.k, "dk": alpha * self.ds.T @ head.q, "dv": self.p.T @ self.do}
+        found = {
+            "o": self.o,
+            "dq": alpha * self.ds @ head.k,
+            "dk": alpha * self.ds.T @ head.q,
+            "dv": self.p.T @ self.do,
+        }
         plain = {"lse": (self.m + self.l.log())[:, 0], "delta": self.delta[:, 0]}
         return {name: rounded(t) for name, t in found.items()} | plain
 

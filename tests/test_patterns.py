@@ -46,7 +46,7 @@ PLACES: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "every 16th row": (lambda t: t[::16].mul_(2), "every 16th {unit} from 0 is 2 times the true one"),
     "first rows of every 64": (lambda t: [t[a : a + 16].zero_() for a in (0, 64, 128)], "{unit}s 0-15 of every 64"),
     "features": (lambda t: t[:, 8:12].zero_(), "features 8-11 were never written (zero); all other features are right"),
-    "features shifted": (lambda t: t.copy_(t.roll(1, 1)), "features hold what belongs 1 feature before"),
+    "features shifted": (lambda t: t.copy_(t.roll(1, 1)), "all {unit}s have their features moved on by 1"),
     "NaN": (lambda t: t[9].fill_(math.nan), "{unit} 9 holds NaN or Inf"),
 }  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_factors_of_gradients_and_tensors_in_the_wrong_place() -> None:
 
 LSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "ln 2": (lambda lse, _: lse - math.log(2), "are off by -0.693 (-ln 2)"),
-    "base 2": (lambda lse, _: lse / math.log(2), "1.443 times the true ones (log2(e))"),
+    "base 2": (lambda lse, _: lse / math.log(2), "1.44 times the true ones (log2(e))"),
     "row max": (lambda _, row_max: row_max, "hold the row maximum alone"),
     "row before": (lambda lse, _: lse.roll(1), "hold what belongs 1 row before"),
 }
@@ -251,15 +251,14 @@ COARSE = {
 
 @pytest.mark.parametrize("recipe", COARSE)
 def test_no_culprit_is_named_where_a_kernel_merely_rounds(recipe: str) -> None:
-    for seed, head in enumerate(every_head(20)):
+    for family, causal in EVERY:
+        head = inputs(family, 20, rows=128, masking=Masking(causal))  # type: ignore[arg-type]
         outputs = emulate_head(COARSE[recipe](), head)
-        other = inputs(seed=seed + 40)
         for quantity in ("o", "dq", "dk", "dv"):
-            evidence, _ = evidence_of(head, quantity, getattr(outputs, quantity).double(), (("head 3", lambda o=other: o),))  # type: ignore[arg-type]
-            # Asked even where the verdict is good, and of all rows where some stand out.
-            for outlying in (evidence.outlying, torch.zeros_like(evidence.outlying)):
-                found = find_patterns(replace(evidence, outlying=outlying))
-                assert all(p.kind in ("off", "elements") for p in found), (seed, quantity, found)
+            evidence, _ = evidence_of(head, quantity, getattr(outputs, quantity).double())  # type: ignore[arg-type]
+            # Asked even where the verdict is good.
+            found = find_patterns(evidence)
+            assert all(p.kind in ("off", "elements") for p in found), (family, causal, quantity, found)
 
 
 def test_rows_in_words() -> None:

@@ -151,9 +151,7 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
         return _answered(found, "wrong", f"{words}.", Pattern("rows", f"rows {where}"))
     if ratio is None or ratio.factor <= AS_GOOD:
         return found
-    words = (
-        f"{name} is up to {number(size)} off, and makes dQ {number(ratio.factor)} times as wrong as it need be"
-    )
+    words = f"{name} is up to {number(size)} off, and makes dQ {number(ratio.factor)} times as wrong as it need be"
     answer: Answer = "lossy" if ratio.factor > LOSSY and ratio.groups >= MIN_GROUPS else "undecided"
     return _answered(found, answer, f"{words}.")
 

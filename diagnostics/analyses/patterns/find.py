@@ -60,8 +60,22 @@ def find_patterns(evidence: Evidence) -> list[Pattern]:
 
 
 def _guesses(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    yield from _moved_features(evidence, rows)
     by_name = {"o": of_out, "lse": of_lse, "delta": of_delta}
     yield from by_name.get(evidence.quantity, of_gradient)(evidence, rows)
+
+
+def _moved_features(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    """Each row's features moved round by so many."""
+    truth, observed = evidence.truth[rows], evidence.observed[rows]
+    moved = [truth.roll(s, 1) for s in range(1, truth.shape[1])]
+    if moved:
+        left = torch.stack([(observed - m).square().sum() for m in moved])
+        best = int(left.argmin())
+        shift = best + 1 if 2 * (best + 1) <= len(moved) + 1 else best - len(moved)
+        way = "on" if shift > 0 else "back"
+        words = f"have their features moved {way} by {abs(shift)} (round the end)"
+        yield Guess("features", words, moved[best], 1)
 
 
 def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
@@ -86,9 +100,7 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
     return Group(group.lines, guess.kind, guess.words), fit
 
 
-def _absorbed(
-    evidence: Evidence, found: Sequence[tuple[Group, Fit | None]]
-) -> list[tuple[Group, Fit | None]]:
+def _absorbed(evidence: Evidence, found: Sequence[tuple[Group, Fit | None]]) -> list[tuple[Group, Fit | None]]:
     """The groups without those that the way found for a larger one explains too (a zero that must be there)."""
     kept = list(found)
     for group, fit in found:
@@ -119,7 +131,11 @@ def _choose(found: Sequence[tuple[Guess, Fit]]) -> tuple[Guess, Fit] | None:
         guess, fit = min((f for f in known if f[1].left <= _SAME * least), key=lambda item: item[0].freedom)
         if not fit.holds:
             continue
-        rivals = [(g, f) for g, f in known if g.kind != guess.kind and f.left < _BEATS * fit.left]
+        rivals = [
+            (g, f)
+            for g, f in known
+            if g.kind != guess.kind and g.freedom <= guess.freedom and f.left < _BEATS * fit.left
+        ]
         if all(_alike(guess, other, fit) for other, _ in rivals):
             return guess, fit
         return None

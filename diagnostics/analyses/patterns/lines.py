@@ -102,7 +102,7 @@ class Lines:
             return  # much else looks like it in a row or two
         if bool((clear & ~fits).sum() > 9 * (clear & fits).sum()):
             return  # a chance among many factors
-        words = f"are {number(factor, 4)} times the true ones"
+        words = f"are {number(factor)} times the true ones"
         if abs(factor + 1) < FACTOR_FROM / 5:
             words = "have the wrong sign"
         yield Group(lines, "factor", words, factor * self.truth[lines], factor)
@@ -134,7 +134,9 @@ class Lines:
             origin = torch.full_like(left, value) if constant else left + value
             inside = (origin >= 0) & (origin < n)
             origin = origin.clamp(0, n - 1)
-            fits = inside & ((self.observed[left] - self.truth[origin]).square().sum(1) <= self._limit * self.noise[origin])
+            fits = inside & (
+                (self.observed[left] - self.truth[origin]).square().sum(1) <= self._limit * self.noise[origin]
+            )
             lines = left[fits]
             if not len(lines):
                 return

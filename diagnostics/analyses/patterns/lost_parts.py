@@ -59,7 +59,9 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
                     yield Guess("part", f"{words}{_SUMS[where]}", search.truth + found, 1 + (where != "both"))
     for part, words in ((base.cumsum(1), "before {}"), (base.flip(1).cumsum(1).flip(1), "from {} on")):
         whole = (mass.cumsum(1) if "before" in words else mass.flip(1).cumsum(1).flip(1))[:, :-1]
-        change = _change(evidence, part[:, :-1] if "before" in words else part[:, 1:], whole, search.truth, -1.0, "both")
+        change = _change(
+            evidence, part[:, :-1] if "before" in words else part[:, 1:], whole, search.truth, -1.0, "both"
+        )
         for place, relative, found in search.best(change, _TILES[0]):
             if not relative:
                 words_ = words.format((place + 1) * _TILES[0])

@@ -84,7 +84,9 @@ def _periodic(rows: Sequence[int], total: int, unit: str, either: Sequence[int])
         if total < 2 * period:
             break
         phase = np.arange(total) % period
-        inside = np.flatnonzero(np.bincount(phase[known], member[known], period) >= 0.9 * np.bincount(phase[known], minlength=period))
+        inside = np.flatnonzero(
+            np.bincount(phase[known], member[known], period) >= 0.9 * np.bincount(phase[known], minlength=period)
+        )
         if not len(inside) or inside[-1] - inside[0] + 1 != len(inside) or len(inside) == period:
             continue
         expected = (phase >= inside[0]) & (phase <= inside[-1])

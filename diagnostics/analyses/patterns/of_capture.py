@@ -129,7 +129,11 @@ class CapturePatterns:
         c, name = self._capture, verdict.quantity
         first = head // self._group * self._group
         heads = list(range(first, first + self._group)) if name in ("dk", "dv") else [head]
-        stored = {n: format_of(c.tensors[k].dtype) for n in ("o", "dq", "dk", "dv") if (k := c.key(observation, n)) in c.tensors}
+        stored = {
+            n: format_of(c.tensors[k].dtype)
+            for n in ("o", "dq", "dk", "dv")
+            if (k := c.key(observation, n)) in c.tensors
+        }
         key = (observation, batch, tuple(heads))
         if self._kept is None or self._kept[0] != key:
             inputs = [read_head(c, batch, h, self._device) for h in heads]
@@ -153,7 +157,9 @@ class CapturePatterns:
         own = head // self._group
         keys = sorted((kv for kv in range(c.kv_heads) if kv != own), key=lambda kv: abs(kv - own))
         heads = [kv * self._group + head % self._group for kv in keys]
-        heads += sorted((h for h in range(c.q_heads) if h // self._group == own and h != head), key=lambda h: abs(h - head))
+        heads += sorted(
+            (h for h in range(c.q_heads) if h // self._group == own and h != head), key=lambda h: abs(h - head)
+        )
 
         def read(at: int, which: int) -> AttentionHead:
             return read_head(c, at, which, self._device).head

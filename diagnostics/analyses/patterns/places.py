@@ -101,12 +101,15 @@ def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> st
     """The place and what is there: "rows 0-63 are right; rows 64-127 were never written (zero)"."""
     total = len(evidence.truth)
     if place.features is not None:
-        where = "" if len(place.rows) >= _NEARLY_ALL * int(evidence.usable.sum()) else f" of {_named(place.rows, evidence)}"
+        where = (
+            "" if len(place.rows) >= _NEARLY_ALL * int(evidence.usable.sum()) else f" of {_named(place.rows, evidence)}"
+        )
         width = evidence.truth.shape[1]
         said = [f"{in_words(g.lines.tolist(), width, 'features')}{where} {_number(g)}" for g in groups]
         return "; ".join([*said, "all other features are right"])
     runs = _runs(evidence, groups)
-    if len(runs) <= _RUNS:
+    periodic = any("every" in _named(g.lines, evidence) for g in groups)
+    if len(runs) <= _RUNS and not periodic:
         said = []
         for first, last, g in runs:
             count = last - first + 1
@@ -141,7 +144,18 @@ def _number(group: Group, count: int | None = None) -> str:
     if (len(group.lines) if count is None else count) != 1:
         return group.predicate
     verb, _, rest = group.predicate.partition(" ")
-    single = {"have": "has", "use": "uses", "count": "counts", "leave": "leaves", "add": "adds", "are": "is", "were": "was", "hold": "holds", "see": "sees", "miss": "misses"}.get(verb, verb)
+    single = {
+        "have": "has",
+        "use": "uses",
+        "count": "counts",
+        "leave": "leaves",
+        "add": "adds",
+        "are": "is",
+        "were": "was",
+        "hold": "holds",
+        "see": "sees",
+        "miss": "misses",
+    }.get(verb, verb)
     return f"{single} {rest}".replace("the true ones", "the true one").replace("of their own", "of its own")
 
 

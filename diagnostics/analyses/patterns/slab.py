@@ -68,9 +68,7 @@ class Slab:
         return weights.masked_fill(~self.visible, 0.0) @ self.vectors
 
 
-def open_slab(
-    head: AttentionHead, quantity: Quantity, rows: Tensor, lse: Tensor, delta: Tensor | None
-) -> Slab:
+def open_slab(head: AttentionHead, quantity: Quantity, rows: Tensor, lse: Tensor, delta: Tensor | None) -> Slab:
     """The slab of some rows.
 
     Args:
@@ -91,9 +89,11 @@ def open_slab(
     added = torch.cat(list(_masks(head, queries, keys if by_key else None)))
     visible = added > -torch.inf
     scores = scores + added.masked_fill(~visible, 0.0)
-    probs = (scores - lse[queries].masked_fill(~lse[queries].isfinite(), torch.inf)[:, None]).clamp(
-        max=_LARGEST_EXPONENT
-    ).exp()
+    probs = (
+        (scores - lse[queries].masked_fill(~lse[queries].isfinite(), torch.inf)[:, None])
+        .clamp(max=_LARGEST_EXPONENT)
+        .exp()
+    )
     dprobs = None
     if quantity != "o":
         assert head.do is not None
