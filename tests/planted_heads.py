@@ -36,8 +36,8 @@ def inputs(family: str = "gaussian", seed: int = 0, rows: int = 192, width: int 
     if family == "low rank":
         q, k = normal(rows, 4) @ normal(4, width) / 2, normal(rows, 4) @ normal(4, width) / 2
         v = normal(rows, 3) @ normal(3, width)
-    tensors = (t.bfloat16().double() for t in (q, k, v, do))
-    return AttentionHead(*tensors, **({"scale": width**-0.5, "masking": Masking("top-left")} | more))
+    q, k, v, do = (t.bfloat16().double() for t in (q, k, v, do))
+    return AttentionHead(q, k, v, do, **({"scale": width**-0.5, "masking": Masking("top-left")} | more))
 
 
 @dataclass

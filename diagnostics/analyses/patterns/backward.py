@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -53,8 +53,8 @@ def _other_delta(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterato
     if evidence.quantity == "dv":
         return
     alpha = evidence.heads[0].scale
-    changes = {
-        "are without delta (dS = P o dP)": lambda d: torch.zeros_like(d),
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "are without delta (dS = P o dP)": torch.zeros_like,
         "have delta with the wrong sign": lambda d: -d,
         "have delta multiplied by the scale": lambda d: alpha * d,
         "have delta divided by the scale": lambda d: d / alpha,
@@ -226,7 +226,7 @@ def _known_deltas(evidence: Evidence, found: Tensor, weight: Tensor, rows: Tenso
     assert true is not None
     factor = float((weight * found * true[rows]).sum() / (weight * true[rows].square()).sum().clamp(min=1e-300))
     if abs(factor - 1) >= FACTOR_FROM:
-        yield f"have delta multiplied by {number(factor)}", factor * true[rows]
+        yield f"have delta multiplied by {number(factor, 2)}", factor * true[rows]
     count = len(true)
     shifts = torch.arange(1 - count, count, device=rows.device)
     index = rows[:, None] + shifts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,11 +20,13 @@ LEAVES = 2.0
 EXPLAINS = 0.99
 # A row whose square is so many times its noise's is clear.
 CLEAR = 25.0
+# Production kernels leave 0.5 to 1.0 times the expected noise.
+COARSE = 1.05
 
 
 def row_limit(features: int) -> float:
-    """How many times its expected squared error one row may have by chance, that of a kernel twice as noisy included."""
-    return (LEAVES * (1 + 2 / features**0.5)) ** 2
+    """How many times its expected squared error one row may have by chance, a kernel twice as noisy included."""
+    return float((LEAVES * (1 + 2 / features**0.5)) ** 2)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,19 @@ class Evidence:
         return float((self.noise[kept] / self.truth[kept].square().sum(1)).median()) if bool(kept.any()) else 0.0
 
     @cached_property
+    def directions(self) -> float:
+        """In how many directions its rows point: (tr C)^2 / ||C||^2 of their squares' sum C."""
+        squares = torch.linalg.svdvals(self.truth[self.usable]).square()
+        return float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)) if len(squares) else 1.0
+
+    @cached_property
+    def coarse(self) -> bool:
+        """Whether rows that do not stand out are worse than a well-rounded kernel's too: then others are their tail."""
+        kept = self.usable & ~self.outlying
+        noise = float(self.noise[kept].sum())
+        return noise > 0 and float(self.error[kept].square().sum()) > COARSE**2 * noise
+
+    @cached_property
     def error(self) -> Tensor:
         """[n, D], observed - true."""
         return self.observed - self.truth
@@ -140,7 +156,7 @@ class Fit:
     @property
     def remaining(self) -> float:
         """The factor over a well-rounded kernel's error that is left."""
-        return (self.left / self.noise) ** 0.5
+        return math.sqrt(self.left / self.noise)
 
     @property
     def holds(self) -> bool:
@@ -160,3 +176,5 @@ class Guess:
     """[n, D], what the rows would be."""
     freedom: int = 0
     """How many numbers were fitted to choose it; of two that fit as well, the one with fewer is taken."""
+    tried: int = 1
+    """Of how many like it it is the best."""

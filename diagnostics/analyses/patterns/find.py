@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -26,6 +27,8 @@ _SAME = 1.1
 # More numbers than these were fitted row by row.
 _FEW_NUMBERS = 4
 _MOST_SCORES = 2**27
+# So many kinds of guesses are made; by chance one is taken with probability exp(-_NATS) at most.
+_GUESSES, _NATS = 100, 7.0
 _OPEN = ("factors", "unrelated", "off")
 
 
@@ -65,6 +68,13 @@ def _guesses(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     yield from by_name.get(evidence.quantity, of_gradient)(evidence, rows)
 
 
+def _by_no_chance(evidence: Evidence, guess: Guess, fit: Fit) -> bool:
+    """Whether the best of so many guesses would hardly leave as little of an error in as many directions."""
+    numbers = len(guess.prediction) * evidence.directions
+    left = max(fit.left, 1e-12 * fit.before)
+    return numbers / 2 * math.log(fit.before / left) > math.log(_GUESSES * guess.tried) + _NATS
+
+
 def _moved_features(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     """Each row's features moved round by so many."""
     truth, observed = evidence.truth[rows], evidence.observed[rows]
@@ -83,7 +93,7 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
     head = evidence.heads[0]
     if group.kind not in _OPEN or len(head.q) * len(head.k) > _MOST_SCORES:
         return group, None
-    rows = group.lines[torch.linspace(0, len(group.lines) - 1, min(_SAMPLE, len(group.lines))).long().unique()]
+    rows = group.lines[torch.linspace(0, len(group.lines) - 1, min(_SAMPLE, len(group.lines))).long()]
     if group.kind == "unrelated" and len(group.lines) < len(rows):
         return group, None
     found = []
@@ -91,7 +101,7 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
         if not bool(guess.prediction.isfinite().all()):
             continue
         fit = evidence.fit(rows, guess.prediction)
-        if fit.before > 0 and fit.left < 0.9 * fit.before:
+        if fit.before > 0 and fit.left < 0.9 * fit.before and _by_no_chance(evidence, guess, fit):
             found.append((guess, fit))
     chosen = _choose(found)
     if chosen is None:
@@ -193,8 +203,8 @@ def _rest(evidence: Evidence, rows: Tensor, features: Tensor | None) -> float | 
         kept[rows] = False
         if not bool(kept.any()):
             return None
-        return (float(evidence.error[kept].square().sum()) / max(float(evidence.noise[kept].sum()), 1e-300)) ** 0.5
+        return math.sqrt(float(evidence.error[kept].square().sum()) / max(float(evidence.noise[kept].sum()), 1e-300))
     columns = torch.ones_like(evidence.features)
     columns[features] = False
     noise = float(evidence.variance[kept][:, columns].sum())
-    return (float(evidence.error[kept][:, columns].square().sum()) / max(noise, 1e-300)) ** 0.5
+    return math.sqrt(float(evidence.error[kept][:, columns].square().sum()) / max(noise, 1e-300))

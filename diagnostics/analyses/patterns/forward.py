@@ -18,6 +18,8 @@ from attn_diag.results.wording import number
 
 # Roundings of scores, truncations too, look like a change of the scale by up to 2^-8.
 _SCALE_FROM = 0.005
+# A small change of it needs many rows: in a few, coarse scores look like one.
+_SMALL, _MANY = 0.05, 16
 _STEPS = 8
 
 
@@ -45,12 +47,12 @@ def other_scale(evidence: Evidence, head: AttentionHead, rows: Tensor) -> Iterat
 
     alpha dO / d alpha = (P o S) V - rowsum(P o S) O, S without the mask's part; softcap: S times its slope.
     """
-    if not head.scale > 0 or head.masking.mask is not None and head.masking.mask.is_floating_point():
+    if not head.scale > 0 or (head.masking.mask is not None and head.masking.mask.is_floating_point()):
         return
     known = scales(head.scale, head.q.shape[1])
     noise = evidence.noise[rows].clamp(min=1e-300)[:, None]
     observed = evidence.observed[rows]
-    starts = {head.scale: 0.0} | {value: 0.0 for value in known.values()}
+    starts = dict.fromkeys((head.scale, *known.values()), 0.0)
     for value in starts:
         block = reference_rows(replace(head, scale=value), rows)
         starts[value] = float(((observed - block.out).square() / noise).sum())
@@ -72,7 +74,7 @@ def other_scale(evidence: Evidence, head: AttentionHead, rows: Tensor) -> Iterat
         if abs(step) < 1e-6:
             break
     off = scale / head.scale - 1
-    if abs(off) < _SCALE_FROM:
+    if abs(off) < _SCALE_FROM or (abs(off) < _SMALL and len(rows) < _MANY):
         return
     uncertain = 4 / size**0.5
     name = named(scale, known, max(1e-3 * abs(off), min(uncertain, abs(off) / 4)))

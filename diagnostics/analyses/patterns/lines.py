@@ -16,7 +16,7 @@ from attn_diag.results.wording import number, percent
 UNRELATED = 0.5
 # A chain of roundings to BF16 shifts a row by less; a factor nearer to 1 is no pattern.
 FACTOR_FROM = 0.01
-_SEVERAL, _ALONE_FROM = 3, 0.05
+_SEVERAL, _ALONE_FROM, _COARSE_FROM = 3, 0.05, 0.2
 _SAMPLE = 512
 # Of so many lines a copy by chance is seldom.
 _BY_CHANCE = 0.05
@@ -53,6 +53,8 @@ class Lines:
     """Indices of the lines that are wrong, ascending."""
     unit: str
     """rows, keys or features."""
+    coarse: bool = False
+    """Whether the lines may be the tail of a kernel that is coarse everywhere."""
 
     @property
     def _limit(self) -> float:
@@ -98,9 +100,12 @@ class Lines:
         lines = left[fits]
         if not bool((clear & fits).any()) or abs(factor - 1) < FACTOR_FROM or abs(factor) < FACTOR_FROM:
             return
-        if len(lines) < _SEVERAL and abs(factor - 1) < _ALONE_FROM:
-            return  # much else looks like it in a row or two
-        if bool((clear & ~fits).sum() > 9 * (clear & fits).sum()):
+        right = int((clear & fits).sum())
+        if abs(factor - 1) < _ALONE_FROM and (len(lines) < _SEVERAL or 2 * right < int(clear.sum())):
+            return  # much else looks like it in a row or two, and coarse scores in a few of many
+        if self.coarse and abs(factor - 1) < _COARSE_FROM and right < 0.9 * int(clear.sum()):
+            return
+        if 10 * right < int(clear.sum()):
             return  # a chance among many factors
         words = f"are {number(factor)} times the true ones"
         if abs(factor + 1) < FACTOR_FROM / 5:

@@ -56,7 +56,13 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
                 for place, relative, found in search.best(change, size):
                     named = _tile_words(place, size, count, noun, relative=relative)
                     words = f"count {named} twice" if sign > 0 else f"{verb} {named}"
-                    yield Guess("part", f"{words}{_SUMS[where]}", search.truth + found, 1 + (where != "both"))
+                    yield Guess(
+                        "part",
+                        f"{words}{_SUMS[where]}",
+                        search.truth + found,
+                        1 + (where != "both"),
+                        3 * len(_TILES) * parts.shape[1],
+                    )
     for part, words in ((base.cumsum(1), "before {}"), (base.flip(1).cumsum(1).flip(1), "from {} on")):
         whole = (mass.cumsum(1) if "before" in words else mass.flip(1).cumsum(1).flip(1))[:, :-1]
         change = _change(
@@ -65,7 +71,7 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
         for place, relative, found in search.best(change, _TILES[0]):
             if not relative:
                 words_ = words.format((place + 1) * _TILES[0])
-                yield Guess("part", f"miss all {noun}s {words_}", search.truth + found, 2)
+                yield Guess("part", f"miss all {noun}s {words_}", search.truth + found, 2, base.shape[1])
 
 
 class _Search:
@@ -88,7 +94,7 @@ class _Search:
             yield place, relative, found
 
     def places(self, left: Tensor, size: int) -> Iterator[tuple[int, bool, Tensor]]:
-        """The same of what is left [n, places]; with the place chosen in each row, -1 for none, instead of the change."""
+        """The same of what is left, [n, places]; with each row's place (-1: none) instead of the change."""
         n, places = left.shape
         scaled = left.nan_to_num(torch.inf, torch.inf, torch.inf) / self.noise[:, None]
         constant = scaled.sum(0)
@@ -132,7 +138,7 @@ def _single(search: _Search, slab: Slab) -> Iterator[Guess]:
             change = (share.gather(1, at) * vector).masked_fill(~used[:, None], 0.0)
             which = _distance_words(place, noun) if relative else f"{noun} {place}"
             words = {"miss": f"miss {which}", "count": f"count {which} twice", "see": f"see {which}, which is masked"}
-            yield Guess("part", words[verb], search.truth + change, 1)
+            yield Guess("part", words[verb], search.truth + change, 1, 6 * len(slab.vectors))
 
 
 class _WholeRow:
@@ -173,7 +179,7 @@ def _change(evidence: Evidence, parts: Tensor, masses: Tensor, truth: Tensor, si
 def _padded(weights: Tensor) -> Tensor:
     """[n, m] as [n, tiles of 16, 16]."""
     short = -weights.shape[1] % _TILES[0]
-    return torch.nn.functional.pad(weights, (0, short)).unflatten(1, (-1, _TILES[0]))
+    return torch.nn.functional.pad(weights, (0, short)).reshape(len(weights), -1, _TILES[0])
 
 
 def _tiles(weights: Tensor, vectors: Tensor) -> Tensor:
@@ -187,7 +193,8 @@ def _coarser(tiles: Tensor, factor: int) -> Tensor:
         return tiles
     short = -tiles.shape[1] % factor
     padding = (0, 0, 0, short) if tiles.ndim == 3 else (0, short)
-    return torch.nn.functional.pad(tiles, padding).unflatten(1, (-1, factor)).sum(2)
+    padded = torch.nn.functional.pad(tiles, padding)
+    return padded.reshape(len(tiles), -1, factor, *tiles.shape[2:]).sum(2)
 
 
 def _noun(evidence: Evidence) -> str:

@@ -71,7 +71,7 @@ def find_place(evidence: Evidence) -> Place:
             columns, "features",
         )  # fmt: skip
         return Place(rows, columns, tuple(block.groups()))
-    lines = Lines(evidence.observed, evidence.truth, evidence.noise, rows, evidence.unit)
+    lines = Lines(evidence.observed, evidence.truth, evidence.noise, rows, evidence.unit, coarse=evidence.coarse)
     return Place(rows, None, tuple(lines.groups()))
 
 
