@@ -17,6 +17,8 @@ UNRELATED = 0.5
 # A chain of roundings to BF16 shifts a row by less; a factor nearer to 1 is no pattern.
 FACTOR_FROM = 0.01
 _SEVERAL, _ALONE_FROM, _COARSE_FROM = 3, 0.05, 0.2
+# A small factor is one of nearly all lines in question.
+_SMALL, _MOST = 0.1, 0.8
 _SAMPLE = 512
 # Of so many lines a copy by chance is seldom.
 _BY_CHANCE = 0.05
@@ -101,9 +103,9 @@ class Lines:
         if not bool((clear & fits).any()) or abs(factor - 1) < FACTOR_FROM or abs(factor) < FACTOR_FROM:
             return
         right = int((clear & fits).sum())
-        if abs(factor - 1) < _ALONE_FROM and (len(lines) < _SEVERAL or 2 * right < int(clear.sum())):
-            return  # much else looks like it in a row or two, and coarse scores in a few of many
-        if self.coarse and abs(factor - 1) < _COARSE_FROM and right < 0.9 * int(clear.sum()):
+        if abs(factor - 1) < _SMALL and (len(lines) < _SEVERAL or right < _MOST * int(clear.sum())):
+            return  # much else looks like it in a row or two, and coarse scores in some of many
+        if self.coarse and abs(factor - 1) < _COARSE_FROM and right < _MOST * int(clear.sum()):
             return
         if 10 * right < int(clear.sum()):
             return  # a chance among many factors
