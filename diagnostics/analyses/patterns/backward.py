@@ -225,7 +225,8 @@ def _known_deltas(evidence: Evidence, found: Tensor, weight: Tensor, rows: Tenso
     true = evidence.references[0].delta
     assert true is not None
     factor = float((weight * found * true[rows]).sum() / (weight * true[rows].square()).sum().clamp(min=1e-300))
-    if abs(factor - 1) >= FACTOR_FROM:
+    # None, and the opposite, are guesses of their own.
+    if abs(factor - 1) >= FACTOR_FROM and min(abs(factor), abs(factor + 1)) > 2 * FACTOR_FROM:
         yield f"have delta multiplied by {number(factor, 2)}", factor * true[rows]
     count = len(true)
     shifts = torch.arange(1 - count, count, device=rows.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.backward import of_gradient
-from attn_diag.analyses.patterns.evidence import Evidence, Fit, Guess, row_limit
+from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Fit, Guess, row_limit
 from attn_diag.analyses.patterns.forward import of_out
 from attn_diag.analyses.patterns.lines import Group
 from attn_diag.analyses.patterns.numbers import factors, in_words, named
@@ -26,6 +26,8 @@ _BEATS = 2.0
 _SAME = 1.1
 # More numbers than these were fitted row by row.
 _FEW_NUMBERS = 4
+# Of few rows, more of them where all are coarse, a guess must leave no more than a well-rounded kernel.
+_FEW_ROWS, _MANY_ROWS, _CLOSE = 3, 16, 1.25
 _MOST_SCORES = 2**27
 # So many kinds of guesses are made; by chance one is taken with probability exp(-_NATS) at most.
 _GUESSES, _NATS = 100, 7.0
@@ -70,6 +72,9 @@ def _guesses(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
 
 def _by_no_chance(evidence: Evidence, guess: Guess, fit: Fit) -> bool:
     """Whether the best of so many guesses would hardly leave as little of an error in as many directions."""
+    few = len(guess.prediction) < _FEW_ROWS or (evidence.coarse and len(guess.prediction) < _MANY_ROWS)
+    if few and fit.remaining > _CLOSE and fit.explained < EXPLAINS:
+        return False
     numbers = len(guess.prediction) * evidence.directions
     left = max(fit.left, 1e-12 * fit.before)
     return numbers / 2 * math.log(fit.before / left) > math.log(_GUESSES * guess.tried) + _NATS
