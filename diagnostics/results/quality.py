@@ -23,6 +23,10 @@ class Pattern:
     """The part of the squared error that it explains; null: not measured."""
     remaining: Number | None = None
     """The factor over a well-rounded kernel's error once it is left out; null: nothing is left, or not measured."""
+    rows: tuple[tuple[int, int], ...] = ()
+    """The rows (of dK and dV: keys) where it is, first and last of each run."""
+    features: tuple[tuple[int, int], ...] = ()
+    """Likewise the features, where it is in some alone."""
 
 
 @dataclass(frozen=True)
