@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from collections import Counter
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--healthy", nargs="*", default=None, help="settings of healthy kernels, instead of defects")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     work: Callable[[tuple[Any, ...]], list[Judged]] = of_defect if options.healthy is None else of_healthy
@@ -170,12 +172,17 @@ def main() -> None:
     if options.healthy is not None:
         names = (HEALTHY, options.families, options.healthy, options.dtypes, seeds)
     places = list(product(*names))
+    random.Random(0).shuffle(places)
     start = time.perf_counter()
     found: list[Judged] = []
     with ProcessPoolExecutor(options.processes) as pool:
         for done, part in enumerate(pool.map(work, places), 1):
             found += part
             print(f"\r{done}/{len(places)}, {time.perf_counter() - start:.0f} s", end="", file=sys.stderr)
+            if time.perf_counter() - start > options.seconds:
+                print(f"stopped after {done} of {len(places)} calls, drawn at random")
+                pool.shutdown(cancel_futures=True)
+                break
     print(file=sys.stderr)
     if options.out:
         options.out.write_text(json.dumps([asdict(j) for j in found]))

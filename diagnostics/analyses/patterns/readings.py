@@ -10,7 +10,7 @@ import torch
 
 from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.reference import AttentionHead, Masking
-from attn_diag.reference.attention import Causal
+from attn_diag.reference.masking import Causal
 
 _TILES = (16, 32, 64, 128, 256)
 _MOST_HEADS = 16
