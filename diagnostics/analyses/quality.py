@@ -129,6 +129,24 @@ def judge_quantity(
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
 
 
+def with_empty_rows(verdict: QuantityVerdict, counts: Sequence[tuple[int, int]]) -> QuantityVerdict:
+    """The verdict with what is found in rows that see no key: their dQ is 0; of their O kernels think differently.
+
+    Args:
+        verdict: Of O or dQ over all other rows.
+        counts: For each sequence, rows with NaN or Inf, and rows with another number than 0.
+    """
+    broken, other = (sum(c[i] for c in counts) for i in (0, 1))
+    if not broken and not other:
+        return verdict
+    name = SYMBOLS[verdict.quantity]
+    said = f"{plural(broken, 'row')} with NaN or Inf" if broken else f"{plural(other, 'row')} with other numbers than 0"
+    words = f"{name} has {said} among the rows that see no key"
+    if verdict.quantity == "dq" and verdict.answer not in ("nonfinite", "wrong"):
+        return replace(verdict, answer="nonfinite" if broken else "wrong", words=f"{words}, where it is 0.")
+    return replace(verdict, words=f"{verdict.words} {words}, which is not judged.")
+
+
 def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int = 0) -> QuantityVerdict:
     """Judge LSE or a captured delta of one head, by what its error makes of dQ beside a well-rounded kernel's error.
 

@@ -85,6 +85,7 @@ class HeadMeasurement:
     bit_identical: bool | None = None
     in_doubt: int = 0
     broken_outputs: dict[str, int] = field(default_factory=dict)
+    without_keys: dict[str, tuple[int, int]] = field(default_factory=dict)
     errors: dict[str, SignedErrors] = field(default_factory=dict)
     reference_bounds: dict[str, float] = field(default_factory=dict)
     certificate: Certificate | None = None
@@ -240,6 +241,7 @@ def _measure(passed: _Pass, seen: ObservedHead, batch: int, head: int) -> HeadMe
         top_key=top_key.cpu().numpy(),
         figures=FigureSums.of(exact, unit, maxima.row_max, rows),
         broken_outputs={name: count for name, count in faulty.items() if count},
+        without_keys=_without_keys(seen, reference.fully_masked & finite),
     )
     rounding = _Rounding(reference.out[rows], passed.bounds.out[rows], seen.formats.get("o", inputs.input_format))
     result.errors["rounding_o"] = by_feature(of_elements(rounding.error, rounding.ulp_sum), rounding.error, top_key)
@@ -492,6 +494,17 @@ def _measure_effects(passed: _Pass, seen: ObservedHead, rows: Tensor) -> dict[st
         budget = 2 * unit * size + 4 * passed.noise.variance["delta"][rows].sqrt()
         found["delta"] = effect(error, error.square() * through, budget)
     return found
+
+
+def _without_keys(seen: ObservedHead, rows: Tensor) -> dict[str, tuple[int, int]]:
+    """Of the rows that see no key, where O and dQ are 0: how many have NaN or Inf instead, and how many a number."""
+    found = {}
+    for name in ("o", "dq"):
+        if name in seen.outputs and bool(rows.any()):
+            values = seen.outputs[name][rows]
+            finite = values.isfinite().all(1)
+            found[name] = int((~finite).sum()), int((values[finite] != 0).any(1).sum())
+    return {name: counts for name, counts in found.items() if any(counts)}
 
 
 def _only(name: str, outputs: Sequence[dict[str, Tensor]]) -> Tensor:

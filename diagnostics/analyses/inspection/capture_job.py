@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
-from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, worst_of_all
+from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads, select_observations
 from attn_diag.head.baseline import Engine, Recognised, engine_backend, run_recipe, select_recipes
@@ -347,7 +347,8 @@ class CaptureJob:
                 found.append(self._explained(name, head, verdict, effects, batches))
             elif samples or broken:
                 verdict = judge_quantity(quantity, samples, batches, broken)
-                found.append(self._explained(name, head, verdict, samples, batches))
+                verdict = self._explained(name, head, verdict, samples, batches)
+                found.append(with_empty_rows(verdict, [p.without_keys.get(quantity, (0, 0)) for p in parts]))
         return found
 
     def _explained(

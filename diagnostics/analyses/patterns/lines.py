@@ -103,8 +103,13 @@ class Lines:
         if not bool((clear & fits).any()) or abs(factor - 1) < FACTOR_FROM or abs(factor) < FACTOR_FROM:
             return
         right = int((clear & fits).sum())
-        if abs(factor - 1) < _SMALL and (len(lines) < _SEVERAL or right < _MOST * int(clear.sum())):
-            return  # much else looks like it in a row or two, and coarse scores in some of many
+        if abs(factor - 1) < _SMALL:
+            if right < _SEVERAL or right < _MOST * int(clear.sum()):
+                return  # much else looks like it in a row or two, and coarse scores in some of many
+            shown = clear & fits
+            error, rest = ((observed - scale * truth)[shown].square().sum() for scale in (1.0, factor))
+            if rest > error / 2:
+                return  # noise that is larger than what the factor makes
         if self.coarse and abs(factor - 1) < _COARSE_FROM and right < _MOST * int(clear.sum()):
             return
         if 10 * right < int(clear.sum()):
