@@ -30,7 +30,7 @@ from attn_diag.testing.probing import head_errors
 from attn_diag.testing.probing.catalogue import PROBES
 from attn_diag.testing.probing.inputs import Draw, cast_gap
 from attn_diag.testing.probing.probe import MIN_HEADS
-from attn_diag.testing.probing.verdict import matches_prediction
+from attn_diag.testing.probing.pointers import matches_prediction
 
 SHAPE = (2, 8, 96, 32)
 QUIET = {"exact", "within-rounding"}
