@@ -4,8 +4,8 @@
 
 Kernels are the independent plain torch attention of ``verdicts``: healthy schedules, its forward defects, and the
 variants of ``verdicts.held_out``, which were written after the pointers had been fixed. (The first set of 39 found one
-wrong pointer, for which a condition was added; the second was written after that, and is run on another shape.) Every one is probed in BF16 and
-FP16, with and without a causal mask, with an l that sums P_bar before and after its cast, at as many seeds.
+wrong pointer, for which a condition was added; the second was written after that, and is run on another shape.) Every
+one is probed in BF16 and FP16, with and without a causal mask, with an l that sums P_bar before and after its cast.
 """
 
 from __future__ import annotations

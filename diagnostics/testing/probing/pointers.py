@@ -48,8 +48,8 @@ def own_rounding(findings: Sequence[ProbeFinding]) -> str | None:
     """All means alike in ulp, whatever the probe, and in both halves of a binade: nothing before O's last cast does so.
 
     l, 1/l, P_bar, V and the accumulators make errors relative to what they round, which differ by a third between the
-    halves of O's binades, and differ from probe to probe. O's cast moves no element beyond the bound; one of a split's O
-    before the merge does, and is O's own only in rows that see one split.
+    halves of O's binades, and differ from probe to probe. O's cast moves no element beyond the bound; a cast of splits
+    before their merge does, and is O's own only in rows that see one split.
     """
     found = _by_name(findings)
     if not all(name in found and not {"nonfinite", "too-large"} & set(found[name].labels) for name in _SPREAD):
