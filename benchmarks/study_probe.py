@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from measuring import made_by, options_of, save
@@ -38,7 +38,7 @@ SHAPES = ((2, 8, 288, 32), (2, 8, 333, 72))
 SECOND_SHAPE = (2, 8, 300, 48)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Format, mask, what l sums.
-WAYS: tuple[tuple[str, Causal, str], ...] = (
+WAYS: tuple[tuple[str, Causal, Literal["uncast", "cast"]], ...] = (
     ("bf16", "none", "uncast"),
     ("bf16", "top-left", "cast"),
     ("fp16", "top-left", "uncast"),

@@ -447,7 +447,7 @@ PADDING: dict[str, tuple[str, tuple[Any, ...], float, str]] = {
 def test_nonfinite_counts_where_something_reads_it(case: str) -> None:
     name, where, value, said = PADDING[case]
     of_rows, of_keys = torch.ones(1, 4, 24, 16), torch.ones(1, 2, 24, 16)
-    tensors = {n: of_rows.clone() for n in ("q", "o", "do", "dq")} | {
+    tensors: dict[str, Any] = {n: of_rows.clone() for n in ("q", "o", "do", "dq")} | {
         n: of_keys.clone() for n in ("k", "v", "dk", "dv")
     }
     tensors["lse"] = torch.ones(1, 4, 24)

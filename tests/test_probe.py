@@ -305,11 +305,13 @@ def test_one_normaliser_probe_alone_gives_numbers_and_no_pointer(fn: Fn) -> None
 
 
 def step(x: Tensor, dtype: torch.dtype, how: str) -> Tensor:
-    return round_to(x, parse(f"{'bf16' if dtype == torch.bfloat16 else 'fp16'}:{how}"), 7).double()
+    rounded: Tensor = round_to(x, parse(f"{'bf16' if dtype == torch.bfloat16 else 'fp16'}:{how}"), 7)
+    return rounded.double()
 
 
 def l_of(q: Tensor, k: Tensor) -> Tensor:
-    return (q.double() @ k.double().mT / q.shape[-1] ** 0.5).logsumexp(-1)
+    scores: Tensor = q.double() @ k.double().mT / q.shape[-1] ** 0.5
+    return scores.logsumexp(-1)
 
 
 LARGE_L = kernel(row_sum=lambda p: 1.01 * p.sum(-1, keepdim=True))

@@ -136,7 +136,7 @@ def what_sees(call: AttentionCall) -> tuple[Tensor, Tensor]:
     for item, chunk, hidden in _chunks(call):
         by_row[item, :, chunk] = ~hidden.all(-1)
         by_key[item] |= ~hidden.all(-2)
-    return by_row, by_key.unflatten(1, (kv_heads, -1)).any(2)
+    return by_row, by_key.view(batch, kv_heads, heads // kv_heads, keys).any(2)
 
 
 def _chunks(call: AttentionCall) -> Iterator[tuple[int, slice, Tensor]]:
