@@ -651,8 +651,8 @@ def test_calls_without_a_verdict_are_said_once(run: Run, caplog: pytest.LogCaptu
     assert "a call of h.0.attn is not judged: attention dropout 0.5 is on" in said[0]
 
 
-def test_a_kernel_of_another_function_gets_no_verdict(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_kernel_of_another_function_is_wrong_and_a_breakpoint_that_does_not_ask_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: list[Finding]
 ) -> None:
     def wrong(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return query * 3 + key - value
@@ -664,7 +664,10 @@ def test_a_kernel_of_another_function_gets_no_verdict(
         for _ in range(2):
             module.scaled_dot_product_attention(given["q"], given["k"], given["v"])
     assert len(caplog.records) == 1
-    assert "no verdict on attention: O of 'observed' is" in caplog.text
+    assert "attention is wrong, for which this breakpoint does not stop: give wrong=True" in caplog.text
+    with break_if(wrong=True, hook=found.append):
+        module.scaled_dot_product_attention(given["q"], given["k"], given["v"])
+    assert [f.reasons for f in found] == [("wrong: head 0, 1",)]
 
 
 def test_in_inference_mode(run: Run, found: list[Finding]) -> None:

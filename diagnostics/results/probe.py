@@ -52,8 +52,8 @@ class SignedTest:
     """The mean of what fp32 arithmetic can make of each error (``testing.probing.head_errors``); 0 for a coarser
     O."""
     upper_less_lower_ci: tuple[Number, Number] | None = None
-    """Confidence interval, at 1 - level, of the mean excess in ulp where O_ref lies in the upper half of its binade, less
-    that in the lower half: 0 for a rounding of O itself, a third of the mean for an error relative to O."""
+    """Confidence interval, at 1 - level, of the mean excess in ulp where O_ref lies in the upper half of its binade,
+    less that in the lower half: 0 for a rounding of O itself, a third of the mean for an error relative to O."""
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,9 @@ class Breakpoint:
                     diagnosis, refused = self._diagnose(call)
                 if inspect and diagnosis is not None:
                     reasons += self._of_diagnosis(diagnosis)
+                    for label in self._conditions.graver(diagnosis):
+                        where = call.place.module or "attention"
+                        self._warn(f"{where} is {label}, for which this breakpoint does not stop: give {label}=True")
                 elif inspect:
                     self._warn(f"a call of {call.place.module or 'attention'} is not judged: {refused}")
                 if reasons:

@@ -86,6 +86,12 @@ class Conditions:
                 found.append(f"max_logit: {largest:.4g} in head {head}, above {self.max_logit:g}")
         return found
 
+    def graver(self, diagnosis: Diagnosis) -> list[Label]:
+        """Labels that were not asked for, but hide those that were: nothing is asked of a head that is not right."""
+        asked = (*self.labels, *(["nonfinite"] if self.nonfinite else []))
+        graver: tuple[Label, ...] = ("nonfinite", "wrong")
+        return [label for label in graver if self.labels and label in diagnosis.labels and label not in asked]
+
     def of_diagnosis(self, diagnosis: Diagnosis) -> list[str]:
         """List the conditions that hold of an inspected call."""
         found = []
