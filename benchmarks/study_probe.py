@@ -173,7 +173,8 @@ def _is_so(said: str, place: Place, defect: Defect | None) -> bool:
         return place.planted in ("scale_missing", "scale_twice", "causal_ignored", "causal_ignored_forward_only")
     if said == "LSE base":
         return place.planted == "lse_base_2"
-    return defect is not None and said == defect.site
+    # O's cast, in some rows or in all.
+    return defect is not None and said == ("O" if site == "O in some rows" else site)
 
 
 def signature(found: ProbeReport) -> dict[str, str]:

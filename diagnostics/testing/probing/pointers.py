@@ -70,7 +70,7 @@ def own_rounding(findings: Sequence[ProbeFinding]) -> str | None:
         if within and abs(mean) < 1 and all(_holds(t.ci_ulp, mean, _ALIKE) for t in known):
             return (
                 f"O itself is rounded {down if mean < 0 else up} in the mean, by {mean:+.2g} ulp in every probe "
-                "and in both halves of a binade: that is the last cast of O, not l, P̄ or a sum."
+                "and in both halves of a binade: that is a cast of O, not l, P̄ or a sum."
             )
     return None
 
@@ -101,7 +101,8 @@ def _truncates_probs(found: ByName) -> str | None:
     measured = " and ".join(f"{relative_words(f)}" for f in known)
     expected = " and ".join(f"{f.predicted_truncated:+.4g}" for f in known)
     return (
-        f"P̄ is truncated when it is cast for P̄V: O is off by {measured}, as predicted of that ({expected}); L is right."
+        f"P̄ is too small where it multiplies V: O is off by {measured}, as predicted of a cast that truncates "
+        f"({expected}), and L is right."
     )
 
 
