@@ -22,7 +22,7 @@ from attn_diag.head.recipe_candidates import describe_schedule, family_name, kno
 from attn_diag.head.recipe_search import LEVEL
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.results.identification import Identification, Identifications, Misfitting, RankedRecipe
-from attn_diag.results.wording import percent
+from attn_diag.results.wording import percent, share
 from attn_diag.work import Progress, part_of
 
 # The number of recipes is known only as the search goes on; a usual one for the progress bar.
@@ -172,11 +172,10 @@ class _Report:
                 "missing."
             )
         if outcome == "flawed":
-            assert self.found.flaw is not None
-            return (
-                f"{' or '.join(names) or f'The {looks}'}, but wrong in {self.found.flaw.words}, more than fp32 "
-                f"arithmetic explains. Without that, it has the bits of O that it must have ({equal} with it)."
-            )
+            flaw = self.found.flaw
+            assert flaw is not None
+            who = " or ".join(names) or looks
+            return f"{who}, but {flaw.words}; elsewhere it has {share(flaw.agreement)} of O's bits."
         if outcome == "unnamed":
             return f"No published kernel that is known here, but its parts are: {looks} ({equal} of O's elements)."
         differ = f"they differ in {contested} of {self.elements} elements" if contested else "their bits are the same"

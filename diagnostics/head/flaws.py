@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.head.recipe_search import SearchedHead, Trial, usable_rows
+from attn_diag.head.recipe_search import SearchedHead, Trial, threshold, usable_rows
 from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import parse
 from attn_diag.reference import FloatFormat, RowBlock, format_of, reference_rows, ulp
@@ -31,13 +31,15 @@ from attn_diag.results.wording import number, plural, ranges
 _BLOCK = 128
 # So many runs of rows are a place.
 _RUNS = 8
+# Rows or features with so many times the misses of a recipe that fits are looked at together.
+_CONCENTRATED = 10
 # Features are named where they are at most this part of all.
 _FEW_FEATURES = 4
 
 
 @dataclass(frozen=True)
 class Flaw:
-    """Elements of O that a recipe and fp32 arithmetic do not explain, while it has the bits of the others."""
+    """Elements of O that a recipe does not explain, while it may have the bits of the others."""
 
     rows: tuple[int, ...]
     """The query rows that hold them."""
@@ -49,8 +51,12 @@ class Flaw:
     """How many there are."""
     largest_ulp: float
     """How far the furthest is off the recipe's, in ulp of O."""
+    explained: bool
+    """Whether arithmetic could make each of them; together they are too many to be chance."""
     kept: Tensor
     """The elements compared without these rows, or features, bool [R, Dv]."""
+    agreement: float
+    """The fraction of these that have the recipe's bits."""
     place: bool
     """Whether they are a place: few features, rows together or at one distance, or few of the rows that see as many
     keys; else the recipe itself may be another one."""
@@ -68,7 +74,10 @@ class Flaw:
         if self.features is not None:
             named = f"feature{'s' if len(self.features) > 1 else ''} {ranges(self.features)}"
             where = named if rows == "all rows" else f"{named} of {rows}"
-        return f"{where}: {plural(self.elements, 'element')} up to {number(self.largest_ulp)} ulp off its bits"
+        said = f"{where}: {plural(self.elements, 'element')} up to {number(self.largest_ulp)} ulp off its bits"
+        if self.explained:
+            return f"not its own in {said}, too many in one place to be chance"
+        return f"wrong in {said}, more than arithmetic explains"
 
 
 def find_flaw(subject: SearchedHead, trial: Trial, rows: Tensor) -> Flaw | None:
@@ -90,10 +99,27 @@ def find_flaw(subject: SearchedHead, trial: Trial, rows: Tensor) -> Flaw | None:
         off = (observed[part] - made[part]).abs()
         in_ulp[part] = off / ulp(block.out, fmt)
         beyond[part] = ~(off <= 2 * allowance(trial.recipe, subject, block, fmt))
-    if not bool(beyond.any()):
-        return None
-    bad, width = beyond.any(1), beyond.shape[1]
-    columns = beyond.any(0)
+    found = _placed(subject, trial, rows, beyond, in_ulp, explained=False) if bool(beyond.any()) else None
+    least = threshold(subject.fmt, beyond.numel())
+    if trial.match.agreement >= least or (found is not None and found.place and found.agreement >= least):
+        return found
+    # Too many elements are missed; perhaps all of them in one place.
+    missed, most = ~trial.match.equal, _CONCENTRATED * (1 - least)
+    for elements in (missed & (missed.double().mean(0) > most), missed & (missed.double().mean(1) > most)[:, None]):
+        if not bool(elements.any()):
+            continue
+        other = _placed(subject, trial, rows, elements, in_ulp, explained=True)
+        if other.place and other.agreement >= least and 2 * int(other.kept.sum()) >= other.kept.numel():
+            return other
+    return found
+
+
+def _placed(
+    subject: SearchedHead, trial: Trial, rows: Tensor, wrong: Tensor, in_ulp: Tensor, *, explained: bool
+) -> Flaw:
+    """The rows or features that hold the elements marked in ``wrong`` [R, Dv]."""
+    bad, width = wrong.any(1), wrong.shape[1]
+    columns = wrong.any(0)
     few = int(columns.sum()) * _FEW_FEATURES <= width
     # Neighbours of wrong rows may be right by chance: they put no weight on what is wrong.
     places = bad.nonzero()[:, 0]
@@ -101,13 +127,17 @@ def find_flaw(subject: SearchedHead, trial: Trial, rows: Tensor) -> Flaw | None:
     inside[places[0] : places[-1] + 1] = True
     left = bad if 2 * int(inside.sum()) > len(bad) or 4 * int(bad.sum()) < int(inside.sum()) else inside
     kept = ~left[:, None] if not few or int(bad.sum()) == 1 else ~columns[None]
+    kept = kept.expand_as(wrong)
+    equal = trial.match.equal[kept]
     return Flaw(
         rows=tuple(rows[bad].tolist()),
         rows_all=len(rows),
         features=tuple(columns.nonzero()[:, 0].tolist()) if few else None,
-        elements=int(beyond.sum()),
-        largest_ulp=float(in_ulp[beyond].max()),
-        kept=kept.expand_as(beyond),
+        elements=int(wrong.sum()),
+        largest_ulp=float(in_ulp[wrong].max()),
+        explained=explained,
+        kept=kept,
+        agreement=float(equal.double().mean()) if equal.numel() else 0.0,
         place=few or left is inside or _together(bad) or _are_few(subject, rows, bad),
     )
 

@@ -236,7 +236,9 @@ class _Judge:
             found.names = [n for n in found.names if n in left] or list(dict.fromkeys(left))
         self._named(found, recipes)
         own = found.recipe
-        others = {_backward_of(p): p for p in (preset(n, fmt, d) for n in PRESETS)}
+        others: dict[tuple[object, ...], Recipe] = {}
+        for preset_ in (preset(n, fmt, d) for n in PRESETS):
+            others.setdefault(_backward_of(preset_), preset_)
         others.pop(_backward_of(own), None)
         ports = {p.name: replace(own, **{site: getattr(p, site) for site in BACKWARD}) for p in others.values()}
         tried = [own, *ports.values()]

@@ -39,19 +39,20 @@ class ScaleFit:
     """Of ``scale``, over rows."""
     explained: float
     """The part of O's squared error that it takes away."""
-    head_dim: int
-    """D."""
+    @property
+    def named(self) -> str:
+        """The scale, as 1/sqrt of a whole number where it is one: "0.124035 (1/sqrt(65))"."""
+        whole = self.scale**-2
+        uncertain = 4 * max(self.standard_error / self.scale, 1e-5) * 2 * whole
+        name = f" (1/sqrt({round(whole)}))" if abs(whole - round(whole)) <= uncertain < 0.25 else ""
+        return f"{number(self.scale, 6)}{name}"
 
     @property
     def words(self) -> str:
         """In a sentence."""
         off = self.scale / self.stated - 1
-        known = {f"1/sqrt({n})": n**-0.5 for n in (self.head_dim - 1, self.head_dim + 1, self.head_dim)}
-        near = (n for n, v in known.items() if abs(v - self.scale) <= max(4 * self.standard_error, 1e-4 * v))
-        name = next(near, None)
-        said = f"{number(self.scale, 6)}{f' ({name})' if name else ''}"
         return (
-            f"O fits a softmax scale of {said}, {percent(abs(off), '.2g')} {'above' if off > 0 else 'below'} the "
+            f"O fits a softmax scale of {self.named}, {percent(abs(off), '.2g')} {'above' if off > 0 else 'below'} the "
             f"{number(self.stated, 6)} stated: that takes away {percent(self.explained, '.3g')} of its squared error"
         )
 
@@ -102,4 +103,4 @@ def fit_scale(inputs: HeadInputs, observed: Tensor) -> ScaleFit | None:
     away = abs(scale / head.scale - 1)
     if away < _FROM or explained < _EXPLAINS or away < _SIGNIFICANT * error:
         return None
-    return ScaleFit(scale, head.scale, error * scale, explained, head.q.shape[1])
+    return ScaleFit(scale, head.scale, error * scale, explained)
