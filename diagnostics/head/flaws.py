@@ -76,7 +76,7 @@ class Flaw:
             where = named if rows == "all rows" else f"{named} of {rows}"
         said = f"{where}: {plural(self.elements, 'element')} up to {number(self.largest_ulp)} ulp off its bits"
         if self.explained:
-            return f"not its own in {said}, too many in one place to be chance"
+            return f"rounds otherwise in {said}, too many in one place to be chance"
         return f"wrong in {said}, more than arithmetic explains"
 
 
