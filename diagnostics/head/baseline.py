@@ -173,6 +173,13 @@ class Baseline:
     """Where an O was captured that no recipe has, that in a sentence; empty: there is a recipe, or no O."""
 
     @property
+    def caution(self) -> str:
+        """Why what follows from the recipe is not about the captured kernel; empty: it is, or none was captured."""
+        if self.flaw:
+            return f"O is {self.name}'s, but {self.flaw}: no rounding of that recipe makes this."
+        return self.unfit
+
+    @property
     def words(self) -> str:
         """For a report."""
         if self.origin == "recognised" and self.agreement is not None:

@@ -109,9 +109,7 @@ def attribute_head(
     captured = None if head.observation is None else observed_sizes(head.outputs, truth)
     table = attribute_sites(truth, recipe, level=level, captured=captured, advance=advance)
     beside = fidelity(head)
-    unfit = head.baseline.unfit
-    if head.baseline.flaw:
-        unfit = f"O is {head.baseline.name}'s, but {head.baseline.flaw}: that is no rounding's doing."
+    unfit = head.baseline.caution
     # Nothing is blamed for errors that the recipe does not make; those of a recipe asked for are its own.
     blameless = {"o", "delta", "dq", "dw_q"} if unfit else set(beside.differences)
     if head.baseline.origin == "given":
