@@ -14,13 +14,14 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
+from attn_diag.head.counterfactual import RECIPE
 from attn_diag.head.fidelity import fidelity
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.head.row_maxima import swamped_elements
 from attn_diag.head.truth import observed_sizes
-from attn_diag.kernels import Recipe, emulate_head
+from attn_diag.kernels import Recipe, emulate_head, preset
 from attn_diag.results.attribution import Attribution, HeadAttribution, MeanError, RowKind, SiteAttribution
 from attn_diag.results.wording import SYMBOLS, number, percent, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, require_level
@@ -199,6 +200,7 @@ def reasons(found: HeadAttribution, level: float) -> Iterator[str]:
     if main not in found.guilty:
         return
     yield _cause(found, main)
+    yield from _more_than_well_rounded(found, main)
     if main == "dq" and "dw_q" in found.totals and found.guilty["dw_q"] != found.guilty[main]:
         yield f"In dW_Q the largest share is the {_words(found, found.guilty['dw_q'])}."
     if main == "dq":
@@ -235,6 +237,20 @@ def _cause(found: HeadAttribution, main: str) -> str:
     else:
         cause = f"its largest part is the {first.words} ({share:.0%})"
     return f"{size}; {cause}."
+
+
+def _more_than_well_rounded(found: HeadAttribution, main: str) -> Iterator[str]:
+    """The roundings that a well-rounded kernel does not have, however small their shares of the whole."""
+    recipe = Recipe.from_json(found.recipe_json)
+    usual = preset(RECIPE, recipe.input)
+    quantities = [main] if main == "o" else [main, "o"]
+    more = []
+    for site in found.sites:
+        if getattr(recipe, site.site) != getattr(usual, site.site):
+            shares = ", ".join(f"{site.effects[q].share:.0%} of {SYMBOLS[q]}'s" for q in quantities)
+            more.append(f"the {site.words} ({shares} squared error)")
+    if more:
+        yield f"What a well-rounded kernel does not round: {'; '.join(more)}."
 
 
 def _misfit(found: HeadAttribution) -> Iterator[str]:
