@@ -192,7 +192,7 @@ def _beside_well_rounded(head: HeadDiagnosis) -> Iterator[str]:
     """Each judged quantity's answer, the gravest first, and how a factor is to be read."""
     yield (
         "The yardstick is a well-rounded kernel: the published recipe of this format, run on the same inputs. A factor "
-        "is the error over that kernel's; production kernels leave 0.93 to 1.07."
+        "is the error over that kernel's, about 1 for a sound one."
     )
     graver = [q for q in head.quantities if q.answer in ("nonfinite", "wrong", "lossy", "undecided")]
     bad = [q for q in graver if q.answer != "undecided"]

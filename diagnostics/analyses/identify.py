@@ -167,7 +167,8 @@ class _Report:
         looks = f"the roundings of {best.roundings}, {best.schedule}"
         if outcome == "unknown":
             return (
-                f"Unknown: nothing tried has the observed bits in {percent(self.found.threshold, '.2f')} of O's elements. "
+                f"Unknown: nothing tried has the observed bits in {percent(self.found.threshold, '.2f')} of O's "
+                "elements. "
                 f"Nearest, with {equal}: {looks}. A rounding site or an order of keys that is not modelled may be "
                 "missing."
             )

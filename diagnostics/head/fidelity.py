@@ -19,7 +19,7 @@ from attn_diag.head.open import OpenHead
 from attn_diag.head.quality import AS_GOOD
 from attn_diag.kernels import emulate_head
 from attn_diag.reference import ulp
-from attn_diag.results.wording import SYMBOLS, number
+from attn_diag.results.wording import number
 from attn_diag.statistics.means import SignedErrors, estimate_bias
 from attn_diag.statistics.ratios import RatioEstimate, paired_ratio
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -138,7 +139,7 @@ def _placed(
         explained=explained,
         kept=kept,
         agreement=float(equal.double().mean()) if equal.numel() else 0.0,
-        place=few or left is inside or _together(bad) or _are_few(subject, rows, bad),
+        place=few or left is inside or _together(bad) or (not explained and _are_few(subject, rows, bad)),
     )
 
 
@@ -177,7 +178,7 @@ def _are_few(subject: SearchedHead, rows: Tensor, bad: Tensor) -> bool:
 
 
 def _in_words(rows: Sequence[int]) -> str:
-    steps = {b - a for a, b in zip(rows, rows[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(rows)}
     if len(rows) > 3 and len(steps) == 1 and (step := steps.pop()) > 1:
         return f"{rows[0]}, {rows[1]}, … {rows[-1]} (every {step}th)"
     return ranges(rows)

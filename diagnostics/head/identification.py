@@ -258,7 +258,7 @@ class _Judge:
         found.recipe, found.name = replace(made, name=name, summary=own.summary, **backward), " or ".join(found.names)
 
     def _by_hardware(self, found: IdentifiedHead, recipes: dict[str, Recipe]) -> None:
-        """Keep the names that hold under the tensor core's own sums: its truncation is what moves the last few elements.
+        """Keep the names that hold under the tensor core's own sums: its truncation moves the last few elements.
 
         Where some have every observed bit, they alone are left.
         """

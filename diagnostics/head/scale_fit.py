@@ -39,6 +39,7 @@ class ScaleFit:
     """Of ``scale``, over rows."""
     explained: float
     """The part of O's squared error that it takes away."""
+
     @property
     def named(self) -> str:
         """The scale, as 1/sqrt of a whole number where it is one: "0.124035 (1/sqrt(65))"."""

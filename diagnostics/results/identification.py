@@ -130,7 +130,8 @@ class Identification(Result):
     level: float
     """The significance level at which recipes are told apart."""
     outcome: Literal["identified", "ambiguous", "unnamed", "flawed", "unknown"]
-    """flawed: one or several fit, but for elements that are wrong (``flaw``); identified: one preset fits and no other does as well; ambiguous: several fit equally well on this input;
+    """flawed: one or several fit, but for elements that do not (``flaw``);
+    identified: one preset fits and no other does as well; ambiguous: several fit equally well on this input;
     unnamed: modelled roundings fit in a schedule that no preset has; unknown: nothing reaches ``threshold``."""
     recipes: tuple[str, ...]
     """The presets that fit, best first."""

@@ -22,7 +22,7 @@ from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.head.row_maxima import swamped_elements
 from attn_diag.head.truth import observed_sizes
 from attn_diag.kernels import Recipe, emulate_head, preset
-from attn_diag.results.attribution import Attribution, HeadAttribution, MeanError, RowKind, SiteAttribution
+from attn_diag.results.attribution import Attribution, HeadAttribution, MeanError, RowKind, SiteAttribution, Total
 from attn_diag.results.wording import SYMBOLS, number, percent, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, require_level
 from attn_diag.work import Progress, part_of
@@ -59,9 +59,9 @@ def attribute(
     notes = notes_of(opened)
     results = []
     places = [(batch, head) for batch in batches for head in heads]
-    for number, (batch, head) in enumerate(places):
+    for place, (batch, head) in enumerate(places):
         found = attribute_head(
-            opened.open_head(name, recipe, batch, head), level, notes, part_of(progress, number, len(places))
+            opened.open_head(name, recipe, batch, head), level, notes, part_of(progress, place, len(places))
         )
         results.append(found if capture.batch > 1 else replace(found, batch=None))
     return Attribution(
@@ -267,9 +267,7 @@ def _misfit(found: HeadAttribution) -> Iterator[str]:
         yield f"The emulated recipe is not what the captured kernel does: {listed}. What follows is the recipe's."
         return
     names = together([SYMBOLS[q] for q in found.differences])
-    yield (
-        f"The recipe has the bits of O, but {listed}: no cause of the error of {names} is named."
-    )
+    yield (f"The recipe has the bits of O, but {listed}: no cause of the error of {names} is named.")
 
 
 def _sizes(found: HeadAttribution) -> Iterator[str]:
