@@ -160,14 +160,15 @@ def allowance(recipe: Recipe, subject: SearchedHead, block: RowBlock, fmt: Float
     every = depth_sums * 2.0**-23 * (1 + largest[:, None])
     if any(parse(getattr(recipe, site)) is not None for site in ("row_sum", "range_pv", "accumulator", "row_max")):
         every = every + spacing
-    return found + every * (probs @ values.abs())
+    allowed: Tensor = found + every * (probs @ values.abs())
+    return allowed
 
 
 def _together(bad: Tensor) -> bool:
     """Whether the rows marked are few runs, or lie at one distance."""
     numbers = bad.nonzero()[:, 0]
     steps = numbers.diff()
-    return 1 + int((steps > 1).sum()) <= _RUNS or len(steps.unique()) == 1
+    return 1 + int((steps > 1).sum()) <= _RUNS or len(set(steps.tolist())) == 1
 
 
 def _are_few(subject: SearchedHead, rows: Tensor, bad: Tensor) -> bool:
