@@ -366,7 +366,7 @@ def test_progress_ends_at_its_total() -> None:
 
 
 def broken(change: Callable[[Tensor], None], dtype: str = "bf16") -> attn_diag.Capture:
-    capture = emulated(preset("fa2", dtype))  # type: ignore[arg-type]
+    capture = emulated(preset("fa2", dtype))
     tensors = {name: tensor[...].clone() for name, tensor in capture.tensors.items()}
     change(tensors["o"][0, 0])
     return attn_diag.Capture(tensors, capture.metadata)
