@@ -147,10 +147,11 @@ def _evidence(head: HeadDiagnosis) -> tuple[tuple[bool, str], ...]:
     found = removed = False
     if head.attribution is not None and stated != "none":
         main = "dq" if "dq" in head.attribution.totals else "o"
-        guilty = next(s for s in head.attribution.sites if s.site == head.attribution.guilty[main])
-        effect, total = guilty.effects[main], head.attribution.totals[main].error
-        found = effect.share > _MOST
-        removed = found and effect.repaired < _MOST * total and head.attribution.inert[1] < _SHAM * total
+        guilty = next((s for s in head.attribution.sites if s.site == head.attribution.guilty.get(main)), None)
+        if guilty is not None:
+            effect, total = guilty.effects[main], head.attribution.totals[main].error
+            found = effect.share > _MOST
+            removed = found and effect.repaired < _MOST * total and head.attribution.inert[1] < _SHAM * total
     return tuple(zip((stated != "none", stated == "significant", found, removed, False), _STEPS, strict=True))
 
 

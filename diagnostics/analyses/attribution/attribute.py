@@ -9,18 +9,21 @@ from dataclasses import replace
 from torch import Tensor
 
 from attn_diag.analyses.attribution.site_shares import SiteTable, attribute_sites
-from attn_diag.analyses.verdict import DQ_ERROR_ABOVE, LOSSY_ABOVE
+from attn_diag.analyses.verdict import DQ_ERROR_ABOVE
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
+from attn_diag.head.counterfactual import RECIPE
+from attn_diag.head.fidelity import fidelity
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
+from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.head.row_maxima import swamped_elements
 from attn_diag.head.truth import observed_sizes
-from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.results.attribution import Attribution, HeadAttribution, MeanError, RowKind
-from attn_diag.results.wording import SYMBOLS, percent
+from attn_diag.kernels import Recipe, emulate_head, preset
+from attn_diag.results.attribution import Attribution, HeadAttribution, MeanError, RowKind, Total
+from attn_diag.results.wording import SYMBOLS, number, percent, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, require_level
 from attn_diag.work import Progress, part_of
 
@@ -60,9 +63,9 @@ def attribute(
     notes = notes_of(opened)
     results = []
     places = [(batch, head) for batch in batches for head in heads]
-    for number, (batch, head) in enumerate(places):
+    for place, (batch, head) in enumerate(places):
         found = attribute_head(
-            opened.open_head(name, recipe, batch, head), level, notes, part_of(progress, number, len(places))
+            opened.open_head(name, recipe, batch, head), level, notes, part_of(progress, place, len(places))
         )
         results.append(found if capture.batch > 1 else replace(found, batch=None))
     return Attribution(
@@ -110,6 +113,14 @@ def attribute_head(
 
     captured = None if head.observation is None else observed_sizes(head.outputs, truth)
     table = attribute_sites(truth, recipe, level=level, captured=captured, advance=advance)
+    beside = fidelity(head)
+    unfit = head.baseline.caution
+    # Nothing is blamed for errors that the recipe does not make; those of a recipe asked for are its own.
+    blameless = {"o", "delta", "dq", "dw_q"} if unfit else set(beside.differences)
+    if head.baseline.origin == "given":
+        blameless = set()
+    elif "dq" in blameless:
+        blameless.add("dw_q")
     found = HeadAttribution(
         layer=head.layer,
         batch=head.batch,
@@ -128,8 +139,12 @@ def attribute_head(
         repairs=table.repairs,
         twin=table.twin,
         row_kinds=_row_kinds(head, table),
-        guilty=table.guilty,
-        biased=table.biased,
+        guilty={q: site for q, site in table.guilty.items() if q not in blameless},
+        biased={q: site for q, site in table.biased.items() if q not in blameless},
+        recipe_from=head.baseline.origin,
+        unfit=unfit,
+        differences=dict(beside.differences),
+        well_rounded={q: (r.factor, r.low, r.high) for q, r in beside.well_rounded.items()},
         notes=notes,
     )
     return replace(found, reasons=tuple(reasons(found, level)))
@@ -168,8 +183,6 @@ _INERT = {"backward_probs": "which reaches dV alone", "row_sum_clamp": "which no
 _CAUSE = 0.5
 # A kind of rows has no part in an error of which it carries less than this.
 _NO_PART = 0.01
-# Errors of the recipe and of the captured kernel that differ by more than this factor are not the same kernel's.
-_ALIKE = 1.25
 # A sham that leaves less than the first part of what the site adds says that the signs of its errors did the damage;
 # one that leaves more than the second, that their size did.
 _SIGNS_MATTER, _SIZE_ALONE = 0.5, 0.8
@@ -181,17 +194,26 @@ def reasons(found: HeadAttribution, level: float) -> Iterator[str]:
     if not found.sites or not found.totals[main].error:
         yield "No rounding changes anything here: there is no error to attribute."
         return
+    if found.unfit:
+        yield f"{found.unfit} No cause is named: the shares are those of {found.recipe}."
+        yield from _sizes(found)
+        return
     yield from _misfit(found)
+    # Of a quantity that the captured kernel makes otherwise nothing is said.
+    main = main if main in found.guilty else "o"
+    if main not in found.guilty:
+        return
     yield _cause(found, main)
-    if "dw_q" in found.totals and found.guilty["dw_q"] != found.guilty[main]:
+    yield from _more_than_well_rounded(found, main)
+    if main == "dq" and "dw_q" in found.totals and found.guilty["dw_q"] != found.guilty[main]:
         yield f"In dW_Q the largest share is the {_words(found, found.guilty['dw_q'])}."
-    if found.noise_factor is not None:
-        yield from _floor(found)
+    if main == "dq":
+        yield from _beside_well_rounded(found)
         yield from _rows(found)
     yield from _repairs(found, main)
     yield from _shams(found, main)
     for quantity in ("o", "delta"):
-        if quantity in found.totals:
+        if quantity in found.totals and quantity in found.guilty:
             yield from _bias(found, quantity, level)
 
 
@@ -200,6 +222,8 @@ def _cause(found: HeadAttribution, main: str) -> str:
     ranked = sorted(found.sites, key=lambda s: -s.effects[main].share)
     first, second = ranked[0], ranked[1] if len(ranked) > 1 else None
     size = f"{SYMBOLS[main]} is off by {percent(total.error)}"
+    if found.differences:
+        size = f"{found.recipe.split(',')[0]}'s {size}"
     if total.captured is not None:
         size += f" (captured: {percent(total.captured)})"
     if main == "dq" and "dw_q" in found.totals:
@@ -221,38 +245,80 @@ def _cause(found: HeadAttribution, main: str) -> str:
     return f"{size}; {cause}."
 
 
+def _more_than_well_rounded(found: HeadAttribution, main: str) -> Iterator[str]:
+    """The roundings that a well-rounded kernel does not have, however small their shares of the whole."""
+    recipe = Recipe.from_json(found.recipe_json)
+    usual = preset(RECIPE, recipe.input)
+    quantities = [main] if main == "o" else [main, "o"]
+    more = []
+    for site in found.sites:
+        if getattr(recipe, site.site) != getattr(usual, site.site):
+            shares = ", ".join(f"{site.effects[q].share:.0%} of {SYMBOLS[q]}'s" for q in quantities)
+            more.append(f"the {site.words} ({shares} squared error)")
+    if more:
+        yield f"What a well-rounded kernel does not round: {'; '.join(more)}."
+
+
 def _misfit(found: HeadAttribution) -> Iterator[str]:
-    """Where the emulated recipe errs otherwise than the captured kernel: nothing below is about that kernel."""
-    differing = []
-    for quantity, total in found.totals.items():
-        if total.captured is not None and not 1 / _ALIKE <= total.captured / (total.error or math.nan) <= _ALIKE:
-            captured, emulated = (
-                f"{value:.3g} noise floors" if quantity == "delta" else percent(value)
-                for value in (total.captured, total.error)
-            )
-            differing.append(f"{SYMBOLS[quantity]} {captured} captured, {emulated} emulated")
-    if differing:
-        yield (
-            f"The emulated recipe is not what the captured kernel does ({'; '.join(differing)}): what follows is "
-            "the recipe's, not the kernel's."
-        )
+    """Where the emulated recipe errs otherwise than the captured kernel."""
+    if not found.differences:
+        return
+    said = []
+    for quantity, difference in found.differences.items():
+        total = found.totals.get(quantity)
+        sizes = "" if total is None or total.captured is None else f" ({_both(quantity, total)})"
+        said.append(f"{SYMBOLS[quantity]}: {difference}{sizes}")
+    listed = "; ".join(said)
+    if found.recipe_from == "given":
+        yield f"The emulated recipe is not what the captured kernel does: {listed}. What follows is the recipe's."
+        return
+    names = together([SYMBOLS[q] for q in found.differences])
+    yield (f"The recipe has the bits of O, but {listed}: no cause of the error of {names} is named.")
 
 
-def _floor(found: HeadAttribution) -> Iterator[str]:
-    assert found.noise_factor is not None
-    error = found.totals["dq"].error if "dq" in found.totals else 0.0
-    if found.noise_factor > LOSSY_ABOVE:
-        yield (
-            f"The kernel is above its noise floor: delta's error is {found.noise_factor:.3g} times what one "
-            "correct rounding of O makes. The roundings, not the head, are to blame."
-        )
-    elif error > DQ_ERROR_ABOVE:
-        yield (
-            f"The kernel is at its noise floor (delta's error is {found.noise_factor:.3g} times what one correct "
-            f"rounding of O makes); the head is ill-conditioned (conditioning {found.conditioning:.3g})."
-        )
+def _sizes(found: HeadAttribution) -> Iterator[str]:
+    """The captured errors beside the recipe's, of a kernel that is not the recipe."""
+    known = {q: t for q, t in found.totals.items() if t.captured is not None}
+    if known:
+        listed = "; ".join(f"{SYMBOLS[q]} {_both(q, t)}" for q, t in known.items())
+        yield f"Errors of the captured kernel, and of the recipe: {listed}."
+    yield from _factors(found)
+
+
+def _both(quantity: str, total: Total) -> str:
+    captured, emulated = (
+        f"{value:.3g} noise floors" if quantity == "delta" else percent(value)
+        for value in (total.captured, total.error)
+    )
+    return f"{captured} captured, {emulated} emulated"
+
+
+def _factors(found: HeadAttribution) -> Iterator[str]:
+    said = [
+        f"{SYMBOLS[q]} {number(factor)} ({number(low)} to {number(high)})"
+        for q, (factor, low, high) in found.well_rounded.items()
+    ]
+    if said and any(total.captured is not None for total in found.totals.values()):
+        yield f"The captured errors are so many times a well-rounded kernel's: {', '.join(said)}."
+
+
+def _beside_well_rounded(found: HeadAttribution) -> Iterator[str]:
+    """Whether the roundings or the head are to blame: dQ's error beside what a well-rounded kernel leaves."""
+    if "dq" not in found.well_rounded:
+        return
+    factor, low, high = found.well_rounded["dq"]
+    said = f"dQ's error is {number(factor)} times a well-rounded kernel's ({number(low)} to {number(high)})"
+    captured = found.totals["dq"].captured is not None
+    if not captured:
+        said = f"The recipe's {said}"
+    if low > LOSSY:
+        yield f"{said}: the roundings, not the head, are to blame."
+    elif high > AS_GOOD:
+        yield f"{said}: that decides nothing between roundings and head."
+    elif found.totals["dq"].error > DQ_ERROR_ABOVE:
+        yield f"{said}: the head is ill-conditioned (conditioning {found.conditioning:.3g})."
     else:
-        yield f"The kernel is at its noise floor (noise factor {found.noise_factor:.3g}) and the head is not fragile."
+        yield f"{said}, and the head is not fragile."
 
 
 def _rows(found: HeadAttribution) -> Iterator[str]:

@@ -183,7 +183,7 @@ class CaptureJob:
             observations.append(
                 ObservationDiagnosis(
                     name=name,
-                    recipe=recipe.name if recipe else found.name if found else None,
+                    recipe=recipe.name if recipe else found.words if found else None,
                     agreement=found.agreement if found else None,
                     backend=engine_backend(self.engine, self.device) if recipe else _captured_backend(c),
                     emulated=recipe is not None and self.engine == "emulation",
