@@ -224,7 +224,8 @@ class TestExact:
         a, b = bf16(6, 50, seed=8, spread=spread), bf16(50, 5, seed=9, spread=spread)
         got = matmul(a.float(), b.float(), "exact")
         for (i, row), (j, column) in product(enumerate(a), enumerate(b.T)):
-            truth = sum(Fraction(x) * Fraction(y) for x, y in zip(row.tolist(), column.tolist(), strict=True))
+            terms = zip(row.tolist(), column.tolist(), strict=True)
+            truth = sum((Fraction(x) * Fraction(y) for x, y in terms), Fraction(0))
             value = float(got[i, j])
             assert abs(Fraction(value) - truth) <= Fraction(2) ** (exponent(truth) - 24), (value, float(truth))
 
