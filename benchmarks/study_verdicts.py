@@ -90,7 +90,7 @@ class Judged:
 
 def inspected(inputs: Inputs, outputs: Outputs, *, device: str = "cpu", without: Sequence[str] = ()) -> Diagnosis:
     """What the tool says of a call; ``without`` some of its outputs."""
-    tensors = {name: tensor for name, tensor in outputs.tensors().items() if name not in without}
+    tensors: dict[str, Any] = {n: tensor for n, tensor in outputs.tensors().items() if n not in without}
     mask = None if inputs.key_mask is None else inputs.key_mask[:, None, None, :]
     causal = inputs.causal if inputs.causal != "none" else False
     return attn_diag.inspect(

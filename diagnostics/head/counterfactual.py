@@ -46,7 +46,6 @@ def run_counterfactual(
     stored: Mapping[str, FloatFormat],
     *,
     recipe: str = RECIPE,
-    accumulation: str = "fp32-nearest",
     key_gradients: bool = True,
 ) -> dict[str, Tensor]:
     """What a well-rounded kernel returns for one query head.
@@ -56,7 +55,6 @@ def run_counterfactual(
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
         recipe: Which published recipe.
-        accumulation: How it adds, see ``Recipe.accumulation``.
         key_gradients: Whether dK and dV are wanted.
 
     Returns:
@@ -64,8 +62,13 @@ def run_counterfactual(
     """
     chosen: Recipe = preset(recipe, fmt.name, head.q.shape[1])
     gradients = next((stored[n] for n in ("dq", "dk", "dv") if n in stored), fmt)
-    formats = {"out": stored.get("o", fmt).name, "dq": gradients.name}
-    chosen = replace(chosen, accumulation=accumulation, **{n: f for n, f in formats.items() if f in (*FORMATS, "fp32")})
+    out = stored.get("o", fmt).name
+    known = (*FORMATS, "fp32")
+    chosen = replace(
+        chosen,
+        out=out if out in known else chosen.out,
+        dq=gradients.name if gradients.name in known else chosen.dq,
+    )
     found = emulate_head(chosen, head, key_gradients=key_gradients)
     outputs = {name: getattr(found, name) for name in ("o", "lse", "delta", "dq", "dk", "dv")}
     return {name: tensor.double() for name, tensor in outputs.items() if tensor is not None}
@@ -78,14 +81,13 @@ class Counterfactuals:
         self, head: AttentionHead, fmt: FloatFormat, stored: Mapping[str, FloatFormat], *, key_gradients: bool
     ) -> None:
         self._run = partial(run_counterfactual, head, fmt, stored, key_gradients=key_gradients)
-        self._found: dict[tuple[str, str], dict[str, Tensor]] = {}
+        self._found: dict[str, dict[str, Tensor]] = {}
 
-    def outputs(self, recipe: str = RECIPE, accumulation: str = "fp32-nearest") -> dict[str, Tensor]:
+    def outputs(self, recipe: str = RECIPE) -> dict[str, Tensor]:
         """As ``run_counterfactual``."""
-        key = recipe, accumulation
-        if key not in self._found:
-            self._found[key] = self._run(recipe=recipe, accumulation=accumulation)
-        return self._found[key]
+        if recipe not in self._found:
+            self._found[recipe] = self._run(recipe=recipe)
+        return self._found[recipe]
 
 
 @dataclass

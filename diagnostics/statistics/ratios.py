@@ -66,7 +66,8 @@ def paired_ratio(
         None where the yardstick is 0 or there are fewer than two groups.
     """
     if clusters is not None:
-        observed, yardstick = np.bincount(clusters, observed), np.bincount(clusters, yardstick)
+        observed = np.bincount(clusters, observed).astype(np.float64)
+        yardstick = np.bincount(clusters, yardstick).astype(np.float64)
     a, b = float(observed.sum()), float(yardstick.sum())
     if not b > 0 or not math.isfinite(a) or len(observed) < 2:
         return None

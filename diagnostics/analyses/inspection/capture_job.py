@@ -154,10 +154,10 @@ class CaptureJob:
                 for part in parts:
                     self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
             for name, sums in result.key_sums.items():
-                for output, found in sums.items():
+                for output, gradient in sums.items():
                     self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {}).setdefault(
                         output, []
-                    ).append(found)
+                    ).append(gradient)
             for name, counts in result.broken_keys.items():
                 self.broken_keys.setdefault(name, {}).setdefault(result.group.kv_head, Counter()).update(counts)
             yield len(result.group.heads)
