@@ -22,7 +22,7 @@ from attn_diag.results.diagnosis import (
     Verdict,
 )
 from attn_diag.results.quality import Answer, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS, plural, together
+from attn_diag.results.wording import SYMBOLS, number, plural, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
 # A kernel that rounds O once has a noise factor of about 1 (0.98-1.4 measured on production kernels).
@@ -96,6 +96,7 @@ def judge(
     level: float,
     quantities: Sequence[QuantityVerdict] = (),
     certificate: Certificate | None = None,
+    noise_factor_ci95: tuple[float, float] | None = None,
 ) -> Verdict:
     """The verdict of one entry: is it the mathematics, well rounded, biased, fragile? In this order.
 
@@ -116,8 +117,10 @@ def judge(
     if not quantities:
         sharp = bias.delta is None or (bias.delta.reference_bound or 0.0) <= (bias.delta.rms or 0.0) / 2
         if noise_factor is not None and noise_factor > LOSSY_ABOVE and sharp:
-            labels.append("lossy")
-            reasons.append(f"delta's error is {noise_factor:.3g} times what one correct rounding of O makes.")
+            certain = noise_factor_ci95 is None or noise_factor_ci95[0] > LOSSY_ABOVE
+            interval = "" if certain or noise_factor_ci95 is None else f" ({number(noise_factor_ci95[0])} to {number(noise_factor_ci95[1])})"
+            labels.append("lossy" if certain else "undecided")
+            reasons.append(f"delta's error is {noise_factor:.3g}{interval} times what one correct rounding of O makes.")
     if (fragile := _fragile(propagation, quantities, noise_factor, conditioning)) is not None and "lossy" not in labels:
         labels.append("ill_conditioned")
         reasons.append(fragile)

@@ -64,11 +64,17 @@ class FeatureSums:
     """Over all cells: the squares of n."""
 
     @classmethod
-    def join(cls, parts: Sequence[FeatureSums]) -> FeatureSums:
-        """The features and cells of several heads or sequences side by side."""
+    def join(cls, parts: Sequence[FeatureSums], groups: Sequence[object] | None = None) -> FeatureSums:
+        """The features and cells of several heads or sequences side by side; in those of one group features are one.
+
+        Their cells stay apart, as if none had a key of another's: that leaves the variance rather too large.
+        """
+        together: dict[object, list[FeatureSums]] = {}
+        for group, part in zip(range(len(parts)) if groups is None else groups, parts, strict=True):
+            together.setdefault(group, []).append(part)
         return cls(
-            sums=np.concatenate([p.sums for p in parts]),
-            sizes=np.concatenate([p.sizes for p in parts]),
+            sums=np.concatenate([np.sum([p.sums for p in found], 0) for found in together.values()]),
+            sizes=np.concatenate([np.sum([p.sizes for p in found], 0) for found in together.values()]),
             cell_squares=sum(p.cell_squares for p in parts),
             cell_products=sum(p.cell_products for p in parts),
             cell_sizes=sum(p.cell_sizes for p in parts),
@@ -97,8 +103,8 @@ class SignedErrors:
     """Where rounding is shared by features, too."""
 
     @classmethod
-    def join(cls, parts: Sequence[SignedErrors]) -> SignedErrors:
-        """The rows of several heads or sequences, one after the other."""
+    def join(cls, parts: Sequence[SignedErrors], groups: Sequence[object] | None = None) -> SignedErrors:
+        """The rows of several heads or sequences, one after the other; ``groups``: see ``FeatureSums.join``."""
         features = [p.features for p in parts if p.features is not None]
         return cls(
             total=np.concatenate([p.total for p in parts]),
@@ -108,7 +114,7 @@ class SignedErrors:
             unit_total=sum(p.unit_total for p in parts),
             unit_scale=sum(p.unit_scale for p in parts),
             count=parts[0].count,
-            features=FeatureSums.join(features) if len(features) == len(parts) else None,
+            features=FeatureSums.join(features, groups) if len(features) == len(parts) else None,
         )
 
 
