@@ -188,8 +188,7 @@ class _Tester:
         keys = sample.top_key.cpu().numpy()
         repeat = count or 1
         self._labels = {
-            test: _repeated([clusters_of(test, row) for row in keys], repeat)
-            for test in (*PRIMARY, "o", "dq", "lse")
+            test: _repeated([clusters_of(test, row) for row in keys], repeat) for test in (*PRIMARY, "o", "dq", "lse")
         }
         self._keys = _repeated([np.unique(row, return_inverse=True)[1] for row in keys], repeat)
 

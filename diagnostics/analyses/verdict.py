@@ -117,9 +117,9 @@ def judge(
     if not quantities:
         sharp = bias.delta is None or (bias.delta.reference_bound or 0.0) <= (bias.delta.rms or 0.0) / 2
         if noise_factor is not None and noise_factor > LOSSY_ABOVE and sharp:
-            certain = noise_factor_ci95 is None or noise_factor_ci95[0] > LOSSY_ABOVE
-            interval = "" if certain or noise_factor_ci95 is None else f" ({number(noise_factor_ci95[0])} to {number(noise_factor_ci95[1])})"
-            labels.append("lossy" if certain else "undecided")
+            low, high = noise_factor_ci95 or (noise_factor, noise_factor)
+            labels.append("lossy" if low > LOSSY_ABOVE else "undecided")
+            interval = "" if low > LOSSY_ABOVE else f" ({number(low)} to {number(high)})"
             reasons.append(f"delta's error is {noise_factor:.3g}{interval} times what one correct rounding of O makes.")
     if (fragile := _fragile(propagation, quantities, noise_factor, conditioning)) is not None and "lossy" not in labels:
         labels.append("ill_conditioned")
@@ -148,7 +148,7 @@ def judge(
         labels.append("undecided")
         reasons.append(
             f"The mean of {', '.join(_NAMES[n] for n in untested)} cannot be tested: there is a single row, sequence "
-            "or feature."
+            "or feature, or errors cancel in each so that the standard error vanishes."
         )
     if not tests and not blurred and not untested and bit_identical is None:
         labels.append("undecided")
@@ -278,6 +278,8 @@ def _biased(
             f"Mean error of {_NAMES[name]} is {estimate.mean:.3g} ({estimate.mean_ulp or 0:+.2g} "
             f"{'noise floors' if name.startswith('delta') else 'ulp'}, adjusted p = {estimate.p_adjusted:.2g}; {scope})"
         )
+        if estimate.t is None:
+            sentence += f"; it is the same everywhere, and p the chance that {estimate.n_clusters} signs agree"
         rounding = rounding_bias.delta if name == "delta" else None
         if rounding is not None and explained_by_rounding(rounding, estimate, level):
             words.append(f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel.")

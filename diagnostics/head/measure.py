@@ -66,8 +66,8 @@ class RepeatSums:
 class HeadMeasurement:
     """One observation of one head and sequence, reduced to what is linear in T.
 
-    ``rows`` [n]: the usable rows (finite, with at least one key). ``tested`` [m]: those of them that no earlier sequence
-    has too; ``top_key`` [m] follows them, and so do arrays in ``errors``: of o and lse all [m], of the others the rows
+    ``rows`` [n]: the usable rows (finite, with at least one key). ``tested`` [m]: those of them that no earlier
+    sequence has too. ``top_key`` [m] and arrays in ``errors`` follow them, but where dO matters only the rows
     ``with_gradient`` (bool [m], dO is not 0). ``repeated``: usable rows that are left out, most of them the same as
     those of sequence ``source``. ``noise``: delta's squared error over its floor's, by row with a gradient.
     ``rows_unknown``: those whose truth float64 cannot tell. ``in_doubt``: elements of RN(O_ref) that the reference's
@@ -300,7 +300,9 @@ def _leave_out(
     if result.repeated:
         result.source = shared.source
         rows = (usable & ~repeated).nonzero()[:, 0]
-        once = replace(result, errors={}, reference_bounds={}, tested=rows.cpu().numpy(), figures=replace(result.figures))
+        once = replace(
+            result, errors={}, reference_bounds={}, tested=rows.cpu().numpy(), figures=replace(result.figures)
+        )
         _measure_errors(once, passed, seen, rows, top_key[rows], eligible[rows])
         for name in ("errors", "reference_bounds", "tested", "with_gradient", "noise"):
             setattr(result, name, getattr(once, name))

@@ -44,6 +44,8 @@ MIN_EFFECTIVE = 4
 # sup of |Brownian motion| over [0, 1] exceeds this with probability 1 %: 4 (1 - Phi(2.807)) = 0.01.
 FLAT_BAND_99 = 2.807
 MIN_SEQUENCES = 8
+# A standard error below this part of the errors' root mean square is what float64's own rounding of sums leaves.
+_VANISHED = 2.0**-40
 _POWER = 0.8
 _DRIFT_POINTS = 256
 
@@ -126,6 +128,11 @@ def estimate_bias(
     The test is ``mean_test``, on the cluster sums s_c, and ``two_way`` where there are feature sums. n_eff is
     (sum s^2)^2 / sum s^4 over the clusters.
 
+    Where the standard error is no more than the rounding of sums, t says nothing: all G clusters have the same mean
+    error. Of independent errors as likely positive as negative, so many agree in sign with probability 2^(1 - G) at
+    most, and that is the p-value; where that mean is 0 there is none. (Clusters that are copies of each other must be
+    left out before: ``head.shared``.)
+
     Args:
         errors: The errors of n rows.
         clusters: [n], cluster number of each row, from 0 without gaps; None for every row its own. Where ``errors`` has
@@ -134,7 +141,8 @@ def estimate_bias(
         with_drift: Also keep the running sum over the rows.
 
     Returns:
-        The estimate; the test's fields are None with fewer than two clusters, and where every error is zero.
+        The estimate; the test's fields are None with fewer than two clusters, and where every error is zero; all but
+        standard_error and p_value also where all clusters have the same mean error.
     """
     n = len(errors.total) * errors.count
     if not n:
@@ -164,6 +172,10 @@ def estimate_bias(
         cells = np.array([shared.cell_squares, shared.cell_products, shared.cell_sizes])
         test = two_way(test, mean_test(shared.sums, shared.sizes, level), cells, n, level)
     se, half = float(test.standard_error), float(test.half_width95)
+    assert result.rms is not None
+    if se <= (dust := _VANISHED * result.rms):
+        agree = max(2.0 ** (1 - len(sums)), float(np.finfo(float).tiny))
+        return replace(result, standard_error=se, p_value=agree if abs(mean) > dust else None)
     return replace(
         result,
         standard_error=se,

@@ -218,7 +218,13 @@ class CaptureJob:
             found = self.opened.projection
             projection = None if found is None else found.head(group.batch, head)
             truth, parts = measure_head(
-                inputs, observed, group.batch, head, projection, self.certify, self.shared.get(head, {}).get(group.batch)
+                inputs,
+                observed,
+                group.batch,
+                head,
+                projection,
+                self.certify,
+                self.shared.get(head, {}).get(group.batch),
             )
             self.truths.offer((group.batch, head), truth, max(map(_dq_error, parts)))
             unusable |= bool(inputs.unusable.any())

@@ -137,9 +137,13 @@ def pool(
         [joined[p.batch] for p in parts] if by_sequence else None,
         gradients if len(gradients) == len(parts) else None,
     )
-    biases = {
-        n: estimate_bias(e, clusters.of(n), level, with_drift=not n.startswith("rounding")) for n, e in errors.items()
-    }
+    biases = {}
+    for name, error in errors.items():
+        drift = not name.startswith("rounding")
+        biases[name] = estimate_bias(error, clusters.of(name), level, with_drift=drift)
+        if by_sequence and biases[name].p_value is not None and biases[name].t is None:
+            # The same in every sequence, and so perhaps in every row: these are many more signs.
+            biases[name] = estimate_bias(error, clusters.within(name), level, with_drift=drift)
     biases = {n: _with_reference_bound(e, [p.reference_bounds.get(n) for p in parts]) for n, e in biases.items()}
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
@@ -236,35 +240,39 @@ def joined_sequences(parts: Sequence[HeadMeasurement], k_length: int) -> dict[in
 def _remarks(parts: Sequence[HeadMeasurement], sequences: int, independent: int) -> Iterator[str]:
     """What the tests of means rest on, where that is fewer rows or sequences than it seems."""
     repeating = [p for p in parts if p.repeated]
-    then = f"{independent} independent {'one is' if independent == 1 else 'ones are'} left"
+    then = f"as {plural(independent, 'independent sequence')}"
     if independent < MIN_SEQUENCES <= sequences:
-        then += f", fewer than {MIN_SEQUENCES}: means are tested over distinct rows, of these sequences only"
+        then += f"; with fewer than {MIN_SEQUENCES}, means are tested over distinct rows, of these sequences only"
     if repeating:
         alike = {p.batch for p in repeating} | {p.source for p in repeating}
         most = max(p.repeated for p in repeating)
-        same = "" if all(p.repeated == most for p in repeating) else "up to "
-        first = "first " if all(p.tested[:1] > p.rows[: p.repeated].max() for p in repeating if len(p.tested)) else ""
-        rows = f"{same}{first}{plural(most, 'row')}"
-        whole = all(not len(p.tested) for p in repeating)
-        yield f"{len(alike)} of {sequences} sequences share {'all' if whole else 'their'} {rows}: they count once; {then}."
+        size = plural(most, "row") if all(p.repeated == most for p in repeating) else f"up to {most} rows"
+        if all(not len(p.tested) for p in repeating):
+            yield f"{len(alike)} of {sequences} sequences are copies of others: {size} of each count once, {then}."
+        else:
+            begin = all(p.tested[0] > p.rows[p.repeated - 1] for p in repeating if len(p.tested))
+            rows = f"the first {size}" if begin else size
+            yield f"{len(alike)} of {sequences} sequences share {rows}: they count once, {then}."
     elif independent < sequences:
-        yield f"Sequences look at keys that they share, and count as one cluster: {then}."
-    judged, gradients = (sum(len(p.tested) for p in parts), [p.with_gradient for p in parts])
+        yield f"Sequences look at keys that they share: all {sequences} count {then}."
+    tested, gradients = sum(len(p.tested) for p in parts), [p.with_gradient for p in parts]
     some = sum(int(g.sum()) for g in gradients if g is not None)
-    if all(g is not None for g in gradients) and 2 * some < judged:
-        yield f"dO is zero in {judged - some} of {judged} rows: delta and dQ are tested over the other {some}."
+    if all(g is not None for g in gradients) and 2 * some < tested:
+        yield f"dO is zero in {tested - some} of {tested} rows: delta and dQ are tested over the other {some}."
 
 
 def _uniform_words(found: HeadDiagnosis, level: float) -> tuple[str, ...]:
     """Why correct rounding itself has a mean where attention is nearly uniform; empty where it has none."""
-    known = {"O": found.rounding_bias.o, "delta": found.rounding_bias.delta}
-    biased = [f"{n} {number(e.mean)}" for n, e in known.items() if e is not None and e.p_value is not None and e.p_value <= level]
+    biased = []
+    for name, estimate in (("O", found.rounding_bias.o), ("delta", found.rounding_bias.delta)):
+        if estimate is not None and estimate.p_value is not None and estimate.p_value <= level:
+            biased.append(f"{name}: {number(estimate.mean)}")
     if not biased:
         return ()
     return (
         "Attention is nearly uniform here, as in a fresh model: O is nearly the same number in every row, and rounds "
-        f"the same way, so that correct rounding itself has a mean ({', '.join(biased)}). That is no fault of the "
-        "kernel, and says nothing of a trained model.",
+        f"the same way each time, so that correct rounding itself has a mean ({', '.join(biased)}), which is no fault "
+        "of the kernel.",
     )
 
 
@@ -289,26 +297,27 @@ class Clusters:
         sequences: Sequence[int] | None = None,
         with_gradient: Sequence[npt.NDArray[np.bool_]] | None = None,
     ) -> None:
-        self._by_sequence = sequences is not None
-        numbers = top_keys
+        self._keys, self._with_gradient = np.concatenate(top_keys), with_gradient
+        self._sequences: npt.NDArray[np.int64] | None = None
         if sequences is not None:
-            numbers = [np.full(len(keys), number) for keys, number in zip(top_keys, sequences, strict=True)]
-        self._all = np.concatenate(numbers)
-        self._with_gradient = self._all if with_gradient is None else self._all[np.concatenate(with_gradient)]
+            self._sequences = np.repeat(sequences, [len(keys) for keys in top_keys])
 
     def of(self, quantity: str) -> npt.NDArray[np.int64] | None:
         """The clusters of the rows for one of ``Bias``'s quantities; None: every row its own."""
-        found = _dense(self._with_gradient if quantity in NEED_GRADIENT else self._all)
-        if self._by_sequence:
-            return found
+        return self.within(quantity) if self._sequences is None else self._dense(self._sequences, quantity)
+
+    def within(self, quantity: str) -> npt.NDArray[np.int64] | None:
+        """The same within sequences."""
+        found = self._dense(self._keys, quantity)
         if quantity in ("delta_excess", "dq", "lse") or ("excess" in quantity and not found.any()):
             return None
         return found
 
-
-def _dense(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Labels renumbered from 0, in their order, without gaps."""
-    return np.unique(labels, return_inverse=True)[1]
+    def _dense(self, labels: npt.NDArray[np.int64], quantity: str) -> npt.NDArray[np.int64]:
+        """The labels of the rows that the quantity has, renumbered from 0, in their order, without gaps."""
+        if self._with_gradient is not None and quantity in NEED_GRADIENT:
+            labels = labels[np.concatenate(self._with_gradient)]
+        return np.unique(labels, return_inverse=True)[1]
 
 
 def _row_maxima(parts: list[HeadMeasurement], analysed: int, eligible: int) -> RowMaxima:
