@@ -359,7 +359,12 @@ def _measure_forward(
         result.errors["o"] = by_feature(of_elements(error, rounding.ulp_sum), error, top_key)
         result.figures.add_out(error, rounding.ulps)
         result.errors["o_excess"] = of_elements(excess, rounding.ulp_sum)
-        result.errors["o_away_excess"] = of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
+        away = excess * rounding.truth.sign()
+        result.errors["o_away_excess"] = of_elements(away, rounding.ulp_sum)
+        if result.nearly_uniform:
+            # O is nearly the same in all rows: where it lies near a tie, all of them share the excess of that feature.
+            for name, values in (("o_excess", excess), ("o_away_excess", away)):
+                result.errors[name] = by_feature(result.errors[name], values, top_key)
         certain = rounding.certain
         result.reference_bounds |= {
             "o": sum_of(rounding.bound),
@@ -415,6 +420,7 @@ def _measure_backward(
         assert passed.bounds.delta is not None
         own, moved = sum_of(passed.bounds.delta[rows]), rounding.certain.sum(do)
         if "delta" in seen.outputs:
+            difference = None
             excess = forward_errors.delta[rows] - (do * rounding.rounded).sum(1)
             own_excess = moved + rounding_of_products(do, rounding.rounded)
         else:
@@ -426,6 +432,9 @@ def _measure_backward(
             own_excess = moved + rounding_of_products(do, difference)
         result.reference_bounds |= {"delta": own, "delta_excess": own_excess}
         result.errors["delta_excess"] = of_rows(excess[some], floors)
+        if result.nearly_uniform and difference is not None:
+            contributions = (do * difference)[some]
+            result.errors["delta_excess"] = by_feature(result.errors["delta_excess"], contributions, keys)
         result.noise = (error[some] / floors).square().cpu().numpy()
         result.delta_source = "captured" if "delta" in seen.outputs else "from_o"
         if "delta" in seen.outputs and "o" in seen.outputs and len(error):

@@ -140,7 +140,8 @@ def pool(
     biases = {}
     for name, error in errors.items():
         drift = not name.startswith("rounding")
-        biases[name] = estimate_bias(error, clusters.of(name), level, with_drift=drift)
+        labels = clusters.of(name, shared=error.features is not None)
+        biases[name] = estimate_bias(error, labels, level, with_drift=drift)
         if by_sequence and biases[name].p_value is not None and biases[name].t is None:
             # The same in every sequence, and so perhaps in every row: these are many more signs.
             biases[name] = estimate_bias(error, clusters.within(name), level, with_drift=drift)
@@ -251,7 +252,7 @@ def _remarks(parts: Sequence[HeadMeasurement], sequences: int, independent: int)
             yield f"{len(alike)} of {sequences} sequences are copies of others: {size} of each count once, {then}."
         else:
             begin = all(p.tested[0] > p.rows[p.repeated - 1] for p in repeating if len(p.tested))
-            rows = f"the first {size}" if begin else size
+            rows = f"the first {size}".replace("first 1 row", "first row") if begin else size
             yield f"{len(alike)} of {sequences} sequences share {rows}: they count once, {then}."
     elif independent < sequences:
         yield f"Sequences look at keys that they share: all {sequences} count {then}."
@@ -302,13 +303,20 @@ class Clusters:
         if sequences is not None:
             self._sequences = np.repeat(sequences, [len(keys) for keys in top_keys])
 
-    def of(self, quantity: str) -> npt.NDArray[np.int64] | None:
-        """The clusters of the rows for one of ``Bias``'s quantities; None: every row its own."""
-        return self.within(quantity) if self._sequences is None else self._dense(self._sequences, quantity)
+    def of(self, quantity: str, *, shared: bool = False) -> npt.NDArray[np.int64] | None:
+        """The clusters of the rows for one of ``Bias``'s quantities; None: every row its own.
 
-    def within(self, quantity: str) -> npt.NDArray[np.int64] | None:
+        ``shared``: its errors are clustered by feature, too, which takes keys beside.
+        """
+        return (
+            self.within(quantity, shared=shared) if self._sequences is None else self._dense(self._sequences, quantity)
+        )
+
+    def within(self, quantity: str, *, shared: bool = False) -> npt.NDArray[np.int64] | None:
         """The same within sequences."""
         found = self._dense(self._keys, quantity)
+        if shared:
+            return found
         if quantity in ("delta_excess", "dq", "lse") or ("excess" in quantity and not found.any()):
             return None
         return found

@@ -4,25 +4,25 @@ A head alarms ("rounding") when three things hold at one check:
 
 1. **It is more than a well-rounded kernel makes.** over_floor^2 is the error's square over what one correct rounding
    of O would leave of it in the mean. A production kernel also casts P_bar, and delta = sum_j P_j dP_j sees that:
-       var Delta_delta = sum_i dO_i^2 ulp(O_i)^2 / 12 + eps^2 sum_j P_j^2 dP_j^2,   eps^2 = 2^(-2p) / 24,
-   j over all keys but the top one, whose P_bar is 1. Of O alone the second part is at most as large as the first. But
-   one cast moves all features of O together: where dO points along V (low-rank inputs) it may be many times the first,
-   so that no constant bounds the noise factor (1.9 measured there on flash and FlexAttention, 2.4 on a trained head).
-   So over_floor^2 is divided by its own expectation, expected_over_floor^2, of this head at this check: x = over_floor^2
-   / expected_over_floor^2 has a mean of 1. In dW_Q, a sum over rows, the rows that copy one key (P of the top key 1 up
-   to a spacing: attention sinks) share the roundings of its V, and are taken to err in one direction, all together; the
-   bound is loose there, and an alarm rare. Without that x^3 had a mean of 9e4 on such heads, 1e-3 with it.
+       var Delta_delta = sum_i dO_i^2 ulp(O_i)^2 / 12 + eps^2 sum_j P_j^2 dP_j^2,   eps^2 = 2^(-2p) / 24
+   (the top key's P_bar is 1 and casts exactly, unless the running maximum is stale; it is counted all the same). On
+   Gaussian inputs the second part is as large as the first. But one cast moves all features of O together: where dO
+   points along V, as on low-rank inputs, it may be many times that, so that no constant bounds the noise factor
+   (on such inputs flash and FlexAttention have 1.9, a kernel with a stale maximum 2.3; a head in training 2.4). So
+   over_floor^2 is divided by its expectation for this head at this check: x = (over_floor / expected_over_floor)^2 has
+   a mean of 1 at most. In dW_Q, a sum over rows, those that copy one key's V (1 - P of the top key is below a spacing:
+   attention sinks) share its roundings, and are expected to err in one direction, all of them: the bound is loose
+   there, and an alarm takes more. Without that E x^3 was 9e4 on such heads, where dO's rows have a mean; with it, 2e-5.
    With random signs, independent between the other rows, x is at worst chi^2_1: a sum of randomly signed atoms is a
-   normal variable where all point one way. So E x^3 <= 15 whatever came before (at most 1.2 on planted healthy heads of
-   eight families whose rows of x do not all point one way, 10 there; 16 for a kernel with a stale running maximum,
-   which casts the top key too, where dO points along V), and g = 1/4 + 3/4 x^3 / 15 has a mean of 1 at most (the
-   quarter keeps one small x from undoing all). The CUSUM
+   normal variable where all point one way. So E x^3 <= 15 whatever came before (on planted healthy heads of eight
+   families at most 0.5, and 6 where all rows of the projection's input point one way), and g = 1/4 + 3/4 x^3 / 15 has
+   a mean of 1 at most (the quarter keeps one small x from undoing all). The CUSUM
        X <- max(0, X + min(ln g, h / 2))          (h / 2: no single check may alarm)
    stays below h for N checks of H heads with probability 1 - N H exp(-h) at least: until then max(1, exp(X)) is no more
    than the Shiryaev-Roberts sum R <- (R + 1) g, R_n - n is a supermartingale, and Doob's inequality bounds its maximum
    (Shin, Ramdas & Rinaldo, "E-detectors", arXiv 2203.03532). This alone keeps alarms on such a kernel below the stated
-   rate, Bonferroni over heads included. Logs from before expected_over_floor was measured are judged with 2 for its
-   square, what gpt2's heads at an ordinary learning rate have at most in the mean; there 2 and 3 hold back the others.
+   rate, Bonferroni over heads included. Logs from before expected_over_floor was measured are read with 2 in place of
+   its square, from noise factors of up to 1.4.
 2. **It matters.** share, the predicted error of dW_Q over dW_Q (of dQ where there is no dW_Q), averaged over the last
    checks, is ``level`` or more.
 3. **It grows.** That average is ``growth`` times its lowest so far, or more: a kernel that always was that coarse is

@@ -60,7 +60,7 @@ class HeadMetrics:
     dq_over_floor: Tensor
     """That error's norm (from delta) over what one correct rounding of O would leave if rows erred independently."""
     dq_expected_over_floor: Tensor
-    """``dq_over_floor`` of a well-rounded kernel, root mean square: it casts P_bar, too."""
+    """Root mean square of ``dq_over_floor`` in a well-rounded kernel, at most: it casts P_bar, too."""
     dw_q_share: Tensor
     """As ``dq_share``, of dW_Q."""
     dw_q_share_lse: Tensor

@@ -182,8 +182,7 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
     # Where l = 0 there are no keys, and delta is 0 / 0 in a row that is not used.
     found["delta"] = (do * found["out"]).sum(-1) / found["row_sum"]
     dprobs = product(do, v.mT)
-    # P_bar of the top key is 1, which no cast changes.
-    found["cast"] = torch.mul(dprobs, probs).scatter_(-1, top_key, 0.0).square_().sum(-1)
+    found["cast"] = torch.mul(dprobs, probs).square_().sum(-1)
     dscores = dprobs.sub_(found["delta"][..., None]).mul_(probs)
     if slope is not None:
         dscores.mul_(slope)
