@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from verdicts.inputs import Inputs, draw
 from verdicts.kernels import PLAIN, attend
 
-SMALL = {"t_q": 96, "d": 32}
+SMALL: dict[str, Any] = {"t_q": 96, "d": 32}
 
 
 def judged(x: Inputs, **more: Any) -> list[HeadDiagnosis]:
@@ -174,6 +174,26 @@ def test_sequences_that_look_at_one_shared_key_are_one() -> None:
         "Sequences look at keys that they share: all 8 count as 1 independent sequence; with fewer than 8, means are "
         "tested over distinct rows, of these sequences only."
     )
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_rows_that_copy_a_shared_key_share_its_rounding(merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is in two sequences, but the key is that all rows nearly copy; dO has a part that all rows share."""
+    if not merged:
+        monkeypatch.setattr("attn_diag.analyses.inspection.pooling._SHARED_FROM", math.inf)
+    alarms, tested = 0, 0
+    for seed in range(3):
+        x, g = draw("gaussian", "independent", seed=seed, heads=3, t_q=96), torch.Generator().manual_seed(seed)
+        key = torch.randn(1, 3, 1, 64, generator=g)
+        key /= key.norm(dim=-1, keepdim=True)
+        k, v = x.k.clone(), x.v.clone()
+        k[:, :, :1], v[:, :, :1] = 22.6 * key, v[:1, :, :1]
+        q = 3.7 * key + 0.5 * x.q.float()
+        do = x.do.float() + torch.randn(1, 3, 1, 64, generator=g)
+        for head in judged(replace(x, q=q.bfloat16(), k=k, v=v, do=do.bfloat16())):
+            alarms += some(some(head.bias.delta).p_value) <= 0.01
+            tested += 1
+    assert (alarms <= 1) if merged else (alarms >= tested / 3), f"{alarms} of {tested}"
 
 
 # --- Rows without a gradient ---

@@ -69,7 +69,7 @@ def paired_ratio(
         None where the yardstick is 0 or there are fewer than two groups.
     """
     if clusters is not None:
-        observed, yardstick = np.bincount(clusters, observed), np.bincount(clusters, yardstick)
+        observed, yardstick = (np.bincount(clusters, x).astype(np.float64) for x in (observed, yardstick))
     a, b = float(observed.sum()), float(yardstick.sum())
     if not b > 0 or not math.isfinite(a) or len(observed) < 2:
         return None
