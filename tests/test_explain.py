@@ -42,7 +42,8 @@ def flat(explanation: Explanation) -> str:
 # What must be said of each: computed independently (the table of the captures, float64), or counted.
 FACTS = {
     ("gpt2_step731_L2H4", 4, "observed"): (
-        "layer 2 head 4: ill_conditioned", "at step 731", "O and dQ were compared", "0.985 (95 % interval 0.935 to 1.04). No:",
+        "layer 2 head 4: ill_conditioned", "at step 731", "O and dQ were compared",
+        "0.985 (95 % interval 0.935 to 1.04). No:",
         "No bias,", "one of 5.5e-09 would have been found", "No row has a repeated maximum",
         "delta's term in dQ over dQ itself, is 91:",
         "dQ is 8.04 % off", "the error of delta alone would put it 7.32 % off", "dW_Q is 10.4 % off",
@@ -55,12 +56,14 @@ FACTS = {
         "dW_Q is 7.17 % off", "would put it 6.92 % off", "942 (30%)", "that of recipe bf16-forward is used",
     ),
     ("kernels_pair_T512", 0, "paper"): (
-        "paper, head 0: lossy", "11.5 (95 % interval 11 to 12.1). Yes:", "126 of 511 rows", "dQ over dQ itself, is 248:",
+        "paper, head 0: lossy",
+        "11.5 (95 % interval 11 to 12.1). Yes:", "126 of 511 rows", "dQ over dQ itself, is 248:",
         "dQ is 92.9 % off", "so this backward rounds elsewhere too", "dW_Q: not computed, x or w_q was not captured",
         "--observation paper --head 0",
     ),
     ("kernels_pair_T512", 0, "flash"): (
-        "flash, head 0: ill_conditioned", "0.983 (95 % interval 0.894 to 1.08). No:", "Yet dQ is 5.61 % off", "126 of 511 rows",
+        "flash, head 0: ill_conditioned",
+        "0.983 (95 % interval 0.894 to 1.08). No:", "Yet dQ is 5.61 % off", "126 of 511 rows",
         "232 rows of O equal V", "so dQ is a small difference", "Parts of its squared error: delta 99.4 %",
     ),
     ("kernels_pair_T512", 1, "stable"): (
