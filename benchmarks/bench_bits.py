@@ -9,31 +9,28 @@ still misses on CUDA is neither the sums nor exp2.
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+from measuring import CAPTURES, made_by, options_of, save
 
 from attn_diag.captures.loading import load
-from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.machine import pick_device
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
 
-CAPTURES = Path(__file__).parent.parent / "tests" / "captures"
 SPLIT = replace(preset("fa2"), schedule=Schedule(key_tile=256, split_keys=256))
 CASES: list[tuple[str, str, Recipe]] = [
-    ("kernels_gauss_T512", "paper", preset("qiu2025")),
-    ("kernels_gauss_T512", "stable", preset("qiu2025-stabilised")),
-    ("kernels_gauss_T512", "flash", SPLIT),
-    ("kernels_gauss_T512", "flex", preset("flex")),
-    ("kernels_pair_T512", "paper", preset("qiu2025")),
-    ("kernels_pair_T512", "stable", preset("qiu2025-stabilised")),
-    ("kernels_pair_T512", "flash", SPLIT),
-    ("kernels_pair_T512", "flex", preset("flex")),
+    (f"kernels_{inputs}_T512", observation, recipe)
+    for inputs in ("gauss", "pair")
+    for observation, recipe in (
+        ("paper", preset("qiu2025")),
+        ("stable", preset("qiu2025-stabilised")),
+        ("flash", SPLIT),
+        ("flex", preset("flex")),
+    )
+] + [
     ("pair_T256", "flash", preset("fa2")),
     ("pair_T256", "cudnn", preset("cudnn")),
     ("pair_T256", "efficient", preset("efficient")),
@@ -42,11 +39,8 @@ CASES: list[tuple[str, str, Recipe]] = [
     ("gqa_T200", "observed", preset("cudnn")),
     ("failing_step500_L2H7", "observed", preset("bf16-forward")),
 ]
-MODELS: tuple[Literal["fp32-nearest", "exact", "nvidia-tensor-core"], ...] = (
-    "fp32-nearest",
-    "exact",
-    "nvidia-tensor-core",
-)
+Model = Literal["fp32-nearest", "exact", "nvidia-tensor-core"]
+MODELS: tuple[Model, ...] = get_args(Model)
 
 
 def missed(name: str, observation: str, recipe: Recipe, device: torch.device) -> dict[str, Any]:
@@ -67,10 +61,7 @@ def missed(name: str, observation: str, recipe: Recipe, device: torch.device) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = options_of(__doc__, device="auto").parse_args()
     device = pick_device(arguments.device)
     rows = []
     for name, observation, recipe in CASES:
@@ -78,14 +69,8 @@ def main() -> None:
         rows.append({"capture": name, "observation": observation, "recipe": recipe.name, "missed": by_model})
         shown = "  ".join(f"{m} O {c['o']}/{c['o_of']} dQ {c['dq']}/{c['dq_of']}" for m, c in by_model.items())
         print(f"{name}:{observation} {shown}", flush=True)
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "tool": describe_tool(device).__dict__,
-        "exp2": "hardware (torch on CUDA)" if device.type == "cuda" else "torch on the CPU",
-        "rows": rows,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    exp2 = "hardware (torch on CUDA)" if device.type == "cuda" else "torch on the CPU"
+    save(made_by(device) | {"exp2": exp2, "rows": rows}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -8,28 +8,21 @@ the median of the ratios of neighbours is given too.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import date
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from measuring import CAPTURES, captured, made_by, normal, options_of, save, timed
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_diag import Capture, load
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.head.certification import RoundedBound
 from attn_diag.reference import AttentionHead, HeadBounds, HeadReference, RowBlock, reference_head
-
-CAPTURES = Path(__file__).parent.parent / "tests" / "captures"
 
 
 class NoBounds:
@@ -66,31 +59,18 @@ def no_bounds() -> Iterator[None]:
 
 def random_capture(heads: int, length: int, d: int) -> Capture:
     """N(0,1) in BF16, O rounded once."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(1, heads, length, d, generator=generator).bfloat16() for _ in range(4))
-    o = scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).bfloat16()
-    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "do": do, "o": o}
-    return Capture.from_tensors(tensors, causal="top-left")
-
-
-def timed(capture: Capture, device: str) -> float:
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    start = clock()
-    inspect_captures([capture], device=device)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return clock() - start
+    inputs = normal(1, heads, length, d)
+    q, k, v, _ = (x.double() for x in inputs)
+    return captured(inputs, o=scaled_dot_product_attention(q, k, v, is_causal=True).bfloat16())
 
 
 def compare(capture: Capture, device: str, pairs: int) -> dict[str, float]:
-    full, bare = [], []
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    full, bare = list[float](), list[float]()
     for i in range(pairs + 1):
-        for bounded in (True, False) if i % 2 else (False, True):
-            if bounded:
-                full.append(timed(capture, device))
-                continue
-            with no_bounds():
-                bare.append(timed(capture, device))
+        for times, context in ((full, nullcontext), (bare, no_bounds))[:: 1 if i % 2 else -1]:
+            with context():
+                times.append(timed(lambda: inspect_captures([capture], device=device), clock))
     full, bare = full[1:], bare[1:]  # the first pair warms up
     return {
         "with": round(median(full), 3),
@@ -101,10 +81,7 @@ def compare(capture: Capture, device: str, pairs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, device="cpu").parse_args()
     torch.set_num_threads(1)
     captures = {
         "kernels_gauss_T512, 2 heads, 4 kernels": (load(CAPTURES / "kernels_gauss_T512.safetensors"), 20),
@@ -112,18 +89,11 @@ def main() -> None:
         "N(0,1), [1, 4, 2048, 64]": (random_capture(4, 2048, 64), 14),
         "N(0,1), [1, 1, 4096, 128]": (random_capture(1, 4096, 128), 14),
     }
-    result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU, 1 thread",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "seconds": {},
-    }
+    result = made_by(options.device) | {"seconds": {}}
     for name, (capture, pairs) in captures.items():
         result["seconds"][name] = compare(capture, options.device, pairs)
         print(f"{name:40}", result["seconds"][name], flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, options.json)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,15 @@ correctly rounded truth (elsewhere no float64 could be nearer, and the error is 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from measuring import made_by, options_of, save
 from torch import Tensor
 
 from attn_diag.reference import AttentionHead, BoundCollector, HeadReference, Masking, reference_head
@@ -226,12 +222,9 @@ def run_family(name: str, count: int, device: str) -> tuple[dict[str, Any], dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, device="cpu")
     parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     share = options.rows / sum(weight for weight, _, _ in FAMILIES.values())
     everything: dict[str, list[float]] = {output: [] for output in OUTPUTS}
     families: dict[str, Any] = {}
@@ -241,11 +234,7 @@ def main() -> None:
         for output in OUTPUTS:
             everything[output] += found[output]
         print(f"{name:22}", families[name], flush=True)
-    result = {
-        "date": date.today().isoformat(),
-        "device": device,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+    result = made_by(options.device) | {
         "seconds": round(time.perf_counter() - start),
         "rows": sum(f["rows"] for f in families.values()),
         "violated": sum(f["violated"] for f in families.values()),
@@ -254,8 +243,7 @@ def main() -> None:
         "families": families,
     }
     print({k: v for k, v in result.items() if k != "families"})
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, options.json)
 
 
 if __name__ == "__main__":

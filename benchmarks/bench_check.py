@@ -10,20 +10,17 @@ bias of a truncating cast.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import made_by, options_of, save
 from torch import Tensor
 
 import attn_diag
-from attn_diag.head.machine import describe_tool
 from attn_diag.results.check import CheckReport
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
@@ -81,25 +78,19 @@ def short(found: CheckReport) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser = options_of(__doc__, device="cuda")
     parser.add_argument("--cases", nargs="+", default=None)
-    parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    tool = describe_tool(torch.device(arguments.device))
-    result: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(), "tool": asdict(tool), "cases": arguments.cases, "kernels": {},
-    }  # fmt: skip
+    result = made_by(arguments.device) | {"cases": arguments.cases, "kernels": {}}
     for causal in (False, True):
-        for head_dim in arguments.head_dims:
+        for head_dim in (64, 128):
             for name, fn in kernels(causal, arguments.device).items():
                 place = f"{name}, D {head_dim}{', causal' if causal else ''}"
                 started = time.perf_counter()
                 result["kernels"][place] = one(name, fn, arguments, causal=causal, head_dim=head_dim)
                 passed = {n: r["passed"] for n, r in result["kernels"][place].items()}
                 print(f"{time.perf_counter() - started:6.1f} s  {place}: {passed}", flush=True)
-                arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                save(result, arguments.json)
 
 
 def one(

@@ -11,27 +11,27 @@ Medians of the ratios of neighbouring runs, on processor time of the thread (one
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from measuring import made_by, options_of, save, timed
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
-from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.watching.drift.trace import DtypeTrace, trace_dtypes
 
 BOUND = 3.0
 # layers, width, T
 SHAPES = [(4, 256, 128), (4, 64, 16)]
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "plain": nullcontext, "bare": BaseTorchFunctionMode, "first": trace_dtypes, "later": trace_dtypes,
+}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -63,35 +63,17 @@ class Decoder(nn.Module):
         return torch.as_tensor(self.head(self.ln(x)))
 
 
-class Bare(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def timed(work: Callable[[], object], clock: Callable[[], float]) -> float:
-    start = clock()
-    work()
-    return clock() - start
-
-
 def measure(layers: int, width: int, length: int, pairs: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, tokens = Decoder(layers, width), torch.randint(512, (1, length))
-    times: dict[str, list[float]] = {"plain": [], "bare": [], "first": [], "later": []}
+    times: dict[str, list[float]] = {name: [] for name in CONTEXTS}
     trace = DtypeTrace()
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(5):
             model(tokens)
         for _ in range(pairs):
-            for name in times:
-                context = Bare() if name == "bare" else nullcontext() if name == "plain" else trace_dtypes()
-                with context as found:
+            for name, context in CONTEXTS.items():
+                with context() as found:
                     if name == "later":
                         model(tokens)
                     times[name].append(timed(lambda: model(tokens), time.thread_time))
@@ -110,8 +92,7 @@ def measure(layers: int, width: int, length: int, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = options_of(__doc__)
     parser.add_argument("--pairs", type=int, default=200)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -119,10 +100,7 @@ def main() -> None:
     for shape in SHAPES:
         rows.append(measure(*shape, arguments.pairs))
         print(rows[-1], flush=True)
-    result = {"date": datetime.now(UTC).date().isoformat(), "tool": describe_tool(pick_device("cpu")).__dict__,
-              "threads": torch.get_num_threads(), "rows": rows}  # fmt: skip
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    save(made_by() | {"rows": rows}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -11,19 +11,13 @@ every real capture is also analysed on both devices, and the figures are compare
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 import torch
+from measuring import CAPTURES, captured, in_fresh_process, made_by, normal, options_of, save, timed
 from torch import Tensor
 
 from attn_diag.analyses.inspection.inspect import inspect_captures
@@ -34,7 +28,7 @@ from attn_diag.results.diagnosis import Diagnosis
 
 SHAPES = {"12x1024x64": (1, 12, 1024, 64), "8x4096x128": (1, 8, 4096, 128), "1x16384x128": (1, 1, 16384, 128)}
 RUNS = 5
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+WORKS = ("analysis", "streamed reference", "naive")
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,41 +39,29 @@ def naive(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
     return out.detach(), torch.autograd.grad(out, (q, k, v), do.double())[0]
 
 
-def head_of(tensors: Inputs, index: int, device: str) -> AttentionHead:
+def head_of(tensors: list[Tensor], index: int, device: str) -> AttentionHead:
     q, k, v, do = (t[0, index].to(device).double() for t in tensors)
     return AttentionHead(q, k, v, do, q.shape[1] ** -0.5, Masking("top-left"))
 
 
-def make_capture(name: str, device: str) -> tuple[Capture, Inputs]:
+def make_capture(name: str, device: str) -> tuple[Capture, list[Tensor]]:
     """N(0,1) inputs; o and dq are the true ones rounded once (made by the streamed reference: no T x T matrix)."""
-    shape = SHAPES[name]
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(shape, generator=generator).bfloat16() for _ in range(4))
-    o, dq = torch.empty_like(q), torch.empty_like(q)
-    for h in range(shape[1]):
-        found = reference_head(head_of((q, k, v, do), h, device), key_gradients=False)
+    inputs = normal(*SHAPES[name])
+    o, dq = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    for h in range(o.shape[1]):
+        found = reference_head(head_of(inputs, h, device), key_gradients=False)
         assert found.dq is not None
         o[0, h], dq[0, h] = found.out.cpu(), found.dq.cpu()
-    tensors = {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}
-    return Capture.from_tensors(tensors, causal="top-left"), (q.to(device), k.to(device), v.to(device), do.to(device))
-
-
-def timed(work: Callable[[], object], device: str) -> float:
-    start = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return captured(inputs, o=o, dq=dq), [t.to(device) for t in inputs]
 
 
 def works_of(name: str, device: str) -> dict[str, Callable[[], object]]:
     """The analysis, the streamed reference alone, and the naive computation, on the same tensors."""
     capture, tensors = make_capture(name, device)
-    heads = [head_of(tensors, h, device) for h in range(capture.q_heads)]
 
     def stream() -> None:
-        for head in heads:
-            reference_head(head, key_gradients=False)
+        for h in range(capture.q_heads):
+            reference_head(head_of(tensors, h, device), key_gradients=False)
 
     return {
         "analysis": lambda: inspect_captures([capture], device=device),
@@ -89,30 +71,22 @@ def works_of(name: str, device: str) -> dict[str, Callable[[], object]]:
 
 
 def compare(name: str, device: str) -> dict[str, float]:
-    """Median times of the analysis, of the streamed reference alone, and of the naive computation."""
+    """Median times of the three, each once in a process of its own, and in turn in this one, and their ratios."""
     works = works_of(name, device)
-    times: dict[str, list[float]] = {n: [] for n in works}
-    for _ in range(RUNS + 1):
-        for label, work in works.items():
-            seconds = timed(work, device)
-            times[label].append(seconds)
-    medians = {label: statistics.median(values[1:]) for label, values in times.items()}
-    return {f"{label} [s]": round(m, 4) for label, m in medians.items()} | {
-        f"{label} / naive": round(medians[label] / medians["naive"], 3) for label in ("analysis", "streamed reference")
-    }
-
-
-def compare_once(name: str, device: str) -> dict[str, float]:
-    """The same, each once in a process of its own: medians over processes."""
-    works = ("analysis", "streamed reference", "naive")
-    times: dict[str, list[float]] = {work: [] for work in works}
+    once: dict[str, list[float]] = {work: [] for work in WORKS}
+    warm: dict[str, list[float]] = {work: [] for work in WORKS}
     for _ in range(RUNS):
-        for work in works:
-            times[work].append(in_fresh_process(name, work, "--once", device))
-    medians = {work: statistics.median(values) for work, values in times.items()}
-    return {f"{work}, once [s]": round(m, 4) for work, m in medians.items()} | {
-        f"{work} / naive, once": round(medians[work] / medians["naive"], 3) for work in works[:2]
-    }
+        for work in WORKS:
+            once[work].append(in_fresh_process(__file__, "--device", device, "--once", name, work))
+    for _ in range(RUNS + 1):
+        for work in WORKS:
+            warm[work].append(timed(works[work]))
+    row = dict[str, float]()
+    for suffix, times in ((", once", once), ("", {work: values[1:] for work, values in warm.items()})):
+        medians = {work: statistics.median(values) for work, values in times.items()}
+        row |= {f"{work}{suffix} [s]": round(m, 4) for work, m in medians.items()}
+        row |= {f"{work} / naive{suffix}": round(medians[work] / medians["naive"], 3) for work in WORKS[:2]}
+    return row
 
 
 def figures(diagnosis: Diagnosis) -> list[float]:
@@ -135,9 +109,7 @@ def compare_devices(path: Path) -> dict[str, float]:
     capture = load(path)
     results = {device: inspect_captures([capture], device=device) for device in ("cpu", "cuda")}
     times = {
-        device: statistics.median(
-            timed(partial(inspect_captures, [capture], device=device), device) for _ in range(RUNS)
-        )
+        device: statistics.median(timed(partial(inspect_captures, [capture], device=device)) for _ in range(RUNS))
         for device in results
     }
     pairs = zip(figures(results["cpu"]), figures(results["cuda"]), strict=True)
@@ -150,35 +122,24 @@ def compare_devices(path: Path) -> dict[str, float]:
     }
 
 
-def in_fresh_process(name: str, work: str, what: str, device: str) -> float:
-    """Seconds ("--once"), or MB above the imported libraries ("--peak"), of one piece of work."""
-    command = [sys.executable, __file__, "--device", device, what, name, work]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def measure_once(name: str, work: str, device: str) -> None:
-    """Print the seconds that one piece of work takes in this process, which has imported all it needs."""
+def time_once(name: str, work: str, device: str) -> float:
+    """The seconds that one piece of work takes in this process, which has imported all it needs."""
     from scipy import special, stats  # noqa: F401 - imported by the analysis
 
-    print(timed(works_of(name, device)[work], device))
+    return timed(works_of(name, device)[work])
 
 
-def measure_peak(name: str, what: str, device: str) -> None:
-    """Print the peak of one piece of work. The inputs, made beforehand by streaming, count as part of it."""
+def peak_mb(name: str, work: str, device: str) -> float:
+    """The peak of one piece of work, MB. The inputs, made beforehand by streaming, count as part of it."""
     from scipy import stats  # noqa: F401 - imported by the analysis; a library, not its memory
 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before = resident("VmRSS")
-    capture, tensors = make_capture(name, device)
-    if what == "naive":
-        naive(*tensors)
-    else:
-        inspect_captures([capture], device=device)
+    works_of(name, device)[work]()
     if device == "cuda":
-        print(torch.cuda.max_memory_allocated() / 1e6)
-    else:
-        print((resident("VmHWM") - before) * 1024 / 1e6)
+        return torch.cuda.max_memory_allocated() / 1e6
+    return (resident("VmHWM") - before) * 1024 / 1e6
 
 
 def resident(field: str) -> int:
@@ -188,39 +149,30 @@ def resident(field: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", type=Path)
+    parser = options_of(__doc__, device="cpu")
     for what in ("--peak", "--once"):
-        parser.add_argument(what, nargs=2, metavar=("SHAPE", "WORK"), help=argparse.SUPPRESS)
+        parser.add_argument(what, nargs=2, metavar=("SHAPE", "WORK"), help="print this of one piece of work, and stop")
     options = parser.parse_args()
-    if options.peak:
-        measure_peak(options.peak[0], options.peak[1], options.device)
+    if options.peak or options.once:
+        name, work = options.peak or options.once
+        print((peak_mb if options.peak else time_once)(name, work, options.device))
         return
-    if options.once:
-        measure_once(options.once[0], options.once[1], options.device)
-        return
-    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    result: dict[str, object] = {
-        "date": date.today().isoformat(),
-        "device": device,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    result = made_by(options.device)
+
+    def peak(name: str, work: str) -> int:
+        return round(float(in_fresh_process(__file__, "--device", options.device, "--peak", name, work)))
+
     for name in SHAPES:
         row: dict[str, float] = {}
         if name != "1x16384x128":
-            row |= compare_once(name, options.device) | compare(name, options.device)
-            row["naive peak [MB]"] = round(in_fresh_process(name, "naive", "--peak", options.device))
-        row["analysis peak [MB]"] = round(in_fresh_process(name, "analysis", "--peak", options.device))
-        result[name] = row
-        print(name, row, flush=True)
+            row |= compare(name, options.device) | {"naive peak [MB]": peak(name, "naive")}
+        result[name] = row | {"analysis peak [MB]": peak(name, "analysis")}
+        print(name, result[name], flush=True)
     if options.device == "cuda":
-        for path in sorted((Path(__file__).parent.parent / "tests" / "captures").glob("*.safetensors")):
+        for path in sorted(CAPTURES.glob("*.safetensors")):
             result[path.stem] = compare_devices(path)
             print(path.stem, result[path.stem], flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, options.json)
 
 
 if __name__ == "__main__":

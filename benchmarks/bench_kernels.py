@@ -1,6 +1,6 @@
 """The Triton kernels beside SDPA's backends and compiled FlexAttention on one GPU, as ratios in one run.
 
-    python benchmarks/bench_kernels.py [--json FILE] [--quick]
+    python benchmarks/bench_kernels.py [--json FILE]
 
 Times are medians of CUDA-graph replays (no launch cost, which an eager caller of short kernels pays on top), in
 milliseconds, on N(0,1) BF16 inputs. Ours: recipe fa2. "second pass" counts the multiplicities of the rows that the
@@ -9,18 +9,15 @@ forward flagged; its worst case is every key equal. "full" dumps S (fp32) and P_
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 from collections.abc import Callable
-from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 import triton
+from measuring import made_by, options_of, save
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -158,35 +155,19 @@ def longest() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="causal only, without the longest sequence")
-    options = parser.parse_args()
-    result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "copy [TB/s]": round(copy_bandwidth(), 2),
-    }
+    options = options_of(__doc__).parse_args()
+    result = made_by("cuda") | {"copy [TB/s]": round(copy_bandwidth(), 2)}
     for name, shape in SHAPES.items():
-        for causal in (True,) if options.quick else (True, False):
+        for causal in (True, False):
             row = measure(shape, causal=causal, copy_tb_s=result["copy [TB/s]"])
             key = f"{name} {'causal' if causal else 'full'}"
             result[key] = {"ms": row, "ratios": ratios(row)}
             print(key, json.dumps(result[key], indent=1), flush=True)
             torch.cuda.empty_cache()
             save(result, options.json)
-    if not options.quick:
-        result["1x8x131072x128 causal"] = longest()
-        print(result["1x8x131072x128 causal"], flush=True)
-        save(result, options.json)
-
-
-def save(result: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n")
+    result["1x8x131072x128 causal"] = longest()
+    print(result["1x8x131072x128 causal"], flush=True)
+    save(result, options.json)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,18 @@ One process trains with SDPA's flash kernel; steps with and without follow each 
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from measuring import made_by, options_of, save
 
 sys.path.insert(0, str(Path(__file__).with_name("failing_run")))
 import train
@@ -136,29 +134,23 @@ def bench_synchronisations(trainer: train.Trainer) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--tokens", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=12, help="pairs of steps for each figure")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    run = train.parser().parse_args(["--arm", "healthy", "--tokens", str(options.tokens), "--out", "unused"])
+    sizes = ["--sequences", "160", "--micro-batch", "32"]
+    run = train.parser().parse_args(["--arm", "healthy", "--tokens", str(options.tokens), "--out", "unused", *sizes])
     torch.set_float32_matmul_precision("high")
-    trainer = train.Trainer(run, train.Place.here("auto"), train.load_tokens(run.tokens, run.vocabulary))
+    trainer = train.Trainer(run, train.load_tokens(run.tokens, run.vocabulary))
     for _ in range(4):
         trainer.train_step()
-    result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "attn_diag": attn_diag.__version__,
+    result = made_by("cuda") | {
         "capture of one layer": bench_capture(trainer, options.steps),
         "monitor": bench_monitor(trainer, options.steps),
         "synchronisations in a step": bench_synchronisations(trainer),
     }
     print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, options.json)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """How large the HTML report of 12 layers of 12 heads is, and what building it takes.
 
-python benchmarks/bench_report.py [benchmarks/results/report_cpu.json]
+python benchmarks/bench_report.py --json benchmarks/results/report_cpu.json
 """
 
 from __future__ import annotations
 
-import json
-import platform
 import resource
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from measuring import made_by, options_of, save, timed
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
@@ -27,29 +28,25 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
 
-def measured() -> dict[str, object]:
+def measured() -> dict[str, Any]:
     diagnosis, before = synthetic(), peak()
-    seconds, cpu_seconds = [], []
-    for _ in range(REPEATS):
-        start, cpu = time.perf_counter(), time.process_time()
-        page = html_document(diagnosis)
-        seconds.append(time.perf_counter() - start)
-        cpu_seconds.append(time.process_time() - cpu)
+    clocks = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
+    times = {
+        name: [round(timed(lambda: html_document(diagnosis), clock), 3) for _ in range(REPEATS)]
+        for name, clock in clocks.items()
+    }
     return {
         "heads": 144,
-        "bytes": len(page.encode()),
-        "seconds": [round(s, 3) for s in seconds],
-        "cpu_seconds": [round(s, 3) for s in cpu_seconds],
+        "bytes": len(html_document(diagnosis).encode()),
+        **times,
         "peak_mb": round(peak(), 1),
         "added_mb": round(peak() - before, 1),
-        "versions": {name: version(name) for name in ("attn-diag", "jinja2", "pydantic", "numpy")},
-        "python": platform.python_version(),
-        "machine": platform.machine(),
+        "versions": {name: version(name) for name in ("jinja2", "pydantic", "numpy")},
     }
 
 
 if __name__ == "__main__":
-    found = json.dumps(measured(), indent=1)
+    options = options_of(__doc__).parse_args()
+    found = made_by() | measured()
     print(found)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(found + "\n")
+    save(found, options.json)

@@ -2,9 +2,7 @@
 
 Judged are torch (``kernels.formats``), the reference (nearest-even), Triton, the device's own cast (torch's
 ``x.to(dtype)``, nearest-even) and numpy, against the table of the format's numbers (``reference.rounding_table``). The
-first four run on the device, in chunks of 2**26 patterns, and are compared with the table value by value. numpy runs on
-the CPU's cores at the same time; ascending inputs have ascending results, so that there the table only says at which
-pattern each result begins.
+first four run on the device, in chunks of 2**26 patterns; numpy runs on the CPU's cores at the same time.
 
     python benchmarks/bench_rounding.py --device cuda --json benchmarks/results/rounding_h200.json
     TRITON_INTERPRET=1 python benchmarks/bench_rounding.py --device cpu --stride 4001      # a sample, half a minute
@@ -16,28 +14,21 @@ counted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from functools import cache
+from functools import partial
 from importlib.metadata import version
-from itertools import pairwise
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from measuring import made_by, options_of, save
 from torch import Tensor
 
-from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.machine import pick_device
 from attn_diag.kernels.formats import Rounding, parse, round_to
 from attn_diag.kernels.rounding_numpy import round_array
 from attn_diag.reference.rounding import BF16, E4M3, E5M2, FP16, FloatFormat, round_nearest_even
@@ -51,7 +42,8 @@ FORMATS: dict[str, tuple[FloatFormat, torch.dtype]] = {
     "e5m2": (E5M2, torch.float8_e5m2),
 }
 MODES: tuple[TableMode, ...] = ("nearest-even", "toward-zero", "up", "down")
-Words = npt.NDArray[np.uint32]
+# The implementations, by name, of a format and mode, as functions of fp32 tensors.
+Roundings = Callable[[str, TableMode], Iterator[tuple[str, Callable[[Tensor], Tensor]]]]
 
 
 @dataclass
@@ -85,9 +77,6 @@ def table_of(name: str, device: torch.device | str) -> RoundingTable:
     return RoundingTable.of(fmt.exponent_bits, fmt.mantissa_bits, finite=fmt.finite, device=device)
 
 
-# On the device
-
-
 def judge(count: Count, got: Tensor, expected: Tensor, x: Tensor, left_out: Tensor | None = None) -> None:
     """Add to ``count`` what ``got`` says of the fp32 inputs ``x``."""
     wrong = (got.view(torch.int32) != expected.view(torch.int32)) & ~(got.isnan() & expected.isnan())
@@ -103,8 +92,8 @@ def judge(count: Count, got: Tensor, expected: Tensor, x: Tensor, left_out: Tens
         count.first_mismatches += [f"0x{word & 0xFFFFFFFF:08x}" for word in shown]
 
 
-def device_roundings(name: str, mode: TableMode, triton: bool) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """The implementations that run on the device, as functions of an fp32 tensor."""
+def device_roundings(triton: bool, name: str, mode: TableMode) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Those that run on the device."""
     rounding, (fmt, dtype) = rounding_of(name, mode), FORMATS[name]
     yield "torch", lambda x: round_to(x, rounding)
     if triton:
@@ -116,7 +105,12 @@ def device_roundings(name: str, mode: TableMode, triton: bool) -> Iterator[tuple
         yield "device cast", lambda x: x.to(dtype).float()
 
 
-def run_chunk(words: Tensor, tables: dict[str, RoundingTable], counts: dict[str, Count], triton: bool) -> None:
+def numpy_rounding(name: str, mode: TableMode) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """The one of the CPU's cores."""
+    yield "numpy", lambda x: torch.from_numpy(round_array(x.numpy(), rounding_of(name, mode)))
+
+
+def run_chunk(words: Tensor, tables: dict[str, RoundingTable], counts: dict[str, Count], roundings: Roundings) -> None:
     """All formats, modes and implementations on the fp32 numbers with the bit patterns ``words`` (int64)."""
     x = torch.where(words < 2**31, words, words - PATTERNS).to(torch.int32).view(torch.float32)
     for name, table in tables.items():
@@ -124,108 +118,49 @@ def run_chunk(words: Tensor, tables: dict[str, RoundingTable], counts: dict[str,
         beyond = (x.abs() > table.numbers[-2:].mean()) if table.finite else None
         for mode in MODES:
             expected = bracket.round(mode).float()
-            for implementation, rounds in device_roundings(name, mode, triton):
+            for implementation, rounds in roundings(name, mode):
                 key = f"{implementation} {name} {mode}"
                 count = counts.setdefault(key, Count(implementation, name, mode))
                 judge(count, rounds(x), expected, x, beyond if implementation == "device cast" else None)
 
 
-# numpy, on the CPU's cores
-
-
-@cache
-def steps(name: str, mode: TableMode, negative: bool) -> tuple[npt.NDArray[np.int64], Words]:
-    """At which bit patterns of one sign, ascending to infinity's, each result of the table begins; and the results.
-
-    By bisection: a result begins at the first pattern from which on the magnitude is at least the result's.
-    """
-    table = table_of(name, "cpu")
-    sign = -1.0 if negative else 1.0
-
-    def results(patterns: Tensor) -> Tensor:
-        values = patterns.to(torch.int32).view(torch.float32).double() * sign
-        return table.bracket(values).round(mode)
-
-    infinity = 0xFF << 23
-    candidates = (
-        table.numbers[:-1] if table.finite else torch.cat([table.numbers[:-1], torch.tensor([torch.inf]).double()])
-    )
-    low, high = torch.zeros_like(candidates, dtype=torch.int64), torch.full_like(candidates, infinity).long()
-    while bool((low < high).any()):
-        middle = (low + high) // 2
-        reached = results(middle).abs() >= candidates
-        high, low = torch.where(reached, middle, high), torch.where(reached, low, torch.minimum(middle + 1, high))
-    values = results(low)
-    return low.numpy(), values.float().numpy().view(np.uint32)
-
-
-def expected_words(words: Words, stride: int, name: str, mode: TableMode) -> Words:
-    """The table's results for bit patterns of one sign, ``stride`` apart, as bit patterns; NaN as it came."""
-    negative = bool(words[0] >> 31)
-    starts, results = steps(name, mode, negative)
-    magnitude = int(words[0] & np.uint32(0x7FFFFFFF))
-    at = -((magnitude - starts) // stride)  # rounded up
-    first = int(np.searchsorted(starts, magnitude, side="right")) - 1
-    inside = (at > 0) & (at < len(words))
-    edges = np.concatenate([[0], at[inside], [len(words)]])
-    values = np.concatenate([results[first : first + 1], results[inside]])
-    expected = np.repeat(values, np.diff(edges))
-    infinity = np.uint32(0xFF << 23) | (words[0] & np.uint32(1 << 31))
-    return np.where(words >= infinity, words, expected) if words[-1] >= infinity else expected
-
-
-def numpy_part(start: int, stop: int, stride: int) -> list[Count]:
-    """Every ``stride``-th pattern of start ... stop - 1, which have one sign, by numpy."""
-    words = np.arange(start, stop, stride, dtype=np.int64).astype(np.uint32)
-    x = words.view(np.float32)
-    nan = int(np.isnan(x).sum())
-    counts = []
-    for name in FORMATS:
-        for mode in MODES:
-            got = round_array(x, rounding_of(name, mode)).view(np.uint32)
-            wrong = np.flatnonzero(got != expected_words(words, stride, name, mode))
-            wrong = wrong[~(np.isnan(x[wrong]) & np.isnan(got[wrong].view(np.float32)))]
-            count = Count("numpy", name, mode, len(words), len(wrong), nan, int(np.isnan(x[wrong]).sum()))
-            count.first_mismatches = [f"0x{word:08x}" for word in words[wrong][:4]]
-            counts.append(count)
+def numpy_part(start: int, stop: int, stride: int) -> dict[str, Count]:
+    """Every ``stride``-th pattern of start ... stop - 1 by numpy."""
+    counts: dict[str, Count] = {}
+    tables = {name: table_of(name, "cpu") for name in FORMATS}
+    run_chunk(torch.arange(start, stop, stride), tables, counts, numpy_rounding)
     return counts
 
 
-def start_worker() -> None:
-    torch.set_num_threads(1)
-
-
-def submit_numpy(pool: ProcessPoolExecutor, stride: int) -> list[Future[list[Count]]]:
-    """The whole range in parts of at most 2**20 inputs and one sign."""
+def submit_numpy(pool: ProcessPoolExecutor, stride: int) -> list[Future[dict[str, Count]]]:
+    """The whole range in parts of at most 2**20 inputs."""
     step = stride << 20
-    ends = sorted({*range(0, PATTERNS, step), -(-(2**31) // stride) * stride, PATTERNS})
-    return [pool.submit(numpy_part, start, stop, stride) for start, stop in pairwise(ends)]
+    parts = [(start, min(start + step, PATTERNS), stride) for start in range(0, PATTERNS, step)]
+    return [pool.submit(numpy_part, *part) for part in parts]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--json", type=Path)
+    parser = options_of(__doc__, device="auto")
     parser.add_argument("--stride", type=int, default=1, help="take every n-th bit pattern (odd, for a sample)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes for numpy")
     arguments = parser.parse_args()
     device, stride = pick_device(arguments.device), arguments.stride
     from attn_diag.kernels.backend import interpreted
 
-    triton = interpreted() == (device.type == "cpu")
+    on_device = partial(device_roundings, interpreted() == (device.type == "cpu"))
     begun = time.perf_counter()
     counts: dict[str, Count] = {}
     # CUDA does not survive a fork.
-    with ProcessPoolExecutor(arguments.workers, get_context("spawn"), start_worker) as pool:
+    with ProcessPoolExecutor(arguments.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         parts = submit_numpy(pool, stride)
         tables = {name: table_of(name, device) for name in FORMATS}
         chunk = (1 << 26) * stride if device.type == "cuda" else (1 << 20) * stride
         for start in range(0, PATTERNS, chunk):
-            run_chunk(torch.arange(start, min(start + chunk, PATTERNS), stride, device=device), tables, counts, triton)
+            words = torch.arange(start, min(start + chunk, PATTERNS), stride, device=device)
+            run_chunk(words, tables, counts, on_device)
             report(f"device {min(start + chunk, PATTERNS) / PATTERNS:4.0%}", begun)
         for n, part in enumerate(parts, 1):
-            for found in part.result():
-                key = f"numpy {found.format} {found.mode}"
+            for key, found in part.result().items():
                 counts.setdefault(key, Count("numpy", found.format, found.mode)).add(found)
             if n % max(1, len(parts) // 20) == 0:
                 report(f"numpy {n / len(parts):4.0%}", begun)
@@ -233,16 +168,13 @@ def main() -> None:
     for c in rows:
         print(f"{c.implementation:12} {c.format} {c.mode:12} {c.inputs:>10} inputs  {c.mismatches} mismatches", end="")
         print(f"  ({c.left_out} left out)" if c.left_out else "")
-    result: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "tool": describe_tool(device).__dict__,
+    result = made_by(device) | {
         "numpy": version("numpy"),
         "stride": stride,
         "seconds": round(time.perf_counter() - begun, 1),
         "rows": [asdict(row) for row in rows],
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, arguments.json)
     if wrong := sum(row.mismatches for row in rows):
         sys.exit(f"{wrong} mismatches")
 

@@ -9,21 +9,20 @@ cuBLAS splits K = 4096 into parts that it adds afterwards: another order, shown 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from measuring import made_by, options_of, save
 from torch import Tensor
 
-from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.machine import pick_device
 from attn_diag.kernels.accumulation import tensor_core_matmul
 
 LENGTHS = (16, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -186,30 +185,23 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--seed", type=int, default=2026)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = pick_device("cuda")
     started = time.monotonic()
     rows = list(compared(paths(device), device, arguments.seed))
     seconds = time.monotonic() - started
     print(table(rows))
-    totals: dict[str, dict[str, int]] = {}
+    totals: dict[str, Counter[str]] = {}
     for row in rows:
-        total = totals.setdefault(row.path, {"sums": 0, "mismatches": 0})
-        total["sums"] += row.sums
-        total["mismatches"] += row.mismatches
+        totals.setdefault(row.path, Counter()).update(sums=row.sums, mismatches=row.mismatches)
     print(json.dumps(totals), f"{seconds:.0f} s")
     for row in rows:
         if row.mismatches and not (row.path == "cublas" and row.length == 4096):
             print(row)
-    result = {
-        "date": datetime.now(UTC).date().isoformat(), "tool": describe_tool(device).__dict__, "seed": arguments.seed,
-        "seconds": seconds, "totals": totals, "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    found = {"seed": arguments.seed, "seconds": seconds, "totals": totals, "rows": [asdict(row) for row in rows]}
+    save(made_by(device) | found, arguments.json)
 
 
 if __name__ == "__main__":

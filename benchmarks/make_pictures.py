@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from measuring import CAPTURES
 from playwright.sync_api import sync_playwright
 
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.loading import load
 from attn_diag.reports import html_document
-
-CAPTURES = Path(__file__).parent.parent / "tests" / "captures"
 
 
 def main(folder: Path) -> None:

@@ -43,11 +43,9 @@ Clopper & Pearson's, 95 %. The test was chosen among the candidates on other see
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -57,26 +55,24 @@ from calibration import markdown
 from calibration.draws import GAUSSIAN, capture_names
 from calibration.engine import Outcomes, run
 from calibration.summary import summarise
-
-from attn_diag.head.machine import describe_tool
+from measuring import made_by, options_of
 
 # Redraws of one job: enough jobs for many processes, and few enough to fill a GPU's batches.
 _SHARD = 500
 _REPORT_SEED = 20261122
 
 
-def _shard(capture: str, redraws: int, seed: int, device: str, compare: bool) -> Outcomes:
+def _shard(capture: str, redraws: int, seed: int, device: str) -> Outcomes:
     torch.set_num_threads(1)
-    return run(capture, redraws, seed, torch.device(device), compare=compare)
+    return run(capture, redraws, seed, torch.device(device))
 
 
-def study(names: list[str], redraws: int, seed: int, device: str, processes: int, compare: bool) -> dict[str, Any]:
+def study(names: list[str], redraws: int, seed: int, device: str, processes: int) -> dict[str, Any]:
     """The summaries of all captures, by name. Results depend on the seed and the redraws, not on ``processes``."""
     sizes = [min(_SHARD, redraws - start) for start in range(0, redraws, _SHARD)]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         jobs = {
-            name: [pool.submit(_shard, name, n, seed + 7919 * i, device, compare) for i, n in enumerate(sizes)]
-            for name in names
+            name: [pool.submit(_shard, name, n, seed + 7919 * i, device) for i, n in enumerate(sizes)] for name in names
         }
         found = {}
         for name, parts in jobs.items():
@@ -86,14 +82,11 @@ def study(names: list[str], redraws: int, seed: int, device: str, processes: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, device="cpu")
     parser.add_argument("--captures", nargs="+", default=capture_names(), choices=capture_names(), metavar="NAME")
     parser.add_argument("--redraws", type=int, default=2000, help="per capture")
     parser.add_argument("--seed", type=int, default=_REPORT_SEED)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--no-candidates", action="store_true", help="only what ships, without the tests beside it")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the tables of a result and stop")
     parser.add_argument("--brief", action="store_true", help="with --markdown: only the README's table")
     arguments = parser.parse_args()
@@ -101,21 +94,15 @@ def main() -> None:
         made = json.loads(arguments.markdown.read_text())
         print(markdown.trust(made) if arguments.brief else markdown.section(made))
         return
-    captures = study(
-        arguments.captures, arguments.redraws, arguments.seed, arguments.device, arguments.processes,
-        not arguments.no_candidates,
-    )  # fmt: skip
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "tool": describe_tool(torch.device(arguments.device)).__dict__,
+    asked = arguments.captures
+    result = made_by(arguments.device) | {
         "redraws": arguments.redraws,
         "seed": arguments.seed,
-        "gaussian": [name for name in arguments.captures if "gauss" in name or name in (GAUSSIAN, "gqa_T200")],
-        "captures": captures,
+        "gaussian": [name for name in asked if "gauss" in name or name in (GAUSSIAN, "gqa_T200")],
+        "captures": study(asked, arguments.redraws, arguments.seed, arguments.device, arguments.processes),
     }
-    text = json.dumps(result, separators=(",", ":"))
     if arguments.json:
-        arguments.json.write_text(text + "\n")
+        arguments.json.write_text(json.dumps(result, separators=(",", ":")) + "\n")
     print(markdown.section(result))
 
 

@@ -10,25 +10,22 @@ growth, and how often planted biases (a fraction of O's elements is rounded away
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
+from statistics import mean, median, stdev
 from typing import Any
 
 import torch
+from measuring import made_by, options_of, save
 from scipy import stats
 from torch import Tensor
 
 import attn_diag
-from attn_diag.head.machine import describe_tool
 from attn_diag.results.baseline import BaselineCase, BaselineSize
 from attn_diag.results.check import CheckedCase
 from attn_diag.testing.regression import cases as suite
@@ -42,32 +39,31 @@ KERNELS = ("fa2", "sdpa", "efficient")
 PLANTED = (0.02, 0.05, 0.1, 0.2)
 
 
-@dataclass(frozen=True)
-class Run:
-    """One kernel on the suite of one seed: case names, rows and figures."""
+# One kernel on the suite of one seed, by case.
+Run = dict[str, Measured]
 
-    measured: dict[str, Measured]
 
-    def known(self, name: str) -> BaselineCase:
-        m = self.measured[name]
-        sizes = {n: BaselineSize(s.error, s.yardstick, s.log_ratio) for n, s in m.sizes.items()}
-        return BaselineCase("", "", (), True, m.biases, sizes)
+def known(measured: Measured) -> BaselineCase:
+    """One run's case as the baseline of another."""
+    sizes = {n: BaselineSize(s.error, s.yardstick, s.log_ratio) for n, s in measured.sizes.items()}
+    return BaselineCase("", "", (), True, measured.biases, sizes)
 
 
 def alarms(run: Run, baseline: Run | None) -> list[str]:
     """What ``check`` would call failures: "case: kind quantity"."""
     cases = []
-    for name, measured in run.measured.items():
-        known = None if baseline is None else baseline.known(name)
-        biases = judge.biases_of(measured, suite.LENGTH, known, same_key=True)
-        cases.append(CheckedCase(name, (), "", biases=biases, sizes=judge.sizes_of(measured, known, same_inputs=False)))
+    for name, measured in run.items():
+        before = None if baseline is None else known(baseline[name])
+        biases = judge.biases_of(measured, suite.LENGTH, before, same_key=True)
+        sizes = judge.sizes_of(measured, before, same_inputs=False)
+        cases.append(CheckedCase(name, (), "", biases=biases, sizes=sizes))
     judged, _ = judge.adjusted(cases)
     return [f"{f.case}: {f.kind} {f.quantity}" for c in judged for f in judge.failures_of(c, LEVEL)]
 
 
 def growth(run: Run, baseline: Run) -> float:
     """The largest error over its limit, over all sizes of the suite."""
-    sizes = [judge.sizes_of(m, baseline.known(n), same_inputs=False) for n, m in run.measured.items()]
+    sizes = [judge.sizes_of(m, known(baseline[n]), same_inputs=False) for n, m in run.items()]
     return max(s.error / s.limit for found in sizes for s in found.values() if s.limit)
 
 
@@ -89,16 +85,14 @@ def run_of(kernel: str, names: list[str], plant: float, seed: int) -> Run:
         yardstick = emulate(recipe, case, DEVICE, with_gradients=not plant)
         yardstick = {n: x for n, x in yardstick.items() if n in outputs or n == "lse"}
         found[name] = measure_case(case, outputs, yardstick, recipe, "cpu")
-    return Run(found)
+    return found
 
 
 def rate(found: list[list[str]]) -> dict[str, Any]:
     """Runs with an alarm, with the upper 95 % bound of Clopper & Pearson."""
     hits, n = sum(bool(f) for f in found), len(found)
     upper = 1.0 if hits == n else float(stats.beta.ppf(0.95, hits + 1, n - hits))
-    which: dict[str, int] = {}
-    for alarm in [a for f in found for a in f]:
-        which[alarm] = which.get(alarm, 0) + 1
+    which = Counter(alarm for alarms in found for alarm in alarms)
     return {"runs": n, "alarms": hits, "upper95": upper, "which": which}
 
 
@@ -115,25 +109,20 @@ def false_alarms(
 
 def summarised(runs: list[Run], names: list[str]) -> dict[str, Any]:
     others = runs[1:] + runs[:1]
-    ratios = sorted(growth(a, b) for a, b in zip(runs, others, strict=True))
+    ratios = [growth(a, b) for a, b in zip(runs, others, strict=True)]
     true_bias = {
         name: {
-            b: [sum(v := [r.measured[name].biases[b].mean for r in runs]) / len(v), _standard_error(v)]
-            for b in runs[0].measured[name].biases
+            b: [mean(v := [r[name].biases[b].mean for r in runs]), stdev(v) / len(v) ** 0.5 if len(v) > 1 else 0.0]
+            for b in runs[0][name].biases
         }
         for name in names
     }
     return {
         "without_baseline": rate([alarms(r, None) for r in runs]),
         "against_another_seed": rate([alarms(a, b) for a, b in zip(runs, others, strict=True)]),
-        "error_over_growth_limit": {"median": ratios[len(ratios) // 2], "largest": ratios[-1]},
+        "error_over_growth_limit": {"median": median(ratios), "largest": max(ratios)},
         "true_bias": true_bias,
     }
-
-
-def _standard_error(values: list[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1) / len(values))
 
 
 def power(seeds: int, names: list[str], pool: Executor, say: Callable[[str], None]) -> dict[str, Any]:
@@ -150,31 +139,25 @@ def power(seeds: int, names: list[str], pool: Executor, say: Callable[[str], Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--power-seeds", type=int, default=20)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
     parser.add_argument("--cases", nargs="+", default=list(suite.BUILDERS))
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = time.perf_counter()
 
     def say(words: str) -> None:
         print(f"{time.perf_counter() - started:7.0f} s  {words}", flush=True)
 
-    tool = describe_tool(DEVICE)
-    result: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(), "tool": asdict(tool), "level": LEVEL, "cases": arguments.cases,
-        "kernels": {},
-    }  # fmt: skip
+    result = made_by(DEVICE) | {"level": LEVEL, "cases": arguments.cases, "kernels": {}}
 
     def keep(kernel: str, found: dict[str, Any]) -> None:
         result["kernels"][kernel] = found
         runs = found["without_baseline"]["runs"]
         say(f"{kernel}, {runs} seeds: {[found[n]['alarms'] for n in ('without_baseline', 'against_another_seed')]}")
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        save(result, arguments.json)
 
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
@@ -185,10 +168,8 @@ def main() -> None:
         if arguments.power_seeds:
             found = power(arguments.power_seeds, arguments.cases, pool, say)
             result["power"] = {"seeds": arguments.power_seeds, "found": found}
-    if arguments.json is None:
-        print(json.dumps(result, indent=1))
-    else:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+    save(result, arguments.json)
 
 
 if __name__ == "__main__":

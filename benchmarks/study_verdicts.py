@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from verdicts.defects import DEFECTS, home
@@ -85,14 +88,14 @@ class Judged:
         return next((label for label in order if label in self.labels), "no verdict")
 
 
-def inspected(inputs: Inputs, outputs: Outputs) -> Diagnosis:
-    """What the tool says of a call."""
-    tensors = outputs.tensors()
+def inspected(inputs: Inputs, outputs: Outputs, *, device: str = "cpu", without: Sequence[str] = ()) -> Diagnosis:
+    """What the tool says of a call; ``without`` some of its outputs."""
+    tensors = {name: tensor for name, tensor in outputs.tensors().items() if name not in without}
     mask = None if inputs.key_mask is None else inputs.key_mask[:, None, None, :]
     causal = inputs.causal if inputs.causal != "none" else False
     return attn_diag.inspect(
         inputs.q, inputs.k, inputs.v, do=inputs.do, causal=causal, scale=inputs.scale, window=inputs.window,
-        softcap=inputs.softcap, mask=mask, device="cpu", **tensors,
+        softcap=inputs.softcap, mask=mask, device=device, **tensors,
     )  # fmt: skip
 
 
@@ -129,7 +132,7 @@ def of_defect(place: tuple[str, str, str, int]) -> list[Judged]:
     name, family, dtype, seed = place
     torch.set_num_threads(1)
     defect = DEFECTS[name]
-    inputs = draw(family, home(defect, family), dtype=_DTYPES[dtype], seed=seed)
+    inputs = draw(family, home(defect), dtype=_DTYPES[dtype], seed=seed)
     planted, healthy = defect.run(inputs), defect.healthy(inputs)
     return list(judge(name, defect.culprit, inputs, planted, healthy))
 
@@ -160,32 +163,26 @@ def main() -> None:
     parser.add_argument("--healthy", nargs="*", default=None, help="settings of healthy kernels, instead of defects")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.healthy is None:
-        work = of_defect
-        places = [
-            (d, f, t, s)
-            for d in options.defects
-            for f in options.families
-            for t in options.dtypes
-            for s in range(options.seeds)
-        ]
-    else:
-        work = of_healthy
-        places = [
-            (k, f, c, t, s)
-            for k in HEALTHY
-            for f in options.families
-            for c in options.healthy
-            for t in options.dtypes
-            for s in range(options.seeds)
-        ]
-    start, found = time.perf_counter(), []
+    work: Callable[[tuple[Any, ...]], list[Judged]] = of_defect if options.healthy is None else of_healthy
+    seeds = range(options.seeds)
+    names: tuple[Iterable[Any], ...] = (options.defects, options.families, options.dtypes, seeds)
+    if options.healthy is not None:
+        names = (HEALTHY, options.families, options.healthy, options.dtypes, seeds)
+    places = list(product(*names))
+    random.Random(0).shuffle(places)
+    start = time.perf_counter()
+    found: list[Judged] = []
     with ProcessPoolExecutor(options.processes) as pool:
         for done, part in enumerate(pool.map(work, places), 1):
             found += part
             print(f"\r{done}/{len(places)}, {time.perf_counter() - start:.0f} s", end="", file=sys.stderr)
+            if time.perf_counter() - start > options.seconds:
+                print(f"stopped after {done} of {len(places)} calls, drawn at random")
+                pool.shutdown(cancel_futures=True)
+                break
     print(file=sys.stderr)
     if options.out:
         options.out.write_text(json.dumps([asdict(j) for j in found]))
@@ -194,9 +191,8 @@ def main() -> None:
     for j in found:
         wrongly = (j.broken and j.said in _ACQUITTED) if options.healthy is None else j.said in _ACCUSED
         if wrongly:
-            print(
-                f"{j.planted} | {j.culprit} | {j.inputs} {j.dtype} H{j.head} | {j.quantity} {j.factor:.3g} row {j.row_factor:.3g} | {j.labels} {j.reason[:150]}"
-            )
+            did = f"{j.quantity} {j.factor:.3g}, a row {j.row_factor:.3g}"
+            print(f"{j.planted} | {j.culprit} | {j.inputs} {j.dtype} H{j.head} | {did} | {j.labels} {j.reason[:150]}")
 
 
 if __name__ == "__main__":

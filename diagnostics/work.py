@@ -15,6 +15,10 @@ _Result = TypeVar("_Result")
 Progress = Callable[[int, int], None]
 
 
+def silent(done: int, total: int) -> None:
+    """Nobody listens."""
+
+
 def part_of(progress: Progress | None, number: int, count: int) -> Progress | None:
     """For part ``number`` (from 0) of ``count`` equal ones, whatever units each counts in; None without a listener."""
     if progress is None:

@@ -20,6 +20,15 @@ _SMALLEST_SCALE = 2.0**-133
 _OVERFLOW = 2.0**128
 
 
+# Roundings to integers, which overwrite their argument.
+_TO_INTEGER = {
+    Mode.TOWARD_ZERO: Tensor.trunc_,
+    Mode.NEAREST_EVEN: Tensor.round_,
+    Mode.DOWN: Tensor.floor_,
+    Mode.UP: Tensor.ceil_,
+}
+
+
 @dataclass(frozen=True)
 class TensorCore:
     """How a matrix unit adds: ``block`` products and the running fp32 sum at a time, in fixed point.
@@ -40,7 +49,7 @@ class TensorCore:
     fraction_bits: int = 25
     """Bits that a term keeps below the largest exponent."""
     alignment: Mode = Mode.TOWARD_ZERO
-    """How terms are rounded to these."""
+    """How terms are rounded to these; not at random."""
     result: Mode = Mode.TOWARD_ZERO
     """How a block's sum is rounded to fp32."""
     subnormals: bool = True
@@ -97,7 +106,7 @@ def tensor_core_matmul(
     if not core.subnormals:
         a, b, total = _flushed(a, smallest), _flushed(b, smallest), _flushed(total, _FP32_SMALLEST)
     left, right = _Operand(a, _scale(a, smallest)), _Operand(b, _scale(b, smallest))
-    finite = bool(_bound(a, b, total) < _OVERFLOW / 2)  # false for NaN
+    finite = _stays_finite(a, b, total)
     rows = max(1, _CHUNK // (core.block * max(b.shape[1], 1)))
     parts = []
     for start in range(0, len(a), rows):
@@ -129,9 +138,10 @@ def _add_block(a: _Operand, b: _Operand, total: Tensor, core: TensorCore) -> Ten
     quantum = largest.mul_(2.0**-core.fraction_bits)
     inverse = quantum.reciprocal()
     # Integers of at most fraction_bits + 3 bits: their sum is exact.
-    products = (a.values[:, :, None] * b.values[None]).mul_(inverse[:, None])
-    aligned = _to_integer(products, core.alignment).sum(1)
-    aligned += _to_integer(total * inverse, core.alignment)
+    if (align := _TO_INTEGER.get(core.alignment)) is None:
+        raise ValueError(f"alignment must be toward-zero, nearest-even, down or up, got {core.alignment}")
+    aligned = align((a.values[:, :, None] * b.values[None]).mul_(inverse[:, None])).sum(1)
+    aligned += align(total * inverse)
     result = _to_fp32(aligned * quantum, core.result).add_(0.0)  # -0 + 0 is +0
     return result if core.subnormals else _flushed(result, _FP32_SMALLEST)
 
@@ -144,11 +154,11 @@ def _with_infinities(added: Tensor, a: Tensor, b: Tensor, total: Tensor) -> Tens
     return torch.where(terms.isfinite().all(1), added, terms.sum(1))
 
 
-def _bound(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """No sum on the way is larger; infinite or NaN where an operand is."""
-    largest = [x.abs().max() if x.numel() else x.new_zeros(()) for x in (a, b, total)]
+def _stays_finite(a: Tensor, b: Tensor, total: Tensor) -> bool:
+    """Whether no sum on the way can overflow; false where an operand is infinite or NaN."""
+    left, right, start = (x.abs().max() if x.numel() else x.new_zeros(()) for x in (a, b, total))
     # Twice: roundings other than toward zero may add to every sum.
-    return 2 * (largest[0] * largest[1] * a.shape[1] + largest[2])
+    return bool(2 * (left * right * a.shape[1] + start) < _OVERFLOW / 2)
 
 
 def _scale(x: Tensor, smallest: float) -> Tensor:
@@ -161,19 +171,6 @@ def _scale(x: Tensor, smallest: float) -> Tensor:
 
 def _flushed(x: Tensor, smallest: float) -> Tensor:
     return x.masked_fill(x.abs() < smallest, 0.0)
-
-
-def _to_integer(x: Tensor, mode: Mode) -> Tensor:
-    """``x``, which is overwritten, rounded to integers."""
-    if mode is Mode.TOWARD_ZERO:
-        return x.trunc_()
-    if mode is Mode.NEAREST_EVEN:
-        return x.round_()
-    if mode is Mode.DOWN:
-        return x.floor_()
-    if mode is Mode.UP:
-        return x.ceil_()
-    raise ValueError(f"alignment must be toward-zero, nearest-even, down or up, got {mode}")
 
 
 def _to_fp32(x: Tensor, mode: Mode) -> Tensor:

@@ -55,10 +55,7 @@ def check_kernels_support(recipe: Recipe) -> None:
                 f"gradient_accumulator={recipe.gradient_accumulator} in schedule {recipe.schedule} (ascending ranges "
                 "of a multiple of 64 keys and 128 rows are needed)"
             )
-    if recipe.softmax.kind == "stabilised" and recipe.softmax.beta is None:
-        wrong.append("softmax=stabilised without beta")
-    if recipe.softmax.kind == "stale" and recipe.softmax.threshold is None:
-        wrong.append("softmax=stale without threshold")
+    wrong += recipe.softmax.missing()
     if wrong:
         raise RecipeNotSupportedError(f"recipe {recipe.name}: the Triton kernels cannot run {', '.join(wrong)}")
 
@@ -194,11 +191,10 @@ def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *arguments: Any
 ) -> tuple[Tensor, ...]:
     call = _Call.read(*arguments[:-1])
-    found = forward(
+    return forward(
         q, k, v, call.recipe, call.visibility, scale=call.scale, softcap=call.softcap, level=call.level, slots=slots,
         n_slots=n_slots, unrounded=call.backward_recipe.delta_from == "fp32-o",
     )  # fmt: skip
-    return found.o, found.unrounded, found.lse, found.rows, found.scores, found.probs, found.tile_max
 
 
 @_forward_op.register_fake
@@ -221,11 +217,10 @@ def _backward_op(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     call = _Call.read(*arguments[:-1])
-    found = backward(
+    return backward(
         q, k, v, o, lse, do.to(q.dtype), call.backward_recipe, call.visibility, scale=call.scale, softcap=call.softcap,
         level=call.level, slots=slots, n_slots=n_slots,
     )  # fmt: skip
-    return found.dq, found.dk, found.dv, found.delta, found.dprobs, found.dscores
 
 
 @_backward_op.register_fake

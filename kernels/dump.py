@@ -12,6 +12,9 @@ from attn_diag.kernels.backend import describe_backend
 from attn_diag.kernels.geometry import Causal, Level, Visibility
 from attn_diag.kernels.recipe import Recipe
 
+# Of a repeated maximum, see ``attn_diag.kernels.triton_multiplicity``.
+DEFINITIONS = ("exact", "as_run", "window", "unit")
+
 
 @dataclass
 class Dump:
@@ -109,13 +112,11 @@ class Dump:
     def multiplicity(self, definition: str) -> Tensor:
         """How many scores are the row's maximum, int32; 0 for a row without keys.
 
-        ``definition``: "exact", "as_run", "window" or "unit", see ``attn_diag.kernels.triton_multiplicity``. The first
-        call runs the second pass over the rows that the forward flagged, on q and k as they are then.
+        The first call runs the second pass over the rows that the forward flagged, on q and k as they are then.
 
-        Raises ValueError for another name.
+        Args:
+            definition: One of DEFINITIONS; ValueError for another name.
         """
-        from attn_diag.kernels.triton_multiplicity import DEFINITIONS
-
         if definition not in DEFINITIONS:
             raise ValueError(f"no definition {definition!r} of a repeated maximum; known: {', '.join(DEFINITIONS)}")
         return self._multiplicities[DEFINITIONS.index(definition)]
@@ -124,19 +125,17 @@ class Dump:
     def _multiplicities(self) -> Tensor:
         from attn_diag.kernels.triton_multiplicity import multiplicities
 
-        q, k = self.q.detach(), self.k.detach()
-        return multiplicities(
-            q, k, self.rows[2], self.rows[0], self.recipe, self.visibility, scale=self.scale, softcap=self.softcap
-        )
+        row_max, _, near, *_ = self.rows
+        qk = self.q.detach(), self.k.detach()
+        return multiplicities(*qk, near, row_max, self.recipe, self.visibility, scale=self.scale, softcap=self.softcap)
 
     @cached_property
     def chosen(self) -> Tensor:
         """Batch item, head and query row of every dumped row: int64 [slots, 3]. Synchronises with the device."""
         if self.slots is None:
             return torch.empty(0, 3, dtype=torch.int64)
-        where = (self.slots >= 0).nonzero()
-        order = self.slots[self.slots >= 0].argsort()
-        return where[order]
+        chosen = self.slots >= 0
+        return chosen.nonzero()[self.slots[chosen].argsort()]
 
     @property
     def scores(self) -> Tensor:
@@ -153,10 +152,11 @@ class Dump:
         """Which keys the chosen rows see: bool [slots, Tk]. Tiles that no row of a block sees are never written."""
         positions = self.chosen[:, 2:] + self.visibility.shift(self.q.shape[2], self.k.shape[2])
         keys = torch.arange(self.k.shape[2], device=positions.device)
+        distance = keys - positions
+        seen = torch.ones_like(distance, dtype=torch.bool)
         left, right = self.visibility.reach()
-        seen = torch.ones(len(positions), len(keys), dtype=torch.bool, device=positions.device)
         if left is not None:
-            seen &= keys >= positions - left
+            seen &= distance >= -left
         if right is not None:
-            seen &= keys <= positions + right
+            seen &= distance <= right
         return seen

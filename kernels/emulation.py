@@ -7,7 +7,6 @@ a rounding site is a rounding to its format and back. Not modelled: the order of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,10 +29,8 @@ from attn_diag.kernels.emulation_forward import (
 from attn_diag.kernels.formats import STORED, Format, Mode
 from attn_diag.kernels.recipe import Recipe
 
-# Scores of the rows worked on at once, in elements.
-# On a CPU fewer with many recipes (up to so many: so many elements), whose tensors are all held at once.
-_CPU_ELEMENTS = ((1, 2**20), (math.inf, 2**18))
-_CUDA_ELEMENTS = ((math.inf, 2**23),)
+# Scores of the rows worked on at once, in elements; on a CPU fewer with several recipes, whose tensors are all held.
+_CPU_ELEMENTS, _CPU_ELEMENTS_OF_SEVERAL, _CUDA_ELEMENTS = 2**20, 2**18, 2**23
 _MIN_BLOCK_ROWS = 16
 
 # As in attn_diag.reference.attention: a first call from several threads may be given a low-accuracy MKL function.
@@ -43,8 +40,6 @@ for _function in (torch.exp, torch.exp2, torch.log, torch.tanh):
 
 
 Place = tuple[int, Tensor, slice]
-
-
 # ``map``, or something like it that keeps the order.
 Runner = Callable[
     [Callable[[Place], tuple[Tensor, list["EmulatedRows"]]], Sequence[Place]],
@@ -106,11 +101,7 @@ class RowTrace:
 
 def check_supported(recipe: Recipe) -> None:
     """Raise RecipeNotSupportedError, naming the site, unless ``emulate_head`` can run the recipe."""
-    wrong = []
-    if recipe.softmax.kind == "stabilised" and recipe.softmax.beta is None:
-        wrong.append("softmax=stabilised without beta")
-    if recipe.softmax.kind == "stale" and recipe.softmax.threshold is None:
-        wrong.append("softmax=stale without threshold")
+    wrong = recipe.softmax.missing()
     if recipe.exp == "polynomial" and recipe.exp_degree is None:
         wrong.append("exp=polynomial without exp_degree")
     if wrong:
@@ -249,8 +240,8 @@ def _block_keys(head: HeadLike, number: int, size: int) -> slice:
 
 def _rows_at_once(head: HeadLike, recipes: int) -> int:
     """Query rows worked on together: recipes side by side keep several [R, Tk] tensors each."""
-    budgets = _CUDA_ELEMENTS if head.q.is_cuda else _CPU_ELEMENTS
-    budget = next(elements for most, elements in budgets if recipes <= most)
+    on_cpu = _CPU_ELEMENTS if recipes == 1 else _CPU_ELEMENTS_OF_SEVERAL
+    budget = _CUDA_ELEMENTS if head.q.is_cuda else on_cpu
     return max(_MIN_BLOCK_ROWS, budget // max(len(head.k), 1))
 
 

@@ -199,9 +199,8 @@ def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
 def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = None) -> ForwardRows:
     """Run the recipe's forward on a block; ``trace`` (of a block of one row) is filled range by range."""
     rounder = Rounder(recipe, int(block.rows[0]))
-    parts = []
-    for split, tiles in enumerate(recipe.schedule.ranges(block.keys)):
-        parts.append(_one_split(recipe, block, tiles, rounder, split, trace))
+    splits = enumerate(recipe.schedule.ranges(block.keys))
+    parts = [_one_split(recipe, block, tiles, rounder, split, trace) for split, tiles in splits]
     if parts:
         out, lse = _merge(parts)
     else:
@@ -241,7 +240,8 @@ def _one_split(
         else:
             multiply = partial(matmul, cast, values[keys], recipe.accumulation, operands=recipe.input)
             product = block.shared("product", recipe, _PROBS, place, multiply)
-            accumulator = _add_range(rounder, accumulator, rescale, product, keys.start)
+            scaled = rounder("accumulator", accumulator * rescale, keys.start, "rescale")
+            accumulator = rounder("accumulator", scaled + rounder("range_pv", product, keys.start), keys.start)
         if trace is not None:
             scores = masked_scores(recipe, block, keys)
             found = RangeTrace(
@@ -314,12 +314,6 @@ def _cast_probs(recipe: Recipe, probs: Tensor, rounder: Rounder, key: int) -> Te
 def _chained(recipe: Recipe) -> bool:
     """Whether the hardware adds products into the accumulator itself, in the recipe's accumulation model."""
     return recipe.range_pv == "fp32" and recipe.accumulator == "fp32" and recipe.accumulation == "nvidia-tensor-core"
-
-
-def _add_range(rounder: Rounder, accumulator: Tensor, rescale: Tensor, product: Tensor, key: int) -> Tensor:
-    """O_bar after one more key range."""
-    scaled = rounder("accumulator", accumulator * rescale, key, "rescale")
-    return rounder("accumulator", scaled + rounder("range_pv", product, key), key)
 
 
 def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -98,12 +98,7 @@ _NAMED = {
     "e5m2": NumberFormat(5, 2),
 }
 # Formats that torch can store and round to itself.
-STORED = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
+STORED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _NATIVE = {_NAMED["bf16"]: torch.bfloat16, _NAMED["fp16"]: torch.float16}
 _GENERIC = re.compile(r"e(\d{1,2})m(\d{1,2})")
 

@@ -32,6 +32,11 @@ class Visibility:
         """position(t) - t."""
         return 0 if self.causal == "top-left" else k_length - q_length
 
+    def arguments(self, q_length: int, k_length: int) -> tuple[int, int, int]:
+        """shift, left and right as the kernels take them: 0 where unlimited, which their Geometry says."""
+        left, right = self.reach()
+        return self.shift(q_length, k_length), left or 0, right or 0
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -39,20 +44,16 @@ class Geometry:
 
     head_dim: int
     """D."""
+    block_d: int
+    """head_dim, padded to a power of two."""
     block_m: int
     """Query rows of a tile."""
     block_n: int
     """Keys of a tile."""
-    block_d: int
-    """head_dim, padded to a power of two."""
     warps: int
     """Warps of a block."""
     stages: int
     """Stages of the software pipeline."""
-    range_tiles: int
-    """Tiles of a key range."""
-    ranges: bool
-    """Whether the recipe rounds once for each range, or rounds l, so that ranges are walked twice."""
     left: bool
     """Whether keys are hidden on the left."""
     right: bool
@@ -61,6 +62,12 @@ class Geometry:
     """Whether there is one."""
     mantissa: int
     """Explicit bits of q's format."""
+    tma: bool
+    """Whether tiles come through tensor descriptors."""
+    range_tiles: int = 1
+    """Tiles of a key range."""
+    ranges: bool = False
+    """Whether the recipe rounds once for each range, or rounds l, so that ranges are walked twice."""
     split: bool = False
     """Whether the keys are split."""
     unrounded: bool = False
@@ -73,17 +80,12 @@ class Geometry:
     """Whether scores within reach of the maximum are counted as they pass."""
     packed: bool = False
     """Whether they are counted two at a time."""
-    tma: bool = False
-    """Whether tiles come through tensor descriptors."""
-
-    def without_dump(self) -> Geometry:
-        """The same without the tile dump."""
-        return replace(self, dump=False)
 
 
 def forward_geometry(
-    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level, tma: bool, packed: bool
-) -> Geometry:
+    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level,
+    tma: bool = False, packed: bool = False,
+) -> Geometry:  # fmt: skip
     """Tile sizes for the recipe's key ranges. ``tma``, ``packed``: whether the device can.
 
     The query block is free: it changes no rounding (unless the order is diagonal-first).
@@ -99,28 +101,41 @@ def forward_geometry(
     if recipe.schedule.order == "diagonal-first":
         block_m = recipe.schedule.query_block
         warps = 8 if block_m >= 128 else 4
-    left, right = visibility.reach()
     watched = level != "none"
-    return Geometry(
-        head_dim=head_dim,
-        block_m=block_m,
-        block_n=block_n,
-        block_d=block_d,
-        warps=warps,
-        stages=stages,
+    return replace(
+        _geometry(recipe, head_dim, visibility, (block_m, block_n, warps, stages), softcap=softcap, tma=tma),
         range_tiles=-(-tile // block_n),
         ranges=ranges,
-        left=left is not None,
-        right=right is not None,
-        softcap=softcap,
-        mantissa=_MANTISSA[recipe.input],
         split=recipe.schedule.split_keys is not None,
         rows=watched,
         dump=level in ("tiles", "full"),
         track_near=watched and not ranges and recipe.subtracts_maximum,
         packed=packed and recipe.probs in ("bf16", "fp16"),
-        tma=tma,
     )
+
+
+def dq_geometry(
+    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level, tma: bool
+) -> Geometry:
+    """Tiles of the dQ kernel: they change no rounding, only the order of sums."""
+    tiles = (64, 64, 4, 3) if head_dim <= 64 else (128, 64, 8, 3) if head_dim <= 128 else (64, 32, 4, 2)
+    geometry = _geometry(recipe, head_dim, visibility, tiles, softcap=softcap, tma=tma)
+    return replace(geometry, dump=level in ("tiles", "full"))
+
+
+def dkdv_geometry(recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, tma: bool) -> Geometry:
+    """Tiles of the dK/dV kernel."""
+    tiles = (128, 64, 4, 2) if head_dim <= 64 else (64, 64, 4, 2) if head_dim <= 128 else (32, 64, 8, 1)
+    return _geometry(recipe, head_dim, visibility, tiles, softcap=softcap, tma=tma)
+
+
+def _geometry(
+    recipe: Recipe, head_dim: int, visibility: Visibility, tiles: tuple[int, int, int, int], *, softcap: bool, tma: bool
+) -> Geometry:
+    """What all kernels have in common; ``tiles``: query rows, keys, warps, stages."""
+    left, right = (reach is not None for reach in visibility.reach())
+    mantissa = _MANTISSA[recipe.input]
+    return Geometry(head_dim, padded(head_dim), *tiles, left, right, softcap, mantissa, tma)
 
 
 def padded(head_dim: int) -> int:
@@ -131,48 +146,3 @@ def padded(head_dim: int) -> int:
 def anonymous(recipe: Recipe) -> Recipe:
     """The recipe without its name, so that equal roundings share one compiled kernel."""
     return replace(recipe, name="", summary="")
-
-
-def dq_geometry(
-    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level, tma: bool
-) -> Geometry:
-    """Tiles of the dQ kernel: they change no rounding, only the order of sums."""
-    block_d = padded(head_dim)
-    block_m, block_n, warps, stages = (64, 64, 4, 3) if block_d <= 64 else (128, 64, 8, 3)
-    if block_d > 128:
-        block_m, block_n, warps, stages = 64, 32, 4, 2
-    return _backward_geometry(recipe, head_dim, visibility, block_m, block_n, warps, stages,
-                              softcap=softcap, tma=tma, dump=level in ("tiles", "full"))  # fmt: skip
-
-
-def dkdv_geometry(recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, tma: bool) -> Geometry:
-    """Tiles of the dK/dV kernel."""
-    block_d = padded(head_dim)
-    block_m, block_n, warps, stages = (128, 64, 4, 2) if block_d <= 64 else (64, 64, 4, 2)
-    if block_d > 128:
-        block_m, block_n, warps, stages = 32, 64, 8, 1
-    return _backward_geometry(recipe, head_dim, visibility, block_m, block_n, warps, stages,
-                              softcap=softcap, tma=tma, dump=False)  # fmt: skip
-
-
-def _backward_geometry(
-    recipe: Recipe, head_dim: int, visibility: Visibility, block_m: int, block_n: int, warps: int, stages: int, *,
-    softcap: bool, tma: bool, dump: bool,
-) -> Geometry:  # fmt: skip
-    left, right = visibility.reach()
-    return Geometry(
-        head_dim=head_dim,
-        block_m=block_m,
-        block_n=block_n,
-        block_d=padded(head_dim),
-        warps=warps,
-        stages=stages,
-        range_tiles=1,
-        ranges=False,
-        left=left is not None,
-        right=right is not None,
-        softcap=softcap,
-        mantissa=_MANTISSA[recipe.input],
-        dump=dump,
-        tma=tma,
-    )

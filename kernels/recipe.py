@@ -63,6 +63,11 @@ class SoftmaxRule:
     threshold: float | None = None
     """Stale: the old maximum is kept while the new one exceeds it by no more than this."""
 
+    def missing(self) -> list[str]:
+        """What the rule needs and does not have, in words."""
+        needed = {"stabilised": "beta", "stale": "threshold"}.get(self.kind)
+        return [f"softmax={self.kind} without {needed}"] if needed and getattr(self, needed) is None else []
+
     def __str__(self) -> str:
         if self.kind == "stabilised":
             return f"stabilised (beta {self.beta}, epsilon {self.epsilon})"

@@ -32,13 +32,9 @@ class _Source:
 
     dtype: type[np.floating[Any]]
     word: type[np.unsignedinteger[Any]]
+    sign: int
     mantissa_bits: int
     bias: int
-
-    @property
-    def sign(self) -> int:
-        """The sign bit."""
-        return 1 << (8 * self.dtype().itemsize - 1)
 
     def bits(self, value: float) -> int:
         """The pattern of a number that the format holds exactly."""
@@ -46,8 +42,8 @@ class _Source:
 
 
 _SOURCES = {
-    np.dtype(np.float32): _Source(np.float32, np.uint32, 23, 127),
-    np.dtype(np.float64): _Source(np.float64, np.uint64, 52, 1023),
+    np.dtype(np.float32): _Source(np.float32, np.uint32, 1 << 31, 23, 127),
+    np.dtype(np.float64): _Source(np.float64, np.uint64, 1 << 63, 52, 1023),
 }
 
 

@@ -13,14 +13,15 @@ every block of query rows.
 
 S and dP are computed twice, for dQ and for dK and dV: two more products than a kernel that adds dQ atomically, and
 the same bits in every run. What differs between a GPU and the interpreter is as in ``triton_forward``; ``R``, ``G``,
-``view`` and the sources of tiles are as in ``triton_tiles``.
+``view``, ``task`` and the sources of tiles are as in ``triton_tiles``.
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,8 +31,9 @@ from torch import Tensor
 from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, dkdv_geometry, dq_geometry
 from attn_diag.kernels.recipe import Recipe
+from attn_diag.kernels.triton_instruments import dump_gradients
 from attn_diag.kernels.triton_math import LOG2_E, as_operand, dot, dot_add, round_to, tanh
-from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, mask_scores, recipe_scores
+from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, mask_scores, query_tiles, recipe_scores
 
 
 @triton.jit
@@ -86,16 +88,6 @@ def delta_kernel(
 
 
 @triton.jit
-def dump_gradients(dump, dp, ds, cols, k_length):
-    """Store dP and the cast dS of the rows that have a slot (>= 0)."""
-    dp_ptr, ds_ptr, slots, stride = dump
-    where = slots.to(tl.int64)[:, None] * stride + cols[None, :]
-    here = (slots >= 0)[:, None] & (cols < k_length)[None, :]
-    tl.store(dp_ptr + where, dp, mask=here)
-    tl.store(ds_ptr + where, ds, mask=here)
-
-
-@triton.jit
 def score_gradients(p, dp, delta, slope, scale, R: tl.constexpr, G: tl.constexpr):
     """dS before its cast; ``p``, ``dp`` (already rounded to ``dprobs``) and ``delta`` of one shape."""
     if R.dscores_from == "cast-probs":
@@ -137,12 +129,14 @@ def finished(total, part, scale, R: tl.constexpr):
 
 
 @triton.jit
-def _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, first_tile, n_tiles, view, scale, softcap,
-               dump, any_slot, MASKED: tl.constexpr, WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
+def _walk_keys(sums, task, do, lse, delta, values, dump, first_tile, n_tiles, MASKED: tl.constexpr,
+               WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Over tiles of keys, the sum of dS K ([M, block_d], WANT "dq") or of P o dP ([M], WANT "delta").
 
-    ``part``: the sum within a key range, where the recipe rounds after each; else unused.
+    ``sums``: that sum, and the one within a key range, where the recipe rounds after each; else unused.
     """
+    acc, part = sums
+    q, positions, keys, b, hk, view, scale, softcap = task
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_n
         k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
@@ -157,8 +151,7 @@ def _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, fir
         else:
             cast = as_operand(score_gradients(p, dp, delta[:, None], slope, scale, R, G), tl.constexpr(R.dscores))
             if G.dump:
-                if any_slot:
-                    dump_gradients(dump, dp, cast, start + tl.arange(0, G.block_n), view[0])
+                dump_gradients(dump, dp, cast, start, view[0], G)
             if R.gradient_accumulator == "fp32":
                 acc = dot_add(cast, k, acc, tl.constexpr(R.dscores))
             else:
@@ -202,29 +195,28 @@ def dq_kernel(
     if G.dump:
         slots = tl.load(slots_ptr + row, mask=here, other=-1)
         any_slot = tl.max(slots, 0) >= 0
-    dump = (dp_ptr, ds_ptr, slots, stride_dump)
+    dump = (dp_ptr, ds_ptr, slots, any_slot, stride_dump)
+    task = (q, positions, keys, b, hk, view, scale, softcap)
 
+    part = 0.0
     if WANT == "delta":
         lse, _ = row_statistics(lse_ptr, lse_ptr, row, here)
         delta = lse
         acc = tl.zeros([BLOCK_M], tl.float32)
-        part = 0.0
     else:
         lse, delta = row_statistics(lse_ptr, delta_ptr, row, here)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        part = 0.0
         if R.gradient_accumulator != "fp32":
             part = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first = block * BLOCK_M + shift
     last = tl.minimum((block + 1) * BLOCK_M, q_length) - 1 + shift
     begin, whole, partial, end = key_tiles(first, last, view, G)
+    sums = (acc, part)
     if G.left:
-        acc, part = _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, begin, whole - begin, view,
-                               scale, softcap, dump, any_slot, True, WANT, R, G)  # fmt: skip
-    acc, part = _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, whole, partial - whole, view,
-                           scale, softcap, dump, any_slot, False, WANT, R, G)  # fmt: skip
-    acc, part = _walk_keys(acc, part, q, do, lse, delta, keys, values, b, hk, positions, partial, end - partial, view,
-                           scale, softcap, dump, any_slot, True, WANT, R, G)  # fmt: skip
+        sums = _walk_keys(sums, task, do, lse, delta, values, dump, begin, whole - begin, True, WANT, R, G)
+    sums = _walk_keys(sums, task, do, lse, delta, values, dump, whole, partial - whole, False, WANT, R, G)
+    sums = _walk_keys(sums, task, do, lse, delta, values, dump, partial, end - partial, True, WANT, R, G)
+    acc, part = sums
     if WANT == "delta":
         tl.store(out_ptr + row, round_to(acc, tl.constexpr(R.delta)), mask=here)
     else:
@@ -236,34 +228,15 @@ def dq_kernel(
 
 
 @triton.jit
-def query_tiles(first, last, q_length, shift, left, right, G: tl.constexpr):
-    """Tiles of query rows that see some key of [first, last]: [begin, end); those in [whole, partial) see them all."""
-    begin = 0
-    whole = 0
-    end = tl.cdiv(q_length, G.block_m)
-    partial = end
-    if G.right:
-        # Row t sees key j if j <= t + shift + right.
-        begin = tl.maximum(first - shift - right, 0) // G.block_m
-        whole = tl.cdiv(tl.maximum(last - shift - right, 0), G.block_m)
-    if G.left:
-        # ... and if j >= t + shift - left.
-        end = tl.minimum(end, tl.cdiv(tl.maximum(last - shift + left + 1, 0), G.block_m))
-        partial = tl.minimum(partial, tl.maximum(first - shift + left + 1, 0) // G.block_m)
-    end = tl.maximum(end, begin)
-    whole = tl.minimum(tl.maximum(whole, begin), end)
-    partial = tl.minimum(tl.maximum(partial, whole), end)
-    return begin, whole, partial, end
-
-
-@triton.jit
-def _walk_queries(dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols,
-                  first_tile, n_tiles, q_length, shift, view, scale, softcap, MASKED: tl.constexpr, R: tl.constexpr,
-                  G: tl.constexpr):  # fmt: skip
+def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles, MASKED: tl.constexpr,
+                  R: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Adds dS^T Q to dk and cast(P)^T dO to dv, [N, block_d], over tiles of query rows; everything is transposed.
 
-    ``dk_part``, ``dv_part``: the sums within a block of query rows, where the recipe rounds after each; else unused.
+    ``sums``: dk, dv, and the sums within a block of query rows, where the recipe rounds after each; else unused.
     """
+    dk, dv, dk_part, dv_part = sums
+    k, v, cols = columns
+    queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift = rows
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_m
         offs = start + tl.arange(0, G.block_m)
@@ -319,50 +292,49 @@ def dkdv_kernel(
     if R.gradient_accumulator != "fp32":
         dk_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    columns = (k, v, cols)
     for g in range(0, group):
         h = hk * group + g
         queries = (q_desc, q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, stride_qt, stride_qd)
         gradients = (do_desc, do_ptr + b.to(tl.int64) * stride_gb + h.to(tl.int64) * stride_gh, stride_gt, stride_gd)
         row_base = (b * k_heads * group + h).to(tl.int64) * q_length
+        rows = (queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift)
+        sums = (dk, dv, dk_part, dv_part)
         if G.right:
-            dk, dv, dk_part, dv_part = _walk_queries(
-                dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, begin,
-                whole - begin, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
-        dk, dv, dk_part, dv_part = _walk_queries(
-            dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, whole,
-            partial - whole, q_length, shift, view, scale, softcap, False, R, G)  # fmt: skip
+            sums = _walk_queries(sums, columns, rows, view, scale, softcap, begin, whole - begin, True, R, G)
+        sums = _walk_queries(sums, columns, rows, view, scale, softcap, whole, partial - whole, False, R, G)
         if G.left:
-            dk, dv, dk_part, dv_part = _walk_queries(
-                dk, dv, dk_part, dv_part, k, v, queries, gradients, lse_ptr, delta_ptr, b, h, row_base, cols, partial,
-                end - partial, q_length, shift, view, scale, softcap, True, R, G)  # fmt: skip
+            sums = _walk_queries(sums, columns, rows, view, scale, softcap, partial, end - partial, True, R, G)
+        dk, dv, dk_part, dv_part = sums
         if R.gradient_accumulator != "fp32":
             # The next head's sums start anew.
             dv, dv_part = end_sum(dv, dv_part, True, R)
             dk, dk_part = end_range(dk, dk_part, True, scale, R)
     dims = tl.arange(0, BLOCK_D)
     here = (cols < k_length)[:, None] & (dims < G.head_dim)[None, :]
-    at = (
-        b.to(tl.int64) * stride_ob
-        + hk.to(tl.int64) * stride_oh
-        + cols.to(tl.int64)[:, None] * stride_ot
-        + dims[None, :]
-    )
+    at = b.to(tl.int64) * stride_ob + hk.to(tl.int64) * stride_oh
+    at = at + cols.to(tl.int64)[:, None] * stride_ot + dims[None, :]
     if R.gradient_accumulator == "fp32" and R.alpha_in_backward == "after-product":
         dk = dk * scale
     tl.store(dk_ptr + at, as_operand(dk, tl.constexpr(R.dq)), mask=here)
     tl.store(dv_ptr + at, as_operand(dv, tl.constexpr(R.dq)), mask=here)
 
 
-@dataclass
-class BackwardOutputs:
-    """dq [B, Hq, Tq, D], dk, dv [B, Hk, Tk, D] in the recipe's format; delta [B, Hq, Tq] fp32; dP, dS [slots, Tk]."""
+class BackwardOutputs(NamedTuple):
+    """What ``backward`` returns; what was not asked for is empty."""
 
     dq: Tensor
+    """[B, Hq, Tq, D], in the recipe's format."""
     dk: Tensor
+    """[B, Hk, Tk, D], likewise."""
     dv: Tensor
+    """As ``dk``."""
     delta: Tensor
+    """[B, Hq, Tq] fp32."""
     dprobs: Tensor
+    """dP, [slots, Tk] fp32."""
     dscores: Tensor
+    """dS in the recipe's format, [slots, Tk]."""
 
 
 def backward(
@@ -381,8 +353,7 @@ def backward(
     shape = {"softcap": softcap is not None, "tma": tma}
     rows = dq_geometry(recipe, head_dim, visibility, level=level, **shape)
     columns = dkdv_geometry(recipe, head_dim, visibility, **shape)
-    left, right = (reach or 0 for reach in visibility.reach())
-    shift = visibility.shift(q_length, k_length)
+    visible = visibility.arguments(q_length, k_length)
 
     def new(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=torch.float32 if on_cpu else dtype, device=device)
@@ -398,39 +369,32 @@ def backward(
 
     def launch_rows(want: str, out: Tensor, out_strides: tuple[int, ...], geometry: Geometry) -> None:
         dq_kernel[(-(-q_length // geometry.block_m), batch * heads)](
-            *_descriptors(q, k, v, do, geometry), q, k, v, do, lse, delta, out, dprobs, dscores,
+            *described(geometry, q, k, v, do), q, k, v, do, lse, delta, out, dprobs, dscores,
             slots if slots is not None else lse, *strides, *out_strides, heads, heads // k_heads, q_length, k_length,
-            shift, left, right, k_length, scale, softcap or 0.0,
+            *visible, k_length, scale, softcap or 0.0,
             WANT=want, R=bare, G=geometry, num_warps=geometry.warps, num_stages=geometry.stages,
         )  # fmt: skip
 
     if recipe.delta_from == "dp":
-        launch_rows("delta", delta, (0, 0, 0), rows.without_dump())
+        launch_rows("delta", delta, (0, 0, 0), replace(rows, dump=False))
     else:
         delta_kernel[(-(-q_length // rows.block_m), batch * heads)](
             o, do, delta, *o.stride(), *do.stride(), heads, q_length, R=bare, G=rows
         )
     launch_rows("dq", dq, dq.stride()[:3], rows)
     dkdv_kernel[(-(-k_length // columns.block_n), batch * k_heads)](
-        *_descriptors(q, k, v, do, columns), q, k, v, do, lse, delta, dk, dv, *strides, *dk.stride()[:3],
-        k_heads, heads // k_heads, q_length, k_length, shift, left, right, scale, softcap or 0.0,
+        *described(columns, q, k, v, do), q, k, v, do, lse, delta, dk, dv, *strides, *dk.stride()[:3],
+        k_heads, heads // k_heads, q_length, k_length, *visible, scale, softcap or 0.0,
         R=bare, G=columns, num_warps=columns.warps, num_stages=columns.stages,
     )  # fmt: skip
     dq, dk, dv = (t.to(grad_dtype) for t in (dq, dk, dv))
     return BackwardOutputs(dq, dk, dv, delta, dprobs, dscores.to(DTYPES[recipe.dscores]))
 
 
-def backward_like(
-    q: Tensor, k: Tensor, lse: Tensor, recipe: Recipe, *, level: Level, n_slots: int
-) -> tuple[Tensor, ...]:
-    """Empty tensors with the shapes and formats of ``backward``'s outputs, in their order."""
+def backward_like(q: Tensor, k: Tensor, lse: Tensor, recipe: Recipe, *, level: Level, n_slots: int) -> BackwardOutputs:
+    """Empty tensors with the shapes and formats of ``backward``'s outputs."""
     n_slots = n_slots if level in ("tiles", "full") else 0
-    dtype = DTYPES[recipe.dq]
-    dq, dk, dv = (q.new_empty(t.shape, dtype=dtype) for t in (q, k, k))
+    dq, dk, dv = (q.new_empty(t.shape, dtype=DTYPES[recipe.dq]) for t in (q, k, k))
     dprobs = lse.new_empty(n_slots, k.shape[2])
-    return dq, dk, dv, torch.empty_like(lse), dprobs, dprobs.new_empty(dprobs.shape, dtype=DTYPES[recipe.dscores])
-
-
-def _descriptors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, geometry: Geometry) -> list[object]:
-    blocks = ((q, geometry.block_m), (k, geometry.block_n), (v, geometry.block_n), (do, geometry.block_m))
-    return [described(t, n, geometry) for t, n in blocks]
+    dscores = dprobs.new_empty(dprobs.shape, dtype=DTYPES[recipe.dscores])
+    return BackwardOutputs(dq, dk, dv, torch.empty_like(lse), dprobs, dscores)

@@ -21,12 +21,13 @@ What differs between a GPU and Triton's interpreter, given the same inputs; the 
 | log | 1 ulp | numpy |
 | sums over a row | tree over registers and lanes | numpy's pairwise sum |
 
-``R``, ``G``, ``view`` and the sources of tiles are as in ``triton_tiles``.
+``R``, ``G``, ``view``, ``task`` and the sources of tiles are as in ``triton_tiles``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,78 +38,22 @@ from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
 from attn_diag.kernels.geometry import Level, Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
-from attn_diag.kernels.triton_math import INTERPRETED, LOG2_E, as_operand, dot, dot_add, round_to
+from attn_diag.kernels.triton_math import as_operand, dot, dot_add, round_to
+from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling
 from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, tile_scores
 
 
 @triton.jit
-def exponential(s, m, factor, R: tl.constexpr):
-    """P_bar = exp(factor (s - m)) for s [M, N], m [M]. A row that has seen no key yet (m = -inf) gives 0."""
-    m = tl.where(m == float("-inf"), 0.0, m)
-    if R.exp == "exp2-fma":
-        c = factor * LOG2_E
-        if INTERPRETED:
-            # A fused multiply-add: the product is exact in float64.
-            x = (s.to(tl.float64) * c - (m * c)[:, None].to(tl.float64)).to(tl.float32)
-        else:
-            x = tl.fma(s, c, -(m * c)[:, None])
-        p = tl.exp2(x)
-    else:
-        p = tl.exp(round_to((s - m[:, None]) * factor, tl.constexpr(R.difference)))
-    return p
-
-
-@triton.jit
-def rescaling(m, m_new, factor, R: tl.constexpr):
-    """exp(factor (m - m_new)), [M]; 0 at the first keys of a row."""
-    m_new = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if R.exp == "exp2-fma":
-        rescale = tl.exp2((m - m_new) * (factor * LOG2_E))
-    else:
-        rescale = tl.exp(round_to((m - m_new) * factor, tl.constexpr(R.difference)))
-    return rescale
-
-
-@triton.jit
-def next_maximum(m, top, repeated, R: tl.constexpr):
-    """What is subtracted next, [M]: from the old ``m``, and the new keys' maximum ``top``, ``repeated`` or not."""
-    if R.softmax.kind == "stabilised":
-        repeated = repeated & (top > float("-inf"))  # keys that are all masked have no maximum
-        top = tl.where(repeated, tl.where(top > 0, R.softmax.beta * top, tl.where(top < 0, 0.0, top)), top)
-    m_new = tl.maximum(m, top)
-    if R.softmax.kind == "stale":
-        m_new = tl.where(m_new - m <= R.softmax.threshold, m, m_new)
-    return round_to(m_new, tl.constexpr(R.row_max))
-
-
-@triton.jit
-def range_sum(p, cast, R: tl.constexpr):
-    """What a tile adds to l, [M]."""
-    if R.row_sum_of == "cast-probs":
-        p = cast.to(tl.float32)
-    return tl.sum(p, 1)
-
-
-@triton.jit
-def add_range(acc, product, rescale, R: tl.constexpr):
-    """O_bar after one more range, with every rounding of its own."""
-    return round_to(
-        round_to(acc * rescale[:, None], tl.constexpr(R.accumulator)) + round_to(product, tl.constexpr(R.range_pv)),
-        tl.constexpr(R.accumulator),
-    )
-
-
-@triton.jit
-def _walk_tiles(state, watched, q, keys, values, b, hk, positions, first_tile, n_tiles, view, scale, softcap, factor,
-                dump, any_slot, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
+def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: tl.constexpr, R: tl.constexpr,
+                G: tl.constexpr):  # fmt: skip
     """Online softmax over ``n_tiles`` tiles of keys from ``first_tile`` on."""
-    acc, l, m = state
-    near, cast_sum = watched
+    acc, l, m, near, cast_sum = sums
+    _, _, _, b, hk, view, _, _ = task
     for i in tl.range(0, n_tiles, num_stages=G.stages):
         tile = first_tile + i
         if R.schedule.order == "descending":
             tile = first_tile + n_tiles - 1 - i
-        s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, MASKED, R, G)  # [M, N]
+        s = tile_scores(task, tile, MASKED, R, G)  # [M, N]
         top = tl.max(s, 1)
         repeated = False
         if R.softmax.kind == "stabilised":
@@ -124,24 +69,22 @@ def _walk_tiles(state, watched, q, keys, values, b, hk, positions, first_tile, n
         if G.rows:
             near, cast_sum = watch_rows((near, cast_sum), cast, m_new, rescale, factor, R, G)
         if G.dump:
-            if any_slot:
-                cols = tile * G.block_n + tl.arange(0, G.block_n)
-                dump_tile(dump, s, cast, m_new, cols, tile, view[0])
+            dump_tile(dump, s, cast, m_new, tile, view[0], G)
         v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
         if R.range_pv == "fp32" and R.accumulator == "fp32":
             acc = dot_add(cast, v, acc * rescale[:, None], tl.constexpr(R.probs))
         else:
             acc = add_range(acc, dot(cast, v, tl.constexpr(R.probs)), rescale, R)
         m = m_new
-    return (acc, l, m), (near, cast_sum)
+    return acc, l, m, near, cast_sum
 
 
 @triton.jit
-def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, tiles, view, scale, softcap, factor, dump,
-                 any_slot, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
+def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.constexpr, G: tl.constexpr):
     """Online softmax over ranges of several tiles: one maximum, one sum and one P_bar V for each range."""
-    acc, l, m = state
-    begin, end = tiles
+    _, _, _, near, cast_sum = sums
+    acc, l, m, _, _ = sums
+    _, _, _, b, hk, view, _, _ = task
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_D: tl.constexpr = G.block_d
     BLOCK_N: tl.constexpr = G.block_n
@@ -158,12 +101,11 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
         last = tl.minimum((r + 1) * G.range_tiles, end)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         for tile in range(first, last):
-            s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
-            top = tl.maximum(top, tl.max(s, 1))
+            top = tl.maximum(top, tl.max(tile_scores(task, tile, True, R, G), 1))
         near_top = tl.zeros([BLOCK_M], tl.int32)
         if R.softmax.kind == "stabilised":
             for tile in range(first, last):
-                s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
+                s = tile_scores(task, tile, True, R, G)
                 near_top += tl.sum((s >= top[:, None] - R.softmax.epsilon).to(tl.int32), 1)
         m_new = next_maximum(m, top, near_top > 1, R)
         rescale = rescaling(m, m_new, factor, R)
@@ -171,7 +113,7 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
         product = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         cast_sum = cast_sum * rescale[:, None]
         for tile in range(first, last):
-            s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
+            s = tile_scores(task, tile, True, R, G)
             p = exponential(s, m_new, factor, R)
             cast = as_operand(p, tl.constexpr(R.probs))
             total += range_sum(p, cast, R)
@@ -180,16 +122,14 @@ def _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions, ti
             v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
             product = dot_add(cast, v, product, tl.constexpr(R.probs))
             if G.dump:
-                if any_slot:
-                    cols = tile * G.block_n + tl.arange(0, G.block_n)
-                    dump_tile(dump, s, cast, m_new, cols, tile, view[0])
+                dump_tile(dump, s, cast, m_new, tile, view[0], G)
         if R.row_sum_clamp is not None:
             total = tl.maximum(total, R.row_sum_clamp)
         exact_l = exact_l * rescale + total
         l = round_to(l * rescale + total, tl.constexpr(R.row_sum))
         acc = add_range(acc, product, rescale, R)
         m = m_new
-    return (acc, l, m), exact_l, cast_sum
+    return (acc, l, m, near, cast_sum), exact_l
 
 
 @triton.jit
@@ -230,7 +170,7 @@ def forward_kernel(
     if G.dump:
         slots = tl.load(slots_ptr + row, mask=here, other=-1)
         any_slot = tl.max(slots, 0) >= 0
-    dump = (s_ptr, p_ptr, m_ptr, slots, stride_dump, dump_tiles)
+    dump = (s_ptr, p_ptr, m_ptr, slots, any_slot, stride_dump, dump_tiles)
 
     # alpha waits for the exponent unless the scores already hold it.
     factor = 1.0
@@ -252,39 +192,28 @@ def forward_kernel(
         whole = tl.minimum(tl.maximum(whole, begin), end)
         partial = tl.minimum(tl.maximum(partial, whole), end)
 
-    state = (acc, l, m)
-    watched = (near, cast_sum)
+    sums = (acc, l, m, near, cast_sum)
+    task = (q, positions, keys, b, hk, view, scale, softcap)
     exact_l = l
     if G.ranges:
-        state, exact_l, cast_sum = _walk_ranges(state, exact_l, cast_sum, q, keys, values, b, hk, positions,
-                                                (begin, end), view, scale, softcap, factor, dump, any_slot, R,
-                                                G)  # fmt: skip
-        watched = (near, cast_sum)
+        sums, exact_l = _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R, G)
     elif R.schedule.order == "descending":
-        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, partial, end - partial, view,
-                                     scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
-        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, whole, partial - whole, view,
-                                     scale, softcap, factor, dump, any_slot, False, R, G)  # fmt: skip
+        sums = _walk_tiles(sums, task, values, factor, dump, partial, end - partial, True, R, G)
+        sums = _walk_tiles(sums, task, values, factor, dump, whole, partial - whole, False, R, G)
         if G.left:
-            state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, begin, whole - begin, view,
-                                         scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
+            sums = _walk_tiles(sums, task, values, factor, dump, begin, whole - begin, True, R, G)
     else:
         if R.schedule.order == "diagonal-first":
             head = tl.minimum(end - begin, 1)
-            state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, end - head, head, view,
-                                         scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
+            sums = _walk_tiles(sums, task, values, factor, dump, end - head, head, True, R, G)
             end -= head
             whole = tl.minimum(whole, end)
             partial = tl.minimum(partial, end)
         if G.left:
-            state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, begin, whole - begin, view,
-                                         scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
-        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, whole, partial - whole, view,
-                                     scale, softcap, factor, dump, any_slot, False, R, G)  # fmt: skip
-        state, watched = _walk_tiles(state, watched, q, keys, values, b, hk, positions, partial, end - partial, view,
-                                     scale, softcap, factor, dump, any_slot, True, R, G)  # fmt: skip
-    acc, l, m = state
-    near, cast_sum = watched
+            sums = _walk_tiles(sums, task, values, factor, dump, begin, whole - begin, True, R, G)
+        sums = _walk_tiles(sums, task, values, factor, dump, whole, partial - whole, False, R, G)
+        sums = _walk_tiles(sums, task, values, factor, dump, partial, end - partial, True, R, G)
+    acc, l, m, near, cast_sum = sums
 
     # A row that saw no key; one whose l underflowed divides by zero, as a real kernel does.
     unseen = (m == float("-inf")) & (l == 0)
@@ -317,8 +246,7 @@ def forward_kernel(
         tl.store(rows_ptr + 4 * plane + row, tl.sum(cast.to(tl.float32) - o, 1), mask=here)
 
 
-@dataclass
-class ForwardOutputs:
+class ForwardOutputs(NamedTuple):
     """What ``forward`` returns; what was not asked for is empty."""
 
     o: Tensor
@@ -372,12 +300,11 @@ def forward(
     scores = new(n_slots, k_length, dtype=DTYPES[recipe.scores])
     probs = new(n_slots, k_length, dtype=DTYPES[recipe.probs])
     tile_max = new(n_slots, tiles)
-    left, right = visibility.reach()
     arguments = (
-        *(described(t, n, geometry) for t, n in ((q, geometry.block_m), (k, geometry.block_n), (v, geometry.block_n))),
+        *described(geometry, q, k, v),
         q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
         *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
-        heads, heads // k_heads, q_length, k_length, visibility.shift(q_length, k_length), left or 0, right or 0,
+        heads, heads // k_heads, q_length, k_length, *visibility.arguments(q_length, k_length),
         recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
     )  # fmt: skip
     inner = replace(recipe, out="fp32") if splits > 1 else recipe
@@ -407,18 +334,16 @@ def forward(
 def forward_like(
     q: Tensor, k: Tensor, recipe: Recipe, visibility: Visibility, *, softcap: float | None, level: Level, n_slots: int,
     unrounded: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Empty tensors with the shapes and formats of ``forward``'s outputs, in their order."""
-    geometry = forward_geometry(
-        recipe, q.shape[-1], visibility, softcap=softcap is not None, level=level, tma=False, packed=False
-    )
+) -> ForwardOutputs:  # fmt: skip
+    """Empty tensors with the shapes and formats of ``forward``'s outputs."""
+    geometry = forward_geometry(recipe, q.shape[-1], visibility, softcap=softcap is not None, level=level)
     k_length, n_slots = k.shape[2], n_slots if geometry.dump else 0
     rows = q.shape[:3]
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return q.new_empty(shape, dtype=dtype)
 
-    return (
+    return ForwardOutputs(
         new(*q.shape, dtype=DTYPES[recipe.out]),
         new(*q.shape) if unrounded else new(0),
         new(*rows),

@@ -1,4 +1,4 @@
-"""What the forward kernel notes in passing: row statistics and tiles. Compiled in only where asked for."""
+"""What the kernels note in passing: row statistics and tiles. Compiled in only where asked for."""
 
 from __future__ import annotations
 
@@ -56,13 +56,27 @@ def watch_rows(watched, cast, m, rescale, factor, R: tl.constexpr, G: tl.constex
 
 
 @triton.jit
-def dump_tile(dump, s, cast, m, cols, tile, k_length):
+def dump_tile(dump, s, cast, m, tile, k_length, G: tl.constexpr):
     """Store S, the cast P_bar and the maximum it was taken from, for the rows that have a slot (>= 0)."""
-    s_ptr, p_ptr, m_ptr, slots, stride, tiles = dump
-    chosen = slots >= 0
-    slots = slots.to(tl.int64)
-    where = slots[:, None] * stride + cols[None, :]
-    here = chosen[:, None] & (cols < k_length)[None, :]
-    tl.store(s_ptr + where, s, mask=here)
-    tl.store(p_ptr + where, cast, mask=here)
-    tl.store(m_ptr + slots * tiles + tile, m, mask=chosen)
+    s_ptr, p_ptr, m_ptr, slots, any_slot, stride, tiles = dump
+    if any_slot:
+        cols = tile * G.block_n + tl.arange(0, G.block_n)
+        chosen = slots >= 0
+        row = slots.to(tl.int64)
+        where = row[:, None] * stride + cols[None, :]
+        here = chosen[:, None] & (cols < k_length)[None, :]
+        tl.store(s_ptr + where, s, mask=here)
+        tl.store(p_ptr + where, cast, mask=here)
+        tl.store(m_ptr + row * tiles + tile, m, mask=chosen)
+
+
+@triton.jit
+def dump_gradients(dump, dp, ds, start, k_length, G: tl.constexpr):
+    """Store dP and the cast dS of the rows that have a slot (>= 0), for the tile of keys from ``start`` on."""
+    dp_ptr, ds_ptr, slots, any_slot, stride = dump
+    if any_slot:
+        cols = start + tl.arange(0, G.block_n)
+        where = slots.to(tl.int64)[:, None] * stride + cols[None, :]
+        here = (slots >= 0)[:, None] & (cols < k_length)[None, :]
+        tl.store(dp_ptr + where, dp, mask=here)
+        tl.store(ds_ptr + where, ds, mask=here)

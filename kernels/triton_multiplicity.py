@@ -25,11 +25,9 @@ from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_math import round_to
 from attn_diag.kernels.triton_tiles import key_tiles, tile_scores
 
-DEFINITIONS = ("exact", "as_run", "window", "unit")
 WINDOW = tl.constexpr(1e-3)
 # More scores than this near the maximum: more than itself. Counts are whole, held in fp32.
-_ALONE = 1.5
-ALONE = tl.constexpr(_ALONE)
+ALONE = tl.constexpr(1.5)
 # Tiles of keys that one program counts.
 _CHUNK = 8
 
@@ -47,17 +45,6 @@ def gather_kernel(near_ptr, rows_ptr, counts_ptr, q_length, BLOCK: tl.constexpr)
         tl.store(rows_ptr + bh * q_length + at, offs, mask=flag > 0)
         found += tl.sum(flag, 0)
     tl.store(counts_ptr + bh, found)
-
-
-@triton.jit
-def maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap, R: tl.constexpr, G: tl.constexpr):
-    """The largest score of each row, as the recipe stores scores."""
-    BLOCK_M: tl.constexpr = G.block_m
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for tile in range(begin, end):
-        s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
-        top = tl.maximum(top, tl.max(s, 1))
-    return top
 
 
 @triton.jit
@@ -92,6 +79,7 @@ def multiplicity_kernel(
             at += rows.to(tl.int64)[:, None] * stride_qt + dims[None, :] * stride_qd
             q = tl.load(at, mask=here[:, None] & (dims < G.head_dim)[None, :], other=0.0)
             keys = (k_ptr, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
+            task = (q, positions, keys, b, hk, view, scale, softcap)
             factor = 1.0
             if R.alpha == "in-exponent" and not G.softcap:
                 factor = scale
@@ -99,7 +87,9 @@ def multiplicity_kernel(
                 top = tl.load(max_ptr + bh.to(tl.int64) * q_length + rows, mask=here, other=0.0)
             else:
                 # What such a recipe subtracts is not the maximum.
-                top = maximum_of_rows(q, keys, b, hk, positions, begin, end, view, scale, softcap, R, G)
+                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                for tile in range(begin, end):
+                    top = tl.maximum(top, tl.max(tile_scores(task, tile, True, R, G), 1))
             # A gathered row may see no key; it must not meet inf - inf.
             top = tl.where(top == float("-inf"), 0.0, top)
             natural_top = top * factor
@@ -109,7 +99,7 @@ def multiplicity_kernel(
             window = tl.zeros([BLOCK_M], tl.int32)
             ones = tl.zeros([BLOCK_M], tl.int32)
             for tile in tl.range(chunk, chunk_end, num_stages=G.stages):
-                s = tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, True, R, G)
+                s = tile_scores(task, tile, True, R, G)
                 seen = s > float("-inf")
                 natural = s * factor
                 same = round_to(natural, tl.constexpr(R.input)) == rounded_top[:, None]
@@ -131,31 +121,27 @@ def multiplicities(
     q: Tensor, k: Tensor, near: Tensor, row_max: Tensor, recipe: Recipe, visibility: Visibility, *, scale: float,
     softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """How many scores are the row's maximum, by each of DEFINITIONS: int32 [4, B, Hq, Tq]; 0 for a row without keys.
+    """How many scores are the row's maximum, by each definition: int32 [4, B, Hq, Tq]; 0 for a row without keys.
 
     ``near``, ``row_max`` [B, Hq, Tq] fp32 from the forward. No host synchronisation.
     """
     (batch, heads, q_length, head_dim), (_, k_heads, k_length, _) = q.shape, k.shape
     # Sixty-four gathered rows at a time; the tile's width changes no score.
-    geometry = forward_geometry(
-        recipe, head_dim, visibility, softcap=softcap is not None, level="none", tma=False, packed=False
-    )
+    geometry = forward_geometry(recipe, head_dim, visibility, softcap=softcap is not None, level="none")
     geometry = replace(geometry, block_m=64, block_n=min(geometry.block_n, 64), warps=4, stages=2)
     if q.device.type == "cpu":
         q, k = q.float(), k.float()
-    flagged = near > _ALONE
+    flagged: Tensor = near > ALONE.value
     out = ((row_max > -torch.inf) & ~flagged).to(torch.int32).repeat(4, 1, 1, 1)
     rows = torch.empty(batch * heads, q_length, dtype=torch.int32, device=q.device)
     counts = torch.empty(batch * heads, dtype=torch.int32, device=q.device)
     gather_kernel[(batch * heads,)](near.contiguous(), rows, counts, q_length, BLOCK=1024)
-    left, right = (reach or 0 for reach in visibility.reach())
     # A score no further below the maximum has a P_bar that rounds to 1, ties included.
     unit = -math.log1p(-(2.0 ** -(geometry.mantissa + 2)))
     chunks = -(-k_length // (geometry.block_n * _CHUNK))
     multiplicity_kernel[(-(-q_length // geometry.block_m), batch * heads, chunks)](
         q, k, row_max.contiguous(), rows, counts, out, *q.stride(), *k.stride(), heads, heads // k_heads,
-        q_length, k_length,
-        visibility.shift(q_length, k_length), left, right, scale, softcap or 0.0, unit, CHUNK=_CHUNK,
+        q_length, k_length, *visibility.arguments(q_length, k_length), scale, softcap or 0.0, unit, CHUNK=_CHUNK,
         R=anonymous(recipe), G=geometry, num_warps=geometry.warps, num_stages=geometry.stages,
     )  # fmt: skip
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -88,26 +88,23 @@ def dot(a: Tensor, b: Tensor, c: Tensor, tile: int = 0) -> tuple[Tensor, Instruc
 
 def exp2(x: Tensor) -> Tensor:
     """2**x of fp32 ``x`` [n], as Triton kernels evaluate it. Raises BackendError as ``dot`` does."""
-    _check(x)
-    y = torch.full_like(x, torch.nan)
-    exp2_kernel[(triton.cdiv(len(x), _BLOCK),)](x, y, len(x), BLOCK=_BLOCK)
-    return y
+    return _elementwise(exp2_kernel, torch.full_like(x, torch.nan), x)
 
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:
     """x * y of fp32 tensors [n], as Triton kernels multiply. Raises BackendError as ``dot`` does."""
-    _check(x)
-    out = torch.full_like(x, torch.nan)
-    multiply_kernel[(triton.cdiv(len(x), _BLOCK),)](x, y, out, len(x), BLOCK=_BLOCK)
-    return out
+    return _elementwise(multiply_kernel, torch.full_like(x, torch.nan), x, y)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 ``x`` [n] in ``dtype``, as Triton kernels cast. Raises BackendError as ``dot`` does."""
-    _check(x)
-    y = torch.zeros(x.shape, dtype=dtype, device=x.device)
-    cast_kernel[(triton.cdiv(len(x), _BLOCK),)](x, y, len(x), BLOCK=_BLOCK)
-    return y
+    return _elementwise(cast_kernel, torch.zeros_like(x, dtype=dtype), x)
+
+
+def _elementwise(kernel: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+    _check(inputs[0])
+    kernel[(triton.cdiv(len(out), _BLOCK),)](*inputs, out, len(out), BLOCK=_BLOCK)
+    return out
 
 
 def _check(x: Tensor) -> None:

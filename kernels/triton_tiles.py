@@ -1,7 +1,9 @@
 """Tiles of q, k and v, and the scores of a tile: what the forward, the backward and the second pass share.
 
-In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time; a source of tiles is a tuple (TMA
-descriptor, pointer, stride of a position, stride of a feature), ``view`` is (number of keys, left, right).
+In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time. A source of tiles is a tuple (TMA
+descriptor, pointer, stride of a position, stride of a feature), ``view`` is (number of keys, left, right), and ``task``
+what a block of query rows needs to see its keys: (q, their positions, source of keys, batch item, head of the keys,
+``view``, scale, softcap).
 """
 
 from __future__ import annotations
@@ -53,6 +55,27 @@ def key_tiles(first, last, view, G: tl.constexpr):
 
 
 @triton.jit
+def query_tiles(first, last, q_length, shift, left, right, G: tl.constexpr):
+    """Tiles of query rows that see some key of [first, last]: [begin, end); those in [whole, partial) see them all."""
+    begin = 0
+    whole = 0
+    end = tl.cdiv(q_length, G.block_m)
+    partial = end
+    if G.right:
+        # Row t sees key j if j <= t + shift + right.
+        begin = tl.maximum(first - shift - right, 0) // G.block_m
+        whole = tl.cdiv(tl.maximum(last - shift - right, 0), G.block_m)
+    if G.left:
+        # ... and if j >= t + shift - left.
+        end = tl.minimum(end, tl.cdiv(tl.maximum(last - shift + left + 1, 0), G.block_m))
+        partial = tl.minimum(partial, tl.maximum(first - shift + left + 1, 0) // G.block_m)
+    end = tl.maximum(end, begin)
+    whole = tl.minimum(tl.maximum(whole, begin), end)
+    partial = tl.minimum(tl.maximum(partial, whole), end)
+    return begin, whole, partial, end
+
+
+@triton.jit
 def mask_scores(s, positions, cols, view, G: tl.constexpr):
     """-inf where row position p [M] may not see column j [N]: outside p - left <= j <= p + right, or past the keys."""
     k_length, left, right = view
@@ -79,9 +102,9 @@ def recipe_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, MASKED: tl.constexpr, R: tl.constexpr,
-                G: tl.constexpr):  # fmt: skip
+def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
     """S of one tile of keys: [M, block_n]."""
+    q, positions, keys, b, hk, view, scale, softcap = task
     start = tile * G.block_n
     k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
     s = recipe_scores(dot(q, tl.trans(k), tl.constexpr(R.input)), scale, softcap, R, G)
@@ -90,12 +113,18 @@ def tile_scores(q, keys, b, hk, positions, tile, view, scale, softcap, MASKED: t
     return s
 
 
-def described(tensor: Tensor, block: int, geometry: Geometry) -> Any:
-    """A tensor descriptor of tiles [block, block_d] where the kernel wants one, else the tensor itself."""
+def described(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> list[Any]:
+    """Tensor descriptors of tiles [block, block_d] where the kernel wants them, else the tensors themselves."""
+    tensors = (q, k, v, *do)
     if not geometry.tma:
-        return tensor
+        return list(tensors)
+    blocks = (geometry.block_m, geometry.block_n, geometry.block_n, geometry.block_m)
+    return [_descriptor(tensor, block, geometry.block_d) for tensor, block in zip(tensors, blocks, strict=False)]
+
+
+def _descriptor(tensor: Tensor, block: int, block_d: int) -> TensorDescriptor:
     # The stride of a dimension of size one is arbitrary in torch; TMA wants a multiple of 16 bytes.
     strides = [
         s if n > 1 else tensor.shape[-1] * 16 for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     ]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block, geometry.block_d])
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block, block_d])

@@ -3,15 +3,14 @@
 from attn_diag.reference.attention import (
     AttentionHead,
     HeadReference,
-    Masking,
     RowBlock,
     Rows,
-    hides,
     reference_head,
     reference_rows,
     row_blocks,
 )
 from attn_diag.reference.certificate import UNIT, BoundCollector, HeadBounds
+from attn_diag.reference.masking import Masking, hides
 from attn_diag.reference.rounding import FloatFormat, format_of, round_nearest_even, ulp
 
 __all__ = [

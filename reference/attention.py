@@ -17,12 +17,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Causal = Literal["none", "top-left", "bottom-right"]
+from attn_diag.reference.masking import Masking
+
 # Query rows of a block: a slice (no copies) or the indices [R].
 Rows = slice | Tensor
 
@@ -41,74 +41,6 @@ SUM_TERMS = 32
 # fresh process of fifteen, never after a call from a single thread). So one thread calls them first.
 for _function in (torch.exp, torch.log, torch.tanh):
     _function(torch.ones(1, dtype=torch.float64))
-
-
-@dataclass(frozen=True)
-class Masking:
-    """Which keys a query row attends to: the one rule, for whoever masks scores (see also ``hides``)."""
-
-    causal: Causal = "none"
-    """Row t sees keys j <= position(t)."""
-    window: tuple[int, int] | None = None
-    """(left, right), inclusive, -1 for unlimited: position(t) - left <= j <= position(t) + right."""
-    mask: Tensor | None = None
-    """[Tq, Tk]: bool (true = attend) or additive, applied after scale and softcap."""
-    positions: Tensor | None = None
-    """[Tq], integers: where only chosen query rows are kept, the last key that a causal row t sees. Without it
-    position(t) = t, shifted by Tk - Tq unless ``causal`` is "top-left" (the default of FlashAttention >= 2.1, also for
-    windows)."""
-
-    @property
-    def reach(self) -> tuple[int | None, int | None]:
-        """How many keys before and after position(t) row t may see; None for all of them."""
-        left, right = (None if n < 0 else n for n in self.window or (-1, -1))
-        if self.causal != "none":
-            right = 0
-        return left, right
-
-    def shift(self, q_length: int, k_length: int) -> int:
-        """position(t) - t, where the rows are all of a sequence's."""
-        return 0 if self.causal == "top-left" else k_length - q_length
-
-    def row_positions(self, q_length: int, k_length: int, device: torch.device) -> Tensor:
-        """position(t) for every query row, int64 [Tq]."""
-        if self.positions is not None:
-            return self.positions.to(device=device, dtype=torch.int64)
-        return torch.arange(q_length, device=device) + self.shift(q_length, k_length)
-
-    def span(self, first: int, last: int, k_length: int) -> slice:
-        """The keys that some row at positions ``first`` to ``last`` may see, as far as causality and window tell."""
-        left, right = self.reach
-        stop = min(k_length, last + right + 1) if right is not None else k_length
-        start = min(max(0, first - left), k_length) if left is not None else 0
-        return slice(start, max(start, stop))
-
-    def hidden(self, positions: Tensor, keys: slice) -> Tensor | None:
-        """Where causality or window hides one of ``keys`` from a row; the host does not wait.
-
-        Args:
-            positions: position(t) of R rows, int64 [R].
-            keys: K keys, with start and stop.
-
-        Returns:
-            bool [R, K], or None where neither hides anything.
-        """
-        left, right = self.reach
-        if left is None and right is None:
-            return None
-        distance = torch.arange(keys.start, keys.stop, device=positions.device) - positions[:, None]
-        beyond = None if right is None else distance > right
-        if left is None:
-            return beyond
-        return distance < -left if beyond is None else beyond | (distance < -left)
-
-
-def hides(mask: Tensor) -> Tensor:
-    """Where a mask hides a key, bool of its shape: False, or (additive) as low as the lowest number of its format.
-
-    Hugging Face writes that number for -inf.
-    """
-    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
 @dataclass(frozen=True)
@@ -344,7 +276,11 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
         scores.mul_(head.softcap)
     head.apply_mask(scores, rows, keys)
 
-    row_max, top_key = _row_max(scores)
+    if scores.shape[1]:
+        row_max, top_key = torch.max(scores, 1)
+    else:
+        row_max = scores.new_full(scores.shape[:1], -torch.inf)
+        top_key = torch.zeros_like(row_max, dtype=torch.int64)
     fully_masked = row_max == -torch.inf
     probs = torch.sub(scores, row_max.masked_fill(fully_masked, 0.0)[:, None]).exp_()
     row_sum = sum_in_parts(probs)
@@ -376,13 +312,6 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
         # 1/l enters at the end: dP stays as exact as the inputs let it be, and [R, K] is gone over once less.
         block.dq = product_in_parts(dscores, k).mul_((inverse * head.scale)[:, None])
     return block
-
-
-def _row_max(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row and the first column that holds it; -inf and 0 where there are no columns."""
-    if scores.shape[1]:
-        return torch.max(scores, 1)
-    return scores.new_full(scores.shape[:1], -torch.inf), scores.new_zeros(scores.shape[:1], dtype=torch.int64)
 
 
 def _inverse(row_sum: Tensor, fully_masked: Tensor) -> Tensor:

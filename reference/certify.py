@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from torch import Tensor
-
 from attn_diag.reference.attention import AttentionHead, HeadReference
 from attn_diag.reference.certificate import HeadBounds
 from attn_diag.reference.oracle import DEFAULT_BITS, MAX_BITS, HeadOracle, OracleLimitError, OracleRow
@@ -62,12 +60,8 @@ def check_row(row: OracleRow, reference: HeadReference, bounds: HeadBounds, *, b
         values, allowed = getattr(reference, output), getattr(bounds, output)
         if values is None or allowed is None:
             continue
-        found[output] = _check(row, output, _as_list(values[row.t]), _as_list(allowed[row.t]), bits)
+        found[output] = _check(row, output, values[row.t].flatten().tolist(), allowed[row.t].flatten().tolist(), bits)
     return CheckedRow(row.t, found)
-
-
-def _as_list(values: Tensor) -> list[float]:
-    return [float(x) for x in values.reshape(-1).tolist()]
 
 
 def _check(row: OracleRow, output: str, values: list[float], bounds: list[float], bits: int) -> CheckedOutput:

@@ -49,12 +49,9 @@ class IntegerMatrix:
         if bits <= _WORD_BITS:
             array = np.where(shift >= 0, mantissa << np.maximum(shift, 0), mantissa >> np.maximum(-shift, 0))
             return cls(array, common, bits)
-        wide = [
-            int(m) << int(s) if s >= 0 else int(m) >> int(-s) for m, s in zip(mantissa.flat, shift.flat, strict=True)
-        ]
-        as_objects = np.empty(len(wide), dtype=object)
-        as_objects[:] = wide
-        return cls(as_objects.reshape(numbers.shape), common, bits)
+        pairs = zip(mantissa.ravel().tolist(), shift.ravel().tolist(), strict=True)
+        wide = _as_objects([m << s if s >= 0 else m >> -s for m, s in pairs])
+        return cls(wide.reshape(numbers.shape), common, bits)
 
     def rows(self, index: npt.NDArray[np.int64] | slice) -> IntegerMatrix:
         """Some rows of it."""
@@ -89,23 +86,6 @@ class IntegerMatrix:
         if self.array.dtype != object and self.bits + vector.bits + self.array.shape[1].bit_length() <= _WORD_BITS:
             return (self.array @ vector.array[0]).tolist(), exponent
         return [int(x) for x in self.array.astype(object) @ vector.array[0].astype(object)], exponent
-
-
-def exact_dot(x: Tensor, y: Tensor) -> Fraction:
-    """sum_i x_i y_i of two vectors [D] of any finite floating-point dtype, exactly.
-
-    Raises ValueError for NaN, Inf, or vectors of different lengths.
-    """
-    if x.shape != y.shape or x.ndim != 1:
-        raise ValueError(f"exact_dot needs two vectors of one length, got {list(x.shape)} and {list(y.shape)}")
-    left, right = (IntegerMatrix.of(_to_double(t)[None]) for t in (x, y))
-    total, exponent = left.times(right)
-    return scaled(total[0], exponent)
-
-
-def _to_double(values: Tensor) -> Tensor:
-    # FP8 has no direct conversion to float64; both steps are exact.
-    return (values.float() if values.dtype.itemsize == 1 else values).double()
 
 
 def _as_objects(values: Sequence[int]) -> npt.NDArray[np.object_]:

@@ -30,7 +30,7 @@ import torch
 from mpmath import libmp
 
 from attn_diag.reference.attention import AttentionHead
-from attn_diag.reference.exact import Enclosure, IntegerMatrix, dyadic, quotient, round_fraction, scaled
+from attn_diag.reference.exact import Enclosure, IntegerMatrix, dyadic, quotient, round_dyadic, round_fraction, scaled
 from attn_diag.reference.rational import RowRationals
 from attn_diag.reference.rounding import FP64, FloatFormat
 
@@ -107,13 +107,12 @@ class OracleRow:
     def __init__(self, oracle: HeadOracle, t: int) -> None:
         self._oracle, self.t = oracle, t
         head = oracle.head
-        self.keys, mask = _visible(head, t)
+        self.keys, self._mask = _visible(head, t)
         self._k, self._v = oracle.k.rows(self.keys), oracle.v.rows(self.keys)
         products, exponent = self._k.times(IntegerMatrix.of(head.q[t : t + 1]))
         m, e = oracle.scale
         # Products before softcap and mask, as integers times a power of two.
         self._raw, self._raw_exponent = [m * p for p in products], exponent + e
-        self._mask = mask
         self._dprobs: list[int] = []
         self._dprobs_exponent = 0
         if head.do is not None:
@@ -156,8 +155,7 @@ class OracleRow:
     def dprobs(self, fmt: FloatFormat = FP64) -> list[float]:
         """dP of the visible keys."""
         self._need_do()
-        exact = [scaled(x, self._dprobs_exponent) for x in self._dprobs]
-        return [round_fraction(x.numerator, x.denominator, fmt) for x in exact]
+        return [round_dyadic(x, self._dprobs_exponent, fmt) for x in self._dprobs]
 
     def dscores(self, fmt: FloatFormat = FP64) -> list[float]:
         """dS of the visible keys, the slope of a softcap included."""
@@ -170,17 +168,14 @@ class OracleRow:
     def ends(self, output: str, bits: int) -> list[Enclosure]:
         """Enclosures of out, lse, delta or dq at ``bits`` bits; computed once."""
         if (output, bits) not in self._ends:
-            methods = {"out": self.out_ends, "lse": self.lse_ends, "delta": self.delta_ends, "dq": self.dq_ends}
-            self._ends[output, bits] = methods[output](bits)
+            self._ends[output, bits] = getattr(self, f"{output}_ends")(bits)
         return self._ends[output, bits]
 
     def exact(self, output: str, i: int) -> Fraction | None:
         """Element i of out, lse, delta or dq where it is known to be rational, else None."""
-        if output == "out":
-            return self._rational.out(i)
-        if output == "dq":
-            return self._rational.dq(i)
-        return self._rational.lse() if output == "lse" else self._rational.delta()
+        of_one = {"out": self._rational.out, "dq": self._rational.dq}
+        of_row = {"lse": self._rational.lse, "delta": self._rational.delta}
+        return of_one[output](i) if output in of_one else of_row[output]()
 
     def score_ends(self, bits: int) -> list[Enclosure]:
         """Enclosures of S."""
@@ -259,12 +254,9 @@ class OracleRow:
         weights, margins = self._unscaled_dscores(e)
         sums, margin = self._k.combine(weights), sum(margins)
         exponent = self._dprobs_exponent + self._k.exponent - bits
-        return [
-            Enclosure(*quotient((s - margin * x, s + margin * x), self._square(e), 2 * bits), exponent).times(
-                *self._oracle.scale
-            )
-            for s, x in zip(sums, self._k.largest, strict=True)
-        ]
+        widths = [margin * x for x in self._k.largest]
+        ends = [quotient((s - w, s + w), self._square(e), 2 * bits) for s, w in zip(sums, widths, strict=True)]
+        return [Enclosure(*pair, exponent).times(*self._oracle.scale) for pair in ends]
 
     def _need_do(self) -> None:
         if self._oracle.head.do is None:
@@ -308,10 +300,8 @@ class OracleRow:
         masks = [dyadic(x) for x in self._mask]
         exponent = min([self._raw_exponent, *(e for m, e in masks if m)])
         moved = self._raw_exponent - exponent
-        raw = [x << moved for x in self._raw]
-        return [
-            x + ((m << (e - exponent)) if m else 0) for x, (m, e) in zip(raw, masks, strict=True)
-        ] if masks else raw, exponent
+        pairs = zip(self._raw, masks, strict=True)
+        return [(x << moved) + (m << (e - exponent) if m else 0) for x, (m, e) in pairs], exponent
 
     @cached_property
     def _rational(self) -> RowRationals:
@@ -319,7 +309,7 @@ class OracleRow:
         return RowRationals(
             scores=self._integer_scores if head.softcap is None else None,
             products=self._raw,
-            mask=self._mask or [0.0] * len(self._raw),
+            mask=self._mask,
             dprobs=self._dprobs,
             dprobs_exponent=self._dprobs_exponent,
             k=self._k,
@@ -343,11 +333,9 @@ class OracleRow:
         precision = bits + _GUARD + width + 10
         divisor = libmp.from_man_exp(numerator, cap_exponent)
         scores, slopes = [], []
-        masks = self._mask or [0.0] * len(self._raw)
-        for raw, mask in zip(self._raw, masks, strict=True):
-            t = libmp.mpf_tanh(
-                libmp.mpf_div(libmp.from_man_exp(raw, self._raw_exponent), divisor, precision), precision
-            )
+        for raw, mask in zip(self._raw, self._mask, strict=True):
+            ratio = libmp.mpf_div(libmp.from_man_exp(raw, self._raw_exponent), divisor, precision)
+            t = libmp.mpf_tanh(ratio, precision)
             # Tanh by less than 2**-(bits + width + 8), so c tanh by less than 2**-(bits + 8), then one floor.
             value = libmp.to_fixed(libmp.mpf_mul(t, divisor), bits + 2)
             m, e = dyadic(mask)
@@ -383,35 +371,28 @@ class OracleRow:
 
 
 def _visible(head: AttentionHead, t: int) -> tuple[npt.NDArray[np.int64], list[float]]:
-    """The keys that row t attends to, and their additive mask (empty: none)."""
+    """The keys that row t attends to, and their additive mask."""
     count, position = len(head.k), int(head.positions[t])
     left, right = head.masking.reach
     first = 0 if left is None else max(0, position - left)
-    last = count - 1 if right is None else min(count - 1, position + right)
-    keys = np.arange(first, last + 1, dtype=np.int64)
-    if (mask := head.masking.mask) is None:
-        return keys, []
-    row = mask[t].cpu()
-    if row.dtype == torch.bool:
-        return keys[row.numpy()[keys]], []
-    values = row.double().numpy()[keys]
-    kept = values > -np.inf
-    return keys[kept], values[kept].tolist()
+    stop = count if right is None else min(count, position + right + 1)
+    keys, mask = np.arange(first, stop, dtype=np.int64), np.zeros(count)
+    if head.masking.mask is not None:
+        row = head.masking.mask[t].cpu()
+        if row.dtype == torch.bool:
+            keys = keys[row.numpy()[keys]]
+        else:
+            mask = row.double().numpy()
+            keys = keys[mask[keys] > -np.inf]
+    return keys, mask[keys].tolist()
 
 
 def _exponentials(differences: Sequence[int], exponent: int, bits: int) -> list[int]:
     """exp(x 2**exponent) for x <= 0 in units of 2**-bits, each off by less than two of them."""
-    precision = bits + _GUARD
     # exp(-0.7 (bits + 2)) < 2**-bits: nothing is left of it. The comparison is made on integers.
     limit = -(7 * (bits + 2) << max(-exponent, 0)) // (10 << max(exponent, 0)) - 1
-    known: dict[int, int] = {0: 1 << bits}
-    result = []
-    for x in differences:
-        value = known.get(x)
-        if value is None:
-            value = 0
-            if x > limit:
-                value = libmp.to_fixed(libmp.mpf_exp(libmp.from_man_exp(x, exponent), precision, "n"), bits)
-            known[x] = value
-        result.append(value)
-    return result
+    known = dict.fromkeys(differences, 0)
+    for x in known:
+        if x > limit:
+            known[x] = libmp.to_fixed(libmp.mpf_exp(libmp.from_man_exp(x, exponent), bits + _GUARD, "n"), bits)
+    return [known[x] for x in differences]

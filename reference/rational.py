@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from operator import mul
+from typing import Any
 
 from attn_diag.reference.exact import IntegerMatrix, scaled
 
@@ -46,15 +48,11 @@ class RowRationals:
     @cached_property
     def _groups(self) -> list[list[int]]:
         """Visible keys (by their place) of equal S, the largest first; under softcap, of equal q.k and mask."""
-        if self.scores is not None:
-            by_score: defaultdict[int, list[int]] = defaultdict(list)
-            for i, score in enumerate(self.scores[0]):
-                by_score[score].append(i)
-            return [by_score[score] for score in sorted(by_score, reverse=True)]
-        found: defaultdict[tuple[int, float], list[int]] = defaultdict(list)
-        for i, key in enumerate(zip(self.products, self.mask, strict=True)):
+        keys = zip(self.products, self.mask, strict=True) if self.scores is None else self.scores[0]
+        found: defaultdict[Any, list[int]] = defaultdict(list)
+        for i, key in enumerate(keys):
             found[key].append(i)
-        return list(found.values())
+        return [found[key] for key in sorted(found, reverse=True)]
 
     def _common_mean(self, values: Sequence[int]) -> Fraction | None:
         """The mean of ``values`` (by visible key) where it is the same in every group."""
@@ -81,9 +79,7 @@ class RowRationals:
 
     def lse(self) -> Fraction | None:
         """L."""
-        if len(self.products) > 1:
-            return None
-        return self.score(0)
+        return None if len(self.products) > 1 else self.score(0)
 
     def row_sum(self) -> Fraction | None:
         """l: rational where all S are equal."""
@@ -118,14 +114,8 @@ class RowRationals:
         if len(set(self.dprobs)) == 1 or (len(set(column)) == 1 and not capped):
             return Fraction(0)
         sizes = [len(group) for group in self._groups]
-        sums = [
-            (
-                sum(self.dprobs[i] for i in g),
-                sum(column[i] for i in g),
-                sum(self.dprobs[i] * column[i] for i in g),
-            )
-            for g in self._groups
-        ]
+        products = list(map(mul, self.dprobs, column))
+        sums = [tuple(sum(x[i] for i in g) for x in (self.dprobs, column, products)) for g in self._groups]
         numerator, exponent = self.scale
         unit = numerator * scaled(1, exponent + self.dprobs_exponent + self.k.exponent)
 

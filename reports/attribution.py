@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -11,10 +10,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.results.attribution import Attribution, Effect, HeadAttribution, MeanError
 from attn_diag.results.wording import SYMBOLS, head_name, number, percent, signed
-
-if TYPE_CHECKING:
-    from attn_diag.results.attribution import Attribution, Effect, HeadAttribution, MeanError
 
 # Smaller standard errors of a share are not shown.
 _SHOWN = 0.001
@@ -80,27 +77,17 @@ def _sizes(head: HeadAttribution, main: str) -> Table:
 
 def _means(head: HeadAttribution, quantity: str, title: str) -> Table:
     table = _table(f"mean error of {title}", ["contribution", "adj. p", "repaired", "sham"])
-    acting = [s for s in head.sites if (b := s.effects[quantity].bias) is not None and (b.mean or b.standard_error)]
-    for site in sorted(acting, key=lambda s: -abs(_mean_of(s.effects[quantity]))):
-        effect = site.effects[quantity]
-        assert effect.bias is not None
-        table.add_row(
-            site.site,
-            _estimate(effect.bias),
-            number(effect.bias.p_adjusted, 2),
-            signed(effect.bias_repaired),
-            signed(effect.bias_sham),
-        )
+    biases = [(s.site, s.effects[quantity], bias) for s in head.sites if (bias := s.effects[quantity].bias) is not None]
+    acting = [found for found in biases if found[2].mean or found[2].standard_error]
+    for site, effect, bias in sorted(acting, key=lambda found: -abs(found[2].mean)):
+        shown = signed(effect.bias_repaired), signed(effect.bias_sham)
+        table.add_row(site, _estimate(bias), number(bias.p_adjusted, 2), *shown)
     total, twin = head.totals[quantity].bias, head.twin.bias.get(quantity)
     if total is not None:
         table.add_row("all of them", _estimate(total), number(total.p_value, 2), "", "")
     if twin is not None:
         table.add_row("all, rounded stochastically", _estimate(twin), number(twin.p_value, 2), "", "")
     return table
-
-
-def _mean_of(effect: Effect) -> float:
-    return effect.bias.mean if effect.bias is not None else 0.0
 
 
 def _estimate(estimate: MeanError) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, RenderableType
@@ -15,10 +15,8 @@ from attn_diag.reports import layout
 from attn_diag.reports.quantities import CONDITIONING, DQ_ERROR, DW_Q_ERROR, NOISE_FACTOR, labels
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
+from attn_diag.results.explanation import Explanation
 from attn_diag.results.wording import file_name, head_name, printable
-
-if TYPE_CHECKING:
-    from attn_diag.results.explanation import Explanation
 
 WIDTH = 80
 # Lines that each part may take; with a head line, and the 5 of ``break_if`` before them, they are 25 at most.
@@ -42,13 +40,12 @@ def brief(diagnosis: Diagnosis, found: str = "this") -> str:
     lines += [line for warning in shown for line in wrapped(f"warning: {warning}", 1)]
     if len(warnings) > len(shown):
         lines.append(f"… and {len(warnings) - len(shown)} more warnings")
-    failed = [c for c in diagnosis.captures if c.assumptions.refused]
+    failed = [c for c in diagnosis.captures if c.unjudged]
     if failed:
         lines += wrapped(f"no verdict for {file_name(failed[0].source)}: {failed[0].assumptions.message}", _UNJUDGED)
     ranked = diagnosis.ranked()
     if ranked:
-        lines += _table(ranked)
-        lines += _worst(ranked[0][2])
+        lines += [*_table(ranked), *_worst(ranked[0][2])]
     return "\n".join([*lines, *_next(ranked, found)])
 
 
@@ -66,14 +63,14 @@ def finding_text(found: Any) -> str:
     return "\n".join([*lines, brief(found.diagnosis, "attn_diag.last_finding().diagnosis")])
 
 
-def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
-    """``text`` in at most ``most`` lines of 80 columns, the later ones indented; cut with an ellipsis."""
+def wrapped(text: str, most: int) -> list[str]:
+    """``text`` in at most ``most`` lines of 80 columns, the later ones indented by two; cut with an ellipsis."""
     console = Console(width=WIDTH, color_system=None)
     first, *rest = Text(printable(text)).wrap(console, WIDTH)
     lines = [first.plain.rstrip()]
     if rest:
         following = Text(printable(text)[len(first.plain) :].lstrip())
-        lines += [indent + line.plain.rstrip() for line in following.wrap(console, WIDTH - len(indent))]
+        lines += [f"  {line.plain.rstrip()}" for line in following.wrap(console, WIDTH - 2)]
     return lines if len(lines) <= most else [*lines[: most - 1], _cut(lines[most - 1] + " …" * WIDTH, WIDTH)]
 
 
@@ -102,8 +99,7 @@ def _row(entry: Entry, *, observation: bool, source: bool) -> str:
         said if len(said) <= 16 else f"{said.partition(',')[0]} +{said.count(',')}",
         *(q.nearest_text(head) if q is DQ_ERROR else q.text(head) for q in _FIGURES),
     )
-    step = capture.metadata.get("step")
-    where = [f"step {step}"] if step else []
+    where = [f"step {step}"] if (step := capture.metadata.get("step")) else []
     where += [made.name] if observation else []
     where += [file_name(capture.source)] if source else []
     return _cut(cells + printable(", ".join(where)), WIDTH)
@@ -112,10 +108,9 @@ def _row(entry: Entry, *, observation: bool, source: bool) -> str:
 def _worst(head: HeadDiagnosis) -> Iterator[str]:
     if head.verdict is None:
         return
-    name = head_name(head.layer, head.head)
-    yield from wrapped(f"{name}: {head.verdict.reasons[0]}" if head.verdict.reasons else name, _REASON)
-    if head.verdict.suggestions:
-        yield from wrapped(f"> {head.verdict.suggestions[0]}", _SUGGESTION)
+    yield from wrapped(": ".join([head_name(head.layer, head.head), *head.verdict.reasons[:1]]), _REASON)
+    for suggestion in head.verdict.suggestions[:1]:
+        yield from wrapped(f"> {suggestion}", _SUGGESTION)
 
 
 def _next(ranked: list[Entry], found: str) -> list[str]:
@@ -139,16 +134,14 @@ def explanation_renderables(found: Explanation) -> Iterator[RenderableType]:
 
 
 def explanation_text(found: Explanation) -> str:
-    """For a prompt: the words are what was asked for."""
-    # rich fills lines up with blanks.
+    """For a prompt: the report, without the blanks that rich fills lines up with."""
     return "\n".join(line.rstrip() for line in found.report(width=80).splitlines())
 
 
 def explanation_html(found: Explanation) -> str:
     """For a notebook cell. All names and texts are escaped."""
-    parts = [f"<h4>{html.escape(_explained(found))}</h4>"]
-    parts += [f"<p><b>{html.escape(p.title)}</b> {html.escape(p.text)}</p>" for p in found.paragraphs]
-    return f'<div class="attn-diag">{"".join(parts)}</div>'
+    paragraphs = "".join(f"<p><b>{html.escape(p.title)}</b> {html.escape(p.text)}</p>" for p in found.paragraphs)
+    return f'<div class="attn-diag"><h4>{html.escape(_explained(found))}</h4>{paragraphs}</div>'
 
 
 def _explained(found: Explanation) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Column, Table
@@ -11,10 +10,8 @@ from rich.text import Text
 
 from attn_diag.reports import layout, words
 from attn_diag.reports.quantities import NOISE_FACTOR
+from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Failure, Size
 from attn_diag.results.wording import DASH, SYMBOLS, percent, plural, printable
-
-if TYPE_CHECKING:
-    from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Failure, Size
 
 _SIZES = {"o": "O\nulp", "delta": NOISE_FACTOR.heading} | {name: SYMBOLS[name] for name in ("dq", "dk", "dv")}
 # Names of so many failures a kind; the rest are in the JSON.

@@ -7,13 +7,10 @@ import re
 import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args
 
 from attn_diag.reports.check import against, suspected, suspects, verdict
+from attn_diag.results.check import KINDS, CheckedCase, CheckReport, Failure, Kind
 from attn_diag.results.wording import plural, printable
-
-if TYPE_CHECKING:
-    from attn_diag.results.check import CheckedCase, CheckReport, Failure, Kind
 
 # The gravest first: what is not this attention at all needs no words on its bias.
 _ORDER = ("fit", "determinism", "bias", "growth", "bits")
@@ -123,9 +120,6 @@ def _labelled(label: str, text: str, width: int) -> list[str]:
 
 def junit_document(found: CheckReport) -> str:
     """One testsuite: properties name versions and key; a failure's text has message, suspect and command."""
-    from attn_diag.results.check import Kind
-
-    kinds = get_args(Kind)
     suite = ET.Element("testsuite")
     properties = ET.SubElement(suite, "properties")
     tool = found.tool
@@ -139,14 +133,11 @@ def junit_document(found: CheckReport) -> str:
             ET.SubElement(properties, "property", {"name": name, "value": _xml(str(value))})
     tests = failed = skipped = 0
     for case in found.cases:
-        for kind in kinds:
+        for kind in KINDS:
             wrong = [f for f in found.failures if f.case == case.name and f.kind == kind]
-            attributes = {
-                "classname": _xml(f"attn-diag.check.{found.source}"),
-                "name": _xml(f"{case.name}: {kind}"),
-            }
-            seconds = case.seconds if kind == kinds[0] else 0.0
-            element = ET.SubElement(suite, "testcase", {**attributes, "time": f"{seconds:.3f}"})
+            named = {"classname": _xml(f"attn-diag.check.{found.source}"), "name": _xml(f"{case.name}: {kind}")}
+            seconds = case.seconds if kind == KINDS[0] else 0.0
+            element = ET.SubElement(suite, "testcase", {**named, "time": f"{seconds:.3f}"})
             tests, failed = tests + 1, failed + bool(wrong)
             if not wrong and not _looked_at(case, kind):
                 ET.SubElement(element, "skipped")

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, SourceLine, TracedCall
 from attn_diag.results.wording import plural
-
-if TYPE_CHECKING:
-    from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, SourceLine, TracedCall
 
 
 def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:

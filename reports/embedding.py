@@ -7,8 +7,8 @@ import gzip
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from attn_diag.results.diagnosis import Bias, BiasEstimate, Diagnosis, Drift, HeadDiagnosis, RoundingBias
 from attn_diag.results.figures import HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
@@ -19,8 +19,7 @@ _DRAWN = ("delta", "delta_excess")
 _SAMPLE = 12
 
 
-@dataclass(frozen=True)
-class Detail:
+class Detail(NamedTuple):
     """How much is kept."""
 
     points: int
@@ -30,19 +29,9 @@ class Detail:
     compressed: bool
 
 
+_COMPRESSED = ((256, 9), (256, 6), (192, 5), (128, 5), (96, 5), (96, 4), (64, 4), (32, 4))
 # From everything a page can show to the least that still shows its shape.
-_DETAILS = (
-    Detail(512, 17, compressed=False),
-    Detail(512, 9, compressed=False),
-    Detail(256, 9, compressed=True),
-    Detail(256, 6, compressed=True),
-    Detail(192, 5, compressed=True),
-    Detail(128, 5, compressed=True),
-    Detail(96, 5, compressed=True),
-    Detail(96, 4, compressed=True),
-    Detail(64, 4, compressed=True),
-    Detail(32, 4, compressed=True),
-)
+_DETAILS = (Detail(512, 17, False), Detail(512, 9, False), *(Detail(*kept, True) for kept in _COMPRESSED))
 
 
 def fitted(diagnosis: Diagnosis, limit: int) -> Any:
@@ -62,7 +51,8 @@ def fitted(diagnosis: Diagnosis, limit: int) -> Any:
 
 def _written(diagnosis: Diagnosis, detail: Detail) -> tuple[Any, int]:
     """The data with so much detail, and its size in bytes."""
-    data = _shortened(json.loads(thinned(diagnosis, detail.points).to_json(indent=None)), detail.digits)
+    whole = thinned(diagnosis, detail.points).to_json(indent=None)
+    data = json.loads(whole, parse_float=lambda number: float(f"{float(number):.{detail.digits}g}"))
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     if not detail.compressed:
         return data, len(text.encode())
@@ -86,17 +76,11 @@ def _sample(diagnosis: Diagnosis) -> tuple[Diagnosis, float]:
 
 def thinned(diagnosis: Diagnosis, points: int) -> Diagnosis:
     """With at most ``points`` points of every curve that a page draws, and none of the others."""
-    captures = tuple(
-        replace(
-            capture,
-            observations=tuple(
-                replace(observation, heads=tuple(_head(head, points) for head in observation.heads))
-                for observation in capture.observations
-            ),
-        )
-        for capture in diagnosis.captures
-    )
-    return replace(diagnosis, captures=captures)
+    captures = []
+    for capture in diagnosis.captures:
+        thin = [replace(o, heads=tuple(_head(head, points) for head in o.heads)) for o in capture.observations]
+        captures.append(replace(capture, observations=tuple(thin)))
+    return replace(diagnosis, captures=tuple(captures))
 
 
 def _head(head: HeadDiagnosis, points: int) -> HeadDiagnosis:
@@ -146,7 +130,6 @@ def _predicted(error: PredictedError | None, points: int) -> PredictedError | No
     groups = list(_groups(len(error.first), points))
 
     def joined(norms: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        # hypot of one number would lose its sign bit only; norms have none.
         return None if norms is None else tuple(math.hypot(*norms[g]) for g in groups)
 
     first = tuple(error.first[g.start] for g in groups)
@@ -164,16 +147,3 @@ def _evenly(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)}) if most > 1 else []
-
-
-def _shortened(value: Any, digits: int) -> Any:
-    """Floats to so many significant digits."""
-    if digits >= 17:
-        return value
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
-    if isinstance(value, list):
-        return [_shortened(v, digits) for v in value]
-    if isinstance(value, dict):
-        return {k: _shortened(v, digits) for k, v in value.items()}
-    return value

@@ -18,7 +18,7 @@ from attn_diag.reports.quantities import (
     NOISE_FACTOR,
     STYLES,
     Quantity,
-    label_names,
+    worst_label,
 )
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import HeadDiagnosis, severity
@@ -70,8 +70,9 @@ class _Grid:
             row = Text()
             for place in ((layer, head) for head in self.heads):
                 drawn = character(place) if place in self.cells else ""
+                worst = worst_label(self.cells[place]) if drawn else None
                 row.append(" " * (2 - len(drawn)))
-                row.append(drawn, style=_style(self.cells[place]) if drawn else "")
+                row.append(drawn, style="dim" if worst is None else STYLES[worst])
             rows.append(row)
         return rows
 
@@ -91,25 +92,17 @@ def _layer(layer: int | None) -> str:
 
 def _figures(cells: dict[Place, HeadDiagnosis]) -> dict[Quantity, dict[Place, float | None]]:
     """The figures to draw, with their values; dQ's error only where that of dW_Q, which is made of it, is unknown."""
-    figures = {
-        DW_Q_ERROR: {place: DW_Q_ERROR.value(head) for place, head in cells.items()},
-        DQ_ERROR: {place: DQ_ERROR.nearest(head)[0] for place, head in cells.items()},
-        NOISE_FACTOR: {place: NOISE_FACTOR.value(head) for place, head in cells.items()},
-        CONDITIONING: {place: CONDITIONING.value(head) for place, head in cells.items()},
-    }
-    known = {q: values for q, values in figures.items() if any(value is not None for value in values.values())}
-    return {q: values for q, values in known.items() if q is not DQ_ERROR or DW_Q_ERROR not in known}
-
-
-def _style(head: HeadDiagnosis) -> str:
-    names = label_names(head)
-    return next((STYLES[name] for name in LETTERS if name in names), "dim")
+    known = {}
+    for q in (DW_Q_ERROR, DQ_ERROR, NOISE_FACTOR, CONDITIONING):
+        values = {place: q.nearest(head)[0] if q is DQ_ERROR else q.value(head) for place, head in cells.items()}
+        if any(value is not None for value in values.values()) and not (q is DQ_ERROR and DW_Q_ERROR in known):
+            known[q] = values
+    return known
 
 
 def _verdicts(grid: _Grid, *, ascii_only: bool) -> _Map:
     letters = LETTERS | ({"clean": "."} if ascii_only else {})
-    cells = grid.cells.items()
-    worst = {place: next((name for name in letters if name in label_names(head)), None) for place, head in cells}
+    worst = {place: worst_label(head) for place, head in grid.cells.items()}
     rows = grid.rows(lambda place: " x" if (name := worst[place]) is None else f" {letters[name]}")
     seen = {name for (_, head), name in worst.items() if head in grid.heads}
     legend = ", ".join(f"{letter} {name}" for name, letter in letters.items() if name in seen)
@@ -128,20 +121,11 @@ def log_levels(values: Sequence[float | None]) -> list[int | None]:
 
     Steps are at least a factor of 1.25, so that values which hardly differ look alike. Zero is level 0, None stays.
     """
-    logs = [math.log(v) for v in values if v is not None and v > 0 and math.isfinite(v)]
-    low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
+    logs = [math.nan if v is None else -math.inf if v <= 0 else math.log(v) for v in values]
+    finite = [x for x in logs if math.isfinite(x)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     step = max((high - low) / _LEVELS, math.log(1.25))
-    found: list[int | None] = []
-    for value in values:
-        if value is None or math.isnan(value):
-            found.append(None)
-        elif value <= 0:
-            found.append(0)
-        elif math.isinf(value):
-            found.append(_LEVELS - 1)
-        else:
-            found.append(min(int((math.log(value) - low) / step), _LEVELS - 1))
-    return found
+    return [None if math.isnan(x) else int(min(max((x - low) / step, 0.0), _LEVELS - 1.0)) for x in logs]
 
 
 def _side_by_side(console: Console, maps: list[_Map], grid: _Grid, label: int, width: int) -> Iterator[Text]:
@@ -156,15 +140,10 @@ def _side_by_side(console: Console, maps: list[_Map], grid: _Grid, label: int, w
         numbers = "".join(f"{head:>2}".ljust(2 * step) for head in heads[::step])
         yield Text(" " * label + (" " * _GAP).join(numbers.ljust(span) for _ in group).rstrip(), style="dim")
         for i, layer in enumerate(grid.layers):
-            line = Text(_layer(layer).ljust(label))
-            for j, drawn in enumerate(group):
-                line.append_text(drawn.rows[i])
-                line.append(" " * (span - len(drawn.rows[i]) + (_GAP if j + 1 < len(group) else 0)))
+            rows = [drawn.rows[i] + " " * (span - len(drawn.rows[i])) for drawn in group]
+            line = Text(_layer(layer).ljust(label)) + Text(" " * _GAP).join(rows)
             line.rstrip()
             yield line
-        legend = Text(
-            "; ".join(f"{m.title}: {m.legend}" for m in group) + _HEIGHT * any(m.heights for m in group),
-            style="dim",
-        )
-        yield from layout.Hanging(" " * (label + 1), legend).lines(console, width)
+        legend = "; ".join(f"{m.title}: {m.legend}" for m in group) + _HEIGHT * any(m.heights for m in group)
+        yield from layout.Hanging(" " * (label + 1), layout.note(legend)).lines(console, width)
         yield Text("")

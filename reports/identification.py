@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -11,10 +10,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout
+from attn_diag.results.identification import Identification, Identifications, RankedRecipe
 from attn_diag.results.wording import DASH, percent
-
-if TYPE_CHECKING:
-    from attn_diag.results.identification import Identification, Identifications, RankedRecipe
 
 _STYLES = {"identified": "bold green", "ambiguous": "bold yellow", "unnamed": "bold yellow", "unknown": "bold red"}
 # Lines of the ranking, and recipes with the same bits that are named in one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
@@ -13,10 +13,8 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
+from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.wording import printable
-
-if TYPE_CHECKING:
-    from attn_diag.results.diagnosis import BiasEstimate
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-~=+*#"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -14,19 +13,16 @@ from rich.text import Text
 from attn_diag.reports import layout, words
 from attn_diag.reports.quantities import STEPS
 from attn_diag.results import wording
+from attn_diag.results.microscope import (
+    Addition,
+    ClosedForm,
+    ClosedFormTotals,
+    Curve,
+    Microscope,
+    Point,
+    SumSite,
+)
 from attn_diag.results.wording import DASH, head_name, number, percent, plural
-
-if TYPE_CHECKING:
-    from attn_diag.results.microscope import (
-        Addition,
-        ClosedForm,
-        ClosedFormTotals,
-        Curve,
-        Explained,
-        Microscope,
-        Point,
-        SumSite,
-    )
 
 _MAX_SITES = 6
 _PLOT_COLUMNS, _PLOT_ROWS = 64, 7
@@ -41,14 +37,16 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
         f"{what} error {_signed(m.error)} = {m.error / m.ulp:+.3g} ulp",
         style="bold",
     )
-    yield Text(f"{m.source}; {plural(m.keys, 'visible key')}, {plural(m.ranges, 'key range')}{_splits(m)}")
+    splits = f" in {m.splits} splits" if m.splits > 1 else ""
+    yield Text(f"{m.source}; {plural(m.keys, 'visible key')}, {plural(m.ranges, 'key range')}{splits}")
     yield Text(f"recipe {m.recipe_reason}")
     yield _values(m)
     if m.observed is not None and m.observed != m.walked:
         yield Text(f"The captured kernel did not do here what {m.recipe} does: what follows is the recipe's.", "yellow")
     yield from _sites(m)
     if m.addition is not None and m.decisive is not None:
-        yield from _addition(m.addition, m.sites[m.decisive], decisive=not _lost_before(m, m.sites[m.decisive]))
+        site = m.sites[m.decisive]
+        yield from _addition(m.addition, site, decisive=not abs(m.before_sum) > abs(site.contribution))
     yield from _terms(m)
     yield from _curve(m.curve)
     yield layout.section("Closed form: tie × residual sign, swamping")
@@ -77,18 +75,16 @@ def closed_form_renderables(t: ClosedFormTotals) -> Iterator[RenderableType]:
     table = _table("error of", "n", "predicted sum", "measured sum", "correlation", "explained")
     for name, found in (("O", t.o), ("delta", t.delta)):
         if found is not None:
-            table.add_row(*_explained(name, found))
+            sums = _signed(found.predicted_sum), _signed(found.measured_sum)
+            table.add_row(name, str(found.n), *sums, number(found.correlation), percent(found.share))
     yield layout.indented(table)
     # Not the swamped rows of the other reports, which are so in all features.
     rows = f"{t.rows['tie']} with a tie in a feature, {t.rows['swamped']} others with a swamped feature, "
     rows += f"{t.rows['ordinary']} with neither"
-    dq = ""
     if t.dq_measured is not None:
-        dq = (
-            f"; through delta, dQ is off by {percent(t.dq_measured)} as measured, "
-            f"by {percent(t.dq_predicted)} as predicted"
-        )
-    yield Text(f"Rows: {rows}{dq}.")
+        measured, predicted = percent(t.dq_measured), percent(t.dq_predicted)
+        rows += f"; through delta, dQ is off by {measured} as measured, by {predicted} as predicted"
+    yield Text(f"Rows: {rows}.")
 
 
 def _values(m: Microscope) -> Table:
@@ -119,12 +115,8 @@ def _sites(m: Microscope) -> Iterator[RenderableType]:
     yield layout.note("Before the sum: scores, exp, the cast of P̄, l, and fp32 arithmetic.")
 
 
-def _lost_before(m: Microscope, site: SumSite) -> bool:
-    """Whether more was lost before the sum than by this rounding of it."""
-    return abs(m.before_sum) > abs(site.contribution)
-
-
 def _addition(a: Addition, site: SumSite, *, decisive: bool) -> Iterator[RenderableType]:
+    """``decisive``: no more was lost before the sum than by this rounding of it."""
     where = f", keys {_keys(site)}" if site.keys else ""
     title = "The decisive rounding" if decisive else "Largest rounding of the sum (more was lost before)"
     yield layout.section(f"{title}: {_step(site)}{where}, to {a.format}")
@@ -204,8 +196,8 @@ def _plot(curve: Curve) -> list[str]:
         if point.unit:
             marks[column] = "^"
     columns = {column: point for column, point in columns.items() if math.isfinite(point.error)}
-    low = min(0.0, 0.0, *(p.error for p in columns.values()))
-    high = max(0.0, 0.0, *(p.error for p in columns.values()))
+    errors = [0.0, *(p.error for p in columns.values())]
+    low, high = min(errors), max(errors)
     step = (high - low) / (_PLOT_ROWS - 1) or 1.0
     rows = [[" "] * _PLOT_COLUMNS for _ in range(_PLOT_ROWS)]
     zero = round((high - 0.0) / step) if high > low else _PLOT_ROWS // 2
@@ -226,27 +218,12 @@ def _element(m: Microscope) -> str:
     return f"This element: {_CLASSES[e.kind]} ({keys}{detail}): {how}, measured {_signed(m.error)}."
 
 
-def _explained(name: str, found: Explained) -> tuple[str, ...]:
-    return (
-        name,
-        str(found.n),
-        _signed(found.predicted_sum),
-        _signed(found.measured_sum),
-        number(found.correlation),
-        percent(found.share),
-    )
-
-
 def _step(site: SumSite) -> str:
     return STEPS.get(f"{site.name}/{site.step}", f"{site.name}, {site.step}")
 
 
 def _keys(site: SumSite) -> str:
     return "" if site.keys is None else f"{site.keys[0]}-{site.keys[1] - 1}"
-
-
-def _splits(m: Microscope) -> str:
-    return f" in {m.splits} splits" if m.splits > 1 else ""
 
 
 def _signed(value: float) -> str:

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any
 
 from attn_diag.reports import paper_words as say
 from attn_diag.reports import words
 from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Section, Series
 from attn_diag.reports.html import gallery_document
+from attn_diag.results.paper import (
+    Accumulated,
+    AtomRow,
+    Atoms,
+    DeltaRows,
+    DeltaSteps,
+    FeatureProducts,
+    Matrix,
+    OverSteps,
+    PaperFigures,
+    PrefixError,
+    Similarity,
+    SpectralNorms,
+    StepAtoms,
+    TriggerCounts,
+    Triggers,
+)
 from attn_diag.results.wording import DASH, head_name
-
-if TYPE_CHECKING:
-    from attn_diag.results.paper import (
-        Accumulated,
-        AtomRow,
-        Atoms,
-        DeltaRows,
-        DeltaSteps,
-        FeatureProducts,
-        Matrix,
-        OverSteps,
-        PaperFigures,
-        PrefixError,
-        Similarity,
-        SpectralNorms,
-        StepAtoms,
-        TriggerCounts,
-        Triggers,
-    )
 
 # Lines that can still be told apart.
 _MAX_LINES = 12
 _FIGURE_4 = f"After Figure 4 of {say.PAPER}"
 
-_Figure = TypeVar("_Figure")
 # Paragraphs and charts.
 _Drawn = tuple[Sequence[str], Sequence[Chart]]
 
@@ -47,15 +44,20 @@ def paper_document(f: PaperFigures) -> str:
 
 def paper_gallery(f: PaperFigures) -> Gallery:
     """The gallery: a section a figure, and one of what could not be drawn."""
-    sections = [
-        *_section(f.spectral_norms, "spectral_norms", _spectral_norms),
-        *_section(f.atoms, "atoms", _atoms),
-        *_section(f.delta_steps, "delta_steps", _delta_steps),
-        *_section(f.delta_rows, "delta_rows", _delta_rows),
-        *_section(f.features, "features", _features),
-        *_section(f.prefix, "prefix", _prefix),
-        *_section(f.triggers, "triggers", lambda found: _triggers(found, f.chosen.name)),
-    ]
+    draw: dict[str, Callable[[Any], _Drawn]] = {
+        "spectral_norms": _spectral_norms,
+        "atoms": _atoms,
+        "delta_steps": _delta_steps,
+        "delta_rows": _delta_rows,
+        "features": _features,
+        "prefix": _prefix,
+        "triggers": lambda found: _triggers(found, f.chosen.name),
+    }
+    sections = []
+    for name, function in draw.items():
+        if (found := getattr(f, name)) is not None:
+            paragraphs, charts = function(found)
+            sections.append(Section(say.TITLES[name], tuple(paragraphs), charts=tuple(charts)))
     if f.missing:
         listed = tuple((say.TITLES[name].split(":")[0], reason) for name, reason in f.missing.items())
         sections.append(Section("Not drawn", table=(("figure", "why"), *listed)))
@@ -63,13 +65,6 @@ def paper_gallery(f: PaperFigures) -> Gallery:
         sections.append(Section("Notes", paragraphs=f.notes))
     title = f"Figures after {say.PAPER}"
     return Gallery(title, say.lead(f), tuple(sections), f"{say.CAVEAT} {words.tool_line(f.tool)}")
-
-
-def _section(found: _Figure | None, name: str, draw: Callable[[_Figure], _Drawn]) -> Iterable[Section]:
-    """None for a figure that is missing."""
-    if found is not None:
-        paragraphs, charts = draw(found)
-        yield Section(say.TITLES[name], tuple(paragraphs), charts=tuple(charts))
 
 
 def _spectral_norms(found: SpectralNorms) -> _Drawn:
@@ -123,7 +118,7 @@ def _atoms(found: Atoms) -> _Drawn:
     panels = (("(PK)_t", "pk", found.probs_k), ("x_t", "x", found.x), ("(PK)_t ⊗ x_t", "atoms", found.atoms))
     charts = [_atom_rows(label, stem, s, found.rows) for label, stem, s in panels if s is not None]
     if len(found.steps) > 1:
-        charts += [_coherence(found.steps), _first_share(found.steps)]
+        charts += _atoms_over_steps(found.steps)
     if found.over_steps is not None:
         charts += _between_steps(found.over_steps)
     return say.atoms(found), charts
@@ -151,33 +146,37 @@ def _atom_rows(label: str, stem: str, found: Similarity, rows: tuple[AtomRow, ..
     return Chart(f"figure-4-{stem}", f"|cosine| of {label} between rows", caption, axis, axis, map=cells)
 
 
-def _coherence(steps: tuple[StepAtoms, ...]) -> Chart:
-    x = tuple(float(s.step) for s in steps)
-    return Chart(
+def _atoms_over_steps(steps: tuple[StepAtoms, ...]) -> list[Chart]:
+    numbers = [s.step for s in steps]
+    coherence = _over_steps(
         "figure-4-coherence",
         "Do the atoms of a step add up?",
         "Coherence ‖Σa_t‖² / Σ‖a_t‖² of the signed atoms over each step's rows, and what random signs of the rows stay "
         f"below in 95 % of cases. Beside {say.PAPER}: similar directions alone do not accumulate, signs decide.",
-        Axis("training step"),
-        Axis("coherence"),
-        (
-            Series("coherence", x, _plain_values(s.coherence for s in steps)),
-            Series("95 % of random signs", x, _plain_values(s.coherence_null95 for s in steps)),
-        ),
+        "coherence",
+        numbers,
+        {"coherence": [s.coherence for s in steps], "95 % of random signs": [s.coherence_null95 for s in steps]},
     )
-
-
-def _first_share(steps: tuple[StepAtoms, ...]) -> Chart:
-    x = tuple(float(s.step) for s in steps)
-    return Chart(
+    first_share = _over_steps(
         "figure-4-first-share",
         "How much of dW_Q's error is of rank 1",
         "Share of ‖M‖² that the first singular direction of a step's M = Σ a_t holds; M is the part of dW_Q's error "
         "that delta makes. Exact for the rows captured.",
-        Axis("training step"),
-        Axis("share of the first direction"),
-        (Series("first direction", x, _plain_values(s.first_share for s in steps)),),
+        "share of the first direction",
+        numbers,
+        {"first direction": [s.first_share for s in steps]},
     )
+    return [coherence, first_share]
+
+
+def _over_steps(
+    stem: str, title: str, caption: str, axis: str, steps: Sequence[int], lines: dict[str, Sequence[float | None]],
+    *bands: Band,
+) -> Chart:  # fmt: skip
+    """Lines by name over training steps."""
+    x = tuple(map(float, steps))
+    series = tuple(Series(name, x, _plain_values(values)) for name, values in lines.items())
+    return Chart(stem, title, caption, Axis("training step"), Axis(axis), series, bands)
 
 
 def _between_steps(found: OverSteps) -> list[Chart]:
@@ -202,14 +201,13 @@ def _cells(found: Matrix) -> tuple[tuple[float | None, ...], ...]:
 
 
 def _delta_steps(found: DeltaSteps) -> _Drawn:
-    x = tuple(float(step) for step in found.steps)
     kinds = [("total", "mean error of delta", found.total)]
     if found.excess is not None:
         kinds.append(("excess", "mean error of delta beyond one correct rounding of O", found.excess))
     charts = []
     for stem, name, a in kinds:
         charts.append(
-            Chart(
+            _over_steps(
                 f"figure-5a-{stem}",
                 f"Running sum of the {name}",
                 f"After Figure 5a of {say.PAPER}. Each step adds the mean of delta's signed error over its rows, in "
@@ -218,13 +216,13 @@ def _delta_steps(found: DeltaSteps) -> _Drawn:
                 "Consecutive steps share most of V, so leaving it shows accumulation over these steps, not a law. "
                 "The paper reports a bias of one sign; here the sum "
                 + ("leaves the band." if a.outside else "stays inside: no bias beyond chance."),
-                Axis("training step"),
-                Axis("running sum"),
-                (Series(name, x, _plain_values(a.sums)),),
-                (Band("99 % band", -a.band99, a.band99),),
+                "running sum",
+                found.steps,
+                {name: a.sums},
+                Band("99 % band", -a.band99, a.band99),
             )
         )
-        charts.append(_means(stem, name, x, a))
+        charts.append(_means(stem, name, tuple(map(float, found.steps)), a))
     if len(found.heads) > 1:
         charts.append(_drifts(found))
     return say.delta_steps(found), charts
@@ -329,30 +327,23 @@ def _prefix(found: PrefixError) -> _Drawn:
 
 
 def _triggers(found: Triggers, head: str) -> _Drawn:
-    charts = [
-        _counts("head", head, found.steps, found.head),
-        _counts("layer", "all heads looked at in its layer", found.steps, found.layer),
-    ]
-    return [say.triggers(found, head)], charts
+    own = _counts("head", head, found.steps, found.head)
+    layer = _counts("layer", "all heads looked at in its layer", found.steps, found.layer)
+    return [say.triggers(found, head)], [own, layer]
 
 
 def _counts(stem: str, name: str, steps: tuple[int, ...], found: TriggerCounts) -> Chart:
-    x = tuple(map(float, steps))
     rows = sorted(set(found.rows))
     of = f"{rows[0]} rows" if len(rows) == 1 else f"{rows[0]} to {rows[-1]} rows"
-    return Chart(
+    return _over_steps(
         f"figure-13-{stem}",
         f"Rows with a repeated maximum: {name}",
         f"After Figure 13 of {say.PAPER}. Of {of} a step, exact counts. exact: equal in the scores rounded once to q's "
         "dtype; window: within 1e-3 of the maximum in float64 (the published mitigation's rule); unit: P̄ rounds to "
         "1 more than once. A repeated maximum is a trigger, not by itself an error.",
-        Axis("training step"),
-        Axis("rows"),
-        (
-            Series("exact", x, _plain_values(found.exact)),
-            Series("window", x, _plain_values(found.window)),
-            Series("unit", x, _plain_values(found.unit)),
-        ),
+        "rows",
+        steps,
+        {"exact": found.exact, "window": found.window, "unit": found.unit},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -63,27 +63,25 @@ def paper_renderables(f: PaperFigures) -> Iterator[RenderableType]:
 
 def _lines(f: PaperFigures, name: str) -> Sequence[str | Sized]:
     """A figure's sentences and sparklines; none where it is not drawn."""
-    if name == "spectral_norms" and f.spectral_norms is not None:
-        worst = max(f.spectral_norms.heads, key=lambda h: h.spectral[-1])
-        chart = [bars(worst.spectral, zero=True)] if len(worst.spectral) > 1 else []
-        return [spectral_norms(f.spectral_norms), *chart]
-    if name == "atoms" and f.atoms is not None:
-        return atoms(f.atoms)
-    if name == "delta_rows" and f.delta_rows is not None:
-        return [delta_rows(f.delta_rows), bars(f.delta_rows.sums)]
-    if name == "delta_steps" and f.delta_steps is not None:
-        found = f.delta_steps
-        sums = [found.total.sums] + ([found.excess.sums] if found.excess is not None else [])
+    found = getattr(f, name)
+    if found is None:
+        return []
+    if name == "spectral_norms":
+        worst = max(found.heads, key=lambda h: h.spectral[-1])
+        return [spectral_norms(found), *([bars(worst.spectral, zero=True)] if len(worst.spectral) > 1 else [])]
+    if name == "delta_steps":
+        sums = [a.sums for a in (found.total, found.excess) if a is not None]
         said = delta_steps(found)
         drawn = [line for pair in zip(said, map(bars, sums), strict=False) for line in pair]
         return [*drawn, *said[len(sums) :]]
-    if name == "features" and f.features is not None:
-        return [features(f.features), bars(f.features.product)]
-    if name == "prefix" and f.prefix is not None:
-        return [prefix(f.prefix), bars(f.prefix.error)]
-    if name == "triggers" and f.triggers is not None:
-        return [triggers(f.triggers, f.chosen.name), bars(f.triggers.head.exact, zero=True)]
-    return []
+    lines: dict[str, Callable[[], Sequence[str | Sized]]] = {
+        "atoms": lambda: atoms(found),
+        "delta_rows": lambda: [delta_rows(found), bars(found.sums)],
+        "features": lambda: [features(found), bars(found.product)],
+        "prefix": lambda: [prefix(found), bars(found.error)],
+        "triggers": lambda: [triggers(found, f.chosen.name), bars(found.head.exact, zero=True)],
+    }
+    return lines[name]()
 
 
 def lead(f: PaperFigures) -> str:
@@ -134,9 +132,8 @@ def atoms(found: Atoms) -> list[str]:
         last = found.steps[-1]
         verdict = ""
         if last.coherence is not None and last.coherence_null95 is not None:
-            adds = (
-                "they add up beyond chance" if last.coherence > last.coherence_null95 else "no more than random signs"
-            )
+            beyond = last.coherence > last.coherence_null95
+            adds = "they add up beyond chance" if beyond else "no more than random signs"
             verdict = (
                 f" The signed atoms' coherence is {last.coherence:.3g}; random signs stay below "
                 f"{last.coherence_null95:.3g} in 95 % of cases: {adds}."

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.results.probe import ProbeFinding, ProbeReport
 from attn_diag.results.wording import number, percent
-
-if TYPE_CHECKING:
-    from attn_diag.results.probe import ProbeFinding, ProbeReport
 
 _STYLES = {
     "exact": "green",

@@ -235,6 +235,11 @@ def label_names(head: HeadDiagnosis) -> tuple[Label, ...]:
     return head.verdict.labels if head.verdict else ()
 
 
+def worst_label(head: HeadDiagnosis) -> Label | None:
+    """The gravest of the verdict's labels; None where there is none."""
+    return next((label for label in LETTERS if label in label_names(head)), None)
+
+
 def labels(head: HeadDiagnosis) -> str:
     """The verdict's labels, or that there is none."""
     return ", ".join(head.verdict.labels) if head.verdict else "no verdict"

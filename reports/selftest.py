@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -11,11 +10,9 @@ from rich.text import Text
 
 from attn_diag.reports import layout
 from attn_diag.reports.words import tool_line
+from attn_diag.results.hardware import Exp2Profile, HardwareProfile, SumProfile
+from attn_diag.results.selftest import Installation
 from attn_diag.results.wording import DASH, number, percent, signed
-
-if TYPE_CHECKING:
-    from attn_diag.results.hardware import Exp2Profile, HardwareProfile, SumProfile
-    from attn_diag.results.selftest import Installation
 
 _NO_FIT = "does not fit"
 

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 from attn_diag.reports.quantities import DQ_ERROR, LETTERS, label_names, tested
-from attn_diag.results.diagnosis import (
-    CaptureDiagnosis,
-    Diagnosis,
-    HeadDiagnosis,
-    Label,
-    ObservationDiagnosis,
-)
+from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
 from attn_diag.results.quality import Answer, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, printable, together
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
-_SUFFIXES = (".safetensors", ".pt", ".npz")
 
 
 def judged_entries(diagnosis: Diagnosis) -> list[Entry]:
@@ -30,28 +21,24 @@ def judged_entries(diagnosis: Diagnosis) -> list[Entry]:
 def headline(diagnosis: Diagnosis) -> str:
     """The verdict in one sentence: the worst label that any head carries, how many heads, and the worst of them."""
     judged = judged_entries(diagnosis)
-    if not judged:
-        return "No verdict: nothing could be judged."
     for label in LETTERS:
         if found := [entry for entry in judged if label in label_names(entry[2])]:
             return _SENTENCES[label](found, judged)
-    return "No verdict: no head carries a label."
+    return f"No verdict: {'no head carries a label' if judged else 'nothing could be judged'}."
 
 
 def _heads(found: list[Entry], judged: list[Entry], worst: Entry) -> str:
+    name = Names(judged).name(worst)
     if len(judged) == 1:
-        return Names.of(judged).name(worst)
-    if len(found) == 1:
-        return f"1 of {len(judged)} heads ({Names.of(judged).name(worst)})"
-    count = f"all {len(judged)} heads" if len(found) == len(judged) else f"{len(found)} of {len(judged)} heads"
-    return f"{count} (worst: {Names.of(judged).name(worst)})"
+        return name
+    count = f"all {len(judged)}" if len(found) == len(judged) else f"{len(found)} of {len(judged)}"
+    return f"{count} heads ({name if len(found) == 1 else f'worst: {name}'})"
 
 
 def _biased(found: list[Entry], judged: list[Entry]) -> str:
     known = [(test, e) for test, e in tested(found[0][2]) if e.p_adjusted is not None]
     worst = ""
     if known:
-        # Adjusted values tie often.
         test, estimate = min(known, key=lambda item: (item[1].p_adjusted, item[1].p_value))
         mean = test.in_units(estimate).replace(" floor", " noise floors")
         worst = f": {test.error} averages {mean} (adjusted p = {estimate.p_adjusted:.2g})"
@@ -99,8 +86,7 @@ def _lossy(found: list[Entry], judged: list[Entry]) -> str:
 
 
 def _ill_conditioned(found: list[Entry], judged: list[Entry]) -> str:
-    errors = [(DQ_ERROR.nearest(e[2])[0] or 0.0, e) for e in found]
-    error, entry = max(errors, key=lambda item: item[0])
+    error, entry = max(((DQ_ERROR.nearest(e[2])[0] or 0.0, e) for e in found), key=lambda item: item[0])
     return (
         f"ILL-CONDITIONED: dQ is up to {percent(error)} off in {_heads(found, judged, entry)}, and so would a "
         "well-rounded kernel's be: these inputs amplify the rounding of O."
@@ -115,7 +101,7 @@ def _undecided(found: list[Entry], judged: list[Entry]) -> str:
 
 def _clean(found: list[Entry], judged: list[Entry]) -> str:
     some = "" if len(found) == len(judged) else f"{len(found)} of "
-    heads = f"{some}{len(judged)} heads" if len(judged) > 1 else Names.of(judged).name(found[0])
+    heads = f"{some}{len(judged)} heads" if len(judged) > 1 else Names(judged).name(found[0])
     good = dict.fromkeys(SYMBOLS[q.quantity] for e in found for q in e[2].quantities)
     if not good:
         return f"CLEAN: no mean error beyond chance in {heads}."
@@ -138,24 +124,20 @@ _SENTENCES = {
 def next_steps(diagnosis: Diagnosis) -> list[str]:
     """What to do, the worst heads' advice first; advice that several heads share is said once, with their number."""
     judged = judged_entries(diagnosis)
-    names = Names.of(judged)
-    advice: Counter[str] = Counter()
-    first: dict[str, tuple[Label, Entry]] = {}
+    names = Names(judged)
+    advised: dict[str, list[tuple[Label, Entry]]] = {}
     for entry in judged:
         verdict = entry[2].verdict
         assert verdict is not None
         for label, suggestion in zip(verdict.labels, verdict.suggestions, strict=False):
-            advice[suggestion] += 1
-            first.setdefault(suggestion, (label, entry))
+            advised.setdefault(suggestion, []).append((label, entry))
     severest = list(LETTERS)
-    order = sorted(first, key=lambda s: severest.index(first[s][0]))
-    if len(order) > 1:
-        order = [s for s in order if first[s][0] != "clean"]
     steps = []
-    for suggestion in order:
-        label, entry = first[suggestion]
-        count = advice[suggestion]
-        more = f" and {count - 1} more" if count > 1 else ""
+    for suggestion, given in sorted(advised.items(), key=lambda item: severest.index(item[1][0][0])):
+        (label, entry), *others = given
+        if label == "clean" and len(advised) > 1:
+            continue
+        more = f" and {len(others)} more" if others else ""
         who = "" if len(judged) == 1 or label == "clean" else f"{label} ({names.name(entry)}{more}): "
         steps.append(who + printable(suggestion))
     return steps
@@ -168,7 +150,7 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         return []
     capture, observation, head = judged[0]
     source = printable(capture.source)
-    if not source.endswith(_SUFFIXES):
+    if not source.endswith((".safetensors", ".pt", ".npz")):
         return []
     arguments = ["--example"] if source.startswith("example ") else [shlex.quote(source)]
     arguments += ["--head", str(head.head)]
@@ -176,47 +158,30 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         arguments += ["--batch", str(head.batch)]
     if len(capture.observations) > 1 and not observation.emulated:
         arguments += ["--observation", shlex.quote(printable(observation.name))]
-    place = " ".join(arguments)
     if {"wrong", "nonfinite"} & set(label_names(head)):
         return []  # no rounding makes it
-    questions = {
-        "Which rounding makes it": f"attn-diag attribute {place}",
-        "What would remove it": f"attn-diag what-if {place}",
-    }
+    questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
     if "biased" in label_names(head):
-        questions["Where it goes wrong, bit by bit"] = f"attn-diag microscope {place}"
-    return list(questions.items())
+        questions.append(("Where it goes wrong, bit by bit", "microscope"))
+    return [(question, f"attn-diag {command} {' '.join(arguments)}") for question, command in questions]
 
 
-@dataclass(frozen=True)
 class Names:
-    """What tells entries apart besides the head; what all share is not said."""
+    """What tells entries apart, besides the head, that are shown together; what all share is not said."""
 
-    observations: bool
-    """Whether the observation is named."""
-    steps: bool
-    """Whether the training step is."""
-    files: bool
-    """Whether the file is."""
-
-    @classmethod
-    def of(cls, among: Iterable[Entry]) -> Names:
-        """For entries that are shown together."""
-        listed = list(among)
-        places = Counter((h.layer, h.head, h.batch, o.name, c.metadata.get("step")) for c, o, h in listed)
-        return cls(
-            observations=len({o.name for _, o, _ in listed}) > 1,
-            steps=len({c.metadata.get("step") for c, _, _ in listed}) > 1,
-            files=any(count > 1 for count in places.values()),
-        )
+    def __init__(self, among: list[Entry]) -> None:
+        places = Counter((h.layer, h.head, h.batch, o.name, c.metadata.get("step")) for c, o, h in among)
+        self._observations = len({o.name for _, o, _ in among}) > 1
+        self._steps = len({c.metadata.get("step") for c, _, _ in among}) > 1
+        self._files = any(count > 1 for count in places.values())
 
     def where(self, entry: Entry) -> list[str]:
         """Observation, step and file of an entry, as far as they tell it apart."""
         capture, observation, _ = entry
-        parts = [printable(observation.name)] if self.observations else []
-        if self.steps and "step" in capture.metadata:
+        parts = [printable(observation.name)] if self._observations else []
+        if self._steps and "step" in capture.metadata:
             parts.append(f"step {printable(capture.metadata['step'])}")
-        return [*parts, file_name(capture.source).removesuffix(".safetensors")] if self.files else parts
+        return [*parts, file_name(capture.source).removesuffix(".safetensors")] if self._files else parts
 
     def name(self, entry: Entry) -> str:
         """The head and where it is."""

@@ -73,7 +73,7 @@ def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     if entries:
         yield from _what_to_do(diagnosis)
         yield from _heads(diagnosis, entries)
-        names = story.Names.of(entries)
+        names = story.Names(entries)
         for entry in detailed(entries):
             yield from _detail(entry, names)
         if (left := len(entries) - min(len(entries), _MAX_DETAILS)) and any(_faulty(e) for e in entries):
@@ -114,7 +114,7 @@ def _heads(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[RenderableTyp
 
 def _overview(entries: list[Entry], pooled: list[Entry], options: ConsoleOptions) -> Iterator[RenderableType]:
     """The table of heads, with as many figures as the width holds; names are wrapped, never cut."""
-    names = story.Names.of(entries)
+    names = story.Names(entries)
     named = any(names.where(entry) for entry in entries)
     figures = [_figures(head) for _, _, head in (*entries, *pooled)]
     # What no head has, and what the width has no room for, is left out.
@@ -153,16 +153,16 @@ def _labels(head: HeadDiagnosis) -> Text:
     return Text(", ").join(parts)
 
 
-def detailed(entries: list[Entry], most: int = _MAX_DETAILS) -> list[Entry]:
+def detailed(entries: list[Entry]) -> list[Entry]:
     """The heads to tell more of: the worst of every observation first, then the next worst; faulty ones only.
 
     Where no head is at fault, the first.
     """
     faulty = [entry for entry in entries if _faulty(entry)] or entries[:1]
     first = {entry[1].name: entry for entry in reversed(faulty)}.values()
-    chosen = sorted(first, key=lambda entry: severity(entry[2]))[:most]
+    chosen = sorted(first, key=lambda entry: severity(entry[2]))[:_MAX_DETAILS]
     told = {id(entry[2]) for entry in chosen}
-    chosen += [entry for entry in faulty if id(entry[2]) not in told][: most - len(chosen)]
+    chosen += [entry for entry in faulty if id(entry[2]) not in told][: _MAX_DETAILS - len(chosen)]
     return sorted(chosen, key=lambda entry: severity(entry[2]))
 
 
@@ -216,8 +216,8 @@ def _tests(head: HeadDiagnosis, options: ConsoleOptions) -> Iterator[RenderableT
 
 def _provenance(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield from layout.title("Where the numbers come from")
-    failed = [c for c in diagnosis.captures if c.assumptions.refused]
-    ordered = [*failed, *(c for c in diagnosis.captures if not c.assumptions.refused)]
+    failed = [c for c in diagnosis.captures if c.unjudged]
+    ordered = [*failed, *(c for c in diagnosis.captures if not c.unjudged)]
     for capture in ordered[:_MAX_CAPTURES]:
         yield from _capture(capture)
     if rest := ordered[_MAX_CAPTURES:]:
@@ -235,7 +235,7 @@ def _capture(capture: CaptureDiagnosis) -> Iterator[RenderableType]:
         yield layout.bullet(" ", f"notes: {notes}")
     if capture.assumptions.defaults:
         yield layout.bullet(" ", Text(f"assumed: {printable(', '.join(capture.assumptions.defaults))}", "yellow"))
-    style = "bold red" if capture.assumptions.refused else ""
+    style = "bold red" if capture.unjudged else ""
     yield layout.bullet(" ", Text(f"assumptions: {printable(capture.assumptions.message)}", style))
     for observation in capture.observations:
         yield layout.bullet(" ", words.observation_line(observation))
@@ -249,7 +249,7 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield from (layout.line("warning", printable(w)) for w in words.warnings(diagnosis))
     yield from (layout.line("next", step) for step in story.next_steps(diagnosis))
     yield from (layout.line("next", f"{question}: {command}") for question, command in story.commands(diagnosis))
-    names = story.Names.of(entries)
+    names = story.Names(entries)
     yield from (_head_line(entry, _place(entry, names)) for entry in entries)
     faulty = [e for e in entries if label_names(e[2]) != ("clean",)] or entries[:1]
     for entry in faulty[:_MAX_FACTS]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rich.console import ConsoleOptions, RenderableType
 from rich.table import Column, Table
@@ -12,11 +11,9 @@ from rich.text import Text
 
 from attn_diag.reports import layout, words
 from attn_diag.reports.quantities import NOISE_FACTOR
+from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.results.what_if import Candidate, WhatIf
 from attn_diag.results.wording import DASH, SYMBOLS, head_name, number, percent, signed
-
-if TYPE_CHECKING:
-    from attn_diag.results.diagnosis import BiasEstimate
-    from attn_diag.results.what_if import Candidate, WhatIf
 
 _WIDE = 110
 _STYLES = {"baseline": "bold", "mitigation": "", "mix": "yellow", "other recipe": "cyan"}
@@ -70,8 +67,7 @@ def _cells(found: WhatIf, c: Candidate, extra: list[str], *, wide: bool) -> list
         name if c.kind != "baseline" else f"baseline: {found.recipe}",
     ]
     spread = getattr(c.spread, found.ranked_by) if c.spread is not None else None
-    error = percent(c.left)
-    cells += [f"{error}" if spread is None else f"~{error}"]
+    cells.append(f"{'' if spread is None else '~'}{percent(c.left)}")
     cells += ["" if c.kind == "baseline" else _removed(c.removed)]
     cells += [percent(getattr(c.errors, name)) for name in extra]
     if found.baseline.errors.delta is not None:
@@ -82,7 +78,7 @@ def _cells(found: WhatIf, c: Candidate, extra: list[str], *, wide: bool) -> list
     if cost is None:
         return [*cells, *([""] * (3 if wide else 2))]
     cells += [_more(cost.tensor_flops), _more(cost.bytes_fraction)]
-    return [*cells, *([f"{cost.vector_ops:.0f}" if cost.vector_ops else "0"] if wide else [])]
+    return [*cells, *([f"{cost.vector_ops:.0f}"] if wide else [])]
 
 
 def _error(quantity: str) -> str:

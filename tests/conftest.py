@@ -28,8 +28,8 @@ ROOT = Path(__file__).parent.parent
 # With the repository root on sys.path a bare ``import kernels`` would find our folder, not Hugging Face's package.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
-# Test modules are imported by path; what several of them share is imported by name.
-sys.path.append(str(ROOT / "tests"))
+# Test modules are imported by path; what several of them share, and the studies that they run small, by name.
+sys.path += [str(ROOT / folder) for folder in ("tests", "benchmarks", "benchmarks/failing_run")]
 
 from command_line import Done, Programs, Run  # noqa: E402 - found by the line above
 
@@ -67,19 +67,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        target,
-        source,
-    ]
-    subprocess.run([str(part) for part in command], check=True)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "-w", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
     return next(target.glob("*.whl"))
 
 

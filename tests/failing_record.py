@@ -1,9 +1,8 @@
-"""Small records of failing runs, for the tests of benchmarks/failing_run; importing it puts that folder on the path."""
+"""Small records of failing runs, for the tests of benchmarks/failing_run."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from arms import ARMS
+from runlog import WINDOW, Writer
 
 from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck
 
-FOLDER = Path(__file__).parent.parent / "benchmarks" / "failing_run"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-sys.path.append(str(FOLDER))
-
-from arms import ARMS  # noqa: E402  (found on the path above)
-from runlog import WINDOW, Writer  # noqa: E402
-
 # Forks start at START; unchanged the run leaves its trend at DEPARTURE.
 START, END, DEPARTURE, NAN = 502, 1150, 749, 610
 FORK: dict[str, Any] = {"first": START, "origin": "A_seed0"}

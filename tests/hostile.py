@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from builders import some
 from synthetic_reports import synthetic
 
-from attn_diag.results.diagnosis import Diagnosis, Summary
+from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis, Summary
 
 # Each sets window.hacked where anything of it runs.
 NAMES = [
@@ -30,27 +31,20 @@ NAMES = [
 
 def hostile_diagnosis(name: str) -> Diagnosis:
     """Three heads; every free text of the diagnosis is ``name``. The second capture's assumptions fail."""
+
+    def changed(head: HeadDiagnosis) -> HeadDiagnosis:
+        verdict = replace(some(head.verdict), reasons=(name, name), suggestions=(name,))
+        return replace(head, verdict=verdict, propagation=replace(head.propagation, notes=(name,)))
+
     diagnosis = synthetic(2, 2)
     captures = []
     for capture in diagnosis.captures:
-        observation = capture.observations[0]
-        heads = []
-        for head in observation.heads:
-            assert head.verdict
-            verdict = replace(head.verdict, reasons=(name, name), suggestions=(name,))
-            notes = replace(head.propagation, notes=(name,))
-            heads.append(replace(head, verdict=verdict, propagation=notes))
-        made = replace(observation, name=name, recipe=name, backend=name, outputs=(name,), heads=tuple(heads))
+        [observation] = capture.observations
+        heads = tuple(map(changed, observation.heads))
+        made = replace(observation, name=name, recipe=name, backend=name, outputs=(name,), heads=heads)
         assumptions = replace(capture.assumptions, message=name, defaults=(name,))
-        captures.append(
-            replace(
-                capture,
-                source=name,
-                metadata={**capture.metadata, "notes": name, name: name},
-                assumptions=assumptions,
-                observations=(made,),
-            )
-        )
+        metadata = {**capture.metadata, "notes": name, name: name}
+        captures.append(replace(capture, source=name, metadata=metadata, assumptions=assumptions, observations=(made,)))
     # Where the check fails there is no verdict.
     [judged] = captures[1].observations
     unjudged = replace(judged, heads=tuple(replace(head, verdict=None) for head in judged.heads))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import attn_diag
-from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, LayerState, replay
+from attn_diag.watching.monitoring.alarm import AlarmRule, LayerState, replay
 from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, Values, with_growth
 
 HEADS = 144
@@ -58,10 +58,10 @@ def test_growth_like_the_known_failure_is_found_150_steps_ahead(every: int, nois
         assert 250 < found[0].step <= 450
 
 
-def test_healthy_runs_stay_silent() -> None:
-    for seed in range(3):
-        steps, values = run(seed, 25, 2500, failing=False, lossy=False)
-        assert replay(checks(steps, **values)) == ()
+@pytest.mark.parametrize("seed", range(3))
+def test_healthy_runs_stay_silent(seed: int) -> None:
+    steps, values = run(seed, 25, 2500, failing=False, lossy=False)
+    assert replay(checks(steps, **values)) == ()
 
 
 @pytest.mark.parametrize("missing", ["growth", "witness", "level", None])
@@ -161,18 +161,10 @@ def test_an_alarm_says_what_where_and_what_to_do(tmp_path: Any) -> None:
     steps, values = run(0, 25, 550, failing=True, lossy=True)
     values |= {n: np.full_like(values["past_z"], v) for n, v in (("max_logit", 57.25), ("noise_factor", 11.0))}
     stream = list(checks(steps, **values))
-    found = replay(stream)
-    (alarm,) = found
-    assert isinstance(alarm, Alarm)
+    (alarm,) = replay(stream)
     text = str(alarm)
-    for part in (
-        f"step {alarm.step}",
-        "layer 2 head 7 (h.2.attn)",
-        "dW_Q's norm",
-        "max logit 57.2",
-        "noise factor 11",
-        "inspect",
-    ):
+    known = ("layer 2 head 7 (h.2.attn)", "dW_Q's norm", "max logit 57.2", "noise factor 11", "inspect")
+    for part in (f"step {alarm.step}", *known):
         assert part in text
     assert alarm.values["excess_cusum"] >= alarm.values["witness_threshold"]
     path = tmp_path / "log.jsonl"

@@ -157,6 +157,7 @@ def test_options_are_checked(change: dict[str, Any], message: str, device: str) 
 @pytest.mark.parametrize(
     ("recipe", "site"),
     [
+        (replace(preset("fa2"), arithmetic="fp64"), "arithmetic=fp64"),
         (replace(preset("fa2"), probs="e4m3"), "probs=e4m3"),
         (replace(preset("fa2"), exp="polynomial"), "exp=polynomial"),
         (replace(preset("fa2"), accumulation="exact"), "accumulation=exact"),

@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
+from functools import partial
 from typing import Any
 
+import bench_rounding as bench
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from builders import some
 
 from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.kernels.rounding_numpy import round_array
-
-FILE = Path(__file__).parent.parent / "benchmarks" / "bench_rounding.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = some(importlib.util.spec_from_file_location("bench_rounding", FILE))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_rounding"] = module  # dataclasses look their module up
-    some(spec.loader).exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("mode", ["nearest-even", "toward-zero", "up", "down"])
-@pytest.mark.parametrize("name", ["fp16", "e4m3"])
-@pytest.mark.parametrize("negative", [False, True], ids=["positive", "negative"])
-def test_steps_are_the_table(bench: ModuleType, name: str, mode: str, negative: bool) -> None:
-    """Where each result begins, found by bisection, against the table looked up value by value."""
-    sign = int(negative) << 31
-    table = bench.table_of(name, "cpu")
-    for start, stride in [(0, 999_983), (0x387FFFF0, 1), (0x43E7FFF0, 1), (0x477FEFF8, 1), (0x7F7FFF00, 3)]:
-        stop = min(start + 30_000 * stride, 2**31)
-        words = (np.arange(start, stop, stride, dtype=np.int64) + sign).astype(np.uint32)
-        values = torch.from_numpy(words.view(np.float32))
-        expected = table.bracket(values.double()).round(mode).float().numpy().view(np.uint32)
-        number = ~np.isnan(words.view(np.float32))
-        np.testing.assert_array_equal(bench.expected_words(words, stride, name, mode)[number], expected[number])
 
 
 def wrong_numpy(x: npt.NDArray[np.float32], rounding: Rounding) -> npt.NDArray[Any]:
@@ -52,30 +22,30 @@ def wrong_numpy(x: npt.NDArray[np.float32], rounding: Rounding) -> npt.NDArray[A
     return rounded
 
 
-def test_numpy_part_counts(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "FORMATS", {"e4m3": bench.FORMATS["e4m3"]})
-    sound = bench.numpy_part(0x7F7FF000, 0x7F801000, 1)
+    sound = bench.numpy_part(0x7F7FF000, 0x7F801000, 1).values()
     assert [(c.inputs, c.mismatches, c.nan_inputs) for c in sound] == [(0x2000, 0, 0xFFF)] * 4
     monkeypatch.setattr(bench, "round_array", wrong_numpy)
-    for count in bench.numpy_part(0x7F7FF000, 0x7F801000, 1):
+    for count in bench.numpy_part(0x7F7FF000, 0x7F801000, 1).values():
         assert (count.mismatches, count.nan_mismatches, count.first_mismatches) == (1, 1, ["0x7f800001"])
 
 
-def test_device_part_counts(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_device_part_counts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     # Zeros, subnormals, E4M3's ties and overflow, infinities and NaN, of both signs.
     half = np.r_[0:100, 0x3A800000:0x3A800100, 0x43E7FF00:0x43E80100, 0x7F7FFFF0:0x7F800010]
     words = torch.from_numpy(np.concatenate([half, half + 2**31])).to(device)
     tables = {"e4m3": bench.table_of("e4m3", device)}
-    counts: dict[str, bench.Count] = {}  # type: ignore[name-defined]
-    bench.run_chunk(words, tables, counts, triton=True)
+    counts: dict[str, bench.Count] = {}
+    bench.run_chunk(words, tables, counts, partial(bench.device_roundings, True))
     assert sorted({c.implementation for c in counts.values()}) == ["device cast", "reference", "torch", "triton"]
     assert {(c.inputs, c.mismatches, c.nan_inputs) for c in counts.values()} == {(len(words), 0, 30)}
     # 464 is a tie that goes to 448; the 255 numbers after it, the largest ones and infinity make NaN in torch.
     assert counts["device cast e4m3 nearest-even"].left_out == 2 * (255 + 17)
 
     monkeypatch.setattr(bench, "round_to", lambda x, r: round_to(x, Rounding(r.format, Mode.TOWARD_ZERO)))
-    wrong: dict[str, bench.Count] = {}  # type: ignore[name-defined]
-    bench.run_chunk(words, tables, wrong, triton=False)
+    wrong: dict[str, bench.Count] = {}
+    bench.run_chunk(words, tables, wrong, partial(bench.device_roundings, False))
     assert wrong["torch e4m3 toward-zero"].mismatches == 0
     assert wrong["torch e4m3 nearest-even"].mismatches > 100
     assert wrong["torch e4m3 nearest-even"].nan_mismatches == 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from builders import SHARED, inspected, stored
+from builders import SHARED, inspected, some, stored
 from hostile import NAMES, hostile_diagnosis
 from synthetic_reports import synthetic
 
@@ -76,6 +76,30 @@ def open_page(browser: Browser) -> Iterator[Open]:
     for context in contexts:
         context.close()
     assert not faults
+
+
+@pytest.fixture
+def show(tmp_path: Path, open_page: Open) -> Open:
+    """Opens a page of this text."""
+
+    def shown(text: str, **options: Any) -> Page:
+        file = tmp_path / "page.html"
+        file.write_text(text, encoding="utf-8", newline="")
+        return open_page(file, **options)
+
+    return shown
+
+
+@pytest.fixture
+def draw(show: Open) -> Open:
+    """Opens a gallery of these charts, all of them drawn."""
+
+    def drawn(*charts: Chart, **options: Any) -> Page:
+        page = show(gallery_document(Gallery("t", "l", (Section("s", charts=charts),))), **options)
+        scroll_through(page)
+        return page
+
+    return drawn
 
 
 def own(url: str, file: Path) -> bool:
@@ -138,6 +162,11 @@ def saved(page: Page, chart: str, kind: str, folder: Path) -> Path:
     return target
 
 
+def numbers(page: Page, chart: str, folder: Path) -> list[list[str]]:
+    """The rows of a chart's CSV file."""
+    return list(csv.reader(saved(page, chart, "CSV", folder).read_text().splitlines()))
+
+
 @pytest.mark.parametrize("name", [*SHARED, "144"])
 def test_every_report_opens_and_every_figure_draws(name: str, reports: Reports, open_page: Open) -> None:
     diagnosis, file = reports(name)
@@ -176,8 +205,7 @@ def test_a_click_opens_a_head_and_back_returns(reports: Reports, open_page: Open
     page.wait_for_url("**#c5o0h7")
     page.locator("#head > h2", has_text="L5H7").wait_for()
     head = head_at(diagnosis, "c5o0h7")
-    assert head.noise_factor is not None
-    assert f"{head.noise_factor:.3g}" in page.locator(".keys").inner_text()
+    assert f"{some(head.noise_factor):.3g}" in page.locator(".keys").inner_text()
     page.go_back()
     until(page, "text => document.querySelector('#head > h2').innerText === text", arg=first)
     page.go_forward()
@@ -201,10 +229,8 @@ def test_keyboard_alone(reports: Reports, open_page: Open) -> None:
     else:
         pytest.fail("the map cannot be reached by the Tab key")
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
+    for key in ("Home", "ArrowDown", "ArrowRight", "ArrowRight"):
+        page.keyboard.press(key)
     page.locator("#map [aria-live]", has_text="L1H2").wait_for(state="attached")
     page.keyboard.press("Enter")
     page.wait_for_url("**#c1o0h2")
@@ -233,22 +259,18 @@ def test_observations_can_be_compared_and_chosen(reports: Reports, open_page: Op
     page.locator("#head > h2", has_text="flash").wait_for()
 
 
-def test_several_observations_and_layers_have_a_chooser(tmp_path: Path, open_page: Open) -> None:
-    file = tmp_path / "page.html"
-    file.write_text(html_document(synthetic(2, 2, observations=2)))
-    page = open_page(file)
+def test_several_observations_and_layers_have_a_chooser(show: Open) -> None:
+    page = show(html_document(synthetic(2, 2, observations=2)))
     page.locator("#choosers select").select_option("recipe 1")
     page.locator("#map .grid").focus()
     page.keyboard.press("Home")
     assert "recipe 1" in page.locator("#map [aria-live]").inner_text()
 
 
-def test_captures_with_different_observations_and_outputs(tmp_path: Path, open_page: Open) -> None:
+def test_captures_with_different_observations_and_outputs(show: Open) -> None:
     """The map always shows what there is: another capture may have other observations, and no dW_Q."""
     captures = [stored(name) for name in ("failing_step500_L2H7", "gqa_T200", "pair_T256")]
-    file = tmp_path / "page.html"
-    file.write_text(html_document(inspect_captures(captures)))
-    page = open_page(file)
+    page = show(html_document(inspect_captures(captures)))
     chooser = page.locator("#choosers select").first
     for value in chooser.locator("option").evaluate_all("options => options.map(o => o.value)"):
         chooser.select_option(value)
@@ -282,17 +304,15 @@ def test_csv_holds_the_numbers_of_the_diagnosis(reports: Reports, open_page: Ope
     diagnosis, file = reports("gpt2_step731_L2H4")
     page = open_page(file)
     [(_, _, head)] = list(diagnosis.entries())
-    assert head.bias.delta
+    delta = some(head.bias.delta)
     text = saved(page, "cumulative-delta", "CSV", tmp_path).read_bytes().decode()
     assert text.count("\r\n") == text.count("\n")
     rows = list(csv.reader(text.splitlines()))
     assert rows[0] == ["row", "sum", "99 % band, low", "99 % band, high"]
-    assert [(int(r[0]), float(r[1])) for r in rows[1:]] == [(p["row"], p["sum"]) for p in head.bias.delta.drift]
-    assert float(rows[1][3]) == head.bias.delta.drift_band99
-    assert head.figures
-    assert head.figures.o_error
-    rows = list(csv.reader(saved(page, "o-error", "CSV", tmp_path).read_text().splitlines()))
-    assert [int(r[1]) for r in rows[1:]] == list(head.figures.o_error.counts)
+    assert [(int(r[0]), float(r[1])) for r in rows[1:]] == [(p["row"], p["sum"]) for p in delta.drift]
+    assert float(rows[1][3]) == delta.drift_band99
+    histogram = some(some(head.figures).o_error)
+    assert [int(r[1]) for r in numbers(page, "o-error", tmp_path)[1:]] == list(histogram.counts)
 
 
 def test_svg_is_a_picture_of_the_chart(reports: Reports, open_page: Open, tmp_path: Path) -> None:
@@ -355,20 +375,16 @@ def test_without_scripts_there_is_the_table(reports: Reports, browser: Browser) 
     context.close()
 
 
-def test_failed_assumptions_show_no_figures(tmp_path: Path, open_page: Open) -> None:
-    file = tmp_path / "page.html"
-    file.write_text(html_document(hostile_diagnosis("O does not fit")))
-    page = open_page(file, fragment="#c1o0h0")
+def test_failed_assumptions_show_no_figures(show: Open) -> None:
+    page = show(html_document(hostile_diagnosis("O does not fit")), fragment="#c1o0h0")
     assert "O does not fit" in page.locator("#head").inner_text()
     assert page.locator("#head .chip").inner_text() == "no verdict"
     assert page.locator("figure").count() == 0
 
 
 @pytest.mark.parametrize("name", NAMES, ids=[repr(n)[:24] for n in NAMES])
-def test_hostile_texts_are_inert_and_visible(name: str, tmp_path: Path, open_page: Open) -> None:
-    file = tmp_path / "page.html"
-    file.write_text(html_document(hostile_diagnosis(name)), encoding="utf-8", newline="")
-    page = open_page(file)
+def test_hostile_texts_are_inert_and_visible(name: str, show: Open) -> None:
+    page = show(html_document(hostile_diagnosis(name)))
     scroll_through(page)
     page.locator("#map .grid").hover(position={"x": 60, "y": 20})
     page.locator("figure .chart").first.hover()
@@ -380,12 +396,11 @@ def test_hostile_texts_are_inert_and_visible(name: str, tmp_path: Path, open_pag
     assert shown == " ".join(name.split())
 
 
-def test_the_hostile_check_can_fail(tmp_path: Path, open_page: Open) -> None:
+def test_the_hostile_check_can_fail(show: Open) -> None:
     # Without the policy and the escaping of one place, the first name runs.
     text = html_document(hostile_diagnosis("quiet")).replace('http-equiv="Content-Security-Policy"', "", 1)
-    file = tmp_path / "page.html"
-    file.write_text(text.replace("</main>", "<script>window.hacked=1</script></main>", 1))
-    assert open_page(file).evaluate("window.hacked") == 1
+    page = show(text.replace("</main>", "<script>window.hacked=1</script></main>", 1))
+    assert page.evaluate("window.hacked") == 1
 
 
 def test_the_policy_stops_what_escaping_would_miss(tmp_path: Path, browser: Browser) -> None:
@@ -398,7 +413,7 @@ def test_the_policy_stops_what_escaping_would_miss(tmp_path: Path, browser: Brow
     context.close()
 
 
-def test_gallery(tmp_path: Path, open_page: Open) -> None:
+def test_gallery(tmp_path: Path, show: Open) -> None:
     walk = Series("a <b>", tuple(float(i) for i in range(9)), (0.0, 1.0, None, 2.0, 3.0, 2.0, 1.0, 0.5, 0.25))
     charts = (
         Chart("one", "<i>one</i>", "c", Axis("step"), Axis("y"), (walk,), (Band("99 % band", -1, 1),)),
@@ -406,35 +421,29 @@ def test_gallery(tmp_path: Path, open_page: Open) -> None:
         Chart("three", "three", "c", Axis("head"), Axis("layer"), map=Map("norm", ((1.0, None), (-2.0, 3.0)), True)),
     )
     table = (("=a", "b"), ("1", "<u>2</u>"))
-    page_text = gallery_document(Gallery("<b>t</b>", "lead", (Section("s", ("p",), table, charts),), "foot"))
-    file = tmp_path / "page.html"
-    file.write_text(page_text, encoding="utf-8")
-    page = open_page(file)
+    page = show(gallery_document(Gallery("<b>t</b>", "lead", (Section("s", ("p",), table, charts),), "foot")))
     scroll_through(page)
     assert page.locator("figure svg").count() == 3
     assert page.locator("h3").first.inner_text() == "<i>one</i>"
-    rows = list(csv.reader(saved(page, "three", "CSV", tmp_path).read_text().splitlines()))
-    assert rows == [["layer", "head", "norm"], ["0", "0", "1"], ["0", "1", ""], ["1", "0", "-2"], ["1", "1", "3"]]
-    rows = list(csv.reader(saved(page, "one", "CSV", tmp_path).read_text().splitlines()))
-    assert rows[3] == ["2", "", "-1", "1"]
+    cells = [["0", "0", "1"], ["0", "1", ""], ["1", "0", "-2"], ["1", "1", "3"]]
+    assert numbers(page, "three", tmp_path) == [["layer", "head", "norm"], *cells]
+    assert numbers(page, "one", tmp_path)[3] == ["2", "", "-1", "1"]
 
 
 def crowded() -> Chart:
     """More series than colours, with long names, and marks side by side and at both ends."""
     x = tuple(float(i) for i in range(0, 1000, 10))
     series = tuple(Series(f"a run with change {i}", x, tuple(i + v / 1000 for v in x)) for i in range(9))
-    marks = (
-        Mark(0, "from the start"),
-        Mark(500, "alarm at 500"),
-        Mark(520, "changed at 520"),
-        Mark(990, "fails at 990"),
-    )
+    places = {0: "from the start", 500: "alarm at 500", 520: "changed at 520", 990: "fails at 990"}
+    marks = tuple(Mark(x, text) for x, text in places.items())
     return Chart("crowded", "crowded", "c", Axis("step"), Axis("y of some length"), series, marks=marks)
 
 
 # The boxes of all texts of a drawing: [left, top, right, bottom, text].
 BOXES = """svg => [...svg.querySelectorAll("text")].map((t) => [t.getBoundingClientRect(), t.textContent])
     .map(([b, t]) => [b.left, b.top, b.right, b.bottom, t])"""
+# The colour and style of every line of a chart.
+LINES = "e => echarts.getInstanceByDom(e).getOption().series.map((s) => ({ color: s.color, line: s.lineStyle }))"
 # As if the place were very wide: one row of legend, all marks' labels in one row.
 WIDE = """([place, i]) => echarts.getInstanceByDom(place).setOption(
     attnDiag.options.of(JSON.parse(document.getElementById("attn-diag-gallery").textContent)[0][i], 1e4), true)"""
@@ -458,16 +467,9 @@ def cut_off(page: Page, name: str) -> list[str]:
     return [box[4] for box in svg.evaluate(BOXES) if box[0] < left - 1 or box[2] > right + 1]
 
 
-def written(tmp_path: Path, *charts: Chart) -> Path:
-    file = tmp_path / "page.html"
-    file.write_text(gallery_document(Gallery("t", "l", (Section("s", charts=charts),))), encoding="utf-8")
-    return file
-
-
 @pytest.mark.parametrize("width", [390, 800, 1280])
-def test_marks_and_legends_have_their_room(tmp_path: Path, open_page: Open, width: int) -> None:
-    page = open_page(written(tmp_path, crowded()), width=width)
-    scroll_through(page)
+def test_marks_and_legends_have_their_room(draw: Open, width: int) -> None:
+    page = draw(crowded(), width=width)
     texts = page.locator("figure svg text").all_text_contents()
     assert {"from the start", "alarm at 500", "changed at 520", "fails at 990", "a run with change 8"} <= set(texts)
     assert not overlapping(page, "crowded")
@@ -476,14 +478,13 @@ def test_marks_and_legends_have_their_room(tmp_path: Path, open_page: Open, widt
     assert overlapping(page, "crowded"), "the check can fail"
 
 
-def test_a_high_bands_name_is_not_on_a_marks_label(tmp_path: Path, open_page: Open) -> None:
+def test_a_high_bands_name_is_not_on_a_marks_label(draw: Open) -> None:
     line = Series("a", (0.0, 1000.0), (1.0, 100.0))
     marks = (Mark(900, "NaN predicted 900"), Mark(985, "NaN came 985"))
     chart = Chart(
         "high", "high", "c", Axis("step"), Axis("y", log=True), (line,), (Band("limit 98", 98, 98),), marks=marks
     )
-    page = open_page(written(tmp_path, chart), width=800)
-    scroll_through(page)
+    page = draw(chart, width=800)
     assert "limit 98" in page.locator("figure svg text").all_text_contents()
     assert not overlapping(page, "high")
     page.evaluate(
@@ -495,9 +496,8 @@ def test_a_high_bands_name_is_not_on_a_marks_label(tmp_path: Path, open_page: Op
     assert overlapping(page, "high"), "the check can fail"
 
 
-def test_the_legend_finds_its_room_again_when_the_page_narrows(tmp_path: Path, open_page: Open) -> None:
-    page = open_page(written(tmp_path, crowded()))
-    scroll_through(page)
+def test_the_legend_finds_its_room_again_when_the_page_narrows(draw: Open) -> None:
+    page = draw(crowded())
     wide = page.locator(".chart").evaluate("e => e.clientHeight")
     page.set_viewport_size({"width": 390, "height": 900})
     until(page, "h => document.querySelector('.chart').clientHeight > h", arg=wide)
@@ -505,19 +505,18 @@ def test_the_legend_finds_its_room_again_when_the_page_narrows(tmp_path: Path, o
     assert not overlapping(page, "crowded")
 
 
-def test_marks_are_saved_with_the_numbers(tmp_path: Path, open_page: Open) -> None:
+def test_marks_are_saved_with_the_numbers(tmp_path: Path, draw: Open) -> None:
     walk = Series("a", (0.0, 1.0), (1.0, 2.0))
     chart = Chart(
         "one", "one", "c", Axis("step"), Axis("y"), (walk, walk), (Band("b", 0, 3),), marks=(Mark(5, "=alarm"),)
     )
-    page = open_page(written(tmp_path, chart, replace(chart, name="two", marks=())))
-    scroll_through(page)
-    rows = list(csv.reader(saved(page, "one", "CSV", tmp_path).read_text().splitlines()))
+    page = draw(chart, replace(chart, name="two", marks=()))
+    rows = numbers(page, "one", tmp_path)
     assert rows[0] == ["series", "step", "y", "b, low", "b, high"]
     assert rows[1] == ["a", "0", "1", "0", "3"]
     assert rows[-1] == ["mark: =alarm", "5", "", "0", "3"]
     assert len(rows) == 6
-    assert len(list(csv.reader(saved(page, "two", "CSV", tmp_path).read_text().splitlines()))) == 3
+    assert len(numbers(page, "two", tmp_path)) == 3
     # A mark beyond the data is still on the axis.
     svg = saved(page, "one", "SVG", tmp_path).read_text()
     assert "=alarm" in svg
@@ -525,30 +524,20 @@ def test_marks_are_saved_with_the_numbers(tmp_path: Path, open_page: Open) -> No
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tones_are_colours_that_can_be_told_apart(tmp_path: Path, open_page: Open, scheme: str) -> None:
+def test_tones_are_colours_that_can_be_told_apart(draw: Open, scheme: str) -> None:
     tones: tuple[Tone, ...] = ("accent", "second", "third", "good", "fourth", "fifth", "sixth")
     lines = [Series(tone, (0.0, 1.0), (float(i), i + 1.0), tone=tone) for i, tone in enumerate(tones)]
     # The one without a tone gets one that no other has, or begins again, dashed.
-    charts = (
-        Chart("all", "all", "c", Axis("x"), Axis("y"), (*lines, Series("next", (0.0, 1.0), (9.0, 9.0)))),
-        Chart("rest", "rest", "c", Axis("x"), Axis("y"), (*lines[1:], replace(lines[0], name="next", tone=None))),
-        Chart(
-            "faint",
-            "faint",
-            "c",
-            Axis("x"),
-            Axis("y"),
-            (lines[0], replace(lines[1], look="faint"), replace(lines[2], look="broad")),
-        ),
-    )
-    page = open_page(written(tmp_path, *charts), color_scheme=scheme)
-    scroll_through(page)
+    shown = {
+        "all": (*lines, Series("next", (0.0, 1.0), (9.0, 9.0))),
+        "rest": (*lines[1:], replace(lines[0], name="next", tone=None)),
+        "faint": (lines[0], replace(lines[1], look="faint"), replace(lines[2], look="broad")),
+    }
+    charts = (Chart(name, name, "c", Axis("x"), Axis("y"), series) for name, series in shown.items())
+    page = draw(*charts, color_scheme=scheme)
 
     def drawn(name: str) -> list[dict[str, Any]]:
-        option = (
-            "e => echarts.getInstanceByDom(e).getOption().series.map((s) => ({ color: s.color, line: s.lineStyle }))"
-        )
-        found: list[dict[str, Any]] = page.locator(f"figure[data-chart={name}] .chart").evaluate(option)
+        found: list[dict[str, Any]] = page.locator(f"figure[data-chart={name}] .chart").evaluate(LINES)
         return found
 
     everything = drawn("all")
@@ -579,23 +568,20 @@ def contrast(a: str, b: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_an_axis_that_fits_leaves_out_zero(tmp_path: Path, open_page: Open) -> None:
+def test_an_axis_that_fits_leaves_out_zero(draw: Open) -> None:
     line = Series("a", (0.0, 1.0), (100.0, 101.0))
     charts = tuple(Chart(n, n, "c", Axis("x"), Axis("y", fit=n == "fitted"), (line,)) for n in ("fitted", "whole"))
-    page = open_page(written(tmp_path, *charts))
-    scroll_through(page)
+    page = draw(*charts)
     shown = {n: page.locator(f"figure[data-chart={n}] svg text").all_text_contents() for n in ("fitted", "whole")}
     assert "100" in shown["fitted"]
     assert shown["fitted"].count("0") == 1, "x's alone"
     assert shown["whole"].count("0") == 2
 
 
-def test_long_texts_of_a_table_are_flush_left(tmp_path: Path, open_page: Open) -> None:
+def test_long_texts_of_a_table_are_flush_left(show: Open) -> None:
     table = (("name", "number", "text"), ("a", "1.5", "-"), ("b", "2.5", "a sentence that goes on for some words"))
-    file = tmp_path / "page.html"
-    file.write_text(gallery_document(Gallery("t", "l", (Section("s", (), table),))), encoding="utf-8")
-    page = open_page(file)
-    aligned = page.locator("tbody tr").first.evaluate("r => [...r.cells].map((c) => getComputedStyle(c).textAlign)")
-    assert aligned == ["left", "right", "left"]
-    heads = page.locator("thead tr").evaluate("r => [...r.cells].map((c) => getComputedStyle(c).textAlign)")
-    assert heads == aligned
+    page = show(gallery_document(Gallery("t", "l", (Section("s", (), table),))))
+    for part in ("tbody", "thead"):
+        row = page.locator(f"{part} tr").first
+        aligned = row.evaluate("r => [...r.cells].map((c) => getComputedStyle(c).textAlign)")
+        assert aligned == ["left", "right", "left"], part

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_certificate import FAMILIES, checked_rows, compute, near_underflow
 from builders import some
 from mpmath import mp, mpf
 from torch import Tensor
@@ -25,9 +24,6 @@ from attn_diag.reference import AttentionHead, BoundCollector, HeadBounds, HeadR
 from attn_diag.reference import attention as forward
 from attn_diag.reference import certificate as bounding
 from attn_diag.reference.certify import OUTPUTS, CheckedRow, check_rows
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-from bench_certificate import FAMILIES, checked_rows, compute, near_underflow
 
 ROWS = 1500
 Result = tuple[HeadReference, HeadBounds]

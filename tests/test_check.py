@@ -63,8 +63,7 @@ def test_a_planted_regression_fails_and_is_named(
     assert kind in kinds(found)
     assert {f.case for f in found.failures} == set(CASES)
     for failure in found.failures:
-        assert failure.suspect is not None
-        assert failure.suspect.startswith(f"{named} (recipe fa2 so changed has 100 % of O's elements bit for bit")
+        assert some(failure.suspect).startswith(f"{named} (recipe fa2 so changed has 100 % of O's elements bit for bit")
         assert "batch item" in failure.message
         assert failure.look_closer is not None
     assert named in found.report(80)
@@ -124,8 +123,6 @@ def test_torch_sdpa_on_the_cpu_forward_and_backward(tmp_path: Path) -> None:
     found = attn_diag.check(truncated, cases=cases, device="cpu")
     assert kinds(found) == {"bias"}
 
-
-# 100 seeds -----------------------------------------------------------------------------------------------------------
 
 SEEDS, LEVEL, SEQUENCES = 100, 0.01, 8
 
@@ -195,9 +192,6 @@ def test_p_values_are_those_of_student_and_welch() -> None:
     assert judge.welch(SequenceMean(0.0, None, None), SequenceMean(0.0, 0.0, 15.0)) == 1
     assert judge.welch(SequenceMean(0.1, 0.0, 15.0), SequenceMean(0.0, 0.0, 15.0)) == 0
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-
-
-# Kernels that misbehave ----------------------------------------------------------------------------------------------
 
 
 def noisy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -277,9 +271,8 @@ def test_a_backward_that_truncates_is_named(baseline: Path) -> None:
     recipe = replace(FA2, dscores="bf16:toward-zero", dq="bf16:toward-zero")
     found = attn_diag.check(recipe, name="fa2", baseline=baseline, cases=["normal"], device="cpu")
     assert {f.quantity for f in found.failures} == {"dq", "dk", "dv"}
-    single = attn_diag.check(
-        replace(FA2, dq="bf16:toward-zero"), name="fa2", baseline=baseline, cases=["normal"], device="cpu"
-    )
+    recipe = replace(FA2, dq="bf16:toward-zero")
+    single = attn_diag.check(recipe, name="fa2", baseline=baseline, cases=["normal"], device="cpu")
     assert all("the last cast of the gradients truncates" in (f.suspect or "") for f in single.failures)
     assert not single.passed
 
@@ -350,5 +343,4 @@ def test_cases_have_16_independent_sequences_and_draws_of_their_own(name: str) -
     draws = [suite.draw(name, seed, **options) for seed in (0, 0, 1)]
     assert draws[0].q.shape == (16, 1, 192, 32)
     assert draws[0].fingerprint == draws[1].fingerprint != draws[2].fingerprint
-    assert draws[0].do is not None
-    assert len({bytes(x.view(torch.uint8).numpy().tobytes()) for x in draws[0].do}) == 16
+    assert len({bytes(x.view(torch.uint8).numpy().tobytes()) for x in some(draws[0].do)}) == 16

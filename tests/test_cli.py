@@ -30,12 +30,8 @@ META = {"format": "attn-diag-capture", "format_version": "1", "layout": "BHTD", 
 
 
 def write(path: Path, tensors: dict[str, Tensor] | None = None, **metadata: str) -> Path:
-    save_file({n: t.contiguous() for n, t in (tensors or rounded_inputs()).items()}, path, META | metadata)
+    save_file({n: t.contiguous() for n, t in (tensors or GIVEN).items()}, path, META | metadata)
     return path
-
-
-def changed(**tensors: Tensor | None) -> dict[str, Tensor]:
-    return {n: t for n, t in {**rounded_inputs(), **tensors}.items() if t is not None}
 
 
 def truncated(path: Path) -> Path:
@@ -58,57 +54,54 @@ def empty(path: Path) -> Path:
     return path
 
 
-def q16() -> Tensor:
-    return rounded_inputs()["q"]
-
-
-BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
+GIVEN = rounded_inputs()
+DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda p: p, "no such file"),
     "empty": (empty, "the file is empty"),
     "truncated": (truncated, "truncated or damaged"),
     "lying-header": (lying, "truncated or damaged"),
-    "missing-k": (lambda p: write(p, changed(k=None)), "tensor 'k' is missing"),
-    "shape": (
-        lambda p: write(p, changed(v=rounded_inputs()["v"][:, :, :9])),
-        "v must have shape [B, H, T, D] = [1, 2, 24, 16]",
-    ),
-    "head-dim": (
-        lambda p: write(p, changed(k=rounded_inputs()["k"][..., :8])),
-        "k must have shape [B, H, T, D] = [1, 2, 24, 16]",
-    ),
-    "three-axes": (lambda p: write(p, changed(q=q16()[0])), "q must have shape [B, H, T, D]"),
-    "head-count": (
-        lambda p: write(p, changed(q=q16()[:, :1].repeat(1, 3, 1, 1), do=None, o=None)),
-        "q has 3 heads and k has 2",
-    ),
+}
+# What is changed of a good file: tensors, or metadata where it is a text.
+WRONG: dict[str, tuple[dict[str, Tensor | str | None], str]] = {
+    "missing-k": ({"k": None}, "tensor 'k' is missing"),
+    "shape": ({"v": GIVEN["v"][:, :, :9]}, "v must have shape [B, H, T, D] = [1, 2, 24, 16]"),
+    "head-dim": ({"k": GIVEN["k"][..., :8]}, "k must have shape [B, H, T, D] = [1, 2, 24, 16]"),
+    "three-axes": ({"q": GIVEN["q"][0]}, "q must have shape [B, H, T, D]"),
+    "head-count": ({"q": torch.ones(1, 3, 24, 16).bfloat16(), "do": None, "o": None}, "q has 3 heads and k has 2"),
     "promoted-k": (
-        lambda p: write(p, changed(k=rounded_inputs()["k"].float())),
+        {"k": GIVEN["k"].float()},
         "got q bfloat16, k float32, v bfloat16: k was silently promoted",
     ),
-    "promoted-q": (lambda p: write(p, changed(q=q16().float())), "q was silently promoted"),
-    "halves": (lambda p: write(p, changed(v=rounded_inputs()["v"].half())), "got q bfloat16, k bfloat16, v float16\n"),
-    "integers": (lambda p: write(p, changed(q=torch.ones(1, 2, 24, 16, dtype=torch.int32))), "q has dtype int32"),
-    "scale-0": (lambda p: write(p, scale="0"), "scale must be a finite number other than 0"),
-    "scale-nan": (lambda p: write(p, scale="nan"), "scale must be a finite number other than 0"),
-    "scale-word": (lambda p: write(p, scale="big"), "scale='big' cannot be read as a number"),
-    "causal-word": (lambda p: write(p, causal="yes"), "causal must be one of none, top-left, bottom-right"),
-    "newer": (lambda p: write(p, format_version="2"), "upgrade attn-diag"),
-    "varlen": (lambda p: write(p, changed(cu_seqlens=torch.ones(3))), "packed (varlen) sequences are not supported"),
-    "dropout": (lambda p: write(p, dropout_p="0.1"), "dropout is not supported"),
-    "sinks": (lambda p: write(p, changed(sinks=torch.ones(2))), "attention sinks are not supported"),
-    "alibi": (lambda p: write(p, changed(alibi_slopes=torch.ones(2))), "ALiBi slopes are not supported"),
+    "promoted-q": ({"q": GIVEN["q"].float()}, "q was silently promoted"),
+    "halves": ({"v": GIVEN["v"].half()}, "got q bfloat16, k bfloat16, v float16\n"),
+    "integers": ({"q": GIVEN["q"].int()}, "q has dtype int32"),
+    "scale-0": ({"scale": "0"}, "scale must be a finite number other than 0"),
+    "scale-nan": ({"scale": "nan"}, "scale must be a finite number other than 0"),
+    "scale-word": ({"scale": "big"}, "scale='big' cannot be read as a number"),
+    "causal-word": ({"causal": "yes"}, "causal must be one of none, top-left, bottom-right"),
+    "newer": ({"format_version": "2"}, "upgrade attn-diag"),
+    "varlen": ({"cu_seqlens": torch.ones(3)}, "packed (varlen) sequences are not supported"),
+    "dropout": ({"dropout_p": "0.1"}, "dropout is not supported"),
+    "sinks": ({"sinks": torch.ones(2)}, "attention sinks are not supported"),
+    "alibi": ({"alibi_slopes": torch.ones(2)}, "ALiBi slopes are not supported"),
     "fp8": (
-        lambda p: write(p, {n: t.to(torch.float8_e4m3fn) for n, t in rounded_inputs().items() if n in "qkv"}),
+        {n: None if n in ("do", "o") else GIVEN[n].to(torch.float8_e4m3fn) for n in GIVEN},
         "q is float8_e4m3fn without descale factors",
     ),
-    "no-dO": (lambda p: write(p, changed(do=None, dq=q16())), "'do' is missing"),
+    "no-dO": ({"do": None, "dq": GIVEN["q"].clone()}, "'do' is missing"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", [*DAMAGED, *WRONG])
 def test_bad_file(case: str, tmp_path: Path, run: Run) -> None:
-    make, message = BAD[case]
-    path = make(tmp_path / "capture.safetensors")
+    path = tmp_path / "capture.safetensors"
+    if case in DAMAGED:
+        make, message = DAMAGED[case]
+        make(path)
+    else:
+        changes, message = WRONG[case]
+        metadata = {name: text for name, text in changes.items() if isinstance(text, str)}
+        write(path, {n: t for n, t in (GIVEN | changes).items() if isinstance(t, Tensor)}, **metadata)
     before = sorted(tmp_path.iterdir())
     done = run("inspect", path, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
     assert done.code == 2
@@ -122,7 +115,7 @@ def test_bad_file(case: str, tmp_path: Path, run: Run) -> None:
 BAD_OPTIONS = {
     "unknown-observation": (["--observation", "flash"], "no observation 'flash'; it has observed"),
     "unknown-recipe": (["--recipe", "fa9"], "no recipe 'fa9'; known: fa2"),
-    "unknown-label": (["--fail-on", "broken"], "no label broken; known: clean, lossy"),
+    "unknown-label": (["--fail-on", "broken"], "no label broken; known: clean, nonfinite, wrong, lossy"),
     "head-word": (["--head", "first"], "--head takes numbers and ranges"),
     "head-backwards": (["--head", "5-3"], "--head takes numbers and ranges"),
     "head-superscript": (["--head", "²"], "--head takes numbers and ranges"),
@@ -205,11 +198,8 @@ def test_json_alone_on_stdout(tmp_path: Path, run: Run) -> None:
 
 
 def test_fail_on(tmp_path: Path, run: Run) -> None:
-    noisy = changed(
-        o=rounded_inputs()["o"]
-        * (1 + torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(1)) / 50).bfloat16()
-    )
-    path = write(tmp_path / "capture.safetensors", noisy)
+    noise = torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(1)) / 50
+    path = write(tmp_path / "capture.safetensors", GIVEN | {"o": GIVEN["o"] * (1 + noise).bfloat16()})
     assert run("inspect", path, "--fail-on", "lossy,biased").code == 1
     assert run("inspect", path, "--fail-on", "ill_conditioned").code == 0
 
@@ -221,15 +211,12 @@ def test_nonfinite_input_is_reported_and_the_rest_analysed(tmp_path: Path, run: 
     done = run("inspect", write(tmp_path / "capture.safetensors", tensors), "--json", "-")
     assert "2 NaN or Inf in q, first at [0, 0, 3, 0]" in done.err
     assert "1 NaN or Inf in v, first at [0, 1, 20, 5]" in done.err
-    first, second, _ = json.loads(done.out)["captures"][0]["observations"][0]["heads"]
-    assert (first["rows_all"], first["rows_nonfinite"]) == (23, 1)
-    assert (second["rows_all"], second["rows_nonfinite"]) == (20, 4)
     document = json.loads(done.out)
+    heads = document["captures"][0]["observations"][0]["heads"]
+    assert [(head["rows_all"], head["rows_nonfinite"]) for head in heads] == [(23, 1), (20, 4), (43, 5)]
     jsonschema.Draft202012Validator(attn_diag.json_schema()).validate(document)
-    assert {n["tensor"]: (n["count"], n["first"]) for n in document["captures"][0]["nonfinite"]} == {
-        "q": (2, [0, 0, 3, 0]),
-        "v": (1, [0, 1, 20, 5]),
-    }
+    found = [(n["tensor"], n["count"], n["first"]) for n in document["captures"][0]["nonfinite"]]
+    assert sorted(found) == [("q", 2, [0, 0, 3, 0]), ("v", 1, [0, 1, 20, 5])]
 
 
 def test_one_unreadable_of_several(tmp_path: Path, run: Run) -> None:
@@ -289,20 +276,20 @@ def test_extreme_scale_of_a_file_is_no_internal_error(tmp_path: Path, run: Run) 
     assert "scale=0.25 (1/sqrt(D)) fits" in done.err
 
 
-def short_weight() -> dict[str, Tensor]:
-    return changed(x=torch.ones(1, 24, 8), w_q=torch.ones(16, 8))
-
-
 UNUSABLE: dict[str, tuple[dict[str, Tensor], list[str], str]] = {
-    "w_q": (short_weight(), [], "w_q must have D * heads = 32 rows for this capture's 2 heads"),
+    "w_q": (
+        GIVEN | {"x": torch.ones(1, 24, 8), "w_q": torch.ones(16, 8)},
+        [],
+        "w_q must have D * heads = 32 rows for this capture's 2 heads",
+    ),
     "observation": (
-        {"flash.o" if n == "o" else n: t for n, t in rounded_inputs().items()},
+        {"flash.o" if n == "o" else n: t for n, t in GIVEN.items()},
         ["--observation", "observed"],
         "no observation 'observed'; it has flash",
     ),
-    "head": ({n: t[:, :1] for n, t in rounded_inputs().items()}, ["--head", "1"], "no head 1; the capture has 0 to 0"),
+    "head": ({n: t[:, :1] for n, t in GIVEN.items()}, ["--head", "1"], "no head 1; the capture has 0 to 0"),
     "recipe": (
-        {n: t.float() for n, t in rounded_inputs().items()},
+        {n: t.float() for n, t in GIVEN.items()},
         ["--recipe", "fa2"],
         "recipes are run for bfloat16 and float16 inputs, q is float32",
     ),
@@ -463,9 +450,9 @@ def valid_bytes(suffix: str, folder: Path) -> bytes:
     if suffix == ".safetensors":
         write(path)
     elif suffix == ".pt":
-        torch.save(rounded_inputs(), path)
+        torch.save(GIVEN, path)
     else:
-        arrays: dict[str, Any] = {n: t.float().numpy() for n, t in rounded_inputs().items()}
+        arrays: dict[str, Any] = {n: t.float().numpy() for n, t in GIVEN.items()}
         np.savez(path, **arrays)
     return path.read_bytes()
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import inspected, some, stored, true_o
+from builders import inspected, rounded_inputs, some, stored
+from command_line import Run
 from torch import Tensor
 
 import attn_diag
 from attn_diag.analyses.inspection.inspect import inspect_captures
-from attn_diag.cli import main
 from attn_diag.reference import AttentionHead, HeadReference, Masking, reference_head
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 
@@ -45,9 +43,9 @@ def test_they_are_what_the_commands_say() -> None:
     attribution = attn_diag.attribute(capture, device="cpu").heads[0]
     assert head.attribution == attribution
     assert attribution.guilty["dq"] == "scores"
-    assert head.microscope is not None
-    asked = attn_diag.microscope(capture, head.microscope.row, head.microscope.feature, device="cpu")
-    assert replace(head.microscope, chosen="as asked") == asked
+    found = some(head.microscope)
+    asked = attn_diag.microscope(capture, found.row, found.feature, device="cpu")
+    assert replace(found, chosen="as asked") == asked
 
 
 def test_a_head_that_was_measured_is_not_streamed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,15 +66,8 @@ def test_a_head_that_was_measured_is_not_streamed_again(monkeypatch: pytest.Monk
 
 def truth_of_head(capture: attn_diag.Capture, head: int) -> tuple[Tensor, Tensor, Tensor]:
     """O, dO and the true O of one head in float64."""
-    q, k, v, do, o = (capture.read(name, 0, head) for name in ("q", "k", "v", "do", "o"))
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    assert do is not None
-    found = reference_head(
-        AttentionHead(q.double(), k.double(), v.double(), None, capture.scale, Masking(capture.metadata.causal))
-    )
-    return some(o).double(), do.double(), found.out
+    q, k, v, do, o = (some(capture.read(name, 0, head)).double() for name in ("q", "k", "v", "do", "o"))
+    return o, do, reference_head(AttentionHead(q, k, v, None, capture.scale, Masking(capture.metadata.causal))).out
 
 
 def most_of_delta(capture: attn_diag.Capture, head: int, *, weight_by_do: bool = True) -> tuple[int, int]:
@@ -105,35 +96,25 @@ def test_without_do_it_chooses_as_the_command_does() -> None:
     assert set(some(head.attribution).totals) == {"o"}
 
 
-def small(batch: int = 1, heads: int = 2, kv_heads: int = 1, length: int = 40, **change: Any) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(5)
-    q, do = (torch.randn(batch, heads, length, 16, generator=generator).bfloat16() for _ in range(2))
-    k, v = (torch.randn(batch, kv_heads, length, 16, generator=generator).bfloat16() for _ in range(2))
-    keys, values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-    o = true_o(q, keys, values).bfloat16()
-    return {"q": q, "k": k, "v": v, "do": do, "o": o, "causal": True, **change}
+def small(batch: int = 1, heads: int = 2, length: int = 40, **change: Any) -> dict[str, Any]:
+    return {**rounded_inputs(heads, length, batch=batch, kv_heads=1, seed=5), "causal": True, **change}
 
 
 def test_the_sequence_of_the_worst_row_is_looked_at() -> None:
     given = small(batch=3)
     given["o"][2, 1, 7] *= 1.0625
     ((_, head),) = detailed(attn_diag.inspect(**given, details=1, device="cpu"))
-    assert head.head == 1
-    assert head.attribution is not None
-    assert head.microscope is not None
-    assert (head.attribution.batch, head.microscope.batch, head.microscope.row) == (2, 2, 7)
-    assert (head.attribution.head, head.microscope.head) == (1, 1)
+    attribution, microscope = some(head.attribution), some(head.microscope)
+    assert (attribution.batch, microscope.batch, microscope.row) == (2, 2, 7)
+    assert (head.head, attribution.head, microscope.head) == (1, 1, 1)
 
 
 def test_heads_keep_the_models_numbers() -> None:
-    given = small()
-    causal = given.pop("causal") and "top-left"
-    capture = attn_diag.Capture.from_tensors(given, causal=causal, head_offset=6, layer=3)
+    capture = attn_diag.Capture.from_tensors(rounded_inputs(), causal="top-left", head_offset=6, layer=3)
     found = detailed(inspect_captures([capture], details=2, device="cpu"))
     assert sorted(h.head for _, h in found if h.head is not None) == [6, 7]
     for _, head in found:
-        assert head.attribution is not None
-        assert {head.attribution.head, some(head.microscope).head} == {head.head}
+        assert {some(head.attribution).head, some(head.microscope).head} == {head.head}
 
 
 def test_a_recipe_that_was_run_is_explained_by_itself() -> None:
@@ -142,12 +123,11 @@ def test_a_recipe_that_was_run_is_explained_by_itself() -> None:
     by_name = dict(detailed(found))
     assert set(by_name) == {"observed", "qiu2025 (emulated)"}
     head = by_name["qiu2025 (emulated)"]
-    assert head.attribution is not None
-    assert head.microscope is not None
-    assert head.attribution.recipe.startswith("qiu2025, as asked for")
-    assert head.attribution.totals["o"].captured is None
-    assert head.microscope.observation is None
-    assert head.microscope.bit_equal
+    attribution, microscope = some(head.attribution), some(head.microscope)
+    assert attribution.recipe.startswith("qiu2025, as asked for")
+    assert attribution.totals["o"].captured is None
+    assert microscope.observation is None
+    assert microscope.bit_equal
 
 
 def test_a_known_recipe_is_not_recognised_again() -> None:
@@ -158,9 +138,9 @@ def test_a_known_recipe_is_not_recognised_again() -> None:
     ((_, head),) = detailed(
         attn_diag.inspect(given["q"], given["k"], given["v"], do=given["do"], dump=dump, details=1, device="cpu")
     )
-    assert head.attribution is not None
-    assert head.attribution.recipe.endswith("as asked for")
-    assert json.loads(head.attribution.recipe_json) == json.loads(dump.recipe_json)
+    attribution = some(head.attribution)
+    assert attribution.recipe.endswith("as asked for")
+    assert json.loads(attribution.recipe_json) == json.loads(dump.recipe_json)
     assert o.shape == given["q"].shape
 
 
@@ -181,8 +161,7 @@ def test_what_cannot_be_taken_apart_says_why(case: str) -> None:
     change, words = REFUSED[case]
     found = attn_diag.inspect(**small(**change), details=1, device="cpu")
     ((_, head),) = detailed(found)
-    assert head.details_note is not None
-    assert re.search(words, head.details_note), head.details_note
+    assert re.search(words, some(head.details_note)), head.details_note
     assert head.microscope is None
     assert Diagnosis.from_json(found.to_json()) == found
 
@@ -228,9 +207,7 @@ def test_a_number_of_details_below_zero_is_refused() -> None:
 
 def test_progress_counts_the_heads_taken_apart_too() -> None:
     seen: list[tuple[int, int]] = []
-    given = small()
-    del given["causal"]
-    capture = attn_diag.Capture.from_tensors(given, causal="top-left")
+    capture = attn_diag.Capture.from_tensors(rounded_inputs(), causal="top-left")
     inspect_captures([capture], details=5, device="cpu", progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (4, 4)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -239,21 +216,9 @@ def test_progress_counts_the_heads_taken_apart_too() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"), [([], 0), (["--html"], 1), (["--html", "--details", "0"], 0), (["--details", "2"], 2)]
 )
-def test_the_command_line(
-    options: list[str],
-    expected: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = small()
-    del given["causal"]
-    capture = tmp_path / "capture.safetensors"
-    attn_diag.Capture.from_tensors(given, causal="top-left").save(capture)
+def test_the_command_line(options: list[str], expected: int, tmp_path: Path, run: Run) -> None:
+    capture = attn_diag.Capture.from_tensors(rounded_inputs(), causal="top-left").save(tmp_path / "capture.safetensors")
     said = [part if part != "--html" else f"--html={tmp_path / 'page.html'}" for part in options]
-    call: Callable[[], None] = main
-    monkeypatch.setattr(sys, "argv", ["attn-diag", "inspect", str(capture), "--json", "-", "--device", "cpu", *said])
-    with pytest.raises(SystemExit) as stopped:
-        call()
-    assert not stopped.value.code
-    assert len(detailed(Diagnosis.from_json(capsys.readouterr().out))) == expected
+    done = run("inspect", capture, "--json", "-", "--device", "cpu", *said)
+    assert done.code == 0, done.err
+    assert len(detailed(Diagnosis.from_json(done.out))) == expected

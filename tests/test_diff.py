@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from builders import true_o
+from builders import some, true_o
 from command_line import Run
 from scipy import stats
 from torch import Tensor
 
 import attn_diag
 from attn_diag.analyses.comparison.diff import compare
+from attn_diag.results import wording
 from attn_diag.results.comparison import Comparison, HeadComparison
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
 from attn_diag.statistics import sizes
@@ -48,14 +49,23 @@ def diagnosed(
     return attn_diag.inspect(q, k, v, o=rounded, do=do, causal=True, device="cpu")
 
 
-def single(diagnosis: Diagnosis) -> Iterator[Diagnosis]:
-    """Each head as a diagnosis of its own."""
+def with_heads(diagnosis: Diagnosis, heads: Iterable[HeadDiagnosis]) -> Diagnosis:
+    """With other heads in its one observation."""
     (capture,) = diagnosis.captures
     (observation,) = capture.observations
-    for head in observation.heads:
+    observation = dataclasses.replace(observation, heads=tuple(heads))
+    return dataclasses.replace(diagnosis, captures=(dataclasses.replace(capture, observations=(observation,)),))
+
+
+def heads_of(diagnosis: Diagnosis) -> tuple[HeadDiagnosis, ...]:
+    return diagnosis.captures[0].observations[0].heads
+
+
+def single(diagnosis: Diagnosis) -> Iterator[Diagnosis]:
+    """Each head as a diagnosis of its own."""
+    for head in heads_of(diagnosis):
         if head.head is not None:
-            one = dataclasses.replace(observation, heads=(head, dataclasses.replace(head, head=None)))
-            yield dataclasses.replace(diagnosis, captures=(dataclasses.replace(capture, observations=(one,)),))
+            yield with_heads(diagnosis, [head, dataclasses.replace(head, head=None)])
 
 
 def entries(a: Diagnosis, b: Diagnosis, level: float) -> list[HeadComparison]:
@@ -77,10 +87,14 @@ REDRAWS = {"same-inputs": (("bf16:stochastic", 1, 0), ("bf16:stochastic", 2, 0))
            "other-inputs": (("bf16:stochastic", 1, 0), ("bf16:stochastic", 4, 1))}  # fmt: skip
 
 
+def redraws(case: str) -> Iterator[Diagnosis]:
+    return (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS[case])
+
+
 @pytest.mark.parametrize("level", [0.01, 0.05])
 @pytest.mark.parametrize("case", REDRAWS)
 def test_false_alarms_stay_under_the_level(case: str, level: float) -> None:
-    first, second = (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS[case])
+    first, second = redraws(case)
     found = entries(first, second, level)
     assert sum(map(moved, found)) <= most(level)
     assert not any({"became-biased", "cured"} & set(e.outcomes) for e in found)
@@ -102,7 +116,7 @@ def test_the_check_of_false_alarms_can_fail(
     mutant: Callable[[Estimated, Estimated], Welch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("attn_diag.analyses.comparison.diff.welch", mutant)
-    first, second = (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS["same-inputs"])
+    first, second = redraws("same-inputs")
     assert sum(map(moved, entries(first, second, 0.05))) > most(0.05)
 
 
@@ -116,15 +130,13 @@ def test_a_planted_truncation_became_biased_and_its_removal_cures(healthy: str) 
 
 
 def test_the_opposite_direction_is_reversed() -> None:
-    (found,) = compare(
-        diagnosed("bf16:up", heads=1), diagnosed("bf16:down", heads=1)
-    ).entries  # fmt: skip
+    (found,) = compare(diagnosed("bf16:up", heads=1), diagnosed("bf16:down", heads=1)).entries
     assert found.outcomes[0] == "bias-reversed"
 
 
 def test_sizes_are_called_changes_beyond_chance_only() -> None:
     """Unbiased redraws differ in size by chance alone; a coarser rounding is larger in all heads of 256 rows."""
-    first, second = (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS["same-inputs"])
+    first, second = redraws("same-inputs")
     for level in (0.01, 0.05):
         assert sum(bool({"grew", "shrank"} & set(e.outcomes)) for e in entries(first, second, level)) <= most(level)
     fine, coarse = diagnosed("bf16", heads=8, rows=256), diagnosed("e8m4", heads=8, rows=256)
@@ -148,7 +160,7 @@ def test_the_check_of_sizes_can_fail(
     mutant: Callable[[float, float, float], tuple[float, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sizes, "bounds", mutant)
-    first, second = (diagnosed(rounding, draw, seed=seed) for rounding, draw, seed in REDRAWS["same-inputs"])
+    first, second = redraws("same-inputs")
     assert sum(bool({"grew", "shrank"} & set(e.outcomes)) for e in entries(first, second, 0.05)) > most(0.05)
 
 
@@ -180,10 +192,8 @@ def test_degrees_of_freedom_of_documents_that_do_not_state_them(t: float, df: fl
 
 def test_a_test_states_its_degrees_of_freedom() -> None:
     for _, _, head in diagnosed("bf16").entries():
-        found = head.bias.delta
-        assert found is not None
-        assert found.degrees_of_freedom is not None
-        assert degrees_of_freedom(found) == found.degrees_of_freedom
+        found = some(head.bias.delta)
+        assert degrees_of_freedom(found) == some(found.degrees_of_freedom)
         unstated = dataclasses.replace(found, degrees_of_freedom=None)
         assert degrees_of_freedom(unstated) == pytest.approx(found.degrees_of_freedom, rel=1e-6)
 
@@ -200,8 +210,8 @@ def estimate(mean: float, se: float, df: float) -> BiasEstimate:
 def test_degrees_of_freedom_survive_what_files_do_to_numbers() -> None:
     """HTML reports shorten numbers; means far beyond their errors swallow the interval."""
     exact = estimate(1.3e-5, 4e-6, 12.0)
-    assert exact.ci95 is not None
-    short = dataclasses.replace(exact, ci95=(float(f"{exact.ci95[0]:.5g}"), float(f"{exact.ci95[1]:.5g}")))
+    low, high = (float(f"{end:.5g}") for end in some(exact.ci95))
+    short = dataclasses.replace(exact, ci95=(low, high))
     assert degrees_of_freedom(short) == pytest.approx(12, rel=0.01)
     far = estimate(1.0, 1e-17, 12.0)
     assert far.ci95 == (1.0, 1.0)
@@ -274,48 +284,31 @@ def test_shortened_numbers_are_no_change(digits: int) -> None:
 
 
 def test_sameness() -> None:
-    assert sizes.same(0.123456789, 0.1235)
-    assert sizes.same(1.00049, 1.0)
-    assert not sizes.same(0.123456789, 0.1236)
-    assert not sizes.same(0.123456789012, 0.123457789012)
-    assert not sizes.same(1e-300, 0.0)
-    assert not sizes.same(math.inf, 1.0)
-    assert sizes.same(math.nan, math.nan)
-    assert not sizes.same(None, 0.0)
-
-
-def relabelled(diagnosis: Diagnosis, **labels: str) -> Diagnosis:
-    """With another verdict in words and the same numbers."""
-
-    def change(head: HeadDiagnosis) -> HeadDiagnosis:
-        assert head.verdict is not None
-        return dataclasses.replace(head, verdict=Verdict((labels["to"],), "seen", ("why",), ("what to do",)))  # type: ignore[arg-type]
-
-    (capture,) = diagnosis.captures
-    (observation,) = capture.observations
-    observation = dataclasses.replace(observation, heads=tuple(map(change, observation.heads)))
-    return dataclasses.replace(diagnosis, captures=(dataclasses.replace(capture, observations=(observation,)),))
+    assert wording.same(0.123456789, 0.1235)
+    assert wording.same(1.00049, 1.0)
+    assert not wording.same(0.123456789, 0.1236)
+    assert not wording.same(0.123456789012, 0.123457789012)
+    assert not wording.same(1e-300, 0.0)
+    assert not wording.same(math.inf, 1.0)
+    assert wording.same(math.nan, math.nan)
+    assert not wording.same(None, 0.0)
 
 
 def test_a_label_alone_is_no_cure() -> None:
     biased = diagnosed("bf16:toward-zero", heads=1)
-    entry = compare(biased, relabelled(biased, to="clean")).entries[0]
-    assert entry.outcomes == ("relabelled",)
-    assert "not called a cure" in entry.notes[0]
-    entry = compare(relabelled(biased, to="clean"), biased).entries[0]
-    assert entry.outcomes == ("relabelled",)
-    assert "not called a new bias" in entry.notes[0]
+    words = Verdict(("clean",), "seen", ("why",), ("what to do",))
+    clean = with_heads(biased, [dataclasses.replace(head, verdict=words) for head in heads_of(biased)])
+    for a, b, note in ((biased, clean, "not called a cure"), (clean, biased, "not called a new bias")):
+        entry = compare(a, b).entries[0]
+        assert entry.outcomes == ("relabelled",)
+        assert note in entry.notes[0]
 
 
 def renamed(diagnosis: Diagnosis, source: str, observation: str = "observed", **metadata: str) -> Diagnosis:
     (capture,) = diagnosis.captures
     (seen,) = capture.observations
-    capture = dataclasses.replace(
-        capture,
-        source=source,
-        metadata=capture.metadata | metadata,
-        observations=(dataclasses.replace(seen, name=observation),),
-    )
+    seen, metadata = dataclasses.replace(seen, name=observation), capture.metadata | metadata
+    capture = dataclasses.replace(capture, source=source, metadata=metadata, observations=(seen,))
     return dataclasses.replace(diagnosis, captures=(capture,))
 
 
@@ -352,11 +345,8 @@ def test_matching() -> None:
 
 def test_heads_without_a_verdict_are_not_compared() -> None:
     diagnosis = diagnosed("bf16", heads=8, rows=256)
-    (capture,) = diagnosis.captures
-    (observation,) = capture.observations
-    heads = tuple(dataclasses.replace(h, verdict=None) if h.head == 3 else h for h in observation.heads)
-    capture = dataclasses.replace(capture, observations=(dataclasses.replace(observation, heads=heads),))
-    found = compare(diagnosis, dataclasses.replace(diagnosis, captures=(capture,)))
+    heads = [dataclasses.replace(h, verdict=None) if h.head == 3 else h for h in heads_of(diagnosis)]
+    found = compare(diagnosis, with_heads(diagnosis, heads))
     assert [e.head for e in found.entries] == [0, 1, 2, 4, 5, 6, 7]
     assert [(u.side, u.reason.partition(":")[0]) for u in found.unmatched] == [("B", "no verdict there")]
 
@@ -405,9 +395,8 @@ def test_command(tmp_path: Path, run: Run) -> None:
 
 def test_two_kernels_of_one_capture(captures: Path, run: Run) -> None:
     path = captures / "kernels_pair_T512.safetensors"
-    done = run(
-        "diff", path, path, "--a-observation", "flash", "--b-observation", "stable", "--fail-on", "became-biased"
-    )
+    chosen = ("--a-observation", "flash", "--b-observation", "stable")
+    done = run("diff", path, path, *chosen, "--fail-on", "became-biased")
     assert done.code == 1, done.err
     assert "1 became biased, 2 errors grew" in done.out
     flat = " ".join(done.out.split())

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from builders import some
+from builders import equal_bits, some, stored
 
 from attn_diag.analyses.inspection.inspect import inspect_captures
-from attn_diag.captures.loading import load
 from attn_diag.captures.selection import Selection
-from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import (
     PRESETS,
     Recipe,
@@ -20,7 +17,6 @@ from attn_diag.kernels import (
     Schedule,
     SoftmaxRule,
     emulate_head,
-    emulate_rows,
     preset,
 )
 from attn_diag.reference import AttentionHead, Masking, reference_head
@@ -28,15 +24,9 @@ from attn_diag.reference import AttentionHead, Masking, reference_head
 SPLIT = Schedule(key_tile=256, split_keys=256)
 
 
-def agreement(path: Path, observation: str, recipe: Recipe, output: str = "o") -> float:
+def agreement(name: str, observation: str, recipe: Recipe, output: str = "o") -> float:
     """Fraction of bit-equal elements over all heads."""
-    capture = load(path)
-    equal = []
-    for head in range(capture.q_heads):
-        inputs = read_head(capture, 0, head, torch.device("cpu"), NonFiniteCensus())
-        observed = some(capture.read(capture.key(observation, output), 0, head))
-        equal.append((getattr(emulate_head(recipe, inputs.head), output) == observed).double().mean())
-    return float(torch.stack(equal).mean())
+    return float(equal_bits(stored(name), observation, recipe, output).double().mean())
 
 
 @pytest.mark.parametrize(
@@ -60,36 +50,29 @@ def agreement(path: Path, observation: str, recipe: Recipe, output: str = "o") -
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_real_outputs_are_reproduced(captures: Path, name: str, observation: str, recipe: Recipe, least: float) -> None:
-    assert agreement(captures / f"{name}.safetensors", observation, recipe) >= least
+def test_real_outputs_are_reproduced(name: str, observation: str, recipe: Recipe, least: float) -> None:
+    assert agreement(name, observation, recipe) >= least
 
 
-def test_wrong_schedule_is_told_apart(captures: Path) -> None:
-    assert agreement(captures / "gqa_T200.safetensors", "observed", preset("fa2")) < 0.95
+def test_wrong_schedule_is_told_apart() -> None:
+    assert agreement("gqa_T200", "observed", preset("fa2")) < 0.95
 
 
-def test_backward_of_a_fused_kernel_is_reproduced(captures: Path) -> None:
-    assert agreement(captures / "gqa_T200.safetensors", "observed", preset("cudnn"), "dq") > 0.99
+def test_backward_of_a_fused_kernel_is_reproduced() -> None:
+    assert agreement("gqa_T200", "observed", preset("cudnn"), "dq") > 0.99
 
 
 @pytest.mark.parametrize("name", ["kernels_gauss_T512", "kernels_pair_T512"])
 @pytest.mark.parametrize(("observation", "recipe"), [("paper", "qiu2025"), ("stable", "qiu2025-stabilised")])
-def test_the_backward_of_the_papers_code_is_reproduced(
-    captures: Path, name: str, observation: str, recipe: str
-) -> None:
+def test_the_backward_of_the_papers_code_is_reproduced(name: str, observation: str, recipe: str) -> None:
     """dQ bit for bit in 99 %, and its error's size and mean within the uncertainty of the captured ones."""
-    path = captures / f"{name}.safetensors"
-    assert agreement(path, observation, preset(recipe), "dq") > 0.99
-    diagnosis = inspect_captures([load(path)], selection=Selection(observation), recipes=[recipe], device="cpu")
+    assert agreement(name, observation, preset(recipe), "dq") > 0.99
+    diagnosis = inspect_captures([stored(name)], selection=Selection(observation), recipes=[recipe], device="cpu")
     captured, emulated = (o.pooled for o in diagnosis.captures[0].observations)
-    assert captured.propagation.dq is not None
-    assert emulated.propagation.dq is not None
-    assert emulated.propagation.dq.relative_error == pytest.approx(captured.propagation.dq.relative_error, rel=1e-3)
-    mine, theirs = emulated.bias.dq, captured.bias.dq
-    assert mine is not None
-    assert theirs is not None
-    assert theirs.ci95 is not None
-    assert theirs.ci95[0] < some(mine.mean) < theirs.ci95[1]
+    size, expected = (some(head.propagation.dq).relative_error for head in (emulated, captured))
+    assert size == pytest.approx(expected, rel=1e-3)
+    low, high = some(some(captured.bias.dq).ci95)
+    assert low < some(some(emulated.bias.dq).mean) < high
 
 
 def make_head(dtype: torch.dtype = torch.bfloat16, softcap: float | None = None) -> AttentionHead:
@@ -116,25 +99,6 @@ def test_error_is_of_the_order_of_the_format(name: str, fmt: str, softcap: float
     # Summing the cast P_bar moves l, relatively, by at most one rounding of P_bar.
     cast = unit if recipe.row_sum_of == "cast-probs" else 0.0
     assert (got.lse.double() - truth.lse).abs().max() <= (0.2 if coarse > 1 else 1e-5 + cast)
-
-
-@pytest.mark.parametrize("name", ["fa2", "cudnn", "qiu2025"])
-def test_chosen_rows_are_those_of_the_whole(name: str) -> None:
-    head, rows = make_head(), torch.tensor([3, 40, 76])
-    assert torch.equal(emulate_rows(preset(name), head, rows), emulate_head(preset(name), head).o[rows])
-
-
-def test_runs_are_reproducible() -> None:
-    head = make_head()
-    first, second = (emulate_head(preset("qiu2025"), head) for _ in range(2))
-    assert torch.equal(first.o, second.o)
-
-
-def test_fully_masked_rows_give_zero() -> None:
-    head = replace(make_head(), masking=Masking(mask=torch.zeros(77, 333, dtype=torch.bool)))
-    got = emulate_head(preset("fa2"), head)
-    assert not got.o.any()
-    assert (got.lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize(

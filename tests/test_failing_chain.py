@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
+import alarms
+import forks
+import limits
 import numpy as np
+import outcomes
+import predictions
 import pytest
+import record
 import torch
+from alarms import Replay
+from arms import arm, whole
+from failing_record import DEPARTURE, FORK, NAN, RESULTS, START, a_check, a_run, one_thread  # noqa: F401  (a fixture)
+from forks import Fork
+from predictions import Chain
+from record import Record, Repeat, Repeats, Run
+from runlog import RunLog
 
 import attn_diag
 from attn_diag.captures.capture import Capture
@@ -22,27 +34,12 @@ from attn_diag.reference import AttentionHead, Masking
 from attn_diag.watching.monitoring.alarm import AlarmRule
 from attn_diag.watching.monitoring.record import MonitorCheck
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
-import alarms
-import forks
-import limits
-import outcomes
-import predictions
-import record
-from alarms import Replay
-from arms import ARMS
-from failing_record import DEPARTURE, FORK, NAN, RESULTS, START, a_check, a_run, one_thread  # noqa: F401  (a fixture)
-from forks import Fork
-from predictions import Chain
-from record import Record, Repeat, Repeats, Run
-from runlog import RunLog
-
 STORED = RESULTS / "failing_chain"
 
 
 # --- What the tool says of a capture ---
 
-ROWS = 96
+ROWS, ARM_A = 96, whole(arm("A"))
 
 
 def small_capture(source: Path, made_by: Recipe) -> Capture:
@@ -68,8 +65,8 @@ def small_capture(source: Path, made_by: Recipe) -> Capture:
 @pytest.fixture(scope="module")
 def said(captures: Path) -> dict[str, Any]:
     """The tool's documents of a failing kernel's two sequences."""
-    capture = small_capture(captures / "failing_step500_L2H7.safetensors", predictions.recipe_of("A"))
-    found = predictions.predict(capture, predictions.recipe_of("A"))
+    capture = small_capture(captures / "failing_step500_L2H7.safetensors", ARM_A)
+    found = predictions.predict(capture, ARM_A)
     return {"run": "A_seed0", "arm": "A"} | found | {"step": 500, "layer": 2, "head": 7}
 
 
@@ -94,21 +91,20 @@ def test_the_guilty_site_and_the_cure_are_read_off_every_sequence(chain: Chain) 
     assert "step 500, layer 2, head 7, 2 sequences of 96 tokens" in words
 
 
-def test_the_arms_are_recipes_as_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in ("healthy", "C"):
-        with pytest.raises(ValueError, match="no recipe"):
-            predictions.recipe_of(wrong)
-    monkeypatch.setitem(ARMS, "A", replace(ARMS["A"], backward=attn_diag.preset("delta-from-dp")))
-    assert (predictions.recipe_of("A").delta_from, predictions.recipe_of("A").scores) == ("dp", "bf16")
+def test_the_arms_are_recipes_as_they_train() -> None:
+    with pytest.raises(KeyError, match="no recipe"):
+        whole(arm("healthy"))
+    recipe = whole(replace(arm("A"), backward=attn_diag.preset("delta-from-dp")))
+    assert (recipe.delta_from, recipe.scores) == ("dp", "bf16")
 
 
 def test_a_capture_without_what_it_takes_is_refused(captures: Path) -> None:
     with pytest.raises(attn_diag.InputError, match="one head is expected"):
-        predictions.predict(attn_diag.load(captures / "gqa_T200.safetensors"), predictions.recipe_of("A"))
+        predictions.predict(attn_diag.load(captures / "gqa_T200.safetensors"), ARM_A)
     whole = attn_diag.load(captures / "failing_step500_L2H7.safetensors")
     bare = Capture.from_tensors({n: whole.tensors[n][:] for n in ("q", "k", "v", "o")}, causal="top-left", scale=0.125)
     with pytest.raises(attn_diag.InputError, match="an O and dO are needed"):
-        predictions.predict(bare, predictions.recipe_of("A"))
+        predictions.predict(bare, ARM_A)
 
 
 # --- A folder of runs ---

@@ -13,20 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import remake
+from alarms import replayed, spacing, watched
+from failing_record import DEPARTURE, RESULTS, a_run
+from outcomes import Outcomes
+from record import Record
+from runlog import plain
 
 from attn_diag.reports import gallery_document
 from attn_diag.reports.charts import Chart, Gallery, Section
 from attn_diag.watching.monitoring.alarm import AlarmRule
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
-import remake
-from alarms import replayed, spacing, watched
-from failing_record import DEPARTURE, FOLDER, RESULTS, a_run
-from outcomes import Outcomes
-from record import Record
-from runlog import plain
-
-STORED, GALLERY = RESULTS / "failing_chain", FOLDER.parents[1] / "reports" / "gallery"
+STORED, GALLERY = RESULTS / "failing_chain", RESULTS.parents[1] / "reports" / "gallery"
 
 # What README.md and benchmarks/results/README.md say of the record, by section.
 CLAIMS = {

@@ -5,39 +5,33 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from dataclasses import asdict, fields
+from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import numpy as np
-import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-import attn_diag
-from attn_diag.kernels.recipe import BACKWARD, Recipe
-from attn_diag.watching.monitoring.alarm import AlarmRule
-from attn_diag.watching.monitoring.record import MonitorCheck, read_log
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "failing_run"))
 import alarms
 import launch
 import make_tokens
+import numpy as np
 import predictions
+import pytest
 import record
+import torch
 import train
-from arms import ARMS, GPT, arm
-from failing_record import FOLDER, RESULTS, one_thread  # noqa: F401  (a fixture)
+from arms import ARMS, Arm, arm
+from failing_record import RESULTS, a_run, one_thread  # noqa: F401  (a fixture)
 from record import Record, Repeats
-from runlog import Departure, RunLog, Writer, departures, plain
+from runlog import Departure, RunLog, Writer, departures, plain, rows_of
+from torch import Tensor
+
+import attn_diag
+from attn_diag.kernels.recipe import BACKWARD, Recipe
+from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule
+from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 
 Rows = list[tuple[int, float, float]]
 
@@ -86,13 +80,11 @@ def test_departures(case: str) -> None:
 # --- The log ---
 
 
-def write_log(path: Path, rows: Rows, alarms: tuple[int, ...] = (), every: int = 50) -> None:
+def write_log(path: Path, rows: Rows, alarms: tuple[int, ...] = ()) -> None:
     with Writer(path) as log:
-        log.write({"header": {"run": {"arm": "A", "seed": 3}, "monitor_every": every, "first_step": 0}})
+        log.write({"header": {"run": {"arm": "A", "seed": 3}, "first_step": 0}})
         for step, loss, norm in rows:
             log.write({"step": step, "loss": loss, "grad_norm": norm, "lr": step * 5e-7, "seconds": 0.271828})
-            if every and step % every == 0:
-                log.write_monitor(step, {f"layer2/head{h}/max_logit": 10 + step / 7 + h for h in range(144)})
             if step in alarms:
                 log.write(
                     {"alarm": {"kind": "growth", "step": step, "layer": 2, "head": 7, "reason": "so", "seen": step}}
@@ -100,18 +92,15 @@ def write_log(path: Path, rows: Rows, alarms: tuple[int, ...] = (), every: int =
         log.write({"end": "departed", "step": len(rows)})
 
 
-def test_a_log_reads_back_and_is_small(tmp_path: Path) -> None:
+def test_a_log_reads_back(tmp_path: Path) -> None:
     rows = changed(on_trend(1100), range(1000, 1100), loss=float("nan"), factor=float("inf"))
     write_log(tmp_path / "run.jsonl", rows, alarms=(450,))
     log = RunLog.read(tmp_path / "run.jsonl")
-    assert (tmp_path / "run.jsonl").stat().st_size < 300_000
     assert [s for s, _, _ in log.steps] == list(range(1100))
     assert log.steps[500][1] == pytest.approx(rows[500][1], rel=1e-5)
     assert log.steps[500][1] != rows[500][1]  # six digits
     assert np.isnan(log.steps[1050][1])
     assert log.steps[1050][2] == float("inf")
-    assert sorted(log.monitor) == list(range(0, 1100, 50))
-    assert log.monitor[700]["layer2/head3/max_logit"] == 113.0
     assert [a["step"] for a in log.alarms] == [450]
     assert log.end == "departed"
 
@@ -132,10 +121,9 @@ def test_a_resumed_log_has_every_step_once(tmp_path: Path) -> None:
     with Writer(path, resume_at=101) as log:
         log.write({"header": {"first_step": 101}})
         log.write({"step": 101, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "seconds": 1.0})
-        log.write_monitor(150, RunLog.read(path).monitor[50])
     read = RunLog.read(path)
     assert [s for s, _, _ in read.steps] == list(range(102))
-    assert ([a["step"] for a in read.alarms], sorted(read.monitor), len(read.headers)) == ([30], [0, 50, 100, 150], 2)
+    assert ([a["step"] for a in read.alarms], len(read.headers)) == ([30], 2)
 
 
 def test_an_exception_is_in_the_log(tmp_path: Path) -> None:
@@ -207,7 +195,6 @@ def test_arm_a_rounds_what_it_says_and_nothing_else() -> None:
 # --- Training ---
 
 VOCABULARY, CONTEXT = 61, 16
-CPU = train.Place(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +218,7 @@ def arguments(tokens: Path, out: Path, arm: str, *more: str) -> list[str]:
 
 def run(tokens: Path, out: Path, arm: str, *more: str, received: list[int] | None = None) -> tuple[str, RunLog]:
     options = train.parser().parse_args(arguments(tokens, out, arm, *more))
-    end = train.train(options, CPU, [] if received is None else received)
+    end = train.train(options, [] if received is None else received)
     return end, RunLog.read(out / f"{train.name_of(options)}.jsonl")
 
 
@@ -298,90 +285,39 @@ def test_a_signal_ends_the_run_after_its_step(tokens: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob("*.partial"))
 
 
-@dataclass(frozen=True)
-class Breaking:
-    """Arm "healthy" that gives NaN from a call on (two micro-batches a step, one layer: two calls a step)."""
-
-    at_call: int
-    calls: list[int] = field(default_factory=list)
-    words: str = "breaks"
-    forward: None = None
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.calls.append(1)
-        return ARMS["healthy"].attend(q, k, v) * (1.0 if len(self.calls) <= self.at_call else float("nan"))
-
-
 def test_a_failed_run_ends_soon_after(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARMS, "A", Breaking(8))
+    calls = count()
+
+    def breaking(self: Arm, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG001
+        """NaN from the ninth call on: two micro-batches a step, one layer, so that a step has two calls."""
+        return attend(ARMS["healthy"], q, k, v) * (1.0 if next(calls) < 8 else float("nan"))
+
+    attend = Arm.attend
+    monkeypatch.setattr(Arm, "attend", breaking)
     end, log = run(tokens, tmp_path, "A", "--steps", "30", "--stop-after", "5")
     assert departures(log.steps) == [Departure(4, "non-finite")]
     assert (end, log.end, log.steps[-1][0]) == ("departed", "departed", 9)
-    assert "4 (non-finite)" in launch.table([log])
 
 
 # --- Monitor and capture ---
 
 
-@dataclass
-class Alarm:
-    step: int
-    kind: str = "growth"
-    layer: int = 2
-    head: int = 7
-    reason: str = "so"
+class Alarming(attn_diag.Monitor):
+    """Alarms at step 5."""
 
-
-class FakeMonitor:
-    """What the script relies on of ``attn_diag.Monitor``."""
-
-    def __init__(
-        self, model: torch.nn.Module, every: int, *, first_step: int, log: Path, history: Sequence[MonitorCheck]
-    ) -> None:
-        assert isinstance(model, GPT)
-        self.history = list(history)
-        self.every, self.steps, self.log, self.alarms, self.closed = every, first_step, log, list[Alarm](), False
-        self.hook = register_optimizer_step_post_hook(self._stepped)
-        FakeMonitor.last = self
-
-    last: FakeMonitor
-    alarm = Alarm
-
-    def _stepped(self, *_: Any) -> None:
-        self.steps += 1
-        if self.steps == 6:
-            self.alarms.append(self.alarm(self.steps - 1))
-
-    def metrics(self) -> dict[str, float]:
-        newest = self.steps - 1 - (self.steps - 1) % self.every
-        return {"attn/step": float(newest), "attn/entropy/max": float("nan")}
-
-    def __enter__(self) -> FakeMonitor:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.hook.remove()
-        self.closed = True
-
-
-def test_the_monitor_is_logged_and_closed(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attn_diag, "Monitor", FakeMonitor, raising=False)
-    run(tokens, tmp_path, "healthy", "--steps", "4", "--monitor-every", "3", "--checkpoint-every", "10")
-    assert FakeMonitor.last.closed
-    _, log = run(tokens, tmp_path, "healthy", "--steps", "10", "--monitor-every", "3", "--resume")
-    assert {step: m["attn/step"] for step, m in log.monitor.items()} == {0: 0.0, 3: 3.0, 5: 3.0, 6: 6.0, 9: 9.0}
-    assert log.alarms == [{"kind": "growth", "step": 5, "layer": 2, "head": 7, "reason": "so", "seen": 5}]
-    assert FakeMonitor.last.closed
-    assert FakeMonitor.last.log == tmp_path / "monitor" / "healthy_seed0.jsonl"
+    def step_ended(self, step: int) -> None:
+        super().step_ended(step)
+        if step == 5:
+            self._raise(Alarm("rounding", step, 0, 0, None, "so", ""))
 
 
 def test_at_the_alarm_the_run_is_kept_and_the_head_captured(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attn_diag, "Monitor", FakeMonitor, raising=False)
-    monkeypatch.setattr(FakeMonitor, "alarm", staticmethod(partial(Alarm, layer=0, head=0)))
+    monkeypatch.setattr(attn_diag, "Monitor", Alarming)
     more = ("--monitor-every", "3", "--steps", "9")
-    run(tokens, tmp_path, "healthy", "--at-alarm", *more)
+    _, log = run(tokens, tmp_path, "healthy", "--at-alarm", *more)
+    assert log.alarms == [{"kind": "rounding", "step": 5, "layer": 0, "head": 0, "reason": "so"}]
     # The alarm of step 5 is known after it: step 6 is captured, and the checkpoint is what step 6 starts from.
     (capture,) = (tmp_path / "captures" / "healthy_seed0_alarm").glob("*.safetensors")
     found = attn_diag.load(capture)
@@ -434,47 +370,15 @@ def test_a_fork_has_its_parent_s_checks_behind_it(
     assert [c.step for c in read_log(tmp_path / "monitor" / "healthy_seed0_fork.jsonl")] == list(range(6))
 
 
-def test_moments_lie_beside_the_captures(tokens: Path, tmp_path: Path) -> None:
-    capture = ("--capture-steps", "2:4", "--capture-layers", "0", "--capture-momentum")
-    run(tokens, tmp_path, "healthy", "--steps", "5", *capture, "--checkpoint-every", "3")
-    assert len(list((tmp_path / "captures" / "healthy_seed0_from0").glob("*.safetensors"))) == 2
-    files = sorted((tmp_path / "momentum" / "healthy_seed0").iterdir())
-    assert [f.name for f in files] == [f"step00000{n}_layer00.safetensors" for n in (2, 3)]
-    run(tokens, tmp_path / "three", "healthy", "--steps", "3", "--checkpoint-every", "3")
-    state = torch.load(tmp_path / "three" / "healthy_seed0.pt", weights_only=True)["optimizer"]["state"]
-    # Of c_attn's weight [3 C, C]: after three steps, which is before step 3.
-    (moments,) = (m for m in state.values() if m["exp_avg"].shape == (96, 32))
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(load_file(files[1])[name], moments[name][:32])
-        assert not torch.equal(load_file(files[0])[name], moments[name][:32])
+def test_the_named_steps_are_captured(tokens: Path, tmp_path: Path) -> None:
+    run(tokens, tmp_path, "healthy", "--steps", "5", "--capture-steps", "2:4", "--capture-layers", "0")
+    files = (tmp_path / "captures" / "healthy_seed0_from0").glob("*.safetensors")
+    assert sorted(attn_diag.load(file).metadata.step or 0 for file in files) == [2, 3]
 
 
-# --- Several processes ---
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_all_processes_together_see_the_step_once(world: int) -> None:
-    whole = train.sequence_starts(7, 12, 160, 10_000, 64)
-    shares = [train.Place(rank, world, torch.device("cpu")).share(whole) for rank in range(world)]
-    assert torch.equal(torch.cat(shares), whole)
-    assert not torch.equal(whole, train.sequence_starts(7, 13, 160, 10_000, 64))
-    assert not torch.equal(whole, train.sequence_starts(8, 12, 160, 10_000, 64))
-    with pytest.raises(ValueError, match="cannot be shared"):
-        train.Place(0, 3, torch.device("cpu")).share(whole)
-
-
-def test_two_processes_do_what_one_does(tokens: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(FOLDER / "train.py"), *arguments(tokens, tmp_path / "two", "healthy", "--steps", "5")]
-    done = subprocess.run(command + script, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    two = RunLog.read(tmp_path / "two" / "healthy_seed0.jsonl")
-    _, one = run(tokens, tmp_path / "one", "healthy", "--steps", "5")
-    _, other = run(tokens, tmp_path / "one", "healthy", "--steps", "5", "--seed", "1")
-    assert two.headers[0]["world"] == 2
-    # fp32 sums in another order, through five updates.
-    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
-    assert losses(two) != pytest.approx(losses(other), rel=1e-4)
+def test_a_step_s_sequences_follow_from_seed_and_step() -> None:
+    starts = [train.sequence_starts(*of, 160, 10_000, 64) for of in ((7, 12), (7, 12), (7, 13), (8, 12))]
+    assert [torch.equal(starts[0], other) for other in starts[1:]] == [True, False, False]
 
 
 # --- The queue ---
@@ -521,7 +425,6 @@ def test_a_run_that_has_ended_is_not_started_again(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()  # killed before its header
     jobs = {name: sleeper(0) for name in ("done", "failed", "cut", "new", "empty")}
     assert list(launch.open_jobs(jobs, tmp_path)) == ["cut", "new", "empty"]
-    assert sorted(log.name for log in record.begun_logs(tmp_path)) == ["cut", "done", "failed"]
     # With more steps to do it goes on; of --steps given twice the last counts.
     assert list(launch.open_jobs({"done": ["--steps", "0", "--steps", "4"]}, tmp_path)) == ["done"]
     assert not launch.open_jobs({"done": ["--steps", "4", "--steps", "0"]}, tmp_path)
@@ -530,20 +433,17 @@ def test_a_run_that_has_ended_is_not_started_again(tmp_path: Path) -> None:
 def test_launched_runs_come_out_as_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_log(tmp_path / "A_seed3.jsonl", CASES["level shift"][0], alarms=(120, 130))
-    write_log(tmp_path / "calm.jsonl", CALM)
-    write_log(tmp_path / "unwatched.jsonl", CALM, every=0)
+    a_run(tmp_path, "A", 3, departs=300, end=310)
+    a_run(tmp_path, "fa2", monitored=50, end=200)
+    (tmp_path / "empty.jsonl").touch()  # killed before its header
     monkeypatch.setattr(sys, "argv", ["launch.py", "--arms", "A", "--seeds", "3", "--out", str(tmp_path)])
+    monkeypatch.setattr(launch, "open_jobs", lambda *_: {})
     with pytest.raises(SystemExit) as ended:
         launch.main()
     assert ended.value.code == 0
-    said, *lines = capsys.readouterr().out.splitlines()
-    assert said == "A_seed3: ended already (departed)"
-    failing, calm, unwatched = (line.split(" | ") for line in lines[2:])
-    assert failing[3:5] == ["300 (loss)", "120: layer 2, head 7"]
-    assert calm[3:5] == ["–", "silent"]
-    assert unwatched[4] == "not monitored"
-    assert len({line.count("|") for line in lines}) == 1
+    _, _, failing, calm = (line.split(" | ") for line in capsys.readouterr().out.splitlines())
+    assert failing[:4] == ["| A_seed3", "310", "300, loss", "–"]
+    assert calm[:5] == ["| fa2_seed0", "200", "–", "–", "silent"]
 
 
 def test_jobs_are_read(tmp_path: Path) -> None:
@@ -583,13 +483,11 @@ def test_the_committed_table_is_what_the_committed_logs_say() -> None:
 
 def test_monitored_runs_are_the_runs_that_were_not() -> None:
     for seed in (1, 2):
-        whole, first = (
-            RunLog.read(RESULTS / "failing_run" / f"A_seed{seed}{part}.jsonl") for part in ("", "_first480")
-        )
-        assert len(first.steps) == 480
-        assert first.steps == whole.steps[:480]
-        assert first.monitor
-        assert not whole.monitor
+        paths = [RESULTS / "failing_run" / f"A_seed{seed}{part}.jsonl" for part in ("", "_first480")]
+        whole, first = (RunLog.read(path).steps for path in paths)
+        assert len(first) == 480
+        assert first == whole[:480]
+        assert [any("monitor" in row for row in rows_of(path)) for path in paths] == [False, True]
 
 
 # --- Tokens ---

@@ -15,7 +15,6 @@ from builders import rounded_inputs, some
 from command_line import Run
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.files import write_atomically
 from attn_diag.captures.loading import find_captures, half_written
 from attn_diag.errors import InputError
 
@@ -41,9 +40,7 @@ def slowly(name):
 ATOMIC, IN_PLACE = "write_atomically(target, slowly)", "slowly(target)"
 
 
-def capture() -> Capture:
-    """BF16 inputs with an O that is one rounding away from the truth."""
-    return Capture.from_tensors(rounded_inputs(causal=False), causal="none", scale=0.25)
+CAPTURE = Capture.from_tensors(rounded_inputs(causal=False), causal="none", scale=0.25)
 
 
 def killed_while_writing(source: Path, target: Path, writer: str = ATOMIC) -> None:
@@ -55,8 +52,8 @@ def killed_while_writing(source: Path, target: Path, writer: str = ATOMIC) -> No
 
 
 def test_killed_writer_is_named_and_the_rest_is_read(tmp_path: Path, run: Run) -> None:
-    first = capture().save(tmp_path / "step000001_layer02.safetensors")
-    second = capture().save(tmp_path / "step000002_layer02.safetensors")
+    first = CAPTURE.save(tmp_path / "step000001_layer02.safetensors")
+    second = CAPTURE.save(tmp_path / "step000002_layer02.safetensors")
     assert run("inspect", tmp_path, "--json", "-")[0] == 0
     killed_while_writing(first, tmp_path / "step000003_layer02.safetensors")
     (left,) = tmp_path.glob(".*")
@@ -74,7 +71,7 @@ def test_killed_writer_is_named_and_the_rest_is_read(tmp_path: Path, run: Run) -
 
 def test_a_writer_that_is_not_atomic_leaves_a_damaged_capture(tmp_path: Path, run: Run) -> None:
     """What the atomic writer prevents: half a file under the final name."""
-    first = capture().save(tmp_path / "a.safetensors")
+    first = CAPTURE.save(tmp_path / "a.safetensors")
     killed_while_writing(first, tmp_path / "b.safetensors", IN_PLACE)
     assert not half_written([tmp_path])
     code, out, _ = run("inspect", tmp_path, "--json", "-")
@@ -84,11 +81,11 @@ def test_a_writer_that_is_not_atomic_leaves_a_damaged_capture(tmp_path: Path, ru
 
 
 def test_completed_later_is_no_longer_missed(tmp_path: Path) -> None:
-    first = capture().save(tmp_path / "a.safetensors")
+    first = CAPTURE.save(tmp_path / "a.safetensors")
     killed_while_writing(first, tmp_path / "b.safetensors")
     assert len(half_written([tmp_path, tmp_path])) == 1
     (left,) = tmp_path.glob(".*")
-    complete = capture().save(tmp_path / "b.safetensors")
+    complete = CAPTURE.save(tmp_path / "b.safetensors")
     assert not half_written([tmp_path])
     # An older complete file does not hide the loss of a newer one.
     long_ago = time.time() - 60
@@ -113,17 +110,3 @@ def test_a_folder_with_nothing_but_a_half_written_capture(tmp_path: Path) -> Non
     (tmp_path / "deep" / ".a.safetensors.x1y2.partial").touch()
     with pytest.raises(InputError, match=r"no captures in this directory .* a.safetensors was being written when"):
         find_captures([tmp_path])
-
-
-def test_temporary_files_are_partial_and_gone_after_an_exception(tmp_path: Path) -> None:
-    seen = []
-
-    def fails(name: str) -> None:
-        seen.append(Path(name).name)
-        raise ValueError("disk")
-
-    with pytest.raises(ValueError, match="disk"):
-        write_atomically(tmp_path / "a.safetensors", fails)
-    assert seen[0].startswith(".a.safetensors.")
-    assert seen[0].endswith(".partial")
-    assert not list(tmp_path.iterdir())

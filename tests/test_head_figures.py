@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import SHARED, inspected, some, stored
+from builders import SHARED, first_head, inspected, rounded_dq, rounded_inputs, some, stored, true_o
 from torch import Tensor
 
 import attn_diag
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.head.figure_sums import UlpCounts
 from attn_diag.results.diagnosis import HeadDiagnosis, HeadFigures
-from attn_diag.results.figures import PredictedError
+from attn_diag.results.figures import PredictedError, RowStrip
 
-WITH_DW_Q = ["failing_step500_L2H7", "gpt2_step637_L2H6", "gpt2_step731_L2H4"]
 # S - m at and above which P_bar rounds to 1 in BF16: the middle between 1 and the number before it.
 UNIT = math.log(1 - 2**-9)
 
@@ -41,8 +40,7 @@ class Sequence:
 
     @property
     def contributions(self) -> Tensor:
-        assert self.do is not None
-        return self.do * (some(self.o) - self.out)
+        return some(self.do) * (some(self.o) - self.out)
 
     @property
     def predicted_dq(self) -> Tensor:
@@ -143,11 +141,10 @@ def check_histogram(figures: HeadFigures, truth: list[Sequence]) -> None:
         exponent = torch.frexp(one.out.abs().clamp(min=2.0**-126))[1] - 1
         errors.append(((some(one.o) - one.out) / 2.0 ** (exponent.double() - 7)).flatten())
     error = torch.cat(errors).numpy()
-    shown = figures.o_error
     if not len(error):
-        assert shown is None
+        assert figures.o_error is None
         return
-    assert shown is not None
+    shown = some(figures.o_error)
     assert sum(shown.counts) + shown.below + shown.above == len(error)
     assert 1 <= len(shown.counts) <= 64
     assert max(shown.below, shown.above) <= 1e-2 * len(error)
@@ -172,8 +169,7 @@ def check_alignment(figures: HeadFigures, truth: list[Sequence]) -> None:
     assert shown.contribution == pytest.approx(parts.sum(0).tolist(), rel=0, abs=1e-12 * terms)
 
 
-def check_gradient(shown: PredictedError | None, parts: list[slice], true: dict[str, Tensor | None]) -> None:
-    assert shown is not None
+def check_gradient(shown: PredictedError, parts: list[slice], true: dict[str, Tensor | None]) -> None:
     for name, tensor in true.items():
         got = getattr(shown, name)
         if tensor is None:
@@ -188,17 +184,14 @@ def check_dq(figures: HeadFigures, truth: list[Sequence]) -> None:
     if first.true_dq is None or (first.o is None and first.dq is None):
         assert figures.dq is None
         return
-    assert figures.dq is not None
+    shown = some(figures.dq)
     count = sum(len(one.rows) for one in truth)
-    assert len(figures.dq.first) == min(count, 128)
+    assert len(shown.first) == min(count, 128)
     observed = None if first.dq is None else torch.cat([one.dq - one.true_dq for one in truth])  # type: ignore[operator]
     predicted = None if first.o is None else torch.cat([one.predicted_dq for one in truth])
     reference = torch.cat([one.true_dq for one in truth if one.true_dq is not None])
-    check_gradient(
-        figures.dq,
-        groups(figures.dq.first, count),
-        {"observed": observed, "predicted": predicted, "reference": reference},
-    )
+    true = {"observed": observed, "predicted": predicted, "reference": reference}
+    check_gradient(shown, groups(shown.first, count), true)
 
 
 def check_dw_q(figures: HeadFigures, truth: list[Sequence]) -> None:
@@ -211,18 +204,11 @@ def check_dw_q(figures: HeadFigures, truth: list[Sequence]) -> None:
 
     reference = [one.true_dq for one in truth if one.true_dq is not None]
     observed = [one.dq - one.true_dq for one in truth if one.dq is not None and one.true_dq is not None]
-    features = truth[0].probs_k.shape[1]
-    assert figures.dw_q is not None
-    assert figures.dw_q.first == tuple(range(features))
-    check_gradient(
-        figures.dw_q,
-        groups(figures.dw_q.first, features),
-        {
-            "observed": projected(observed),
-            "predicted": projected([one.predicted_dq for one in truth]),
-            "reference": projected(reference),
-        },
-    )
+    predicted = [one.predicted_dq for one in truth]
+    shown, features = some(figures.dw_q), truth[0].probs_k.shape[1]
+    assert shown.first == tuple(range(features))
+    rows = {"observed": observed, "predicted": predicted, "reference": reference}
+    check_gradient(shown, groups(shown.first, features), {name: projected(part) for name, part in rows.items()})
 
 
 def check_max_logit(figures: HeadFigures, truth: list[Sequence]) -> None:
@@ -246,9 +232,8 @@ CHECKS: dict[str, Callable[[HeadFigures, list[Sequence]], None]] = {
 
 
 def check_all(head: HeadDiagnosis, truth: list[Sequence]) -> None:
-    assert head.figures is not None
     for check in CHECKS.values():
-        check(head.figures, truth)
+        check(some(head.figures), truth)
 
 
 def truth_of(capture: attn_diag.Capture, name: str, head: int) -> list[Sequence]:
@@ -258,10 +243,7 @@ def truth_of(capture: attn_diag.Capture, name: str, head: int) -> list[Sequence]
     kv = head // (capture.q_heads // capture.kv_heads)
     result = []
     for batch in range(capture.batch):
-        q, k, v = (read(what, index, batch) for what, index in (("q", head), ("k", kv), ("v", kv)))
-        assert q is not None
-        assert k is not None
-        assert v is not None
+        q, k, v = (some(read(what, index, batch)) for what, index in (("q", head), ("k", kv), ("v", kv)))
         result.append(
             sequence(
                 q, k, v, do=read("do", head, batch), o=read(capture.key(name, "o"), head, batch),
@@ -273,10 +255,12 @@ def truth_of(capture: attn_diag.Capture, name: str, head: int) -> list[Sequence]
     return result
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", SHARED)
-def test_figures_of_every_shared_capture(name: str) -> None:
+def test_figures_of_every_shared_capture(name: str, device: str) -> None:
     capture = stored(name)
-    for observation in inspected(name).captures[0].observations:
+    diagnosis = inspected(name) if device == "cpu" else inspect_captures([capture], device=device)
+    for observation in diagnosis.captures[0].observations:
         assert observation.pooled.figures is None
         for head in observation.heads[:-1]:
             check_all(head, truth_of(capture, observation.name, some(head.head) - capture.metadata.head_offset))
@@ -284,105 +268,69 @@ def test_figures_of_every_shared_capture(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHARED)
 def test_figures_agree_with_what_else_is_reported(name: str) -> None:
-    """Norms by group make the relative errors, contributions delta's error, the histogram's centre O's mean."""
+    """Norms by group make the relative errors, and contributions delta's error."""
     capture = stored(name)
     for observation in inspected(name).captures[0].observations:
         for head in observation.heads[:-1]:
-            assert head.figures is not None
-            for figure, error in ((head.figures.dq, head.propagation.dq), (head.figures.dw_q, head.propagation.dw_q)):
+            figures = some(head.figures)
+            for figure, error in ((figures.dq, head.propagation.dq), (figures.dw_q, head.propagation.dw_q)):
                 assert (figure is None) == (error is None)
                 if figure is None or error is None:
                     continue
-                assert figure.predicted is not None
-                size = math.hypot(*figure.reference)
-                assert math.hypot(*figure.predicted) / size == pytest.approx(error.predicted_relative_error, rel=1e-12)
-                assert math.hypot(*some(figure.observed)) / size == pytest.approx(error.relative_error, rel=1e-12)
-            repeats = attn_diag.repeated_maxima(capture, 0, head.head)
-            strip = head.figures.strip
-            for definition, shown in (("exact", strip.exact), ("unit", strip.unit)):
-                found = some(repeats[definition])
-                parts = groups(strip.first_rows, head.rows_all)
-                assert list(shown) == [int(found.multiplicity[part].max()) for part in parts]
-            delta, alignment = head.bias.delta, head.figures.alignment
-            assert delta is not None
-            assert delta.cumulative_sum is not None
-            assert delta.rms is not None
-            assert alignment is not None
+                parts = figure.predicted, figure.observed, figure.reference
+                predicted, observed, size = (math.hypot(*some(part)) for part in parts)
+                assert predicted / size == pytest.approx(error.predicted_relative_error, rel=1e-12)
+                assert observed / size == pytest.approx(error.relative_error, rel=1e-12)
             if head.delta_source == "from_o":
                 # delta's error is a difference of sums that are larger by far: 2**-53 of those, a few times over.
                 true = truth_of(capture, observation.name, (head.head or 0) - capture.metadata.head_offset)[0]
                 terms = float((some(true.do).abs() * true.out.abs()).sum())
-                assert sum(alignment.contribution) == pytest.approx(delta.cumulative_sum, rel=0, abs=1e-12 * terms)
+                total = some(head.bias.delta).cumulative_sum
+                assert sum(some(figures.alignment).contribution) == pytest.approx(total, rel=0, abs=1e-12 * terms)
 
 
-def changed(figures: HeadFigures, what: str) -> HeadFigures:
-    """The figures with one thing wrong that a bug could do."""
-    strip, pairs, histogram, alignment = figures.strip, figures.unit_positions, figures.o_error, figures.alignment
-    assert histogram is not None
-    assert alignment is not None
-    assert figures.dq is not None
-    assert figures.dw_q is not None
-    assert figures.dq.predicted is not None
-    assert figures.dq.observed is not None
-    assert figures.dw_q.observed is not None
-    assert figures.max_logit is not None
-    known = [a or 0.0 for a in alignment.aligned]
-    changes: dict[str, dict[str, Any]] = {
-        "rows: off by one": {"rows": replace(figures.rows, row=tuple(r + 1 for r in figures.rows.row))},
-        "strip: the definitions swapped": {"strip": replace(strip, exact=strip.unit, unit=strip.exact)},
-        "strip: groups moved by a row": {
-            "strip": replace(strip, first_rows=(0, *(r + 1 for r in strip.first_rows[1:])))
-        },
-        "positions: keys moved": {"unit_positions": replace(pairs, keys=tuple(key + 1 for key in pairs.keys))},
-        "positions: one lost": {"unit_positions": replace(pairs, rows=pairs.rows[1:], keys=pairs.keys[1:])},
-        "histogram: signs turned": {"o_error": replace(histogram, counts=histogram.counts[::-1])},
-        "histogram: half a bin off": {"o_error": replace(histogram, lowest=histogram.lowest + histogram.width / 2)},
-        "histogram: the tails lost": {"o_error": replace(histogram, below=0, above=0)},
-        "alignment: signs turned": {"alignment": replace(alignment, aligned=tuple(1 - a for a in known))},
-        "alignment: contributions turned": {
-            "alignment": replace(alignment, contribution=tuple(-c for c in alignment.contribution))
-        },
-        "dq: observed for predicted": {"dq": replace(figures.dq, predicted=figures.dq.observed)},
-        "dq: squares for norms": {"dq": replace(figures.dq, predicted=tuple(p * p for p in figures.dq.predicted))},
-        "dw_q: features turned": {"dw_q": replace(figures.dw_q, observed=figures.dw_q.observed[::-1])},
-        "max_logit: of magnitudes": {"max_logit": figures.max_logit * 1.001},
-    }
-    return replace(figures, **changes[what])
+def moved_strip(strip: RowStrip) -> RowStrip:
+    return replace(strip, first_rows=(0, *(row + 1 for row in strip.first_rows[1:])))
 
 
-MUTANTS = [
-    "rows: off by one", "strip: the definitions swapped", "strip: groups moved by a row", "positions: keys moved",
-    "positions: one lost", "histogram: signs turned", "histogram: half a bin off", "histogram: the tails lost",
-    "alignment: signs turned", "alignment: contributions turned", "dq: observed for predicted", "dq: squares for norms",
-    "dw_q: features turned", "max_logit: of magnitudes",
-]  # fmt: skip
+# What a bug could make of a figure, by the check that must see it and what is wrong.
+MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "rows: off by one": ("rows", lambda runs: replace(runs, row=tuple(row + 1 for row in runs.row))),
+    "strip: the definitions swapped": ("strip", lambda strip: replace(strip, exact=strip.unit, unit=strip.exact)),
+    "strip: groups moved by a row": ("strip", moved_strip),
+    "positions: keys moved": ("unit_positions", lambda p: replace(p, keys=tuple(key + 1 for key in p.keys))),
+    "positions: one lost": ("unit_positions", lambda p: replace(p, rows=p.rows[1:], keys=p.keys[1:])),
+    "histogram: signs turned": ("o_error", lambda h: replace(h, counts=h.counts[::-1])),
+    "histogram: half a bin off": ("o_error", lambda h: replace(h, lowest=h.lowest + h.width / 2)),
+    "histogram: the tails lost": ("o_error", lambda h: replace(h, below=0, above=0)),
+    "alignment: signs turned": ("alignment", lambda a: replace(a, aligned=tuple(1 - (x or 0.0) for x in a.aligned))),
+    "alignment: contributions turned": (
+        "alignment",
+        lambda a: replace(a, contribution=tuple(-c for c in a.contribution)),
+    ),
+    "dq: observed for predicted": ("dq", lambda dq: replace(dq, predicted=dq.observed)),
+    "dq: squares for norms": ("dq", lambda dq: replace(dq, predicted=tuple(p * p for p in dq.predicted))),
+    "dw_q: features turned": ("dw_q", lambda dw_q: replace(dw_q, observed=dw_q.observed[::-1])),
+    "max_logit: of magnitudes": ("max_logit", lambda largest: largest * 1.001),
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_checks_reject(mutant: str) -> None:
-    capture = stored("gpt2_step637_L2H6")
-    head = inspected("gpt2_step637_L2H6").captures[0].observations[0].heads[0]
-    assert head.figures is not None
-    truth = truth_of(capture, "observed", 0)
-    check = CHECKS[mutant.partition(":")[0]]
-    check(head.figures, truth)
+    figures = some(first_head(inspected("gpt2_step637_L2H6")).figures)
+    truth = truth_of(stored("gpt2_step637_L2H6"), "observed", 0)
+    check, (field, change) = CHECKS[mutant.partition(":")[0]], MUTANTS[mutant]
+    check(figures, truth)
     with pytest.raises(AssertionError):
-        check(changed(head.figures, mutant), truth)
+        check(replace(figures, **{field: change(getattr(figures, field))}), truth)
 
 
 def tensors(batch: int = 1, heads: int = 1, kv_heads: int = 1, length: int = 48, d: int = 16) -> dict[str, Tensor]:
     """BF16 inputs with pairs of equal keys, and an O and dQ that nearly fit."""
-    generator = torch.Generator().manual_seed(length)
-    q, do = (torch.randn(batch, heads, length, d, generator=generator).bfloat16() for _ in range(2))
-    k, v = (torch.randn(batch, kv_heads, length, d, generator=generator).bfloat16() for _ in range(2))
-    k[:, :, 1::2] = k[:, :, : length - 1 : 2] if length > 1 else k[:, :, 1::2]
-    o, dq = torch.empty_like(q), torch.empty_like(q)
-    for b in range(batch):
-        for h in range(heads):
-            g = h * kv_heads // heads
-            found = sequence(q[b, h], k[b, g], v[b, g], do=do[b, h])
-            o[b, h], dq[b, h] = found.out.bfloat16(), some(found.true_dq).bfloat16()
-    return {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}
+    given = rounded_inputs(heads, length, batch=batch, kv_heads=kv_heads, d=d, seed=length)
+    given["k"][:, :, 1::2] = given["k"][:, :, : length - 1 : 2]
+    given["o"] = true_o(given["q"], given["k"], given["v"]).bfloat16()
+    return given | {"dq": rounded_dq(given)}
 
 
 def direct(given: dict[str, Tensor], head: int, mask: Tensor | None = None) -> list[Sequence]:
@@ -427,8 +375,7 @@ def test_what_a_capture_lacks_has_no_figure(present: tuple[str, ...]) -> None:
     if {"o", "dq"} & set(present):
         assert_all_heads(given)
         return
-    figures = attn_diag.inspect(**given, causal=True, device="cpu").captures[0].observations[0].heads[0].figures  # type: ignore[arg-type]
-    assert figures is not None
+    figures = some(first_head(attn_diag.inspect(**given, causal=True, device="cpu")).figures)  # type: ignore[arg-type]
     assert figures.o_error is not None
     assert (figures.alignment is None) == (figures.dq is None) == ("do" not in present)
 
@@ -438,9 +385,9 @@ def test_rows_that_see_no_key_are_named_as_left_out() -> None:
     mask[5:8] = False
     mask[20] = False
     (head,) = assert_all_heads(tensors(), mask)
-    assert head.figures is not None
-    assert head.rows_fully_masked == 4
-    assert (head.figures.rows.first, head.figures.rows.row) == ((0, 5, 17), (0, 8, 21))
+    rows = some(head.figures).rows
+    assert (head.rows_all, head.rows_fully_masked) == (44, 4)
+    assert (rows.first, rows.row) == ((0, 5, 17), (0, 8, 21))
 
 
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "do", "o", "dq"])
@@ -451,18 +398,18 @@ def test_rows_with_nan_are_named_as_left_out(tensor: str) -> None:
     # A key is seen by itself and every later row, in both query heads that share it.
     lost = 18 if tensor in "kv" else 1
     assert heads[0].rows_nonfinite == lost
-    assert heads[0].figures is not None
-    assert heads[0].figures.rows.rows == 96 - lost
+    assert some(heads[0].figures).rows.rows == 96 - lost
 
 
 def test_no_usable_row() -> None:
     given = tensors()
     given["q"] = torch.full_like(given["q"], math.nan)
     (head,) = assert_all_heads(given)
-    assert head.figures is not None
-    assert head.figures.strip.first_rows == ()
-    assert head.figures.o_error is None
-    assert head.figures.max_logit is None
+    assert head.rows_all == 0
+    assert some(head.verdict).labels == ("undecided",)
+    figures = some(head.figures)
+    assert figures.strip.first_rows == ()
+    assert (figures.o_error, figures.max_logit) == (None, None)
 
 
 def test_an_emulated_recipe_has_figures_of_its_own() -> None:
@@ -473,10 +420,8 @@ def test_an_emulated_recipe_has_figures_of_its_own() -> None:
     two = attn_diag.inspect(**given, causal=True, recipes=["qiu2025"], device="cpu").captures[0].observations  # type: ignore[arg-type]
     q, k, v, do = (given[name][0, 0].double() for name in ("q", "k", "v", "do"))
     run = emulate_head(preset("qiu2025", "bf16", 32), AttentionHead(q, k, v, do, 32**-0.5, Masking("top-left")))
-    assert run.o is not None
-    assert run.dq is not None
     check_all(two[0].heads[0], direct(given, 0))
-    emulated = {**given, "o": run.o[None, None], "dq": run.dq[None, None]}
+    emulated = {**given, "o": run.o[None, None], "dq": some(run.dq)[None, None]}
     figures = some(two[1].heads[0].figures)
     for name in ("strip", "positions", "histogram", "alignment"):
         CHECKS[name](figures, direct(emulated, 0))
@@ -498,8 +443,7 @@ def test_equal_keys_keep_sixteen_positions_a_row() -> None:
     given = tensors(length=40)
     given["k"] = given["k"][:, :, :1].expand_as(given["k"]).contiguous()
     del given["o"], given["dq"]
-    figures = attn_diag.inspect(**given, causal=True, device="cpu").captures[0].observations[0].heads[0].figures  # type: ignore[arg-type]
-    assert figures is not None
+    figures = some(first_head(attn_diag.inspect(**given, causal=True, device="cpu")).figures)  # type: ignore[arg-type]
     assert figures.unit_positions.total == sum(range(2, 41))
     assert max(figures.unit_positions.rows.count(row) for row in range(40)) == 16
     assert figures.strip.unit == tuple(range(1, 41))
@@ -558,21 +502,9 @@ def test_an_error_of_zero_is_in_the_middle_of_a_bin() -> None:
 def test_options_of_attention_reach_the_figures(options: dict[str, Any]) -> None:
     """Norms by group make the relative errors that are reported, which other tests hold against the oracle."""
     given: dict[str, Any] = {**tensors(), "causal": True}
-    plain, head = (
-        attn_diag.inspect(**given, **more, device="cpu").captures[0].observations[0].heads[0] for more in ({}, options)
-    )
+    plain, head = (first_head(attn_diag.inspect(**given, **more, device="cpu")) for more in ({}, options))
     for entry in (plain, head):
-        assert entry.figures is not None
-        assert entry.figures.dq is not None
-        ratio = math.hypot(*some(entry.figures.dq.predicted)) / math.hypot(*entry.figures.dq.reference)
+        dq = some(some(entry.figures).dq)
+        ratio = math.hypot(*some(dq.predicted)) / math.hypot(*dq.reference)
         assert ratio == pytest.approx(some(entry.propagation.dq).predicted_relative_error, rel=1e-12)
     assert plain.figures != head.figures
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", SHARED)
-def test_figures_made_on_a_gpu(name: str) -> None:
-    capture = stored(name)
-    for observation in inspect_captures([capture], device="cuda").captures[0].observations:
-        for head in observation.heads[:-1]:
-            check_all(head, truth_of(capture, observation.name, some(head.head) - capture.metadata.head_offset))

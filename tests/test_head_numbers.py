@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from builders import some
+from command_line import Run
 
 import attn_diag
 from attn_diag.kernels import emulate_head, preset
@@ -91,8 +92,7 @@ def test_a_head_that_the_capture_lacks_is_refused(
 def test_repeated_maxima_takes_the_models_number(plain: attn_diag.Capture, shifted: attn_diag.Capture) -> None:
     def repeated(capture: attn_diag.Capture, head: int | None = None) -> list[int]:
         found = attn_diag.repeated_maxima(capture, head=head, device="cpu")["exact"]
-        assert found is not None
-        return [int(count) for count in found.multiplicity]
+        return [int(count) for count in some(found).multiplicity]
 
     assert sum(repeated(plain, 0)) < sum(repeated(plain, 1))
     assert repeated(shifted, 6) == repeated(shifted) == repeated(plain, 0)
@@ -126,9 +126,8 @@ def test_a_head_without_a_usable_row_is_named_by_the_models_number(shifted: attn
 def test_figures_of_a_head_of_the_model(shifted: attn_diag.Capture) -> None:
     found = attn_diag.paper_figures(shifted, head=7, device="cpu")
     assert found.chosen.head == 7
-    assert found.prefix is not None
-    row, feature = found.prefix.row, found.prefix.feature
-    assert found.prefix.error[-1] == attn_diag.microscope(shifted, row, feature, head=7).curve.points[-1].error
+    prefix = some(found.prefix)
+    assert prefix.error[-1] == attn_diag.microscope(shifted, prefix.row, prefix.feature, head=7).curve.points[-1].error
 
 
 COMMANDS = {
@@ -139,29 +138,13 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_take_the_models_number(
-    command: str,
-    shifted: attn_diag.Capture,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from attn_diag.cli import main
-
+def test_commands_take_the_models_number(command: str, shifted: attn_diag.Capture, tmp_path: Path, run: Run) -> None:
     file = shifted.save(tmp_path / "heads_6_and_7.safetensors")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        line = ["attn-diag", command, str(file), "--device", "cpu", "--json", "-", *COMMANDS[command], *arguments]
-        monkeypatch.setattr(sys, "argv", line)
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        said = capsys.readouterr()
-        return int(stopped.value.code or 0), said.out, said.err
-
+    line = [command, file, "--device", "cpu", "--json", "-", *COMMANDS[command]]
     for arguments, head in (([], 6), (["--head", "6"], 6), (["--head", "7"], 7)):
-        code, out, _ = run(*arguments)
+        code, out, _ = run(*line, *arguments)
         document = json.loads(out)
         assert (code, document.get("head", document.get("results", [{}])[0].get("head"))) == (0, head)
-    code, out, err = run("--head", "1")
+    code, out, err = run(*line, "--head", "1")
     assert (code, out) == (2, "")
     assert NONE_OF_1 in err

@@ -20,14 +20,7 @@ from attn_diag import Identification
 from attn_diag.head import recipe_search as search
 from attn_diag.head.baseline import recognise
 from attn_diag.head.read import NonFiniteCensus, read_head
-from attn_diag.head.recipe_candidates import (
-    describe_schedule,
-    families,
-    family_name,
-    known_name,
-    mixtures,
-    schedules,
-)
+from attn_diag.head.recipe_candidates import describe_schedule, families, family_name, known_name, mixtures, schedules
 from attn_diag.head.recipe_search import Match, choose_rows
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.results.identification import Identifications
@@ -301,20 +294,13 @@ def test_json_round_trip() -> None:
 
 def test_command_line(tmp_path: Path, run: Run) -> None:
     target = tmp_path / "out.json"
-    done = run(
-        "identify",
-        CAPTURES / "gqa_T200.safetensors",
-        CAPTURES / "pair_T256.safetensors",
-        "--rows",
-        64,
-        "--json",
-        target,
-    )
+    grouped, pair = (CAPTURES / f"{name}.safetensors" for name in ("gqa_T200", "pair_T256"))
+    done = run("identify", grouped, pair, "--rows", 64, "--json", target)
     assert done.code == 0
     document = json.loads(target.read_text())
     assert [r["observation"] for r in document["results"]] == ["observed", "cudnn", "efficient", "flash"]
     assert "cudnn reproduces" in done.out
-    alone = run("identify", CAPTURES / "gqa_T200.safetensors", "--head", "2,5", "--rows", 64, "--json", "-")
+    alone = run("identify", grouped, "--head", "2,5", "--rows", 64, "--json", "-")
     assert [r["head"] for r in json.loads(alone.out)["results"]] == [2, 5]
 
 

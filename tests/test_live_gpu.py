@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from builders import some
-from tiny_models import nano_gpt, next_token_loss, same, tokens, train
+from builders import holds, some
+from tiny_models import nano_gpt, next_token_loss, only, same, tokens, train, written
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 import attn_diag
 from attn_diag.captures.capture import Capture
-from attn_diag.head.assumptions import check_assumptions
 
 pytestmark = pytest.mark.gpu
 LENGTH = 333
@@ -26,6 +25,7 @@ BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# In a variable of this module, where it is looked for.
 compiled_flex: Any = None
 
 
@@ -34,18 +34,6 @@ def inputs(key_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     shapes = [(2, heads, LENGTH, dim) for heads in (4, key_heads, key_heads)]
     q, k, v = (torch.randn(shape, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for shape in shapes)
     return q, k, v
-
-
-def only(recorder: Any) -> Capture:
-    assert not recorder.dropped
-    (path,) = recorder.written
-    return attn_diag.load(path)
-
-
-def holds(capture: Capture) -> bool:
-    checked = check_assumptions(capture, ["observed"], torch.device("cuda"))
-    assert checked.ok, checked.message
-    return checked.ok
 
 
 def exact_lse(capture: Capture) -> Tensor:
@@ -75,7 +63,7 @@ def test_backends(backend: str, dim: int, key_heads: int, tmp_path: Path) -> Non
             torch.autograd.backward(o, upstream)
     capture = only(recorder)
     assert capture.metadata.kernel == f"torch SDPA {backend}"
-    assert holds(capture)
+    assert holds(capture, "cuda")
     tensors = {name: t[...] for name, t in capture.tensors.items()}
     assert torch.equal(tensors["o"], o.detach().cpu())
     assert torch.equal(tensors["do"], upstream.cpu())
@@ -111,7 +99,7 @@ def test_compiled_flex_attention(masked: bool, tmp_path: Path) -> None:
         o, lse = compiled_flex(q, k, v, block_mask=block_mask, enable_gqa=True, return_lse=True)
         torch.autograd.backward(o, torch.ones_like(o))
     capture = only(recorder)
-    assert holds(capture)
+    assert holds(capture, "cuda")
     assert torch.equal(capture.tensors["lse"][...], lse.detach().cpu())
     for name, t in (("dq", q), ("dk", k), ("dv", v)):
         assert torch.equal(capture.tensors[name][...], some(t.grad).cpu()), name
@@ -134,10 +122,10 @@ def test_transformers(how: str, tmp_path: Path) -> None:
             loss = model(input_ids=ids, labels=ids).loss
         torch.autograd.backward(loss)
         optimizer.step()
-    captures = [attn_diag.load(path) for path in sorted(recorder.written)]
+    captures = written(recorder)
     assert len(captures) == 2
     for layer, capture in enumerate(captures):
-        assert holds(capture)
+        assert holds(capture, "cuda")
         assert {"do", "dq", "dk", "dv", "x", "w_q", "dq_pre"} <= capture.tensors.keys()
         tensors = {name: capture.tensors[name][...].double() for name in ("dq_pre", "x")}
         made = torch.einsum("bhtd,btc->hdc", tensors["dq_pre"], tensors["x"]).flatten(0, 1)
@@ -174,7 +162,6 @@ def test_bits_stay(checkpointing: bool | None, backend: str, tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == 12
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_a_compiled_model_runs_as_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny = nano_gpt()
@@ -203,8 +190,7 @@ def test_other_streams(tmp_path: Path) -> None:
                 expected[number] = (q.detach().cpu(), some(k.grad).cpu())
                 del q, k, v, o, base, noise
                 torch.full((64, 1024, 1024), torch.nan, device="cuda")
-    captures = [attn_diag.load(path) for path in recorder.written]
-    found = {int(c.metadata.extra["call"]): c for c in captures}
+    found = {int(c.metadata.extra["call"]): c for c in written(recorder)}
     assert sorted(found) == sorted(expected)
     for number, (q, dk) in expected.items():
         assert torch.equal(found[number].tensors["q"][...], q)
@@ -232,8 +218,7 @@ def test_a_model_that_moves(tmp_path: Path) -> None:
             torch.autograd.backward(next_token_loss(model, tokens().to(device)))
             optimizer.step()
             optimizer.zero_grad()
-    devices = [attn_diag.load(path).metadata.device for path in sorted(recorder.written)]
-    assert devices == ["cpu", torch.cuda.get_device_name(), "cpu"]
+    assert [c.metadata.device for c in written(recorder)] == ["cpu", torch.cuda.get_device_name(), "cpu"]
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")

@@ -1,9 +1,13 @@
-"""A captured run is the same run, bit for bit, and nothing of ours is left in it."""
+"""A captured run is the same run, bit for bit, and nothing of ours is left in it, whatever its loop is like."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import io
+import os
+import pickle
 import sys
 import threading
 import weakref
@@ -19,19 +23,23 @@ from tiny_models import (
     LENGTH,
     TRANSFORMERS,
     Tiny,
+    hooks_of,
     nano_gpt,
     next_token_loss,
     same,
+    steps,
     tokens,
     train,
     transformer_encoder,
+    transformers_model,
+    written,
 )
-from tiny_models import transformers_model as transformers_tiny
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attn_diag
-from attn_diag.watching.live import intercept, recorder
+from attn_diag.errors import InputError
+from attn_diag.watching.live import intercept, linear_layers, pending, recorder, watch
 
 KINDS: dict[str, Callable[[], Tiny]] = {
     "nano_gpt": nano_gpt,
@@ -76,15 +84,6 @@ def traces() -> list[str]:
     return found
 
 
-def hooks_of(model: nn.Module) -> list[str]:
-    return [
-        f"{name}.{key}"
-        for name, part in model.named_modules()
-        for key, value in vars(part).items()
-        if "hooks" in key and value
-    ]
-
-
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     yield
@@ -124,7 +123,7 @@ def test_bits_stay(kind: str, autocast: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "how"), _HUGGING_FACE, ids=["-".join(case) for case in _HUGGING_FACE])
 def test_bits_stay_in_transformers(kind: str, how: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    check_same(lambda: transformers_tiny(kind, how), tmp_path, autocast=True)
+    check_same(lambda: transformers_model(kind, how), tmp_path, autocast=True)
 
 
 def test_a_changed_bit_is_seen() -> None:
@@ -171,8 +170,6 @@ def test_nothing_stays_after_an_exception(where: str, error: type[BaseException]
 
 @pytest.mark.parametrize("part", ["Watch", "_prepare", "Projections", "install"])
 def test_nothing_stays_where_it_cannot_start(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_diag.watching.live import watch
-
     def fail(*_: object) -> None:
         raise _StopError
 
@@ -188,25 +185,17 @@ def test_nothing_stays_where_it_cannot_start(part: str, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("order", ["nested", "crossed"])
 def test_two_at_once(order: str, tmp_path: Path) -> None:
     tiny = nano_gpt()
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
     every = attn_diag.capture(tiny.model, tmp_path / "every", batch=None).start()
-    step(tiny, optimizer)
+    steps(tiny)
     second = attn_diag.capture(tiny.model, tmp_path / "second", layers={1}).start()
-    step(tiny, optimizer)
-    (second if order == "nested" else every).close()
-    step(tiny, optimizer)
-    (every if order == "nested" else second).close()
-    step(tiny, optimizer)
+    steps(tiny)
+    for recording in (second, every) if order == "nested" else (every, second):
+        recording.close()
+        steps(tiny)
     assert [len(every.written), len(second.written)] == ([6, 1] if order == "nested" else [4, 2])
     mine, theirs = (attn_diag.load(folder.written[-1]) for folder in (every, second))
     assert mine.metadata.extra["run"] != theirs.metadata.extra["run"]
     assert not hooks_of(tiny.model)
-
-
-def step(tiny: Tiny, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    torch.autograd.backward(tiny.loss(tiny.model))
-    optimizer.step()
 
 
 def test_shapes_dtype_and_device_change_between_steps(tmp_path: Path) -> None:
@@ -221,61 +210,41 @@ def test_shapes_dtype_and_device_change_between_steps(tmp_path: Path) -> None:
             optimizer.step()
         model.to("meta")
         model(tokens().to("meta"))
-    captures = [attn_diag.load(path) for path in sorted(recording.written)]
-    found = [(c.q_length, c.batch, c.tensors["q"].dtype) for c in captures[:4]]
+    found = [(c.q_length, c.batch, c.tensors["q"].dtype) for c in written(recording)[:4]]
     single, double = torch.float32, torch.float64
     assert found == [(20, 2, single), (13, 1, single), (1, 2, single), (17, 1, double)]
     assert not hooks_of(model)
 
 
-BROKEN = ["wants", "wants_step", "forward", "backward", "step_ended"]
+LISTENERS = [(recorder.Recorder, name) for name in ("wants", "wants_step", "forward", "backward", "step_ended")]
+HOOKS = [(linear_layers.Projections, "find"), (pending.Pending, "_from_node"), (linear_layers, "_Seen")]
 
 
-@pytest.mark.parametrize("callback", BROKEN)
-def test_a_listener_that_raises_is_only_logged(
-    callback: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("broken", [*([one] for one in LISTENERS), HOOKS], ids=lambda b: " ".join(n for _, n in b))
+def test_what_raises_of_ours_is_only_logged(
+    broken: list[tuple[Any, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone = train(nano_gpt(), contextlib.nullcontext())
 
     def fail(*_: object) -> None:
         raise RuntimeError("ours, not theirs")
 
-    monkeypatch.setattr(recorder.Recorder, callback, fail)
+    for owner, name in broken:
+        monkeypatch.setattr(owner, name, fail)
     tiny = nano_gpt()
     assert same(alone, train(tiny, attn_diag.capture(tiny.model, tmp_path)))
-    assert 1 <= caplog.text.count("ours, not theirs") <= 2
-
-
-def test_hooks_that_raise_are_only_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from attn_diag.watching.live import linear_layers, pending
-
-    alone = train(nano_gpt(), contextlib.nullcontext())
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("ours, not theirs")
-
-    monkeypatch.setattr(linear_layers.Projections, "find", fail)
-    monkeypatch.setattr(pending.Pending, "_from_node", fail)
-    monkeypatch.setattr(linear_layers, "_Seen", fail)
-    tiny = nano_gpt()
-    assert same(alone, train(tiny, attn_diag.capture(tiny.model, tmp_path)))
-    assert "ours, not theirs" in caplog.text
+    assert 1 <= caplog.text.count("ours, not theirs") <= 2 * len(broken)
 
 
 def test_warnings_as_errors_do_not_stop_training(tmp_path: Path, programs: Programs) -> None:
     script = """
 import sys, warnings
 warnings.simplefilter("error")
-import torch, attn_diag
-from tiny_models import nano_gpt, transformer_encoder
+import attn_diag
+from tiny_models import nano_gpt, steps, transformer_encoder
 for number, tiny in enumerate((nano_gpt(), nano_gpt(False), transformer_encoder())):
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
     with attn_diag.capture(tiny.model, f"{sys.argv[1]}/{number}", max_bytes=10_000) as recorder:
-        for _ in range(2):
-            tiny.loss(tiny.model).backward()
-            optimizer.step()
+        steps(tiny, 2)
     assert recorder.dropped, "nothing to be warned of"
 print("trained")
 """
@@ -317,13 +286,12 @@ def test_a_compiled_function_around_a_model(tmp_path: Path, caplog: pytest.LogCa
 def test_nothing_is_kept_alive(tmp_path: Path) -> None:
     """Neither by what was not chosen, nor by a step that is over, nor by a look at a loop's variables."""
     tiny = nano_gpt()
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
     seen: list[weakref.ref[Tensor]] = []
-    tiny.model.get_submodule("h.0.attn").register_forward_hook(lambda *given: seen.append(weakref.ref(given[2])))
-    tiny.model.get_submodule("head").register_forward_hook(lambda *given: seen.append(weakref.ref(given[2])))
+    for name in ("h.0.attn", "head"):
+        tiny.model.get_submodule(name).register_forward_hook(lambda *given: seen.append(weakref.ref(given[2])))
     with attn_diag.capture(tiny.model, tmp_path, steps={0, 1}):
         for _ in range(3):
-            step(tiny, optimizer)
+            steps(tiny)
             gc.collect()
             assert not [ref for ref in seen if ref() is not None]
 
@@ -353,3 +321,100 @@ def test_logits_go_with_their_forward(tmp_path: Path) -> None:
         alive = weakref.ref(logits)
         del logits
         assert alive() is None
+
+
+# Loops that are not the plain one: copies and pickles of the model, two optimizers, checkpointing, forks.
+
+
+def test_a_copy_or_pickle_of_the_model_has_nothing_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = nano_gpt().model, tokens()
+    with attn_diag.capture(model, tmp_path), attn_diag.Monitor(model, every=1):
+        assert hooks_of(model)
+        twin = copy.deepcopy(model)
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        assert torch.equal(twin(ids), model(ids))
+    assert not hooks_of(model)
+    buffer.seek(0)
+    for other in (twin, pickle.loads(pickle.dumps(twin)), torch.load(buffer, weights_only=False)):
+        assert torch.equal(other(ids), model(ids))
+    assert "not recorded" not in caplog.text
+
+
+def test_another_models_optimizer_ends_no_step_of_ours(tmp_path: Path) -> None:
+    model, critic, ids = nano_gpt().model, nn.Linear(4, 1), tokens()
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=1e-3) for m in (model, critic))
+    with attn_diag.capture(model, tmp_path) as recording, attn_diag.Monitor(model, every=1) as monitor:
+        for _ in range(3):
+            loss = next_token_loss(model, ids)
+            torch.autograd.backward(critic(torch.ones(2, 4)).mean())
+            theirs.step()
+            torch.autograd.backward(loss)
+            ours.step()
+        recording.drain()
+        metrics = monitor.metrics(wait=True)
+    # The first iteration does not know yet whose optimizer is whose.
+    late = [capture for capture in written(recording) if capture.metadata.step]
+    assert len(late) >= 4
+    assert all("dq" in capture.tensors for capture in late)
+    assert metrics["attn/dq_share/max"] > 0
+
+
+@pytest.mark.usefixtures("fresh_heap")
+def test_checkpointing_keeps_its_memory(tmp_path: Path) -> None:
+    def held(checkpointing: bool | None, watched: bool) -> int:
+        """Bytes of the tensors that are alive between forward and backward."""
+        model, ids = nano_gpt(checkpointing).model, tokens().repeat(16, 1)
+        gc.collect()
+        before = {id(o) for o in gc.get_objects() if type(o) is Tensor}
+        folder = tmp_path / f"{checkpointing} {watched}"
+        with contextlib.ExitStack() as watching:
+            if watched:
+                watching.enter_context(attn_diag.capture(model, folder, heads=[0]))
+                watching.enter_context(attn_diag.Monitor(model, every=1, rows=8))
+            loss = next_token_loss(model, ids)
+            gc.collect()
+            new = [o.untyped_storage() for o in gc.get_objects() if type(o) is Tensor and id(o) not in before]
+            torch.autograd.backward(loss)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in new}.values())
+
+    plain, watched, without = held(False, False), held(False, True), held(None, True)
+    # Of one of 32 sequences a copy is kept; without checkpointing the graph keeps all of them.
+    assert watched - plain < 0.25 * (without - plain)
+
+
+def test_frozen_projections_are_monitored_too() -> None:
+    model, ids = nano_gpt().model, tokens()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name.startswith(("h.1", "head")))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with attn_diag.Monitor(model, every=1) as monitor:
+        torch.autograd.backward(next_token_loss(model, ids))
+        optimizer.step()
+        monitor.metrics(wait=True)
+        assert [layer.layer for layer in monitor.history[-1].layers] == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # has several threads
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_captures_nothing(tmp_path: Path) -> None:
+    model = nano_gpt().model
+    with attn_diag.capture(model, tmp_path):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, str(len(intercept._observers)).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(read, 10) == b"0"
+        assert len(intercept._observers) == 1
+        os.close(read)
+        os.close(write)
+
+
+def test_starting_twice_is_refused(tmp_path: Path) -> None:
+    recording = attn_diag.capture(nano_gpt().model, tmp_path)
+    with recording, pytest.raises(InputError, match="running already"):
+        recording.start()
+    assert intercept._observers == []
+    recording.close()

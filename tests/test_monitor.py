@@ -15,9 +15,9 @@ import pytest
 import torch
 from builders import some
 from command_line import Programs
+from tiny_models import HEADS, WIDTH, hooks_of, nano_gpt, next_token_loss, tokens
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import attn_diag
 from attn_diag import Monitor
@@ -28,60 +28,10 @@ from attn_diag.watching.monitoring.metrics import METRICS
 from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 from attn_diag.watching.monitoring.sample import Sample
 
-WIDTH, HEADS, CONTEXT, VOCABULARY = 48, 3, 21, 29
 
-
-class Attention(nn.Module):
-    def __init__(self, bias: bool, dropout: float) -> None:
-        super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=bias), nn.Linear(WIDTH, WIDTH)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        parts = self.c_attn(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        q, k, v = parts.unbind(0)
-        o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
-        result: Tensor = self.c_proj(o.transpose(1, 2).reshape(batch, length, WIDTH))
-        return result
-
-
-class Block(nn.Module):
-    def __init__(self, bias: bool, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.attn = nn.LayerNorm(WIDTH), Attention(bias, dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.attn(self.norm(x))
-        return result
-
-
-class Model(nn.Module):
-    def __init__(
-        self, *, layers: int = 2, bias: bool = False, dropout: float = 0.0, reentrant: bool | None = None
-    ) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.h = nn.ModuleList(Block(bias, dropout) for _ in range(layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.reentrant = reentrant
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.h:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)  # type: ignore[no-any-return]
-
-
-def batch_of(step: int, micro: int = 0, size: int = 2) -> Tensor:
-    g = torch.Generator().manual_seed(100 * step + micro)
-    return torch.randint(0, VOCABULARY, (size, CONTEXT + 1), generator=g)
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return next_token_loss(model, ids)
 
 
 def train(model: nn.Module, steps: int = 5, micro: int = 1, first: int = 0) -> list[float]:
@@ -91,7 +41,7 @@ def train(model: nn.Module, steps: int = 5, micro: int = 1, first: int = 0) -> l
     for step in range(first, first + steps):
         optimizer.zero_grad()
         for i in range(micro):
-            loss = loss_of(model, batch_of(step, i))
+            loss = loss_of(model, tokens(100 * step + i))
             loss.backward()  # type: ignore[no-untyped-call]
             seen.append(float(loss.detach()))
         optimizer.step()
@@ -117,7 +67,7 @@ def watched(model: nn.Module, steps: int = 4, micro: int = 1, **options: Any) ->
 
 
 def test_its_numbers_are_those_of_a_capture_inspected(tmp_path: Path) -> None:
-    model = Model()
+    model = nano_gpt().model
     with attn_diag.capture(model, tmp_path, steps=[2]), Monitor(model, every=2) as monitor:
         train(model, 3)
         found = monitor.metrics(per_head=True)
@@ -137,69 +87,58 @@ def test_its_numbers_are_those_of_a_capture_inspected(tmp_path: Path) -> None:
 
 
 def test_losses_gradients_and_weights_are_the_same_bits() -> None:
-    bare = train(Model())
-    model = Model()
+    bare = train(nano_gpt().model)
+    model = nano_gpt().model
     with Monitor(model, every=1) as monitor:
         assert train(model) == bare
     assert len(monitor.history) == 5
-    assert train(Model(), first=1) != bare, "the comparison can fail"
+    assert train(nano_gpt().model, first=1) != bare, "the comparison can fail"
 
 
 def test_nothing_stays_behind() -> None:
     before = functional.scaled_dot_product_attention
-    model = Model()
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]
+    model = nano_gpt().model
     monitor = Monitor(model)
     assert functional.scaled_dot_product_attention is not before
+    assert hooks_of(model)
     train(model, 1)
     monitor.close()
     monitor.close()
     assert functional.scaled_dot_product_attention is before
-    assert [
-        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()
-    ] == hooks
+    assert not hooks_of(model)
     assert monitor.metrics()["attn/step"] == 0
 
 
 def test_only_the_first_micro_batch_counts() -> None:
-    whole = watched(Model(), micro=1, steps=1)[0]
-    assert same(watched(Model(), micro=3, steps=1)[0], whole)
-    other = Model()
+    whole = watched(nano_gpt().model, micro=1, steps=1)[0]
+    assert same(watched(nano_gpt().model, micro=3, steps=1)[0], whole)
+    # Where another micro-batch comes first, the check says otherwise.
+    other = nano_gpt().model
     with Monitor(other, every=2) as monitor:
-        loss_of(other, batch_of(0, 1)).backward()  # type: ignore[no-untyped-call]
+        loss_of(other, tokens(1)).backward()  # type: ignore[no-untyped-call]
         train(other, 1)
     assert not same(monitor.history[0], whole)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_gives_the_same(reentrant: bool) -> None:
-    plain, checkpointed = watched(Model()), watched(Model(reentrant=reentrant))
+    plain, checkpointed = watched(nano_gpt().model), watched(nano_gpt(reentrant).model)
     assert [c.step for c in checkpointed] == [0, 2]
     for a, b in zip(plain, checkpointed, strict=True):
         assert same(a, b)
 
 
-def test_a_bias_does_not_hide_dw_q() -> None:
-    (layer, *_) = watched(Model(bias=True), steps=1)[0].layers
-    assert (layer.values["dw_q_share"] > 0).all()
-
-
 def test_options_choose_steps_layers_and_samples() -> None:
-    model = Model(layers=3)
+    model = nano_gpt(layers=3).model
     with Monitor(model, every=3, layers={1}, rows=7, sequences=2, first_step=5) as monitor:
         train(model, 6)
     assert [c.step for c in monitor.history] == [6, 9]
     assert [layer.layer for layer in monitor.history[0].layers] == [1]
     assert monitor.history[0].layers[0].module == "h.1.attn"
-    for wrong in ({"every": 0}, {"rows": 0}, {"sequences": -1}):
-        with pytest.raises(attn_diag.InputError, match="1 or more"):
-            Monitor(model, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(attn_diag.InputError, match="above 0"):
-        Monitor(model, false_alarm_rate=0)
 
 
 def test_names_for_loggers() -> None:
-    model = Model()
+    model = nano_gpt().model
     with Monitor(model, every=2) as monitor:
         assert monitor.metrics() == {}
         assert "no check yet" in repr(monitor) + monitor.table()
@@ -215,7 +154,7 @@ def test_names_for_loggers() -> None:
     } <= set(flat)
     values = [heads[f"attn/layer{i:02d}/head{h:02d}/w_q_norm"] for i in range(2) for h in range(HEADS)]
     assert flat["attn/w_q_norm/max"] == max(values)
-    assert flat["attn/w_q_norm/mean"] == pytest.approx(sum(values) / 6)
+    assert flat["attn/w_q_norm/mean"] == pytest.approx(sum(values) / len(values))
     weight = model.get_parameter("h.0.attn.c_attn.weight").detach()[:WIDTH]
     assert max(values[:HEADS]) < float(torch.linalg.matrix_norm(weight, 2)) * 1.1
     assert len(monitor.table().splitlines()) == 4
@@ -224,17 +163,17 @@ def test_names_for_loggers() -> None:
 
 def test_a_log_is_replayed(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "monitor.jsonl"
-    history = watched(Model(), log=path)
+    history = watched(nano_gpt().model, log=path)
     logged = list(read_log(path))
     assert [c.step for c in logged] == [0, 2]
     assert all(same(a, b, rel=1e-7) for a, b in zip(logged, history, strict=True))
     assert replay(logged) == ()
     with pytest.raises(attn_diag.InputError, match="cannot write"):
-        Monitor(Model(), log=path / "under a file")
+        Monitor(nano_gpt().model, log=path / "under a file")
 
 
 def test_a_resumed_run_goes_on_with_its_history(tmp_path: Path) -> None:
-    path, model = tmp_path / "monitor.jsonl", Model()
+    path, model = tmp_path / "monitor.jsonl", nano_gpt().model
     with Monitor(model, every=1, log=path) as monitor:
         train(model, 3)
     for history, steps in ((list(read_log(path)), [0, 1, 2]), ([], [2])):
@@ -261,8 +200,8 @@ def test_an_alarm_remembers_what_was_before_a_restart(tmp_path: Path) -> None:
         assert bool(monitor.alarms) == alarms
 
 
-def broken_model() -> Model:
-    model = Model()
+def broken_model() -> nn.Module:
+    model = nano_gpt().model
     with torch.no_grad():
         model.get_parameter("h.1.attn.c_attn.weight")[0, 0] = math.nan
     return model
@@ -305,7 +244,7 @@ def failing(*_: Any, **__: Any) -> Any:
 def test_its_own_failures_never_reach_the_training_loop(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bare, model = train(Model(), 2), Model()
+    bare, model = train(nano_gpt().model, 2), nano_gpt().model
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, failing)
         monitor = Monitor(model, every=1)
@@ -316,18 +255,21 @@ def test_its_own_failures_never_reach_the_training_loop(
 
 
 def test_what_cannot_be_analysed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nano_gpt().model
+    for name in ("h.0.attn", "h.1.attn"):
+        model.get_submodule(name).dropout = 0.1  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING, logger="attn_diag"):
-        assert watched(Model(dropout=0.1)) == []
+        assert watched(model) == []
     assert "is not monitored" in caplog.text
     assert "dropout" in caplog.text
     assert "no attention call" not in caplog.text
 
 
 def test_a_loop_that_does_not_train() -> None:
-    model = Model().eval()
+    model = nano_gpt().model.eval()
     with Monitor(model, every=2) as monitor, torch.no_grad():
         for step in range(4):
-            model(batch_of(step))
+            model(tokens(step))
     (first, *_) = monitor.history
     assert first.step == 0
     assert (first.layers[0].values["max_logit"] > 0).all()
@@ -336,19 +278,19 @@ def test_a_loop_that_does_not_train() -> None:
 
 
 def test_evaluation_between_steps_changes_nothing() -> None:
-    plain, model = watched(Model(), steps=3), Model()
+    plain, model = watched(nano_gpt().model, steps=3), nano_gpt().model
     with Monitor(model, every=2) as monitor:
         train(model, 1)
         model.eval()
         with torch.no_grad():
-            model(batch_of(7))
+            model(tokens(7))
         model.train()
         assert [c.step for c in monitor.history] == [0]
     assert same(monitor.history[0], plain[0])
 
 
 def test_the_call_lets_go_of_what_autograd_does_not_keep() -> None:
-    model, calls = Model(), list[AttentionCall]()
+    model, calls = nano_gpt().model, list[AttentionCall]()
     with Monitor(model, every=1) as monitor:
         real: Callable[[AttentionCall], None] = monitor.forward
 
@@ -373,7 +315,7 @@ def one_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     for case in CASES:
-        model = Model()
+        model = nano_gpt().model
         parallel = nn.parallel.DistributedDataParallel(model) if case == "ddp" else model
         layers = {0} if case == "missing" and rank else None
         with Monitor(parallel, every=2, layers=layers, log=folder / f"{case}.jsonl") as monitor:
@@ -381,7 +323,7 @@ def one_rank(rank: int, folder: Path) -> None:
             for step in range(3):
                 if case == "silent" and rank and step:
                     monitor._layers = ()
-                loss_of(parallel, batch_of(step)[rank : rank + 1]).backward()  # type: ignore[no-untyped-call]
+                loss_of(parallel, tokens(step)[rank : rank + 1]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         lines = "".join(c.to_json() + "\n" for c in monitor.history)
         (folder / f"{case}{rank}.jsonl").write_text(lines)
@@ -398,11 +340,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> P
 
 def alone(rows: slice, sequences: int) -> list[MonitorCheck]:
     """The same training steps in one process."""
-    model = Model()
+    model = nano_gpt().model
     with Monitor(model, every=2, sequences=sequences) as monitor:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
         for step in range(3):
-            loss_of(model, batch_of(step, size=2)[rows]).backward()  # type: ignore[no-untyped-call]
+            loss_of(model, tokens(step)[rows]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     return list(monitor.history)
 
@@ -466,17 +408,29 @@ def test_on_a_gpu_nothing_waits_and_memory_is_bounded() -> None:
 def test_a_monitor_that_sees_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
     watched, trained = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-    with attn_diag.Monitor(watched, every=1):
+    with Monitor(watched, every=1):
         for step in range(4):
             torch.autograd.backward(trained(torch.ones(2, 4)).sum())
             optimizer.step()
             assert ("no attention call" in caplog.text) == (step >= 2)
 
 
-def test_choices_that_cannot_be_are_refused() -> None:
-    for wrong in ({"layers": 1}, {"every": 2.5}, {"every": "50"}):
-        with pytest.raises(attn_diag.InputError, match=next(iter(wrong))):
-            attn_diag.Monitor(nn.Linear(2, 2), **wrong)
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"every": 0}, "1 or more"),
+        ({"rows": 0}, "1 or more"),
+        ({"sequences": -1}, "1 or more"),
+        ({"false_alarm_rate": 0}, "above 0"),
+        ({"layers": 1}, "layers"),
+        ({"every": 2.5}, "every"),
+        ({"every": "50"}, "every"),
+    ],
+    ids=str,
+)
+def test_choices_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(attn_diag.InputError, match=said):
+        Monitor(nn.Linear(2, 2), **wrong)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import some
+from builders import some, stored, true_o
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -43,8 +42,8 @@ def call_of(tensors: Mapping[str, Tensor], **options: Any) -> AttentionCall:
     return AttentionCall(place=place, kernel="test", **{**tensors, **options})
 
 
-def stored_call(captures: Path, name: str, observation: str) -> tuple[AttentionCall, attn_diag.Capture]:
-    capture = attn_diag.load(captures / f"{name}.safetensors")
+def stored_call(name: str, observation: str) -> tuple[AttentionCall, attn_diag.Capture]:
+    capture = stored(name)
     tensors = {n: capture.tensors[n][...] for n in ("q", "k", "v", "do", "x", "w_q") if n in capture.tensors}
     for output in ("o", "lse"):
         if (key := capture.key(observation, output)) in capture.tensors:
@@ -77,8 +76,7 @@ def made_call(seed: int = 0, hq: int = 4, hk: int = 2, tq: int = 63, tk: int = 6
 
 def inspected(capture: attn_diag.Capture, observation: str = "observed") -> list[HeadDiagnosis]:
     selection = attn_diag.Selection(observation=observation)
-    heads = attn_diag.inspect_captures([capture], selection=selection).captures[0].observations[0].heads
-    return [h for h in heads if h.head is not None]
+    return [head for _, _, head in attn_diag.inspect_captures([capture], selection=selection).entries()]
 
 
 def expected(h: HeadDiagnosis) -> dict[str, float | None]:
@@ -110,14 +108,14 @@ def differences(found: HeadMetrics, heads: list[HeadDiagnosis]) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "observation"), CASES, ids=[f"{n}:{o}" for n, o in CASES])
-def test_same_as_inspect_on_real_captures(captures: Path, name: str, observation: str) -> None:
-    call, capture = stored_call(captures, name, observation)
+def test_same_as_inspect_on_real_captures(name: str, observation: str) -> None:
+    call, capture = stored_call(name, observation)
     assert differences(head_metrics(call), inspected(capture, observation)) == []
 
 
 @pytest.mark.parametrize("mutant", ["scale", "causal", "o", "do", "x"])
-def test_the_comparison_with_inspect_can_fail(captures: Path, mutant: str) -> None:
-    call, capture = stored_call(captures, "failing_step500_L2H7", "observed")
+def test_the_comparison_with_inspect_can_fail(mutant: str) -> None:
+    call, capture = stored_call("failing_step500_L2H7", "observed")
     assert call.do is not None
     assert call.x is not None
     changed: dict[str, Any] = {
@@ -168,9 +166,8 @@ def test_entropy_and_max_logit_of_a_brute_force(options: dict[str, Any]) -> None
         scores = scores + call.mask.double()
     probs = scores.masked_fill(hidden, -math.inf).softmax(-1)
     torch.testing.assert_close(found.entropy, torch.special.entr(probs).sum(-1).mean(-1)[0], rtol=CLOSE, atol=0)
-    torch.testing.assert_close(
-        found.max_logit, logits.masked_fill(hidden, -math.inf).amax((2, 3))[0], rtol=CLOSE, atol=0
-    )
+    largest = logits.masked_fill(hidden, -math.inf).amax((2, 3))[0]
+    torch.testing.assert_close(found.max_logit, largest, rtol=CLOSE, atol=0)
 
 
 @given(st.floats(-300, 300), st.sampled_from([BF16, FP16]))
@@ -372,16 +369,15 @@ def test_past_z_is_standard_for_random_signs_and_grows_for_one_sign() -> None:
     call = with_projection(made_call(hq=2, hk=2, tq=63), channels=400)
     sample = Sample.of(call)
     past = some(head_sums(sample).sketches)
-    truth = call.o.double()
     g = torch.Generator().manual_seed(6)
     # What each argmax key's rows contribute, with signs drawn for it.
     found = rows_module.measure_rows(sample, 0, slice(0, 2))
     clusters = dense_clusters(found.top_key, found.usable)
-    reference = call.o[0].double() - _delta_error(sample)
+    reference = true_o(call.q, call.k, call.v, causal=False)[0]
     values = []
     for _ in range(200):
         signs = torch.randint(0, 2, (2, 63), generator=g).double() * 2 - 1
-        o = reference + signs.gather(1, clusters)[..., None] * (truth[0] - reference)
+        o = reference + signs.gather(1, clusters)[..., None] * (call.o[0].double() - reference)
         values.append(head_metrics(replace(call, o=o[None]), past=past[0]).past_z)
     z = torch.stack(values)
     assert z.mean(0).abs().max() < 4 / math.sqrt(200)
@@ -392,22 +388,13 @@ def test_past_z_is_standard_for_random_signs_and_grows_for_one_sign() -> None:
     assert (again.coherence_with_past > 0.999).all()
 
 
-def _delta_error(sample: Sample) -> Tensor:
-    """O_obs - O_ref [Hq, R, Dv], from what it contributes to delta."""
-    assert sample.do is not None
-    gradient = some(rows_module.measure_rows(sample, 0, slice(0, 2)).gradient)
-    return gradient.contributions / sample.do[0].double()
-
-
 @pytest.mark.parametrize("lowest", [-math.inf, torch.finfo(torch.bfloat16).min], ids=["-inf", "finfo.min"])
 def test_keys_that_an_additive_mask_hides_have_no_logit(lowest: float) -> None:
     hidden = torch.ones(63, 63, dtype=torch.bool).triu(1)
     call = made_call(mask=torch.zeros(1, 1, 63, 63, dtype=torch.bfloat16).masked_fill(hidden, lowest))
     call.k[:, :, -1] = 100  # seen by the last row alone
     call.q[:, :, -1] = 0
-    heads = call.q.shape[1]
-    k = call.k.double().repeat_interleave(heads // call.k.shape[1], 1)
-    logits = (call.q.double() @ k.mT)[0] / math.sqrt(call.q.shape[-1])
+    logits = (call.q.double() @ call.k.double().repeat_interleave(2, 1).mT)[0] / math.sqrt(32)
     expected = logits.masked_fill(hidden, -math.inf).amax((1, 2))
     assert (logits.amax((1, 2)) > 10 * expected).all()
     torch.testing.assert_close(head_metrics(call).max_logit, expected, rtol=CLOSE, atol=0)

@@ -101,7 +101,6 @@ def test_numbers_are_those_of_a_direct_computation(name: str, unbiased: list[Cap
 
 def test_rows_and_their_cosines(unbiased: list[Capture], found: PaperFigures) -> None:
     atoms = some(found.atoms)
-    assert atoms.atoms is not None
     assert {r.step for r in atoms.rows} == set(range(10, 10 + STEPS))
     captures = {c.metadata.step: c for c in unbiased}
     pk, x = [], []
@@ -120,8 +119,8 @@ def test_rows_and_their_cosines(unbiased: list[Capture], found: PaperFigures) ->
     two = np.array([[abs(cosine(a, b)) for b in x] for a in x])
     np.testing.assert_allclose(np.array(atoms.probs_k.cosines), one, atol=1e-5)
     np.testing.assert_allclose(np.array(some(atoms.x).cosines), two, atol=1e-5)
-    np.testing.assert_allclose(np.array(atoms.atoms.cosines), one * two, atol=1e-5)
-    assert not np.allclose(np.array(atoms.atoms.cosines), one, atol=1e-5)
+    np.testing.assert_allclose(np.array(some(atoms.atoms).cosines), one * two, atol=1e-5)
+    assert not np.allclose(np.array(some(atoms.atoms).cosines), one, atol=1e-5)
 
 
 def test_features_of_the_worst_row(unbiased: list[Capture], found: PaperFigures) -> None:
@@ -174,8 +173,7 @@ def test_a_planted_bias_leaves_the_band_and_adds_up_over_steps() -> None:
     assert a.outside
     assert some(a.p_over_steps) < 1e-3
     assert a.sums[-1] == pytest.approx(8 * 0.7e-4, rel=0.3)
-    assert found.atoms is not None
-    over = some(found.atoms.over_steps)
+    over = some(some(found.atoms).over_steps)
     assert over.p_value < 0.05
     assert over.coherence > over.null95
     assert np.min(over.left) > 0.99
@@ -184,28 +182,24 @@ def test_a_planted_bias_leaves_the_band_and_adds_up_over_steps() -> None:
 
 def test_without_a_bias_the_sum_stays_inside(found: PaperFigures) -> None:
     assert not some(found.delta_steps).total.outside
-    assert found.atoms is not None
     # Directions are alike nonetheless: that alone adds nothing up.
-    assert np.min(some(found.atoms.over_steps).left) > 0.95
+    assert np.min(some(some(found.atoms).over_steps).left) > 0.95
 
 
 def test_a_planted_direction_is_found_and_random_ones_are_not(found: PaperFigures) -> None:
-    for s in (found.atoms and found.atoms.probs_k, found.atoms and found.atoms.x):
-        assert s
+    alike = some(found.atoms)
+    for s in map(some, (alike.probs_k, alike.x)):
         assert np.min(s.cosines) > 0.9
-        assert s.random99 is not None
-        assert some(s.mean_square) > 0.9 > s.random99
+        assert some(s.mean_square) > 0.9 > some(s.random99)
     apart = some(paper_figures(series(STEPS, Plant(alike=False)), device="cpu").atoms)
-    for s, size in ((apart.probs_k, D), (apart.x, C)):
-        assert s
+    for s, size in ((some(apart.probs_k), D), (some(apart.x), C)):
         assert s.random == pytest.approx(1 / size)
-        assert s.random99 is not None
-        assert some(s.mean_square) < s.random99
+        assert some(s.mean_square) < some(s.random99)
         assert some(s.first_share) < 0.3
-    assert apart.over_steps is not None
-    off = np.array(apart.over_steps.left)[~np.eye(STEPS, dtype=bool)]
-    assert (off < apart.over_steps.left_random95).mean() > 0.8
-    assert apart.over_steps.left_random95 == pytest.approx(random_cosine95(D))
+    over = some(apart.over_steps)
+    off = np.array(over.left)[~np.eye(STEPS, dtype=bool)]
+    assert (off < over.left_random95).mean() > 0.8
+    assert over.left_random95 == pytest.approx(random_cosine95(D))
 
 
 # Calibration, over many seeds at once.
@@ -305,8 +299,7 @@ def test_random_directions_exceed_their_null_in_1_percent(rows: int, size: int) 
     for _ in range(draws):
         found = Directions.of(torch.randn(rows, size, generator=generator, dtype=torch.float64))
         s = found.similarity(torch.zeros(1, 1))
-        assert s.mean_square is not None
-        high += s.mean_square > some(s.random99)
+        high += some(s.mean_square) > some(s.random99)
     assert stats.binomtest(high, draws, 0.01).pvalue > 1e-3, high / draws
 
 
@@ -314,8 +307,7 @@ def test_a_common_mean_is_no_random_direction() -> None:
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(200, 16, generator=generator, dtype=torch.float64) + 0.3
     s = Directions.of(rows).similarity(torch.zeros(1, 1))
-    assert s.mean_square is not None
-    assert s.mean_square > some(s.random99)
+    assert some(s.mean_square) > some(s.random99)
 
 
 def test_correlated_steps_are_named() -> None:
@@ -324,8 +316,7 @@ def test_correlated_steps_are_named() -> None:
     def named(means: Array) -> bool:
         estimates = [BiasEstimate(n=9, mean=float(m), rms=1.0, standard_error=1.0, ci95=(m - 2, m + 2)) for m in means]
         a = some(accumulate(estimates))
-        assert a.lag1 is not None
-        return abs(a.lag1) > some(a.lag1_limit)
+        return abs(some(a.lag1)) > some(a.lag1_limit)
 
     rng = np.random.default_rng(0)
     free = rng.normal(size=(300, 60))
@@ -346,8 +337,7 @@ def test_a_series_is_one_head_of_one_run() -> None:
     assert found.chosen.steps == ((11,) if other else (10, 11, 12))
     assert any("other runs" in note for note in found.notes)
     both = paper_figures(of_layers, device="cpu")
-    assert both.spectral_norms is not None
-    assert [(h.layer, h.steps) for h in both.spectral_norms.heads] == [(1, (10, 11, 12)), (2, (10, 11))]
+    assert [(h.layer, h.steps) for h in some(both.spectral_norms).heads] == [(1, (10, 11, 12)), (2, (10, 11))]
 
 
 def test_captures_without_a_step_are_never_mixed() -> None:
@@ -355,8 +345,7 @@ def test_captures_without_a_step_are_never_mixed() -> None:
     found = paper_figures([quiet, loud, planted(3, Plant(step_seed=2))], device="cpu")
     assert found.chosen.steps == ()
     assert any("2 more captures of this head" in note for note in found.notes)
-    assert found.atoms is not None
-    assert found.atoms == paper_figures(loud, device="cpu").atoms
+    assert some(found.atoms) == paper_figures(loud, device="cpu").atoms
     assert found.atoms != paper_figures(quiet, device="cpu").atoms
 
 
@@ -461,14 +450,12 @@ def test_a_tiny_model_in_training(tmp_path: Path) -> None:
     found = paper_figures(captures, layer=0, device="cpu")
     assert found.chosen.steps == (0, 1, 2, 3)
     assert set(found.missing) == set()
-    assert found.spectral_norms is not None
     d = captures[0].head_dim
-    for h in found.spectral_norms.heads:
+    for h in some(found.spectral_norms).heads:
         own = [np.linalg.norm(w[h.head * d : (h.head + 1) * d].double().numpy(), 2) for w in weights]
         stored = captures[0].tensors["w_q"].dtype
         np.testing.assert_allclose(h.spectral, own, rtol=0 if stored == torch.float64 else 2**-7)
         assert h.spectral[0] != pytest.approx(h.spectral[-1], rel=1e-6), "weights change in training"
-    assert found.triggers is not None
     assert PaperFigures.from_json(found.to_json()) == found
 
 
@@ -482,9 +469,9 @@ def test_real_captures_agree_with_figures_computed_elsewhere(
 ) -> None:
     capture = attn_diag.load(captures / f"{name}.safetensors")
     found = paper_figures(capture, device="cpu")
-    assert found.delta_rows is not None
-    assert found.delta_rows.sums[-1] / capture.q_length == pytest.approx(delta_mean, rel=1e-5)
-    assert not found.delta_rows.outside
+    rows = some(found.delta_rows)
+    assert rows.sums[-1] / capture.q_length == pytest.approx(delta_mean, rel=1e-5)
+    assert not rows.outside
     (step,) = some(found.atoms).steps
     whole = attn_diag.inspect_captures([capture], device="cpu").captures[0].observations[0].pooled.propagation.dw_q
     assert some(whole).predicted_relative_error == pytest.approx(dw_q, rel=1e-5)

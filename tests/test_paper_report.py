@@ -74,19 +74,13 @@ def test_every_figure_cites_the_paper(figure: str, gallery: Gallery) -> None:
 
 def test_charts_show_the_numbers(found: PaperFigures, gallery: Gallery) -> None:
     drawn = charts(gallery)
-    assert found.delta_steps is not None
-    chart = drawn["figure-5a-total"]
-    assert chart.series[0].x == found.delta_steps.steps
-    assert chart.series[0].y == found.delta_steps.total.sums
-    assert (chart.bands[0].low, chart.bands[0].high) == (
-        -found.delta_steps.total.band99,
-        found.delta_steps.total.band99,
-    )
+    steps, chart = some(found.delta_steps), drawn["figure-5a-total"]
+    assert (chart.series[0].x, chart.series[0].y) == (steps.steps, steps.total.sums)
+    assert (chart.bands[0].low, chart.bands[0].high) == (-steps.total.band99, steps.total.band99)
     cells = some(drawn["figure-5a-heads"].map)
-    assert cells.values == (tuple(h.extreme for h in found.delta_steps.heads),)
-    assert found.triggers is not None
+    assert cells.values == (tuple(h.extreme for h in steps.heads),)
     assert [s.y for s in drawn["figure-13-layer"].series] == [
-        getattr(found.triggers.layer, name) for name in ("exact", "window", "unit")
+        getattr(some(found.triggers).layer, name) for name in ("exact", "window", "unit")
     ]
     marks = [v for v in drawn["figure-6"].series[2].y if v is not None]
     assert len(marks) == sum(some(found.prefix).unit) > 0

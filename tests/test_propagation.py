@@ -7,14 +7,7 @@ import torch
 from builders import some
 from torch import Tensor
 
-from attn_diag.head.propagation import (
-    AtomSums,
-    BackwardCollector,
-    ForwardErrors,
-    GradientSums,
-    dq_parts,
-    key_parts,
-)
+from attn_diag.head.propagation import AtomSums, BackwardCollector, ForwardErrors, GradientSums, dq_parts, key_parts
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reference.rounding import BF16, FP64, round_nearest_even
 
@@ -27,7 +20,7 @@ def make_head(softcap: float | None = None) -> AttentionHead:
 
 def backward(head: AttentionHead, delta: Tensor, lse: Tensor, cast: bool = False) -> dict[str, Tensor]:
     """A fused backward spelled out: P = exp(S - L), dS = P o (dP - delta), optionally cast to BF16."""
-    assert head.do is not None
+    do = some(head.do)
     scores = head.scale * head.q @ head.k.T
     slope = torch.ones_like(scores)
     if head.softcap is not None:
@@ -35,14 +28,10 @@ def backward(head: AttentionHead, delta: Tensor, lse: Tensor, cast: bool = False
         scores, slope = head.softcap * capped, 1 - capped**2
     hidden = torch.arange(95) > torch.arange(63)[:, None] + 32
     probs = torch.exp(scores.masked_fill(hidden, -torch.inf) - lse[:, None])
-    dscores = probs * (head.do @ head.v.T - delta[:, None]) * slope
+    dscores = probs * (do @ head.v.T - delta[:, None]) * slope
     if cast:
         probs, dscores = round_nearest_even(probs, BF16), round_nearest_even(dscores, BF16)
-    return {
-        "dq": head.scale * dscores @ head.k,
-        "dk": head.scale * dscores.T @ head.q,
-        "dv": probs.T @ head.do,
-    }
+    return {"dq": head.scale * dscores @ head.k, "dk": head.scale * dscores.T @ head.q, "dv": probs.T @ do}
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -51,15 +40,13 @@ def backward(head: AttentionHead, delta: Tensor, lse: Tensor, cast: bool = False
 def test_parts_add_up_to_the_error(softcap: float | None, cast: bool, with_lse: bool) -> None:
     head = make_head(softcap)
     reference = reference_head(head)
-    assert reference.dq is not None
     generator = torch.Generator().manual_seed(1)
     delta_error = 0.05 * torch.randn(63, generator=generator, dtype=torch.float64)
     lse_error = 0.02 * torch.randn(63, generator=generator, dtype=torch.float64) * with_lse
     delta, lse = some(reference.delta) + delta_error, reference.lse + lse_error
     observed = backward(head, delta, lse, cast)
-    errors = ForwardErrors(
-        delta, delta_error, lse if with_lse else None, lse_error if with_lse else None, BF16 if cast else FP64
-    )
+    known: tuple[Tensor | None, Tensor | None] = (lse, lse_error) if with_lse else (None, None)
+    errors = ForwardErrors(delta, delta_error, *known, BF16 if cast else FP64)
     collected = BackwardCollector(head, errors, want_casts=True, want_keys=True)
     probs_k = torch.zeros_like(head.q)
 
@@ -78,8 +65,7 @@ def test_parts_add_up_to_the_error(softcap: float | None, cast: bool, with_lse: 
         assert (error - total).norm() <= 1e-11 * parts.reference.norm(), name
         assert (parts.observed - some(parts.predicted)).norm() <= 1e-11 * parts.reference.norm(), name
     result = GradientSums.of(dq).result()
-    assert result.shares is not None
-    assert sum(s for s in result.shares.values() if s is not None) == pytest.approx(1.0, abs=1e-9)
+    assert sum(s for s in some(result.shares).values() if s is not None) == pytest.approx(1.0, abs=1e-9)
     if not cast and not with_lse:
         assert result.unexplained_fraction == pytest.approx(0.0, abs=1e-9)
 

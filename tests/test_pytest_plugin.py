@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import python
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ def check(fn, *, baseline=None, update=False, **options):
     if fn == "refused":
         raise attn_diag.InputError("head_dim must be positive, got 0")
     if update:
+        baseline.parent.mkdir(parents=True, exist_ok=True)
         baseline.write_text(json.dumps([fn, options]))
     wrong = baseline is not None and json.loads(baseline.read_text()) != [fn, options] or fn == "broken"
     failures = tuple(
@@ -56,6 +58,9 @@ def test_kernel(attn_diag):
 """
 
 
+BASELINE = "attn_diag_baselines/test_a/test_kernel.json"
+
+
 @pytest.fixture
 def project(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeconftest(CONFTEST)
@@ -66,6 +71,16 @@ def project(pytester: pytest.Pytester) -> pytest.Pytester:
 def run(project: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     """Without the plugins of this environment that are not under test."""
     return project.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+
+
+def changed(project: pytest.Pytester, kernel: str) -> pytest.RunResult:
+    """The run that follows where a baseline was made and the kernel is another one since."""
+    project.makepyfile(test_a=MARKED)
+    run(project, "--attn-diag-update").assert_outcomes(passed=1)
+    project.makepyfile(test_a=MARKED.replace('"kernel"', f'"{kernel}"'))
+    result = run(project)
+    result.assert_outcomes(failed=1)
+    return result
 
 
 def folder(project: pytest.Pytester) -> list[str]:
@@ -85,7 +100,7 @@ def test_without_a_baseline_a_test_fails_and_says_how_to_create_it(project: pyte
     result.assert_outcomes(failed=1)
     assert text_of(result) == [
         "attn-diag: this test has no baseline yet",
-        "expected    attn_diag_baselines/test_a/test_kernel.json".replace("/", os.sep),
+        f"expected    {BASELINE}".replace("/", os.sep),
         "create it   pytest --attn-diag-update test_a.py::test_kernel",
         "and commit the file: later runs are compared with it.",
     ]
@@ -94,37 +109,29 @@ def test_without_a_baseline_a_test_fails_and_says_how_to_create_it(project: pyte
 
 def test_update_creates_then_compares_then_updates(project: pytest.Pytester) -> None:
     project.makepyfile(test_a=MARKED)
-    file = "attn_diag_baselines/test_a/test_kernel.json"
     result = run(project, "--attn-diag-update", "--junitxml=junit.xml")
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*= attn-diag baselines =*", f"created {file}"])
-    assert f'value="created {file}"' in (project.path / "junit.xml").read_text()
-    assert json.loads((project.path / file).read_text()) == ["kernel", {"causal": "top-left"}]
-
+    result.stdout.fnmatch_lines(["*= attn-diag baselines =*", f"created {BASELINE}"])
+    assert f'value="created {BASELINE}"' in (project.path / "junit.xml").read_text()
+    assert json.loads((project.path / BASELINE).read_text()) == ["kernel", {"causal": "top-left"}]
     run(project).assert_outcomes(passed=1)
-    run(project, "--attn-diag-update").stdout.fnmatch_lines([f"unchanged {file}"])
+    run(project, "--attn-diag-update").stdout.fnmatch_lines([f"unchanged {BASELINE}"])
 
-    project.makepyfile(test_a=MARKED.replace('"kernel"', '"other"'))
-    run(project).assert_outcomes(failed=1)
+    changed(project, "other")
     result = run(project, "--attn-diag-update")
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines([f"updated {file}"])
+    result.stdout.fnmatch_lines([f"updated {BASELINE}"])
     run(project).assert_outcomes(passed=1)
 
 
 def test_a_failure_says_where_what_and_how_to_go_on(project: pytest.Pytester) -> None:
-    project.makepyfile(test_a=MARKED)
-    run(project, "--attn-diag-update").assert_outcomes(passed=1)
-    project.makepyfile(test_a=MARKED.replace('"kernel"', '"other"'))
-    result = run(project)
-    result.assert_outcomes(failed=1)
-    text = text_of(result)
-    assert text[0] == "attn-diag: other fails 2 of 3 cases (cpu, level 0.01)"
-    assert text[1:] == [
+    result = changed(project, "other")
+    assert text_of(result) == [
+        "attn-diag: other fails 2 of 3 cases (cpu, level 0.01)",
         "suspect     the last cast truncates",
         "1. [bias] mean excess of O +0.21 ulp at head 3, row 17 (pairs)",
         "   likewise in normal",
-        "compared    with attn_diag_baselines/test_a/test_kernel.json".replace("/", os.sep),
+        f"compared    with {BASELINE}".replace("/", os.sep),
         "look closer attn-diag inspect pairs.safetensors",
         "accept      pytest --attn-diag-update test_a.py::test_kernel",
     ]
@@ -133,12 +140,7 @@ def test_a_failure_says_where_what_and_how_to_go_on(project: pytest.Pytester) ->
 
 def test_a_baseline_of_another_kernel_is_none(project: pytest.Pytester) -> None:
     """Statistics alone would pass, and nobody would see that nothing is compared any more."""
-    project.makepyfile(test_a=MARKED)
-    run(project, "--attn-diag-update").assert_outcomes(passed=1)
-    project.makepyfile(test_a=MARKED.replace('"kernel"', '"renamed"'))
-    result = run(project)
-    result.assert_outcomes(failed=1)
-    assert text_of(result)[0] == "attn-diag: this test's baseline has no entry for cpu"
+    assert text_of(changed(project, "renamed"))[0] == "attn-diag: this test's baseline has no entry for cpu"
 
 
 def test_without_the_marker_nothing_is_stored_or_accepted(project: pytest.Pytester) -> None:
@@ -281,17 +283,16 @@ def test_a_project_that_does_not_use_it_pays_nothing(tmp_path: Path) -> None:
 
 def test_loading_it_takes_milliseconds() -> None:
     code = "import pytest, time; t = time.perf_counter(); import attn_diag_pytest; print(time.perf_counter() - t)"
-    seconds = min(float(subprocess.check_output([sys.executable, "-c", code], text=True)) for _ in range(3))
+    seconds = min(float(python("-c", code).out) for _ in range(3))
     # 4 ms measured, on one core of a server; torch alone would take over a second.
     assert seconds < 0.1
 
 
 def test_the_folder_is_not_importable_as_a_part_of_the_package() -> None:
     """In an editable install it lies in attn_diag's folder, too."""
-    code = "import attn_diag.pytest_plugin"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "ModuleNotFoundError" in done.stderr or "import attn_diag_pytest instead of" in done.stderr
+    done = python("-c", "import attn_diag.pytest_plugin")
+    assert done.code == 1
+    assert "ModuleNotFoundError" in done.err or "import attn_diag_pytest instead of" in done.err
 
 
 @given(st.text(min_size=1, max_size=200))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from attn_diag.captures.merge import JoinedSource, merged_over_ranks
 B, HQ, HK, T, D, C = 8, 4, 2, 40, 16, 24
 SCALE = 0.25
 RUN = {"run": "1a2b3c4d", "module": "h.2.attn", "call": "0", "world_size": "4"}
-PER_ROW = ("lse", "delta")
 
 
 def whole_batch(layout: str = "BHTD") -> dict[str, Tensor]:
@@ -67,8 +66,11 @@ def of_heads(tensors: dict[str, Tensor], part: int, parts: int, layout: str) -> 
 def write(folder: Path, rank: int, tensors: dict[str, Tensor], layout: str = "BHTD", **metadata: Any) -> Path:
     extra = RUN | metadata.pop("extra", {})
     stated = {"layout": layout, "scale": SCALE, "layer": 2, "step": 500, "rank": rank, "extra": extra} | metadata
-    capture = Capture.from_tensors(tensors, **stated)
-    return capture.save(folder / f"step000500_layer02_call0_rank{rank}.safetensors")
+    return Capture.from_tensors(tensors, **stated).save(folder / f"step000500_layer02_call0_rank{rank}.safetensors")
+
+
+def read(folder: Path) -> list[Capture]:
+    return [load(path) for path in find_captures([folder])]
 
 
 def data_parallel(folder: Path, tensors: dict[str, Tensor], layout: str = "BHTD") -> list[Path]:
@@ -136,7 +138,7 @@ def test_tensor_parallel_ranks_give_the_figures_of_all_heads(tmp_path: Path, lay
     for rank in range(2):
         held = of_heads(tensors, rank, 2, layout) | ({"w_q": tensors["w_q"]} if whole_w_q else {})
         write(tmp_path, rank, held, layout, head_offset=2 * rank, extra={"world_size": "2"})
-    merged = [load(path) for path in find_captures([tmp_path])]
+    merged = read(tmp_path)
     assert figures(merged) == figures([one_capture(tensors, layout)])
     (capture,), said = merged_over_ranks(merged)
     assert not said
@@ -151,16 +153,18 @@ def test_data_parallel_and_tensor_parallel_together(tmp_path: Path) -> None:
     for rank in range(4):
         held = of_heads(of_items(tensors, slice(0, 4) if rank < 2 else slice(4, 8)), rank % 2, 2, "BHTD")
         write(tmp_path, rank, held, head_offset=2 * (rank % 2))
-    merged = [load(path) for path in find_captures([tmp_path])]
+    merged = read(tmp_path)
     assert figures(merged) == figures([one_capture(tensors)])
 
 
 @dataclass
 class Recorded:
-    """A tensor that remembers what was read of it."""
+    """A tensor of a rank that notes what is read of it."""
 
     source: TensorSource
-    seen: list[Any] = field(default_factory=list)
+    rank: int
+    name: str
+    reads: list[tuple[int, str, Any]]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -171,31 +175,27 @@ class Recorded:
         return self.source.dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        self.seen.append(index)
+        self.reads.append((self.rank, self.name, index))
         return self.source[index]
 
 
 def test_reading_stays_head_by_head(tmp_path: Path) -> None:
     tensors = whole_batch()
-    files = [load(path) for path in data_parallel(tmp_path, tensors)]
-    recorded = [replace(c, tensors={name: Recorded(t) for name, t in c.tensors.items()}) for c in files]
+    reads: list[tuple[int, str, Any]] = []
+    recorded = []
+    for rank, path in enumerate(data_parallel(tmp_path, tensors)):
+        file = load(path)
+        sources = {name: Recorded(t, rank, name, reads) for name, t in file.tensors.items()}
+        recorded.append(replace(file, tensors=sources))
     (merged,), _ = merged_over_ranks(recorded)
-
-    def reads() -> list[tuple[int, str, Any]]:
-        return [(r, n, i) for r, c in enumerate(recorded) for n, t in c.tensors.items() for i in t.seen]  # type: ignore[attr-defined]
-
     # To merge, only what must be the same on all ranks is read, and one sequence of what must not.
-    assert {name for _, name, _ in reads()} == {"w_q", "x"}
-    assert {index for _, name, index in reads() if name == "x"} == {0}
-    for capture in recorded:
-        for tensor in capture.tensors.values():
-            tensor.seen.clear()  # type: ignore[attr-defined]
-    head = some(merged.read("o", 5, 3))
-    assert torch.equal(head, tensors["o"][5, 3])
-    assert reads() == [(2, "o", (1, 3))]
+    assert {name for _, name, _ in reads} == {"w_q", "x"}
+    assert {index for _, name, index in reads if name == "x"} == {0}
+    reads.clear()
+    assert torch.equal(some(merged.read("o", 5, 3)), tensors["o"][5, 3])
     found = some(merged.mask(6, 1))
     assert torch.equal(found[0], tensors["mask"][6, :1][0])
-    assert reads()[1:] == [(3, "mask", (0, 0))]
+    assert reads == [(2, "o", (1, 3)), (3, "mask", (0, 0))]
 
 
 def test_joined_source_reads_as_the_joined_tensor() -> None:
@@ -222,7 +222,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     tensors = whole_batch()
     paths = data_parallel(tmp_path, tensors)
     paths[1].unlink()
-    captures = [load(path) for path in find_captures([tmp_path])]
+    captures = read(tmp_path)
     (merged,), said = merged_over_ranks(captures)
     assert merged.batch == 5
     assert said == [f"{paths[0]} (and ranks 2, 3): rank 1 of 4 missing; the others are used"]
@@ -234,10 +234,6 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     assert (alone.assumed, said) == (("rank 0 alone, of 4",), [])
 
 
-def changed(**tensors: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda whole: {**whole, **tensors}
-
-
 def cut_rows(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     short = {name: t[:, :, :30] for name, t in whole.items() if name not in ("x", "w_q", "mask")}
     return {**short, "x": whole["x"][:, :30], "w_q": whole["w_q"], "mask": whole["mask"][:, :, :30, :30]}
@@ -247,7 +243,6 @@ def without_delta(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t for name, t in whole.items() if name != "delta"}
 
 
-W_Q = torch.ones(HQ * D, C, dtype=torch.bfloat16)
 ODD: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[str, Any], str]] = {
     "length": (cut_rows, {}, "q has shape [2, 4, 30, 16], not [1, 4, 40, 16]"),
     "tensors": (without_delta, {}, "only rank 0 has delta"),
@@ -264,7 +259,7 @@ def test_a_rank_that_differs_is_kept_apart(
     tensors = whole_batch()
     data_parallel(tmp_path, tensors)
     path = write(tmp_path, 3, change(of_items(tensors, slice(6, 8))), **metadata)
-    captures, said = merged_over_ranks([load(path) for path in find_captures([tmp_path])])
+    captures, said = merged_over_ranks(read(tmp_path))
     assert [c.batch for c in captures] == [6, 2]
     assert said == [f"{path}: not merged with ranks 0, 1, 2: {why}"]
 
@@ -272,8 +267,8 @@ def test_a_rank_that_differs_is_kept_apart(
 def test_other_weights_are_not_merged(tmp_path: Path) -> None:
     tensors = whole_batch()
     data_parallel(tmp_path, tensors)
-    write(tmp_path, 2, of_items(tensors, slice(4, 6)) | {"w_q": W_Q})
-    captures, (said,) = merged_over_ranks([load(path) for path in find_captures([tmp_path])])
+    write(tmp_path, 2, of_items(tensors, slice(4, 6)) | {"w_q": torch.ones_like(tensors["w_q"])})
+    captures, (said,) = merged_over_ranks(read(tmp_path))
     assert len(captures) == 4
     assert "not merged: w_q of rank 2 differs from that of rank 0, though both say head_offset 0" in said
 
@@ -283,7 +278,7 @@ def test_a_missing_tensor_parallel_rank_in_the_middle(tmp_path: Path) -> None:
     for rank in (0, 3):
         held = of_heads({n: t for n, t in tensors.items() if n[0] != "w"}, 0, 2, "BHTD")
         write(tmp_path, rank, held, head_offset=2 * rank)
-    captures, said = merged_over_ranks([load(path) for path in find_captures([tmp_path])])
+    captures, said = merged_over_ranks(read(tmp_path))
     assert len(captures) == 2
     assert "ranks 1, 2 of 4 missing" in said[0]
     assert "with 2 heads each start at heads 0, 6; expected 0, 2: a rank between them is missing" in said[1]
@@ -293,7 +288,7 @@ def test_tensor_parallel_ranks_with_other_sequences(tmp_path: Path) -> None:
     tensors = whole_batch()
     write(tmp_path, 0, of_heads(tensors, 0, 2, "BHTD"))
     write(tmp_path, 1, of_heads({**tensors, "x": tensors["x"].flip(0)}, 1, 2, "BHTD"), head_offset=2)
-    captures, said = merged_over_ranks([load(path) for path in find_captures([tmp_path])])
+    captures, said = merged_over_ranks(read(tmp_path))
     assert len(captures) == 2
     assert "x differs between ranks that hold different heads of the same sequences" in said[-1]
 
@@ -310,7 +305,7 @@ def test_other_calls_are_not_merged(tmp_path: Path, other: dict[str, Any]) -> No
     tensors = of_items(whole_batch(), slice(0, 2))
     write(tmp_path, 0, tensors)
     write(tmp_path, 1, tensors, **other)
-    assert len(merged_over_ranks([load(path) for path in find_captures([tmp_path])])[0]) == 2
+    assert len(merged_over_ranks(read(tmp_path))[0]) == 2
 
 
 def test_without_run_nothing_is_merged(tmp_path: Path) -> None:
@@ -320,18 +315,14 @@ def test_without_run_nothing_is_merged(tmp_path: Path) -> None:
     assert len(merged_over_ranks(captures)[0]) == 1
 
 
-def shared_mask(cut: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    return {**{name: t for name, t in cut.items() if name in ("q", "k", "v")}, "mask": mask}
-
-
 def test_masks_that_sequences_share(tmp_path: Path) -> None:
-    tensors = whole_batch()
+    tensors = {name: t for name, t in whole_batch().items() if name in ("q", "k", "v")}
     masks = [torch.rand(1, 1, T, T, generator=torch.Generator().manual_seed(s)) > 0.5 for s in (1, 2)]
 
-    def merged(first: Tensor, second: Tensor) -> tuple[list[Capture], list[str]]:
-        write(tmp_path, 0, shared_mask(of_items(tensors, slice(0, 2)), first), extra={"world_size": "2"})
-        write(tmp_path, 1, shared_mask(of_items(tensors, slice(2, 5)), second), extra={"world_size": "2"})
-        return merged_over_ranks([load(path) for path in find_captures([tmp_path])])
+    def merged(*of_rank: Tensor) -> tuple[list[Capture], list[str]]:
+        for rank, (items, mask) in enumerate(zip((slice(0, 2), slice(2, 5)), of_rank, strict=True)):
+            write(tmp_path, rank, of_items(tensors, items) | {"mask": mask}, extra={"world_size": "2"})
+        return merged_over_ranks(read(tmp_path))
 
     (capture,), _ = merged(masks[0], masks[0])
     assert tuple(capture.tensors["mask"].shape) == (1, 1, T, T)
@@ -351,7 +342,7 @@ def test_what_each_rank_says_of_itself_is_kept(tmp_path: Path) -> None:
         items = slice(2 * rank, 2 * rank + 2)
         said: dict[str, Any] = {"device": f"GPU {rank}", "extra": {"batch_items": str(rank), "world_size": "2"}}
         write(tmp_path, rank, of_items(tensors, items), **said)
-    (capture,), _ = merged_over_ranks([load(path) for path in find_captures([tmp_path])])
+    (capture,), _ = merged_over_ranks(read(tmp_path))
     assert capture.metadata.device == "GPU 0, GPU 1"
     assert capture.metadata.extra["batch_items"] == "rank 0: 0; rank 1: 1"
     assert capture.metadata.extra["module"] == "h.2.attn"

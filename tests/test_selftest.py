@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from builders import some
+from builders import rounded_inputs, some
 from command_line import Run
 from torch import Tensor
-from typer.testing import CliRunner
 
 import attn_diag
 from attn_diag import Capture, HardwareProfile, InputError
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures import hardware as store
 from attn_diag.captures.hardware import profile_path, read_profile, save_profile
-from attn_diag.cli import app
 from attn_diag.head.machine import describe_tool
 from attn_diag.kernels.accumulation import HOPPER, tensor_core_matmul
 from attn_diag.kernels.formats import Mode, Rounding, round_to
@@ -85,16 +83,13 @@ class TestInstallation:
 
     @pytest.mark.parametrize("error", [2.0**-50, float("nan")])
     def test_guard_inaccurate_functions_fail(self, error: float) -> None:
-        found = failed(
-            function_checks(exp=lambda x: torch.exp(x) * (1 + error), log=lambda x: torch.log(x) * (1 + error))
-        )
-        assert found == {"float64 exp, largest error", "float64 log, largest error"}
+        off = function_checks(exp=lambda x: torch.exp(x) * (1 + error), log=lambda x: torch.log(x) * (1 + error))
+        assert failed(off) == {"float64 exp, largest error", "float64 log, largest error"}
 
     def test_guard_an_fp32_reference_fails(self) -> None:
         def single(head: AttentionHead) -> Any:
             found = reference_head(head)
-            names = ("out", "lse", "delta", "dq")
-            return SimpleNamespace(**{name: getattr(found, name).float() for name in names})
+            return SimpleNamespace(**{n: getattr(found, n).float() for n in ("out", "lse", "delta", "dq")})
 
         assert len(failed(attention_checks(single))) == 4
 
@@ -106,28 +101,24 @@ class TestInstallation:
         assert single == {"float64 products of BF16 matrices"}
 
 
-runner = CliRunner()
-
-
 class TestCommand:
-    def test_it_prints_figures_and_writes_json(self, tmp_path: Path) -> None:
+    def test_it_prints_figures_and_writes_json(self, run: Run, tmp_path: Path) -> None:
         target = tmp_path / "selftest.json"
-        done = runner.invoke(app, ["selftest", "--json", str(target)])
-        assert done.exit_code == 0, done.output
-        assert "all 16 checks passed" in done.output
-        assert "float64 to bf16" in done.output
+        code, out, err = run("selftest", "--json", target)
+        assert code == 0, err
+        assert "all 16 checks passed" in out
+        assert "float64 to bf16" in out
         written = json.loads(target.read_text())
         assert (written["schema"], written["schema_version"], written["passed"]) == ("attn-diag-selftest", 1, True)
         assert Installation.from_json(target.read_text()).passed
 
-    def test_a_failed_check_is_exit_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            installation, "GROUPS", (lambda: iter([InstallationCheck("a wrong number", 3, "ulp", 2, 10)]),)
-        )
-        done = runner.invoke(app, ["selftest"])
-        assert done.exit_code == 1
-        assert "1 of 1 checks failed" in done.output
-        assert "FAILED" in done.output
+    def test_a_failed_check_is_exit_1(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        wrong = InstallationCheck("a wrong number", 3, "ulp", 2, 10)
+        monkeypatch.setattr(installation, "GROUPS", (lambda: iter([wrong]),))
+        code, out, _ = run("selftest")
+        assert code == 1
+        assert "1 of 1 checks failed" in out
+        assert "FAILED" in out
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_hardware_without_a_gpu_is_exit_2(self, run: Run) -> None:
@@ -137,11 +128,11 @@ class TestCommand:
         with pytest.raises(InputError, match="leave --hardware out to check this installation"):
             attn_diag.selftest(hardware=True)
 
-    def test_it_measures_keeps_and_reports(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def test_it_measures_keeps_and_reports(self, run: Run, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         monkeypatch.setattr("attn_diag.testing.gpu.measure_hardware", profile)
-        done = runner.invoke(app, ["selftest", "--hardware"])
-        assert done.exit_code == 0, done.output
-        assert "kept in" in done.output
+        code, out, err = run("selftest", "--hardware")
+        assert code == 0, err
+        assert "kept in" in out + err
         assert [path.parent for path in cache.iterdir()] == [cache]
         assert read_profile(GPU, TORCH, TRITON) == profile()
 
@@ -156,15 +147,8 @@ class TestProfile:
     def test_report_says_what_does_not_fit(self) -> None:
         text = profile().report(width=100)
         assert max(map(len, text.splitlines())) <= 100
-        for words in (
-            "BF16, wgmma",
-            "0 of 131072",
-            "does not fit",
-            "FP16, wgmma: it is odd",
-            "exactly 1",
-            "+0.011 ulp",
-        ):
-            assert words in text
+        said = ("BF16, wgmma", "0 of 131072", "does not fit", "FP16, wgmma: it is odd", "exactly 1", "+0.011 ulp")
+        assert [words for words in said if words not in text] == []
 
     def test_summary_and_note(self) -> None:
         found = profile()
@@ -231,23 +215,16 @@ def on_example_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.stored_profile", lambda _: read_profile(GPU, TORCH, TRITON))
 
 
-def tensors() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 24, 16, generator=generator).bfloat16() for _ in range(3))
-    o = (q.double() @ k.double().mT * 0.25).softmax(-1) @ v.double()
-    return {"q": q, "k": k, "v": v, "o": o.bfloat16()}
-
-
 class TestProvenance:
     def test_a_cpu_has_none(self) -> None:
         save_profile(profile())
         assert describe_tool(torch.device("cpu")).hardware is None
-        assert Capture.from_tensors(tensors()).metadata.hardware is None
+        assert Capture.from_tensors(rounded_inputs()).metadata.hardware is None
 
     @pytest.mark.usefixtures("on_example_gpu")
     def test_reports_and_captures_name_it(self, tmp_path: Path) -> None:
         assert describe_tool(torch.device("cpu")).hardware == profile().summary
-        saved = Capture.from_tensors(tensors(), device=GPU).save(tmp_path / "x.safetensors")
+        saved = Capture.from_tensors(rounded_inputs(), causal="top-left", device=GPU).save(tmp_path / "x.safetensors")
         loaded = attn_diag.load(saved)
         assert loaded.metadata.hardware == profile().note()
         found = inspect_captures([loaded], device="cpu")
@@ -257,8 +234,8 @@ class TestProvenance:
 
     @pytest.mark.usefixtures("on_example_gpu")
     def test_what_is_given_wins(self) -> None:
-        assert Capture.from_tensors(tensors(), hardware=None).metadata.hardware is None
-        assert Capture.from_tensors(tensors(), hardware="{}").metadata.hardware == "{}"
+        assert Capture.from_tensors(rounded_inputs(), hardware=None).metadata.hardware is None
+        assert Capture.from_tensors(rounded_inputs(), hardware="{}").metadata.hardware == "{}"
 
 
 @pytest.mark.gpu
@@ -277,8 +254,8 @@ def test_the_profile_of_this_gpu(cache: Path) -> None:
     assert found.exp2.exact_at_zero
     assert found.exp2.max_error_ulp < 4
     assert {c.rounding for c in found.casts} == {"nearest-even"}
-    q = {name: t.cuda() for name, t in tensors().items()}
-    assert Capture.from_tensors(q).metadata.hardware == found.note()
+    on_gpu = {name: t.cuda() for name, t in rounded_inputs().items()}
+    assert Capture.from_tensors(on_gpu).metadata.hardware == found.note()
 
 
 class TestKernels:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,16 +11,14 @@ import pytest
 import torch
 from builders import some
 from torch import Tensor
+from verdicts.inputs import Inputs, draw
+from verdicts.kernels import PLAIN, attend
 
 import attn_diag
 from attn_diag.captures.capture import Capture
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.results.diagnosis import HeadDiagnosis
 from attn_diag.statistics.means import SignedErrors, estimate_bias
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-from verdicts.inputs import Inputs, draw
-from verdicts.kernels import PLAIN, attend
 
 SMALL: dict[str, Any] = {"t_q": 96, "d": 32}
 
@@ -180,7 +176,7 @@ def test_sequences_that_look_at_one_shared_key_are_one() -> None:
 def test_rows_that_copy_a_shared_key_share_its_rounding(merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No row is in two sequences, but the key is that all rows nearly copy; dO has a part that all rows share."""
     if not merged:
-        monkeypatch.setattr("attn_diag.analyses.inspection.pooling._SHARED_FROM", math.inf)
+        monkeypatch.setattr("attn_diag.analyses.inspection.clusters._SHARED_FROM", math.inf)
     alarms, tested = 0, 0
     for seed in range(3):
         x, g = draw("gaussian", "independent", seed=seed, heads=3, t_q=96), torch.Generator().manual_seed(seed)

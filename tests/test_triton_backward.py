@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from builders import some
+from kernel_inputs import head_of, kernel_inputs, options
 from torch import Tensor
 
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.kernels.backend import DTYPES
 from attn_diag.kernels.recipe import BACKWARD
-from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, round_nearest_even
+from attn_diag.reference import AttentionHead, format_of, reference_head, round_nearest_even
 
 CUDNN = preset("cudnn")
 CASES: dict[str, dict[str, Any]] = {
@@ -31,32 +33,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def tensors(device: str, *, T: int, Tk: int | None = None, D: int = 64, H: int = 2, Hk: int = 1,
-            dtype: torch.dtype = torch.bfloat16, **_: Any) -> list[Tensor]:  # fmt: skip
-    """q, k, v and dO."""
-    generator = torch.Generator().manual_seed(1)
-    sizes = ((1, H, T, D), (1, Hk, Tk or T, D), (1, Hk, Tk or T, D), (1, H, T, D))
-    return [torch.randn(s, generator=generator).to(device, dtype) for s in sizes]
-
-
-def gradients(case: dict[str, Any], parts: list[Tensor], **more: Any) -> list[Tensor]:
+def gradients(case: dict[str, Any], parts: Sequence[Tensor], **more: Any) -> list[Tensor]:
     """dQ, dK, dV of the kernels, on the CPU."""
     q, k, v, do = parts
-    options = {name: case[name] for name in ("causal", "window", "softcap") if name in case}
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = attention(*leaves, **options, **more)  # type: ignore[call-overload]
+    out = attention(*leaves, **options(case), **more)  # type: ignore[call-overload]
     return [g.cpu() for g in torch.autograd.grad(out, leaves, do)]
 
 
-def heads_of(case: dict[str, Any], parts: list[Tensor]) -> list[AttentionHead]:
-    q, k, v, do = (t[0].cpu().double() for t in parts)
-    masking = Masking(case.get("causal", "none"), case.get("window"))
-    group = len(q) // len(k)
-    scale = q.shape[-1] ** -0.5
-    return [
-        AttentionHead(q[h], k[h // group], v[h // group], do[h], scale, masking, case.get("softcap"))
-        for h in range(len(q))
-    ]
+def heads_of(case: dict[str, Any], parts: Sequence[Tensor]) -> list[AttentionHead]:
+    q, k, v, do = parts
+    return [head_of(q, k, v, h, case, do) for h in range(q.shape[1])]
 
 
 def summed(per_head: list[Tensor], groups: int) -> Tensor:
@@ -70,7 +57,7 @@ def summed(per_head: list[Tensor], groups: int) -> Tensor:
 def test_gradients_agree_with_float64(name: str, device: str) -> None:
     """At most twice the error of the same roundings in plain torch, plus one rounding; the mean error likewise."""
     case = CASES[name]
-    parts = tensors(device, **case)
+    parts = kernel_inputs(device, **case)
     got = gradients(case, parts, recipe=CUDNN)
     heads = heads_of(case, parts)
     truths, plain = [reference_head(h) for h in heads], [emulate_head(CUDNN, h) for h in heads]
@@ -101,11 +88,10 @@ MIXED = {
 def test_gradients_agree_with_the_emulation_on_every_recipe(name: str, device: str) -> None:
     recipe = MIXED[name]
     case: dict[str, Any] = {"T": 140, "causal": "top-left", "D": 32}
-    parts = tensors(device, dtype=DTYPES[recipe.input], H=1, **case)
+    parts = kernel_inputs(device, dtype=DTYPES[recipe.input], H=1, **case)
     got = gradients(case, parts, recipe=recipe)
     emulated = emulate_head(recipe, heads_of(case, parts)[0])
-    for mine, theirs in zip(got, (emulated.dq, emulated.dk, emulated.dv), strict=True):
-        assert theirs is not None
+    for mine, theirs in zip(got, map(some, (emulated.dq, emulated.dk, emulated.dv)), strict=True):
         assert (mine[0, 0] == theirs).float().mean() > 0.98
         # Apart by less than one rounding of every element.
         assert (mine[0, 0].double() - theirs.double()).norm() <= 2e-3 * theirs.double().norm()
@@ -114,7 +100,7 @@ def test_gradients_agree_with_the_emulation_on_every_recipe(name: str, device: s
 def test_forward_and_backward_recipes_can_differ(device: str) -> None:
     """The mixture of the training failures: a forward that rounds scores, a backward that recomputes them in fp32."""
     case: dict[str, Any] = {"T": 140, "causal": "top-left"}
-    parts = tensors(device, H=1, **case)
+    parts = kernel_inputs(device, H=1, **case)
     forward = preset("qiu2025")
     mixed = gradients(case, parts, recipe=forward, backward_recipe="fa2")
     same = gradients(case, parts, recipe=forward)
@@ -129,7 +115,7 @@ def test_deterministic(device: str) -> None:
     # Interpreted, there is but one order; what could differ is a GPU's.
     rows, dim = (140, 64) if device == "cuda" else (70, 16)
     case: dict[str, Any] = {"T": rows, "D": dim, "causal": "top-left", "H": 4, "Hk": 1}
-    parts = tensors(device, **case)
+    parts = kernel_inputs(device, **case)
     first, second = (gradients(case, parts, recipe="fa2") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -137,7 +123,7 @@ def test_deterministic(device: str) -> None:
 @pytest.mark.parametrize("recipe", [CUDNN, preset("delta-fp32"), preset("delta-from-dp")], ids=lambda r: r.name)
 def test_backward_dump_holds_what_was_used(recipe: Recipe, device: str) -> None:
     case: dict[str, Any] = {"T": 90, "causal": "top-left", "D": 32}
-    q, k, v, do = tensors(device, **case)
+    q, k, v, do = kernel_inputs(device, **case)
     q.requires_grad_()
     chosen = torch.zeros(2, 90, dtype=torch.bool)
     chosen[0, ::9] = True
@@ -145,22 +131,19 @@ def test_backward_dump_holds_what_was_used(recipe: Recipe, device: str) -> None:
     before = dump.has_backward
     (dq,) = torch.autograd.grad(out, q, do)
     assert (before, dump.has_backward) == (False, True)
-    assert dump.delta is not None
     rows = dump.chosen[:, 2].cpu()
     assert rows.tolist() == list(range(0, 90, 9))
     head = heads_of(case, [q.detach(), k, v, do])[0]
     emulated = emulate_head(recipe, head)
-    assert head.do is not None
-    assert emulated.delta is not None
     if recipe.delta_from == "rounded-o":
         # From the kernel's own O: another rounding of a single element would move delta by far more than fp32 does.
         expected = (do[0, 0].cpu().double() * out[0, 0].detach().cpu().double()).sum(1)
     else:
-        expected = emulated.delta.double()
+        expected = some(emulated.delta).double()
     # fp32 sums of at most 90 terms about 1 in size, each good to two or three ulp.
-    torch.testing.assert_close(dump.delta[0, 0].cpu().double(), expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(some(dump.delta)[0, 0].cpu().double(), expected, rtol=1e-5, atol=2e-5)
     seen = dump.visible.cpu()
-    dprobs = head.do[rows] @ head.v.T
+    dprobs = some(head.do)[rows] @ head.v.T
     torch.testing.assert_close(some(dump.dprobs).cpu().double()[seen], dprobs[seen], rtol=1e-5, atol=1e-4)
     dscores = torch.where(seen, some(dump.dscores).cpu().double(), 0.0)
     again = dscores @ head.k * head.scale

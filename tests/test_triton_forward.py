@@ -11,18 +11,19 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernel_inputs import head_of, kernel_inputs, options
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_diag.captures.loading import load
-from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, Schedule, SoftmaxRule, emulate_head, preset
-from attn_diag.kernels.attention import attention, check_kernels_support
+from attn_diag.kernels import PRESETS, Recipe, Schedule, SoftmaxRule, emulate_head, preset
+from attn_diag.kernels.attention import attention
 from attn_diag.kernels.backend import DTYPES
 from attn_diag.kernels.dump import Dump
 from attn_diag.kernels.geometry import Visibility, forward_geometry
 from attn_diag.kernels.triton_forward import forward
 from attn_diag.kernels.triton_math import as_operand, dot_add
-from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, round_nearest_even
+from attn_diag.reference import format_of, reference_head, round_nearest_even
 
 # Interpreted, numpy says so where inputs hold infinities; a GPU does not.
 quiet = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -42,24 +43,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def tensors(device: str, *, T: int, Tk: int | None = None, D: int = 64, H: int = 2, Hk: int = 1, seed: int = 0,
-            dtype: torch.dtype = torch.bfloat16, **_: Any) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    sizes = ((1, H, T, D), (1, Hk, Tk or T, D), (1, Hk, Tk or T, D))
-    return tuple(torch.randn(s, generator=generator).to(device, dtype) for s in sizes)  # type: ignore[return-value]
-
-
-def options(case: dict[str, Any]) -> dict[str, Any]:
-    return {name: case[name] for name in ("causal", "window", "softcap") if name in case}
-
-
-def head_of(q: Tensor, k: Tensor, v: Tensor, h: int, case: dict[str, Any], do: Tensor | None = None) -> AttentionHead:
-    """One head in float64 on the CPU."""
-    hk = h * k.shape[1] // q.shape[1]
-    queries, keys, values = (t.detach().cpu().double() for t in (q[0, h], k[0, hk], v[0, hk]))
-    gradient = None if do is None else do[0, h].detach().cpu().double()
-    masking = Masking(case.get("causal", "none"), case.get("window"))
-    return AttentionHead(queries, keys, values, gradient, q.shape[-1] ** -0.5, masking, case.get("softcap"))
+def tensors(device: str, **case: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return kernel_inputs(device, **case)[:3]
 
 
 def agreement(out: Tensor, q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, case: dict[str, Any]) -> float:
@@ -146,12 +131,9 @@ def replay_kernel(p_ptr, m_ptr, v_ptr, l_ptr, o_ptr, order_ptr, n_tiles, rows, k
     for i in range(0, n_tiles):
         tile = tl.load(order_ptr + i)
         cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        p = tl.load(
-            p_ptr + offs[:, None] * keys + cols[None, :], mask=here[:, None] & (cols < keys)[None, :], other=0.0
-        )
-        v = tl.load(
-            v_ptr + cols[:, None] * D + dims[None, :], mask=(cols < keys)[:, None] & (dims < D)[None, :], other=0.0
-        )
+        seen = cols < keys
+        p = tl.load(p_ptr + offs[:, None] * keys + cols[None, :], mask=here[:, None] & seen[None, :], other=0.0)
+        v = tl.load(v_ptr + cols[:, None] * D + dims[None, :], mask=seen[:, None] & (dims < D)[None, :], other=0.0)
         m_tile = tl.load(m_ptr + offs * tl.cdiv(keys, BLOCK_N) + tile, mask=here, other=0.0)
         m_new = tl.where(m_tile == m_tile, m_tile, m)  # a tile that the block never saw was not written
         rescale = tl.exp2((m - tl.where(m_new == float("-inf"), 0.0, m_new)) * (factor * 1.4426950408889634))
@@ -173,12 +155,10 @@ def replayed(dump: Dump, v: Tensor, h: int, head_dim: int) -> Tensor:
     if dump.recipe.schedule.order == "descending":
         order = order.flip(0)
     rows = slice(h * length, (h + 1) * length)
-    out = torch.full((length, head_dim), torch.nan, dtype=torch.float32 if v.device.type == "cpu" else v.dtype).to(
-        v.device
-    )
-    probs, values = dump.probs[rows], v[0, h * v.shape[1] // dump.q.shape[1]].contiguous()
-    if v.device.type == "cpu":
-        probs, values = probs.float(), values.float()
+    # Interpreted, everything is in fp32.
+    dtype = torch.float32 if v.device.type == "cpu" else v.dtype
+    out = torch.full((length, head_dim), torch.nan, dtype=dtype, device=v.device)
+    probs, values = dump.probs[rows].to(dtype), v[0, h * v.shape[1] // dump.q.shape[1]].contiguous().to(dtype)
     replay_kernel[(-(-length // geometry.block_m),)](
         probs.contiguous(), dump.tile_max[rows].contiguous(), values, dump.row_sum[0, h].contiguous(), out, order,
         tiles,
@@ -362,8 +342,3 @@ def test_masked_tiles_are_no_repeated_maximum(recipe: str, device: str) -> None:
                              instrument="rows", causal="top-left", window=(8, -1))  # fmt: skip
     assert not unseen[:, :, 24:].any()
     assert (dump.row_max[:, :, 24:] == -torch.inf).all()
-
-
-def test_float64_arithmetic_is_refused() -> None:
-    with pytest.raises(RecipeNotSupportedError, match="arithmetic=fp64"):
-        check_kernels_support(replace(CUDNN, arithmetic="fp64"))

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import attn_diag
+from attn_diag.watching.live.recorder import Recorder
+
 BATCH, LENGTH, WIDTH, HEADS, VOCABULARY = 2, 20, 32, 4, 61
 
 
@@ -59,17 +62,17 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def transformers_model(kind: str, implementation: str, *, padded: bool = False, seed: int = 0) -> Tiny:
+def transformers_model(kind: str, implementation: str, *, padded: bool = False) -> Tiny:
     """A randomly initialised model of two layers. ``implementation``: sdpa, eager, or a registered name."""
     import transformers
 
     family, options, name = TRANSFORMERS[kind]
     config = getattr(transformers, f"{family}Config")(**options, attn_implementation=implementation)
     head = "ForMaskedLM" if kind == "bert" else "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model: nn.Module = getattr(transformers, f"{family}{head}")(config)
     # Ordinary initialisations leave biases zero and scores all alike.
-    generator = torch.Generator().manual_seed(seed + 1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.15)
@@ -87,16 +90,17 @@ def transformers_model(kind: str, implementation: str, *, padded: bool = False, 
 class CausalSelfAttention(nn.Module):
     """nanoGPT's, with the function in a variable of this module's."""
 
-    def __init__(self, *, bias: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=bias)
-        self.c_proj = nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH)
+        self.c_proj = nn.Linear(WIDTH, WIDTH)
+        self.dropout = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         parts = self.c_attn(x).split(width, dim=2)
         q, k, v = (part.view(batch, length, HEADS, width // HEADS).transpose(1, 2) for part in parts)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
         result: Tensor = self.c_proj(y.transpose(1, 2).reshape(batch, length, width))
         return result
 
@@ -116,11 +120,11 @@ class Block(nn.Module):
 class NanoGPT(nn.Module):
     """``checkpointing``: None, or what torch.utils.checkpoint calls use_reentrant."""
 
-    def __init__(self, checkpointing: bool | None = None) -> None:
+    def __init__(self, checkpointing: bool | None, layers: int) -> None:
         super().__init__()
         self.checkpointing = checkpointing
         self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.h = nn.ModuleList([Block() for _ in range(2)])
+        self.h = nn.ModuleList([Block() for _ in range(layers)])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -138,18 +142,18 @@ def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def nano_gpt(checkpointing: bool | None = None, seed: int = 0) -> Tiny:
-    torch.manual_seed(seed)
+def nano_gpt(checkpointing: bool | None = None, layers: int = 2) -> Tiny:
+    torch.manual_seed(0)
 
     def loss(run: nn.Module) -> Tensor:
         return next_token_loss(run, tokens().to(next(run.parameters()).device))
 
-    return Tiny(NanoGPT(checkpointing), loss, ("h.0.attn", "h.1.attn"))
+    return Tiny(NanoGPT(checkpointing, layers), loss, tuple(f"h.{layer}.attn" for layer in range(layers)))
 
 
-def transformer_encoder(seed: int = 0) -> Tiny:
+def transformer_encoder() -> Tiny:
     """torch's own, in training mode, with a padding mask."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     x = torch.randn(BATCH, LENGTH, WIDTH)
@@ -159,6 +163,15 @@ def transformer_encoder(seed: int = 0) -> Tiny:
         return result
 
     return Tiny(model, loss, ("layers.0.self_attn", "layers.1.self_attn"))
+
+
+def steps(tiny: Tiny, count: int = 1) -> None:
+    """Plain steps of training."""
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+    for _ in range(count):
+        optimizer.zero_grad()
+        torch.autograd.backward(tiny.loss(tiny.model))
+        optimizer.step()
 
 
 def train(tiny: Tiny, around: Any, *, autocast: bool = False) -> list[Tensor]:
@@ -181,6 +194,28 @@ def train(tiny: Tiny, around: Any, *, autocast: bool = False) -> list[Tensor]:
             optimizer.step()
     gradients = [p.grad.clone() for p in tiny.model.parameters() if p.grad is not None]
     return [*bits, *gradients, *(p.detach().clone() for p in tiny.model.parameters())]
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    """Where hooks are registered in a model."""
+    return [
+        f"{name}.{key}"
+        for name, part in model.named_modules()
+        for key, value in vars(part).items()
+        if "hooks" in key and value
+    ]
+
+
+def written(recorder: Recorder) -> list[attn_diag.Capture]:
+    """The captures that it wrote, by step, layer, call and rank."""
+    return [attn_diag.load(path) for path in sorted(recorder.written)]
+
+
+def only(recorder: Recorder) -> attn_diag.Capture:
+    """The one capture that it wrote, of the one call that it saw."""
+    assert not recorder.dropped
+    (capture,) = written(recorder)
+    return capture
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:

@@ -1,6 +1,7 @@
-"""Tests of a clustered mean beside the shipped one, on the same cluster sums: what it was chosen from.
+"""What the product does not use, measured on the same redraws: why it does not.
 
-Each takes ``sums`` and ``sizes`` [R, G] (size 0: no such cluster) and returns p-values [R].
+The candidates are tests of a clustered mean, from which the shipped one was chosen. Each takes ``sums`` and ``sizes``
+[R, G] (size 0: no such cluster) and returns p-values [R].
 """
 
 from __future__ import annotations
@@ -9,20 +10,31 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtr, stdtr
+from scipy.special import bdtr, ndtr, stdtr
+from torch import Tensor
 
-from attn_diag.statistics.means import effective
+from attn_diag.statistics.means import FLAT_BAND_99, effective
 
 Array = npt.NDArray[np.float64]
 Candidate = Callable[[Array, Array], Array]
+_BLOCK, _RESAMPLES = 32, 399
+
+
+def _mean(sums: Array, sizes: Array) -> tuple[Array, Array, Array, Array]:
+    """Elements and mean of each redraw, [R], the clusters' residual sums [R, G], and how many there are, [R]."""
+    n, g = sizes.sum(-1), np.count_nonzero(sizes, axis=-1)
+    mean = sums.sum(-1) / n
+    return n, mean, sums - sizes * mean[:, None], g
+
+
+def _two_sided(mean: Array, se: Array, df: Array) -> Array:
+    return np.asarray(2 * stdtr(df, -np.abs(mean / se)))
 
 
 def student(sums: Array, sizes: Array) -> Array:
     """CR1 variance, G - 1 degrees of freedom (Cameron & Miller 2015, eq. 11)."""
-    n, g = sizes.sum(-1), np.count_nonzero(sizes, axis=-1)
-    mean = sums.sum(-1) / n
-    se = np.sqrt(g / (g - 1) * np.square(sums - sizes * mean[:, None]).sum(-1)) / n
-    return np.asarray(2 * stdtr(g - 1, -np.abs(mean / se)))
+    n, mean, residual, g = _mean(sums, sizes)
+    return _two_sided(mean, np.sqrt(g / (g - 1) * np.square(residual).sum(-1)) / n, g - 1)
 
 
 def reduced(sums: Array, sizes: Array, correlation: float = 0.0) -> Array:
@@ -32,11 +44,9 @@ def reduced(sums: Array, sizes: Array, correlation: float = 0.0) -> Array:
     of freedom: errors of equal variance with this correlation inside a cluster, so a cluster sum has the variance
     v_c = n_c (1 + (n_c - 1) correlation).
     """
-    n = sizes.sum(-1)
+    n, mean, residual, _ = _mean(sums, sizes)
     share = sizes / n[:, None]
-    mean = sums.sum(-1) / n
     scale = 1 / (1 - share)
-    residual = sums - sizes * mean[:, None]
     se = np.sqrt((np.square(residual) * scale).sum(-1)) / n
     v = sizes * (1 + (sizes - 1) * correlation)
     # r = (I - share 1') s, weights a^2: trace(M) and trace(M^2) of M_cd = a_c a_d cov(r_c, r_d).
@@ -49,8 +59,7 @@ def reduced(sums: Array, sizes: Array, correlation: float = 0.0) -> Array:
     vv, ss, vs = (v * x).sum(-1), (share * y).sum(-1), (v * y).sum(-1)
     t = total[:, 0]
     squares += 2 * vv * ss + 2 * vs**2 + t**2 * ss**2 - 4 * t * vs * ss
-    df = diagonal.sum(-1) ** 2 / squares
-    return np.asarray(2 * stdtr(df, -np.abs(mean / se)))
+    return _two_sided(mean, se, diagonal.sum(-1) ** 2 / squares)
 
 
 def equicorrelated(sums: Array, sizes: Array) -> Array:
@@ -61,13 +70,9 @@ def equicorrelated(sums: Array, sizes: Array) -> Array:
 def satterthwaite(sums: Array, sizes: Array) -> Array:
     """CR1 with the degrees of freedom that the cluster sums themselves show: (sum v)^2 / sum v^2 is 3 n_eff - 2 in the
     mean where they are normal with variances v."""
-    g = np.count_nonzero(sizes, axis=-1)
-    n = sizes.sum(-1)
-    mean = sums.sum(-1) / n
-    residual = sums - sizes * mean[:, None]
+    n, mean, residual, g = _mean(sums, sizes)
     se = np.sqrt(g / (g - 1) * np.square(residual).sum(-1)) / n
-    df = np.clip(3 * effective(residual) - 2, 1, g - 1)
-    return np.asarray(2 * stdtr(df, -np.abs(mean / se)))
+    return _two_sided(mean, se, np.clip(3 * effective(residual) - 2, 1, g - 1))
 
 
 def sign_flips(sums: Array, sizes: Array) -> Array:  # noqa: ARG001
@@ -105,3 +110,45 @@ CANDIDATES: dict[str, Candidate] = {
     "satterthwaite": satterthwaite,
     "sign_flips": sign_flips,
 }
+
+
+def alarms(delta: Array, o_error: Tensor, levels: tuple[float, ...], seed: int) -> dict[str, Array]:
+    """Alarms (0 or 1) [B] by "name/level", from delta's errors by row [B, T] and O's by element [B, T, D]."""
+    found: dict[str, Array] = {}
+    sign, element = sign_test(delta), elementwise_t(o_error)
+    low, high = _bootstrap_means(delta, levels, seed)
+    for i, level in enumerate(levels):
+        found[f"sign test on delta/{level}"] = (sign <= level).astype(float)
+        found[f"elementwise t on O/{level}"] = (element <= level).astype(float)
+        found[f"percentile block bootstrap on delta/{level}"] = ((low[i] > 0) | (high[i] < 0)).astype(float)
+    path, total = np.abs(np.cumsum(delta, 1)), np.sqrt(np.square(delta).sum(1, keepdims=True))
+    rows = np.arange(1, delta.shape[1] + 1)
+    found["band of constant sigma, 2.576 sigma sqrt(rows)/0.01"] = (
+        (path > 2.576 * total * np.sqrt(rows / len(rows))).any(1).astype(float)
+    )
+    found["the product's flat band/0.01"] = (path > FLAT_BAND_99 * total).any(1).astype(float)
+    return found
+
+
+def sign_test(values: Array) -> Array:
+    """p-values [B] of as many positive as negative values [B, n]; zeros are left out."""
+    n = np.count_nonzero(values, axis=1)
+    fewer = np.minimum((values > 0).sum(1), (values < 0).sum(1))
+    return np.asarray(np.minimum(1.0, 2 * bdtr(fewer.astype(float), n, 0.5)))
+
+
+def elementwise_t(errors: Tensor) -> Array:
+    """p-values [B] of a zero mean of [B, T, D], every element taken as independent."""
+    flat = errors.flatten(1)
+    z = flat.mean(1) / flat.std(1) * flat.shape[1] ** 0.5
+    return np.asarray(2 * ndtr(-np.abs(z.cpu().numpy())))
+
+
+def _bootstrap_means(values: Array, levels: tuple[float, ...], seed: int) -> tuple[Array, Array]:
+    """Percentile limits [levels, B] of the mean, blocks of 32 neighbouring rows drawn with replacement."""
+    blocks = np.add.reduceat(values, np.arange(0, values.shape[1], _BLOCK), axis=1)
+    rng, count = np.random.default_rng(seed), blocks.shape[1]
+    draws = rng.multinomial(count, np.full(count, 1 / count), _RESAMPLES)
+    means = blocks @ draws.T
+    tails = np.array(levels) / 2
+    return np.quantile(means, tails, axis=1), np.quantile(means, 1 - tails, axis=1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
+from measuring import CAPTURES
 from torch import Tensor
 
 from attn_diag.captures.loading import load
@@ -19,7 +19,6 @@ from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import AttentionHead, Masking, format_of, round_nearest_even, ulp
 
 BF16 = format_of(torch.bfloat16)
-CAPTURES = Path(__file__).parent.parent.parent / "tests" / "captures"
 GAUSSIAN = "gaussian"
 _STOCHASTIC = {"bf16": parse("bf16:stochastic"), "fp32": parse("e8m23:stochastic")}
 # Share of the elements that the null "flips" moves by one spacing.

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.inspection.pooling import Clusters
+from attn_diag.analyses.inspection.clusters import Clusters
 from attn_diag.statistics.means import PRIMARY, effective, mean_test, two_way
-from calibration import draws, others
-from calibration.candidates import CANDIDATES
+from calibration import draws
+from calibration.candidates import CANDIDATES, alarms
 
 Array = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
@@ -114,8 +114,8 @@ def judge(totals: Array, labels: Labels | None, count: int, features: Features |
     return {name: np.where(zero, np.nan, values) for name, values in found.items()}
 
 
-def run(capture: str, redraws: int, seed: int, device: torch.device, *, compare: bool = True) -> Outcomes:
-    """Redraw ``capture`` and test; biases are planted in the first half. ``compare``: put the candidates to it too."""
+def run(capture: str, redraws: int, seed: int, device: torch.device) -> Outcomes:
+    """Redraw ``capture`` and test; biases are planted in the first half."""
     heads = draws.read_heads(capture, device)
     generator = torch.Generator().manual_seed(seed)
     batch = max(1, _BATCH_SCORES[device.type] // (len(heads[0][1].q) * len(heads[0][1].k)))
@@ -124,7 +124,7 @@ def run(capture: str, redraws: int, seed: int, device: torch.device, *, compare:
         count = min(batch, redraws - start)
         for h, ((_, head), sample) in enumerate(zip(heads, draws.fresh(heads, count, generator), strict=True)):
             own = (seed * 1_000_003 + start * 1009 + h * 7) % 2**31
-            tester = _Tester(h, sample, record, compare)
+            tester = _Tester(h, sample, record)
             outputs = draws.kernels_on_fresh(sample, own)
             for kernel, out in outputs.items():
                 tester.add(kernel, *totals_of(out, sample, TESTED[kernel]), out - sample.out, own)
@@ -135,7 +135,7 @@ def run(capture: str, redraws: int, seed: int, device: torch.device, *, compare:
                             out = draws.planted(outputs[kernel], sample, direction, size, own + d + 1)
                             tester.plant((kernel, direction, size), *totals_of(out, sample, PRIMARY))
             real = draws.original(head)
-            tester = _Tester(h, real, record, compare, count)
+            tester = _Tester(h, real, record, count)
             for kernel, out in draws.kernels_on_real(real, count, own + 4).items():
                 tester.add(kernel, *totals_of(out, real, TESTED[kernel]), out - real.out, own)
             gradients = draws.gradient_errors(head, real, count, own + 6)
@@ -155,35 +155,29 @@ def totals_of(out: Tensor, sample: draws.Sample, tests: Sequence[str]) -> tuple[
 
 
 class _Record:
-    """Collects arrays [B] by kind, key, name and head."""
+    """Collects arrays [B] by kind, and by key, name and head."""
 
     def __init__(self) -> None:
-        self.tests: dict[tuple[str, str], dict[tuple[str, int], list[Array]]] = defaultdict(lambda: defaultdict(list))
-        self.plants: dict[tuple[str, str, float], dict[tuple[str, int], list[Array]]]
-        self.plants = defaultdict(lambda: defaultdict(list))
-        self.others: dict[str, dict[tuple[str, int], list[Array]]] = defaultdict(lambda: defaultdict(list))
+        self.tests: dict[tuple[tuple[str, str], str, int], list[Array]] = defaultdict(list)
+        self.plants: dict[tuple[tuple[str, str, float], str, int], list[Array]] = defaultdict(list)
+        self.others: dict[tuple[str, str, int], list[Array]] = defaultdict(list)
 
     def outcomes(self, heads: int) -> Outcomes:
         return Outcomes(_stacked(self.tests, heads), _stacked(self.plants, heads), _stacked(self.others, heads))
 
 
-def _stacked(cells: dict[Key, dict[tuple[str, int], list[Array]]], heads: int) -> dict[Key, dict[str, Array]]:
-    return {
-        key: {
-            name: np.stack([np.concatenate(cell[name, h]) for h in range(heads)])
-            for name in dict.fromkeys(name for name, _ in cell)
-        }
-        for key, cell in cells.items()
-    }
+def _stacked(cells: dict[tuple[Key, str, int], list[Array]], heads: int) -> dict[Key, dict[str, Array]]:
+    found: dict[Key, dict[str, Array]] = {}
+    for key, name in dict.fromkeys((key, name) for key, name, _ in cells):
+        found.setdefault(key, {})[name] = np.stack([np.concatenate(cells[key, name, h]) for h in range(heads)])
+    return found
 
 
 class _Tester:
     """Tests the row totals of one batch of redraws of one head. ``count``: redraws, where they share their inputs."""
 
-    def __init__(
-        self, head: int, sample: draws.Sample, record: _Record, compare: bool, count: int | None = None
-    ) -> None:
-        self._head, self._record, self._compare = head, record, compare
+    def __init__(self, head: int, sample: draws.Sample, record: _Record, count: int | None = None) -> None:
+        self._head, self._record = head, record
         self._elements = sample.v.shape[-1]
         keys = sample.top_key.cpu().numpy()
         repeat = count or 1
@@ -203,14 +197,14 @@ class _Tester:
         for test in TESTED[kernel]:
             totals, (labels, count) = found[test], self._of(test)
             said = judge(totals, labels, count, features.get(test))
-            if self._compare and kernel in _COMPARED and test in (*PRIMARY, "o"):
+            if kernel in _COMPARED and test in (*PRIMARY, "o"):
                 said |= self._candidates(totals, count, features.get(test))
             for name, values in said.items():
-                self._record.tests[kernel, test][name, self._head].append(values)
-        if self._compare and kernel in _OTHERS and o_error is not None:
-            said = others.alarms(found["delta"], o_error, LEVELS, seed)
+                self._record.tests[(kernel, test), name, self._head].append(values)
+        if kernel in _OTHERS and o_error is not None:
+            said = alarms(found["delta"], o_error, LEVELS, seed)
             for name, values in said.items():
-                self._record.others[kernel][name, self._head].append(values)
+                self._record.others[kernel, name, self._head].append(values)
 
     def _candidates(self, totals: Array, count: int, features: Features | None) -> dict[str, Array]:
         zero, found = ~totals.any(-1), {}
@@ -227,8 +221,8 @@ class _Tester:
         """Put a kernel with a planted bias to the primary tests."""
         for test in PRIMARY:
             said = judge(found[test], *self._of(test), features.get(test))
-            self._record.plants[key][test, self._head].append(said["p"])
-            self._record.plants[key][f"n_eff/{test}", self._head].append(said["n_eff"])
+            self._record.plants[key, test, self._head].append(said["p"])
+            self._record.plants[key, f"n_eff/{test}", self._head].append(said["n_eff"])
 
 
 def _repeated(labels: list[Labels | None], count: int) -> Labels | None:

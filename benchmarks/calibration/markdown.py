@@ -38,19 +38,15 @@ def section(result: dict[str, Any]) -> str:
 def trust(result: dict[str, Any]) -> str:
     """One screen for the README: what was demanded of the tests, and what was measured."""
     cells = [c for c in _cells(result) if c[2] in PRIMARY and c[1] != CONTROL and c[3]["is_null"]]
-    rows = []
-    for level in LEVELS:
-        rates = [found["false_alarms"][level] for *_, found in cells]
-        rows.append(
-            _demand(f"alarms without a bias, single tests, level {_percent(float(level))}", rates, float(level))
+    families = [cell for cell in _families(result) if cell[1] != CONTROL]
+    rows = [
+        _demand(f"{question} {_percent(float(level))}", [found[kind][level] for *_, found in among], float(level))
+        for question, kind, among in (
+            ("alarms without a bias, single tests, level", "false_alarms", cells),
+            ("the same for the verdict (all tests of a capture),", "verdict", families),
         )
-    for level in LEVELS:
-        family = [f["verdict"][level] for _, kernel, f in _families(result) if kernel != CONTROL]
-        rows.append(
-            _demand(
-                f"the same for the verdict (all tests of a capture), {_percent(float(level))}", family, float(level)
-            )
-        )
+        for level in LEVELS
+    ]
     gaussian = [
         min(f["false_alarms"][level][0] for name, _, _, f in cells if name in result["gaussian"]) for level in LEVELS
     ]
@@ -76,30 +72,21 @@ def trust(result: dict[str, Any]) -> str:
 
 def _demand(question: str, rates: list[Rate], level: float) -> tuple[str, str, str]:
     above = sum(r[1] > level for r in rates)
-    words = f"{_span((100 * r[0] for r in rates), 2)} %; "
-    return (
-        question,
-        words + f"{above} of {len(rates)} intervals above (chance: {0.025 * len(rates):.1f})",
-        "at most the level",
-    )
+    measured = f"{_span(100 * r[0] for r in rates)} %; {above} of {len(rates)} intervals above"
+    return question, f"{measured} (chance: {0.025 * len(rates):.1f})", "at most the level"
 
 
 def false_alarms(result: dict[str, Any]) -> str:
     """Kernel by test: rates from the lowest capture to the highest, and how far a mean over redraws is from zero."""
     rows = []
-    for kernel, test in {(kernel, test): None for _, kernel, test, _ in _cells(result)}:
-        found = {name: f for name, k, t, f in _cells(result) if (k, t) == (kernel, test)}
+    for (kernel, test), found in _grouped(_cells(result)).items():
         mean, uncertain = max((f["true_mean_in_se"] for f in found.values()), key=lambda m: abs(m[0]) - 2 * m[1])
         no_null = [name for name, f in found.items() if not f["is_null"]]
-        row = [
-            kernel,
-            test,
-            f"{mean:+.2f} ± {uncertain:.2f}" + (f" (no null: {', '.join(no_null)})" if no_null else ""),
-        ]
+        note = f" (no null: {', '.join(no_null)})" if no_null else ""
+        row = [kernel, test, f"{mean:+.2f} ± {uncertain:.2f}{note}"]
         for level in LEVELS:
             rates = {name: f["false_alarms"][level] for name, f in found.items()}
-            above = [f"{name} {_rate(r)}" for name, r in rates.items() if r[1] > float(level)]
-            row += [_span((100 * r[0] for r in rates.values()), 1), ", ".join(above)]
+            row += [_span((100 * r[0] for r in rates.values()), 1), ", ".join(_above(rates, level))]
         row.append(_span((100 * f["with_n_eff_20"]["0.05"][0] for f in found.values()), 1))
         rows.append(tuple(row))
     header = (
@@ -112,14 +99,13 @@ def false_alarms(result: dict[str, Any]) -> str:
 def families(result: dict[str, Any]) -> str:
     """Any alarm of a capture's family; "verdict": less those that correct rounding of O explains."""
     rows = []
-    for kernel in {kernel: None for _, kernel, _ in _families(result)}:
-        found = {name: f for name, k, f in _families(result) if k == kernel}
-        row = [kernel, f"{min(f['size'] for f in found.values())} to {max(f['size'] for f in found.values())}"]
+    for (kernel,), found in _grouped(_families(result)).items():
+        sizes = [f["size"] for f in found.values()]
+        row = [kernel, f"{min(sizes)} to {max(sizes)}"]
         for kind in ("any", "verdict"):
             for level in LEVELS:
                 rates = {name: f[kind][level] for name, f in found.items()}
-                above = [f"{name} {_rate(r)}" for name, r in rates.items() if r[1] > float(level)]
-                row.append("; ".join([_span((100 * r[0] for r in rates.values()), 1), *above]))
+                row.append("; ".join([_span((100 * r[0] for r in rates.values()), 1), *_above(rates, level)]))
         rows.append(tuple(row))
     return _table(("kernel", "tests", "any, 1 %", "any, 5 %", "verdict, 1 %", "verdict, 5 %"), rows)
 
@@ -127,11 +113,9 @@ def families(result: dict[str, Any]) -> str:
 def detectable(result: dict[str, Any]) -> str:
     """Power at 1x the stated minimum detectable bias, lowest to highest over captures; by keys, and by sequences."""
     rows = []
-    kernels = {(kernel, test): None for _, kernel, test, _ in _cells(result) if kernel != CONTROL}
-    for kernel, test in kernels:
-        found = [c["tests"][kernel][test]["power_at_detectable"] for c in result["captures"].values()]
-        batches = [c["sequences"].get(kernel, {}).get(test) for c in result["captures"].values()]
-        batches = [b for b in batches if b]
+    for (kernel, test), cells in _grouped(c for c in _cells(result) if c[1] != CONTROL).items():
+        found = [cell["power_at_detectable"] for cell in cells.values()]
+        batches = [b for c in result["captures"].values() if (b := c["sequences"].get(kernel, {}).get(test))]
         rows.append((
             kernel, test, *(_span(f[level][0] for f in found) for level in LEVELS),
             *(_span(b["power_at_detectable"][level][0] for b in batches) for level in LEVELS),
@@ -166,19 +150,14 @@ def candidates(result: dict[str, Any]) -> str:
     """
     rows: list[tuple[str, ...]] = []
     cells = [c for c in _cells(result) if "candidates" in c[3] and c[3]["is_null"]]
-    if not cells:
-        return "Not compared in this run."
     tests = (*PRIMARY, "o")
     for name in dict.fromkeys(name for c in cells for name in c[3]["candidates"]):
         row = [name]
         for test in tests:
             rates = [c[3]["candidates"][name] for c in cells if c[2] == test and name in c[3]["candidates"]]
-            if not rates:
-                row.append("")
-                continue
-            worst = [max(r[i] for r in rates) for i in (0, 1)]
-            mean = [sum(r[i] for r in rates) / len(rates) for i in (0, 1)]
-            row.append(f"{_percent(mean[0])} / {_percent(mean[1])} (worst {_percent(worst[0])} / {_percent(worst[1])})")
+            means = [_percent(sum(r[i] for r in rates) / len(rates)) for i in (0, 1)] if rates else []
+            worst = [_percent(max(r[i] for r in rates)) for i in (0, 1)] if rates else []
+            row.append(f"{' / '.join(means)} (worst {' / '.join(worst)})" if rates else "")
         rows.append(tuple(row))
     return _table(("candidate/clusters", *tests), rows)
 
@@ -233,6 +212,19 @@ def _families(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]
     for name, capture in result["captures"].items():
         for kernel, found in capture["families"].items():
             yield name, kernel, found
+
+
+def _grouped(cells: Iterable[tuple[Any, ...]]) -> dict[tuple[str, ...], dict[str, dict[str, Any]]]:
+    """Cells (capture, *key, found) by their key, each by capture."""
+    found: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for name, *key, cell in cells:
+        found.setdefault(tuple(key), {})[name] = cell
+    return found
+
+
+def _above(rates: dict[str, Rate], level: str) -> list[str]:
+    """Those of rates by capture whose interval lies above the level."""
+    return [f"{name} {_rate(r)}" for name, r in rates.items() if r[1] > float(level)]
 
 
 def _power(capture: dict[str, Any], kernel: str, direction: str, size: float) -> dict[str, list[float]]:

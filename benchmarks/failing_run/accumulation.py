@@ -91,7 +91,6 @@ class Step:
     """One step of the head."""
 
     step: int
-    """Its number."""
     noise_factor: float | None
     """Size of delta's error in units of what one correct rounding of O leaves."""
     share: float
@@ -103,9 +102,7 @@ class Test:
     """One of ``TESTS``; what is None had no data."""
 
     name: str
-    """Its key there."""
     statistic: float | None
-    """What is tested."""
     limit: float | None
     """What its null keeps below (|t| for t) in 95 % of cases, or 99 % for the band."""
     p_value: float | None
@@ -132,13 +129,9 @@ class Window:
     """Some consecutive steps."""
 
     name: str
-    """Which."""
     first: int
-    """The number of the first."""
     last: int
-    """The number of the last."""
     count: int
-    """How many."""
     noise_factor: float | None
     """The median over the steps."""
     share: float
@@ -166,11 +159,9 @@ class Accumulation(Result):
     chosen: str
     """Why this one."""
     tool: Tool
-    """What made the numbers."""
     notes: tuple[str, ...]
     """What was assumed or is missing."""
     steps: tuple[Step, ...]
-    """Step by step."""
     windows: tuple[Window, ...]
     """All steps together, then thirds of them."""
     figures: PaperFigures

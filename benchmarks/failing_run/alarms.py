@@ -38,11 +38,9 @@ class Replay:
     """One run at one spacing of checks."""
 
     run: str
-    """Its name."""
     every: int
     """Steps between the checks."""
     steps: int
-    """How many it did."""
     departure: int | None
     """When it left its trend."""
     reason: str | None
@@ -50,9 +48,7 @@ class Replay:
     alarm: int | None
     """The step of the first alarm."""
     layer: int | None
-    """The layer that this names."""
     head: int | None
-    """The head that this names."""
     lead: int | None
     """Steps from the alarm to the departure."""
     alarms: int
@@ -68,13 +64,11 @@ class Watched:
     """What the rule saw at each check, of the worst head."""
 
     steps: tuple[float, ...]
-    """The checks' steps."""
     share: tuple[float, ...]
     """dW_Q's predicted error, averaged as the rule does."""
     witness: tuple[float, ...]
     """Over its threshold."""
     alarms: tuple[Alarm, ...]
-    """All of them."""
 
 
 def watched(checks: Iterable[MonitorCheck], every: int, rule: AlarmRule, start: int = 0) -> Watched:
@@ -141,18 +135,21 @@ def spacing(runs: Sequence[Run]) -> int | None:
     return math.lcm(*(int(np.diff([c.step for c in run.checks]).min()) for run in runs))
 
 
-def table(record: Record, rows: Sequence[Replay], where: str = "") -> list[tuple[str, ...]]:
-    """One line a run of ``rows``, and one a run from step 0 that was not monitored; witness and share: the largest
-    before the first alarm, with the densest checks."""
+def all_rows(record: Record, rule: AlarmRule) -> list[Replay]:
+    """The rule on every monitored run of a record."""
+    return [*alarm_rows((run for run in record.runs.values() if run.origin is None), rule), *fork_alarms(record, rule)]
+
+
+def table(runs: Iterable[Run], rows: Sequence[Replay], where: str = "") -> list[tuple[str, ...]]:
+    """One line a run, with its ``rows``; witness and share: the largest before the first alarm, with the densest
+    checks."""
     columns = [f"alarm (lead), every {every}" for every in SPACINGS]
     lines = [("run", "steps", "left its trend at", *columns, "witness / threshold", "share", "ms")]
-    for name, run in record.runs.items():
-        found = {r.every: r for r in rows if r.run == name}
-        if not found and run.origin is not None:
-            continue
+    for run in runs:
+        found = {r.every: r for r in rows if r.run == run.name}
         first = found[min(found)] if found else None
         lines.append((
-            where + name, f"{run.until + 1:,}",
+            where + run.name, f"{run.until + 1:,}",
             DASH if run.departure is None else f"{run.departure.step:,}, {run.departure.reason}",
             *(_alarm(found.get(every)) for every in SPACINGS),
             *((f"{first.witness:.2f}", f"{first.share:.3f}") if first else (DASH, DASH)),
@@ -227,8 +224,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rule, record = AlarmRule(), Record.read(options.folder)
-    rows = alarm_rows(record.runs.values(), rule)
-    print(markdown(table(record, rows)))
+    rows = all_rows(record, rule)
+    print(markdown(table(record.runs.values(), rows)))
     if options.json:
         found = plain({"rule": asdict(rule), "runs": [asdict(row) for row in rows]})
         options.json.write_text(json.dumps(found, indent=1) + "\n")

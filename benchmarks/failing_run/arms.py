@@ -76,8 +76,6 @@ def arm(name: str) -> Arm:
     base = ARMS[key]
     if not mitigation:
         return base
-    if base.forward is None:
-        raise KeyError(f"arm {key} has no recipe to change; {name!r} cannot be made")
     recipe = whole(base)
     # What a scaled score of 1 is among the stored ones, in heads of 64 features.
     unit = 8.0 if recipe.alpha == "in-exponent" else 1.0
@@ -90,8 +88,9 @@ def arm(name: str) -> Arm:
 
 
 def whole(base: Arm) -> Recipe:
-    """An arm's forward and backward as one recipe, which is what a diagnosis asks for."""
-    assert base.forward is not None
+    """An arm's forward and backward as one recipe, which is what a diagnosis asks for. KeyError where it has none."""
+    if base.forward is None:
+        raise KeyError(f"no recipe: {base.words}")
     return replace(base.forward, **{site: getattr(base.backward, site) for site in BACKWARD})
 
 

@@ -42,7 +42,6 @@ class Fork:
     """A run from another's weights on, or that other one itself."""
 
     run: str
-    """Its name."""
     mitigation: str
     """What was changed; "control" for the run that goes on unchanged."""
     start: int
@@ -88,7 +87,6 @@ class Row:
     """A mitigation, what was predicted of it, and its fork."""
 
     mitigation: str
-    """Its name, or "control"."""
     left: float | None
     """Error of dQ over dQ, median over the sequences; infinite where an output is not finite."""
     left_by: str | None
@@ -120,7 +118,6 @@ class SiteCheck:
     holds: bool | None
     """None: not known."""
     words: str
-    """All of it."""
 
 
 def forks_of(record: Record, parent: str) -> dict[str, Fork]:
@@ -272,9 +269,7 @@ class Agreement:
     """Somers' D between predicted errors and how long training lasted."""
 
     of: str
-    """Which forks."""
     forks: int
-    """How many."""
     kept: int
     """How many of them kept their trend."""
     pairs: int

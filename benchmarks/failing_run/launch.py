@@ -20,13 +20,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
-from record import begun_logs, markdown
-from runlog import RunLog, begun, departures, run_name
+from alarms import all_rows, table
+from record import Record, markdown
+from runlog import RunLog, begun, run_name
+
+from attn_diag.watching.monitoring.alarm import AlarmRule
 
 TRAIN = Path(__file__).with_name("train.py")
 START_FROM = "--start-from"
@@ -41,34 +44,32 @@ class Slots:
 
     devices: list[str]
     folder: Path
-    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = field(default_factory=dict)
+    running: dict[str, tuple[str, subprocess.Popen[bytes]]] = field(default_factory=dict)
     codes: dict[str, int] = field(default_factory=dict)
+
+    def free(self) -> list[str]:
+        """The devices that can take a run, the least busy first."""
+        used = Counter(device for device, _ in self.running.values())
+        return sorted(Counter(self.devices) - used, key=used.__getitem__)
 
     def start(self, name: str, command: list[str]) -> None:
         """Start a command on a free device, its output in a file of its own."""
-        at = [self.devices[i] for i in self.running]
-        slot = min(
-            (i for i in range(len(self.devices)) if i not in self.running), key=lambda i: at.count(self.devices[i])
-        )
-        device = self.devices[slot]
+        device = self.free()[0]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": device, "PYTHONUNBUFFERED": "1"}
         with (self.folder / f"{name}.txt").open("wb") as output:
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        self.running[slot] = name, process
+        self.running[name] = device, process
         print(f"{name}: started on device {device or 'cpu'}", flush=True)
 
     def collect(self) -> None:
         """Take note of runs that have ended."""
-        for slot, (name, process) in list(self.running.items()):
+        for name, (_, process) in list(self.running.items()):
             code = process.poll()
             if code is not None:
                 self.codes[name] = code
-                del self.running[slot]
+                del self.running[name]
                 lines = (self.folder / f"{name}.txt").read_text(errors="replace").splitlines()
                 print(f"{name}: exit code {code}; " + "\n".join(lines[-15 if code else -1 :]), flush=True)
-
-    def free(self) -> bool:
-        return len(self.running) < len(self.devices)
 
     def stop(self) -> None:
         """Ask all to end after their step, wait, and end those that do not."""
@@ -157,22 +158,6 @@ def open_jobs(jobs: dict[str, list[str]], out: Path) -> dict[str, list[str]]:
     return left
 
 
-def table(logs: list[RunLog]) -> str:
-    """Every run of a folder in Markdown: when it left its trend, and when its own monitor had said so."""
-    rows = []
-    for log in logs:
-        found, alarm = departures(log.steps), log.alarms[0] if log.alarms else None
-        run, watched = log.headers[0]["run"], log.headers[0].get("monitor_every")
-        rows.append((
-            run["arm"], str(run["seed"]), str(log.steps[-1][0] + 1 if log.steps else 0),
-            "; ".join(f"{d.step} ({d.reason})" for d in found) or "–",
-            f"{alarm['step']}: layer {alarm['layer']}, head {alarm['head']}" if alarm
-            else "silent" if watched else "not monitored",
-            f"{1e3 * median(log.seconds):.0f}" if log.seconds else "–", log.end,
-        ))  # fmt: skip
-    return markdown((("arm", "seed", "steps", "left its trend at", "first alarm", "ms a step", "end"), *rows))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     runs = parser.add_mutually_exclusive_group(required=True)
@@ -198,7 +183,8 @@ def main() -> None:
     # A request to end reaches the runs too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     done = run_all(jobs, Slots(devices() * options.per_device, options.out), options.limit_seconds)
-    print(table(begun_logs(options.out)))
+    record = Record.read(options.out)
+    print(markdown(table(record.runs.values(), all_rows(record, AlarmRule()))))
     sys.exit(0 if done else 1)
 
 

@@ -102,7 +102,6 @@ class Limited:
     """One stabilised run: what was forecast of it, and what came."""
 
     run: str
-    """Its name."""
     beta: float
     """What a repeated maximum is multiplied by."""
     limit: float
@@ -114,7 +113,6 @@ class Limited:
     came: int | None
     """The first step whose loss or gradient norm is not finite; None where none is until ``until``."""
     until: int
-    """The last step."""
     error: float | None
     """(predicted - come) / come; None where one of the two is not known, or the NaN came before the capture."""
     error_ahead: float | None

@@ -36,7 +36,6 @@ class Criterion:
     """Something that the experiment must show."""
 
     words: str
-    """What."""
     held: bool | None
     """None: it was not run."""
     found: str
@@ -48,7 +47,6 @@ class Predicted:
     """One capture's predictions beside what training did."""
 
     chain: Chain
-    """What the tool said."""
     rows: tuple[Row, ...]
     """By mitigation, the least predicted error first."""
     agreement: tuple[Agreement, ...]
@@ -84,7 +82,6 @@ class Outcomes:
     """Everything that a record says."""
 
     rule: AlarmRule
-    """The alarm's."""
     alarms: list[Replay]
     """Of runs from step 0."""
     fork_alarms: list[Replay]
@@ -94,7 +91,6 @@ class Outcomes:
     limits: list[Limited]
     """Of the stabilised softmax."""
     criteria: list[Criterion]
-    """What had to hold."""
 
     @classmethod
     def of(cls, record: Record) -> Outcomes:

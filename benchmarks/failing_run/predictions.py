@@ -5,8 +5,8 @@
 
 The capture holds one head of several sequences. ``inspect`` pools them; ``identify``, ``attribute`` and ``what-if``
 look at each by itself. The file holds the tool's own JSON: of inspect the head's entry, of the others a document a
-sequence. ``--recipe``: an arm (its forward and backward as one recipe) or a preset, taken as known; what ``identify``
-finds without it is written too. Nothing here has seen how training went on.
+sequence. ``--recipe``: an arm, its forward and backward as one recipe, taken as known; what ``identify`` finds
+without it is written too. Nothing here has seen how training went on.
 
 ``Chain`` reads it back with the tool's own classes, as far as the experiment needs it. The stored ``chain_*.json.xz``
 were cut down to the numbers that this experiment once kept; fields that are not read here are missing in them.
@@ -44,7 +44,7 @@ from attn_diag.head.baseline import observation_with_o
 from attn_diag.head.machine import describe_tool
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import emulate_head
-from attn_diag.kernels.recipe import FORMATS, PRESETS, Recipe, preset
+from attn_diag.kernels.recipe import FORMATS, Recipe
 from attn_diag.reports.charts import Section
 from attn_diag.results.attribution import Effect, SiteAttribution
 from attn_diag.results.base import Number, Result, Tool
@@ -125,15 +125,13 @@ class Chain(Result):
     """What the tool said of one capture; a tuple has one item a sequence."""
 
     run: str
-    """The run that was captured."""
     arm: str
     """The recipe that was taken as known."""
     step: int
-    """The step that was captured."""
     layer: int
-    """The model's number of the layer."""
+    """The model's number."""
     head: int
-    """The model's number of the head."""
+    """The model's number."""
     rows: int
     """Query rows of a sequence."""
     inspect: Inspected
@@ -143,7 +141,6 @@ class Chain(Result):
     attribute: Heads
     """The rounding sites' parts."""
     what_if: tuple[Tried, ...]
-    """Other recipes and mitigations."""
 
     @property
     def sequences(self) -> int:
@@ -179,23 +176,12 @@ def read_chains(record: Record) -> dict[str, Chain]:
     return {name.removeprefix("chain_"): Chain.from_json(record.document(name) or b"") for name in names}
 
 
-def recipe_of(name: str) -> Recipe:
-    """An arm's forward and backward as one recipe, or a preset. Raises ValueError for anything else."""
-    if name in PRESETS:
-        return preset(name)
-    known = {key: value for key, value in ARMS.items() if value.forward is not None}
-    if name not in known:
-        raise ValueError(f"no recipe {name!r}; there are {', '.join(dict.fromkeys([*known, *PRESETS]))}")
-    return whole(known[name])
-
-
-def predict(capture: Capture, recipe: Recipe, sequences: int | None = None) -> dict[str, Any]:
-    """The tool's own documents, of the first ``sequences`` sequences.
+def predict(capture: Capture, recipe: Recipe) -> dict[str, Any]:
+    """The tool's own documents.
 
     Args:
         capture: Of one head, with O and dO.
         recipe: What is taken to have made O and dQ.
-        sequences: How many are looked at; None: all.
 
     Returns:
         What ``Chain`` reads, but for the names of run and arm.
@@ -208,25 +194,24 @@ def predict(capture: Capture, recipe: Recipe, sequences: int | None = None) -> d
     observation = observation_with_o(capture, None)
     if observation is None or "do" not in capture.tensors:
         raise InputError(f"{capture.source}: an O and dO are needed; capture the step with its backward")
-    batches = range(capture.batch if sequences is None else min(sequences, capture.batch))
-    selection = attn_diag.Selection(observation=observation, batches=frozenset(batches))
+    batches, selection = range(capture.batch), attn_diag.Selection(observation=observation)
     diagnosis = attn_diag.inspect_captures([capture], selection=selection, made_by={observation: recipe})
     attributed = attn_diag.attribute(capture, recipe=recipe, selection=selection)
-    identified, tried = [], []
-    for batch in batches:
-        identified.append(attn_diag.identify(capture, observation, batch=batch))
-        tried.append(attn_diag.what_if(capture, observation, recipe=recipe, batch=batch))
+    identified = [attn_diag.identify(capture, observation, batch=batch) for batch in batches]
+    tried = [attn_diag.what_if(capture, observation, recipe=recipe, batch=batch) for batch in batches]
     m = capture.metadata
-    inspected = json.loads(diagnosis.to_json())["captures"][0]["observations"][0]["heads"][0]
-    found = {
+    return {
         "source": Path(capture.source).name,
         "captured_on": m.device,
         "rows": capture.q_length,
-        "inspect": inspected,
+        "inspect": json.loads(diagnosis.to_json())["captures"][0]["observations"][0]["heads"][0],
+        "step": m.step,
+        "layer": m.layer,
+        "head": m.head_offset,
+        "attribute": json.loads(attributed.to_json()),
+        "identify": [json.loads(i.to_json()) for i in identified],
+        "what_if": [json.loads(w.to_json()) for w in tried],
     }
-    found |= {"step": m.step, "layer": m.layer, "head": m.head_offset, "attribute": json.loads(attributed.to_json())}
-    found |= {"identify": [json.loads(i.to_json()) for i in identified]}
-    return found | {"what_if": [json.loads(w.to_json()) for w in tried]}
 
 
 def spread(values: Iterable[float]) -> str:
@@ -290,7 +275,6 @@ class Summed:
     name: str
     """The arm, or ARM+CURE."""
     sequences: int
-    """How many."""
     relative: float
     """Of the sequences, root mean square: (sum ||E_n||^2 / sum ||G_n||^2)^1/2."""
     relative_of_sum: float
@@ -310,13 +294,9 @@ class Batch(Result):
     source: str
     """The capture's file."""
     step: int | None
-    """The step that was captured."""
     layer: int | None
-    """The model's number of the layer."""
     head: int | None
-    """The model's number of the head."""
     tool: Tool
-    """What made the numbers, by emulation."""
     rows: tuple[Summed, ...]
     """The arm, then its cures."""
 
@@ -372,10 +352,9 @@ def read_summed(record: Record) -> dict[str, Batch]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capture", type=Path, help="a file, or a folder with one capture in it")
-    parser.add_argument("--recipe", required=True, metavar="NAME", help=f"of {', '.join(ARMS)}, or a preset")
+    parser.add_argument("--recipe", required=True, metavar="NAME", help=f"{', '.join(ARMS)}, or NAME+MITIGATION")
     parser.add_argument("--run", default=None, metavar="NAME", help="the run it is from; default: RECIPE_seed0")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=".json or .json.xz")
-    parser.add_argument("--sequences", type=int, metavar="N", help="look at the first N only")
     parser.add_argument("--summed", type=Path, metavar="FILE", help="the sums over sequences, of an arm")
     parser.add_argument("--cures", nargs="*", default=[], metavar="MITIGATION", help="summed beside the arm")
     options = parser.parse_args()
@@ -386,7 +365,7 @@ def main() -> None:
     capture = attn_diag.load(files[0])
     if options.summed:
         write_json(options.summed, asdict(summed_batch(capture, options.recipe, options.cures)))
-    found = predict(capture, recipe_of(options.recipe), options.sequences)
+    found = predict(capture, whole(arm(options.recipe)))
     found = {"run": options.run or f"{options.recipe}_seed0", "arm": options.recipe} | found
     write_json(options.out, found)
     print(_said(Chain.from_json(json.dumps(plain(found)))))

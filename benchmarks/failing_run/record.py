@@ -26,7 +26,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from runlog import WINDOW, Departure, RunLog, departures, plain, rows_of
+from runlog import WINDOW, Departure, RunLog, begun, departures, plain, rows_of
 
 from attn_diag.captures.files import write_atomically
 from attn_diag.results.base import Result
@@ -42,9 +42,7 @@ class Run:
     """One run of a record."""
 
     log: RunLog
-    """Its log."""
     arm: str
-    """The attention it trained with."""
     seed: int
     """Of its weights and data."""
     tag: str = ""
@@ -87,13 +85,10 @@ class Run:
     @cached_property
     def departure(self) -> Departure | None:
         """The first of its own steps at which it left its trend."""
-        return self._departure_from(self.first)
+        return self.departure_from(self.first)
 
     def departure_from(self, step: int) -> Departure | None:
         """The first departure from ``step`` on; what lies further back than its trend does not count."""
-        return self.departure if step == self.first else self._departure_from(step)
-
-    def _departure_from(self, step: int) -> Departure | None:
         found = departures(row for row in self.log.steps if row[0] >= step - WINDOW)
         return next((d for d in found if d.step >= step), None)
 
@@ -108,7 +103,6 @@ class Record:
     """A folder of runs."""
 
     folder: Path
-    """Where it lies."""
     runs: dict[str, Run]
     """By name."""
 
@@ -120,8 +114,8 @@ class Record:
         # Names may hold dots: A+stabilised-1.5_seed0.
         monitors = {path.name.partition(".jsonl")[0]: path for path in (folder / "monitor").glob("*.jsonl*")}
         found = {}
-        for log in begun_logs(folder):
-            if log.steps:
+        for path in sorted(folder.glob("*.jsonl*")):
+            if begun(path) and (log := RunLog.read(path)).steps:
                 named = _NAME.fullmatch(log.name)
                 arm, seed, tag = named.group("arm", "seed", "tag") if named else (log.name, 0, None)
                 found[log.name] = Run(log, arm, int(seed), tag or "", monitors.get(log.name))
@@ -150,7 +144,6 @@ class Repeat:
     """One run that was made several times."""
 
     run: str
-    """Its name."""
     times: int
     """How often it was made."""
     compared: int
@@ -181,12 +174,6 @@ def repeat(runs: Sequence[Run]) -> Repeat:
     departures = tuple(None if run.departure is None else run.departure.step for run in runs)
     ends = tuple(run.until for run in runs)
     return Repeat(runs[0].name, len(runs), min(compared), min(differs, default=None), departures, ends)
-
-
-def begun_logs(folder: Path) -> list[RunLog]:
-    """The logs of a folder by name, without those that were killed before their header."""
-    paths = sorted(folder.glob("*.jsonl*"))
-    return [RunLog.read(path) for path in paths if any("header" in row for row in rows_of(path))]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -127,11 +127,11 @@ def _overview(record: Record, found: Outcomes) -> Section:
 
 def _runs(record: Record, found: Outcomes) -> Section:
     """Every run from step 0 and those of the record's subfolders, with what the monitor said."""
-    lines = table(record, found.alarms)
+    lines = table((run for run in record.runs.values() if run.origin is None), found.alarms)
     for folder in ("generated", "alone"):
         if (record.folder / folder).is_dir():
             other = Record.read(record.folder / folder)
-            lines += table(other, alarm_rows(other.runs.values(), found.rule), f"{folder}/")[1:]
+            lines += table(other.runs.values(), alarm_rows(other.runs.values(), found.rule), f"{folder}/")[1:]
     where = f"Generated: on tokens of make_tokens.py{_generated(record)}. Alone: on a GPU of its own."
     return Section("The runs", (words(found.rule), where), tuple(lines), charts(record, found.rule))
 
@@ -248,7 +248,7 @@ def _made(record: Record, jobs: Path) -> Section:
     for run in record.runs.values():
         tool = run.header.get("tool", {})
         versions = [f"{name} {tool.get(name)}" for name in ("python", "torch", "triton") if tool.get(name)]
-        device = f"{run.header.get('world', 1)} x {tool.get('device') or 'cpu'}, attn-diag {tool.get('version')}"
+        device = f"1 x {tool.get('device') or 'cpu'}, attn-diag {tool.get('version')}"
         made.add(", ".join([device, *versions, str(run.header.get("date", ""))[:10]]))
     return Section(
         "Not run, and how this was made",

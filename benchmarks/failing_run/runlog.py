@@ -4,13 +4,12 @@ A log has one JSON object a line, written as it happens, so that a killed run ke
 
     {"header": {...}}                                   configuration, recipes, versions, device; again after a resume
     {"step": 0, "loss": 9.7, "grad_norm": 4.1, "lr": 5e-07, "seconds": 0.27}        steps count from 0
-    {"monitor": 50, "names": [...], "values": [...]}    names only where they differ from the row before
-    {"alarm": {"kind": "growth", "step": 450, "layer": 2, "head": 7, "reason": "...", "seen": 451}}
+    {"alarm": {"kind": "growth", "step": 450, "layer": 2, "head": 7, "reason": "..."}}
     {"end": "finished", "step": 1100}                   or "departed", "stopped by a signal": step is the next one
 
-Steps are the optimizer's; their loss is that of the weights before the step. Numbers have six digits, the monitor's
-four; those that are not finite are the strings "NaN", "Infinity", "-Infinity". A line that a kill cut short is left out
-when read.
+Steps are the optimizer's; their loss is that of the weights before the step. Numbers have six digits; those
+that are not finite are the strings "NaN", "Infinity", "-Infinity". A line that a kill cut short is left out when read,
+and so are the monitor's figures that older logs hold: they are in the monitor's own log.
 
 A run has left its trend, by one definition for stopping it and for reading its log:
 
@@ -68,18 +67,10 @@ class Writer:
         partial.write_text("".join(_line(row) for row in kept))
         partial.replace(path)
         self._file = path.open("a", buffering=1)
-        self._names = next((row["names"] for row in reversed(kept) if "names" in row), None)
 
-    def write(self, row: dict[str, Any], digits: int = 6) -> None:
+    def write(self, row: dict[str, Any]) -> None:
         """Append one row; it is in the file when this returns."""
-        self._file.write(_line(plain(row, digits)))
-
-    def write_monitor(self, step: int, metrics: dict[str, float]) -> None:
-        """What the monitor saw, read after ``step``."""
-        names = list(metrics)
-        row = {"monitor": step} | ({} if names == self._names else {"names": names})
-        self._names = names
-        self.write(row | {"values": list(metrics.values())}, digits=4)
+        self._file.write(_line(plain(row)))
 
     def write_history(self, path: Path, first: int, end: int) -> None:
         """Copy another log's steps from ``first`` up to ``end``: what a run that starts there has behind it."""
@@ -100,13 +91,12 @@ class Writer:
 
 @dataclass
 class RunLog:
-    """A log read back. ``steps``: (step, loss, gradient norm); ``monitor``: metrics by step; ``seconds``: by step."""
+    """A log read back. ``steps``: (step, loss, gradient norm); ``seconds``: by step."""
 
     name: str
     headers: list[dict[str, Any]] = field(default_factory=list)
     steps: list[tuple[int, float, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    monitor: dict[int, dict[str, float]] = field(default_factory=dict)
     alarms: list[dict[str, Any]] = field(default_factory=list)
     end: str = "cut off"
 
@@ -114,16 +104,12 @@ class RunLog:
     def read(cls, path: Path) -> RunLog:
         """Raises ValueError for a file without a header."""
         log = cls(path.name.partition(".jsonl")[0])
-        names: list[str] = []
         for row in rows_of(path):
             if "header" in row:
                 log.headers.append(row["header"])
             elif "loss" in row:
                 log.steps.append((row["step"], float(row["loss"]), float(row["grad_norm"])))
                 log.seconds.append(row["seconds"])
-            elif "monitor" in row:
-                names = row.get("names", names)
-                log.monitor[row["monitor"]] = dict(zip(names, map(float, row["values"]), strict=True))
             elif "alarm" in row:
                 log.alarms.append(row["alarm"])
             elif "end" in row:
@@ -159,7 +145,7 @@ def _belongs(row: dict[str, Any], resume_at: int) -> bool:
     """Whether a row is of the steps before ``resume_at``. Ends are not kept: the run goes on."""
     if "header" in row:
         return bool(row["header"].get("first_step", 0) < resume_at)
-    step = row.get("monitor", row.get("alarm", row).get("step", resume_at))
+    step = row.get("alarm", row).get("step", resume_at)
     return "end" not in row and int(step) < resume_at
 
 

@@ -1,13 +1,11 @@
 """Trains a GPT-2-shaped model whose attention rounds as the chosen arm says, until it has failed or the steps are done.
 
     python benchmarks/failing_run/train.py --arm A --tokens tokens.npy.xz --out runs
-    torchrun --nproc-per-node 4 benchmarks/failing_run/train.py --arm A --tokens tokens.npy.xz --out runs
 
 GPT-2 small without biases: 12 layers, 12 heads, width 768, context 1024, learned positions, tied embeddings. BF16
 autocast, fp32 weights, AdamW (0.9, 0.95) without weight decay, gradients clipped at 1.0, linear warm-up over 2,000
 steps to 1e-3, 40 sequences a step. Initial weights and the sequences of step n depend on the seed and on n alone:
-neither on the arm, nor on the number of processes, nor on where a run was resumed. Without a token file:
-``make_tokens.py``.
+neither on the arm nor on where a run was resumed. Without a token file: ``make_tokens.py``.
 
 One log per arm and seed, OUT/ARM_seedSEED.jsonl (``runlog``). A run stops ``--stop-after`` steps after it has left its
 trend (``runlog``), and cleanly, at the end of a step, on SIGTERM or SIGINT; with ``--checkpoint-every`` it is then
@@ -26,15 +24,13 @@ import signal
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 # Triton reads this when it is first imported.
@@ -42,46 +38,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from arms import ARMS, GPT, arm
-from observe import Observer, StepLog, steps_of
-from runlog import WINDOW, RunLog, Writer, run_name
-from torch.nn.parallel import DistributedDataParallel
+from observe import Observer, steps_of
+from runlog import WINDOW, RunLog, Watch, Writer, run_name
 
-from attn_diag.head.machine import describe_tool
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process among those of the run."""
-
-    rank: int
-    world: int
-    device: torch.device
-
-    @classmethod
-    def here(cls, device: str) -> Place:
-        """From torchrun's environment, or alone; ``device`` "auto": CUDA where there is one."""
-        cuda = device != "cpu" and torch.cuda.is_available()
-        rank, world, local = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-        place = cls(rank, world, torch.device("cuda", local) if cuda else torch.device("cpu"))
-        if cuda:
-            torch.cuda.set_device(place.device)
-        if "RANK" in os.environ:
-            dist.init_process_group("nccl" if cuda else "gloo")
-        return place
-
-    def share(self, starts: Tensor) -> Tensor:
-        """This process's part of a step's sequences."""
-        if len(starts) % self.world:
-            raise ValueError(f"{len(starts)} sequences a step cannot be shared by {self.world} processes")
-        return starts.chunk(self.world)[self.rank]
-
-    def mean(self, values: Tensor) -> list[float]:
-        """Means over the processes; waits for the device."""
-        if self.world > 1:
-            dist.all_reduce(values)
-            values /= self.world
-        found: list[float] = values.tolist()
-        return found
+from attn_diag.head.machine import describe_tool, pick_device
 
 
 def load_tokens(path: Path, vocabulary: int) -> np.ndarray[Any, np.dtype[Any]]:
@@ -102,24 +62,21 @@ def sequence_starts(seed: int, step: int, sequences: int, tokens: int, context: 
 
 
 class Trainer:
-    """Model, optimizer and data of one process; ``step`` counts the optimizer's steps done."""
+    """Model, optimizer and data; ``step`` counts the optimizer's steps done."""
 
-    def __init__(self, options: argparse.Namespace, place: Place, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
-        self.options, self.place, self.step = options, place, 0
+    def __init__(self, options: argparse.Namespace, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
+        self.options, self.device, self.step = options, pick_device(options.device), 0
         torch.manual_seed(options.seed)  # on the CPU: the same weights on every device
         o = options
-        self.model = GPT(o.vocabulary, o.context, o.layers, o.heads, o.width, arm(o.arm).attend).to(place.device)
+        self.model = GPT(o.vocabulary, o.context, o.layers, o.heads, o.width, arm(o.arm).attend).to(self.device)
         if options.compile:
             self.model.compile_all_but_attention()
-        self.wrapped: nn.Module = self.model
-        if place.world > 1:
-            self.wrapped = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=place.device.type == "cuda"
+            self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=self.device.type == "cuda"
         )
         # The whole corpus lives on the device: nothing is copied in a step but the starts.
-        self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(place.device)
-        self.offsets = torch.arange(options.context + 1, device=place.device)
+        self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(self.device)
+        self.offsets = torch.arange(options.context + 1, device=self.device)
 
     @property
     def learning_rate(self) -> float:
@@ -128,23 +85,21 @@ class Trainer:
         return rate
 
     def micro_batches(self) -> Iterator[Tensor]:
-        """This process's sequences of the next step, int64 [at most micro-batch, context + 1]."""
+        """The sequences of the next step, int64 [at most micro-batch, context + 1]."""
         o = self.options
-        starts = self.place.share(sequence_starts(o.seed, self.step, o.sequences, len(self.tokens), o.context))
-        for part in torch.split(starts.to(self.place.device, non_blocking=True), o.micro_batch):
+        starts = sequence_starts(o.seed, self.step, o.sequences, len(self.tokens), o.context)
+        for part in torch.split(starts.to(self.device, non_blocking=True), o.micro_batch):
             yield self.tokens[part[:, None] + self.offsets].long()
 
     def train_step(self) -> tuple[Tensor, Tensor]:
-        """One optimizer step. Returns this process's loss and the gradient norm before clipping, on the device."""
+        """One optimizer step. Returns the loss and the gradient norm before clipping, on the device."""
         batches = list(self.micro_batches())
         sequences = sum(map(len, batches))
-        total = torch.zeros((), device=self.place.device)
+        total = torch.zeros((), device=self.device)
         for batch in batches:
-            last = batch is batches[-1]
-            with nullcontext() if last or self.place.world == 1 else self.wrapped.no_sync():  # type: ignore[operator]
-                with torch.autocast(self.place.device.type, torch.bfloat16):
-                    loss = self.wrapped(batch[:, :-1], batch[:, 1:]) * (len(batch) / sequences)
-                loss.backward()
+            with torch.autocast(self.device.type, torch.bfloat16):
+                loss = self.model(batch[:, :-1], batch[:, 1:]) * (len(batch) / sequences)
+            loss.backward()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         for group in self.optimizer.param_groups:
@@ -156,11 +111,7 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """A checkpoint, complete or not there at all. The data's position is the step."""
-        if self.place.rank:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        cuda = self.place.device.type == "cuda"
         torch.save(
             {
                 "run": run_identity(self.options),
@@ -168,8 +119,6 @@ class Trainer:
                 "step": self.step,
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "rng": torch.get_rng_state(),
-                "rng_cuda": torch.cuda.get_rng_state() if cuda else None,
             },
             partial,
         )
@@ -185,9 +134,6 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
-        torch.set_rng_state(state["rng"])
-        if state["rng_cuda"] is not None and self.place.device.type == "cuda":
-            torch.cuda.set_rng_state(state["rng_cuda"])
         return str(state["name"])
 
 
@@ -210,8 +156,7 @@ def header(trainer: Trainer, corpus: dict[str, Any], parent: str | None) -> dict
         "words": attention.words,
         "forward": "SDPA flash" if attention.forward is None else attention.forward.sites(),
         "backward": "SDPA flash" if attention.forward is None else attention.backward.sites(),
-        "tool": describe_tool(trainer.place.device).__dict__,
-        "world": trainer.place.world,
+        "tool": describe_tool(trainer.device).__dict__,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "tokens": corpus,
         "first_step": trainer.step,
@@ -219,7 +164,7 @@ def header(trainer: Trainer, corpus: dict[str, Any], parent: str | None) -> dict
     }
 
 
-def train(options: argparse.Namespace, place: Place, received: list[int]) -> str:
+def train(options: argparse.Namespace, received: list[int]) -> str:
     """The run; returns how it ended. ``received``: signals; with one in it the run ends after the step at work."""
     tokens = load_tokens(options.tokens, options.vocabulary)
     corpus = {"file": options.tokens.name, "count": len(tokens), "crc32": zlib.crc32(tokens.tobytes())}
@@ -227,61 +172,53 @@ def train(options: argparse.Namespace, place: Place, received: list[int]) -> str
         raise ValueError(
             f"{options.tokens.name} has {len(tokens)} tokens, more than the context of {options.context} are needed"
         )
-    trainer = Trainer(options, place, tokens)
-    name, checkpoints = name_of(options), options.checkpoints or options.out
-    path, checkpoint = options.out / f"{name}.jsonl", checkpoints / f"{name}.pt"
-    at_alarm = checkpoints / f"{name}_alarm.pt"
+    trainer = Trainer(options, tokens)
+    name = name_of(options)
+    path, checkpoint, at_alarm = (options.out / f"{name}{end}" for end in (".jsonl", ".pt", "_alarm.pt"))
     parent, resumed = None, options.resume and checkpoint.exists()
     if resumed:
         trainer.load(checkpoint)
     elif options.start_from is not None:
         parent = trainer.load(options.start_from, but=("arm",))
     with ExitStack() as stack:
-        log = None
-        if place.rank == 0:
-            options.out.mkdir(parents=True, exist_ok=True)
-            # Of an earlier piece that left no checkpoint nothing is kept.
-            kept_until = trainer.step if resumed else 0
-            log = stack.enter_context(Writer(path, kept_until if options.resume else None))
-            log.write({"header": header(trainer, corpus, parent)})
-            if not resumed:
-                at_alarm.unlink(missing_ok=True)  # of an earlier run: nothing may start from it any more
+        options.out.mkdir(parents=True, exist_ok=True)
+        # Of an earlier piece that left no checkpoint nothing is kept.
+        kept_until = trainer.step if resumed else 0
+        log = stack.enter_context(Writer(path, kept_until if options.resume else None))
+        log.write({"header": header(trainer, corpus, parent)})
+        if not resumed:
+            at_alarm.unlink(missing_ok=True)  # of an earlier run: nothing may start from it any more
         alarmed = resumed and at_alarm.exists()
-        observer = Observer(
-            stack, trainer.model, trainer.optimizer, options, name, trainer.step, parent=parent, alarmed=alarmed
-        )
-        record = StepLog(log, observer.monitor, options.monitor_every, options.stop_after)
-        if log is not None:
+        observer = Observer(stack, log, trainer.model, options, name, trainer.step, parent=parent, alarmed=alarmed)
+        watch = Watch()
+        if parent is not None:
             before = options.out / f"{parent}.jsonl"
-            if parent is not None and before.exists():
+            if before.exists():
                 log.write_history(before, trainer.step - WINDOW, trainer.step)
-            elif parent is not None:
+            else:
                 print(f"{name}: no log {before}; a departure in the first {WINDOW} steps may go unnoticed", flush=True)
-            for done in RunLog.read(path).steps:
-                record.watch.update(*done)
+        for done in RunLog.read(path).steps:
+            watch.update(*done)
         end = "finished"
         while trainer.step < options.steps:
-            observer.before_step(trainer.step)
             began, step, rate = time.perf_counter(), trainer.step, trainer.learning_rate
-            loss, norm = trainer.train_step()
-            # One wait for the device a step. The wish to stop travels with the loss: all processes stop together.
-            wish = torch.tensor(float(bool(received) or record.enough(trainer.step)), device=place.device)
-            mean_loss, grad_norm, stop = place.mean(torch.stack([loss, norm, wish]))
+            loss, grad_norm = torch.stack(trainer.train_step()).tolist()  # one wait for the device a step
             seconds = time.perf_counter() - began
-            record.step({"step": step, "loss": mean_loss, "grad_norm": grad_norm, "lr": rate, "seconds": seconds})
-            if alarming := observer.first_alarm():
+            watch.update(step, loss, grad_norm)
+            log.write({"step": step, "loss": loss, "grad_norm": grad_norm, "lr": rate, "seconds": seconds})
+            if alarming := observer.first_alarm(trainer.step):
                 trainer.save(at_alarm)
-            if place.rank == 0 and step % options.print_every == 0:
-                print(f"{name} {step}: loss {mean_loss:.4f}, norm {grad_norm:.3g}, {seconds * 1e3:.0f} ms", flush=True)
+            if step % options.print_every == 0:
+                print(f"{name} {step}: loss {loss:.4f}, norm {grad_norm:.3g}, {seconds * 1e3:.0f} ms", flush=True)
             if options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
                 trainer.save(checkpoint)
-            if stop and not alarming:  # else the next step is still to be captured
+            failed = watch.first is not None and trainer.step > watch.first.step + options.stop_after
+            if (received or failed) and not alarming:  # else the next step is still to be captured
                 end = "stopped by a signal" if received else "departed"
                 break
         if options.checkpoint_every:
             trainer.save(checkpoint)
-        if log is not None:
-            log.write({"end": end, "step": trainer.step})
+        log.write({"end": end, "step": trainer.step})
     return end
 
 
@@ -295,14 +232,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=1100, help="in all, those before a resume included")
     p.add_argument("--stop-after", type=int, default=30, metavar="STEPS", help="go on so long after the departure")
     p.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="0: no checkpoints")
-    p.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where, if not in --out")
     p.add_argument("--resume", action="store_true", help="from the checkpoint, if there is one")
     p.add_argument("--start-from", type=Path, metavar="FILE", help="a checkpoint, also another arm's")
     p.add_argument("--monitor-every", type=int, default=0, metavar="STEPS", help="0: no monitor")
     p.add_argument("--at-alarm", action="store_true", help="at the first: keep a checkpoint, and capture the head")
     p.add_argument("--capture-steps", type=steps_of, metavar="FIRST:END", help="one step, or a range of them")
     p.add_argument("--capture-layers", type=int, nargs="*", metavar="LAYER", help="default: all")
-    p.add_argument("--capture-momentum", action="store_true", help="Adam's moments of the captured layers' W_Q too")
     p.add_argument("--print-every", type=int, default=20, metavar="STEPS")
     p.add_argument("--device", choices=("auto", "cpu"), default="auto")
     p.add_argument("--compile", action="store_true", help="torch.compile all but the attention")
@@ -312,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-# micro_batch: sequences of one forward, on each process.
+# micro_batch: sequences of one forward.
 SIZES: dict[str, int | float] = {
     "layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 16384, "sequences": 40,
     "micro_batch": 40, "warmup": 2000, "learning_rate": 1e-3, "clip": 1.0,
@@ -331,12 +266,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
     torch.set_float32_matmul_precision("high")
-    place = Place.here(options.device)
-    try:
-        train(options, place, received)
-    finally:
-        if place.world > 1:
-            dist.destroy_process_group()
+    train(options, received)
 
 
 if __name__ == "__main__":

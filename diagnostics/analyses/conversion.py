@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -19,7 +20,7 @@ from attn_diag.captures.dumps import flashinfer, sglang, torch_save
 from attn_diag.captures.dumps.call import DumpedCall, Wanted
 from attn_diag.captures.metadata import LseBase
 from attn_diag.errors import InputError
-from attn_diag.head.assumptions import OutputFit, lse_error, out_fit
+from attn_diag.head.assumptions import lse_error, out_fit
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
 _CPU = torch.device("cpu")
@@ -168,7 +169,10 @@ def _captured(call: DumpedCall, wanted: Wanted) -> tuple[Capture, tuple[str, ...
 
 def _settled(readings: list[Capture], layout_open: bool, causal_open: bool) -> tuple[Capture, list[str]]:
     """The reading under which O is what attention gives, with what was found out; the first where none can tell."""
-    fits = {index: fit for index, c in enumerate(readings) if (fit := _fit(c)) is not None}
+    fits = {}
+    for index, capture in enumerate(readings):
+        if "o" in capture.tensors and (fit := out_fit(capture, DEFAULT_OBSERVATION, _CPU)) is not None:
+            fits[index] = fit
     good = [index for index, fit in fits.items() if fit.ok]
     chosen = readings[min(good, key=lambda index: fits[index].error) if good else 0]
     m = chosen.metadata
@@ -185,12 +189,6 @@ def _settled(readings: list[Capture], layout_open: bool, causal_open: bool) -> t
             + "): q or k from before RoPE or a norm, another scale, or keys that are not in the dump?"
         ]
     return chosen, [f"{' and '.join(words)} assumed: no O to check with"] if words else []
-
-
-def _fit(capture: Capture) -> OutputFit | None:
-    if "o" not in capture.tensors:
-        return None
-    return out_fit(capture, DEFAULT_OBSERVATION, _CPU)
 
 
 def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, list[str]]:
@@ -235,12 +233,8 @@ def _readers(path: Path, kind: Kind, wanted: Wanted) -> list[_Reader]:
             raise InputError(f"{path}: no dump in this directory (looked for {flashinfer.METADATA}, *.pt, *.pth)")
     elif path.suffix not in torch_save.SUFFIXES:
         raise InputError(f"{path}: expected a file ending in {', '.join(torch_save.SUFFIXES)}, or a folder of a dump")
-    return [_reader_of(file, path, wanted) for file in files]
-
-
-def _reader_of(file: Path, root: Path, wanted: Wanted) -> _Reader:
-    inside = file.stem if file == root else "_".join(file.relative_to(root).with_suffix("").parts)
-    return lambda: torch_save.read_calls(file, inside, wanted.names)
+    inside = [file.stem if file == path else "_".join(file.relative_to(path).with_suffix("").parts) for file in files]
+    return [partial(torch_save.read_calls, *where, wanted.names) for where in zip(files, inside, strict=True)]
 
 
 def _flashinfer_readers(path: Path, wanted: Wanted) -> list[_Reader]:
@@ -250,11 +244,11 @@ def _flashinfer_readers(path: Path, wanted: Wanted) -> list[_Reader]:
     attention = [folder for folder in folders if flashinfer.is_attention(folder)]
     if not attention:
         raise InputError(f"{path}: no attention call among the {len(folders)} calls dumped there")
+    return [partial(_flashinfer_call, folder) for folder in attention]
 
-    def reader(folder: Path) -> _Reader:
-        return lambda: iter([flashinfer.read_call(folder)])
 
-    return [reader(folder) for folder in attention]
+def _flashinfer_call(folder: Path) -> list[DumpedCall]:
+    return [flashinfer.read_call(folder)]
 
 
 def _sglang_readers(path: Path, wanted: Wanted) -> list[_Reader]:
@@ -264,10 +258,6 @@ def _sglang_readers(path: Path, wanted: Wanted) -> list[_Reader]:
     sglang.require_matches(groups, wanted.names)
     # Forward passes without any attention are passed over; where there are no others, the reader says why.
     groups = [files for files in groups if sglang.holds_call(files, wanted.names)] or groups
-    several = len({files[0].path.parent for files in groups}) > 1
-
-    def reader(files: list[sglang.DumpFile]) -> _Reader:
-        prefix = files[0].path.parent.name if several else ""
-        return lambda: sglang.read_calls(files, prefix, wanted.names)
-
-    return [reader(files) for files in groups]
+    parents = [files[0].path.parent for files in groups]
+    prefixes = [parent.name if len(set(parents)) > 1 else "" for parent in parents]
+    return [partial(sglang.read_calls, *group, wanted.names) for group in zip(groups, prefixes, strict=True)]

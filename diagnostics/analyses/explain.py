@@ -182,20 +182,13 @@ def _size(head: HeadDiagnosis) -> Iterator[str]:
     if noise <= LOSSY_ABOVE:
         answer = "Not in the finite rows" if head.rows_nonfinite else "No"
         yield f"{answer}: {passes}, and a perfect kernel with this output format would leave about 1."
-        dq = _error_of(head.propagation.dq)
-        if dq is not None and dq > DQ_ERROR_ABOVE:
-            yield f"Yet dQ is {percent(dq)} off, see below: this head makes much of a small error."
+        dq = head.propagation.dq
+        if dq is not None and (dq.known_error or 0.0) > DQ_ERROR_ABOVE:
+            yield f"Yet dQ is {percent(dq.known_error)} off, see below: this head makes much of a small error."
     elif "lossy" in head.verdict.labels:
         yield f"Yes: {passes}, and it leaves about 1; the kernel rounds something else coarsely."
     else:
         yield f"Not known: {passes}, but the float64 reference is not sharp enough here to blame the kernel for more."
-
-
-def _error_of(gradient: GradientError | None) -> float | None:
-    """The observed error, else the predicted one."""
-    if gradient is None:
-        return None
-    return gradient.predicted_relative_error if gradient.relative_error is None else gradient.relative_error
 
 
 def _bias(head: HeadDiagnosis, level: float, sequences: int) -> Iterator[str]:
@@ -224,7 +217,8 @@ def _bias(head: HeadDiagnosis, level: float, sequences: int) -> Iterator[str]:
             f"alone makes {rounding.mean:.2g} on this input: no fault of the kernel."
         )
     if blurred:
-        yield f"Undecided for {_listed(blurred)}: the float64 reference's own error may matter beside the mean."
+        names = ", ".join(_TESTED[n] for n in blurred)
+        yield f"Undecided for {names}: the float64 reference's own error may matter beside the mean."
     yield from (r for r in head.verdict.reasons if r.startswith(("The mean of", "O is bit-identical")))
     clear = tests.get("delta") or tests.get("o_excess")
     if not guilty and clear is not None and clear.minimum_detectable is not None and clear.mean is not None:
@@ -241,10 +235,6 @@ def _mean(name: str, e: BiasEstimate) -> str:
     unit = "noise floors" if name.startswith("delta") else "ulp"
     relative = "" if e.mean_ulp is None else f" ({e.mean_ulp:+.2g} {unit})"
     return f"{_TESTED[name]} {e.mean:+.3g}{relative}, adjusted p {e.p_adjusted:.2g}"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(_TESTED[n] for n in names)
 
 
 def _trigger(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator[str]:
@@ -286,7 +276,7 @@ def _trigger(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator
 
 def _gradients(head: HeadDiagnosis) -> Iterator[str]:
     dq, dw_q = head.propagation.dq, head.propagation.dw_q
-    if dq is None or (dq.relative_error is None and dq.predicted_relative_error is None):
+    if dq is None or dq.known_error is None:
         yield "Nothing can be said of dQ and dW_Q: that needs dO."
         return
     yield (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Literal
 
 import torch
@@ -25,7 +26,7 @@ from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.results.identification import BackwardMatch, HardwareMatch, Identification, Identifications, RankedRecipe
 from attn_diag.results.wording import percent
-from attn_diag.work import Progress, map_in_order, part_of
+from attn_diag.work import Progress, map_in_order, part_of, silent
 
 # Rows that are compared: as many as have so many scores together, and at least so many.
 _FINAL_SCORES, _FINAL_ROWS = 2**20, 128
@@ -50,13 +51,18 @@ def identify(
 ) -> Identification:
     """Rank recipes and schedules by the fraction of O's elements of which they reproduce every bit.
 
-    ``observation``: its name, not needed where there is one only. ``batch``: index of the batch item; ``head``: the
-    model's number of the head (default: the capture's first). ``rows``: so many query rows are compared at
-    the end (default: as many as have 2^20 scores together, at least 128). ``progress(done, total)`` is called after
-    each recipe; the total is an estimate until the end.
+    Args:
+        capture: The capture.
+        observation: Its name, not needed where there is one only.
+        batch: Index of the batch item.
+        head: The model's number of the head; None: the capture's first.
+        device: auto, cpu or cuda.
+        rows: So many query rows are compared at the end; None: as many as have 2^20 scores together, at least 128.
+        progress: Called with (done, total) after each recipe; the total is an estimate until the end.
 
-    Raises InputError where the observation has no O, where inputs are neither BF16 nor FP16 or O has another dtype
-    than q, and where no row can be compared.
+    Raises:
+        InputError: The observation has no O, inputs are neither BF16 nor FP16, O has another dtype than q, or no row
+            can be compared.
     """
     where = pick_device(device)
     name = _observation(capture, observation)
@@ -66,8 +72,14 @@ def identify(
     subject = search.read_subject(capture, name, batch, index, where)
     if subject is None:
         raise InputError(f"{capture.source}: {_why_not(capture, name)}")
-    steps = _Steps(progress)
-    subject.step = steps
+    report = progress or silent
+    steps = count(1)
+
+    def step() -> None:
+        done = next(steps)
+        report(done, max(_USUAL_STEPS, done + 1))
+
+    subject.step = step
     many = rows or max(_FINAL_ROWS, _FINAL_SCORES // capture.k_length)
     coarse, final = choose_rows(subject.inputs, subject.observed, min(_COARSE_ROWS, many), many)
     if not len(final):
@@ -76,24 +88,9 @@ def identify(
         )
     trials, tried = search.search(subject, coarse, final)
     result = _Judgement(capture, name, batch, index, subject, trials, tried, where).result(len(final))
-    steps.finish()
+    done = next(steps) - 1
+    report(done, done)
     return result
-
-
-class _Steps:
-    """Counts recipes for a progress bar."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self.progress, self.done = progress, 0
-
-    def __call__(self) -> None:
-        self.done += 1
-        if self.progress is not None:
-            self.progress(self.done, max(_USUAL_STEPS, self.done + 1))
-
-    def finish(self) -> None:
-        if self.progress is not None:
-            self.progress(self.done, self.done)
 
 
 class _Judgement:
@@ -107,6 +104,8 @@ class _Judgement:
         self.subject, self.trials, self.tried, self.device = subject, trials, tried, device
         self.elements = trials[0].match.equal.numel()
         self.threshold = search.threshold(subject.fmt, self.elements)
+        # The best trial of every preset.
+        self.named = {known_name(t.recipe, capture.head_dim): t.recipe for t in reversed(trials)}
 
     def result(self, rows: int) -> Identification:
         c, ranking = self.capture, self._ranking()
@@ -187,9 +186,9 @@ class _Judgement:
         c, fmt, d = self.capture, self.subject.fmt, self.capture.head_dim
         ways: dict[tuple[object, ...], list[Recipe]] = {}
         for name in names:
-            made = next(t.recipe for t in self.trials if known_name(t.recipe, d) == name)
             for recipe in same_forward(name, fmt, d):
-                ways.setdefault(_backward_of(recipe), []).append(replace(recipe, schedule=made.schedule))
+                made = replace(recipe, schedule=self.named[name].schedule)
+                ways.setdefault(_backward_of(recipe), []).append(made)
         dq = c.read(c.key(self.observation, "dq"), self.batch, self.head)
         if len(ways) < 2:
             return names, (), ""
@@ -231,30 +230,24 @@ class _Judgement:
 
         Where some have every observed bit, they alone are left.
         """
-        c, d = self.capture, self.capture.head_dim
+        c = self.capture
         scores = c.q_length * c.k_length
         if len(names) < 2 or scores > _HARDWARE_SCORES:
             return names, ()
-        recipes = {n: next((t.recipe for t in self.trials if known_name(t.recipe, d) == n), None) for n in names}
-        heads = dict.fromkeys([self.head, *range(c.q_heads)])
-        subjects = [
-            search.read_subject(c, self.observation, self.batch, head, self.device)
-            for head in list(heads)[: max(1, _HARDWARE_SCORES // scores)]
-        ]
+        heads = list(dict.fromkeys([self.head, *range(c.q_heads)]))[: max(1, _HARDWARE_SCORES // scores)]
+        subjects = [search.read_subject(c, self.observation, self.batch, head, self.device) for head in heads]
 
         def match(name: str) -> HardwareMatch:
-            recipe, missed, elements = recipes[name], 0, 0
+            exact, missed, elements = replace(self.named[name], accumulation="nvidia-tensor-core"), 0, 0
             for subject in subjects:
-                assert recipe is not None
                 assert subject is not None
-                exact = replace(recipe, accumulation="nvidia-tensor-core")
                 out = emulate_head(exact, replace(subject.inputs.head, do=None)).o
                 good = ~subject.inputs.unusable & subject.observed.isfinite().all(1)
                 missed += int((out != subject.observed)[good].sum())
                 elements += int(good.sum()) * out.shape[1]
             return HardwareMatch(name, missed, elements)
 
-        known = [name for name in names if recipes[name] is not None]
+        known = [name for name in names if name in self.named]
         parallel = self.device.type == "cpu"
         matches = sorted(map_in_order(match, known, parallel=parallel), key=lambda m: m.missed)
         complete = [m.recipe for m in matches if not m.missed]
@@ -319,15 +312,12 @@ def _backward_of(recipe: Recipe) -> tuple[object, ...]:
 
 
 def _observation(capture: Capture, wanted: str | None) -> str:
-    known = list(capture.observations)
-    if wanted is None and len(known) == 1:
-        return known[0]
-    if wanted is None and known:
+    known = select_observations(capture, wanted)
+    if not known:
+        raise InputError(f"{capture.source}: no observation; it has none")
+    if len(known) > 1:
         raise InputError(f"{capture.source}: name one of its observations: {', '.join(known)}")
-    if wanted not in known:
-        asked = "no observation" if wanted is None else f"no observation {wanted!r}"
-        raise InputError(f"{capture.source}: {asked}; it has {', '.join(known) or 'none'}")
-    return wanted
+    return known[0]
 
 
 def _why_not(capture: Capture, observation: str) -> str:
@@ -354,11 +344,17 @@ def identify_captures(
 ) -> Identifications:
     """Identify every observation of every capture, from its first head and sequence unless others are selected.
 
-    ``rows`` and ``device`` as in ``identify``. ``unreadable``: complaints about captures that could not be opened.
-    ``skip`` is called with what cannot be identified where there is more; without it, that is raised.
-    ``progress(done, total)`` counts hundredths of an observation.
+    Args:
+        captures: The captures.
+        selection: Observations, heads and batch items.
+        rows: As in ``identify``.
+        device: As in ``identify``.
+        progress: Called with (done, total) hundredths of an observation.
+        unreadable: Complaints about captures that could not be opened.
+        skip: Called with what cannot be identified where there is more; without it, that is raised.
 
-    Raises InputError where nothing can be identified, and as ``identify`` does.
+    Raises:
+        InputError: Nothing can be identified, and as ``identify`` does.
     """
     chosen, skipped = list(captures), list(unreadable)
     jobs: list[tuple[Capture, str, int, int]] = []

@@ -17,7 +17,7 @@ CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv")
 # Outlying rows of a kernel that rounds coarsely everywhere are no pattern; few, or neighbours, are.
 _FEW = 8
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
-SITES = {"dscores_from": "dS multiplies the cast P, one rounding more"}
+SITES = {"dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)"}
 
 
 def worst_of_all(heads: Iterable[Sequence[QuantityVerdict]]) -> list[QuantityVerdict]:
@@ -46,8 +46,9 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         start += int(own.max()) + 1 if len(own) else 0
     arrays = {
         name: np.concatenate([getattr(s, name) for s in samples])
-        for name in ("rows", "error", "counterfactual", "floor", "reference", "bad_rows")
+        for name in ("rows", "error", "counterfactual", "floor", "reference", "expected", "bad_rows")
     }
+    arrays["features"] = np.concatenate([s.features for s in samples], 1)
     return QuantitySample(
         **arrays,
         bad_features=np.stack([s.bad_features for s in samples]).max(0),
@@ -77,7 +78,7 @@ def judge_quantity(
         words = f"{name} holds NaN or Inf in {broken} {unit} where the reference is finite."
         return QuantityVerdict(quantity, "nonfinite", words, rows_outlying=broken)
     whole = joined(samples)
-    ratio = whole.ratio()
+    ratio, typical = whole.ratio(), whole.typical_ratio()
     outlying = whole.outlying
     largest, batch = max(zip((s.largest for s in samples), batches, strict=True), key=lambda item: item[0][3])
     error, truth = float(whole.error.sum()), float(whole.reference.sum())
@@ -88,8 +89,10 @@ def judge_quantity(
             answer=answer,
             words=words,
             factor=None if ratio is None else ratio.factor,
-            factor_ci99=None if ratio is None else (ratio.low, ratio.high),
+            factor_ci95=None if ratio is None else (ratio.low, ratio.high),
             groups=None if ratio is None else ratio.groups,
+            typical_factor=None if typical is None else typical.factor,
+            typical_factor_ci95=None if typical is None else (typical.low, typical.high),
             relative_error=math.sqrt(error / truth) if truth else None,
             relative_error_well_rounded=math.sqrt(float(whole.counterfactual.sum()) / truth) if truth else None,
             rows_outlying=int(outlying.sum()),
@@ -107,18 +110,23 @@ def judge_quantity(
             pattern = _where(whole, outlying, unit, rest)
             said = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
             return verdict("wrong", f"{said}: {pattern.words}.", pattern)
-    if ratio is None:
+    if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
     factor = f"{_factor(ratio)} times a well-rounded kernel's error"
+    site = "" if whole.site is None else f", as where {SITES.get(whole.site, whole.site)}"
     if ratio.low > LOSSY and ratio.groups >= MIN_GROUPS:
-        site = "" if whole.site is None else f"; {SITES.get(whole.site, whole.site)}, explains it"
         return verdict("lossy", f"{name} has {factor}{site}.")
-    if ratio.high <= AS_GOOD and not outlying.any():
+    if typical.low > LOSSY and typical.groups >= MIN_GROUPS:
+        each = f"{_factor(typical)} with every one of its {unit} in units of its own noise"
+        return verdict("lossy", f"{name} has {factor}, and {each}{site}.")
+    # Where few rows have most of the error the first says little; each row in units of its noise says what they share.
+    as_good = ratio.high <= AS_GOOD or (ratio.factor <= AS_GOOD and typical.high <= AS_GOOD)
+    if as_good and not outlying.any():
         return verdict("good", f"{name} is as good as a well-rounded kernel's (factor {_factor(ratio)}).")
     few = f"; {number(ratio.groups, 2)} groups of {unit} carry it" if ratio.groups < MIN_GROUPS else ""
     if outlying.any():
         few += f"; {plural(int(outlying.sum()), unit[:-1])} stand out"
-    return verdict("undecided", f"{name} has {factor}{few}.")
+    return verdict("undecided", f"{name} has {factor}{site}{few}.")
 
 
 def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int = 0) -> QuantityVerdict:
@@ -142,7 +150,7 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
     factor = None if ratio is None else ratio.factor
     found = QuantityVerdict(
         quantity, "good", f"{name} is as good as fp32 arithmetic makes it.", factor=factor,
-        factor_ci99=None if ratio is None else (ratio.low, ratio.high), groups=None if ratio is None else ratio.groups,
+        factor_ci95=None if ratio is None else (ratio.low, ratio.high), groups=None if ratio is None else ratio.groups,
         rows_outlying=int((over > 1).sum()), rows=len(over),
     )  # fmt: skip
     if (over > 1).any():

@@ -19,19 +19,13 @@ from attn_diag.captures.hardware import stored_profile
 from attn_diag.captures.metadata import Metadata, refuse_unsupported
 from attn_diag.errors import InputError
 from attn_diag.reference import format_of
+from attn_diag.results.wording import plural, printable
 
 OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre")
 DEFAULT_OBSERVATION = "observed"
 INPUTS = ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "q_descale", "k_descale", "v_descale")
-_FLOATS = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, *FP8)
 
 
 class TensorSource(Protocol):
@@ -75,7 +69,7 @@ class Capture:
     """What it does not state and was assumed, and how it was put together."""
 
     def __post_init__(self) -> None:
-        _Validator(self).run()
+        _require_valid(self)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor | None], **metadata: Any) -> Capture:
@@ -225,7 +219,7 @@ class Captures(list[Capture]):
         if len(self) > _LISTED:
             lines.append(f"… and {len(self) - _LISTED} more")
         lines.append("attn_diag.inspect_captures(…) judges them; [i].save(path) keeps one.")
-        return "\n".join([f"{len(self)} capture{'s' * (len(self) != 1)}:", *lines])
+        return "\n".join([f"{plural(len(self), 'capture')}:", *lines])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
@@ -235,146 +229,131 @@ _LISTED, _WIDTH = 20, 80
 
 
 def _one_line(text: str) -> str:
-    plain = "".join(c if c.isprintable() else "�" for c in text)
+    plain = printable(text)
     return plain if len(plain) <= _WIDTH else plain[: _WIDTH - 1] + "…"
 
 
-class _Validator:
-    """Checks that the tensors of a capture fit each other, before any of them is read."""
+def _require_valid(c: Capture) -> None:
+    """Raise InputError where the tensors of a capture do not fit each other, before any of them is read."""
+    for name in c.tensors:
+        refuse_unsupported(name.rpartition(".")[2])
+    for name in ("q", "k", "v"):
+        if name not in c.tensors:
+            have = ", ".join(sorted(c.tensors)) or "no tensors"
+            raise InputError(f"tensor '{name}' is missing: a capture needs q, k and v; this one has {have}")
+    for name, tensor in c.tensors.items():
+        _check_dtype(name, tensor.dtype)
+    _check_input_dtypes(c)
+    _check_inputs(c)
+    _check_outputs(c)
 
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
-        self.tensors = capture.tensors
 
-    def run(self) -> None:
-        for name in self.tensors:
-            refuse_unsupported(name.rpartition(".")[2])
-        for name in ("q", "k", "v"):
-            if name not in self.tensors:
-                have = ", ".join(sorted(self.tensors)) or "no tensors"
-                raise InputError(f"tensor '{name}' is missing: a capture needs q, k and v; this one has {have}")
-        for name in self.tensors:
-            self._check_dtype(name)
-        self._check_input_dtypes()
-        self._check_inputs()
-        self._check_outputs()
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    base = name.rpartition(".")[2]
+    if base == "q_positions":
+        if dtype.is_floating_point or dtype == torch.bool:
+            raise InputError(f"q_positions must be integers, got {_short(dtype)}")
+    elif base in INPUTS + OBSERVED and dtype not in FLOATS and not (base == "mask" and dtype == torch.bool):
+        raise InputError(
+            f"{name} has dtype {_short(dtype)}; expected floating point ({', '.join(map(_short, FLOATS))})"
+        )
 
-    def _check_dtype(self, name: str) -> None:
-        dtype, base = self.tensors[name].dtype, name.rpartition(".")[2]
-        if base == "q_positions":
-            if dtype.is_floating_point or dtype == torch.bool:
-                raise InputError(f"q_positions must be integers, got {_short(dtype)}")
-        elif base in INPUTS + OBSERVED and dtype not in _FLOATS and not (base == "mask" and dtype == torch.bool):
+
+def _check_input_dtypes(c: Capture) -> None:
+    dtypes = {name: c.tensors[name].dtype for name in ("q", "k", "v")}
+    if len(set(dtypes.values())) > 1 and not all(dtype in FP8 for dtype in dtypes.values()):
+        listed = ", ".join(f"{name} {_short(dtype)}" for name, dtype in dtypes.items())
+        common = max(set(dtypes.values()), key=list(dtypes.values()).count)
+        odd = [name for name, dtype in dtypes.items() if dtype != common]
+        # BF16 beside FP16 is neither's promotion: an operation on both gives FP32.
+        wider = len(odd) == 1 and {common, dtypes[odd[0]]} != {torch.bfloat16, torch.float16}
+        wider = wider and format_of(dtypes[odd[0]]).precision > format_of(common).precision
+        hint = f": {odd[0]} was silently promoted, look at the last operation that made it" if wider else ""
+        raise InputError(f"q, k and v must have one dtype, got {listed}{hint}")
+    for name, dtype in dtypes.items():
+        if dtype in FP8 and f"{name}_descale" not in c.tensors:
             raise InputError(
-                f"{name} has dtype {_short(dtype)}; expected floating point ({', '.join(map(_short, _FLOATS))})"
+                f"{name} is {_short(dtype)} without descale factors: add '{name}_descale' ([B, heads] or one number)"
             )
 
-    def _check_input_dtypes(self) -> None:
-        dtypes = {name: self.tensors[name].dtype for name in ("q", "k", "v")}
-        if len(set(dtypes.values())) > 1 and not all(dtype in _FP8 for dtype in dtypes.values()):
-            listed = ", ".join(f"{name} {_short(dtype)}" for name, dtype in dtypes.items())
-            common = max(set(dtypes.values()), key=list(dtypes.values()).count)
-            odd = [name for name, dtype in dtypes.items() if dtype != common]
-            # BF16 beside FP16 is neither's promotion: an operation on both gives FP32.
-            wider = len(odd) == 1 and {common, dtypes[odd[0]]} != {torch.bfloat16, torch.float16}
-            wider = wider and format_of(dtypes[odd[0]]).precision > format_of(common).precision
-            hint = f": {odd[0]} was silently promoted, look at the last operation that made it" if wider else ""
-            raise InputError(f"q, k and v must have one dtype, got {listed}{hint}")
-        for name, dtype in dtypes.items():
-            if dtype in _FP8 and f"{name}_descale" not in self.tensors:
-                raise InputError(
-                    f"{name} is {_short(dtype)} without descale factors: "
-                    f"add '{name}_descale' ([B, heads] or one number)"
-                )
 
-    def _check_inputs(self) -> None:
-        layout = self.capture.metadata.layout
-        for name in ("q", "k", "v"):
-            shape = tuple(self.tensors[name].shape)
-            if len(shape) != 4:
-                raise InputError(
-                    f"{name} must have shape [{', '.join(layout)}], got {list(shape)}; add the missing axes"
-                )
-            if 0 in shape:
-                raise InputError(f"{name} is empty: shape {list(shape)}")
-        c = self.capture
-        self._expect("k", [c.batch, c.kv_heads, c.k_length, c.head_dim], "the B and D of q")
-        self._expect("v", [c.batch, c.kv_heads, c.k_length, self.tensors["v"].shape[3]], "the B, H and T of k")
-        if c.q_heads % c.kv_heads:
-            raise InputError(
-                f"q has {c.q_heads} heads and k has {c.kv_heads}: the first must be a multiple of the second"
-            )
-        self._expect("do", [c.batch, c.q_heads, c.q_length, self.tensors["v"].shape[3]], "that of o")
-        if (x := self.tensors.get("x")) is not None and (
-            len(x.shape) != 3 or tuple(x.shape[:2]) != (c.batch, c.q_length)
-        ):
-            raise InputError(f"x must have shape [B, T, C] = [{c.batch}, {c.q_length}, C], got {list(x.shape)}")
-        self._check_w_q(None if x is None else x.shape[2])
-        if (positions := self.tensors.get("q_positions")) is not None and tuple(positions.shape) != (c.q_length,):
-            raise InputError(
-                f"q_positions must have shape [{c.q_length}], one per query row, got {list(positions.shape)}"
-            )
-        if (mask := self.tensors.get("mask")) is not None:
-            full = (c.batch, c.q_heads, c.q_length, c.k_length)
-            fits = 2 <= len(mask.shape) <= 4 and all(
-                n in (1, m) for n, m in zip(reversed(mask.shape), reversed(full), strict=False)
-            )
-            if not fits:
-                raise InputError(f"mask must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(mask.shape)}")
-        for name in ("q", "k", "v"):
-            if (factor := self.tensors.get(f"{name}_descale")) is not None:
-                heads = c.q_heads if name == "q" else c.kv_heads
-                if tuple(factor.shape) not in ((), (1,), (c.batch, heads)):
-                    raise InputError(
-                        f"{name}_descale must be one number or [{c.batch}, {heads}], got {list(factor.shape)}"
-                    )
+def _check_inputs(c: Capture) -> None:
+    layout = c.metadata.layout
+    for name in ("q", "k", "v"):
+        shape = tuple(c.tensors[name].shape)
+        if len(shape) != 4:
+            raise InputError(f"{name} must have shape [{', '.join(layout)}], got {list(shape)}; add the missing axes")
+        if 0 in shape:
+            raise InputError(f"{name} is empty: shape {list(shape)}")
+    _expect(c, "k", [c.batch, c.kv_heads, c.k_length, c.head_dim], "the B and D of q")
+    _expect(c, "v", [c.batch, c.kv_heads, c.k_length, c.tensors["v"].shape[3]], "the B, H and T of k")
+    if c.q_heads % c.kv_heads:
+        raise InputError(f"q has {c.q_heads} heads and k has {c.kv_heads}: the first must be a multiple of the second")
+    _expect(c, "do", [c.batch, c.q_heads, c.q_length, c.tensors["v"].shape[3]], "that of o")
+    x = c.tensors.get("x")
+    if x is not None and (len(x.shape) != 3 or tuple(x.shape[:2]) != (c.batch, c.q_length)):
+        raise InputError(f"x must have shape [B, T, C] = [{c.batch}, {c.q_length}, C], got {list(x.shape)}")
+    _check_w_q(c, None if x is None else x.shape[2])
+    if (positions := c.tensors.get("q_positions")) is not None and tuple(positions.shape) != (c.q_length,):
+        raise InputError(f"q_positions must have shape [{c.q_length}], one per query row, got {list(positions.shape)}")
+    if (mask := c.tensors.get("mask")) is not None:
+        full = (c.batch, c.q_heads, c.q_length, c.k_length)
+        broadcasts = all(n in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False))
+        if not 2 <= len(mask.shape) <= 4 or not broadcasts:
+            raise InputError(f"mask must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(mask.shape)}")
+    for name in ("q", "k", "v"):
+        if (factor := c.tensors.get(f"{name}_descale")) is not None:
+            heads = c.q_heads if name == "q" else c.kv_heads
+            if tuple(factor.shape) not in ((), (1,), (c.batch, heads)):
+                raise InputError(f"{name}_descale must be one number or [{c.batch}, {heads}], got {list(factor.shape)}")
 
-    def _check_w_q(self, channels: int | None) -> None:
-        c, w_q = self.capture, self.tensors.get("w_q")
-        if w_q is None:
-            return
-        if len(w_q.shape) != 2 or w_q.shape[0] % c.head_dim or (channels and w_q.shape[1] != channels):
-            raise InputError(f"w_q must have shape [D * heads, C] with D = {c.head_dim}, got {list(w_q.shape)}")
-        own, whole = c.q_heads * c.head_dim, (c.metadata.head_offset + c.q_heads) * c.head_dim
-        if w_q.shape[0] != own and w_q.shape[0] < whole:
-            raise InputError(
-                f"w_q must have D * heads = {own} rows for this capture's {c.q_heads} heads, or those of the whole "
-                f"model (at least {whole} with head_offset {c.metadata.head_offset}), got {w_q.shape[0]}; "
-                "correct it or leave it out"
-            )
 
-    def _check_outputs(self) -> None:
-        c, dv = self.capture, self.tensors["v"].shape[3]
-        shapes = {
-            "o": [c.batch, c.q_heads, c.q_length, dv],
-            "dq": [c.batch, c.q_heads, c.q_length, c.head_dim],
-            "dq_pre": [c.batch, c.q_heads, c.q_length, c.head_dim],
-            "dk": [c.batch, c.kv_heads, c.k_length, c.head_dim],
-            "dv": [c.batch, c.kv_heads, c.k_length, dv],
-        }
-        rows = [c.batch, c.q_heads, c.q_length]
-        for name, tensor in self.tensors.items():
-            output = name.rpartition(".")[2]
-            if output in ("lse", "delta"):
-                if list(tensor.shape) != rows:
-                    raise InputError(f"{name} must have shape [B, H, T] = {rows}, got {list(tensor.shape)}")
-            elif output in shapes:
-                self._expect(name, shapes[output], "that of q, or of k for dk and dv")
-        if any(name.endswith((".dq", ".dk", ".dv")) or name in ("dq", "dk", "dv") for name in self.tensors) and (
-            "do" not in self.tensors
-        ):
-            raise InputError("gradients (dq, dk or dv) are there but 'do' is missing: the reference backward needs dO")
+def _check_w_q(c: Capture, channels: int | None) -> None:
+    w_q = c.tensors.get("w_q")
+    if w_q is None:
+        return
+    if len(w_q.shape) != 2 or w_q.shape[0] % c.head_dim or (channels and w_q.shape[1] != channels):
+        raise InputError(f"w_q must have shape [D * heads, C] with D = {c.head_dim}, got {list(w_q.shape)}")
+    own, whole = c.q_heads * c.head_dim, (c.metadata.head_offset + c.q_heads) * c.head_dim
+    if w_q.shape[0] != own and w_q.shape[0] < whole:
+        raise InputError(
+            f"w_q must have D * heads = {own} rows for this capture's {c.q_heads} heads, or those of the whole "
+            f"model (at least {whole} with head_offset {c.metadata.head_offset}), got {w_q.shape[0]}; "
+            "correct it or leave it out"
+        )
 
-    def _expect(self, name: str, bhtd: list[int], why: str) -> None:
-        if name not in self.tensors:
-            return
-        layout = self.capture.metadata.layout
-        expected = bhtd if layout == "BHTD" else [bhtd[0], bhtd[2], bhtd[1], bhtd[3]]
-        if list(self.tensors[name].shape) != expected:
-            raise InputError(
-                f"{name} must have shape [{', '.join(layout)}] = {expected} ({why}), "
-                f"got {list(self.tensors[name].shape)}"
-            )
+
+def _check_outputs(c: Capture) -> None:
+    dv = c.tensors["v"].shape[3]
+    shapes = {
+        "o": [c.batch, c.q_heads, c.q_length, dv],
+        "dq": [c.batch, c.q_heads, c.q_length, c.head_dim],
+        "dq_pre": [c.batch, c.q_heads, c.q_length, c.head_dim],
+        "dk": [c.batch, c.kv_heads, c.k_length, c.head_dim],
+        "dv": [c.batch, c.kv_heads, c.k_length, dv],
+    }
+    rows = [c.batch, c.q_heads, c.q_length]
+    for name, tensor in c.tensors.items():
+        output = name.rpartition(".")[2]
+        if output in ("lse", "delta"):
+            if list(tensor.shape) != rows:
+                raise InputError(f"{name} must have shape [B, H, T] = {rows}, got {list(tensor.shape)}")
+        elif output in shapes:
+            _expect(c, name, shapes[output], "that of q, or of k for dk and dv")
+    gradients = {name.rpartition(".")[2] for name in c.tensors} & {"dq", "dk", "dv"}
+    if gradients and "do" not in c.tensors:
+        raise InputError("gradients (dq, dk or dv) are there but 'do' is missing: the reference backward needs dO")
+
+
+def _expect(c: Capture, name: str, bhtd: list[int], why: str) -> None:
+    if name not in c.tensors:
+        return
+    layout = c.metadata.layout
+    expected = bhtd if layout == "BHTD" else [bhtd[0], bhtd[2], bhtd[1], bhtd[3]]
+    if list(c.tensors[name].shape) != expected:
+        raise InputError(
+            f"{name} must have shape [{', '.join(layout)}] = {expected} ({why}), got {list(c.tensors[name].shape)}"
+        )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -23,7 +23,10 @@ from attn_diag.results.hardware import HardwareProfile
 def profile_path(gpu: str, torch_version: str, triton: str) -> Path:
     """hardware-<gpu>-<torch>-<triton>.json in $XDG_CACHE_HOME/attn-diag, or ~/.cache/attn-diag."""
     names = (re.sub(r"[^A-Za-z0-9.+]+", "_", name) for name in (gpu, torch_version, triton))
-    return _folder() / f"hardware-{'-'.join(names)}.json"
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification: relative paths count as unset.
+    folder = cache_home if cache_home.is_absolute() else Path.home() / ".cache"
+    return folder / "attn-diag" / f"hardware-{'-'.join(names)}.json"
 
 
 def save_profile(profile: HardwareProfile) -> Path:
@@ -77,10 +80,3 @@ def _parsed(path: Path, changed: int) -> HardwareProfile | None:  # noqa: ARG001
             stacklevel=2,
         )
         return None
-
-
-def _folder() -> Path:
-    cache_home = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: relative paths count as unset.
-    base = Path(cache_home) if Path(cache_home).is_absolute() else Path.home() / ".cache"
-    return base / "attn-diag"

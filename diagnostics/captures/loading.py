@@ -107,7 +107,10 @@ def load(path: str | Path, **options: Any) -> Capture:
         tensors, text, notes = reader(path)
         # A scale or window kept as an array is metadata all the same, and must not be overlooked.
         for name in KEYS & tensors.keys():
-            text[name] = _numbers_as_text(name, tensors.pop(name))
+            value = tensors.pop(name)
+            if math.prod(value.shape) > 2:
+                raise InputError(f"{name} is metadata, one number (two for window), got a tensor {list(value.shape)}")
+            text[name] = _as_text(value[...].flatten().tolist())
         given = {name: value for name, value in options.items() if value is not None}
         metadata = Metadata.parse(text).override(**given)
         assumed = [
@@ -220,6 +223,13 @@ def unpickle(path: Path) -> Any:
         raise
 
 
+def dense(value: Tensor, name: str) -> Tensor:
+    """``value`` without its history. Raises InputError, naming it, for tensors that hold no plain array of numbers."""
+    if value.layout != torch.strided or value.is_nested or value.is_meta:
+        raise InputError(f"{name} is sparse, nested or without data; expected a dense tensor: save one")
+    return value.detach()
+
+
 def _read_pt(path: Path) -> _Read:
     content = unpickle(path)
     if not isinstance(content, dict):
@@ -228,9 +238,7 @@ def _read_pt(path: Path) -> _Read:
     text: dict[str, str] = {}
     for name, value in content.items():
         if isinstance(value, Tensor):
-            if value.layout != torch.strided or value.is_nested or value.is_meta:
-                raise InputError(f"{name} is sparse, nested or without data; expected a dense tensor: save one")
-            tensors[str(name)] = value.detach()
+            tensors[str(name)] = dense(value, str(name))
         elif name == "metadata" and isinstance(value, dict):
             text |= {str(key): _as_text(item) for key, item in value.items() if item is not None}
         elif isinstance(value, str | int | float) or (name in KEYS and value is not None):
@@ -243,12 +251,6 @@ def _read_pt(path: Path) -> _Read:
 def _as_text(value: object) -> str:
     """A metadata value as a safetensors file would state it."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _numbers_as_text(name: str, tensor: TensorSource) -> str:
-    if math.prod(tensor.shape) > 2:
-        raise InputError(f"{name} is metadata, one number (two for window), got a tensor {list(tensor.shape)}")
-    return _as_text(tensor[...].flatten().tolist())
 
 
 def _read_npz(path: Path) -> _Read:

@@ -7,7 +7,7 @@ side. Nothing is read to merge but what must be equal on all ranks (w_q, shared 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -62,31 +62,6 @@ class JoinedSource:
         position %= total
         number = next(i for i, end in enumerate(accumulate(self._sizes)) if position < end)
         return self.parts[number], position - sum(self._sizes[:number])
-
-
-@dataclass(frozen=True)
-class RepeatedSource:
-    """A tensor [1, ...] that all of ``count`` batch items share, as [count, ...]."""
-
-    part: TensorSource
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of all axes."""
-        return (self.count, *self.part.shape[1:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the stored values."""
-        return self.part.dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        place = index if isinstance(index, tuple) else (index,)
-        if isinstance(place[0], int):
-            return self.part[(0, *place[1:])]
-        whole = self.part[...].expand(self.shape)
-        return whole if index is Ellipsis else whole[index]
 
 
 def merged_over_ranks(captures: Iterable[Capture]) -> tuple[list[Capture], list[str]]:
@@ -241,11 +216,11 @@ def _stack_shared(name: str, members: list[Capture]) -> TensorSource:
         return sources[0]
     if not per_item:
         raise InputError(f"{name} differs between the ranks and has no batch axis ({list(sources[0].shape)})")
-    repeated = (
-        source if source.shape[0] == capture.batch else RepeatedSource(source, capture.batch)
-        for source, capture in zip(sources, members, strict=True)
-    )
-    return JoinedSource(tuple(repeated), 0)
+    parts: list[TensorSource] = []
+    for source, capture in zip(sources, members, strict=True):
+        # One that all batch items share is that of each of them.
+        parts += [source] * (capture.batch // source.shape[0])
+    return JoinedSource(tuple(parts), 0)
 
 
 def _join_heads(
@@ -267,18 +242,17 @@ def _join_heads(
     tensors: dict[str, TensorSource] = {}
     for name in parts[0]:
         sources, base = tuple(part[name] for part in parts), name.rpartition(".")[2]
+        shape = sources[0].shape
+        axis: int | None = 1 if base in _PER_ROW else head_axis
         if base == "w_q":
-            own = sources[0].shape[0] == heads * first.head_dim
-            tensors[name] = JoinedSource(sources, 0) if own else _same(name, sources)
-        elif base in ("x", "q_positions"):
-            tensors[name] = _same(name, sources)
+            axis = 0 if shape[0] == heads * first.head_dim else None
         elif base == "mask":
-            per_head = len(sources[0].shape) > 2 and sources[0].shape[-3] > 1
-            tensors[name] = JoinedSource(sources, len(sources[0].shape) - 3) if per_head else _same(name, sources)
+            axis = len(shape) - 3 if len(shape) > 2 and shape[-3] > 1 else None
         elif base.endswith("_descale"):
-            tensors[name] = JoinedSource(sources, 1) if len(sources[0].shape) == 2 else _same(name, sources)
-        else:
-            tensors[name] = JoinedSource(sources, 1 if base in _PER_ROW else head_axis)
+            axis = 1 if len(shape) == 2 else None
+        elif base in ("x", "q_positions"):
+            axis = None
+        tensors[name] = _same(name, sources) if axis is None else JoinedSource(sources, axis)
     return tensors
 
 
@@ -313,7 +287,7 @@ def _metadata_of(members: list[Capture]) -> Metadata:
     """What all ranks say; what only each says of itself is kept with its rank."""
     all_metadata = [capture.metadata for capture in members]
     keys = dict.fromkeys(key for m in all_metadata for key in m.extra)
-    extra = {key: _together([m.extra.get(key) for m in all_metadata], members) for key in keys}
+    extra = {key: _together([m.extra.get(key) for m in all_metadata], members) or "" for key in keys}
     hardware = {m.hardware for m in all_metadata}
     return replace(
         all_metadata[0],
@@ -322,12 +296,8 @@ def _metadata_of(members: list[Capture]) -> Metadata:
         device=", ".join(dict.fromkeys(m.device for m in all_metadata if m.device)) or None,
         hardware=hardware.pop() if len(hardware) == 1 else None,
         notes=_together([m.notes for m in all_metadata], members),
-        extra={**_stated(extra), "ranks": ",".join(str(_rank(capture)) for capture in members)},
+        extra={**extra, "ranks": ",".join(str(_rank(capture)) for capture in members)},
     )
-
-
-def _stated(extra: Mapping[str, str | None]) -> dict[str, str]:
-    return {key: value for key, value in extra.items() if value is not None}
 
 
 def _together(values: list[str | None], members: list[Capture]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -19,19 +19,16 @@ LseBase = Literal["e", "2"]
 # Positions are 64-bit integers; their differences with a window must be too.
 _WIDEST = 2**62
 
+_DROPOUT = "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)"
+_SINKS = "attention sinks are not supported: append the sink as a key with value zero, or leave them out"
+_ALIBI = "ALiBi slopes are not supported: pass the bias as the additive tensor 'mask'"
+_PACKED = "packed (varlen) sequences are not supported: save one capture per sequence"
 _REFUSED = {
-    "dropout": "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)",
-    "dropout_p": "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)",
-    "sinks": "attention sinks are not supported: append the sink as a key with value zero, or leave them out",
-    "alibi_slopes": "ALiBi slopes are not supported: pass the bias as the additive tensor 'mask'",
-    "cu_seqlens": "packed (varlen) sequences are not supported: save one capture per sequence",
+    **dict.fromkeys(("dropout", "dropout_p", "dropout_mask"), _DROPOUT),
+    **dict.fromkeys(("sinks", "s_aux"), _SINKS),
+    **dict.fromkeys(("alibi", "alibi_slopes"), _ALIBI),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), _PACKED),
 }
-_REFUSED |= {
-    "s_aux": _REFUSED["sinks"],
-    "alibi": _REFUSED["alibi_slopes"],
-    "dropout_mask": _REFUSED["dropout"],
-}
-_REFUSED |= {f"cu_seqlens_{s}": _REFUSED["cu_seqlens"] for s in "qk"}
 
 
 def refuse_unsupported(name: str, *, stated: bool = True) -> None:
@@ -112,13 +109,14 @@ class Metadata:
             if key in ("format", "format_version"):
                 continue
             refuse_unsupported(key, stated=value.strip().lower() not in ("", "0", "0.0", "none", "false"))
-            if key in _PARSERS:
-                try:
-                    values[key] = _PARSERS[key](value)
-                except ValueError:
-                    raise InputError(f"metadata {key}={value!r} cannot be read as {_MEANT[key]}") from None
-            else:
+            if key not in _PARSERS:
                 extra[key] = value
+                continue
+            parse, meant = _PARSERS[key]
+            try:
+                values[key] = parse(value)
+            except ValueError:
+                raise InputError(f"metadata {key}={value!r} cannot be read as {meant}") from None
         return cls(**values, extra=extra)
 
     def to_text(self) -> dict[str, str]:
@@ -142,17 +140,11 @@ def parse_window(text: str) -> tuple[int, int]:
     return int(left), int(right)
 
 
-_PARSERS: dict[str, Any] = {
-    "scale": float,
-    "softcap": float,
-    "window": parse_window,
-    **dict.fromkeys(("layer", "head_offset", "step", "rank"), int),
-    **dict.fromkeys(("layout", "causal", "lse_base", "kernel", "device", "torch", "hardware", "notes"), str),
+# How a key's text is read, and what it should have been where that fails.
+_PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    **dict.fromkeys(("scale", "softcap"), (float, "a number")),
+    "window": (parse_window, "'left,right'"),
+    **dict.fromkeys(("layer", "head_offset", "step", "rank"), (int, "an integer")),
+    **dict.fromkeys(("layout", "causal", "lse_base", "kernel", "device", "torch", "hardware", "notes"), (str, "text")),
 }
 KEYS = frozenset(_PARSERS)
-_MEANT = {
-    "scale": "a number",
-    "softcap": "a number",
-    "window": "'left,right'",
-    **dict.fromkeys(("layer", "head_offset", "step", "rank"), "an integer"),
-}

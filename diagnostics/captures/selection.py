@@ -28,12 +28,11 @@ class Ranges(Collection[int]):
     @classmethod
     def parse(cls, option: str, value: str) -> Ranges:
         """From an option's value such as "0,3-5". Raises InputError naming both where it cannot be read."""
-        text = f"{option} {value}"
         try:
             parts = tuple(_range(part.strip()) for part in value.split(","))
         except ValueError:
             raise InputError(f"{option} takes numbers and ranges such as 0,3-5, got {value!r}") from None
-        return cls(text, tuple(sorted(parts, key=lambda part: part.start)))
+        return cls(f"{option} {value}", tuple(sorted(parts, key=lambda part: part.start)))
 
     def __contains__(self, item: object) -> bool:
         # A range compares anything but an int with its numbers, one after the other.

@@ -15,17 +15,7 @@ def env() -> None:
     tool = describe_tool(pick_device("auto"))
     print(f"attn-diag {tool.version}")
     print(f"python {tool.python} on {platform.platform()}")
-    for package in (
-        "torch",
-        "triton",
-        "numpy",
-        "scipy",
-        "safetensors",
-        "pydantic",
-        "typer",
-        "rich",
-        "jinja2",
-    ):
+    for package in ("torch", "triton", "numpy", "scipy", "safetensors", "pydantic", "typer", "rich", "jinja2"):
         try:
             print(f"{package} {version(package)}")
         except PackageNotFoundError:

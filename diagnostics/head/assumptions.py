@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import get_args
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal, Layout, LseBase
 from attn_diag.errors import InputError
-from attn_diag.head.read import read_float64, read_head, read_lse
+from attn_diag.head.read import read_float64, read_head
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
 from attn_diag.results.diagnosis import Assumptions, Misfit
 from attn_diag.results.wording import percent
@@ -74,20 +75,14 @@ def judge_checks(capture: Capture, observations: Sequence[str], checks: Sequence
 
 
 def _message(check: Misfit) -> str:
-    found = (
-        f"{_NAMES[check.output]} of '{check.observation}' is {percent(check.relative_error)} off under the stated "
-        "metadata, which no rounding explains;"
-    )
-    if check.relative_error == math.inf:
-        found = (
-            f"{_NAMES[check.output]} of '{check.observation}' is not 0, as it must be under the stated metadata: "
-            "every sampled row is fully masked (or V is 0);"
-        )
-    if math.isnan(check.relative_error):
-        found = (
-            f"{_NAMES[check.output]} of '{check.observation}' cannot be compared: with these values and the stated "
-            "scale the float64 reference itself overflows;"
-        )
+    if math.isfinite(check.relative_error):
+        wrong = f"is {percent(check.relative_error)} off under the stated metadata, which no rounding explains"
+    elif math.isnan(check.relative_error):
+        wrong = "cannot be compared: with these values and the stated scale the float64 reference itself overflows"
+    else:
+        masked = "every sampled row is fully masked (or V is 0)"
+        wrong = f"is not 0, as it must be under the stated metadata: {masked}"
+    found = f"{_NAMES[check.output]} of '{check.observation}' {wrong};"
     if check.better is None:
         return f"{found} no other causal alignment, scale, layout, window or base tried fits either."
     return f"{found} {check.better} fits within {check.better_error:.2g}: correct the metadata or pass it as an option."
@@ -100,10 +95,10 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
     if stated.ok:
         return Misfit(observation, "o", stated.error, ok=True)
     best: tuple[float, str] | None = None
-    for reading in _readings(capture):
-        other = out_fit(reading.capture, observation, device)
+    for reading, words in _readings(capture):
+        other = out_fit(reading, observation, device)
         if other is not None and other.ok and (best is None or other.error < 0.9 * best[0]):
-            best = other.error, reading.words
+            best = other.error, words
     return Misfit(observation, "o", stated.error, False, best and best[1], best and best[0])
 
 
@@ -122,53 +117,42 @@ def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misf
     return Misfit(observation, "lse", error, ok=False)
 
 
-@dataclass
-class _Reading:
-    """The same tensors under other metadata."""
-
-    capture: Capture
-    words: str
-
-
-def _readings(capture: Capture) -> Iterator[_Reading]:
-    """Other layouts, causal alignments, windows and scales, singly and together, that the shapes allow."""
+def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
+    """Other layouts, causal alignments, windows and scales, singly and together, that the shapes allow, in words."""
     stated = capture.metadata
     default = capture.head_dim**-0.5
     factors = {"log2(e)": math.log2(math.e), "ln(2)": math.log(2)}
-    scales = {
+    scales: dict[str, float | None] = {
         f"scale={default:.6g} (1/sqrt(D))": default,
         "scale=1": 1.0,
         f"scale={1 / capture.head_dim:.6g} (1/D)": 1 / capture.head_dim,
     }
     scales |= {f"scale times {name} (base-2 exponent)": capture.scale * f for name, f in factors.items()}
     scales |= {f"scale={capture.scale**2:.6g} (applied twice)": capture.scale**2}
-    causals: list[Causal] = [c for c in get_args(Causal) if c != stated.causal]
+    scales = {"": stated.scale, **scales}
     layouts: tuple[Layout, ...] = get_args(Layout)
-    for layout in layouts:
-        for causal in (stated.causal, *causals):
-            for window in {stated.window, None}:
-                for words, scale in {"": stated.scale, **scales}.items():
-                    changed = {
-                        f"layout={layout}": layout != stated.layout,
-                        f"causal={causal}": causal != stated.causal,
-                        "no window": window != stated.window,
-                        words: bool(words),
-                    }
-                    said = ", ".join(name for name, is_changed in changed.items() if is_changed)
-                    try:
-                        metadata = replace(stated, layout=layout, causal=causal, window=window, scale=scale)
-                        other = replace(capture, metadata=metadata)
-                    except InputError:
-                        continue
-                    if said:
-                        yield _Reading(other, said)
+    causals: list[Causal] = sorted(get_args(Causal), key=lambda causal: causal != stated.causal)
+    for layout, causal, window, (words, scale) in product(layouts, causals, {stated.window, None}, scales.items()):
+        changed = {
+            f"layout={layout}": layout != stated.layout,
+            f"causal={causal}": causal != stated.causal,
+            "no window": window != stated.window,
+            words: bool(words),
+        }
+        said = ", ".join(name for name, is_changed in changed.items() if is_changed)
+        try:
+            metadata = replace(stated, layout=layout, causal=causal, window=window, scale=scale)
+            other = replace(capture, metadata=metadata)
+        except InputError:
+            continue
+        if said:
+            yield other, said
     if stated.window is None:
-        for causal in (stated.causal, *causals):
-            for left in _usual_windows(capture.k_length):
-                window = (left, left if causal == "none" else 0)
-                said = f"window={left},{window[1]}"
-                said = said if causal == stated.causal else f"causal={causal}, {said}"
-                yield _Reading(replace(capture, metadata=replace(stated, causal=causal, window=window)), said)
+        for causal, left in product(causals, _usual_windows(capture.k_length)):
+            usual = (left, left if causal == "none" else 0)
+            said = f"window={left},{usual[1]}"
+            said = said if causal == stated.causal else f"causal={causal}, {said}"
+            yield replace(capture, metadata=replace(stated, causal=causal, window=usual)), said
 
 
 def _usual_windows(k_length: int) -> list[int]:
@@ -177,12 +161,22 @@ def _usual_windows(k_length: int) -> list[int]:
     return sorted({left for power in powers for left in (power - 1, power) if left})
 
 
-def _sample(capture: Capture) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _sample(
+    capture: Capture, observation: str, output: str, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Head by head the output as observed and as recomputed, in those sampled rows where both can be compared."""
     heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
     rows = torch.linspace(0, capture.q_length - 1, min(capture.q_length, _ROWS)).long()
-    for batch in {0, capture.batch - 1}:
-        for head in heads:
-            yield batch, head, rows
+    for batch, head in product({0, capture.batch - 1}, heads):
+        inputs = read_head(capture, batch, head, device)
+        stored = read_float64(capture, capture.key(observation, output), batch, head, device)
+        assert stored is not None
+        block = reference_rows(replace(inputs.head, do=None), rows.to(device))
+        inputs.mark_rows(block)
+        observed, truth = stored[rows], block.out if output == "o" else block.lse
+        finite = observed.isfinite().all(1) if output == "o" else observed.isfinite() & truth.isfinite()
+        usable = ~inputs.unusable[rows] & finite
+        yield observed[usable], truth[usable]
 
 
 @dataclass(frozen=True)
@@ -206,21 +200,13 @@ def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputF
     fmt = format_of(capture.tensors[capture.key(observation, "o")].dtype)
     wrong = right = rounding = 0.0
     compared = 0
-    for batch, head, rows in _sample(capture):
-        inputs = read_head(capture, batch, head, device)
-        observed = read_float64(capture, capture.key(observation, "o"), batch, head, device)
-        assert observed is not None
-        block = reference_rows(replace(inputs.head, do=None), rows.to(device))
-        inputs.mark_rows(block)
-        observed = observed[rows]
-        usable = ~inputs.unusable[rows] & observed.isfinite().all(1)
-        truth = block.out[usable]
+    for observed, truth in _sample(capture, observation, "o", device):
         # A finite O past the largest number was clamped to it.
         rounded = round_nearest_even(truth, fmt).clamp(-fmt.largest, fmt.largest)
-        wrong += float((observed[usable] - truth).square().sum())
+        wrong += float((observed - truth).square().sum())
         right += float(truth.square().sum())
         rounding += float((rounded - truth).square().sum())
-        compared += int(usable.sum())
+        compared += len(truth)
     if not compared:
         return None
     if not right:
@@ -232,17 +218,8 @@ def lse_error(capture: Capture, observation: str, device: torch.device) -> float
     """Norm of LSE's error over the norm of LSE, the latter at least 1: LSE may well be near 0. None as for O."""
     wrong = right = 0.0
     compared = 0
-    for batch, head, rows in _sample(capture):
-        inputs = read_head(capture, batch, head, device)
-        observed = read_lse(capture, observation, batch, head, device)
-        assert observed is not None
-        block = reference_rows(replace(inputs.head, do=None), rows.to(device))
-        inputs.mark_rows(block)
-        observed = observed[rows]
-        usable = ~inputs.unusable[rows] & observed.isfinite() & block.lse.isfinite()
-        wrong += float((observed - block.lse)[usable].square().sum())
-        right += float(block.lse[usable].square().sum())
-        compared += int(usable.sum())
-    if not compared:
-        return None
-    return math.sqrt(wrong / max(right, 1.0))
+    for observed, truth in _sample(capture, observation, "lse", device):
+        wrong += float((observed - truth).square().sum())
+        right += float(truth.square().sum())
+        compared += len(truth)
+    return math.sqrt(wrong / max(right, 1.0)) if compared else None

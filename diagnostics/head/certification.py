@@ -14,8 +14,6 @@ from attn_diag.reference import UNIT, AttentionHead, HeadBounds, HeadReference
 from attn_diag.reference.certificate import upper_norm
 from attn_diag.results.diagnosis import Certificate
 
-# The oracle's names and those of the diagnosis.
-_NAMES = {"out": "o", "lse": "lse", "delta": "delta", "dq": "dq"}
 # The oracle's own default, without loading mpmath for it; the command line has it too.
 DEFAULT_ORACLE_BITS = 128
 
@@ -48,12 +46,7 @@ class Certify:
         found = cls(wanted) if isinstance(wanted, int) and not isinstance(wanted, bool) else wanted
         if found is not None and not isinstance(found, Certify):
             raise InputError(f"certify must be a number of rows or attn_diag.Certify(rows=…, bits=…), got {wanted!r}")
-        return found if found is not None and found.wanted else None
-
-    @property
-    def wanted(self) -> bool:
-        """Whether any row is asked for."""
-        return self.count > 0 or self.rows is not None
+        return found if found is not None and (found.count or found.rows is not None) else None
 
     def require_rows(self, source: str, count: int) -> None:
         """Raise InputError where a row asked for is not among the ``count`` rows of a capture."""
@@ -68,15 +61,10 @@ class Certify:
         """
         known = usable.nonzero()[:, 0].cpu()
         count = min(self.count, len(known))
-        spread = known[torch.linspace(0, len(known) - 1, -(-count // 2)).round().long()].tolist() if count else []
-        chosen = dict.fromkeys(int(t) for t in spread)
-        largest = bounds.out.sum(1).cpu()[known].argsort(descending=True, stable=True)
-        for place in largest.tolist():
-            if len(chosen) >= count:
-                break
-            chosen.setdefault(int(known[place]))
-        named = set(known.tolist())
-        return sorted({*chosen, *(t for t in self.rows or () if t in named)})
+        spread = known[torch.linspace(0, len(known) - 1, -(-count // 2)).round().long()]
+        largest = known[bounds.out.sum(1).cpu()[known].argsort(descending=True, stable=True)]
+        chosen = list(dict.fromkeys([*spread.tolist(), *largest.tolist()]))[:count]
+        return sorted({*chosen, *(set(known.tolist()).intersection(self.rows or ()))})
 
     def check(self, head: AttentionHead, reference: HeadReference, bounds: HeadBounds, usable: Tensor) -> Certificate:
         """Recompute the rows chosen. Raises InputError where even the oracle's largest precision cannot tell."""
@@ -90,7 +78,8 @@ class Certify:
         worst: dict[str, float] = {}
         for row in checked:
             for name, output in row.outputs.items():
-                worst[_NAMES[name]] = max(worst.get(_NAMES[name], 0.0), output.ratio)
+                known = "o" if name == "out" else name
+                worst[known] = max(worst.get(known, 0.0), output.ratio)
         return Certificate(len(checked), self.bits, worst, all(row.held for row in checked))
 
 
@@ -126,10 +115,8 @@ class RoundedBound:
         # more than arithmetic. The sign of a float64 sum is right.
         scratch = error.abs().sub_(ulps, alpha=0.5).add_(bound)
         clear = float(scratch.amax()) < 0 and float(torch.sub(bound, ulps, alpha=0.25, out=scratch).amax()) < 0
-        moved = None
-        if not clear:
-            doubtful = (ulps / 2 - error.abs() <= bound) | (ulps / 4 <= bound)
-            moved = torch.where(doubtful, ulps + 2 * bound, 0.0)
+        doubtful = None if clear else (ulps / 2 - error.abs() <= bound) | (ulps / 4 <= bound)
+        moved = None if doubtful is None else torch.where(doubtful, ulps + 2 * bound, 0.0)
         signed = float(torch.abs(truth, out=scratch).sub_(bound).amin()) > 0
         return cls(moved, None if signed else truth.abs() <= bound)
 

@@ -109,6 +109,8 @@ class NoiseCollector:
         head, new = self.head, self.head.q.new_zeros
         self._relative = 2.0 ** (-2 * self.fmt.precision) / 24  # E[1/x^2] = 1/2 over [1, 2)
         self._smallest = float(ulp(torch.zeros(1, dtype=torch.float64), self.fmt)) ** 2 / 12
+        # Kernels may cast alpha dS instead of dS: below the normal numbers that is coarser.
+        self._smallest_dscore = self._smallest / min(head.scale, 1.0) ** 2
         self._v2, self._k2 = head.v.square(), head.k.square()
         self.variance["o"] = new(len(head.q), head.v.shape[1])
         self.by_delta = new(len(head.q))
@@ -135,7 +137,7 @@ class NoiseCollector:
         self.variance["delta"][rows] = delta
         dscores = block.dscores
         assert dscores is not None
-        dscores = dscores.square_().mul_(relative).add_(visible, alpha=self._smallest)
+        dscores = dscores.square_().mul_(relative).add_(visible, alpha=self._smallest_dscore)
         through = sloped(block, block.probs) @ self.head.k[keys]
         dq = delta[:, None] * through.square() + dscores @ self._k2[keys]
         self.variance["dq"][rows] = dq * self.head.scale**2

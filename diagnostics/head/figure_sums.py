@@ -238,8 +238,8 @@ def head_figures(
         strip=_strip(parts),
         unit_positions=_unit_positions(parts),
         o_error=UlpCounts.join(errors).histogram() if len(errors) == len(parts) else None,
-        alignment=_alignment([p.aligned for p in parts if p.aligned is not None], len(parts)),
-        dq=_dq_errors([p.dq for p in parts if p.dq is not None], len(parts)),
+        alignment=_alignment([p.aligned for p in parts]),
+        dq=_dq_errors([p.dq for p in parts]),
         dw_q=dw_q,
         max_logit=max(logits, default=None),
     )
@@ -293,16 +293,18 @@ def _evenly(count: int, most: int) -> Ints:
     return np.arange(count) if count <= most else np.linspace(0, count - 1, most).astype(np.int64)
 
 
-def _alignment(sums: Sequence[Floats], wanted: int) -> Alignment | None:
-    if len(sums) < wanted:
+def _alignment(sums: Sequence[Floats | None]) -> Alignment | None:
+    known = [part for part in sums if part is not None]
+    if len(known) < len(sums):
         return None
-    positive, nonzero, contribution = np.sum(sums, axis=0)
+    positive, nonzero, contribution = np.sum(known, axis=0)
     fractions = (p / n if n else None for p, n in zip(positive.tolist(), nonzero.tolist(), strict=True))
     return Alignment(tuple(fractions), tuple(contribution.tolist()))
 
 
-def _dq_errors(norms: Sequence[_RowNorms], wanted: int) -> PredictedError | None:
-    if len(norms) < wanted:
+def _dq_errors(parts: Sequence[_RowNorms | None]) -> PredictedError | None:
+    norms = [part for part in parts if part is not None]
+    if len(norms) < len(parts):
         return None
     observed, predicted = [n.observed for n in norms], [n.predicted for n in norms]
     return _grouped(_RowNorms(_joined(observed), _joined(predicted), np.concatenate([n.reference for n in norms])))

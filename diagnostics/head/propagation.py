@@ -167,19 +167,14 @@ def key_parts(
 
     ``observed`` and ``formats`` by "dk" and "dv".
     """
-
-    def total(tensors: Iterable[Tensor | None]) -> Tensor | None:
-        kept = [t for t in tensors if t is not None]
-        return torch.stack(kept).sum(0) if kept else None
-
     results: dict[str, GradientParts] = {}
     for name, operand in (("dk", "ds_cast"), ("dv", "p_cast")):
-        reference = total(getattr(r, name) for r in references)
+        reference = _total(getattr(r, name) for r in references)
         assert reference is not None
-        parts: dict[str, Tensor | None] = {} if name == "dv" else {"delta": total(c.dk_delta for c in collected)}
-        parts["lse"] = total(getattr(c, f"{name}_lse") for c in collected)
+        parts: dict[str, Tensor | None] = {} if name == "dv" else {"delta": _total(c.dk_delta for c in collected)}
+        parts["lse"] = _total(getattr(c, f"{name}_lse") for c in collected)
         uncast = sum((p for p in parts.values() if p is not None), start=reference)
-        cast = total(getattr(c, f"{name}_cast") for c in collected)
+        cast = _total(getattr(c, f"{name}_cast") for c in collected)
         predicted = None
         if cast is not None and name in formats:
             predicted = round_nearest_even(cast, formats[name])
@@ -321,20 +316,17 @@ def project(parts: GradientParts, x: Tensor) -> GradientParts:
 
 def add_parts(parts: list[GradientParts]) -> GradientParts:
     """Elementwise sums, for gradients to which several sequences contribute."""
-
-    def total(tensors: list[Tensor | None]) -> Tensor | None:
-        known = [t for t in tensors if t is not None]
-        return torch.stack(known).sum(0) if len(known) == len(tensors) else None
-
-    reference = total([p.reference for p in parts])
+    reference = _total(p.reference for p in parts)
     assert reference is not None
-    names = parts[0].parts
-    return GradientParts(
-        reference,
-        total([p.observed for p in parts]),
-        {name: total([p.parts[name] for p in parts]) for name in names},
-        total([p.predicted for p in parts]),
-    )
+    of_parts = {name: _total(p.parts[name] for p in parts) for name in parts[0].parts}
+    return GradientParts(reference, _total(p.observed for p in parts), of_parts, _total(p.predicted for p in parts))
+
+
+def _total(tensors: Iterable[Tensor | None]) -> Tensor | None:
+    """The elementwise sum; None if one of them is."""
+    found = list(tensors)
+    known = [t for t in found if t is not None]
+    return torch.stack(known).sum(0) if len(known) == len(found) else None
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

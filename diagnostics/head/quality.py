@@ -21,7 +21,7 @@ from torch import Tensor
 from attn_diag.head.counterfactual import ALTERNATIVES, Counterfactuals
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.means import effective
-from attn_diag.statistics.ratios import Carriers, RatioEstimate, paired_ratio
+from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioEstimate, paired_ratio
 
 # Up to this factor a kernel is as good as a well-rounded one, above ``LOSSY`` it is not; real ones: 0.93 to 1.07.
 AS_GOOD, LOSSY = 1.1, 1.25
@@ -32,6 +32,9 @@ GROUP_LIMIT = 2.5
 ELEMENT_LIMIT = 8.0
 # One of so many healthy groups may exceed the quantile of its noise.
 _CHANCE = 1e-9
+
+# A recipe explains an error where what differs from its output is less than this part of what differs from fa2's.
+_EXPLAINED = 0.25
 
 Array = npt.NDArray[np.float64]
 # Effective number of directions of the noise in some rows ([n] indices), [n].
@@ -52,6 +55,10 @@ class QuantitySample:
     """[n], the sum of ulp^2 / 12."""
     reference: Array
     """[n], the sum of the reference's squares."""
+    expected: Array
+    """[n], the sum of the expected squared errors of a well-rounded kernel."""
+    features: Array
+    """[3, D]: error, counterfactual and floor by feature instead of by row."""
     bad_rows: Array
     """[n], how many times its limit a row's error is where it stands out; 0 elsewhere."""
     bad_features: Array
@@ -80,7 +87,17 @@ class QuantitySample:
         part = slice(None) if kept is None else kept
         yardstick = self.counterfactual if self.counterfactual[part].sum() > self.floor[part].sum() else self.floor
         clusters = None if self.clusters is None else np.unique(self.clusters[part], return_inverse=True)[1]
+        if kept is None and clusters is not None and clusters.max(initial=0) + 1 < MIN_GROUPS:
+            # All rows copy few keys, and share their rounding: features are what is left to count.
+            error, other, floor = self.features
+            return paired_ratio(error, other if other.sum() > floor.sum() else floor)
         return paired_ratio(self.error[part], yardstick[part], clusters, self.carriers)
+
+    def typical_ratio(self) -> RatioEstimate | None:
+        """The same with every row's errors in units of its own expected noise, so that no row outweighs the others."""
+        unit = np.maximum(self.expected, 1e-300)
+        other, floor = self.counterfactual / unit, self.floor / unit
+        return paired_ratio(self.error / unit, other if other.sum() > floor.sum() else floor, None, self.carriers)
 
 
 @dataclass(frozen=True)
@@ -145,7 +162,9 @@ def sample(
         error=squares.sum(1).cpu().numpy(),
         counterfactual=others.sum(1).cpu().numpy(),
         floor=floor.sum(1).cpu().numpy(),
+        expected=expected.sum(1).cpu().numpy(),
         reference=truth.square().sum(1).cpu().numpy(),
+        features=torch.stack([squares.sum(0), others.sum(0), floor.sum(0)]).cpu().numpy(),
         bad_rows=_outlying(squares, others, floor, expected, allowed, 1, directions, rows),
         bad_features=_outlying(squares, others, floor, expected, allowed, 0, None, rows),
         bad_elements=torch.stack([rows[stands_out[:, 0]], stands_out[:, 1]], 1).cpu().numpy(),
@@ -241,15 +260,20 @@ def beside_well_rounded(
             fed=fed, clusters=clusters, carriers=carriers, directions=directions,
         )  # fmt: skip
 
+    def left(recipe: str) -> float:
+        """What of the observed tensor differs from the recipe's."""
+        return float((observed - total([c.outputs(recipe) for c in counterfactuals]))[rows].square().sum())
+
     chosen = beside(ALTERNATIVES[0])
     found = chosen.ratio()
     if found is not None and found.high > AS_GOOD:
         others = [beside(alternative) for alternative in ALTERNATIVES[1:]]
         chosen = max([chosen, *others], key=lambda s: float(s.counterfactual.sum()))
         found = chosen.ratio()
-    if quantity in ("dq", "dk") and found is not None and (found.low > LOSSY or bool(chosen.outlying.any())):
+    if quantity in ("dq", "dk") and found is not None and (found.factor > AS_GOOD or bool(chosen.outlying.any())):
         casting = beside("efficient")
         same = casting.ratio()
-        if same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
+        nearer = left("efficient") < _EXPLAINED * left(ALTERNATIVES[0])
+        if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
             return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
     return chosen

@@ -16,8 +16,8 @@ class NonFiniteCensus:
     """NaN and Inf met while reading: how many, and the first position, of every tensor."""
 
     def __init__(self) -> None:
-        # tensor -> (batch, head) -> (count, first position in the inner layout)
-        self._heads: dict[str, dict[tuple[int, int], tuple[int, tuple[int, ...]]]] = {}
+        # (tensor, batch, head) -> (count, first position in the inner layout)
+        self._heads: dict[tuple[str, int, int], tuple[int, tuple[int, ...]]] = {}
 
     def add(self, name: str, batch: int, head: int, values: Tensor) -> Tensor:
         """Record the non-finite values of one head; returns where ``values`` is not finite (bool)."""
@@ -29,20 +29,19 @@ class NonFiniteCensus:
 
     def record(self, name: str, batch: int, head: int, bad: Tensor) -> None:
         """Record the values of one head that ``bad`` (bool, with at least one True) points out."""
-        first = (batch, head, *bad.nonzero()[0].tolist())
-        self._heads.setdefault(name, {})[batch, head] = int(bad.sum()), first
+        self._heads[name, batch, head] = int(bad.sum()), (batch, head, *bad.nonzero()[0].tolist())
 
     def merge(self, other: NonFiniteCensus) -> None:
         """Take over another census; a head that both have seen counts once."""
-        for name, heads in other._heads.items():
-            self._heads.setdefault(name, {}).update(heads)
+        self._heads |= other._heads
 
     def totals(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Count and first position by tensor."""
-        return {
-            name: (sum(count for count, _ in heads.values()), min(first for _, first in heads.values()))
-            for name, heads in self._heads.items()
-        }
+        found: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for (name, _, _), (count, first) in self._heads.items():
+            before, earliest = found.get(name, (0, first))
+            found[name] = before + count, min(earliest, first)
+        return found
 
 
 @dataclass
@@ -77,20 +76,19 @@ def all_finite(values: Tensor) -> bool:
 
 
 def read_float64(capture: Capture, name: str, batch: int, head: int, device: torch.device) -> Tensor | None:
-    """One head of a tensor, exactly, as float64 on ``device``; None where the capture lacks it."""
+    """One head of a tensor as float64 on ``device``; None where the capture lacks it.
+
+    Exactly as stored, but for an LSE to base 2, which becomes a natural logarithm.
+    """
     stored = capture.read(name, batch, head)
     if stored is None:
         return None
     # FP8 has no direct conversion to float64; both steps are exact.
     stored = stored.float() if stored.dtype.itemsize == 1 else stored
     # A narrow tensor travels faster than its float64 copy.
-    return stored.to(device).double().contiguous()
-
-
-def read_lse(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> Tensor | None:
-    """One head's LSE, natural logarithm whatever base was captured, [Tq] float64."""
-    lse = read_float64(capture, capture.key(observation, "lse"), batch, head, device)
-    return lse if lse is None or capture.metadata.lse_base == "e" else lse * math.log(2)
+    values = stored.to(device).double().contiguous()
+    in_base_2 = capture.metadata.lse_base == "2" and name.rpartition(".")[2] == "lse"
+    return values * math.log(2) if in_base_2 else values
 
 
 def read_outputs(
@@ -107,11 +105,7 @@ def read_outputs(
         if output not in ("o", "lse", "delta", "dq"):
             continue
         key = capture.key(observation, output)
-        tensor = (
-            read_lse(capture, observation, batch, head, device)
-            if output == "lse"
-            else read_float64(capture, key, batch, head, device)
-        )
+        tensor = read_float64(capture, key, batch, head, device)
         assert tensor is not None
         # A fully masked row's LSE is rightly -inf, and is left out with its row.
         if output != "lse":
@@ -148,22 +142,19 @@ def read_head(
     """Read q, k, v and dO of one query head, its key head included; NaN and Inf are added to ``census``."""
     census = census or NonFiniteCensus()
     kv_head = head // (capture.q_heads // capture.kv_heads)
-    tensors: dict[str, Tensor | None] = {}
+    tensors: dict[str, Tensor] = {}
     bad_rows: dict[str, Tensor] = {}
     for name, index in (("q", head), ("k", kv_head), ("v", kv_head), ("do", head)):
         values = read_float64(capture, name, batch, index, device)
-        if values is not None:
-            factor = capture.descale(name, batch, index)
-            values = values if factor == 1.0 else values * factor
-            bad = census.add(name, batch, index, values)
-            bad_rows[name] = bad.any(1)
-            if bad_rows[name].any():
-                values.masked_fill_(bad, 0.0)
-        tensors[name] = values
-    q, k, v = tensors["q"], tensors["k"], tensors["v"]
-    assert q is not None
-    assert k is not None
-    assert v is not None
+        if values is None:
+            continue
+        factor = capture.descale(name, batch, index)
+        values = values if factor == 1.0 else values * factor
+        bad = census.add(name, batch, index, values)
+        tensors[name], bad_rows[name] = values, bad.any(1)
+        if bad_rows[name].any():
+            values.masked_fill_(bad, 0.0)
+    q, k, v = (tensors[name] for name in ("q", "k", "v"))
     mask, bad_mask = _read_mask(capture, batch, head, device, census)
     positions = capture.tensors.get("q_positions")
     masking = Masking(
@@ -173,7 +164,7 @@ def read_head(
         positions=None if positions is None else positions[...],
     )
     return HeadInputs(
-        AttentionHead(q, k, v, tensors["do"], capture.scale, masking, capture.metadata.softcap),
+        AttentionHead(q, k, v, tensors.get("do"), capture.scale, masking, capture.metadata.softcap),
         unusable=bad_rows["q"] | bad_rows.get("do", torch.zeros_like(bad_rows["q"])),
         bad_keys=(bad_rows["k"] | bad_rows["v"]).nonzero()[:, 0],
         input_format=format_of(capture.tensors["q"].dtype),

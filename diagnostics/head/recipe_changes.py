@@ -28,11 +28,6 @@ class RecipeChange:
     seen_as: str = ""
     """The same of a kernel that is suspected of it; empty: ``words``."""
 
-    @property
-    def suspicion(self) -> str:
-        """What a kernel does that has it."""
-        return self.seen_as or self.words
-
     def acts_on(self, recipe: Recipe) -> bool:
         """Whether it changes anything there."""
         return any(getattr(recipe, name) != value for name, value in self.fields.items())

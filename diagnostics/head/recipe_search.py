@@ -95,8 +95,7 @@ def usable_rows(inputs: HeadInputs, observed: Tensor, rows: Tensor) -> tuple[Ten
         good = ~inputs.unusable[block_rows] & observed[block_rows].isfinite().all(1) & ~block.fully_masked
         return block_rows[good], 1 / block.probs.square().sum(1)[good]
 
-    blocks = [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
-    found = list(map_in_order(look, blocks, parallel=rows.device.type == "cpu"))
+    found = list(map_in_order(look, torch.split(rows, _BLOCK), parallel=rows.device.type == "cpu"))
     return torch.cat([kept for kept, _ in found]), torch.cat([attended for _, attended in found])
 
 
@@ -115,13 +114,9 @@ def choose_rows(inputs: HeadInputs, observed: Tensor, few: int, many: int) -> tu
     pool, attended = usable_rows(inputs, observed, spread_rows(length, _POOL, device))
     even = pool[spread_rows(len(pool), few // 2, device)] if len(pool) else pool
     wide = pool[attended.argsort(descending=True, stable=True)[: few - few // 2]]
-    coarse = _union(even, wide)
+    coarse = torch.unique(torch.cat((even, wide)))
     rest, _ = usable_rows(inputs, observed, spread_rows(length, many, device))
-    return coarse, _union(coarse, rest)
-
-
-def _union(one: Tensor, other: Tensor) -> Tensor:
-    return torch.tensor(sorted({*one.tolist(), *other.tolist()}), dtype=torch.int64, device=one.device)
+    return coarse, torch.unique(torch.cat((coarse, rest)))
 
 
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}

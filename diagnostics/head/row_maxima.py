@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_diag.head.read import HeadInputs
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import base, parse, rounds_monotonically
-from attn_diag.reference import FloatFormat, RowBlock, format_of, round_nearest_even
+from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, round_nearest_even
 
 # A score within this distance of the row maximum counts as a repeat by the definition "window" (the
 # published mitigation's own threshold).
@@ -152,10 +152,12 @@ class RowMaximaCollector:
 def collector_of(inputs: HeadInputs, recipe: Recipe | None) -> RowMaximaCollector:
     """A collector of repeated maxima for this head, "as_run" included where the recipe's scores are known."""
     head = inputs.head
-    if recipe is None or not _plain_scores(inputs) or not _follows_scores(recipe):
+    if recipe is None or not plain_scores(head) or not _follows_scores(recipe):
         return RowMaximaCollector(len(head.q), head.q.device, inputs.input_format)
+    arithmetic = format_of(torch.float64 if recipe.arithmetic == "fp64" else torch.float32)
+    score_format = site_format(recipe.scores) or arithmetic
     rounding = score_rounding(recipe, head.scale)
-    return RowMaximaCollector(len(head.q), head.q.device, inputs.input_format, rounding, _score_format(recipe))
+    return RowMaximaCollector(len(head.q), head.q.device, inputs.input_format, rounding, score_format)
 
 
 def _follows_scores(recipe: Recipe) -> bool:
@@ -164,18 +166,19 @@ def _follows_scores(recipe: Recipe) -> bool:
     return rounds_monotonically(recipe.scores) and (rounding is None or not rounding.format.finite)
 
 
-def _score_format(recipe: Recipe) -> FloatFormat:
-    rounding = parse(recipe.scores)
+def site_format(text: str) -> FloatFormat | None:
+    """The format that a recipe's site rounds to; None where it rounds nothing."""
+    rounding = parse(text)
     if rounding is None:
-        return format_of(torch.float64 if recipe.arithmetic == "fp64" else torch.float32)
+        return None
     fmt = rounding.format
-    return FloatFormat(base(recipe.scores), fmt.mantissa_bits, fmt.min_exponent, fmt.largest, saturates=fmt.finite)
+    return FloatFormat(base(text), fmt.mantissa_bits, fmt.min_exponent, fmt.largest, saturates=fmt.finite)
 
 
-def _plain_scores(inputs: HeadInputs) -> bool:
-    """Whether the stored scores are alpha q.k alone, so that a recipe's rounding of them is known."""
-    mask = inputs.head.masking.mask
-    return inputs.head.softcap is None and (mask is None or mask.dtype == torch.bool)
+def plain_scores(head: AttentionHead) -> bool:
+    """Whether the scores are alpha q.k alone (no softcap, no additive mask): a recipe may store them without alpha."""
+    mask = head.masking.mask
+    return head.softcap is None and (mask is None or mask.dtype == torch.bool)
 
 
 def _spacing(fmt: FloatFormat) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -131,10 +132,6 @@ class HeadTruth:
             found["dw_q"] = float(self.dw_q.norm())
         return found
 
-    def to_keep(self) -> HeadTruth:
-        """The same without dK, dV and what can be computed again without another pass."""
-        return replace(self, reference=replace(self.reference, dk=None, dv=None))
-
     @property
     def bytes(self) -> int:
         """What its large tensors take, [Tq, D] and [Tk, D]."""
@@ -163,23 +160,21 @@ def head_truth(
         gradient_sums: See ``reference.row_blocks``.
     """
     head = inputs.head
-    own = collector_of(inputs, None) if maxima is None else None
+    collected = maxima or collector_of(inputs, None)
     products = torch.zeros_like(head.q) if head.do is not None else None
     blocks: list[Rows] = []
 
     def see(block: RowBlock) -> None:
         inputs.mark_rows(block)
         blocks.append(block.rows)
-        if own is not None:
-            own.add(block)
+        if maxima is None:
+            collected.add(block)
         if products is not None:
             products[block.rows] = sloped(block, block.unnormalised_probs) @ head.k[block.keys]
         if observe is not None:
             observe(block)
 
     reference = reference_head(head, see, key_gradients=key_gradients, gradient_sums=gradient_sums)
-    collected = own if maxima is None else maxima
-    assert collected is not None
     return HeadTruth(inputs, reference, collected, products, tuple(blocks), projection)
 
 
@@ -198,7 +193,8 @@ class KeptTruths:
         if truth.bytes > self._most:
             return
         with self._lock:
-            self._found[place] = error, truth.to_keep()
+            # Without dK, dV and what can be computed again without another pass.
+            self._found[place] = error, replace(truth, reference=replace(truth.reference, dk=None, dv=None))
             self._held += truth.bytes
             while self._held > self._most:
                 least = min(self._found, key=lambda place: (self._found[place][0], place))
@@ -329,7 +325,7 @@ class _Sums:
         if delta_cells and truth.head.do is not None:
             keys = int(truth.clusters.max()) + 1 if len(truth.clusters) else 0
             self._delta_cells = truth.reference.out.new_zeros(keys, truth.head.v.shape[1])
-        self._parts: dict[str, list[Tensor]] = {}
+        self._parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         self._o_square = 0.0
         self._finite = True
 
@@ -341,20 +337,20 @@ class _Sums:
         truth = reference.out[rows]
         error = result.out[kept].double() - truth
         self._finite &= bool(error.sum().isfinite())
-        self._append("o", error.sum(1))
-        self._append("o_away", (error * truth.sign()).sum(1))
+        self._parts["o"].append(error.sum(1))
+        self._parts["o_away"].append((error * truth.sign()).sum(1))
         self._o_square += float(error.square().sum())
         if result.delta is None or result.dq is None:
             return None
         assert reference.delta is not None
         assert reference.dq is not None
-        self._append("delta", result.delta[kept].double() - reference.delta[rows])
+        self._parts["delta"].append(result.delta[kept].double() - reference.delta[rows])
         if self._delta_cells is not None and self._truth.head.do is not None:
             self._delta_cells.index_add_(0, self._truth.clusters[rows], self._truth.head.do[rows] * error)
         error = result.dq[kept].double() - reference.dq[rows]
         self._finite &= bool(error.sum().isfinite())
-        self._append("dq", error.sum(1))
-        self._append("dq_square", error.square().sum(1))
+        self._parts["dq"].append(error.sum(1))
+        self._parts["dq_square"].append(error.square().sum(1))
         return error
 
     def errors(self, dw_q: Tensor | None) -> VariantErrors:
@@ -363,9 +359,6 @@ class _Sums:
         return VariantErrors(
             **rows, o_square=self._o_square, finite=self._finite, dw_q=dw_q, delta_cells=self._delta_cells
         )
-
-    def _append(self, name: str, values: Tensor) -> None:
-        self._parts.setdefault(name, []).append(values)
 
 
 def _ratio(error: Tensor, reference: Tensor) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import pytest
 
@@ -69,21 +69,20 @@ class AttnDiag:
         self._calls += 1
         base = baseline_path(self._item)
         path = None if base is None else numbered(base, self._calls)
+        before = path.read_bytes() if path is not None and path.is_file() else None
+        update = path is not None and bool(self._request.config.getoption("--attn-diag-update"))
+        if path is not None and before is None and not update:
+            raise self._without_baseline("this test has no baseline yet", path)
         try:
-            if path is None:
-                report = attn_diag.check(target, **options)
-            elif self._request.config.getoption("--attn-diag-update"):
-                report = self._updated(path, lambda: attn_diag.check(target, baseline=path, update=True, **options))
-            else:
-                if not path.is_file():
-                    self._fail_without_baseline("this test has no baseline yet", path)
-                report = attn_diag.check(target, baseline=path, **options)
-                if report.baseline_key is None:
-                    self._fail_without_baseline(f"this test's baseline has no entry for {report.key}", path)
+            report = attn_diag.check(target, baseline=path, update=update, **options)
         except attn_diag.InputError as error:
-            self._fail(f"attn-diag: {error}")
+            raise _failed(f"attn-diag: {error}") from None
+        if path is not None and report.baseline_key is None and not update:
+            raise self._without_baseline(f"this test's baseline has no entry for {report.key}", path)
+        if path is not None and report.passed and update:
+            self._tell_of_update(path, before)
         if not report.passed:
-            self._fail(*self._failure(report, path, target, options))
+            raise _failed(*self._failure(report, path, target, options))
         return report
 
     def assert_unbiased(
@@ -99,30 +98,18 @@ class AttnDiag:
         __tracebackhide__ = True
         import attn_diag
 
-        found, words = None, ""
         try:
-            found = attn_diag.assert_unbiased(observed, reference, clusters=clusters, level=level, name=name)
+            return attn_diag.assert_unbiased(observed, reference, clusters=clusters, level=level, name=name)
         except (AssertionError, attn_diag.InputError) as error:
-            words = str(error)
-        # Outside the handler: pytest shows what an exception was raised in, too.
-        if found is None:
-            self._fail(f"attn-diag: {words}")
-        return found
+            raise _failed(f"attn-diag: {error}") from None
 
-    def _updated(self, path: Path, check: Callable[[], CheckReport]) -> CheckReport:
-        """Tell the terminal's summary and JUnit what was written; under pytest-xdist the test's report carries it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        before = _bytes(path)
-        report = check()
-        after = _bytes(path)
-        if after is not None and report.passed:
-            what = "created" if before is None else "unchanged" if after == before else "updated"
-            self._item.user_properties.append((PROPERTY, f"{what} {self._shown(path)}"))
-        return report
+    def _tell_of_update(self, path: Path, before: bytes | None) -> None:
+        """For the terminal's summary and JUnit; under pytest-xdist the test's report carries it."""
+        what = "created" if before is None else "unchanged" if path.read_bytes() == before else "updated"
+        self._item.user_properties.append((PROPERTY, f"{what} {self._shown(path)}"))
 
-    def _fail_without_baseline(self, words: str, path: Path) -> NoReturn:
-        __tracebackhide__ = True
-        self._fail(
+    def _without_baseline(self, words: str, path: Path) -> BaseException:
+        return _failed(
             f"attn-diag: {words}",
             f"expected    {self._shown(path)}",
             f"create it   {self._update_command()}",
@@ -134,8 +121,7 @@ class AttnDiag:
         from attn_diag.testing.regression.cases import capture_of_case
 
         closer = None
-        capture = capture_of_case(target, gravest(report).case, **options)
-        if capture is not None:
+        if (capture := capture_of_case(target, gravest(report).case, **options)) is not None:
             file = self._request.getfixturevalue("tmp_path") / f"{safe(gravest(report).case)}.{self._calls}.safetensors"
             capture.save(file)
             closer = f"attn-diag inspect {shlex.quote(str(file))}"
@@ -156,10 +142,6 @@ class AttnDiag:
             return str(path)
         return min(relative, str(path), key=len)
 
-    def _fail(self, *lines: str) -> NoReturn:
-        __tracebackhide__ = True
-        pytest.fail("\n".join(lines), pytrace=False)
 
-
-def _bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+def _failed(*lines: str) -> BaseException:
+    return pytest.fail.Exception("\n".join(lines), pytrace=False)

@@ -266,6 +266,12 @@ class CaptureDiagnosis:
     observations: tuple[ObservationDiagnosis, ...]
     """Captured ones, then recipes that were run."""
 
+    @property
+    def unjudged(self) -> bool:
+        """Whether no verdict is given, because what was assumed of the capture does not hold."""
+        heads = (head for observation in self.observations for head in observation.heads)
+        return self.assumptions.ok is False and all(head.verdict is None for head in heads)
+
 
 @dataclass(frozen=True)
 class Family:

@@ -221,6 +221,11 @@ class GradientError:
     participation: Number | None = None
     """(sum ||a||^2)^2 / sum ||a||^4: how many rows carry the error."""
 
+    @property
+    def known_error(self) -> float | None:
+        """The observed relative error, else the predicted one."""
+        return self.predicted_relative_error if self.relative_error is None else self.relative_error
+
 
 @dataclass(frozen=True)
 class Propagation:

@@ -13,13 +13,19 @@ FIGURES = ("spectral_norms", "atoms", "delta_rows", "delta_steps", "features", "
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The head that is drawn."""
+class ModelHead:
+    """A head of the model."""
 
     layer: int | None
     """The model's number of the layer; null where it is not stated."""
     head: int
     """The model's number of the head."""
+
+
+@dataclass(frozen=True)
+class Chosen(ModelHead):
+    """The head that is drawn."""
+
     observation: str
     """Which observation of it."""
     module: str | None
@@ -44,13 +50,9 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class HeadNorms:
+class HeadNorms(ModelHead):
     """Norms of one head's rows of W_Q, [D, C], by step."""
 
-    layer: int | None
-    """The model's number of the layer; null where it is not stated."""
-    head: int
-    """The model's number of the head."""
     steps: tuple[int | None, ...]
     """Steps, ascending; null where one is not stated."""
     spectral: tuple[Number, ...]
@@ -72,8 +74,8 @@ class SpectralNorms:
 
 
 @dataclass(frozen=True)
-class AtomRow:
-    """A row whose atom is shown."""
+class RowAtStep:
+    """A query row at one step."""
 
     step: int | None
     """The step; null where it is not stated."""
@@ -81,6 +83,12 @@ class AtomRow:
     """Batch item."""
     row: int
     """Query row."""
+
+
+@dataclass(frozen=True)
+class AtomRow(RowAtStep):
+    """A row whose atom is shown."""
+
     weight: Number
     """The atom's share of the step's sum ||a_t||^2; without x, of the atoms' parts on q's side."""
 
@@ -208,13 +216,9 @@ class Accumulated:
 
 
 @dataclass(frozen=True)
-class HeadDrift:
+class HeadDrift(ModelHead):
     """One head's running sum of delta's mean errors over its steps."""
 
-    layer: int | None
-    """The model's number of the layer; null where it is not stated."""
-    head: int
-    """The model's number of the head."""
     extreme: Number
     """The sum that is largest in size, signed, over the head's own band. Beyond +-1 it leaves the band, as 1 % of
     unbiased heads or a little fewer do."""
@@ -236,15 +240,9 @@ class DeltaSteps:
 
 
 @dataclass(frozen=True)
-class FeatureProducts:
+class FeatureProducts(RowAtStep):
     """Figures 5b-c: dO, the error of O and their product by feature, in the row with the largest |Delta_delta|."""
 
-    step: int | None
-    """The step; null where it is not stated."""
-    batch: int
-    """Batch item of the row."""
-    row: int
-    """The query row."""
     delta_error: Number
     """delta's signed error there."""
     share: Number
@@ -268,18 +266,12 @@ class FeatureProducts:
 
 
 @dataclass(frozen=True)
-class PrefixError:
+class PrefixError(RowAtStep):
     """Figure 6: the error of O_bar after the first t visible keys of one row and feature; see ``attn_diag.microscope``.
 
     The kernel's inside is inferred: this is the walk of ``recipe``.
     """
 
-    step: int | None
-    """The step; null where it is not stated."""
-    batch: int
-    """Batch item."""
-    row: int
-    """Query row."""
     feature: int
     """Feature of O."""
     recipe: str

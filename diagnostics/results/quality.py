@@ -23,6 +23,10 @@ class Pattern:
     """The part of the squared error that it explains; null: not measured."""
     remaining: Number | None = None
     """The factor over a well-rounded kernel's error once it is left out; null: nothing is left, or not measured."""
+    rows: tuple[tuple[int, int], ...] = ()
+    """The rows (of dK and dV: keys) where it is, first and last of each run."""
+    features: tuple[tuple[int, int], ...] = ()
+    """Likewise the features, where it is in some alone."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,14 @@ class QuantityVerdict:
     """Why, in words with numbers."""
     factor: Number | None = None
     """Its root-mean-square error over the larger of the counterfactual's and the noise floor's; null: not compared."""
-    factor_ci99: tuple[Number, Number] | None = None
-    """The factor's 99 % interval, a jackknife over rows."""
+    factor_ci95: tuple[Number, Number] | None = None
+    """The factor's 95 % interval, a jackknife over rows."""
     groups: Number | None = None
     """Effective number of rows (of O: of argmax keys) that carry the error; below 8 nothing is called lossy."""
+    typical_factor: Number | None = None
+    """The factor with every row's errors in units of its own expected noise, so that no row outweighs the others."""
+    typical_factor_ci95: tuple[Number, Number] | None = None
+    """The interval of ``typical_factor``."""
     relative_error: Number | None = None
     """||error|| / ||reference||."""
     relative_error_well_rounded: Number | None = None

@@ -1,14 +1,19 @@
-"""How numbers and names are written, in the words of an analysis as in every report."""
+"""How numbers and names are written, in words and in reports, and whether two written numbers are the same."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from decimal import Decimal
 
 DASH = "–"
 """What is shown of a number that is not known."""
 SYMBOLS = {"o": "O", "lse": "LSE", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV", "dw_q": "dW_Q"}
 """The outputs of attention and of its backward pass, by their keys in captures and results."""
+
+# Two float64 references on one input agree far better than this; two inputs do not agree as well by accident.
+_SAME = 1e-6
+_FEWEST_DIGITS = 4
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -35,6 +40,25 @@ def share(fraction: float) -> str:
 def signed(value: float | None, digits: int = 2) -> str:
     """With its sign, as for a signed error: "+0.012"."""
     return DASH if value is None else f"{value:+.{digits}g}"
+
+
+def same(a: float | None, b: float | None) -> bool:
+    """Whether two figures agree as those of one input's references do, to the digits that the shorter one has.
+
+    HTML reports shorten numbers, to four digits at the least.
+    """
+    if a is None or b is None:
+        return a is b
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return True
+    digits = max(min(_digits(a), _digits(b)), _FEWEST_DIGITS)
+    # Cut after n digits: off by at most 5 units of the next, 5 * 10^-n of a number that starts with a 1.
+    return math.isclose(a, b, rel_tol=max(_SAME, 5.01 * 10.0**-digits), abs_tol=0.0)
+
+
+def _digits(value: float) -> int:
+    """Significant decimal digits of the shortest text that reads back as this number."""
+    return len(Decimal(repr(value)).normalize().as_tuple().digits)
 
 
 def plural(n: int, noun: str) -> str:

@@ -12,7 +12,7 @@ sequence share K and V, so sequences are the clusters where there are enough of 
 - Where attention is nearly uniform, O is nearly the same number in all rows: the excesses are clustered both ways, too.
 
 Rows that several sequences have in common count once, and sequences that look at the same keys are one
-(``head.shared``, ``pooling.joined_sequences``); delta and dQ are tested over the rows that have a gradient.
+(``head.shared``, ``inspection.clusters``); delta and dQ are tested over the rows that have a gradient.
 
 Chosen by ``benchmarks/study_calibration.py``, on other seeds than its committed results. Alarms at 1 % / 5 % on
 unbiased redraws where O is rounded to nearest, in the worst capture: of O 12 / 24 % with rows as clusters, 4 / 12 %

@@ -18,12 +18,12 @@ Array = npt.NDArray[np.float64]
 
 # With fewer effective groups the interval itself is too uncertain to accuse anyone.
 MIN_GROUPS = 8
-LEVEL = 0.01
+_LEVEL = 0.05
 
 
 @dataclass(frozen=True)
 class RatioEstimate:
-    """sqrt(sum observed / sum yardstick) and its interval, of 99 % unless another level was asked for."""
+    """sqrt(sum observed / sum yardstick) and its 95 % interval."""
 
     factor: float
     """The ratio of the root mean squares."""
@@ -52,7 +52,6 @@ def paired_ratio(
     yardstick: Array,
     clusters: npt.NDArray[np.int64] | None = None,
     carriers: Carriers | None = None,
-    level: float = LEVEL,
 ) -> RatioEstimate | None:
     """The factor between two root-mean-square errors, by a delete-one jackknife of its logarithm (Efron & Stein 1981).
 
@@ -62,8 +61,6 @@ def paired_ratio(
         clusters: [n], group of every row, from 0 without gaps; None: every row its own.
         carriers: What rows share, which the jackknife over them does not see. It adds to the variance that of the log
             ratio of two sums of so many squares, share^2 (1 - correlation^2) / count.
-
-        level: The interval covers the ratio with 1 - level.
 
     Returns:
         None where the yardstick is 0 or there are fewer than two groups.
@@ -89,7 +86,7 @@ def paired_ratio(
         variance += carriers.share**2 * max(1 - carriers.correlation**2, 0.0) / max(carriers.count, 1.0)
     from scipy.special import stdtrit
 
-    half = float(stdtrit(max(groups - 1, 1.0), 1 - level / 2)) * math.sqrt(variance)
+    half = float(stdtrit(max(groups - 1, 1.0), 1 - _LEVEL / 2)) * math.sqrt(variance)
     return RatioEstimate(factor, factor * math.exp(-half), factor * math.exp(min(half, 700.0)), groups)
 
 

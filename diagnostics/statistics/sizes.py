@@ -18,18 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 
 from attn_diag.results.comparison import SizeChange, SizeOutcome
 from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis
+from attn_diag.results.wording import same
 
 # Rows that are NaN or Inf are no matter of chance.
 _COUNTED = "nonfinite_rows"
 # Figures of the inputs alone: whatever changes them changed the inputs.
 _OF_INPUTS = ("conditioning", "repeated_maxima")
-# Two float64 references on one input agree far better than this; two inputs do not agree as well by accident.
-_SAME = 1e-6
-_FEWEST_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,10 @@ class Sizes:
         delta, own = freedom(head.bias.delta), freedom(head.bias.dq)
         both = [f for f in (delta, own) if f is not None]
         signs = None if dw_q is None else _freedom_of_signs(dw_q.coherence_null95)
-        dq_error = None
-        if dq is not None:
-            dq_error = dq.predicted_relative_error if dq.relative_error is None else dq.relative_error
         return cls(
             values={
                 "noise_factor": head.noise_factor,
-                "dq_error": dq_error,
+                "dq_error": None if dq is None else dq.known_error,
                 "dw_q_error": dw_q.relative_error if dw_q else None,
                 "conditioning": head.conditioning,
                 # From the counts: they are whole numbers, whatever a report does to fractions.
@@ -105,9 +99,12 @@ def bounds(a: float, b: float, tail: float) -> tuple[float, float]:
     return math.sqrt(float(fdtri(b, a, tail))), math.sqrt(1 / float(fdtri(a, b, tail)))
 
 
-def comparable(a: Sizes, b: Sizes) -> list[str]:
-    """The figures that get bounds: known in both, and with known degrees of freedom."""
-    return [n for n in a.freedom if None not in (a.values[n], b.values[n], a.freedom[n], b.freedom[n])]
+def _freedoms(a: Sizes, b: Sizes, name: str) -> tuple[float, float] | None:
+    """Degrees of freedom of a figure in A and in B; None where it gets no bounds: they, or a value, are not known."""
+    f_a, f_b = a.freedom.get(name), b.freedom.get(name)
+    if a.values[name] is None or b.values[name] is None or f_a is None or f_b is None:
+        return None
+    return f_a, f_b
 
 
 def size_changes(a: Sizes, b: Sizes, tail: float) -> list[SizeChange]:
@@ -118,19 +115,14 @@ def size_changes(a: Sizes, b: Sizes, tail: float) -> list[SizeChange]:
         b: B's figures.
         tail: A figure's chance of a false "grew", and of a false "shrank".
     """
-    tested = comparable(a, b)
     found = []
     for name, one in a.values.items():
         other = b.values[name]
         if (one is None and other is None) or (name == _COUNTED and one == other == 0):
             continue
         ratio = other / one if one and other is not None and math.isfinite(one) else None
-        low = high = None
-        if name in tested:
-            f_a, f_b = a.freedom[name], b.freedom[name]
-            assert f_a is not None
-            assert f_b is not None
-            low, high = bounds(f_a, f_b, tail)
+        freedoms = _freedoms(a, b, name)
+        low, high = (None, None) if freedoms is None else bounds(*freedoms, tail)
         found.append(SizeChange(name, one, other, ratio, low, high, _outcome(name, one, other, low, high)))
     return found
 
@@ -147,37 +139,12 @@ def _outcome(name: str, a: float | None, b: float | None, low: float | None, hig
     if low is None or high is None:
         return "unknown"
     # NaN and infinity are no errors of a size that chance makes; so is anything beside an error of exactly zero.
-    if not math.isfinite(b):
+    if not math.isfinite(b) or b > a * high:
         return "grew"
-    if not math.isfinite(a):
-        return "shrank"
-    if b > a * high:
-        return "grew"
-    return "shrank" if b < a * low else "none"
-
-
-def same(a: float | None, b: float | None) -> bool:
-    """Whether two figures agree as those of one input's references do, to the digits that the shorter one has.
-
-    HTML reports shorten numbers, to four digits at the least.
-    """
-    if a is None or b is None:
-        return a is b
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return True
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return False
-    digits = max(min(_digits(a), _digits(b)), _FEWEST_DIGITS)
-    # Cut after n digits: off by at most 5 units of the next, 5 * 10^-n of a number that starts with a 1.
-    return math.isclose(a, b, rel_tol=max(_SAME, 5.01 * 10.0**-digits), abs_tol=0.0)
-
-
-def _digits(value: float) -> int:
-    """Significant decimal digits of the shortest text that reads back as this number."""
-    return len(Decimal(repr(value)).normalize().as_tuple().digits)
+    return "shrank" if not math.isfinite(a) or b < a * low else "none"
 
 
 def bonferroni_tail(pairs: Sequence[tuple[Sizes, Sizes]], level: float) -> tuple[float, int]:
     """The tail of each comparison of the run such that one false alarm in all has at most the chance ``level``."""
-    count = sum(len(comparable(a, b)) for a, b in pairs)
+    count = sum(_freedoms(a, b, name) is not None for a, b in pairs for name in a.freedom)
     return level / (2 * max(count, 1)), count

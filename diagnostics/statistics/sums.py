@@ -64,12 +64,13 @@ def _of_sum(standard_errors: Array, df: Array) -> tuple[Array, Array]:
     return np.asarray(np.sqrt(variance)), np.asarray(np.where(variance > 0, total, np.inf))
 
 
-def accumulate(estimates: Sequence[BiasEstimate]) -> Accumulated | None:
-    """The running sum of the steps' means. None where a step has no mean, or one without a standard error.
+def accumulate(estimates: Sequence[BiasEstimate | None]) -> Accumulated | None:
+    """The running sum of the steps' means. None where a step has no mean (or is None), or one without a standard error.
 
     A step whose errors are all zero adds nothing, with certainty.
     """
-    known = [e for e in estimates if e.mean is not None and (e.standard_error is not None or not e.rms)]
+    with_mean = [e for e in estimates if e is not None and e.mean is not None]
+    known = [e for e in with_mean if e.standard_error is not None or not e.rms]
     if not known or len(known) < len(estimates):
         return None
     means = np.array([e.mean for e in known], dtype=np.float64)

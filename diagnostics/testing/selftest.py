@@ -30,8 +30,8 @@ from attn_diag.reference import (
 from attn_diag.reference.rounding_table import RoundingTable
 from attn_diag.results.hardware import HardwareProfile
 from attn_diag.results.selftest import Installation, InstallationCheck
+from attn_diag.testing import gpu
 
-_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _DIGITS = 50
 
 
@@ -53,9 +53,7 @@ def selftest(*, hardware: bool = False) -> Installation | HardwareProfile:
     """
     if not hardware:
         return check_installation()
-    from attn_diag.testing.gpu import measure_hardware
-
-    profile = measure_hardware()
+    profile = gpu.measure_hardware()
     try:
         save_profile(profile)
     except InputError as error:
@@ -80,7 +78,7 @@ def rounding_checks(
     site: Callable[[Tensor, formats.Rounding | None], Tensor] = formats.round_to,
 ) -> Iterator[InstallationCheck]:
     """Both rounding functions, and torch's own cast from fp32, against tables of all numbers of each format."""
-    for name, dtype in _FORMATS.items():
+    for name, dtype in gpu.CASTS.items():
         fmt = formats.parse(name)
         assert fmt is not None
         layout = fmt.format

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -260,6 +260,16 @@ def imported(target: str) -> Any:
         raise InputError(f"cannot import {target}: {error}") from error
     finally:
         sys.path.remove("")
+
+
+def choose_names(noun: str, names: Iterable[str] | None, known: Collection[str]) -> list[str]:
+    """These of the ``known`` names, in their order; all for None. Raises InputError for unknown ones, and for a str."""
+    if isinstance(names, str):
+        raise InputError(f"{noun}s must be a list of names, got the string {names!r}; pass [{names!r}]")
+    wanted = list(known if names is None else names)
+    if unknown := [name for name in wanted if name not in known]:
+        raise InputError(f"no {noun} {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+    return [name for name in known if name in wanted]
 
 
 def causal_of(causal: bool | str) -> Causal:

@@ -19,7 +19,7 @@ from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.row_maxima import swamped_elements
 from attn_diag.head.truth import observed_sizes
 from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.results.attribution import Attribution, HeadAttribution, MeanError, RowKind, SiteAttribution
+from attn_diag.results.attribution import Attribution, HeadAttribution, MeanError, RowKind
 from attn_diag.results.wording import SYMBOLS, percent
 from attn_diag.statistics.means import MIN_EFFECTIVE, require_level
 from attn_diag.work import Progress, part_of
@@ -39,12 +39,16 @@ def attribute(
 ) -> Attribution:
     """Attribute the errors of a kernel to its rounding sites, head by head.
 
-    The kernel is emulated: ``recipe``, else the recipe that reproduces the O of the observation selected, else fa2.
-    ``selection``: the observation (default: the first with an O), heads and batch items (default: all). ``level``:
-    significance of a site's mean error after Benjamini-Hochberg over the sites. ``progress(done, total)`` counts query
-    rows.
+    Args:
+        capture: Their inputs, and what the kernel made of them.
+        recipe: What is emulated; None: the recipe that reproduces the O of the observation selected, else fa2.
+        selection: The observation (default: the first with an O), heads and batch items (default: all).
+        level: Significance of a site's mean error after Benjamini-Hochberg over the sites.
+        device: auto, cpu or cuda.
+        progress: Called with (done, total) query rows.
 
-    Raises InputError for what does not exist, for inputs no recipe covers, and where O contradicts the metadata.
+    Raises:
+        InputError: The selected does not exist, no recipe covers the inputs, or O contradicts the metadata.
     """
     require_level(level)
     where = pick_device(device)
@@ -202,7 +206,9 @@ def _cause(found: HeadAttribution, main: str) -> str:
         size += f" and dW_Q by {percent(found.totals['dw_q'].error)}"
     share = first.effects[main].share
     if share >= _CAUSE:
-        cause = f"the cause is the {first.words}{_by_way_of(first, found)} ({share:.0%} of the squared error)"
+        reaches_dq = main == "dq" and first.site in ("out", "accumulator", "range_pv")
+        way = ", through delta = rowsum(dO∘O)" if reaches_dq else ""
+        cause = f"the cause is the {first.words}{way} ({share:.0%} of the squared error)"
         if second is not None and second.effects[main].share >= 0.05:
             cause += f", next the {second.words} ({second.effects[main].share:.0%})"
     elif second is not None:
@@ -230,13 +236,6 @@ def _misfit(found: HeadAttribution) -> Iterator[str]:
             f"The emulated recipe is not what the captured kernel does ({'; '.join(differing)}): what follows is "
             "the recipe's, not the kernel's."
         )
-
-
-def _by_way_of(site: SiteAttribution, found: HeadAttribution) -> str:
-    """How a site of the forward reaches dQ."""
-    if "dq" not in found.totals or site.site not in ("out", "accumulator", "range_pv"):
-        return ""
-    return ", through delta = rowsum(dO∘O)"
 
 
 def _floor(found: HeadAttribution) -> Iterator[str]:
@@ -284,23 +283,18 @@ def _rows(found: HeadAttribution) -> Iterator[str]:
 def _repairs(found: HeadAttribution, main: str) -> Iterator[str]:
     if not found.repairs:
         return
-    steps: list[str] = []
-    for repair in found.repairs:
-        also = "also " if steps else ""
-        steps.append(f"{also}the {_words(found, repair.site)} exact leaves {percent(repair.left[main])}")
+    steps = [f"the {_words(found, step.site)} exact leaves {percent(step.left[main])}" for step in found.repairs]
     start = f"{SYMBOLS[main]}'s error of {percent(found.totals[main].error)}"
-    yield f"Repairs, one after the other, of {start}: {'; '.join(steps)}."
+    yield f"Repairs, one after the other, of {start}: {'; also '.join(steps)}."
 
 
 def _shams(found: HeadAttribution, main: str) -> Iterator[str]:
     guilty = next(s for s in found.sites if s.site == found.guilty[main])
     effect, whole = guilty.effects[main], found.totals[main].error
     inert, change = found.inert
-    other = (
-        f"a repair of {inert}, {_INERT[inert]}, changes nothing"
-        if not change
-        else (f"a repair of {inert} changes it by {percent(change)}")
-    )
+    other = f"a repair of {inert}, {_INERT[inert]}, changes nothing"
+    if change:
+        other = f"a repair of {inert} changes it by {percent(change)}"
     if effect.sham is None:
         yield f"Sham: {other}."
         return
@@ -333,9 +327,11 @@ def _bias(found: HeadAttribution, quantity: str, level: float) -> Iterator[str]:
         return
     part = next(s for s in found.sites if s.site == site).effects[quantity].bias
     assert part is not None
+    leans = part.n_eff is not None and part.n_eff < MIN_EFFECTIVE
+    few = f"; it leans on few of them, n_eff {part.n_eff:.2g}" if leans else ""
     sentence = (
         f"The mean of {name} is {_mean(total, unit)}; the {_words(found, site)} contributes {_mean(part, unit)} "
-        f"(adjusted p {part.p_adjusted:.2g}{_few(part)})"
+        f"(adjusted p {part.p_adjusted:.2g}{few})"
     )
     biased = total.p_value is not None and total.p_value < level
     if biased and twin is not None and twin.standard_error is not None:
@@ -349,13 +345,6 @@ def _bias(found: HeadAttribution, quantity: str, level: float) -> Iterator[str]:
             else "too uncertain to tell whether it comes from the rounding mode"
         )
     yield sentence + "."
-
-
-def _few(estimate: MeanError) -> str:
-    """A warning where the test leans on few rows or keys."""
-    if estimate.n_eff is None or estimate.n_eff >= MIN_EFFECTIVE:
-        return ""
-    return f"; it leans on few of them, n_eff {estimate.n_eff:.2g}"
 
 
 def _mean(estimate: MeanError, unit: str) -> str:

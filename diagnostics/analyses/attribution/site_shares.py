@@ -9,7 +9,6 @@ all sites: its part is small, and every run after it costs half of what float64 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,7 +93,6 @@ def _acts(recipe: Recipe, name: str) -> bool:
 
 
 ARITHMETIC = "arithmetic"
-_TWIN_SEEDS = 1
 # So many sites are repaired one after the other.
 _REPAIRS = 4
 
@@ -135,8 +133,7 @@ def attribute_sites(
     alone = {name: frozenset([*plan.first, name]) for name in names}
     without = {name: everything - {name} for name in names}
     inert, unchanged = inert_change(recipe)
-    extra = {"inert": unchanged}
-    extra |= {f"twin {seed}": with_mode(recipe, sites, Mode.STOCHASTIC, seed) for seed in range(_TWIN_SEEDS)}
+    extra = {"inert": unchanged, "twin": with_mode(recipe, sites, Mode.STOCHASTIC)}
     runs.run([everything, nothing, *plan.subsets, *alone.values(), *without.values()], extra)
 
     game = _Game(truth)
@@ -190,44 +187,39 @@ def attribute_sites(
         sites=tuple(SiteAttribution(s.name, s.words, s.format, {q: effect(s, q) for q in quantities}) for s in sites),
         inert=(inert, max((abs(runs.sizes("inert")[q] - runs.sizes(everything)[q]) for q in quantities), default=0.0)),
         repairs=tuple(Repair(name, runs.sizes(stage)) for name, stage in zip(order, stages, strict=True)),
-        twin=_twin(game, [runs[f"twin {seed}"] for seed in range(_TWIN_SEEDS)], quantities, level),
+        twin=Twin(
+            seeds=1,
+            sizes=runs.sizes("twin"),
+            bias={q: game.mean(q, game.value(runs["twin"]), level) for q in quantities if game.has_bias(q)},
+        ),
         guilty=guilty,
         biased=biased,
         whole=runs[everything],
     )
 
 
-class _Runs:
+class _Runs(dict[object, VariantErrors]):
     """Errors of the recipe's variants: by the subset of sites that round, or by name."""
 
     def __init__(
         self, truth: HeadTruth, recipe: Recipe, sites: Sequence[RoundingSite], advance: Callable[[int], None] | None
     ) -> None:
+        super().__init__()
         self._truth, self._recipe, self._sites, self._advance = truth, recipe, sites, advance
-        self._found: dict[object, VariantErrors] = {}
 
     def run(self, subsets: Iterable[Subset], others: Mapping[str, Recipe]) -> None:
         """Run the recipes of these subsets, where they have not been run, and others by name, side by side."""
         recipes: dict[object, Recipe] = {
-            s: with_low(self._recipe, self._sites, s) for s in dict.fromkeys(subsets) if s not in self._found
+            s: with_low(self._recipe, self._sites, s) for s in dict.fromkeys(subsets) if s not in self
         }
         recipes.update(others)
         if recipes:
             errors = measure_variants(self._truth, list(recipes.values()), self._advance)
-            self._found |= dict(zip(recipes, errors, strict=True))
+            self.update(zip(recipes, errors, strict=True))
 
     def sizes(self, key: object) -> dict[str, float]:
         """||error|| / ||reference|| by quantity; delta's noise factor."""
-        return self._found[key].relative(self._truth)
-
-    def __getitem__(self, key: object) -> VariantErrors:
-        return self._found[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._found
-
-    def __len__(self) -> int:
-        return len(self._found)
+        return self[key].relative(self._truth)
 
 
 class _Game:
@@ -311,21 +303,11 @@ def _shares(
     }
 
 
-def _twin(game: _Game, runs: Sequence[VariantErrors], quantities: Sequence[str], level: float) -> Twin:
-    mean_value = np.mean([game.value(run) for run in runs], axis=0)
-    sizes = [run.relative(game.truth) for run in runs]
-    return Twin(
-        seeds=len(runs),
-        sizes={q: math.sqrt(sum(s[q] ** 2 for s in sizes) / len(sizes)) for q in quantities},
-        bias={q: game.mean(q, mean_value, level) for q in quantities if game.has_bias(q)},
-    )
-
-
 def _biased(biases: Mapping[str, Mapping[str, MeanError]], level: float) -> dict[str, str]:
     """By quantity, the site with the largest significant mean error."""
     named = {}
     for quantity, means in biases.items():
-        significant = {n: m for n, m in means.items() if m.p_adjusted is not None and m.p_adjusted < level}
+        significant = {n: m for n, m in means.items() if m.p_adjusted is not None and m.p_adjusted <= level}
         if significant:
             named[quantity] = max(significant, key=lambda n: abs(significant[n].mean))
     return named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +15,9 @@ from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.errors import InputError
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, MeanOutcome, Outcome, Side, SizeChange
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis
-from attn_diag.results.wording import plural
+from attn_diag.results.wording import plural, same
 from attn_diag.statistics.means import PRIMARY, adjust, require_level
-from attn_diag.statistics.sizes import Sizes, bonferroni_tail, same, size_changes
+from attn_diag.statistics.sizes import Sizes, bonferroni_tail, size_changes
 from attn_diag.statistics.welch import estimated, welch
 
 if TYPE_CHECKING:
@@ -35,12 +35,17 @@ def diff(
 ) -> Comparison:
     """What became biased from A to B, what was cured, and what grew or shrank beyond chance.
 
-    ``a``, ``b``: a Diagnosis, a file with one (JSON or HTML report), or a Capture, a capture's file or a folder of
-    captures, which are inspected first, at ``level`` and on ``device``. ``level``: of the Benjamini-Hochberg family of
-    all differences of means, and of one false alarm among all sizes. ``progress(done, total)`` after every head that
-    is inspected.
+    Args:
+        a: A Diagnosis, a file with one (JSON or HTML report), or a Capture, a capture's file or a folder of captures,
+            which are inspected first.
+        b: The same of B.
+        level: Of the Benjamini-Hochberg family of all differences of means, of one false alarm among all sizes, and
+            of an inspection.
+        device: Where captures are inspected.
+        progress: Called with (done, total) after every head that is inspected.
 
-    Raises InputError for what cannot be read, for a level outside (0, 1), and where nothing of A is in B.
+    Raises:
+        InputError: Something cannot be read, the level lies outside (0, 1), or nothing of A is in B.
     """
     require_level(level)
     first, second = (as_diagnosis(side, level=level, device=device, progress=progress) for side in (a, b))
@@ -48,11 +53,7 @@ def diff(
 
 
 def as_diagnosis(
-    side: Diagnosis | Capture | str | PathLike[str],
-    *,
-    level: float = 0.01,
-    device: str = "auto",
-    progress: Progress | None = None,
+    side: Diagnosis | Capture | str | PathLike[str], *, level: float, device: str, progress: Progress | None
 ) -> Diagnosis:
     """A diagnosis as it is, read from its file, or made from captures. Raises InputError as ``diff`` says."""
     if isinstance(side, Diagnosis):
@@ -200,17 +201,7 @@ def mean_changes(a: HeadDiagnosis, b: HeadDiagnosis, levels: tuple[float, float]
         )
         first, second = estimated(one), estimated(other)
         if first is not None and second is not None:
-            test = welch(first, second)
-            change = replace(
-                change,
-                difference=test.difference,
-                standard_error=test.standard_error,
-                df=test.df,
-                t=test.t,
-                p_value=test.p_value,
-                ci95=test.ci95,
-                outcome="none",
-            )
+            change = replace(change, **asdict(welch(first, second)), outcome="none")
         found.append(change)
     return found
 
@@ -248,21 +239,11 @@ def _outcome(change: MeanChange) -> MeanOutcome:
 
 
 _STATED = ("causal", "scale", "window", "softcap", "dtype")
-ORDER: tuple[Outcome, ...] = (
-    "became-biased",
-    "bias-reversed",
-    "bias-grew",
-    "bias-moved",
-    "grew",
-    "cured",
-    "bias-shrank",
-    "shrank",
-    "relabelled",
-)
+# The worst first.
 PHRASES: dict[Outcome, str] = {
     "became-biased": "became biased",
-    "bias-grew": "more biased than before",
     "bias-reversed": "biased the other way",
+    "bias-grew": "more biased than before",
     "bias-moved": "mean error moved",
     "grew": "errors grew",
     "cured": "cured of bias",
@@ -314,14 +295,10 @@ def head_outcomes(entry: HeadComparison) -> tuple[Outcome, ...]:
         found.add("bias-moved")
     if "moved" in means and not found:
         found.add("bias-moved")
-    sizes = {s.outcome for s in entry.sizes}
-    if "grew" in sizes:
-        found.add("grew")
-    if "shrank" in sizes:
-        found.add("shrank")
+    found.update(s.outcome for s in entry.sizes if s.outcome in ("grew", "shrank"))
     if not found and set(entry.a_labels) != set(entry.b_labels):
         found.add("relabelled")
-    return tuple(outcome for outcome in ORDER if outcome in found)
+    return tuple(outcome for outcome in PHRASES if outcome in found)
 
 
 def head_notes(entry: HeadComparison, level: float) -> tuple[str, ...]:
@@ -349,7 +326,7 @@ def summarise(found: Comparison) -> str:
     rest = f" {len(found.unmatched)} could not be compared." if found.unmatched else ""
     if found.identical:
         return f"Nothing changed: every figure of {number} is the same."
-    counts = [(PHRASES[o], found.counts[o]) for o in ORDER if found.counts.get(o) and o != "relabelled"]
+    counts = [(words, found.counts[o]) for o, words in PHRASES.items() if found.counts.get(o) and o != "relabelled"]
     if alone := found.counts.get("relabelled"):
         rest = f" Labels alone differ in {alone}: near a threshold chance does that.{rest}"
     if not counts:

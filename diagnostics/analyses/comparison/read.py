@@ -16,7 +16,7 @@ _MAKE = "attn-diag inspect CAPTURE --json FILE writes one"
 
 
 def read_diagnosis(path: str | PathLike[str]) -> Diagnosis:
-    """The diagnosis in a file written by ``attn-diag inspect --json`` (version 1 or 2) or ``--html``.
+    """The diagnosis in a file written by ``attn-diag inspect --json`` (any version) or ``--html``.
 
     Raises InputError, naming the file, for what is no such file: a directory, a capture, an empty, damaged or
     oversized file, another command's result, a later version.
@@ -24,7 +24,10 @@ def read_diagnosis(path: str | PathLike[str]) -> Diagnosis:
     file = Path(path)
     text = _text(file)
     if text.lstrip()[:1] == "<":
-        text = _embedded(file, text)
+        try:
+            text = embedded_diagnosis(text)
+        except InputError as error:
+            raise InputError(f"{file}: an HTML page, but {error}") from None
     try:
         return Diagnosis.from_json(text)
     except InputError as error:
@@ -51,11 +54,3 @@ def _text(file: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InputError(f"{file}: is neither JSON nor HTML (its bytes are no text); {_MAKE}") from None
-
-
-def _embedded(file: Path, text: str) -> str:
-    """The JSON in an HTML report."""
-    try:
-        return embedded_diagnosis(text)
-    except InputError as error:
-        raise InputError(f"{file}: an HTML page, but {error}") from None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
+from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, worst_of_all
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads, select_observations
@@ -20,7 +21,7 @@ from attn_diag.head.figure_sums import head_figures
 from attn_diag.head.measure import HeadMeasurement, KeyTerms, ObservedHead, key_quality, measure_head
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import GradientSums, key_parts
-from attn_diag.head.quality import QuantitySample
+from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
@@ -121,6 +122,7 @@ class CaptureJob:
         self.entries: dict[str, list[Entry]] = {}
         self.shared: dict[int, dict[int, SharedRows]] = {}  # head -> sequence
         self.notes: list[str] = []
+        self.patterns = CapturePatterns(capture, device)
         self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
         self.assumptions: Assumptions
 
@@ -353,10 +355,25 @@ class CaptureJob:
                 broken = sum(p.broken_outputs.get(quantity, 0) for p in parts)
             effects = [p.effects[quantity] for p in parts if quantity in p.effects]
             if effects or (broken and quantity in ("lse", "delta")):
-                found.append(judge_effect(quantity, effects, broken))
+                verdict = judge_effect(quantity, effects, broken)
+                found.append(self._explained(name, head, verdict, effects, batches))
             elif samples or broken:
-                found.append(judge_quantity(quantity, samples, batches, broken))
+                verdict = judge_quantity(quantity, samples, batches, broken)
+                found.append(self._explained(name, head, verdict, samples, batches))
         return found
+
+    def _explained(
+        self,
+        name: str,
+        head: int,
+        verdict: QuantityVerdict,
+        found: Sequence[QuantitySample | RowEffect],
+        batches: Sequence[int],
+    ) -> QuantityVerdict:
+        """The verdict with where and how a captured quantity is wrong."""
+        if name not in self.capture.observations:
+            return verdict
+        return self.patterns.explain(name, head, verdict, found, batches)
 
     def _extra(self, name: str, kv_heads: list[int]) -> Propagation:
         """dK and dV over some key heads, and the notes."""

@@ -17,18 +17,12 @@ from fractions import Fraction
 
 import torch
 
+from attn_diag.captures.capture import FLOATS
 from attn_diag.errors import InputError
 from attn_diag.reference import FloatFormat, format_of
 from attn_diag.results.microscope import Addition, Counterfactual, Direction, Operand
 
-_NAMED: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-}
+_FORMATS = {fmt.name: fmt for fmt in map(format_of, FLOATS)}
 # Bits shown below the last one kept, and above the sum's leading one: BF16 products have 16 bits.
 _TAIL_BITS = 16
 _HEAD_BITS = 24
@@ -97,6 +91,9 @@ def examine_addition(
         _operand(name, x, digits, found, residual=is_small)
         for name, x, is_small in zip(names, exact_terms, small, strict=True)
     )
+    # The main terms alone tie, and the whole sum lies between the same neighbours.
+    between = rounding.toward_zero, rounding.away
+    broken = alone is not None and alone.tie and (alone.toward_zero, alone.away) == between
     exponents = [operand.exponent for operand in operands if operand.exponent is not None]
     below = rounding.fraction * 4
     return Addition(
@@ -110,7 +107,7 @@ def examine_addition(
         guard=int(below) >> 1,
         round_bit=int(below) & 1,
         sticky=int(below % 1 != 0),
-        tie="exact" if rounding.tie else "broken" if alone is not None and _broken(alone, rounding) else "none",
+        tie="exact" if rounding.tie else "broken" if broken else "none",
         from_tie=float(total - rounding.tie_point * (-1 if total < 0 else 1)),
         residual=float(total - main),
         toward_zero=rounding.toward_zero,
@@ -128,9 +125,9 @@ def examine_addition(
 def _format(fmt: FloatFormat | str) -> FloatFormat:
     if isinstance(fmt, FloatFormat):
         return fmt
-    if fmt not in _NAMED:
-        raise InputError(f"no format {fmt!r}; known: {', '.join(_NAMED)}, or give a FloatFormat")
-    return format_of(_NAMED[fmt])
+    if fmt not in _FORMATS:
+        raise InputError(f"no format {fmt!r}; known: {', '.join(_FORMATS)}, or give a FloatFormat")
+    return _FORMATS[fmt]
 
 
 def _exponent(x: Fraction, fmt: FloatFormat) -> int:
@@ -157,12 +154,6 @@ def _round(x: Fraction, fmt: FloatFormat) -> _Rounding:
 
     away = value(kept + 1) if fraction else value(kept)
     return _Rounding(exponent, spacing, kept, fraction, value(kept + up), value(kept), away)
-
-
-def _broken(alone: _Rounding, whole: _Rounding) -> bool:
-    """Whether the main terms alone tie, and the whole sum lies between the same neighbours."""
-    bounds = alone.toward_zero, alone.away
-    return alone.tie and (whole.toward_zero, whole.away) == bounds
 
 
 def _direction(x: Fraction, rounding: _Rounding) -> Direction:

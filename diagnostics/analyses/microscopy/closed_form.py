@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.microscopy.walk import require_walkable, rounds_numerator, site_format
+from attn_diag.analyses.microscopy.walk import require_walkable, rounds_numerator
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
@@ -32,6 +32,7 @@ from attn_diag.head.baseline import DEFAULT_RECIPE, Baseline, observation_with_o
 from attn_diag.head.machine import pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.read import HeadInputs
+from attn_diag.head.row_maxima import site_format
 from attn_diag.kernels import Recipe, emulate_head, preset, score_rounding
 from attn_diag.kernels.formats import Format, Mode, Rounding, parse, round_to
 from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, row_blocks
@@ -244,32 +245,26 @@ class _Pairs:
     """Sums over pairs (predicted, measured)."""
 
     n: int = 0
-    p: float = 0.0
-    m: float = 0.0
-    pp: float = 0.0
-    mm: float = 0.0
-    pm: float = 0.0
+    sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    """Of both, of their squares, and of their products."""
 
     def add(self, predicted: Tensor, measured: Tensor) -> None:
         self.n += predicted.numel()
-        self.p += float(predicted.sum())
-        self.m += float(measured.sum())
-        self.pp += float(predicted.square().sum())
-        self.mm += float(measured.square().sum())
-        self.pm += float((predicted * measured).sum())
+        terms = predicted, measured, predicted.square(), measured.square(), predicted * measured
+        self.sums = tuple(total + float(part.sum()) for total, part in zip(self.sums, terms, strict=True))
 
     def result(self) -> Explained:
-        n = max(self.n, 1)
-        spread = (self.pp - self.p**2 / n) * (self.mm - self.m**2 / n)
+        n, (p, m, pp, mm, pm) = max(self.n, 1), self.sums
+        spread = (pp - p**2 / n) * (mm - m**2 / n)
         return Explained(
             n=self.n,
-            predicted_sum=self.p,
-            measured_sum=self.m,
-            predicted_rms=math.sqrt(self.pp / n),
-            measured_rms=math.sqrt(self.mm / n),
-            correlation=(self.pm - self.p * self.m / n) / math.sqrt(spread) if spread > 0 else None,
-            projection=self.pm / self.mm if self.mm else None,
-            share=(2 * self.pm - self.pp) / self.mm if self.mm else None,
+            predicted_sum=p,
+            measured_sum=m,
+            predicted_rms=math.sqrt(pp / n),
+            measured_rms=math.sqrt(mm / n),
+            correlation=(pm - p * m / n) / math.sqrt(spread) if spread > 0 else None,
+            projection=pm / mm if mm else None,
+            share=(2 * pm - pp) / mm if mm else None,
         )
 
 
@@ -329,10 +324,11 @@ class _Sums:
         *dq, norm = self.dq_energy
         by_delta = [math.sqrt(e / norm) if norm else None for e in dq] if self.delta.n else [None, None]
         total = sum(self.energy.values())
+        sites = self.recipe.range_pv, self.recipe.accumulator, self.recipe.out
         result = ClosedFormTotals(
             recipe=self.recipe.name,
             site="O_bar" if numerator else "O",
-            format=None if rounding is None else _name(self.recipe, rounding),
+            format=next((text for text in sites if rounding is not None and parse(text) == rounding), None),
             rows=rows,
             elements=self.elements,
             error_share={name: energy / total if total else 0.0 for name, energy in self.energy.items()},
@@ -344,10 +340,6 @@ class _Sums:
             statement="",
         )
         return replace(result, statement=_statement(result))
-
-
-def _name(recipe: Recipe, rounding: Rounding) -> str:
-    return next(t for t in (recipe.range_pv, recipe.accumulator, recipe.out) if parse(t) == rounding)
 
 
 def _statement(t: ClosedFormTotals) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -12,15 +12,16 @@ from torch import Tensor
 
 from attn_diag.analyses.microscopy.addition import examine_addition
 from attn_diag.analyses.microscopy.closed_form import MicroscopeSubject, explain, predict_block, subject_of
-from attn_diag.analyses.microscopy.walk import Array, Walk, WalkParts, exponent_factor, site_format, walk_element
+from attn_diag.analyses.microscopy.walk import Array, Walk, WalkParts, exponent_factor, walk_element
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool
+from attn_diag.head.row_maxima import site_format
 from attn_diag.kernels import Recipe, emulate_rows, trace_row
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.results.microscope import Addition, Class, Curve, Element, Microscope, Point, SumSite, Term
-from attn_diag.work import Progress
+from attn_diag.work import Progress, silent
 
 _MAX_POINTS = 512
 # Operands of the decisive addition, and further terms, that are listed one by one.
@@ -60,11 +61,7 @@ def microscope(
     subject = subject_of(
         source, recipe=recipe, observation=observation, observed=observed, batch=batch, head=head, device=device
     )
-    return look(subject, row, feature, whole_head=whole_head, progress=progress or _silent)
-
-
-def _silent(done: int, total: int) -> None:
-    """Nobody listens."""
+    return look(subject, row, feature, whole_head=whole_head, progress=progress or silent)
 
 
 def look(
@@ -74,7 +71,7 @@ def look(
     *,
     chosen: str = "as asked",
     whole_head: bool = True,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Microscope:
     """The microscope on a subject; see ``microscope``. ``chosen``: how row and feature, where both are given, were."""
     opened, head, recipe = subject.opened, subject.inputs.head, subject.recipe
@@ -142,8 +139,8 @@ def look(
         before_sum=walk.out - reference - sum(site.contribution for site in walk.sites),
         decisive=decisive,
         addition=addition,
-        terms=_terms(walk, prefix.error, values),
-        curve=_curve(walk, prefix),
+        terms=_terms(walk, prefix[1], values),
+        curve=_curve(walk, *prefix),
         element=Element(
             kind,
             int(prediction.unit_keys[0]),
@@ -207,17 +204,11 @@ def _worst(subject: MicroscopeSubject, row: int | None, feature: int | None) -> 
     return at // errors.shape[1], at % errors.shape[1], name
 
 
-@dataclass(frozen=True)
-class _Prefix:
-    """Prefix errors [N], see Curve."""
+def _prefix_errors(walk: Walk, recipe: Recipe, scores: Array, keys: slice, values: Array) -> tuple[str, Array, Array]:
+    """The format, and ``error`` and ``rounding_error`` [N], of a Curve.
 
-    format: str
-    error: Array
-    rounding_error: Array
-
-
-def _prefix_errors(walk: Walk, recipe: Recipe, scores: Array, keys: slice, values: Array) -> _Prefix:
-    """``scores`` [K]: float64 S of the row over ``keys``; ``values`` [Tk]."""
+    ``scores`` [K]: float64 S of the row over ``keys``; ``values`` [Tk].
+    """
     held, fmt = walk.held, recipe.accumulator
     if not any(parse(text) for text in (recipe.range_pv, recipe.accumulator)):
         fmt = recipe.out
@@ -226,10 +217,10 @@ def _prefix_errors(walk: Walk, recipe: Recipe, scores: Array, keys: slice, value
         fmt = recipe.range_pv
     with np.errstate(over="ignore", invalid="ignore"):
         exact = np.exp(scores[walk.keys - keys.start] - walk.maximum) * values[walk.keys]
-        return _Prefix(fmt, held - np.cumsum(exact), held - np.cumsum(walk.products))
+        return fmt, held - np.cumsum(exact), held - np.cumsum(walk.products)
 
 
-def _curve(walk: Walk, prefix: _Prefix) -> Curve:
+def _curve(walk: Walk, fmt: str, error: Array, rounding_error: Array) -> Curve:
     count = len(walk.keys)
     units = np.flatnonzero(walk.unit)
     if len(units) > _MAX_POINTS:
@@ -239,10 +230,10 @@ def _curve(walk: Walk, prefix: _Prefix) -> Curve:
     room = min(max(_MAX_POINTS - len(units), 0), len(others))
     picked = others[np.unique(np.linspace(0, len(others) - 1, room).astype(int))] if room else others[:0]
     points = tuple(
-        Point(i + 1, int(walk.keys[i]), float(prefix.error[i]), float(prefix.rounding_error[i]), bool(walk.unit[i]))
+        Point(i + 1, int(walk.keys[i]), float(error[i]), float(rounding_error[i]), bool(walk.unit[i]))
         for i in np.union1d(units, picked).astype(int).tolist()
     )
-    return Curve(prefix.format, count, int(walk.unit.sum()), points)
+    return Curve(fmt, count, int(walk.unit.sum()), points)
 
 
 def _terms(walk: Walk, errors: Array, values: Array) -> tuple[Term, ...]:

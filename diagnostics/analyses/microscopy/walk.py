@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_diag.errors import InputError
+from attn_diag.head.row_maxima import plain_scores
 from attn_diag.kernels import RangeTrace, Recipe, RowTrace
 from attn_diag.kernels.accumulation import matmul
 from attn_diag.kernels.formats import Mode, parse, round_to
-from attn_diag.reference import AttentionHead, FloatFormat
+from attn_diag.reference import AttentionHead
 from attn_diag.results.microscope import SumSite
 
 Array = NDArray[Any]
@@ -65,15 +66,6 @@ class Walk:
     held: Array
 
 
-def site_format(text: str) -> FloatFormat | None:
-    """The format that a recipe's site rounds to; None where it rounds nothing."""
-    rounding = parse(text)
-    if rounding is None:
-        return None
-    fmt = rounding.format
-    return FloatFormat(text.partition(":")[0], fmt.mantissa_bits, fmt.min_exponent, fmt.largest, saturates=fmt.finite)
-
-
 def rounds_numerator(recipe: Recipe) -> bool:
     """Whether O_bar is rounded to less than the recipe's own arithmetic before it is divided."""
     return any(parse(text) for text in (recipe.range_pv, recipe.accumulator)) or recipe.division == "after-last-cast"
@@ -81,9 +73,7 @@ def rounds_numerator(recipe: Recipe) -> bool:
 
 def exponent_factor(recipe: Recipe, head: AttentionHead) -> float:
     """What S - m is multiplied by in the exponent: alpha, where the recipe leaves it there; else 1."""
-    mask = head.masking.mask
-    biased = mask is not None and mask.dtype != torch.bool
-    return head.scale if recipe.alpha == "in-exponent" and head.softcap is None and not biased else 1.0
+    return head.scale if recipe.alpha == "in-exponent" and plain_scores(head) else 1.0
 
 
 def require_walkable(recipe: Recipe) -> None:

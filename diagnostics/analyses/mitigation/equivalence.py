@@ -9,17 +9,15 @@ l, as the published code has it, is reached at (beta - 1) r = -ln(1e-10) = 23.03
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from attn_diag.head.truth import HeadTruth, exact_recipe
 from attn_diag.kernels import Recipe, SoftmaxRule, block_scores, emulate_blocks
 from attn_diag.kernels.formats import NumberFormat, parse
 from attn_diag.reference import AttentionHead
-from attn_diag.results.what_if import Candidate, Equivalence, StabilisedLimits
+from attn_diag.results.what_if import Equivalence
 from attn_diag.results.wording import percent
 
 # A difference below one rounding in fp32 is beyond what a kernel with fp32 sums could show.
@@ -65,11 +63,11 @@ def float64_bounds(truth: HeadTruth, beta: float = 1.0) -> EquivalenceBounds:
     norm = {name: float(getattr(head, name).norm(dim=1).max()) for name in ("q", "k", "v")}
     span = head.scale * norm["q"] * norm["k"]
     e = 2 * _UNIT * ((head.q.shape[1] + 2 + 2 * (1 + beta)) * span + len(head.k) + head.v.shape[1])
-    out = float(truth.reference.out[rows].norm())
+    out = truth.norms["o"]
     bound_o = 4 * e * math.sqrt(count) * norm["v"] / out if out else 0.0
     if head.do is None or truth.reference.dq is None:
         return EquivalenceBounds(bound_o, None)
-    dq = float(truth.reference.dq[rows].norm())
+    dq = truth.norms["dq"]
     size = float(head.do[rows].norm()) * norm["v"] * norm["k"] * head.scale
     return EquivalenceBounds(bound_o, 8 * e * size / dq if dq else 0.0)
 
@@ -104,13 +102,8 @@ def rule_difference(recipe: Recipe, truth: HeadTruth) -> dict[str, float]:
         for name, x, y in (("o", a.out, b.out), ("dq", a.dq, b.dq)):
             if x is not None and y is not None:
                 squares[name] = squares.get(name, 0.0) + float((x - y)[kept].square().sum())
-    norms = {"o": truth.reference.out, "dq": truth.reference.dq}
-    return {name: _ratio(square, norms[name], truth.usable) for name, square in squares.items()}
-
-
-def _ratio(square: float, reference: Tensor | None, rows: Tensor) -> float:
-    norm = 0.0 if reference is None else float(reference[rows].norm())
-    return math.sqrt(square) / norm if norm else 0.0
+    norms = truth.norms
+    return {name: math.sqrt(square) / norms[name] if norms.get(name) else 0.0 for name, square in squares.items()}
 
 
 @dataclass(frozen=True)
@@ -145,27 +138,3 @@ def beta_limits(recipe: Recipe, largest: float) -> tuple[float, float, float]:
     normal = -fmt.min_exponent * math.log(2)
     subnormal = (fmt.mantissa_bits + 1 - fmt.min_exponent) * math.log(2)  # half the smallest rounds to 0
     return tuple(1 + limit / largest for limit in (CLAMP_LOG, normal, subnormal))  # type: ignore[return-value]
-
-
-def stabilised_limits(
-    recipe: Recipe, acting: RepeatedMaxima, candidates: Sequence[Candidate], rows: int
-) -> StabilisedLimits | None:
-    """Where the rule stops working on this head, and the best beta tried.
-
-    Args:
-        recipe: The baseline.
-        acting: The rows in which the rule acts.
-        candidates: As ranked.
-        rows: How many rows the head has that are usable.
-    """
-    limits = StabilisedLimits(acting.rows, rows)
-    if acting.largest is None:
-        return limits
-    clamp, flush, subnormal = beta_limits(recipe, acting.largest)
-    limits = replace(limits, largest=acting.largest, clamp=clamp, flush=flush, subnormal=subnormal)
-    tried = [c for c in candidates if c.rank is not None and c.name.startswith("stabilised-")]
-    if not tried:
-        return limits
-    best = tried[0]  # the candidates come ranked
-    beta = float(best.name.removeprefix("stabilised-"))
-    return replace(limits, best=beta, best_helps=best.removed is not None and best.removed > 0)

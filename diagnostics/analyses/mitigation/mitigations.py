@@ -13,7 +13,7 @@ from attn_diag.head.recipe_changes import RecipeChange
 from attn_diag.kernels import Recipe, SoftmaxRule, preset
 from attn_diag.kernels.formats import base
 
-Kind = Literal["mitigation", "mix", "other recipe", "clip"]
+Kind = Literal["mitigation", "mix", "other recipe"]
 
 # Products of Tq x Tk x D that attention makes: S and P V forward; S, dP, dV, dQ and dK backward.
 PRODUCTS = 7
@@ -117,18 +117,20 @@ def plans(
 ) -> list[WhatIfPlan]:
     """Everything to be tried on a baseline: what changes nothing is left out, as are second copies.
 
-    ``keys``: the length of K; where one key range holds them all there is no order to change.
-    ``score_unit``: what a score of 1 is in the unit of the stored scores (1/alpha where they are stored unscaled),
-    in which the rules' thresholds are given. ``betas`` of the stabilised softmax; ``seeds`` of random roundings.
+    Args:
+        baseline: The recipe that is changed.
+        head_dim: D of q and k.
+        keys: The length of K; where one key range holds them all there is no order to change.
+        score_unit: What a score of 1 is in the unit of the stored scores (1/alpha where they are stored unscaled), in
+            which the rules' thresholds are given.
+        betas: Of the stabilised softmax.
+        seeds: How many runs of random roundings.
     """
-    found: list[WhatIfPlan] = []
-    seen = {content(baseline)}
+    found: dict[str, WhatIfPlan] = {}
     for plan in _all(baseline, head_dim, keys, score_unit, betas, seeds):
-        key = content(plan.recipes[0])
-        if key not in seen:
-            seen.add(key)
-            found.append(plan)
-    return found
+        found.setdefault(content(plan.recipes[0]), plan)
+    found.pop(content(baseline), None)
+    return list(found.values())
 
 
 def content(recipe: Recipe) -> str:
@@ -140,12 +142,7 @@ def changed_fields(baseline: Recipe, recipe: Recipe) -> dict[str, str]:
     """What differs, field by field: "before -> after"."""
     before, after = (json.loads(r.json) for r in (baseline, recipe))
     differing = [n for n in before if before[n] != after[n] and n not in ("name", "summary", "seed")]
-    return {name: f"{_shown(baseline, name)} -> {_shown(recipe, name)}" for name in differing}
-
-
-def stale_rule(score_unit: float) -> SoftmaxRule:
-    """The maximum is kept until P_bar would exceed 2^8."""
-    return SoftmaxRule("stale", threshold=STALE_LOG2 * math.log(2) * score_unit)
+    return {name: f"{getattr(baseline, name)} -> {getattr(recipe, name)}" for name in differing}
 
 
 def stabilised_rule(beta: float, score_unit: float) -> SoftmaxRule:
@@ -202,7 +199,8 @@ def _rules(baseline: Recipe, keys: int, score_unit: float, betas: Iterable[float
     if baseline.softmax.kind != "stale" and baseline.schedule.key_tile < keys:
         words = f"the old maximum is kept until P_bar would exceed 2^{STALE_LOG2}"
         saved = Price(words="saves most rescalings of O's accumulator")
-        stale = RecipeChange(words, {"softmax": stale_rule(score_unit)})
+        rule = SoftmaxRule("stale", threshold=STALE_LOG2 * math.log(2) * score_unit)
+        stale = RecipeChange(words, {"softmax": rule})
         yield _changed("stale-maximum", baseline, [stale], price=saved)
     for beta in betas:
         words = f"a repeated maximum r > 0 is replaced by {beta:g} r"
@@ -255,7 +253,3 @@ def _changed(
             total += own
     words = "; ".join(change.words for change in changes)
     return WhatIfPlan(name, words, kind, (replace(recipe, name=name, summary=words),), total)
-
-
-def _shown(recipe: Recipe, name: str) -> str:
-    return str(getattr(recipe, name))

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from attn_diag.analyses.mitigation.equivalence import RepeatedMaxima, beta_limits
+from attn_diag.kernels import Recipe
 from attn_diag.results import wording
 from attn_diag.results.diagnosis import BiasEstimate
-from attn_diag.results.what_if import Candidate, Cost, WhatIf
+from attn_diag.results.what_if import Candidate, Cost, StabilisedLimits, WhatIf
 from attn_diag.statistics.means import adjust
 
 # Less than this fraction of the baseline's error, either way, is called nothing.
@@ -32,10 +34,9 @@ def rank(candidates: Sequence[Candidate], by: str) -> list[Candidate]:
         removed = 1 - left / start if start and math.isfinite(start) else None
         completed.append(replace(candidate, left=left, removed=removed))
     baseline, *others = completed
-    equivalent = [c for c in others if c.equivalence.status in ("exact", "nearly exact")]
-    rest = [c for c in others if c.equivalence.status not in ("exact", "nearly exact")]
-    equivalent.sort(key=lambda c: (c.left, _cost_key(c)))
-    rest.sort(key=lambda c: c.equivalence.status)
+    same = ("exact", "nearly exact")
+    equivalent = sorted((c for c in others if c.equivalence.status in same), key=lambda c: (c.left, _cost_key(c)))
+    rest = sorted((c for c in others if c.equivalence.status not in same), key=lambda c: c.equivalence.status)
     mitigations = [c for c in (baseline, *equivalent) if c.kind in ("baseline", "mitigation")]
     ranked = [
         replace(c, rank=i, pareto=c.kind == "mitigation" and not any(_dominates(o, c) for o in mitigations))
@@ -73,11 +74,29 @@ def adjust_biases(candidates: Sequence[Candidate], level: float) -> tuple[list[C
 
 
 def _biased(candidate: Candidate, level: float) -> tuple[Literal["o", "delta"], ...]:
-    def is_biased(estimate: BiasEstimate | None) -> bool:
-        return estimate is not None and estimate.p_adjusted is not None and estimate.p_adjusted <= level
+    tested: dict[Literal["o", "delta"], BiasEstimate | None] = {"o": candidate.bias_o, "delta": candidate.bias_delta}
+    return tuple(n for n, e in tested.items() if e is not None and e.p_adjusted is not None and e.p_adjusted <= level)
 
-    found: tuple[Literal["o", "delta"], ...] = ("o",) if is_biased(candidate.bias_o) else ()
-    return (*found, "delta") if is_biased(candidate.bias_delta) else found
+
+def stabilised_limits(
+    recipe: Recipe, acting: RepeatedMaxima, candidates: Sequence[Candidate], rows: int
+) -> StabilisedLimits:
+    """Where the stabilised softmax stops working on this head, and the best beta tried.
+
+    Args:
+        recipe: The baseline.
+        acting: The rows in which the rule acts.
+        candidates: As ranked.
+        rows: How many rows the head has that are usable.
+    """
+    if acting.largest is None:
+        return StabilisedLimits(acting.rows, rows)
+    limits = StabilisedLimits(acting.rows, rows, acting.largest, *beta_limits(recipe, acting.largest))
+    best = next((c for c in candidates if c.rank is not None and c.name.startswith("stabilised-")), None)
+    if best is None:
+        return limits
+    beta = float(best.name.removeprefix("stabilised-"))
+    return replace(limits, best=beta, best_helps=best.removed is not None and best.removed > 0)
 
 
 def summarise(found: WhatIf) -> tuple[str, ...]:
@@ -199,15 +218,13 @@ def _mixed_scores(found: WhatIf, title: str) -> list[str]:
 
 
 def _worse(worse: Sequence[Candidate], title: str) -> list[str]:
+    words_of = {True: "Harmful here", False: f"Other recipes and mixes that leave more of {title} wrong"}
     sentences = []
-    mine = [c for c in worse if c.kind == "mitigation"]
-    if mine:
-        named = ", ".join(f"{c.name} ({percent(c.left)})" for c in _worst(mine))
-        sentences.append(f"Harmful here: {named}{_more(mine)}.")
-    others = [c for c in worse if c.kind != "mitigation"]
-    if others:
-        named = ", ".join(f"{c.name} ({percent(c.left)})" for c in _worst(others))
-        sentences.append(f"Other recipes and mixes that leave more of {title} wrong: {named}{_more(others)}.")
+    for mine, words in words_of.items():
+        if harmful := [c for c in worse if (c.kind == "mitigation") == mine]:
+            harmful.sort(key=lambda c: -(c.left or 0.0))
+            named = wording.listed([f"{c.name} ({percent(c.left)})" for c in harmful], _NAMED)
+            sentences.append(f"{words}: {named}.")
     return sentences
 
 
@@ -221,8 +238,8 @@ def _biases(found: WhatIf) -> list[str]:
         words = f"The baseline is biased ({_bias_words(found.baseline)})"
         sentences.append(f"{words}; not so: {_names(removed)}." if removed else f"{words}.")
     if brings:
-        named = ", ".join(f"{c.name} ({_bias_words(c)})" for c in brings[:_NAMED])
-        sentences.append(f"A bias that the baseline has not: {named}{_more(brings)}.")
+        named = wording.listed([f"{c.name} ({_bias_words(c)})" for c in brings], _NAMED)
+        sentences.append(f"A bias that the baseline has not: {named}.")
     return sentences
 
 
@@ -233,14 +250,6 @@ def _bias_words(candidate: Candidate) -> str:
     if "delta" in candidate.biased and candidate.bias_delta is not None:
         parts.append(f"delta {candidate.bias_delta.mean_ulp:+.2g} noise floors")
     return ", ".join(parts)
-
-
-def _worst(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return sorted(candidates, key=lambda c: -(c.left or 0.0))[:_NAMED]
-
-
-def _more(candidates: Sequence[Candidate]) -> str:
-    return f" and {len(candidates) - _NAMED} more" if len(candidates) > _NAMED else ""
 
 
 def _names(candidates: Sequence[Candidate]) -> str:

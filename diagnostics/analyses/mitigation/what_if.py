@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import chain, groupby
 from typing import Literal
 
 import numpy as np
@@ -21,7 +23,6 @@ from attn_diag.analyses.mitigation.equivalence import (
     judge,
     repeated_maxima_as_run,
     rule_difference,
-    stabilised_limits,
 )
 from attn_diag.analyses.mitigation.mitigations import (
     BETAS,
@@ -34,7 +35,7 @@ from attn_diag.analyses.mitigation.mitigations import (
     plans,
     stabilised_rule,
 )
-from attn_diag.analyses.mitigation.ranking import adjust_biases, rank, summarise
+from attn_diag.analyses.mitigation.ranking import adjust_biases, rank, stabilised_limits, summarise
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
@@ -42,6 +43,7 @@ from attn_diag.head.baseline import observation_with_o
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.read import HeadInputs
+from attn_diag.head.row_maxima import plain_scores
 from attn_diag.head.signed_errors import by_cell, of_rows
 from attn_diag.head.truth import HeadTruth, VariantErrors, head_truth, measure_variants, observed_sizes
 from attn_diag.kernels import Recipe
@@ -50,7 +52,7 @@ from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors, WhatIf
 from attn_diag.results.wording import percent
 from attn_diag.statistics.means import SignedErrors, estimate_bias, require_level
-from attn_diag.work import Progress, map_in_order
+from attn_diag.work import Progress, map_in_order, silent
 
 # Largest scaled scores that QK-clip is tried for; 100 is Kimi K2's (arXiv 2507.20534).
 CLIP_THRESHOLDS = (100.0, 50.0, 30.0)
@@ -161,20 +163,13 @@ class _Bench:
         recipes = {content(r): r for plan in everything for r in plan.recipes}
         twins = {content(twin): twin for twin in (exact_twin(plan.recipes[0]) for plan in everything)}
         self.counter.total = len(self.truth.head.q) * (len(recipes) + len(twins) + 3 * len(clips))
-        errors = self._measure(self.truth, recipes | twins)
-
-        def judged(plan: WhatIfPlan) -> Candidate:
-            return self._found(plan, baseline, errors)
-
+        judged = partial(self._found, baseline=baseline, errors=self._measure(recipes | twins))
         found = list(map_in_order(judged, everything, parallel=self._parallel))
         found[0] = replace(found[0], kind="baseline", changes={})
-
-        def clipped(tau: float) -> Candidate:
-            return self._clipped(baseline, tau, max_logit)
-
+        clipped = partial(self._clipped, baseline=baseline, max_logit=max_logit)
         return found + list(map_in_order(clipped, clips, parallel=self._parallel))
 
-    def _measure(self, truth: HeadTruth, recipes: dict[str, Recipe]) -> dict[str, VariantErrors]:
+    def _measure(self, recipes: dict[str, Recipe]) -> dict[str, VariantErrors]:
         """All of them, those side by side that share most."""
 
         def likeness(key: str) -> tuple[object, ...]:
@@ -182,24 +177,18 @@ class _Bench:
             return recipe.schedule.query_block, recipe.arithmetic, recipe.forward_json
 
         groups: list[list[str]] = []
-        for key in sorted(recipes, key=likeness):
-            alike = groups and likeness(groups[-1][0])[:2] == likeness(key)[:2]
-            if alike and len(groups[-1]) < _SIDE_BY_SIDE:
-                groups[-1].append(key)
-            else:
-                groups.append([key])
+        for _, alike in groupby(sorted(recipes, key=likeness), key=lambda key: likeness(key)[:2]):
+            keys = list(alike)
+            groups += [keys[i : i + _SIDE_BY_SIDE] for i in range(0, len(keys), _SIDE_BY_SIDE)]
 
         def work(keys: list[str]) -> list[VariantErrors]:
             def advance(rows: int) -> None:
                 self.counter.add(rows * len(keys))
 
-            return measure_variants(truth, [recipes[key] for key in keys], advance, delta_cells=True)
+            return measure_variants(self.truth, [recipes[key] for key in keys], advance, delta_cells=True)
 
         measured = map_in_order(work, groups, parallel=self._parallel)
-        return {
-            key: errors for keys, part in zip(groups, measured, strict=True)
-            for key, errors in zip(keys, part, strict=True)
-        }  # fmt: skip
+        return dict(zip(chain.from_iterable(groups), chain.from_iterable(measured), strict=True))
 
     def _found(self, plan: WhatIfPlan, baseline: Recipe, errors: dict[str, VariantErrors]) -> Candidate:
         recipe = plan.recipes[0]
@@ -218,7 +207,7 @@ class _Bench:
         return Candidate(
             name=plan.name,
             description=plan.description,
-            kind="mitigation" if plan.kind == "clip" else plan.kind,
+            kind=plan.kind,
             changes=changed_fields(baseline, plan.recipes[0]),
             errors=_combined(relative, lambda v: float(v.mean())),
             equivalence=equivalence,
@@ -230,7 +219,7 @@ class _Bench:
             cost=None if price is None else self._cost(price),
         )
 
-    def _clipped(self, baseline: Recipe, tau: float, max_logit: float) -> Candidate:
+    def _clipped(self, tau: float, baseline: Recipe, max_logit: float) -> Candidate:
         """QK-clip: q and k scaled so that the largest score becomes tau, and rounded again."""
         factor = math.sqrt(tau / max_logit)
         inputs, original = self.truth.inputs, self.truth
@@ -242,7 +231,7 @@ class _Bench:
         (errors,) = measure_variants(clipped, [baseline], self.counter.add, delta_cells=True)
         words = f"q and k scaled by {factor:.3g} each, so that the largest score ({max_logit:.4g}) becomes {tau:g}"
         price = Price(words="none in attention: W_q and W_k are scaled after the optimiser's step")
-        plan = WhatIfPlan(f"qk-clip-{tau:g}", words, "clip", (baseline,), price)
+        plan = WhatIfPlan(f"qk-clip-{tau:g}", words, "mitigation", (baseline,), price)
         difference = float(change.norm() / original.reference.out[rows].norm())
         reason = f"a change of the model: O itself changes by {percent(difference, '.2g')}"
         equivalence = Equivalence("changes the model", o=difference, reason=reason)
@@ -328,14 +317,13 @@ class _Counter:
     """Progress from several threads."""
 
     def __init__(self, report: Progress | None) -> None:
-        self.total, self._done, self._report, self._lock = 0, 0, report, threading.Lock()
+        self.total, self._done, self._report, self._lock = 0, 0, report or silent, threading.Lock()
 
     def add(self, count: int) -> None:
         """So many more query rows times recipes are done."""
         with self._lock:
             self._done += count
-            if self._report is not None:
-                self._report(self._done, self.total)
+            self._report(self._done, self.total)
 
 
 def _combined(errors: list[Errors], how: Callable[[npt.NDArray[np.float64]], float]) -> Errors:
@@ -348,14 +336,11 @@ def _combined(errors: list[Errors], how: Callable[[npt.NDArray[np.float64]], flo
 
 def _score_unit(recipe: Recipe, inputs: HeadInputs) -> float:
     """What a scaled score of 1 is among the recipe's stored scores."""
-    mask = inputs.head.masking.mask
-    plain = inputs.head.softcap is None and (mask is None or mask.dtype == torch.bool)
-    return 1 / inputs.head.scale if recipe.alpha == "in-exponent" and plain else 1.0
+    return 1 / inputs.head.scale if recipe.alpha == "in-exponent" and plain_scores(inputs.head) else 1.0
 
 
 def _clip_thresholds(inputs: HeadInputs, max_logit: float, notes: list[str]) -> list[float]:
-    mask = inputs.head.masking.mask
-    if inputs.head.softcap is not None or (mask is not None and mask.dtype != torch.bool):
+    if not plain_scores(inputs.head):
         notes.append("QK-clip: not run, softcap or an additive mask acts on the scores")
         return []
     known = CLIP_THRESHOLDS[0]

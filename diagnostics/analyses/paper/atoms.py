@@ -38,15 +38,13 @@ class Directions:
     @classmethod
     def of(cls, rows: Tensor) -> Directions:
         """Of ``rows`` [n, D] that are not zero."""
-        unit = unit_rows(rows[rows.any(1)])
-        return cls(unit @ unit.T, rows.shape[1], rows.shape[1])
+        return cls(cosines(rows[rows.any(1)]), rows.shape[1], rows.shape[1])
 
     @classmethod
     def of_products(cls, left: Tensor, right: Tensor) -> Directions:
         """Of left_t (x) right_t, [n, D] and [n, C]: the cosines multiply."""
         kept = left.any(1) & right.any(1)
-        one, two = unit_rows(left[kept]), unit_rows(right[kept])
-        return cls((one @ one.T) * (two @ two.T), None, left.shape[1] * right.shape[1])
+        return cls(cosines(left[kept]) * cosines(right[kept]), None, left.shape[1] * right.shape[1])
 
     def similarity(self, shown: Tensor) -> Similarity:
         """With ``shown`` [m, m], the cosines of the rows to be drawn."""
@@ -203,13 +201,13 @@ def _over_steps(records: list[StepRecord]) -> OverSteps | None:
     observed, null95, p = sign_coherence(gram.numpy())
     kept = thinned(len(totals), _MATRIX_STEPS)
     norms = gram.diag().sqrt()
-    left, right = zip(*(_first_directions(totals[i]) for i in kept), strict=True)
+    of_kept = [torch.linalg.svd(totals[i], full_matrices=False) for i in kept]
     return OverSteps(
         count=len(totals),
         steps=tuple(step for i in kept if (step := records[i].step) is not None),
         cosines=matrix((gram / torch.outer(norms, norms))[kept][:, kept]),
-        left=matrix(cosines(torch.stack(left)).abs()),
-        right=matrix(cosines(torch.stack(right)).abs()),
+        left=matrix(cosines(torch.stack([u[:, 0] for u, _, _ in of_kept])).abs()),
+        right=matrix(cosines(torch.stack([v[0] for _, _, v in of_kept])).abs()),
         left_random95=random_cosine95(totals[0].shape[0]),
         right_random95=random_cosine95(totals[0].shape[1]),
         coherence=observed,
@@ -217,8 +215,3 @@ def _over_steps(records: list[StepRecord]) -> OverSteps | None:
         p_value=p,
         draws=SIGN_DRAWS,
     )
-
-
-def _first_directions(total: Tensor) -> tuple[Tensor, Tensor]:
-    u, _, v = torch.linalg.svd(total, full_matrices=False)
-    return u[:, 0], v[0]

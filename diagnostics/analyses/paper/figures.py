@@ -10,13 +10,15 @@ import torch
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.microscopy.microscope import microscope
 from attn_diag.analyses.paper.atoms import StepRecord, figure_4, shares
-from attn_diag.analyses.paper.rows import FeatureProductSums, HeadReader
-from attn_diag.analyses.paper.survey import HeadAtStep, HeadKey, NormSeries, Survey, choose
+from attn_diag.analyses.paper.norms import NormSeries
+from attn_diag.analyses.paper.rows import FeatureProductSums, head_rows
+from attn_diag.analyses.paper.survey import HeadAtStep, HeadKey, Survey, choose
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.projection import find_projection
 from attn_diag.results.paper import (
     FIGURES,
     Atoms,
@@ -30,7 +32,7 @@ from attn_diag.results.paper import (
     Triggers,
 )
 from attn_diag.statistics.sums import accumulate
-from attn_diag.work import Progress
+from attn_diag.work import Progress, silent
 
 
 def paper_figures(
@@ -80,7 +82,7 @@ class _Work:
         self.captures, self.device, self.where = captures, device, where
         self.heads = None if head is None else frozenset({head})
         self.observation = observation
-        self.progress = progress
+        self._tell = progress or silent
         self.survey, self.norms, self.skipped = Survey(), NormSeries(), list[str]()
         self.missing: dict[str, str] = {}
 
@@ -135,16 +137,12 @@ class _Work:
         if self.skipped and not self.survey.entries and not self.survey.refused:
             raise InputError(self.skipped[0])
 
-    def _tell(self, done: int, total: int) -> None:
-        if self.progress is not None:
-            self.progress(done, total)
-
     def _details(self, entries: list[HeadAtStep], worst: HeadAtStep) -> tuple[Atoms | None, FeatureProducts | None]:
         """Figures 4 and 5b-c: the second pass, over the captures of the chosen head."""
         reason = None
         if worst.emulated:
             reason = "no kernel's outputs were captured"
-        elif worst.delta is None:
+        elif worst.head.bias.delta is None:
             reason = "dO or O was not captured, so that delta's error is not known"
         if reason is not None:
             self.missing |= dict.fromkeys(("atoms", "features"), reason)
@@ -153,16 +151,17 @@ class _Work:
         features, of_step, note = FeatureProductSums(), StepRecord(None), None
         for done, entry in enumerate(entries, 1):
             capture = self.captures[entry.capture]
-            reader = HeadReader(capture, entry.key.observation, _local(entry, capture), self.where)
+            head = entry.key.head - capture.metadata.head_offset
+            projection = find_projection(capture, range(capture.batch), [head], self.where)
             record = StepRecord(entry.step)
             show, sample = shares(len(entries), capture.batch)
-            for rows in reader:
+            for rows in head_rows(capture, entry.key.observation, head, projection, self.where):
                 record.add(rows, show=show, sample=sample if entry is worst else 0)
                 if entry is worst:
                     features.add(rows)
             records.append(record)
             if entry is worst:
-                of_step, note = record, reader.note
+                of_step, note = record, projection.note
             self._tell(len(self.captures) + done, len(self.captures) + len(entries))
         found = features.result(worst.step)
         if found is None:
@@ -170,7 +169,7 @@ class _Work:
         if not of_step.shown:
             self.missing["atoms"] = "no row is finite"
             return None, found
-        return figure_4(records, of_step, [entry.dw_q for entry in entries], note), found
+        return figure_4(records, of_step, [entry.head.propagation.dw_q for entry in entries], note), found
 
     def _delta_rows(self) -> DeltaRows | None:
         assert self.survey.worst_drift is not None
@@ -185,16 +184,14 @@ class _Work:
         if too_few := _too_few(entries):
             self.missing["delta_steps"] = too_few
             return None
-        estimates = [e.delta for e in entries if e.delta is not None]
-        total = accumulate(estimates) if len(estimates) == len(entries) else None
+        total = accumulate([e.head.bias.delta for e in entries])
         if total is None:
             self.missing["delta_steps"] = "delta's mean error and its standard error are not known at every step"
             return None
-        excess = [e.delta_excess for e in entries if e.delta_excess is not None]
         return DeltaSteps(
             steps=tuple(e.step for e in entries if e.step is not None),
             total=total,
-            excess=accumulate(excess) if len(excess) == len(entries) else None,
+            excess=accumulate([e.head.bias.delta_excess for e in entries]),
             heads=tuple(self._drifts(entries[0].key)),
         )
 
@@ -203,10 +200,7 @@ class _Work:
         keys = {e.key for e in self.survey.entries if (e.key.run, e.key.observation) == (like.run, like.observation)}
         for key in sorted(keys, key=lambda key: (-1 if key.layer is None else key.layer, key.head)):
             stepped = [e for e in self.survey.of(key) if e.step is not None]
-            estimates = [e.delta for e in stepped if e.delta is not None]
-            if _too_few(stepped) or len(estimates) < len(stepped):
-                continue
-            found = accumulate(estimates)
+            found = None if _too_few(stepped) else accumulate([e.head.bias.delta for e in stepped])
             if found is not None and found.band99:
                 yield HeadDrift(key.layer, key.head, max(found.sums, key=abs) / found.band99)
 
@@ -257,11 +251,6 @@ class _Work:
         )
 
 
-def _local(entry: HeadAtStep, capture: Capture) -> int:
-    """The head's index in its capture."""
-    return entry.key.head - capture.metadata.head_offset
-
-
 def _too_few(entries: list[HeadAtStep]) -> str | None:
     """Why there is no figure over steps; None where there is."""
     steps = [e.step for e in entries if e.step is not None]
@@ -273,7 +262,7 @@ def _too_few(entries: list[HeadAtStep]) -> str | None:
 
 def _counts(by_step: list[list[HeadAtStep]]) -> TriggerCounts:
     def count(definition: str) -> tuple[int, ...]:
-        return tuple(sum(getattr(e.row_maxima, definition).rows for e in found) for found in by_step)
+        return tuple(sum(getattr(e.head.row_maxima, definition).rows for e in found) for found in by_step)
 
-    rows = tuple(sum(e.rows for e in found) for found in by_step)
+    rows = tuple(sum(e.head.rows_all for e in found) for found in by_step)
     return TriggerCounts(rows, count("exact"), count("window"), count("unit"))

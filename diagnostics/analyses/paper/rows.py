@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.head.projection import HeadProjection, Projection, find_projection
-from attn_diag.head.read import HeadInputs, read_float64, read_head
+from attn_diag.head.projection import Projection
+from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.truth import head_truth
 from attn_diag.reference import BoundCollector
 from attn_diag.results.paper import FeatureProducts
@@ -38,69 +38,44 @@ class HeadRows:
     left: Tensor | None
 
 
-class HeadReader:
-    """Reads head ``head`` (counted within the capture) of every sequence, one at a time."""
-
-    def __init__(self, capture: Capture, observation: str, head: int, device: torch.device) -> None:
-        self._capture, self._observation, self._head, self._device = capture, observation, head, device
-        self._projection: Projection = find_projection(capture, range(capture.batch), [head], device)
-
-    @property
-    def note(self) -> str | None:
-        """Why dW_Q does not follow from dQ, or what lies between them; None for nothing."""
-        return self._projection.note
-
-    def __iter__(self) -> Iterator[HeadRows]:
-        for batch in range(self._capture.batch):
-            yield self._read(batch)
-
-    def _read(self, batch: int) -> HeadRows:
-        c = self._capture
-        inputs = read_head(c, batch, self._head, self._device)
-        head = inputs.head
-        assert head.do is not None
-        bounds = BoundCollector(head)
-        truth = head_truth(inputs, self._projection.head(batch, self._head), bounds.add, gradient_sums=True)
-        reference, probs_k, projection = truth.reference, truth.probs_k, truth.projection
+def head_rows(
+    capture: Capture, observation: str, head: int, projection: Projection, device: torch.device
+) -> Iterator[HeadRows]:
+    """The rows of head ``head`` (counted within the capture) of every sequence, one sequence at a time."""
+    for batch in range(capture.batch):
+        inputs = read_head(capture, batch, head, device)
+        inside = inputs.head
+        assert inside.do is not None
+        bounds = BoundCollector(inside)
+        truth = head_truth(inputs, projection.head(batch, head), bounds.add, gradient_sums=True)
+        reference, probs_k, of_head = truth.reference, truth.probs_k, truth.projection
         assert reference.delta is not None
         assert probs_k is not None
-        out, delta = self._observed("o", batch), self._observed("delta", batch)
+        keys = (capture.key(observation, output) for output in ("o", "delta"))
+        out, delta = (read_float64(capture, key, batch, head, device) for key in keys)
         if delta is None:
             assert out is not None, "delta's error was measured, so delta or O is there"
-            delta = (head.do * out).sum(1)
-        usable = _usable(inputs, out, delta)
-        usable &= ~reference.fully_masked & bounds.bounds(reference).known_rows
+            delta = (inside.do * out).sum(1)
+        usable = ~inputs.unusable & delta.isfinite() & ~reference.fully_masked & bounds.bounds(reference).known_rows
+        if out is not None:
+            usable &= out.isfinite().all(1)
         rows = usable.nonzero()[:, 0]
         delta_error = (delta - reference.delta)[rows]
-        x, left = self._x(batch, projection), None
-        if projection is not None:
-            error = probs_k[rows] * (-head.scale * delta_error)[:, None]
-            left = projection.pull(error, rows)
-        return HeadRows(
+        x = left = None
+        if of_head is not None:
+            x, left = of_head.x, of_head.pull(probs_k[rows] * (-inside.scale * delta_error)[:, None], rows)
+        elif "x" in capture.tensors:
+            x = capture.tensors["x"][batch].to(device).double().nan_to_num(0.0, 0.0, 0.0)
+        yield HeadRows(
             batch=batch,
             rows=rows,
             probs_k=probs_k[rows],
             delta_error=delta_error,
-            do=head.do[rows],
+            do=inside.do[rows],
             o_error=None if out is None else (out - reference.out)[rows],
             x=None if x is None else x[rows],
             left=left,
         )
-
-    def _x(self, batch: int, projection: HeadProjection | None) -> Tensor | None:
-        if projection is not None:
-            return projection.x
-        found = self._capture.tensors.get("x")
-        return None if found is None else found[batch].to(self._device).double().nan_to_num(0.0, 0.0, 0.0)
-
-    def _observed(self, output: str, batch: int) -> Tensor | None:
-        c = self._capture
-        return read_float64(c, c.key(self._observation, output), batch, self._head, self._device)
-
-
-def _usable(inputs: HeadInputs, out: Tensor | None, delta: Tensor) -> Tensor:
-    usable = ~inputs.unusable & delta.isfinite()
-    return usable if out is None else usable & out.isfinite().all(1)
 
 
 @dataclass
@@ -109,9 +84,8 @@ class FeatureProductSums:
 
     rows: int = 0
     squares: float = 0.0
-    positive: Tensor | None = None
-    nonzero: Tensor | None = None
-    contribution: Tensor | None = None
+    sums: list[Tensor] | None = None
+    """Positive products, those that are not 0, and the sum of all."""
     worst: tuple[float, int, int, Tensor, Tensor] | None = None
 
     def add(self, rows: HeadRows) -> None:
@@ -119,34 +93,26 @@ class FeatureProductSums:
         if rows.o_error is None or not len(rows.rows):
             return
         products = rows.do * rows.o_error
-        found = (products > 0).sum(0).cpu(), (products != 0).sum(0).cpu(), products.sum(0).cpu()
-        if self.positive is None or self.nonzero is None or self.contribution is None:
-            self.positive, self.nonzero, self.contribution = found
-        else:
-            self.positive, self.nonzero = self.positive + found[0], self.nonzero + found[1]
-            self.contribution = self.contribution + found[2]
+        found = [of_rows.sum(0).cpu() for of_rows in (products > 0, products != 0, products)]
+        self.sums = found if self.sums is None else [a + b for a, b in zip(self.sums, found, strict=True)]
         self.rows += len(rows.rows)
         self.squares += float(rows.delta_error.square().sum())
         at = int(rows.delta_error.abs().argmax())
         error = float(rows.delta_error[at])
         if self.worst is None or abs(error) > abs(self.worst[0]):
-            self.worst = (
-                error,
-                rows.batch,
-                int(rows.rows[at]),
-                rows.do[at].clone().cpu(),
-                rows.o_error[at].clone().cpu(),
-            )
+            do, o_error = rows.do[at].clone().cpu(), rows.o_error[at].clone().cpu()
+            self.worst = error, rows.batch, int(rows.rows[at]), do, o_error
 
     def result(self, step: int | None) -> FeatureProducts | None:
         """The figure; None where no row was added."""
-        if self.worst is None or self.positive is None or self.nonzero is None or self.contribution is None:
+        if self.worst is None or self.sums is None:
             return None
+        positive, nonzero, contribution = self.sums
         error, batch, row, do, o_error = self.worst
         product = do * o_error
         scale = float(product.norm())
         alignment = abs(float(product.sum())) / scale if scale else 0.0
-        fractions = torch.where(self.nonzero > 0, self.positive / self.nonzero, torch.nan).tolist()
+        fractions = torch.where(nonzero > 0, positive / nonzero, torch.nan).tolist()
         return FeatureProducts(
             step=step,
             batch=batch,
@@ -160,7 +126,7 @@ class FeatureProductSums:
             alignment_p=min(1.0, self.rows * sign_bound(product)),
             rows=self.rows,
             aligned=tuple(None if math.isnan(f) else f for f in fractions),
-            contribution=tuple(self.contribution.tolist()),
+            contribution=tuple(contribution.tolist()),
         )
 
 

@@ -1,23 +1,14 @@
-"""The first look, one capture at a time: every head inspected, which is worst; figure 3, the norms of W_Q by step."""
+"""The first look, one capture at a time: every head inspected, and which is worst."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
-from attn_diag.results.diagnosis import (
-    BiasEstimate,
-    Diagnosis,
-    Drift,
-    GradientError,
-    HeadDiagnosis,
-    RowMaxima,
-    severity,
-)
-from attn_diag.results.paper import Chosen, HeadNorms, SpectralNorms
+from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, Drift, HeadDiagnosis, severity
+from attn_diag.results.estimates import Bias
+from attn_diag.results.paper import Chosen
 
 
 @dataclass(frozen=True)
@@ -33,19 +24,19 @@ class HeadKey:
 
 @dataclass(frozen=True)
 class HeadAtStep:
-    """What is kept of one head of one capture; ``capture`` its number. Running sums over rows are not kept."""
+    """What is kept of one head of one capture."""
 
     key: HeadKey
     capture: int
+    """Number of the capture."""
     source: str
+    """Its source."""
     step: int | None
-    severity: tuple[int, float]
-    rows: int
-    row_maxima: RowMaxima
-    delta: BiasEstimate | None
-    delta_excess: BiasEstimate | None
-    dw_q: GradientError | None
+    """Its step."""
+    head: HeadDiagnosis
+    """Without figures, and of the biases only delta's, without running sums over rows."""
     emulated: bool
+    """Whether no kernel's outputs were captured."""
 
 
 @dataclass
@@ -63,9 +54,12 @@ class Survey:
             self.refused.append(f"{capture.source}: {found.assumptions.message}")
             return
         for _, observation, head in diagnosis.entries():
-            entry = _entry(number, capture, observation.name, head, emulated=not observation.outputs)
+            m = capture.metadata
+            assert head.head is not None
+            key = HeadKey(m.extra.get("run"), m.extra.get("module"), m.layer, head.head, observation.name)
+            entry = HeadAtStep(key, number, capture.source, m.step, _light(head), emulated=not observation.outputs)
             self.entries.append(entry)
-            if self.worst_drift is None or entry.severity < self.worst_drift[0].severity:
+            if self.worst_drift is None or severity(head) < severity(self.worst_drift[0].head):
                 self.worst_drift = entry, head.bias.delta
 
     def worst(self) -> HeadAtStep:
@@ -114,72 +108,7 @@ def choose(survey: Survey, *, captures: int, asked: bool) -> Chosen:
     )
 
 
-def _entry(number: int, capture: Capture, observation: str, head: HeadDiagnosis, *, emulated: bool) -> HeadAtStep:
-    m = capture.metadata
-    assert head.head is not None
-    return HeadAtStep(
-        key=HeadKey(m.extra.get("run"), m.extra.get("module"), m.layer, head.head, observation),
-        capture=number,
-        source=capture.source,
-        step=m.step,
-        severity=severity(head),
-        rows=head.rows_all,
-        row_maxima=head.row_maxima,
-        delta=_light(head.bias.delta),
-        delta_excess=_light(head.bias.delta_excess),
-        dw_q=head.propagation.dw_q,
-        emulated=emulated,
-    )
-
-
-def _light(estimate: BiasEstimate | None) -> BiasEstimate | None:
-    """Without the running sum over rows, which a hundred steps of a hundred heads would fill memory with."""
-    return None if estimate is None else replace(estimate, drift=Drift())
-
-
-# Run, module (where the layer has no number), layer, head.
-_Key = tuple[str | None, str | None, int | None, int]
-
-
-@dataclass
-class NormSeries:
-    """Gathers norms capture by capture; a layer's w_q at one step counts once, whichever call it was captured with."""
-
-    dtype: str = ""
-    _found: dict[_Key, dict[int | None, tuple[float, float]]] = field(default_factory=dict)
-
-    def add(self, capture: Capture, heads: frozenset[int] | None, device: torch.device) -> None:
-        """Take w_q of one capture, of the ``heads`` asked for (the model's numbers; None: all that it holds)."""
-        stored = capture.tensors.get("w_q")
-        if stored is None:
-            return
-        weight, d, m = stored[...], capture.head_dim, capture.metadata
-        self.dtype = str(stored.dtype).removeprefix("torch.")
-        # w_q of the capture's own heads, or of the whole model.
-        first = m.head_offset if len(weight) == capture.q_heads * d else 0
-        for i in range(len(weight) // d):
-            if heads is not None and first + i not in heads:
-                continue
-            part = weight[i * d : (i + 1) * d].to(device).double()
-            if not bool(part.isfinite().all()):
-                continue
-            values = torch.linalg.svdvals(part)
-            # Without a number of its own a layer is known by its module.
-            module = m.extra.get("module") if m.layer is None else None
-            series = self._found.setdefault((m.extra.get("run"), module, m.layer, first + i), {})
-            series[m.step] = float(values[0]), float(values.square().sum().sqrt())
-
-    def result(self, chosen: Chosen) -> SpectralNorms | None:
-        """The figure, of the run of the head ``chosen``; None where no capture of it had a w_q."""
-        kept = {k: v for k, v in self._found.items() if k[0] == chosen.run and k[1] in (None, chosen.module)}
-        if not kept:
-            return None
-        order = sorted(kept, key=lambda key: (-1 if key[2] is None else key[2], key[3]))
-        return SpectralNorms(tuple(_norms(key[2], key[3], kept[key]) for key in order), self.dtype)
-
-
-def _norms(layer: int | None, head: int, by_step: dict[int | None, tuple[float, float]]) -> HeadNorms:
-    steps = sorted(by_step, key=lambda step: -1 if step is None else step)
-    spectral, frobenius = zip(*(by_step[step] for step in steps), strict=True)
-    share = (spectral[-1] / frobenius[-1]) ** 2 if frobenius[-1] else None
-    return HeadNorms(layer, head, tuple(steps), spectral, frobenius, share)
+def _light(head: HeadDiagnosis) -> HeadDiagnosis:
+    """Without what a hundred steps of a hundred heads would fill memory with."""
+    delta, excess = (e and replace(e, drift=Drift()) for e in (head.bias.delta, head.bias.delta_excess))
+    return replace(head, bias=Bias(delta=delta, delta_excess=excess), figures=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, cast, get_args
 
 from torch import Tensor
@@ -86,8 +87,14 @@ class DumpedCall:
                 errors.append(error)
         if not found:
             raise errors[0]
+        # Where q and k are equally long, the two alignments are one.
+        readings = [
+            replace(c, metadata=replace(c.metadata, causal=causal))
+            for c, causal in product(found, causals)
+            if not (causal == "bottom-right" and "top-left" in causals and c.q_length == c.k_length)
+        ]
         return Readings(
-            _with_causals(found, causals),
+            readings,
             bases,
             layout_open=len(found) > 1,
             causal_open=len(causals) > 1,
@@ -109,16 +116,6 @@ class Readings:
     """Whether the dump leaves the causal alignment open."""
     layout_by_shape: bool
     """Whether the shapes alone have ruled out the other layouts."""
-
-
-def _with_causals(readings: list[Capture], causals: tuple[Causal, ...]) -> list[Capture]:
-    """Every reading under every causal alignment; where q and k are equally long, the two alignments are one."""
-    return [
-        replace(c, metadata=replace(c.metadata, causal=causal))
-        for c in readings
-        for causal in causals
-        if not (causal == "bottom-right" and "top-left" in causals and c.q_length == c.k_length)
-    ]
 
 
 def _shaped(dumped: Mapping[str, Tensor], layout: Layout, head_dim: int | None) -> tuple[dict[str, Tensor], list[str]]:

@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from attn_diag.captures.capture import FP8
 from attn_diag.captures.dumps.call import DumpedCall
 from attn_diag.captures.loading import named_errors, unpickle
 from attn_diag.errors import InputError
@@ -36,7 +37,6 @@ _SUPPORTED = ("single_prefill_with_kv_cache", "single_decode_with_kv_cache")
 _ATTENTION = re.compile(r"prefill|decode|attention|mla|xqa|fmha|cascade", re.IGNORECASE)
 # Calls that compute no attention, though their names say it.
 _NO_CALL = re.compile(r"\.(__init__|plan|begin_forward|end_forward|reset\w*)$|merge_state|append_paged|rope|cache_buf")
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WHY = (
     ("jit_module", "a kernel of the caller's own: nothing says which variant of attention it computes"),
     ("Paged|batch_decode|batch_context|xqa|mla|MLA|cudnn", "a paged KV cache: the dump holds pages, not one sequence"),
@@ -180,9 +180,9 @@ def _call(
     q, k, v = (arguments[name] for name in ("q", "k", "v"))
     if arguments.get("kv_layout", "NHD") == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    if q.dtype not in _FP8:
+    if q.dtype not in FP8:
         # Exact: BF16 and FP16 hold every FP8 number. The factors come below.
-        k, v = (t.to(q.dtype) if t.dtype in _FP8 else t for t in (k, v))
+        k, v = (t.to(q.dtype) if t.dtype in FP8 else t for t in (k, v))
     q = q[None] if decode else q  # one row
     tensors = {"q": q[None], "k": k[None], "v": v[None]}
     o, lse = outputs.get("result", outputs.get("result_0")), outputs.get("result_1")
@@ -192,7 +192,7 @@ def _call(
         tensors["lse"] = (lse[None] if decode else lse).T[None]
     for name in ("q", "k", "v"):
         factor = arguments.get(f"scale_{name}", arguments.get(f"{name}_scale"))
-        if factor is None and tensors[name].dtype in _FP8:
+        if factor is None and tensors[name].dtype in FP8:
             factor = 1.0
         if factor is not None:
             factor = torch.as_tensor(factor, dtype=torch.float32).flatten()

@@ -38,9 +38,7 @@ _ALONE = {
 _GRADIENT = re.compile(r"(?:grad_+(?P<after>.+)|(?P<before>.+?)_+grad)")
 _GRADIENT_OF = {"o": "do", "q": "dq", "k": "dk", "v": "dv"}
 _PACKED = re.compile(r"cu_?seq_?lens?(_[a-z]+)*|(?:qo|kv|paged_kv|mask)_indptr(_buf)?", re.IGNORECASE)
-_PAGED = re.compile(
-    r"(?:paged_)?kv_indices|block_tables?|page_tables?|paged_kv_.*|kv_cache|paged_kv_cache", re.IGNORECASE
-)
+_PAGED = re.compile(r"(?:paged_)?kv_indices|block_tables?|page_tables?|paged_kv_.*|kv_cache", re.IGNORECASE)
 _LISTED = 24
 
 
@@ -98,13 +96,10 @@ def role_of(name: str) -> tuple[str, bool] | None:
     if (gradient := _GRADIENT.fullmatch(name)) is not None:
         found = role_of(gradient["after"] or gradient["before"])
         return None if found is None or found[0] not in _GRADIENT_OF else (_GRADIENT_OF[found[0]], found[1])
-    for table in (_ANYWHERE, _ALONE):
-        for role, aliases in table.items():
-            if name in aliases:
-                return role, True
-    endings = [
-        (len(alias), role) for role, aliases in _ANYWHERE.items() for alias in aliases if name.endswith("_" + alias)
-    ]
+    for role, aliases in (*_ANYWHERE.items(), *_ALONE.items()):
+        if name in aliases:
+            return role, True
+    endings = [(len(a), role) for role, aliases in _ANYWHERE.items() for a in aliases if name.endswith("_" + a)]
     return (max(endings)[1], False) if endings else None
 
 
@@ -121,13 +116,10 @@ def choose(leaves: Sequence[Leaf], names: Mapping[str, str]) -> dict[str, Leaf]:
             raise ambiguous(f"several tensors match {role}={key}", matching)
         if matching:
             chosen[role] = matching[0]
-    claims: dict[str, dict[bool, list[Leaf]]] = {}
-    for leaf in leaves:
-        found = role_of(leaf.name)
-        if found is not None and found[0] not in names and leaf not in chosen.values():
-            claims.setdefault(found[0], {}).setdefault(found[1], []).append(leaf)
-    for role, by_exactness in claims.items():
-        best = by_exactness.get(True) or by_exactness[False]
+    told = [(role_of(leaf.name), leaf) for leaf in leaves if leaf not in chosen.values()]
+    for role in dict.fromkeys(found[0] for found, _ in told if found is not None and found[0] not in names):
+        exact, ending = ([leaf for found, leaf in told if found == (role, how)] for how in (True, False))
+        best = exact or ending
         if len(best) > 1:
             raise ambiguous(f"several tensors may be {role}", best)
         chosen[role] = best[0]

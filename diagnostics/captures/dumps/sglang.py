@@ -64,11 +64,6 @@ class DumpFile:
         layer = [] if self.layer is None else [f"layer{self.layer:02d}"]
         return (f"step{self.step:06d}", f"rank{self.rank}", *layer, *tags)
 
-    @property
-    def is_gradient(self) -> bool:
-        """Whether it is the gradient of what the name says."""
-        return self.name.startswith("grad__")
-
     def read(self) -> Tensor:
         """The tensor. Raises InputError for other values, and for a pickle that would run code."""
         content = self.content()
@@ -128,9 +123,7 @@ def read_calls(files: Sequence[DumpFile], prefix: str, names: Mapping[str, str])
     """
     where = f"{files[0].path.parent}: step {files[0].step}, rank {files[0].rank}"
     _refuse_packed(files)
-    by_call: dict[tuple[str, ...], list[DumpFile]] = {}
-    for file in files:
-        by_call.setdefault(file.call, []).append(file)
+    by_call = _by_call(files)
     try:
         chosen = {call: choose(_leaves(members), names) for call, members in by_call.items()}
     except InputError as error:
@@ -152,13 +145,17 @@ def read_calls(files: Sequence[DumpFile], prefix: str, names: Mapping[str, str])
 
 def holds_call(files: Sequence[DumpFile], names: Mapping[str, str]) -> bool:
     """Whether there is an attention call in this forward pass, or something that cannot be told apart from one."""
-    by_call: dict[tuple[str, ...], list[DumpFile]] = {}
-    for file in files:
-        by_call.setdefault(file.call, []).append(file)
     try:
-        return any({"q", "k", "v"} <= choose(_leaves(members), names).keys() for members in by_call.values())
+        return any({"q", "k", "v"} <= choose(_leaves(members), names).keys() for members in _by_call(files).values())
     except InputError:
         return True
+
+
+def _by_call(files: Sequence[DumpFile]) -> dict[tuple[str, ...], list[DumpFile]]:
+    found: dict[tuple[str, ...], list[DumpFile]] = {}
+    for file in files:
+        found.setdefault(file.call, []).append(file)
+    return found
 
 
 def _leaves(files: Sequence[DumpFile]) -> list[Leaf]:
@@ -191,7 +188,7 @@ def _occurrences(
     number = counts["q"]
     for call in range(number):
         # The backward pass runs through the calls from the last to the first.
-        of_call = {r: m[number - 1 - call if m[0].is_gradient else call] for r, m in found.items()}
+        of_call = {r: m[number - 1 - call if m[0].name.startswith("grad__") else call] for r, m in found.items()}
         first = of_call["q"]
         content = first.content()
         meta = content.get("meta", {}) if isinstance(content, dict) else {}

@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attn_diag.captures.dumps.call import DumpedCall
 from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, matches, refuse_packed, role_of
-from attn_diag.captures.loading import named_errors, require_regular_file, unpickle
+from attn_diag.captures.loading import dense, named_errors, require_regular_file, unpickle
 from attn_diag.captures.metadata import refuse_unsupported
 from attn_diag.errors import InputError
 
@@ -173,13 +172,7 @@ def _leaf(value: Tensor, parts: tuple[str, ...]) -> Leaf:
     path = ".".join(parts) or "tensor"
     name = next((part for part in reversed(parts) if not part.isdecimal()), "")
     refuse_packed(name)
-    return Leaf(path, name, _numbers(parts), partial(_dense, value, path))
-
-
-def _dense(value: Tensor, path: str) -> Tensor:
-    if value.layout != torch.strided or value.is_nested or value.is_meta:
-        raise InputError(f"{path} is sparse, nested or without data; expected a dense tensor: save one")
-    return value.detach()
+    return Leaf(path, name, _numbers(parts), partial(dense, value, path))
 
 
 def _numbers(parts: tuple[str, ...]) -> tuple[str, ...]:
@@ -240,19 +233,10 @@ def _stated(scalars: list[_Scalar]) -> dict[str, Any]:
     """Metadata keywords from what a file states. Raises InputError for values that cannot be read."""
     stated: dict[str, Any] = {}
     for scalar in sorted(scalars, key=lambda s: len(s.folder)):
-        value = scalar.value
         try:
-            if scalar.key == "window":
-                stated["window"] = _window(value)
-            elif scalar.key in ("scale", "softcap"):
-                # A softcap of 0 is how kernels say that there is none.
-                stated[scalar.key] = float(value) if scalar.key == "scale" or float(value) else None
-            elif scalar.key in ("layer", "step", "head_offset"):
-                stated[scalar.key] = int(value)
-            else:
-                stated[scalar.key] = value if scalar.key == "causal" else str(value)
+            stated[scalar.key] = _READ[scalar.key](scalar.value)
         except (TypeError, ValueError):
-            raise InputError(f"{scalar.key}={value!r} cannot be read") from None
+            raise InputError(f"{scalar.key}={scalar.value!r} cannot be read") from None
     return {key: value for key, value in stated.items() if value is not None}
 
 
@@ -262,3 +246,14 @@ def _window(value: Any) -> tuple[int, int] | None:
         left, right = (-1 if n is None else int(n) for n in value)
         return None if (left, right) == (-1, -1) else (left, right)
     return (int(value) - 1, -1)
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "scale": float,
+    "causal": lambda value: value,
+    "window": _window,
+    # 0 is how kernels say that there is none.
+    "softcap": lambda value: float(value) or None,
+    **dict.fromkeys(("layer", "step", "head_offset"), int),
+    **dict.fromkeys(("layout", "lse_base"), str),
+}

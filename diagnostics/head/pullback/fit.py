@@ -23,7 +23,7 @@ from attn_diag.head.pullback.jacobian import (
     forward_variance,
     normalise,
 )
-from attn_diag.head.pullback.rotation import Pairs, Rotation, partner_by_modulus
+from attn_diag.head.pullback.rotation import Pairs, Rotation
 from attn_diag.results.wording import percent
 
 _NORMS = {"rms": "QK-norm (RMSNorm)", "layer": "QK-norm (LayerNorm)"}
@@ -146,7 +146,8 @@ class MapFit:
             gain, bias = _gain(head, unit, self.kind, self.rotation.pairs if self.rotation else None)
         elif bool(head.usable.any()):
             kept = self._kept(head)
-            difference = (self._unrotate(head.q) - gain * unit) * kept
+            turned = head.q if self.rotation is None else self.rotation.back(head.q)
+            difference = (turned - gain * unit) * kept
             bias = difference.sum(0) / kept.sum(0).clamp(min=1)
         return Pullback(self.kind.norm, self.rotation, gain, bias, unit, size)
 
@@ -178,9 +179,6 @@ class MapFit:
             return Verified(forward, Agreement(math.inf, 0.0))
         difference, expected = (pullback(head.dq) - head.dq_pre)[used], head.dq_pre[used]
         return Verified(forward, Agreement.of(difference, variance[used], float(expected.norm())))
-
-    def _unrotate(self, values: Tensor) -> Tensor:
-        return values if self.rotation is None else self.rotation.back(values)
 
     def _kept(self, head: MapRows) -> Tensor:
         """Elements of the forward that can be compared, [T, D]: of usable rows, with a known angle."""
@@ -217,7 +215,7 @@ def _measure_backward(kind: Kind, heads: Sequence[MapRows], formats: Formats) ->
     gain = torch.ones_like(before[0][0])
     if not kind.rotated:
         return MapFit(kind, None, gain * (_dot(before, after) / _dot(before, before)))
-    pairs = Pairs.of_partner(partner_by_modulus(before, after), len(gain))
+    pairs = Pairs.of_partner(_partner_by_modulus(before, after), len(gain))
     # A scaled rotary embedding may carry a factor (YaRN), which features that do not turn lack.
     turning, rest = slice(0, pairs.features), slice(pairs.features, None)
     for place in (turning, rest):
@@ -256,18 +254,32 @@ def _gain(head: MapRows, unit: Tensor, kind: Kind, pairs: Pairs | None) -> tuple
     return gain, bias
 
 
+def _partner_by_modulus(before: list[Tensor], after: list[Tensor]) -> int:
+    """The feature that turns with feature 0, if ``after`` is ``before`` ([T, D] each, one a head) turned and scaled.
+
+    Only of the right pair the modulus follows; pairs that turn little in all rows could not be told apart, but feature
+    0 turns fastest. 1, or at most D/2: those are the layouts in use.
+    """
+    given, found = (_moduli_with_first(torch.cat(tensors)) for tensors in (before, after))
+    # The cosine of the angle between the two, over all rows and heads: 1 where one is a multiple of the other.
+    cosine = (given * found).sum(0) / (given.norm(dim=0) * found.norm(dim=0))
+    return 1 + int(cosine.nan_to_num(0.0).argmax())
+
+
+def _moduli_with_first(values: Tensor) -> Tensor:
+    """|a + ib|^2 of feature 0 with each of the features 1 to D/2, [n, D] to [n, D/2]."""
+    squares = values.square()
+    return squares[:, :1] + squares[:, 1 : values.shape[1] // 2 + 1]
+
+
 def _partner_by_fit(heads: Iterable[MapRows], units: Iterable[Tensor], norm: Norm) -> int:
-    """The feature that turns with feature 0: with the right one |q|^2 follows from u; see ``partner_by_modulus``."""
-    wrong: Tensor | None = None
+    """The feature that turns with feature 0: with the right one |q|^2 follows from u."""
+    left = []
     for head, unit in zip(heads, units, strict=True):
-        u, square = unit[head.usable], head.q[head.usable].square()
-        half = u.shape[1] // 2
-        _, left = _modulus_fit(
-            u[:, :1].expand(-1, half), u[:, 1 : half + 1], square[:, :1] + square[:, 1 : half + 1], norm == "layer"
-        )
-        wrong = left if wrong is None else wrong + left
-    assert wrong is not None
-    return 1 + int(wrong.argmin())
+        u, square = unit[head.usable], _moduli_with_first(head.q[head.usable])
+        second = u[:, 1 : square.shape[1] + 1]
+        left.append(_modulus_fit(u[:, :1].expand_as(second), second, square, norm == "layer")[1])
+    return 1 + int(sum(left[1:], start=left[0]).argmin())
 
 
 def _modulus_fit(first: Tensor, second: Tensor, square: Tensor, with_bias: bool) -> tuple[Tensor, Tensor]:

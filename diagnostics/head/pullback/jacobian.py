@@ -18,7 +18,6 @@ squares add up; a uniformly distributed error would be smaller by sqrt(3), which
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.pullback.rotation import ALL_ROWS, Rotation, half_ulp_square
-from attn_diag.reference import FloatFormat, Rows, format_of
+from attn_diag.reference import FloatFormat, Rows
 
 Norm = Literal["none", "rms", "layer"]
 
@@ -88,33 +87,12 @@ def normalise(y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     return centred / size, size
 
 
-# Sums of K products in fp32: sqrt(K) u per term (Higham & Mary, SIAM J. Sci. Comput. 41, 2019), and four times that
-# because tensor cores truncate: measured on an H200, -190 u at K = 4096 and -28 u at K = 1024.
-_SUM_ERROR = 4.0
-
-
 @dataclass(frozen=True)
 class Formats:
     """The model's working format (q's) and dq_pre's own."""
 
     working: FloatFormat
     dq_pre: FloatFormat
-
-
-def product_variance(x: Tensor, w: Tensor, working: FloatFormat, given: tuple[torch.dtype, torch.dtype]) -> Tensor:
-    """Squares of the largest errors of x w^T in the model, before its result is rounded; [T, D].
-
-    ``x`` [T, C], ``w`` [D, C] float64; ``given``: their dtypes in the capture. Where one is wider than the working
-    format, autocast may have rounded it.
-    """
-    fp64 = working.name == "fp64"
-    unit = torch.finfo(torch.float64 if fp64 else torch.float32).eps / 2
-    variance = (x.abs() @ w.abs().T).mul_(_SUM_ERROR * math.sqrt(x.shape[1]) * unit).square_()
-    if format_of(given[0]).precision > working.precision:
-        variance += half_ulp_square(x, working) @ w.square().T
-    if format_of(given[1]).precision > working.precision:
-        variance += x.square() @ half_ulp_square(w, working).T
-    return variance
 
 
 def forward_variance(pullback: Pullback, head: MapRows, working: FloatFormat) -> Tensor:

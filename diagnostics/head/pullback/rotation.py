@@ -146,21 +146,3 @@ class Rotation:
 def half_ulp_square(values: Tensor, fmt: FloatFormat) -> Tensor:
     """The square of the largest error of rounding ``values`` (float64) to nearest in ``fmt``."""
     return ulp(values, fmt).square_().div_(4)
-
-
-def partner_by_modulus(before: list[Tensor], after: list[Tensor]) -> int:
-    """The feature that turns with feature 0, if ``after`` is ``before`` ([T, D] each, one a head) turned and scaled.
-
-    Only of the right pair the modulus follows; pairs that turn little in all rows could not be told apart, but feature
-    0 turns fastest. 1, or at most D/2: those are the layouts in use.
-    """
-    half = before[0].shape[1] // 2
-
-    def squares(tensors: list[Tensor]) -> Tensor:
-        joined = torch.cat(tensors).square()
-        return joined[:, :1] + joined[:, 1 : half + 1]
-
-    given, found = squares(before), squares(after)
-    # The cosine of the angle between the two, over all rows and heads: 1 where one is a multiple of the other.
-    cosine = (given * found).sum(0) / (given.norm(dim=0) * found.norm(dim=0))
-    return 1 + int(cosine.nan_to_num(0.0).argmax())

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_diag.errors import InputError
 from attn_diag.testing.probing import inputs
 from attn_diag.testing.probing.inputs import Draw, cast_inputs
+from attn_diag.testing.target import choose_names
 
 # Keys and rows appended by ``length``: a whole tile of every kernel we know.
 _APPENDED = 128
@@ -18,7 +19,7 @@ _APPENDED = 128
 _HIDDEN_SCORE = -300.0
 _POWER = 16.0
 
-Inputs = tuple[Tensor, Tensor, Tensor]
+Inputs = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,15 @@ PairBuilder = Callable[[Draw], Pair]
 
 def repeat(draw: Draw) -> Pair:
     """The same call twice."""
-    inputs = _cast(draw, draw.normal(), draw.normal(), draw.normal())
+    inputs = cast_inputs(draw, draw.normal(), draw.normal(), draw.normal())
     return Pair(inputs, inputs, lambda first, second: (first, second))
 
 
 def batch(draw: Draw) -> Pair:
     """One head of one sequence alone, and among others."""
-    parts = _cast(draw, *(torch.cat([draw.normal(), draw.normal()]) for _ in range(3)))
+    parts = cast_inputs(draw, *(torch.cat([draw.normal(), draw.normal()]) for _ in range(3)))
     alone = tuple(x[:1, :1].contiguous() for x in parts)
-    return Pair(parts, (alone[0], alone[1], alone[2]), lambda first, second: (first[:1, :1], second))
+    return Pair(parts, alone, lambda first, second: (first[:1, :1], second))
 
 
 def length(draw: Draw) -> Pair:
@@ -57,27 +58,21 @@ def length(draw: Draw) -> Pair:
         q[..., 0], k[..., 0] = 4.0, 0.0
         k[:, :, draw.length :] = 0.0
         k[:, :, draw.length :, 0] = _HIDDEN_SCORE / (4 * draw.scale)
-    longer = _cast(draw, q, k, v)
+    longer = cast_inputs(draw, q, k, v)
     shorter = tuple(x[:, :, : draw.length].contiguous() for x in longer)
-    first = (shorter[0], shorter[1], shorter[2])
-    return Pair(first, longer, lambda first, second: (first, second[:, :, : draw.length]))
+    return Pair(shorter, longer, lambda first, second: (first, second[:, :, : draw.length]))
 
 
 def sign(draw: Draw) -> Pair:
     """-V gives -O."""
-    q, k, v = _cast(draw, draw.normal(), draw.normal(), draw.normal())
+    q, k, v = cast_inputs(draw, draw.normal(), draw.normal(), draw.normal())
     return Pair((q, k, v), (q, k, -v), lambda first, second: (first, -second))
 
 
 def power_of_two(draw: Draw) -> Pair:
     """16 V gives 16 O. V lies between 1/2 and 3/2, so that O is not subnormal and does not overflow."""
-    q, k, v = _cast(draw, draw.normal(), draw.normal(), 0.5 + draw.uniform(draw.length, draw.head_dim))
+    q, k, v = cast_inputs(draw, draw.normal(), draw.normal(), 0.5 + draw.uniform(draw.length, draw.head_dim))
     return Pair((q, k, v), (q, k, v * _POWER), lambda first, second: (first * _POWER, second))
-
-
-def _cast(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    q, k, v = cast_inputs(draw, q, k, v)
-    return q, k, v
 
 
 @dataclass(frozen=True)
@@ -119,13 +114,7 @@ PROBES = {
 
 def choose(names: Iterable[str] | None) -> list[Probe]:
     """These probes in the catalogue's order; all for None. InputError for unknown names, for a str, and for none."""
-    if names is None:
-        return list(PROBES.values())
-    if isinstance(names, str):
-        raise InputError(f"probes must be a list of names, got the string {names!r}; pass [{names!r}]")
-    names = list(names)
-    if unknown := [name for name in names if name not in PROBES]:
-        raise InputError(f"no probe {', '.join(map(repr, unknown))}; known: {', '.join(PROBES)}")
-    if not names:
+    chosen = choose_names("probe", names, PROBES)
+    if not chosen:
         raise InputError(f"probes must name at least one; known: {', '.join(PROBES)}")
-    return [probe for name, probe in PROBES.items() if name in names]
+    return [PROBES[name] for name in chosen]

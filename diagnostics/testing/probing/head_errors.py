@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -110,27 +110,19 @@ def measure_case(
     device: torch.device,
 ) -> list[HeadErrors]:
     """Every head of a case, its V one after the other; a head's parts stay together."""
+    fmt = format_of(case.q.dtype)
+
+    def one(place: tuple[int, int]) -> HeadErrors:
+        q, k = (x[place].to(device).double() for x in (case.q, case.k))
+        parts = []
+        for v, (o, lse) in zip(case.values, outputs, strict=True):
+            head = AttentionHead(q, k, v[place].to(device).double(), None, scale, masking)
+            parts.append(measure_head(head, o[place], None if lse is None else lse[place], fmt, case.predicted))
+        return _joined(parts)
+
     batch, heads = case.q.shape[:2]
-
-    def one(place: tuple[int, int]) -> list[HeadErrors]:
-        return list(_parts(case, outputs, place, scale, masking, device))
-
     places = list(product(range(batch), range(heads)))
-    return [_joined(parts) for parts in map_in_order(one, places, parallel=device.type == "cpu")]
-
-
-def _parts(
-    case: ProbeCase,
-    outputs: Sequence[tuple[Tensor, Tensor | None]],
-    place: tuple[int, int],
-    scale: float,
-    masking: Masking,
-    device: torch.device,
-) -> Iterator[HeadErrors]:
-    q, k = (x[place].to(device).double() for x in (case.q, case.k))
-    for v, (o, lse) in zip(case.values, outputs, strict=True):
-        head = AttentionHead(q, k, v[place].to(device).double(), None, scale, masking)
-        yield measure_head(head, o[place], None if lse is None else lse[place], format_of(case.q.dtype), case.predicted)
+    return list(map_in_order(one, places, parallel=device.type == "cpu"))
 
 
 def measure_head(
@@ -174,15 +166,17 @@ def measure_head(
 
 def signed_tests(heads: Sequence[HeadErrors], level: float) -> tuple[SignedTest, ...]:
     """Away from zero, and upward too where O_ref has both signs (else the two are one)."""
-    clusters = np.concatenate(
-        [np.full(len(h.signed["upward", "error"].total), i, dtype=np.int64) for i, h in enumerate(heads)]
-    )
-    # A head without a finite row is no cluster.
-    clusters = np.unique(clusters, return_inverse=True)[1]
+    clusters = _by_head([h.signed["upward", "error"] for h in heads])
     directions: list[Direction] = ["away from zero"]
     if any(h.both_signs for h in heads):
         directions.append("upward")
     return tuple(_test(heads, direction, clusters, level) for direction in directions)
+
+
+def _by_head(errors: Sequence[SignedErrors]) -> np.ndarray:
+    """The cluster of every row: its head, from 0 without gaps, as a head without a finite row is none."""
+    of_rows = np.repeat(np.arange(len(errors)), [len(e.total) for e in errors])
+    return np.unique(of_rows, return_inverse=True)[1]
 
 
 def _test(heads: Sequence[HeadErrors], direction: Direction, clusters: np.ndarray, level: float) -> SignedTest:
@@ -226,10 +220,8 @@ def _largest(values: Tensor) -> float:
 
 def lse_test(heads: Sequence[LseErrors], level: float) -> LseTest:
     """Is L's mean error more than fp32 arithmetic can make? Heads are the clusters."""
-    of_rows = np.concatenate([np.full(len(h.signed.total), i, dtype=np.int64) for i, h in enumerate(heads)])
-    clusters = np.unique(of_rows, return_inverse=True)[1]
     joined = LseErrors.join(heads)
-    error = estimate_bias(joined.signed, clusters, level, with_drift=False)
+    error = estimate_bias(joined.signed, _by_head([h.signed for h in heads]), level, with_drift=False)
     allowed = joined.allowed / error.n if error.n else 0.0
     return LseTest(
         error=error,

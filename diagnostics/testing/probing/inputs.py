@@ -42,10 +42,9 @@ class Draw:
     generator: torch.Generator
     """On the CPU, so that inputs do not depend on devices."""
 
-    def normal(self, length: int | None = None, *, width: int | None = None) -> Tensor:
+    def normal(self, length: int | None = None) -> Tensor:
         """N(0,1), [B, H, T, D], fp32."""
-        shape = (self.batch, self.heads, length or self.length, width or self.head_dim)
-        return torch.randn(shape, generator=self.generator)
+        return torch.randn((self.batch, self.heads, length or self.length, self.head_dim), generator=self.generator)
 
     def uniform(self, *shape: int) -> Tensor:
         """Uniform on [0, 1), [B, H, *shape], fp32."""

@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from attn_diag.testing.probing.catalogue import Pair, Probe, choose
 from attn_diag.testing.probing.head_errors import HeadErrors, lse_test, measure_case, signed_tests
 from attn_diag.testing.probing.inputs import Draw, ProbeCase
 from attn_diag.testing.target import DTYPES, Attention, CaseInputs, MisfitError, Target, causal_of
-
-if TYPE_CHECKING:
-    from attn_diag.work import Progress
+from attn_diag.work import Progress
 
 _Inputs = TypeVar("_Inputs", ProbeCase, Pair)
 _Test = TypeVar("_Test", SignedTest, LseTest)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from attn_diag.results.probe import Direction, LseTest, ProbeAssumptions, ProbeFinding, SignedTest
 from attn_diag.results.wording import listed, percent
-
-if TYPE_CHECKING:
-    from attn_diag.results.probe import Direction, LseTest, ProbeAssumptions, ProbeFinding, SignedTest
 
 # More probes of one kind are only counted.
 _NAMED = 6

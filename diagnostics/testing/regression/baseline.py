@@ -45,16 +45,8 @@ def read(path: Path) -> BaselineFile:
 
 def nearest(file: BaselineFile, subject: str, device: str, versions: str) -> BaselineEntry | None:
     """The entry of this key, else one of this subject: on the same device, else on any. The last by name of several."""
-    same = [e for _, e in sorted(file.entries.items()) if e.subject == subject]
-    for fits in (
-        lambda e: e.device == device and e.versions == versions,
-        lambda e: e.device == device,
-        lambda e: e.versions == versions,
-        lambda _: True,
-    ):
-        if found := [e for e in same if fits(e)]:
-            return found[-1]
-    return None
+    same = [e for _, e in sorted(file.entries.items(), reverse=True) if e.subject == subject]
+    return max(same, key=lambda e: (e.device == device, e.versions == versions), default=None)
 
 
 def refuse_to_overwrite(path: Path, key: str) -> None:

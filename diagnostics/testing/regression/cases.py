@@ -18,7 +18,16 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
 from attn_diag.kernels import Recipe
 from attn_diag.testing.probing import inputs as drawn
-from attn_diag.testing.target import DTYPES, Attention, CaseInputs, MisfitError, Target, causal_of, fingerprint
+from attn_diag.testing.target import (
+    DTYPES,
+    Attention,
+    CaseInputs,
+    MisfitError,
+    Target,
+    causal_of,
+    choose_names,
+    fingerprint,
+)
 
 BUILDERS: dict[str, drawn.Builder] = {
     "normal": drawn.normal,
@@ -41,14 +50,7 @@ LENGTH = 192
 
 def choose(names: Iterable[str] | None) -> list[str]:
     """These cases in the suite's order; all for None. Raises InputError for unknown names, for a str and for none."""
-    if names is None:
-        return list(BUILDERS)
-    if isinstance(names, str):
-        raise InputError(f"cases must be a list of names, got the string {names!r}; pass [{names!r}]")
-    wanted = list(names)
-    if unknown := [n for n in wanted if n not in BUILDERS]:
-        raise InputError(f"no case {', '.join(map(repr, unknown))}; known: {', '.join(BUILDERS)}")
-    return [name for name in BUILDERS if name in wanted]
+    return choose_names("case", names, BUILDERS)
 
 
 def draw(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,9 +34,7 @@ from attn_diag.testing.target import (
     emulate,
     fingerprint,
 )
-
-if TYPE_CHECKING:
-    from attn_diag.work import Progress
+from attn_diag.work import Progress
 
 # So many failing cases are searched for what changed; the others are only asked about what was found there.
 _SEARCHED = 2
@@ -217,22 +215,17 @@ class _Check:
             self.notes += notes
             suite.require_finite(outputs)
         except MisfitError as error:
-            message = f"{inputs.name}: {error}"
-            return _Ran(inputs, None, case, None, [Failure("fit", inputs.name, "o", message)])
+            return _misfit(inputs, case, str(error))
         recipe = preset(DEFAULT_RECIPE, DTYPES[inputs.q.dtype], inputs.q.shape[3])
         gradients = any(n in outputs for n in ("dq", "dk", "dv"))
         yardstick = emulate(recipe, inputs, self.where, with_gradients=gradients)
-        if not gradients:
-            yardstick = {n: x for n, x in yardstick.items() if n in ("o", "lse")}
         measured = measure_case(inputs, outputs, yardstick, recipe, self.where.type)
         bits = fingerprint(outputs)
         case = replace(
             case, outputs=tuple(outputs), fingerprint=bits, deterministic=deterministic, worst=measured.worst
         )
         if measured.misfit is not None:
-            message = f"{inputs.name}: {measured.misfit}"
-            failures = [Failure("fit", inputs.name, "o", message)]
-            return _Ran(inputs, None, case, None, failures)
+            return _misfit(inputs, case, measured.misfit)
         known = None if self.entry is None else self.entry.cases.get(inputs.name)
         if self.entry is not None and known is None:
             self.notes.append(f"the baseline has no case {inputs.name}: it is held to a published recipe's errors")
@@ -335,8 +328,8 @@ class _Check:
         recipe = agreement = None
         if first.outputs["o"].dtype == first.inputs.q.dtype:
             options = suspects.published(first.inputs.q.dtype, first.inputs.q.shape[3])
-            alike = suspects.closest(first.inputs, first.outputs["o"], options, self.where)
-            recipe, agreement = alike.recipe.name, alike.agreement
+            alike, agreement = suspects.closest(first.inputs, first.outputs["o"], options, self.where)
+            recipe = alike.name
         entry = BaselineEntry(
             subject=self.subject.key, device=device_words(self.where), versions=versions(), seed=self.asked.seed,
             exact=self.exact, recipe=recipe, agreement=agreement,
@@ -344,6 +337,10 @@ class _Check:
         )  # fmt: skip
         replaced = store(self.path, entry, replace=self.save == "update")
         return [], "updated" if replaced else "saved"
+
+
+def _misfit(inputs: CaseInputs, case: CheckedCase, words: str) -> _Ran:
+    return _Ran(inputs, None, case, None, [Failure("fit", inputs.name, "o", f"{inputs.name}: {words}")])
 
 
 def _accepted(r: _Ran) -> BaselineCase:

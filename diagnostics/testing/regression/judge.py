@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Size
@@ -13,21 +15,12 @@ from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
 from attn_diag.testing.regression.figures import Measured
 
-# An error may be so many times the baseline's: a quarter of the variance more, as one more independent rounding makes
-# whose errors are half as large.
+# How many times the baseline's an error may be: one more rounding, with errors half as large, adds so much in squares.
 GROWTH = math.sqrt(5 / 4)
 _QUANTITY = {"o_excess": "o", "o_away_excess": "o", "delta_excess": "delta"}
 _WORDS = {"o": "O", "lse": "L (lse)", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV"}
 _UNIT = {"o": " ulp rms", "lse": "", "delta": " noise floors"}
 _DIRECTION = {"o_excess": "upward", "o_away_excess": "away from zero", "delta_excess": "upward"}
-
-
-def margin(name: str, rows: int) -> float:
-    """The practical margin of a mean: what adds up, over so many rows, to correct rounding's own random walk.
-
-    1 / sqrt(12 rows) in ulp of O (rounding's rms is 1 / sqrt(12) ulp), 1 / sqrt(rows) in noise floors of delta.
-    """
-    return 1 / math.sqrt(rows) if name == "delta_excess" else 1 / math.sqrt(12 * rows)
 
 
 def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same_key: bool) -> dict[str, CheckedBias]:
@@ -38,11 +31,12 @@ def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same
         rows: Tq.
         known: The baseline's case, of the same bits or not.
         same_key: The baseline is of this device and these versions, where any change is news; else one has to exceed
-            the practical margin.
+            what adds up, over the rows, to correct rounding's own random walk.
     """
     found = {}
     for name, mean in measured.biases.items():
-        expected, width = measured.accepted[name], margin(name, rows)
+        # In noise floors of delta, or in ulp of O, of which one rounding has an rms of 1 / sqrt(12).
+        expected, width = measured.accepted[name], 1 / math.sqrt(rows if name == "delta_excess" else 12 * rows)
         accepted = min(0.0, expected) - width, max(0.0, expected) + width
         before = None if known is None else known.biases.get(name)
         p = beyond(mean, accepted) if before is None else welch(mean, before, 0.0 if same_key else width)
@@ -61,12 +55,9 @@ def beyond(mean: SequenceMean, accepted: tuple[float, float]) -> float:
 
 def welch(one: SequenceMean, other: SequenceMean, width: float = 0.0) -> float:
     """p-value of "the two means differ by at most ``width``": Welch's test of what they differ by beyond it."""
-    test = means.welch(_estimated(other), _estimated(one))
+    a, b = (means.Estimated(m.mean, m.standard_error or 0.0, m.degrees_of_freedom or 1.0) for m in (other, one))
+    test = means.welch(a, b)
     return _t_p(max(abs(test.difference) - width, 0.0), test.standard_error, test.df)
-
-
-def _estimated(mean: SequenceMean) -> means.Estimated:
-    return means.Estimated(mean.mean, mean.standard_error or 0.0, mean.degrees_of_freedom or 1.0)
 
 
 def _t_p(distance: float, se: float, df: float) -> float:
@@ -92,59 +83,46 @@ def sizes_of(measured: Measured, known: BaselineCase | None, *, same_inputs: boo
             continue
         now, then = size.log_ratio, before.log_ratio
         scaled = math.hypot(size.error, size.growth_band) * math.exp(then.mean - now.mean)
-        baseline, limit = (_without(x, size.growth_band) for x in (scaled, GROWTH * scaled))
+        baseline, limit = (math.sqrt(max(x**2 - size.growth_band**2, 0.0)) for x in (scaled, GROWTH * scaled))
         p = None if same_inputs else welch(now, then) if now.mean > then.mean else 1.0
         found[name] = Size(size.error, size.yardstick, budget, baseline, limit, p)
     return found
 
 
-def _without(x: float, band: float) -> float:
-    return math.sqrt(max(x**2 - band**2, 0.0))
-
-
 def adjusted(cases: Sequence[CheckedCase]) -> tuple[list[CheckedCase], int]:
     """The cases with Holm's p-values over all tests of the run, of biases and of growth, and the number of tests."""
-    places: list[tuple[int, str, str, float]] = []
-    for i, case in enumerate(cases):
-        places += [(i, "biases", n, b.p_value) for n, b in case.biases.items() if b.p_value is not None]
-        places += [(i, "sizes", n, s.p_value) for n, s in case.sizes.items() if s.p_value is not None]
-    found = {(i, of, n): p for (i, of, n, _), p in zip(places, holm([p for *_, p in places]), strict=True)}
-    result = []
-    for i, case in enumerate(cases):
-        biases = {n: replace(b, p_adjusted=found.get((i, "biases", n))) for n, b in case.biases.items()}
-        sizes = {n: replace(s, p_adjusted=found.get((i, "sizes", n))) for n, s in case.sizes.items()}
-        result.append(replace(case, biases=biases, sizes=sizes))
-    return result, len(places)
+    every: list[Any] = [test for case in cases for test in (*case.biases.values(), *case.sizes.values())]
+    p_values: list[float] = [test.p_value for test in every if test.p_value is not None]
+    found = iter(holm(p_values))
+
+    def corrected(tests: dict[str, Any]) -> dict[str, Any]:
+        return {n: t if t.p_value is None else replace(t, p_adjusted=next(found)) for n, t in tests.items()}
+
+    return [replace(c, biases=corrected(c.biases), sizes=corrected(c.sizes)) for c in cases], len(p_values)
 
 
 def failures_of(case: CheckedCase, level: float) -> list[Failure]:
     """What is wrong with the biases and sizes of a case, whose p-values are adjusted; one a quantity and kind."""
-    biased: dict[str, tuple[float, Failure]] = {}
-    for name, bias in case.biases.items():
-        if bias.p_adjusted is None or bias.p_adjusted > level:
-            continue
-        quantity = _QUANTITY[name]
-        shift = abs(bias.mean - (bias.baseline_mean or 0.0))
-        if quantity not in biased or shift > biased[quantity][0]:
-            biased[quantity] = shift, Failure("bias", case.name, quantity, _bias_words(case, name, bias))
+    significant = {n: b for n, b in case.biases.items() if b.p_adjusted is not None and not b.p_adjusted > level}
+    biased = []
+    for quantity, names in groupby(significant, key=lambda name: _QUANTITY[name]):
+        name = max(names, key=lambda n: abs(significant[n].mean - (significant[n].baseline_mean or 0.0)))
+        biased.append(Failure("bias", case.name, quantity, _bias_words(case, name, significant[name])))
     grown = [
         Failure("growth", case.name, name, _size_words(case, name, size))
         for name, size in case.sizes.items()
         if not size.error <= (size.budget if size.limit is None else size.limit)
         and (size.p_adjusted is None or size.p_adjusted <= level)
     ]
-    return [failure for _, failure in biased.values()] + grown
+    return biased + grown
 
 
 def _bias_words(case: CheckedCase, name: str, bias: CheckedBias) -> str:
-    quantity = _QUANTITY[name]
-    unit = "noise floors" if quantity == "delta" else "ulp"
+    quantity, unit = _QUANTITY[name], "noise floors" if name == "delta_excess" else "ulp"
     se = "" if bias.standard_error is None else f" ± {bias.standard_error:.1g}"
-    against = (
-        f"accepted without a baseline: {bias.accepted[0]:+.2g} to {bias.accepted[1]:+.2g}"
-        if bias.baseline_mean is None
-        else f"{bias.baseline_mean:+.2g} in the baseline"
-    )
+    against = "accepted without a baseline: {:+.2g} to {:+.2g}".format(*bias.accepted)
+    if bias.baseline_mean is not None:
+        against = f"{bias.baseline_mean:+.2g} in the baseline"
     return (
         f"{case.name}: {_WORDS[quantity]} is biased beyond correct rounding by {bias.mean:+.3g}{se} {unit} "
         f"{_DIRECTION[name]} ({against}; adjusted p {bias.p_adjusted or 0.0:.1g}); {worst_words(case)}"
@@ -152,20 +130,15 @@ def _bias_words(case: CheckedCase, name: str, bias: CheckedBias) -> str:
 
 
 def _size_words(case: CheckedCase, name: str, size: Size) -> str:
-    shown = _show(name, size.error)
+    def shown(value: float) -> str:
+        return f"{value:.3g}{_UNIT[name]}" if name in _UNIT else percent(value)
+
     if size.limit is not None and size.baseline is not None:
-        why = f"in the baseline {_show(name, size.baseline)}, limit {_show(name, size.limit)}"
+        verb, why = "has grown to", f"in the baseline {shown(size.baseline)}, limit {shown(size.limit)}"
     else:
-        recipe = _show(name, size.yardstick)
-        why = f"budget {_show(name, size.budget)}: twice a published recipe's {recipe}, and one rounding"
-    verb = "has grown to" if size.limit is not None else "is"
-    return f"{case.name}: the error of {_WORDS[name]} {verb} {shown} ({why}); {worst_words(case)}"
-
-
-def _show(name: str, value: float) -> str:
-    if name in _UNIT:
-        return f"{value:.3g}{_UNIT[name]}"
-    return percent(value)
+        budget, recipe = shown(size.budget), shown(size.yardstick)
+        verb, why = "is", f"budget {budget}: twice a published recipe's {recipe}, and one rounding"
+    return f"{case.name}: the error of {_WORDS[name]} {verb} {shown(size.error)} ({why}); {worst_words(case)}"
 
 
 def worst_words(case: CheckedCase) -> str:

@@ -81,7 +81,7 @@ class Breakpoint:
         self._judge_without_backward(watch)
         self._stop_if_found()
         if not watch.calls_seen:
-            _log.warning(UNSEEN)
+            watch.warn_once(UNSEEN)
 
     def disarm(self) -> None:
         """Stop no more; at a prompt: ``attn_diag.last_finding().disarm()``."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -19,12 +20,13 @@ _NAME = re.compile("attention|attn|sdpa", re.IGNORECASE)
 # These take what q, k and v are computed from (multi_head_attention_forward), or gradients.
 _NOT = re.compile("multi_head|encoder_layer|backward|mask", re.IGNORECASE)
 _KEYWORDS = (("query", "key", "value"), ("q", "k", "v"))
-# Linear attention calls its query a receptance.
-_LOCALS = (*_KEYWORDS, ("r", "k", "v"))
+_LOCALS = (*_KEYWORDS, ("r", "k", "v"))  # linear attention calls its query a receptance
 
-# Not through torch.nn.functional: somebody may have put a wrapper there.
+# PyTorch's own, not through torch.nn.functional: somebody may have put a wrapper there.
 _SDPA = torch._C._nn.scaled_dot_product_attention
 
+Function = Callable[..., Any]
+Keywords = Mapping[str, Any] | None
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
@@ -37,14 +39,13 @@ class Call:
     regime: torch.dtype | None
     outcome: Outcome
     source: SourceLine | None
+    paths: dict[str, tuple[Step, ...]]
+    causes: dict[str, tuple[DtypeChange, ...]]
     count: int = 0
-    paths: dict[str, tuple[Step, ...]] = field(default_factory=dict)
-    causes: dict[str, tuple[DtypeChange, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.expected = expected_dtype(list(self.dtypes.values()), self.regime)
-        one = len(set(self.dtypes.values())) == 1
-        self.differing = () if one else tuple(n for n, d in self.dtypes.items() if d != self.expected)
+        self.differing = tuple(n for n, d in self.dtypes.items() if d != self.expected)
 
 
 class CallLog:
@@ -54,25 +55,19 @@ class CallLog:
         self.seen = 0
         self.calls: dict[tuple[object, ...], Call] = {}
         self._history = history
-        self._known: dict[Callable[..., Any], bool] = {}
+        self._is_attention = cache(is_attention)
         # By id: an exception that is held would hold its frames.
         self._noted_error: int | None = None
 
-    def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Record a call that returned, if it is attention."""
-        known = self._known.get(func)
-        if known is None:
-            known = self._known[func] = is_attention(func)
-        if known and (qkv := _qkv_of(args, kwargs)) is not None:
-            hidden = _is_sdpa(func) and autocast_dtype(qkv[0].device.type) is not None
-            self.add(operation_name(func), qkv, "autocast" if hidden else "accepted", *self._place())
-
-    def note_raised(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, error: Exception
-    ) -> None:
-        """Record a call that raised, if it is attention."""
-        if is_attention(func) and (qkv := _qkv_of(args, kwargs)) is not None:
-            self.add(operation_name(func), qkv, "raised", *self._place())
+    def note(self, func: Function, args: Sequence[Any], kwargs: Keywords, error: Exception | None = None) -> None:
+        """Record a call that returned, or raised ``error``, if it is attention."""
+        if not self._is_attention(func) or (qkv := _qkv_of(args, kwargs)) is None:
+            return
+        # Of PyTorch's own autocast casts all inputs.
+        autocast = func is _SDPA and autocast_dtype(qkv[0].device.type) is not None
+        outcome: Outcome = "raised" if error is not None else "autocast" if autocast else "accepted"
+        self.add(operation_name(func), qkv, outcome, *self._place())
+        if error is not None:
             self._noted_error = id(error)
 
     def note_error(self, error: Exception) -> None:
@@ -82,7 +77,7 @@ class CallLog:
             self.add(operation, qkv, "raised", frame.f_code, instruction)
 
     def check(self, qkv: Triple, error: Exception | None) -> None:
-        """Record what ``check_qkv`` was given, and whether it raised."""
+        """Record what ``check_qkv`` was given, and the error that it is about to raise."""
         self.add("check_qkv", qkv, "accepted" if error is None else "raised", *self._place())
         self._noted_error = None if error is None else id(error)
 
@@ -94,18 +89,14 @@ class CallLog:
         if set(dtypes.values()) <= {regime or qkv[0].dtype}:
             return
         key = (operation, outcome, regime, *dtypes.values(), id(code), instruction)
-        call = self.calls.get(key)
-        if call is None:
+        traced = {name: made for name, x in zip("qkv", qkv, strict=True) if (made := self._history.of(x)) is not None}
+        if key not in self.calls:
             source = None if code is None else source_line(code, instruction)
-            call = self.calls[key] = Call(operation, dtypes, regime, outcome, source)
+            paths, causes = {n: m.path() for n, m in traced.items()}, {n: m.changes for n, m in traced.items()}
+            self.calls[key] = Call(operation, dtypes, regime, outcome, source, paths, causes)
+        call = self.calls[key]
         call.count += 1
-        for name, x in zip("qkv", qkv, strict=True):
-            made = self._history.of(x)
-            if made is None:
-                continue
-            if call.count == 1:
-                call.paths[name] = made.path()
-                call.causes[name] = made.changes
+        for name, made in traced.items():
             if name in (call.differing or "qkv"):
                 for change in made.changes:
                     (change.reaches_mixed if call.differing else change.reaches_alike).add(name)
@@ -115,19 +106,14 @@ class CallLog:
         return (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
 
 
-def is_attention(func: Callable[..., Any]) -> bool:
+def is_attention(func: Function) -> bool:
     """Tell attention by its name: PyTorch's, FlashAttention's and others' operators all say so."""
     # Of an OpOverload the operator's name, without the overload's.
     name = str(getattr(getattr(func, "_schema", None), "name", None) or getattr(func, "__name__", ""))
     return bool(_NAME.search(name)) and not _NOT.search(name)
 
 
-def _is_sdpa(func: Callable[..., Any]) -> bool:
-    """Whether it is PyTorch's own, all of whose inputs autocast casts."""
-    return func is _SDPA
-
-
-def _qkv_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Triple | None:
+def _qkv_of(args: Sequence[Any], kwargs: Keywords) -> Triple | None:
     """q, k and v of a call: the keywords of these names, else the first three tensors; None where there are none."""
     named = kwargs or {}
     chosen: list[Any] = [x for x in args if isinstance(x, Tensor)][:3]
@@ -142,7 +128,10 @@ def _mixed_in_traceback(traceback: TracebackType | None) -> tuple[str, Triple, F
     Kernels behind an ``autograd.Function`` make no call that a trace could see, but they raise where they meet a mixed
     call. Returns the function's name, q, k and v, and frame and instruction (``f_lasti``) of the user's code there.
     """
-    frames = [(t.tb_frame, t.tb_lasti) for t in _chain(traceback)]
+    frames: list[tuple[FrameType, int]] = []
+    while traceback is not None:
+        frames.append((traceback.tb_frame, traceback.tb_lasti))
+        traceback = traceback.tb_next
     for i in reversed(range(len(frames))):
         frame = frames[i][0]
         for names in _LOCALS:
@@ -158,11 +147,4 @@ def _mixed_in_traceback(traceback: TracebackType | None) -> tuple[str, Triple, F
 def _triple(found: Sequence[Any]) -> Triple | None:
     if len(found) != 3 or not all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2 for x in found):
         return None
-    q, k, v = found
-    return q, k, v
-
-
-def _chain(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
+    return found[0], found[1], found[2]

@@ -21,20 +21,11 @@ from torch import Tensor
 from attn_diag.results.dtypes import Kind, SourceLine, Step, TracedOperand
 from attn_diag.watching.drift.source import compiled_function, is_users, name_of, operation_name, source_line
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *_FP8)
 # Complex numbers count as their parts: rotary embeddings pass through complex64 without a change of precision.
-PRECISION = {
-    dtype: dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-    )
-} | {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
+_PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
+PRECISION = {dtype: dtype for dtype in _FLOATING} | _PARTS
 
 _CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"})
 
@@ -66,35 +57,28 @@ class DtypeChange:
         self.alone = (self,)
 
 
+@dataclass(eq=False, slots=True)
 class Made:
-    """How a tensor was made.
+    """How a tensor was made."""
 
-    Attributes:
-        func, code, instruction: the call, and where in the user's code it stands.
-        previous: the operand whose dtype it took; None after a change.
-        changes: the changes of dtype that its own goes back to, along every operand of that dtype, the first along
-            ``previous``.
-    """
+    tensor: ref[Tensor]
+    dtype: torch.dtype
+    func: Callable[..., Any]
+    code: CodeType | None
+    """Where in the user's code the call of ``func`` stands; None where that is not known."""
+    instruction: int
+    previous: Made | None
+    """The operand whose dtype it took; None after a change."""
+    changes: tuple[DtypeChange, ...]
+    """Those that its dtype goes back to, along every operand of that dtype, the first along ``previous``."""
+    depth: int = 0
 
-    __slots__ = ("changes", "code", "depth", "dtype", "func", "instruction", "previous", "tensor")
-
-    def __init__(
-        self,
-        tensor: ref[Tensor],
-        dtype: torch.dtype,
-        func: Callable[..., Any],
-        code: CodeType | None,
-        instruction: int,
-        previous: Made | None,
-        changes: tuple[DtypeChange, ...],
-    ) -> None:
-        self.tensor, self.dtype, self.func, self.code, self.instruction = tensor, dtype, func, code, instruction
-        self.previous, self.changes, self.depth = previous, changes, 0
-        if previous is not None:
-            self.depth = previous.depth + 1
+    def __post_init__(self) -> None:
+        if self.previous is not None:
+            self.depth = self.previous.depth + 1
             if self.depth > _LONGEST_PATH:
                 # A recurrent state has no shorter history: keep its origin, let go of what lies between.
-                self.previous, self.depth = previous.origin(), 1
+                self.previous, self.depth = self.previous.origin(), 1
 
     def origin(self) -> Made:
         """Where the dtype came from: a change, or the first tensor that the trace saw."""

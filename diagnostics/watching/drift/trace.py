@@ -126,7 +126,7 @@ class _Mode(TorchFunctionMode):
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
         except Exception as error:
-            self._calls.note_raised(func, args, kwargs, error)
+            self._calls.note(func, args, kwargs, error)
             raise
         if isinstance(result, Tensor):
             self._calls.note(func, args, kwargs)

@@ -78,19 +78,24 @@ class _Seen:
 
 
 class Projections:
-    """Watches the linear layers of a model: at first all of them, then those that made a q."""
+    """Watches the linear layers of a model: at first all of them, then those that made a q; without a model none."""
 
-    def __init__(self, model: nn.Module, guarded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def __init__(self) -> None:
+        self.recording = False
+        self._names: dict[nn.Module, str] = {}
+        self._handles: dict[nn.Module, Any] = {}
+        self._recent: deque[_Seen] = deque(maxlen=_KEPT)
+        self._known: dict[str, CapturedProjection | None] = {}
+
+    def watch(self, model: nn.Module, guarded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Begin."""
         fast = [m for m in model.modules() if isinstance(m, FAST_PATHS)]
         # A hook below one of these would take inference off its fast path; and the sites know their projections.
         left_out = {layer for module in fast for layer in module.modules()}
         self._names = {
             layer: clean(name) for name, layer in model.named_modules() if _is_linear(layer) and layer not in left_out
         }
-        self.recording = False
         self._handles = {layer: layer.register_forward_hook(guarded(self._ran)) for layer in self._names}
-        self._recent: deque[_Seen] = deque(maxlen=_KEPT)
-        self._known: dict[str, CapturedProjection | None] = {}
 
     def _ran(self, layer: nn.Module, args: tuple[Any, ...], y: Any) -> None:
         if self.recording and args and isinstance(args[0], Tensor) and isinstance(y, Tensor):

@@ -85,9 +85,7 @@ class Pending:
 
     def give_up(self) -> None:
         """Wait no longer, as the step is over."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._unhook()
         # A gradient at the projection that never came (a frozen model) does not take the others along.
         if self.call.do is not None and self._missing:
             self._missing.clear()
@@ -116,10 +114,13 @@ class Pending:
     def _arrived(self, name: str) -> None:
         self._missing.discard(name)
         if not self._missing:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+            self._unhook()
             self._finished(self)
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:

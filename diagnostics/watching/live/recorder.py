@@ -107,7 +107,7 @@ class Recorder:
             self._writer.close()  # again, where Ctrl-C ended the wait
             return
         if watch.never_stepped:
-            _log.warning(UNSTEPPED)
+            watch.warn_once(UNSTEPPED)
         watch.stop()
         with _lock:
             _open.remove(self)
@@ -116,7 +116,7 @@ class Recorder:
         self._writer.close()
         atexit.unregister(self._at_exit)
         if not watch.calls_seen:
-            _log.warning(UNSEEN)
+            watch.warn_once(UNSEEN)
         elif not self._chosen:
             seen = ", ".join(map(str, watch.layers))
             _log.warning("nothing was captured: no call fitted steps, layers and calls; seen were layers %s", seen)

@@ -87,7 +87,7 @@ class Watch:
         self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._projections: Projections | None = None
+        self._projections = Projections()
         self._warned: set[str] = set()
         self._owns = False
 
@@ -107,7 +107,7 @@ class Watch:
             self._names = {id(module): clean(name) for name, module in self.model.named_modules()}
             # A hook inside a compiled module would have it compiled anew.
             if not self.compiled:
-                self._projections = Projections(self.model, self.guarded)
+                self._projections.watch(self.model, self.guarded)
                 self._projections.recording = self._wants_step()
                 if not isinstance(self.model, FAST_PATHS):
                     begins, ended = self.guarded(self._forward_begins), self.guarded(self._forward_ended)
@@ -122,18 +122,16 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._projections is not None:
-            self._projections.close()
+        self._projections.close()
         self._drop_pending()
 
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
-        if self._projections is not None:
-            self._projections.forget()
-            self._projections.settle()
-            self._projections.recording = self._wants_step()
+        self._projections.forget()
+        self._projections.settle()
+        self._projections.recording = self._wants_step()
         self._counts.clear()
         self._with_gradients.clear()
         self._calls_this_step = 0
@@ -181,8 +179,7 @@ class Watch:
         self._counts[_key(owner), recomputing] += 1
         self._calls_this_step += 1
         self.calls_seen += 1
-        if self._projections is not None:
-            self._projections.forget()  # also the projections of calls that nobody wanted
+        self._projections.forget()  # also the projections of calls that nobody wanted
 
     def sees(self, place: CallPlace, fields: Fields, result: Any) -> None:
         """Tell the listener of a wanted call that has run, and follow its gradients."""
@@ -199,15 +196,13 @@ class Watch:
             call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), weight.detach()
             if pending is not None:
                 pending.copy_dq = biased
-        elif self._projections is not None and place.module is not None:
-            found = self._projections.find(place.module, call.q)
-            if found is not None:
-                projection, x, y = found
-                call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), projection.weight()
-                if call.w_q is None:
-                    call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
-                if pending is not None:
-                    pending.follow_projection(y, projection)
+        elif place.module is not None and (found := self._projections.find(place.module, call.q)) is not None:
+            projection, x, y = found
+            call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), projection.weight()
+            if call.w_q is None:
+                call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
+            if pending is not None:
+                pending.follow_projection(y, projection)
         if pending is not None:
             self._with_gradients.add((place.layer, place.call))
             with self._lock:
@@ -294,13 +289,11 @@ class Watch:
         if self._calls_this_step:
             self.end_step()
         self._trains, self.step = True, self._first_step
-        if self._projections is not None:
-            self._projections.recording = self._wants_step()
+        self._projections.recording = self._wants_step()
 
     def _forward_ended(self, model: nn.Module, args: tuple[Any, ...], result: Any) -> None:  # noqa: ARG002
         # What the last linear layers hold, logits among it, is not kept through the backward.
-        if self._projections is not None:
-            self._projections.forget()
+        self._projections.forget()
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
         if not self._is_ours(optimizer):

@@ -1,7 +1,4 @@
-"""One check of the model on the host: every watched head's metrics at one step.
-
-It is a line of the monitor's log, flat names for a logger, and a table for people.
-"""
+"""One check of the model, on the host: a line of the monitor's log, flat names for a logger, a table for people."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import math
 import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +22,6 @@ _COLUMNS = (
     ("max_logit", "logit", ".1f"), ("w_q_norm", "|W_Q|", ".2f"),
 )  # fmt: skip
 _ALARMS = 3
-_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -67,16 +63,12 @@ class MonitorCheck:
     @classmethod
     def from_json(cls, text: str) -> MonitorCheck:
         """Read what ``to_json`` wrote."""
-        found = json.loads(text)
-        layers = tuple(
-            LayerCheck(
-                c["layer"],
-                c["module"],
-                {n: np.array([math.nan if x is None else float(x) for x in v]) for n, v in c["metrics"].items()},
-            )
-            for c in found["layers"]
-        )
-        return cls(found["step"], layers)
+        found, layers = json.loads(text), []
+        for c in found["layers"]:
+            # numpy reads null as NaN, and "Infinity".
+            metrics = {name: np.array(values, dtype=np.float64) for name, values in c["metrics"].items()}
+            layers.append(LayerCheck(c["layer"], c["module"], metrics))
+        return cls(found["step"], tuple(layers))
 
 
 def read_log(path: str | os.PathLike[str]) -> Iterator[MonitorCheck]:
@@ -97,27 +89,24 @@ def _plain(value: float) -> float | str | None:
 
 def with_growth(check: MonitorCheck, before: MonitorCheck | None) -> MonitorCheck:
     """The check with "max_logit_growth" and "dw_q_share_growth": of the logarithm, per step since ``before``."""
-    known = {} if before is None else {(c.layer, c.module): c for c in before.layers}
+    steps = 0 if before is None else check.step - before.step
+    known = {(c.layer, c.module, c.heads): c.values for c in before.layers} if before is not None and steps > 0 else {}
     layers = []
     for layer in check.layers:
-        old = known.get((layer.layer, layer.module))
-        added = {}
+        old, unknown = known.get((layer.layer, layer.module, layer.heads), {}), np.full(layer.heads, math.nan)
+        values = dict(layer.values)
         for name in ("max_logit", "dw_q_share"):
-            added[f"{name}_growth"] = np.full(layer.heads, math.nan)
-            if before is not None and old is not None and old.heads == layer.heads and check.step > before.step:
-                with np.errstate(invalid="ignore", divide="ignore"):
-                    ratio = layer.values[name] / old.values[name]
-                    growth = np.log(np.where(ratio > 0, ratio, math.nan)) / (check.step - before.step)
-                added[f"{name}_growth"] = growth
-        layers.append(LayerCheck(layer.layer, layer.module, {**layer.values, **added}))
-    return MonitorCheck(check.step, tuple(layers))
+            with np.errstate(invalid="ignore", divide="ignore"):
+                ratio = layer.values.get(name, unknown) / old.get(name, unknown)
+                values[f"{name}_growth"] = np.log(np.where(ratio > 0, ratio, math.nan)) / max(steps, 1)
+        layers.append(replace(layer, values=values))
+    return replace(check, layers=tuple(layers))
 
 
 def flat_metrics(check: MonitorCheck, alarms: int, total: int, *, per_head: bool) -> dict[str, float]:
     """ "attn/NAME/max" and "/mean" over the heads of which NAME is known, "attn/alarm", "attn/alarms", "attn/step"."""
     found: dict[str, float] = {}
-    names = dict.fromkeys(name for layer in check.layers for name in layer.values)
-    for name in names:
+    for name in dict.fromkeys(name for layer in check.layers for name in layer.values):
         values = np.concatenate([layer.values[name] for layer in check.layers if name in layer.values])
         known = values[~np.isnan(values)]
         if len(known):
@@ -128,9 +117,8 @@ def flat_metrics(check: MonitorCheck, alarms: int, total: int, *, per_head: bool
     if per_head:
         for layer in check.layers:
             for name, row in layer.values.items():
-                for head, value in enumerate(row):
-                    if not math.isnan(value):
-                        found[f"attn/layer{layer.layer:02d}/head{head:02d}/{name}"] = float(value)
+                for head in np.flatnonzero(~np.isnan(row)):
+                    found[f"attn/layer{layer.layer:02d}/head{head:02d}/{name}"] = float(row[head])
     return found | {"attn/alarm": float(alarms), "attn/alarms": float(total), "attn/step": float(check.step)}
 
 
@@ -142,13 +130,14 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
     rows = [["layer", "head", *(title for _, title, _ in shown)]]
     for layer in check.layers:
         head = _worst(layer)
-        cells = [format(v, form) if math.isfinite(v := layer.values[name][head]) else "-" for name, _, form in shown]
+        known = ((layer.values[name][head], form) for name, _, form in shown)
+        cells = [format(v, form).replace("%", " %") if math.isfinite(v) else "-" for v, form in known]
         rows.append([str(layer.layer), str(head), *cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [f"step {check.step}, the worst head of each layer"]
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     for alarm in alarms[:_ALARMS]:
-        lines += textwrap.wrap(f"ALARM {alarm}", _WIDTH, subsequent_indent="  ")
+        lines += textwrap.wrap(f"ALARM {alarm}", 80, subsequent_indent="  ")
     if len(alarms) > _ALARMS:
         lines.append(f"… and {len(alarms) - _ALARMS} more: monitor.alarms")
     return "\n".join(lines)

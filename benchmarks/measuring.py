@@ -1,0 +1,69 @@
+"""What the benchmarks share: options, inputs, clocks, and a result that says what made it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import Capture
+from attn_diag.head.machine import describe_tool
+
+CAPTURES = Path(__file__).parent.parent / "tests" / "captures"
+
+
+def options_of(description: str | None, device: str = "") -> ArgumentParser:
+    """A parser with ``--json FILE``, and ``--device`` where it has a default."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    if device:
+        parser.add_argument("--device", default=device, choices=["cpu", "cuda"])
+    return parser
+
+
+def made_by(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What a result begins with: date, versions, device, and the threads of this process."""
+    tool = asdict(describe_tool(torch.device(device)))
+    return {"date": datetime.now(UTC).date().isoformat(), "tool": tool, "threads": torch.get_num_threads()}
+
+
+def save(result: Mapping[str, Any], file: Path | None) -> None:
+    """Write a result as JSON, where there is a file for it."""
+    if file is not None:
+        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def normal(*shape: int, seed: int = 0) -> list[Tensor]:
+    """q, k, v and dO of N(0,1), rounded to BF16."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
+
+
+def captured(qkv_do: list[Tensor], **observed: Tensor) -> Capture:
+    """A causal capture of these inputs and of what was ``observed``, [B, H, T, D] each."""
+    return Capture.from_tensors(dict(zip(("q", "k", "v", "do"), qkv_do, strict=True)) | observed, causal="top-left")
+
+
+def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of one call, until the device has done it."""
+    start = clock()
+    work()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def in_fresh_process(file: str, *arguments: object) -> Any:
+    """The JSON that a script prints which is given these arguments, in a process of its own."""
+    command = [sys.executable, file, *map(str, arguments)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)

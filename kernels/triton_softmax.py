@@ -1,0 +1,65 @@
+"""The steps of the forward's online softmax for one tile of keys; ``R`` is the Recipe."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_diag.kernels.triton_math import INTERPRETED, LOG2_E, round_to
+
+
+@triton.jit
+def exponential(s, m, factor, R: tl.constexpr):
+    """P_bar = exp(factor (s - m)) for s [M, N], m [M]. A row that has seen no key yet (m = -inf) gives 0."""
+    m = tl.where(m == float("-inf"), 0.0, m)
+    if R.exp == "exp2-fma":
+        c = factor * LOG2_E
+        if INTERPRETED:
+            # A fused multiply-add: the product is exact in float64.
+            x = (s.to(tl.float64) * c - (m * c)[:, None].to(tl.float64)).to(tl.float32)
+        else:
+            x = tl.fma(s, c, -(m * c)[:, None])
+        p = tl.exp2(x)
+    else:
+        p = tl.exp(round_to((s - m[:, None]) * factor, tl.constexpr(R.difference)))
+    return p
+
+
+@triton.jit
+def rescaling(m, m_new, factor, R: tl.constexpr):
+    """exp(factor (m - m_new)), [M]; 0 at the first keys of a row."""
+    m_new = tl.where(m_new == float("-inf"), 0.0, m_new)
+    if R.exp == "exp2-fma":
+        rescale = tl.exp2((m - m_new) * (factor * LOG2_E))
+    else:
+        rescale = tl.exp(round_to((m - m_new) * factor, tl.constexpr(R.difference)))
+    return rescale
+
+
+@triton.jit
+def next_maximum(m, top, repeated, R: tl.constexpr):
+    """What is subtracted next, [M]: from the old ``m``, and the new keys' maximum ``top``, ``repeated`` or not."""
+    if R.softmax.kind == "stabilised":
+        repeated = repeated & (top > float("-inf"))  # keys that are all masked have no maximum
+        top = tl.where(repeated, tl.where(top > 0, R.softmax.beta * top, tl.where(top < 0, 0.0, top)), top)
+    m_new = tl.maximum(m, top)
+    if R.softmax.kind == "stale":
+        m_new = tl.where(m_new - m <= R.softmax.threshold, m, m_new)
+    return round_to(m_new, tl.constexpr(R.row_max))
+
+
+@triton.jit
+def range_sum(p, cast, R: tl.constexpr):
+    """What a tile adds to l, [M]."""
+    if R.row_sum_of == "cast-probs":
+        p = cast.to(tl.float32)
+    return tl.sum(p, 1)
+
+
+@triton.jit
+def add_range(acc, product, rescale, R: tl.constexpr):
+    """O_bar after one more range, with every rounding of its own."""
+    return round_to(
+        round_to(acc * rescale[:, None], tl.constexpr(R.accumulator)) + round_to(product, tl.constexpr(R.range_pv)),
+        tl.constexpr(R.accumulator),
+    )

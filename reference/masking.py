@@ -1,0 +1,79 @@
+"""Which keys a query row of attention attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Causal = Literal["none", "top-left", "bottom-right"]
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Which keys a query row attends to: the one rule, for whoever masks scores."""
+
+    causal: Causal = "none"
+    """Row t sees keys j <= position(t)."""
+    window: tuple[int, int] | None = None
+    """(left, right), inclusive, -1 for unlimited: position(t) - left <= j <= position(t) + right."""
+    mask: Tensor | None = None
+    """[Tq, Tk]: bool (true = attend) or additive, applied after scale and softcap."""
+    positions: Tensor | None = None
+    """[Tq], integers: where only chosen query rows are kept, the last key that a causal row t sees. Without it
+    position(t) = t, shifted by Tk - Tq unless ``causal`` is "top-left" (the default of FlashAttention >= 2.1, also for
+    windows)."""
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many keys before and after position(t) row t may see; None for all of them."""
+        left, right = (None if n < 0 else n for n in self.window or (-1, -1))
+        if self.causal != "none":
+            right = 0
+        return left, right
+
+    def shift(self, q_length: int, k_length: int) -> int:
+        """position(t) - t, where the rows are all of a sequence's."""
+        return 0 if self.causal == "top-left" else k_length - q_length
+
+    def row_positions(self, q_length: int, k_length: int, device: torch.device) -> Tensor:
+        """position(t) for every query row, int64 [Tq]."""
+        if self.positions is not None:
+            return self.positions.to(device=device, dtype=torch.int64)
+        return torch.arange(q_length, device=device) + self.shift(q_length, k_length)
+
+    def span(self, first: int, last: int, k_length: int) -> slice:
+        """The keys that some row at positions ``first`` to ``last`` may see, as far as causality and window tell."""
+        left, right = self.reach
+        stop = min(k_length, last + right + 1) if right is not None else k_length
+        start = min(max(0, first - left), k_length) if left is not None else 0
+        return slice(start, max(start, stop))
+
+    def hidden(self, positions: Tensor, keys: slice) -> Tensor | None:
+        """Where causality or window hides one of ``keys`` from a row; the host does not wait.
+
+        Args:
+            positions: position(t) of R rows, int64 [R].
+            keys: K keys, with start and stop.
+
+        Returns:
+            bool [R, K], or None where neither hides anything.
+        """
+        left, right = self.reach
+        if left is None and right is None:
+            return None
+        distance = torch.arange(keys.start, keys.stop, device=positions.device) - positions[:, None]
+        beyond = None if right is None else distance > right
+        if left is None:
+            return beyond
+        return distance < -left if beyond is None else beyond | (distance < -left)
+
+
+def hides(mask: Tensor) -> Tensor:
+    """Where a mask hides a key, bool of its shape: False, or (additive) as low as the lowest number of its format.
+
+    Hugging Face writes that number for -inf.
+    """
+    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
