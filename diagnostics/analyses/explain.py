@@ -170,13 +170,15 @@ def _size(head: HeadDiagnosis) -> Iterator[str]:
         yield from _beside_well_rounded(head)
         return
     noise = head.noise_factor
+    low_high = head.noise_factor_ci95
+    between = "" if low_high is None else f" (95 % interval {low_high[0]:.3g} to {low_high[1]:.3g})"
     if noise is None:
         yield "Not judged: it is measured on delta, which needs dO and O."
         return
     yield (
         "No published kernel's recipe covers this format, so there is no well-rounded kernel to compare with. "
         "Rounding O once, to the format in which it is returned, already moves delta by a known amount, the noise "
-        f"floor. The noise factor is the rms of delta's error over that floor: {noise:.3g}."
+        f"floor. The noise factor is the rms of delta's error over that floor: {noise:.3g}{between}."
     )
     passes = f"up to {LOSSY_ABOVE:g} passes for correct rounding"
     if noise <= LOSSY_ABOVE:

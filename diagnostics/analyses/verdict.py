@@ -22,7 +22,7 @@ from attn_diag.results.diagnosis import (
     Verdict,
 )
 from attn_diag.results.quality import Answer, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS, plural, together
+from attn_diag.results.wording import SYMBOLS, number, plural, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
 # A kernel that rounds O once has a noise factor of about 1 (0.98-1.4 measured on production kernels).
@@ -96,6 +96,7 @@ def judge(
     level: float,
     quantities: Sequence[QuantityVerdict] = (),
     certificate: Certificate | None = None,
+    noise_factor_ci95: tuple[float, float] | None = None,
 ) -> Verdict:
     """The verdict of one entry: is it the mathematics, well rounded, biased, fragile? In this order.
 
@@ -116,8 +117,10 @@ def judge(
     if not quantities:
         sharp = bias.delta is None or (bias.delta.reference_bound or 0.0) <= (bias.delta.rms or 0.0) / 2
         if noise_factor is not None and noise_factor > LOSSY_ABOVE and sharp:
-            labels.append("lossy")
-            reasons.append(f"delta's error is {noise_factor:.3g} times what one correct rounding of O makes.")
+            low, high = noise_factor_ci95 or (noise_factor, noise_factor)
+            labels.append("lossy" if low > LOSSY_ABOVE else "undecided")
+            interval = "" if low > LOSSY_ABOVE else f" ({number(low)} to {number(high)})"
+            reasons.append(f"delta's error is {noise_factor:.3g}{interval} times what one correct rounding of O makes.")
     if (fragile := _fragile(propagation, quantities, noise_factor, conditioning)) is not None and "lossy" not in labels:
         labels.append("ill_conditioned")
         reasons.append(fragile)
@@ -145,7 +148,7 @@ def judge(
         labels.append("undecided")
         reasons.append(
             f"The mean of {', '.join(_NAMES[n] for n in untested)} cannot be tested: there is a single row, sequence "
-            "or feature."
+            "or feature, or errors cancel in each so that the standard error vanishes."
         )
     if not tests and not blurred and not untested and bit_identical is None:
         labels.append("undecided")
@@ -275,6 +278,8 @@ def _biased(
             f"Mean error of {_NAMES[name]} is {estimate.mean:.3g} ({estimate.mean_ulp or 0:+.2g} "
             f"{'noise floors' if name.startswith('delta') else 'ulp'}, adjusted p = {estimate.p_adjusted:.2g}; {scope})"
         )
+        if estimate.t is None:
+            sentence += f"; it is the same everywhere, and p the chance that {estimate.n_clusters} signs agree"
         rounding = rounding_bias.delta if name == "delta" else None
         if rounding is not None and explained_by_rounding(rounding, estimate, level):
             words.append(f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -19,6 +19,7 @@ from attn_diag.head.propagation import BackwardCollector, ForwardErrors, Gradien
 from attn_diag.head.quality import QuantitySample, RowEffect, beside_well_rounded, shared_deltas
 from attn_diag.head.read import HeadInputs, all_finite
 from attn_diag.head.row_maxima import DEFINITIONS, Repeats, collector_of, swamped_elements
+from attn_diag.head.shared import SharedRows
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
 from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
@@ -65,7 +66,10 @@ class RepeatSums:
 class HeadMeasurement:
     """One observation of one head and sequence, reduced to what is linear in T.
 
-    ``rows`` [n]: the usable rows (finite, with at least one key); arrays in ``errors`` and ``top_key`` [n] follow them.
+    ``rows`` [n]: the usable rows (finite, with at least one key). ``tested`` [m]: those of them that no earlier
+    sequence has too. ``top_key`` [m] and arrays in ``errors`` follow them, but where dO matters only the rows
+    ``with_gradient`` (bool [m], dO is not 0). ``repeated``: usable rows that are left out, most of them the same as
+    those of sequence ``source``. ``noise``: delta's squared error over its floor's, by row with a gradient.
     ``rows_unknown``: those whose truth float64 cannot tell. ``in_doubt``: elements of RN(O_ref) that the reference's
     error could change. ``reference_bounds``: what the reference's own error can have added to the sum of each of
     ``errors``. ``dq``, ``dw_q`` are None where they cannot be known.
@@ -79,8 +83,15 @@ class HeadMeasurement:
     rows_nonfinite: int
     rows_eligible: int
     repeats: dict[str, RepeatSums | None]
-    top_key: npt.NDArray[np.int64]
     figures: FigureSums
+    tested: npt.NDArray[np.int64]
+    top_key: npt.NDArray[np.int64]
+    """Of which key it is, ``SharedRows.keys``; without that its index."""
+    with_gradient: npt.NDArray[np.bool_] | None = None
+    repeated: int = 0
+    source: int | None = None
+    nearly_uniform: bool = False
+    """Whether attention is: in half of the rows the mean of exp(S - m) over the visible keys is at least 1/2."""
     swamped: tuple[int, int] | None = None
     bit_identical: bool | None = None
     in_doubt: int = 0
@@ -91,7 +102,7 @@ class HeadMeasurement:
     certificate: Certificate | None = None
     delta_source: str | None = None
     delta_rounding: DeltaRounding | None = None
-    noise: tuple[float, int] = (0.0, 0)
+    noise: npt.NDArray[np.float64] | None = None
     conditioning: tuple[float, float] | None = None
     dq: GradientSums | None = None
     dw_q: GradientParts | None = None
@@ -124,6 +135,7 @@ def measure_head(
     head: int,
     projection: HeadProjection | None,
     certify: Certify | None = None,
+    shared: SharedRows | None = None,
 ) -> tuple[HeadTruth, list[HeadMeasurement]]:
     """Stream the reference of one head once and measure every observation against it.
 
@@ -134,12 +146,13 @@ def measure_head(
         head: Index of the head in the capture, likewise.
         projection: How dW_Q follows from dQ, where that is wanted.
         certify: Rows to recompute by the oracle.
+        shared: What the head has in common with earlier sequences; the rows count once.
 
     Returns:
         The truth, and one measurement for every observation.
     """
     passed = _Pass(inputs, observed, projection)
-    results = [_measure(passed, seen, batch, head) for seen in observed]
+    results = [_measure(passed, seen, batch, head, shared) for seen in observed]
     if certify is not None:
         usable = passed.truth.usable & passed.bounds.known_rows
         certificate = certify.check(inputs.head, passed.truth.reference, passed.bounds, usable)
@@ -177,6 +190,7 @@ class _Pass:
                 inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys
             )
         self._bounds = BoundCollector(inputs.head)
+        self._visible = torch.zeros(len(inputs.head.q), dtype=torch.int64, device=inputs.head.q.device)
         stored = next((seen.formats for seen in observed), {})
         want_keys = any(seen.want_keys for seen in observed)
         fmt = inputs.input_format
@@ -193,8 +207,15 @@ class _Pass:
         )
         self.bounds = self._bounds.bounds(self.truth.reference)
 
+    def nearly_uniform(self, usable: Tensor) -> bool:
+        """Whether half of these rows (bool [Tq]) attend to all their keys nearly alike."""
+        several = usable & (self._visible > 1)
+        even = several & (self.truth.reference.row_sum >= self._visible / 2)
+        return bool(several.any()) and int(2 * even.sum()) >= int(several.sum())
+
     def _observe(self, block: RowBlock) -> None:
         self._bounds.add(block)
+        self._visible[block.rows] = (block.scores > -torch.inf).sum(1)
         if self.noise is not None:
             self.noise.add(block)
         for collector in self._collectors.values():
@@ -209,7 +230,9 @@ class _Pass:
             backward.add(block)
 
 
-def _measure(passed: _Pass, seen: ObservedHead, batch: int, head: int) -> HeadMeasurement:
+def _measure(
+    passed: _Pass, seen: ObservedHead, batch: int, head: int, shared: SharedRows | None = None
+) -> HeadMeasurement:
     inputs, reference, maxima = passed.truth.inputs, passed.truth.reference, passed.maxima[seen.name]
     broken = {name: ~_row_finite(values) for name, values in seen.outputs.items()}
     finite = ~inputs.unusable
@@ -238,22 +261,55 @@ def _measure(passed: _Pass, seen: ObservedHead, batch: int, head: int) -> HeadMe
         rows_nonfinite=int((~finite).sum()) + lost,
         rows_eligible=int(eligible.sum()),
         repeats={name: _repeat_sums(found, usable) for name, found in repeats.items()},
+        tested=kept.numpy(),
         top_key=top_key.cpu().numpy(),
         figures=FigureSums.of(exact, unit, maxima.row_max, rows),
         broken_outputs={name: count for name, count in faulty.items() if count},
         without_keys=_without_keys(seen, reference.fully_masked & finite),
     )
-    rounding = _Rounding(reference.out[rows], passed.bounds.out[rows], seen.formats.get("o", inputs.input_format))
-    result.errors["rounding_o"] = by_feature(of_elements(rounding.error, rounding.ulp_sum), rounding.error, top_key)
-    _measure_forward(result, passed, seen, rounding, rows, top_key, eligible[rows])
-    if inputs.head.do is not None:
-        _measure_backward(result, passed, seen, rounding, rows, top_key)
+    result.nearly_uniform = passed.nearly_uniform(usable)
+    _measure_errors(result, passed, seen, rows, top_key, eligible[rows])
+    if shared is not None:
+        _leave_out(result, passed, seen, usable, shared, maxima.top_key, eligible)
     if passed.noise is not None:
         kept_rows = usable.nonzero()[:, 0]
         result.quality = _measure_quality(passed, seen, kept_rows, top_key)
         if len(kept_rows):
             result.effects = _measure_effects(passed, seen, kept_rows)
     return result
+
+
+def _measure_errors(
+    result: HeadMeasurement, passed: _Pass, seen: ObservedHead, rows: Rows, top_key: Tensor, eligible: Tensor
+) -> None:
+    """Everything that is known row by row."""
+    inputs = passed.truth.inputs
+    truth, bound = passed.truth.reference.out[rows], passed.bounds.out[rows]
+    rounding = _Rounding(truth, bound, seen.formats.get("o", inputs.input_format))
+    result.errors["rounding_o"] = by_feature(of_elements(rounding.error, rounding.ulp_sum), rounding.error, top_key)
+    _measure_forward(result, passed, seen, rounding, rows, top_key, eligible)
+    if inputs.head.do is not None:
+        _measure_backward(result, passed, seen, rounding, rows, top_key)
+
+
+def _leave_out(
+    result: HeadMeasurement, passed: _Pass, seen: ObservedHead, usable: Tensor, shared: SharedRows, top_key: Tensor,
+    eligible: Tensor,
+) -> None:  # fmt: skip
+    """Keep the signed errors of those rows alone that no earlier sequence has; all else is over all rows."""
+    repeated = usable & torch.from_numpy(shared.repeated).to(usable.device)
+    result.repeated = int(repeated.sum())
+    if result.repeated:
+        result.source = shared.source
+        rows = (usable & ~repeated).nonzero()[:, 0]
+        once = replace(
+            result, errors={}, reference_bounds={}, tested=rows.cpu().numpy(), figures=replace(result.figures)
+        )
+        _measure_errors(once, passed, seen, rows, top_key[rows], eligible[rows])
+        for name in ("errors", "reference_bounds", "tested", "with_gradient", "noise"):
+            setattr(result, name, getattr(once, name))
+        result.top_key = top_key[rows].cpu().numpy()
+    result.top_key = shared.keys[result.top_key]
 
 
 def _measure_quality(passed: _Pass, seen: ObservedHead, rows: Tensor, top_key: Tensor) -> dict[str, QuantitySample]:
@@ -305,7 +361,12 @@ def _measure_forward(
         result.errors["o"] = by_feature(of_elements(error, rounding.ulp_sum), error, top_key)
         result.figures.add_out(error, rounding.ulps)
         result.errors["o_excess"] = of_elements(excess, rounding.ulp_sum)
-        result.errors["o_away_excess"] = of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
+        away = excess * rounding.truth.sign()
+        result.errors["o_away_excess"] = of_elements(away, rounding.ulp_sum)
+        if result.nearly_uniform:
+            # O is nearly the same in all rows: where it lies near a tie, all of them share the excess of that feature.
+            for name, values in (("o_excess", excess), ("o_away_excess", away)):
+                result.errors[name] = by_feature(result.errors[name], values, top_key)
         certain = rounding.certain
         result.reference_bounds |= {
             "o": sum_of(rounding.bound),
@@ -341,20 +402,27 @@ def _measure_backward(
     # sigma_t: the standard deviation of delta_t if every O_ti is rounded once, uniformly within half an ulp.
     noise_floor = ((do * rounding.ulps).square_().sum(1) / 12).sqrt()
     of_rounding = do * rounding.error
-    result.errors["rounding_delta"] = by_feature(of_rows(of_rounding.sum(1), noise_floor), of_rounding, top_key)
+    judged = noise_floor > 0
+    result.with_gradient = judged.cpu().numpy()
+    # Rows without a gradient have no error of delta, whatever the kernel does: they are no evidence.
+    some: Rows = slice(None) if result.with_gradient.all() else judged.nonzero()[:, 0]
+    floors, keys = noise_floor[some], top_key[some]
+    of_rounding = of_rounding[some]
+    result.errors["rounding_delta"] = by_feature(of_rows(of_rounding.sum(1), floors), of_rounding, keys)
     direction = truth.probs_k[rows].square().sum(1) * head.scale**2  # ||alpha (P K)_t||^2
     floor = float((noise_floor.square() * direction).sum())
 
     if forward_errors is not None:
         error = forward_errors.delta_error[rows]
-        result.errors["delta"] = of_rows(error, noise_floor)
+        result.errors["delta"] = of_rows(error[some], floors)
         if (out := seen.outputs.get("o")) is not None:
             contributions = do * (out[rows] - rounding.truth)
             result.figures.add_contributions(contributions)
-            result.errors["delta"] = by_feature(result.errors["delta"], contributions, top_key)
+            result.errors["delta"] = by_feature(result.errors["delta"], contributions[some], keys)
         assert passed.bounds.delta is not None
         own, moved = sum_of(passed.bounds.delta[rows]), rounding.certain.sum(do)
         if "delta" in seen.outputs:
+            difference = None
             excess = forward_errors.delta[rows] - (do * rounding.rounded).sum(1)
             own_excess = moved + rounding_of_products(do, rounding.rounded)
         else:
@@ -365,9 +433,11 @@ def _measure_backward(
             excess = (do * difference).sum(1)
             own_excess = moved + rounding_of_products(do, difference)
         result.reference_bounds |= {"delta": own, "delta_excess": own_excess}
-        result.errors["delta_excess"] = of_rows(excess, noise_floor)
-        judged = noise_floor > 0
-        result.noise = float((error[judged] / noise_floor[judged]).square().sum()), int(judged.sum())
+        result.errors["delta_excess"] = of_rows(excess[some], floors)
+        if result.nearly_uniform and difference is not None:
+            contributions = (do * difference)[some]
+            result.errors["delta_excess"] = by_feature(result.errors["delta_excess"], contributions, keys)
+        result.noise = (error[some] / floors).square().cpu().numpy()
         result.delta_source = "captured" if "delta" in seen.outputs else "from_o"
         if "delta" in seen.outputs and "o" in seen.outputs and len(error):
             cast = seen.outputs["delta"][rows] - (do * seen.outputs["o"][rows]).sum(1)
@@ -380,7 +450,7 @@ def _measure_backward(
         assert passed.bounds.dq is not None
         result.reference_bounds["dq"] = sum_of(passed.bounds.dq[rows])
         dq_error = dq[rows] - exact
-        result.errors["dq"] = of_elements(dq_error, float(ulp(exact, seen.formats["dq"]).sum()))
+        result.errors["dq"] = of_elements(dq_error[some], float(ulp(exact[some], seen.formats["dq"]).sum()))
     parts = _dq_parts(passed, seen)
     kept = parts if isinstance(rows, slice) else parts.map(lambda tensor: tensor[rows])
     result.dq = GradientSums.of(kept, floor=floor)

@@ -132,6 +132,8 @@ class HeadDiagnosis:
     3, and of formats without a published recipe."""
     not_judged: tuple[str, ...] = ()
     """The quantities that were not captured, in words."""
+    noise_factor_ci95: tuple[Number, Number] | None = None
+    """95 % interval of ``noise_factor``; null where its rows have one argmax key in common, and before version 3."""
 
 
 def severity(head: HeadDiagnosis) -> tuple[int, float]:

@@ -23,6 +23,7 @@ from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import GradientSums, key_parts
 from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
+from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
 from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head
@@ -119,6 +120,7 @@ class CaptureJob:
         # observation -> key head -> "dk" or "dv" -> keys with NaN or Inf
         self.broken_keys: dict[str, dict[int, Counter[str]]] = {}
         self.entries: dict[str, list[Entry]] = {}
+        self.shared: dict[int, dict[int, SharedRows]] = {}  # head -> sequence
         self.notes: list[str] = []
         self.patterns = CapturePatterns(capture, device)
         self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
@@ -140,6 +142,8 @@ class CaptureJob:
             found = self.opened.recognise(name, self.batches[0], self.heads[0])
             if found is not None and self.assumptions.ok:
                 self.recognised[name] = found
+        if len(self.batches) > 1:
+            self.shared = {head: shared_rows(self.capture, self.batches, head) for head in self.heads}
         # dK and dV of a key head need all the query heads that share it.
         by_kv: dict[int, list[int]] = {}
         for head in self.heads:
@@ -215,7 +219,15 @@ class CaptureJob:
             observed = self._observed(inputs, group.batch, head, result.census, want_keys=whole)
             found = self.opened.projection
             projection = None if found is None else found.head(group.batch, head)
-            truth, parts = measure_head(inputs, observed, group.batch, head, projection, self.certify)
+            truth, parts = measure_head(
+                inputs,
+                observed,
+                group.batch,
+                head,
+                projection,
+                self.certify,
+                self.shared.get(head, {}).get(group.batch),
+            )
             self.truths.offer((group.batch, head), truth, max(map(_dq_error, parts)))
             unusable |= bool(inputs.unusable.any())
             for seen, part in zip(observed, parts, strict=True):
