@@ -44,6 +44,8 @@ BUILDERS: dict[str, drawn.Builder] = {
 }
 # Independent sequences, the clusters of the tests: t with 15 degrees of freedom.
 SEQUENCES = 16
+# What a case is called whose second run on the same inputs returned other bits, which are judged as well.
+SECOND = ", second run"
 # Two 128-key tiles, the second half full: the order of keys matters, and so does what a kernel does at an edge.
 LENGTH = 192
 
@@ -123,8 +125,9 @@ class Judged:
     """Its part of the baseline's key."""
     inputs: list[CaseInputs]
     """The cases."""
-    outputs: Callable[[CaseInputs], tuple[dict[str, Tensor], bool | None, list[str]]]
-    """Outputs of a case; whether a second run returned the same bits (None: nothing is run); and notes."""
+    outputs: Callable[[CaseInputs], tuple[list[dict[str, Tensor]], bool | None, list[str]]]
+    """Outputs of a case, and of a second run where that returned other bits; whether it returned the same (None:
+    nothing is run); and notes."""
     stored: bool = False
     """Nothing is run."""
 
@@ -148,9 +151,9 @@ def stored(captures: list[Capture], name: str | None, observation: str | None) -
         raise InputError(f"name the one observation to check; the captures have {listed}")
     (chosen,) = names
 
-    def outputs(case: CaseInputs) -> tuple[dict[str, Tensor], bool | None, list[str]]:
+    def outputs(case: CaseInputs) -> tuple[list[dict[str, Tensor]], bool | None, list[str]]:
         assert case.capture is not None
-        return stored_outputs(case.capture, chosen), None, []
+        return [stored_outputs(case.capture, chosen)], None, []
 
     source = _text(name or f"stored observation '{chosen}'")
     return Judged(source, "stored", source, _named(of_captures(captures)), outputs, stored=True)
@@ -180,24 +183,28 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
     if not called:
         raise InputError(f"cases must name at least one; known: {', '.join(BUILDERS)}")
 
-    def outputs(case: CaseInputs) -> tuple[dict[str, Tensor], bool | None, list[str]]:
+    def outputs(case: CaseInputs) -> tuple[list[dict[str, Tensor]], bool | None, list[str]]:
         first, notes = kernel.run(case, backward=backward)
-        again, _ = kernel.run(case, backward=backward)
-        require_finite(again)
-        return first, fingerprint(first) == fingerprint(again), notes
+        try:
+            again, _ = kernel.run(case, backward=backward)
+        except MisfitError as error:
+            raise MisfitError(f"on its second call {error}") from None
+        same = fingerprint(first) == fingerprint(again)
+        return [first] if same else [first, again], same, notes
 
     options = f"{DTYPES[asked.dtype]}, D {asked.head_dim}, causal {asked.causal}, scale {asked.scale:g}"
     source = _text(kernel.name)
     return Judged(source, kernel.backend, f"{source} ({options})", _named(inputs), outputs)
 
 
-def require_finite(outputs: dict[str, Tensor]) -> None:
-    """Raise MisfitError, naming the first place, where an output holds NaN or Inf."""
+def nonfinite(outputs: dict[str, Tensor]) -> tuple[str, str] | None:
+    """The first output that holds NaN or Inf, and where; None where none does."""
     for name, tensor in outputs.items():
         bad = ~tensor.isfinite()
         if bool(bad.any()):
             first = bad.nonzero()[0].tolist()
-            raise MisfitError(f"{int(bad.sum())} of {bad.numel()} elements of {name} are NaN or Inf, first at {first}")
+            return name, f"{int(bad.sum())} of {bad.numel()} elements of {name} are NaN or Inf, first at {first}"
+    return None
 
 
 def capture_of_case(
@@ -228,6 +235,7 @@ def capture_of_case(
     if isinstance(target, Capture) or not (callable(target) or isinstance(target, str | Recipe)):
         return None
     alpha = head_dim**-0.5 if scale is None else scale
+    case = case.removesuffix(SECOND)
     try:
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=pick_device(device))
         if case in BUILDERS:

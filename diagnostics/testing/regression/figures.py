@@ -39,8 +39,6 @@ class ErrorSize:
     """Rms over sequences."""
     yardstick: float
     """The recipe's, likewise."""
-    budget_band: float
-    """What one correct rounding adds to the budget."""
     growth_band: float
     """Half the error of one rounding, added (in squares) to errors whose growth is judged: nothing grows from 0."""
     log_ratio: SequenceMean
@@ -198,17 +196,14 @@ def _mean(values: list[float]) -> SequenceMean:
 def _sizes(
     own: list[_Sequence], other: list[_Sequence], units: _Units, outputs: dict[str, Tensor], coarse: bool
 ) -> dict[str, ErrorSize]:
-    # The largest relative error of one rounding, and the rms of an error uniform within it.
-    u = 2.0 ** -(units.fmt.precision + 1)
-    cast = u / math.sqrt(3)
-    bands = {"o": (units.one_rounding_ulp, units.one_rounding_ulp), "delta": (1.0, 1.0)}
-    bands |= dict.fromkeys(("dq", "dk", "dv"), (cast, cast))
+    # One rounding: the rms of an error uniform within the largest relative one.
+    cast = 2.0 ** -(units.fmt.precision + 1) / math.sqrt(3)
+    roundings = {"o": units.one_rounding_ulp, "delta": 1.0, **dict.fromkeys(_GRADIENTS, cast)}
     if "lse" in outputs:
         lse = outputs["lse"]
-        # An l that sums P_bar after its cast moves L by at most ln(1 + u).
-        bands["lse"] = u, float(ulp(lse[lse.isfinite()].double(), format_of(torch.float32)).mean())
+        roundings["lse"] = float(ulp(lse[lse.isfinite()].double(), format_of(torch.float32)).mean())
     found = {}
-    for name, (budget, rounding) in bands.items():
+    for name, rounding in roundings.items():
         errors = [s.coarse_delta if name == "delta" and not coarse else s.errors.get(name) for s in own]
         by = [s.errors.get(name) for s in other]
         known = [(e, y) for e, y in zip(errors, by, strict=True) if e is not None and y is not None]
@@ -219,7 +214,7 @@ def _sizes(
             continue
         half = rounding / 2
         ratios = [math.log(math.hypot(e, half) / math.hypot(y, half)) for e, y in known]
-        found[name] = ErrorSize(error, yardstick, budget, half, _mean(ratios))
+        found[name] = ErrorSize(error, yardstick, half, _mean(ratios))
     return found
 
 
