@@ -19,10 +19,11 @@ from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
 from attn_diag.results.check import BROKEN, CheckedCase, CheckReport, Failure, Kind
 from attn_diag.statistics.means import MIN_SEQUENCES, require_level
+from attn_diag.testing.probing.catalogue import PROBES
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge, suspects
 from attn_diag.testing.regression.baseline import device_words, nearest, read, refuse_to_overwrite, store, versions
-from attn_diag.testing.regression.documented import explained
+from attn_diag.testing.regression.documented import explained, words_of
 from attn_diag.testing.regression.figures import Measured, measure_case
 from attn_diag.testing.target import (
     DTYPES,
@@ -172,6 +173,7 @@ class _Check:
             r.case = case
             r.failures += judge.failures_of(case, self.level)
         self._name_culprits(ran)
+        self.notes += words_of([r.case for r in ran])
         failures = [f for r in ran for f in r.failures]
         saved = None
         if self.save is not None:
@@ -240,7 +242,7 @@ class _Check:
         known = None if self.entry is None else self.entry.cases.get(inputs.name)
         if self.entry is not None and known is None:
             self.notes.append(f"the baseline has no case {inputs.name}: it is held to a published recipe's errors")
-        if not measured.biases:
+        if not measured.biases and inputs.name != suite.REAL_HEAD:
             self.notes.append(
                 f"{inputs.name}: bias is not tested with fewer than {MIN_SEQUENCES} sequences; "
                 "attn-diag inspect --fail-on biased does"
@@ -253,7 +255,6 @@ class _Check:
             biases = {n: replace(b, p_value=None) for n, b in biases.items()}
         sizes = judge.sizes_of(measured, known, same_inputs=same_inputs)
         case = replace(case, biases=biases, sizes=sizes, documented=explained(case, inputs, outputs, self.where))
-        self.notes += [f"{case.name}: {words}" for words in case.documented.values()]
         case = replace(case, seconds=time.perf_counter() - started)
         return _Ran(inputs, outputs, case, measured, failures)
 
@@ -319,11 +320,14 @@ class _Check:
         if inputs.capture is not None:
             return f"attn-diag {'identify' if self.subject.stored else 'inspect'} {inputs.capture.source}"
         named, source, asked = _PROBES.get(inputs.name, inputs.name), self.subject.source, self.asked
+        known = named in PROBES
         if source in PRESETS or (":" in source and not source.startswith("sdpa")):
             options = f"--dtype {DTYPES[asked.dtype]} --causal {asked.causal} --scale {asked.scale:g}"
-            return f"attn-diag probe {source} --probes {named} {options} --shape 4,4,384,{asked.head_dim}"
+            which = f"--probes {named} " if known else ""
+            return f"attn-diag probe {source} {which}{options} --shape 4,4,384,{asked.head_dim}"
         shape = f"shape=(4, 4, 384, {asked.head_dim}), scale={asked.scale:g}"
-        return f"attn_diag.probe(fn, probes=[{named!r}], dtype={asked.dtype}, causal={asked.causal!r}, {shape})"
+        which = f"probes=[{named!r}], " if known else ""
+        return f"attn_diag.probe(fn, {which}dtype={asked.dtype}, causal={asked.causal!r}, {shape})"
 
     def _store(
         self, ran: list[_Ran], failures: list[Failure]

@@ -16,7 +16,7 @@ on real heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import sqrt
 
@@ -55,9 +55,24 @@ def explained(case: CheckedCase, inputs: CaseInputs, outputs: dict[str, Tensor],
             left = float((made[name].double() - seen).norm()) if name in made else float("inf")
             # ||seen|| is the reference's to within its error.
             if name not in found and left <= _LEFT * (verdict.relative_error or 0.0) * float(seen.norm()):
-                factor = "" if verdict.factor is None else f"{number(verdict.factor)} times "
-                found[name] = f"{SYMBOLS[name]} has {factor}a well-rounded kernel's error, as have {words}"
+                found[name] = words
     return found
+
+
+def words_of(cases: Sequence[CheckedCase]) -> list[str]:
+    """A note for each published kernel whose errors were found."""
+    found: dict[str, dict[str, list[str]]] = {}
+    largest: dict[str, float] = {}
+    for case in cases:
+        for verdict in case.quantities:
+            if (kernel := case.documented.get(verdict.quantity)) is not None:
+                found.setdefault(kernel, {}).setdefault(SYMBOLS[verdict.quantity], []).append(case.name)
+                largest[kernel] = max(largest.get(kernel, 0.0), verdict.factor or 0.0)
+    return [
+        f"up to {number(largest[kernel])} times a well-rounded kernel's error, as documented of {kernel}: "
+        + "; ".join(f"{name} in {', '.join(where)}" for name, where in quantities.items())
+        for kernel, quantities in found.items()
+    ]
 
 
 def _published(inputs: CaseInputs, where: torch.device, *, gradients: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -104,7 +104,7 @@ def adjusted(cases: Sequence[CheckedCase]) -> tuple[list[CheckedCase], int]:
 
 
 def failures_of(case: CheckedCase, level: float) -> list[Failure]:
-    """What is wrong with a case, whose p-values are adjusted: its quantities, biases and growth; one a quantity and kind.
+    """What is wrong with a case, whose p-values are adjusted: its quantities, biases and growth, once each.
 
     A quantity that has a baseline may be as lossy as that: growth alone counts.
     """
