@@ -250,6 +250,9 @@ def beside_well_rounded(
     if quantity in ("dq", "dk") and found is not None and (found.low > LOSSY or bool(chosen.outlying.any())):
         casting = beside("efficient")
         same = casting.ratio()
-        if same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
+        left = observed[rows] - total([c.outputs("efficient") for c in counterfactuals])[rows]
+        # Of the same size is not the same: what is left must be small beside the error itself.
+        explains = float(left.square().sum()) <= (1 - 1 / AS_GOOD**2) * float(chosen.error.sum())
+        if explains and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
             return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
     return chosen
