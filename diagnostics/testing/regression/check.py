@@ -23,7 +23,7 @@ from attn_diag.testing.probing.catalogue import PROBES
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge, suspects
 from attn_diag.testing.regression.baseline import device_words, nearest, read, refuse_to_overwrite, store, versions
-from attn_diag.testing.regression.documented import explained, words_of
+from attn_diag.testing.regression.documented import words_of
 from attn_diag.testing.regression.figures import Measured, measure_case
 from attn_diag.testing.target import (
     DTYPES,
@@ -235,8 +235,9 @@ class _Check:
         measured = measure_case(inputs, outputs, yardstick, recipe, self.where.type)
         bits = fingerprint(outputs)
         case = replace(
-            case, outputs=tuple(outputs), fingerprint=bits, worst=measured.worst, quantities=measured.quantities
-        )
+            case, outputs=tuple(outputs), fingerprint=bits, worst=measured.worst, quantities=measured.quantities,
+            documented=measured.documented,
+        )  # fmt: skip
         if measured.misfit is not None:
             return _misfit(inputs, case, measured.misfit)
         known = None if self.entry is None else self.entry.cases.get(inputs.name)
@@ -254,8 +255,7 @@ class _Check:
         if known is not None and same_inputs and bits == known.fingerprint:
             biases = {n: replace(b, p_value=None) for n, b in biases.items()}
         sizes = judge.sizes_of(measured, known, same_inputs=same_inputs)
-        case = replace(case, biases=biases, sizes=sizes, documented=explained(case, inputs, outputs, self.where))
-        case = replace(case, seconds=time.perf_counter() - started)
+        case = replace(case, biases=biases, sizes=sizes, seconds=time.perf_counter() - started)
         return _Ran(inputs, outputs, case, measured, failures)
 
     def _compared(self, case: CheckedCase, known: BaselineCase | None, bits: str) -> tuple[CheckedCase, list[Failure]]:

@@ -26,8 +26,8 @@ from torch import Tensor
 from attn_diag.errors import InputError
 from attn_diag.head.quality import AS_GOOD
 from attn_diag.results.check import CheckedCase
+from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, number
-from attn_diag.testing.regression.judge import judged
 from attn_diag.testing.target import CaseInputs, MisfitError, Target
 
 # target -> what it rounds once more, and the machine that it is for (None: any, it is emulated).
@@ -42,9 +42,17 @@ _KERNELS = {
 _LEFT = sqrt(1 - 1 / AS_GOOD**2)
 
 
-def explained(case: CheckedCase, inputs: CaseInputs, outputs: dict[str, Tensor], where: torch.device) -> dict[str, str]:
+def judged(verdict: QuantityVerdict) -> bool:
+    """Whether a quantity is held to anything: a gradient of which a well-rounded kernel has no digit right is not."""
+    other = verdict.relative_error_well_rounded
+    return verdict.answer == "nonfinite" or other is None or other < 1
+
+
+def explained(
+    quantities: Sequence[QuantityVerdict], inputs: CaseInputs, outputs: dict[str, Tensor], where: torch.device
+) -> dict[str, str]:
     """The lossy or wrong quantities of a case that a published kernel returns so too, and in words which, and why."""
-    bad = {q.quantity: q for q in case.quantities if q.answer in ("lossy", "wrong") and q.quantity in outputs}
+    bad = {q.quantity: q for q in quantities if q.answer in ("lossy", "wrong") and q.quantity in outputs}
     bad = {name: q for name, q in bad.items() if q.relative_error and judged(q)}
     found: dict[str, str] = {}
     if not bad:

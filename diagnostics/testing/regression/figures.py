@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from attn_diag.results.diagnosis import Assumptions
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import percent
 from attn_diag.statistics.means import MIN_SEQUENCES, SignedErrors
+from attn_diag.testing.regression.documented import explained
 from attn_diag.testing.target import CaseInputs
 
 BIASES = ("o_excess", "o_away_excess", "delta_excess")
@@ -59,6 +60,8 @@ class Measured:
     """Batch item, head and row of O's largest error, and that in ulp of the row's largest element."""
     quantities: tuple[QuantityVerdict, ...] = ()
     """Each captured quantity over all sequences, beside a well-rounded kernel's; of several heads the gravest."""
+    documented: dict[str, str] = field(default_factory=dict)
+    """By quantity: the published kernel that makes the same error; see ``documented``."""
     misfit: str | None = None
     """Why there are no figures."""
 
@@ -103,7 +106,14 @@ def measure_case(
     accepted = {name: mean.mean for name, mean in _means(other).items()}
     sizes = _sizes(own, other, units, yardstick, observed["o"].dtype == case.q.dtype)
     quantities = job.entries[DEFAULT_OBSERVATION][-1].diagnosis.quantities
-    return Measured(_means(own), accepted, sizes, _worst(case, observed["o"], device), quantities)
+    return Measured(
+        biases=_means(own),
+        accepted=accepted,
+        sizes=sizes,
+        worst=_worst(case, observed["o"], device),
+        quantities=quantities,
+        documented=explained(quantities, case, observed, pick_device(device)),
+    )
 
 
 @dataclass(frozen=True)

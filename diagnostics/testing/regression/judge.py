@@ -11,10 +11,10 @@ from typing import Any
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Kind, Size
-from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import percent
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
+from attn_diag.testing.regression.documented import judged
 from attn_diag.testing.regression.figures import Measured
 
 # How many times the baseline's an error may be: one more rounding, with errors half as large, adds so much in squares.
@@ -135,12 +135,6 @@ def _bad_quantities(case: CheckedCase) -> list[Failure]:
             kind = kinds[verdict.answer]
             found.append(Failure(kind, case.name, verdict.quantity, words, factor=verdict.factor))
     return found
-
-
-def judged(verdict: QuantityVerdict) -> bool:
-    """Whether a quantity is held to anything: a gradient of which a well-rounded kernel has no digit right is not."""
-    other = verdict.relative_error_well_rounded
-    return verdict.answer == "nonfinite" or other is None or other < 1
 
 
 def _bias_words(case: CheckedCase, name: str, bias: CheckedBias) -> str:
