@@ -4,7 +4,7 @@ The quantity that failed is compared with published recipes and with each of the
 made from O, by O). A change is named where it has 99 % of that quantity's elements bit for bit, or as many as the
 unchanged recipe had of the baseline's O (whose exp or sums no recipe here may model), where no unchanged recipe has as
 many, and where it explains most of the elements that are in dispute. A quantity of which an unchanged recipe makes the
-bits has no suspect: any change that hardly touches it would do.
+bits has no suspect: any change that hardly touches it would do. Nor has one that two changes explain equally well.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def suspects(
         unchanged = sorted(unchanged, key=lambda r: -_agreements(r, case, observed, ["o"], device)["o"])[:_LIKELIEST]
     wanted = sorted(set(outputs.values()))
     plain = [_agreements(r, case, observed, wanted, device) for r in unchanged]
-    disputed = [o for o in wanted if max(p[o] for p in plain) < enough]
+    # Where the baseline's every bit was modelled, every other bit is in dispute.
+    disputed = [o for o in wanted if max(p[o] for p in plain) < (1.0 if expected == 1.0 else enough)]
     if not disputed:
         return {}
     tried = [
@@ -109,6 +110,8 @@ def suspects(
             continue
         best = max(p[output] for p in plain)
         agreements, words, recipe_name = max(tried, key=lambda one: one[0][output])
+        if any(a[output] == agreements[output] and other != words for a, other, _ in tried):
+            continue
         # A change that leaves over half of the difference unexplained is none.
         if (agreement := agreements[output]) >= enough and 1 - agreement <= (1 - best) / 2:
             shares = f"{share(agreement)} of {SYMBOLS[output]}'s elements bit for bit, unchanged {share(best)}"
