@@ -398,6 +398,22 @@ def test_stored_observations_are_judged_and_not_run(tmp_path: Path) -> None:
     assert kinds(again) >= {"bits", "bias"}
 
 
+def test_an_error_of_the_same_size_is_no_explanation() -> None:
+    """torch's CPU kernel adds dK in BF16, four tiles of 64 rows: as far off as where dS multiplies the cast P."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(4, 1, 256, 64, generator=generator).bfloat16() for _ in range(4))
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = sdpa(*inputs)
+    dq, dk, dv = torch.autograd.grad(o, inputs, do)
+    found = attn_diag.inspect(q, k, v, o=o.detach(), do=do, dq=dq, dk=dk, dv=dv, device="cpu")
+    by_name = {found.quantity: found for found in found.captures[0].observations[0].pooled.quantities}
+    for name in ("dk", "dv"):
+        assert by_name[name].answer == "lossy"
+        # Three more roundings, of a quarter, half and three quarters of the sum: sqrt(1 + (4 - 1) / 4).
+        assert some(by_name[name].factor) == pytest.approx(1.75**0.5, rel=0.02)
+        assert by_name[name].site is None
+
+
 def test_captures_are_inputs_too() -> None:
     case = suite.draw("normal", 5, dtype=torch.bfloat16, causal="none", head_dim=64, scale=0.125)
     one = attn_diag.Capture.from_tensors({"q": case.q[:1], "k": case.k[:1], "v": case.v[:1]})
