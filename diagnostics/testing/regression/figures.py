@@ -160,7 +160,7 @@ def _sequence(parts: list[HeadMeasurement], gradients: dict[str, list[GradientSu
         "lse": 1.0,
     }
     rms = {n: math.sqrt(e.square / (len(e.total) * e.count)) for n, e in errors.items()}
-    sizes = {n: rms[n] / scale for n in ("o", "lse") if n in rms and (scale := scales[n])}
+    sizes: dict[str, float] = {n: rms[n] / scale for n in ("o", "lse") if n in rms and (scale := scales[n])}
     noise, judged = (sum(p.noise[i] for p in parts) for i in (0, 1))
     if judged:
         sizes["delta"] = math.sqrt(noise / judged)
