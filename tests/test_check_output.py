@@ -63,6 +63,15 @@ def test_junit_has_a_testcase_for_every_case_and_kind(failed: CheckReport) -> No
     assert "\ufffd" in name
 
 
+def test_documents_of_older_versions_are_read(failed: CheckReport) -> None:
+    document = json.loads(failed.to_json())
+    for case in document["cases"]:
+        del case["quantities"], case["documented"]
+    for failure in document["failures"]:
+        del failure["factor"]
+    assert CheckReport.from_json(json.dumps(document)) == failed
+
+
 def test_junit_of_a_run_that_passes(failed: CheckReport) -> None:
     root = ET.fromstring(junit_document(replace(failed, failures=())))
     assert root.get("failures") == "0"

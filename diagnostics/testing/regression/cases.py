@@ -90,8 +90,8 @@ def _real_head(dtype: torch.dtype, causal: Causal, head_dim: int, scale: float) 
     q = q * (stored.scale / scale)
     if head_dim != q.shape[3]:
         (q, k), (v, do) = (_turned(pair, head_dim) for pair in ((q, k), (v, do)))
-    cast = [x.to(dtype).contiguous() for x in (q, k, v, do)]
-    return CaseInputs(REAL_HEAD, *cast, scale, causal)
+    q, k, v, do = (x.to(dtype).contiguous() for x in (q, k, v, do))
+    return CaseInputs(REAL_HEAD, q, k, v, do, scale, causal)
 
 
 def _turned(pair: tuple[Tensor, Tensor], features: int) -> list[Tensor]:
