@@ -202,8 +202,9 @@ def _localised(whole: QuantitySample, outlying: np.ndarray, *, healthy: bool) ->
     """Whether what stands out is a place: few rows, neighbours or features, while all else is well rounded."""
     if not healthy:
         return False
-    rows = whole.rows[outlying]
-    runs = 1 + int((np.diff(np.sort(rows)) > 1).sum())
+    # Places, not numbers: every sequence has a row 7.
+    rows = np.flatnonzero(outlying)
+    runs = 1 + int((np.diff(rows) > 1).sum())
     return runs <= _FEW or runs <= len(rows) / 4 or bool((whole.bad_features > 0).any())
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,46 +10,25 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.certification import Certify, RoundedBound, rounding_of_products, sum_of
-from attn_diag.head.counterfactual import Counterfactuals, NoiseCollector, covers, directions
 from attn_diag.head.figure_sums import FigureSums
+from attn_diag.head.judging import KeyTerms, measure_effects, measure_quality, paired_deltas, rows_without_keys
 from attn_diag.head.projection import HeadProjection
-from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts, GradientSums, dq_parts, project
-from attn_diag.head.quality import QuantitySample, RowEffect, beside_well_rounded, shared_deltas
+from attn_diag.head.propagation import GradientParts, GradientSums, dq_parts, project
+from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, all_finite
-from attn_diag.head.row_maxima import DEFINITIONS, Repeats, collector_of, swamped_elements
+from attn_diag.head.row_maxima import DEFINITIONS, Repeats, swamped_elements
 from attn_diag.head.shared import SharedRows
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
-from attn_diag.head.truth import HeadTruth, head_truth
-from attn_diag.kernels import Recipe
+from attn_diag.head.streaming import ObservedHead, StreamedHead
+from attn_diag.head.truth import HeadTruth
 from attn_diag.reference import (
-    BoundCollector,
     FloatFormat,
-    RowBlock,
     Rows,
     round_nearest_even,
     ulp,
 )
 from attn_diag.results.diagnosis import Certificate, DeltaRounding
 from attn_diag.statistics.means import SignedErrors
-from attn_diag.statistics.ratios import Carriers
-
-
-@dataclass
-class ObservedHead:
-    """What one kernel returned for one head."""
-
-    name: str
-    """The observation's."""
-    outputs: dict[str, Tensor]
-    """o, lse, delta and dq in float64, as far as they are known."""
-    formats: dict[str, FloatFormat]
-    """The formats in which ``outputs`` were stored."""
-    recipe: Recipe | None = None
-    """The recipe that made it, where it is known."""
-    want_keys: bool = False
-    """Whether dK or dV were captured too, so that their predictions are wanted."""
-    assumed_lse: Tensor | None = None
-    """What the backward was fed, [Tq], where LSE was not captured but follows from the recipe."""
 
 
 @dataclass(frozen=True)
@@ -112,22 +89,6 @@ class HeadMeasurement:
     effects: dict[str, RowEffect] = field(default_factory=dict)
 
 
-@dataclass
-class KeyTerms:
-    """What a query head adds to dK and dV of its key head: predictions, and what a well-rounded kernel leaves."""
-
-    backward: BackwardCollector | None
-    """Predictions from the captured O and LSE; None without an O or delta."""
-    counterfactuals: Counterfactuals | None
-    """None for formats without a published recipe, as the rest."""
-    variance: dict[str, Tensor]
-    """dk [Tk, D] and dv [Tk, Dv]: their expected squared errors."""
-    by_delta: Tensor | None
-    """What every query row adds to the sum of dk's variance through its delta, [Tq]."""
-    delta_errors: tuple[Tensor, Tensor] | None
-    """delta's errors over their noise, [Tq]: observed and the counterfactual's; None where delta is not known."""
-
-
 def measure_head(
     inputs: HeadInputs,
     observed: list[ObservedHead],
@@ -151,7 +112,7 @@ def measure_head(
     Returns:
         The truth, and one measurement for every observation.
     """
-    passed = _Pass(inputs, observed, projection)
+    passed = StreamedHead(inputs, observed, projection)
     results = [_measure(passed, seen, batch, head, shared) for seen in observed]
     if certify is not None:
         usable = passed.truth.usable & passed.bounds.known_rows
@@ -161,77 +122,8 @@ def measure_head(
     return passed.truth, results
 
 
-class _Pass:
-    """One pass over a head, and what its observers leave, by observation.
-
-    delta's error needs O_ref of a row before its dS can be cast; both happen block by block.
-    """
-
-    def __init__(self, inputs: HeadInputs, observed: list[ObservedHead], projection: HeadProjection | None) -> None:
-        # Observations without a recipe share one collector: only "as_run" depends on it.
-        recipes = {seen.name if seen.recipe else "": seen.recipe for seen in observed}
-        self._collectors = {key: collector_of(inputs, recipe) for key, recipe in recipes.items()}
-        self.maxima = {seen.name: self._collectors[seen.name if seen.recipe else ""] for seen in observed}
-        self.errors: dict[str, ForwardErrors] = {}
-        self.backward: dict[str, BackwardCollector] = {}
-        for seen in observed:
-            if (delta := _observed_delta(inputs, seen)) is None:
-                continue
-            lse = seen.outputs.get("lse", seen.assumed_lse)
-            errors = self.errors[seen.name] = ForwardErrors(
-                # NaN in one row's outputs must not reach the sums over rows.
-                delta=delta.nan_to_num(0.0, 0.0, 0.0),
-                delta_error=torch.zeros_like(delta),
-                lse=None if lse is None else lse.nan_to_num(0.0, 0.0, 0.0),
-                lse_error=None if lse is None else torch.zeros_like(lse),
-                cast=inputs.input_format,
-            )
-            self.backward[seen.name] = BackwardCollector(
-                inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys
-            )
-        self._bounds = BoundCollector(inputs.head)
-        self._visible = torch.zeros(len(inputs.head.q), dtype=torch.int64, device=inputs.head.q.device)
-        stored = next((seen.formats for seen in observed), {})
-        want_keys = any(seen.want_keys for seen in observed)
-        fmt = inputs.input_format
-        self.noise = NoiseCollector(inputs.head, fmt, stored.get("o", fmt), want_keys) if covers(fmt) else None
-        self.counterfactuals = Counterfactuals(inputs.head, fmt, stored, key_gradients=want_keys)
-        self.truth = head_truth(
-            inputs,
-            projection,
-            self._observe,
-            # All but "as_run" is the same in each of them.
-            maxima=next(iter(self._collectors.values())),
-            key_gradients=any(seen.want_keys for seen in observed),
-            gradient_sums=True,
-        )
-        self.bounds = self._bounds.bounds(self.truth.reference)
-
-    def nearly_uniform(self, usable: Tensor) -> bool:
-        """Whether half of these rows (bool [Tq]) attend to all their keys nearly alike."""
-        several = usable & (self._visible > 1)
-        even = several & (self.truth.reference.row_sum >= self._visible / 2)
-        return bool(several.any()) and int(2 * even.sum()) >= int(several.sum())
-
-    def _observe(self, block: RowBlock) -> None:
-        self._bounds.add(block)
-        self._visible[block.rows] = (block.scores > -torch.inf).sum(1)
-        if self.noise is not None:
-            self.noise.add(block)
-        for collector in self._collectors.values():
-            collector.add(block)
-        for name, backward in self.backward.items():
-            errors = self.errors[name]
-            assert block.delta is not None
-            errors.delta_error[block.rows] = errors.delta[block.rows] - block.delta
-            if errors.lse is not None and errors.lse_error is not None:
-                difference = errors.lse[block.rows] - block.lse
-                errors.lse_error[block.rows] = difference.masked_fill_(block.fully_masked, 0.0)
-            backward.add(block)
-
-
 def _measure(
-    passed: _Pass, seen: ObservedHead, batch: int, head: int, shared: SharedRows | None = None
+    passed: StreamedHead, seen: ObservedHead, batch: int, head: int, shared: SharedRows | None = None
 ) -> HeadMeasurement:
     inputs, reference, maxima = passed.truth.inputs, passed.truth.reference, passed.maxima[seen.name]
     broken = {name: ~_row_finite(values) for name, values in seen.outputs.items()}
@@ -265,7 +157,7 @@ def _measure(
         top_key=top_key.cpu().numpy(),
         figures=FigureSums.of(exact, unit, maxima.row_max, rows),
         broken_outputs={name: count for name, count in faulty.items() if count},
-        without_keys=_without_keys(seen, reference.fully_masked & finite),
+        without_keys=rows_without_keys(seen, reference.fully_masked & finite),
     )
     result.nearly_uniform = passed.nearly_uniform(usable)
     _measure_errors(result, passed, seen, rows, top_key, eligible[rows])
@@ -273,14 +165,14 @@ def _measure(
         _leave_out(result, passed, seen, usable, shared, maxima.top_key, eligible)
     if passed.noise is not None:
         kept_rows = usable.nonzero()[:, 0]
-        result.quality = _measure_quality(passed, seen, kept_rows, top_key)
+        result.quality = measure_quality(passed, seen, kept_rows, top_key)
         if len(kept_rows):
-            result.effects = _measure_effects(passed, seen, kept_rows)
+            result.effects = measure_effects(passed, seen, kept_rows)
     return result
 
 
 def _measure_errors(
-    result: HeadMeasurement, passed: _Pass, seen: ObservedHead, rows: Rows, top_key: Tensor, eligible: Tensor
+    result: HeadMeasurement, passed: StreamedHead, seen: ObservedHead, rows: Rows, top_key: Tensor, eligible: Tensor
 ) -> None:
     """Everything that is known row by row."""
     inputs = passed.truth.inputs
@@ -293,9 +185,14 @@ def _measure_errors(
 
 
 def _leave_out(
-    result: HeadMeasurement, passed: _Pass, seen: ObservedHead, usable: Tensor, shared: SharedRows, top_key: Tensor,
+    result: HeadMeasurement,
+    passed: StreamedHead,
+    seen: ObservedHead,
+    usable: Tensor,
+    shared: SharedRows,
+    top_key: Tensor,
     eligible: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Keep the signed errors of those rows alone that no earlier sequence has; all else is over all rows."""
     repeated = usable & torch.from_numpy(shared.repeated).to(usable.device)
     result.repeated = int(repeated.sum())
@@ -312,28 +209,6 @@ def _leave_out(
     result.top_key = shared.keys[result.top_key]
 
 
-def _measure_quality(passed: _Pass, seen: ObservedHead, rows: Tensor, top_key: Tensor) -> dict[str, QuantitySample]:
-    """O and dQ beside a well-rounded kernel's."""
-    assert passed.noise is not None
-    reference, head, fmt = passed.truth.reference, passed.truth.head, passed.truth.out_format
-    variance = passed.noise.finished(reference, seen.formats)
-    found: dict[str, QuantitySample] = {}
-    if not len(rows):
-        return found
-    for name, truth in (("o", reference.out), ("dq", reference.dq)):
-        if name not in seen.outputs or truth is None:
-            continue
-        backward = passed.backward.get(seen.name)
-        fed = None if name == "o" or backward is None or backward.dq_cast is None else backward.dq_cast
-        found[name] = beside_well_rounded(
-            name, seen.outputs[name], truth, partial(_only, name), [passed.counterfactuals],
-            variance=variance[name], fmt=seen.formats[name], rows=rows, fed=fed,
-            clusters=torch.unique(top_key, return_inverse=True)[1].cpu().numpy() if name == "o" else None,
-            directions=partial(directions, head, fmt, name),
-        )  # fmt: skip
-    return found
-
-
 class _Rounding:
     """What one correct rounding of O (``truth`` [n, Dv], up to ``bound``) to its format gives and errs by."""
 
@@ -348,7 +223,7 @@ class _Rounding:
 
 def _measure_forward(
     result: HeadMeasurement,
-    passed: _Pass,
+    passed: StreamedHead,
     seen: ObservedHead,
     rounding: _Rounding,
     rows: Rows,
@@ -386,7 +261,7 @@ def _measure_forward(
 
 def _measure_backward(
     result: HeadMeasurement,
-    passed: _Pass,
+    passed: StreamedHead,
     seen: ObservedHead,
     rounding: _Rounding,
     rows: Rows,
@@ -472,116 +347,11 @@ def _measure_backward(
             counterfactuals=None if noise is None else passed.counterfactuals,
             variance={} if noise is None else noise.finished(reference, seen.formats),
             by_delta=None if noise is None else noise.by_delta,
-            delta_errors=None if noise is None or forward_errors is None else _paired_deltas(passed, forward_errors),
+            delta_errors=None if noise is None or forward_errors is None else paired_deltas(passed, forward_errors),
         )
 
 
-def _paired_deltas(passed: _Pass, observed: ForwardErrors) -> tuple[Tensor, Tensor]:
-    """delta's errors over their noise: observed, and the counterfactual's."""
-    assert passed.noise is not None
-    assert passed.truth.reference.delta is not None
-    other = passed.counterfactuals.outputs()["delta"] - passed.truth.reference.delta
-    noise = passed.noise.variance["delta"].sqrt().clamp(min=1e-300)
-    return observed.delta_error / noise, other / noise
-
-
-def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt: FloatFormat) -> QuantitySample | None:
-    """dK or dV of one key head beside a well-rounded kernel's, which rounds every query head's part and then adds.
-
-    Args:
-        name: dk or dv.
-        parts: The gradient with its predictions.
-        terms: Of the query heads that share the key head.
-        fmt: The format in which it was stored.
-
-    Returns:
-        None for inputs of a format without a published recipe.
-    """
-    counterfactuals = [t.counterfactuals for t in terms if t.counterfactuals is not None]
-    if len(counterfactuals) < len(terms):
-        return None
-    assert parts.observed is not None
-
-    def total(outputs: Sequence[dict[str, Tensor]]) -> Tensor:
-        return round_nearest_even(torch.stack([found[name] for found in outputs]).sum(0), fmt)
-
-    variance = torch.stack([t.variance[name] for t in terms]).sum(0)
-    casts = [None if t.backward is None else getattr(t.backward, f"{name}_cast") for t in terms]
-    known = [round_nearest_even(cast, fmt) for cast in casts if cast is not None]
-    return beside_well_rounded(
-        name, parts.observed, parts.reference, total, counterfactuals,
-        variance=variance + ulp(parts.reference, fmt).square() / 12 if len(terms) > 1 else variance,
-        fmt=fmt,
-        rows=torch.arange(len(variance), device=variance.device),
-        fed=torch.stack(known).sum(0) if len(known) == len(terms) else None,
-        carriers=_shared_deltas(terms, float(variance.sum())) if name == "dk" else None,
-    )  # fmt: skip
-
-
-def _shared_deltas(terms: Sequence[KeyTerms], total: float) -> Carriers | None:
-    shares = torch.cat([t.by_delta for t in terms if t.by_delta is not None])
-    pairs = [t.delta_errors for t in terms if t.delta_errors is not None]
-    known = len(pairs) == len(terms)
-    return shared_deltas(
-        shares, total, (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])) if known else None
-    )
-
-
-def _measure_effects(passed: _Pass, seen: ObservedHead, rows: Tensor) -> dict[str, RowEffect]:
-    """What the errors of LSE and of a captured delta make of dQ, beside a well-rounded kernel's noise there.
-
-    LSE's error D scales a row of P, and so of dQ, by exp(-D); delta's adds -alpha D (P K). Beyond their budgets no
-    rounding of intermediates to the inputs' format (unit u) takes them: for LSE 2 u (2 max |S| + 4), for delta as many
-    u of sum |dO O|.
-    """
-    assert passed.noise is not None
-    truth, reference = passed.truth, passed.truth.reference
-    head, unit = truth.head, 2.0**-truth.out_format.precision
-    found: dict[str, RowEffect] = {}
-    if head.do is None:
-        noise = torch.full((len(rows),), unit**2 / 24, dtype=torch.float64, device=rows.device)
-    else:
-        noise = passed.noise.finished(reference, seen.formats)["dq"][rows].sum(1)
-
-    def effect(error: Tensor, made: Tensor, budget: Tensor) -> RowEffect:
-        arrays = (t.cpu().numpy() for t in (rows, made, noise, error.abs() / budget.clamp(min=1e-300)))
-        return RowEffect(*arrays, largest=float(error.abs().max()))
-
-    if (lse := seen.outputs.get("lse")) is not None:
-        error = lse[rows] - reference.lse[rows]
-        size = torch.ones_like(error) if reference.dq is None else reference.dq[rows].square().sum(1)
-        budget = 2 * unit * (2 * reference.row_max[rows].abs() + 4)
-        found["lse"] = effect(error, torch.expm1(-error).square() * size, budget)
-    if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
-        assert head.do is not None
-        error = delta[rows] - reference.delta[rows]
-        size = (head.do[rows] * reference.out[rows]).abs().sum(1)
-        if (out := seen.outputs.get("o")) is not None:
-            own = delta[rows] - (head.do[rows] * out[rows]).sum(1)
-            # A kernel may make it from O before or after its last rounding.
-            error = torch.where(own.abs() < error.abs(), own, error)
-        through = truth.probs_k[rows].square().sum(1) * head.scale**2
-        budget = 2 * unit * size + 4 * passed.noise.variance["delta"][rows].sqrt()
-        found["delta"] = effect(error, error.square() * through, budget)
-    return found
-
-
-def _without_keys(seen: ObservedHead, rows: Tensor) -> dict[str, tuple[int, int]]:
-    """Of the rows that see no key, where O and dQ are 0: how many have NaN or Inf instead, and how many a number."""
-    found = {}
-    for name in ("o", "dq"):
-        if name in seen.outputs and bool(rows.any()):
-            values = seen.outputs[name][rows]
-            finite = values.isfinite().all(1)
-            found[name] = int((~finite).sum()), int((values[finite] != 0).any(1).sum())
-    return {name: counts for name, counts in found.items() if any(counts)}
-
-
-def _only(name: str, outputs: Sequence[dict[str, Tensor]]) -> Tensor:
-    return outputs[0][name]
-
-
-def _dq_parts(passed: _Pass, seen: ObservedHead) -> GradientParts:
+def _dq_parts(passed: StreamedHead, seen: ObservedHead) -> GradientParts:
     truth, forward_errors, observed = passed.truth, passed.errors.get(seen.name), seen.outputs.get("dq")
     if forward_errors is None:
         assert truth.reference.dq is not None
@@ -590,13 +360,6 @@ def _dq_parts(passed: _Pass, seen: ObservedHead) -> GradientParts:
     assert truth.probs_k is not None
     collected, fmt = passed.backward[seen.name], seen.formats.get("dq")
     return dq_parts(truth.head, truth.reference, truth.probs_k, forward_errors, collected, observed, fmt)
-
-
-def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:
-    """delta as captured, else rowsum(dO o O_obs) in float64, [Tq]; None where it is not known, or dO is not."""
-    if inputs.head.do is None or not {"delta", "o"} & seen.outputs.keys():
-        return None
-    return seen.outputs["delta"] if "delta" in seen.outputs else (inputs.head.do * seen.outputs["o"]).sum(1)
 
 
 def _repeat_sums(found: Repeats | None, usable: Tensor) -> RepeatSums | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, KeyGradient
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
@@ -18,13 +19,15 @@ from attn_diag.captures.selection import Selection, select_heads, select_observa
 from attn_diag.head.baseline import Engine, Recognised, engine_backend, run_recipe, select_recipes
 from attn_diag.head.certification import Certify
 from attn_diag.head.figure_sums import head_figures
-from attn_diag.head.measure import HeadMeasurement, KeyTerms, ObservedHead, key_quality, measure_head
+from attn_diag.head.judging import KeyTerms, key_quality
+from attn_diag.head.measure import HeadMeasurement, measure_head
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import GradientSums, key_parts
 from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
+from attn_diag.head.streaming import ObservedHead
 from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import HeadReference, format_of, ulp
@@ -45,39 +48,6 @@ from attn_diag.work import map_in_order
 
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Query heads (of those selected) that share a key head, in one sequence."""
-
-    kv_head: int
-    batch: int
-    heads: list[int]
-
-
-@dataclass(frozen=True)
-class KeyGradient:
-    """dK or dV of one key head and sequence."""
-
-    sums: GradientSums
-    """Sizes of the error and of its predicted parts."""
-    errors: SignedErrors
-    """Signed errors."""
-    sample: QuantitySample | None
-    """Beside a well-rounded kernel's; None for formats without a published recipe."""
-
-
-@dataclass
-class _GroupResult:
-    """What measuring a group yields, by observation."""
-
-    group: _Group
-    parts: dict[str, list[HeadMeasurement]] = field(default_factory=dict)
-    key_sums: dict[str, dict[str, KeyGradient]] = field(default_factory=dict)
-    broken_keys: dict[str, dict[str, int]] = field(default_factory=dict)
-    """observation -> dk or dv -> keys with NaN or Inf in it."""
-    census: NonFiniteCensus = field(default_factory=NonFiniteCensus)
 
 
 @dataclass(frozen=True)
@@ -148,7 +118,7 @@ class CaptureJob:
         by_kv: dict[int, list[int]] = {}
         for head in self.heads:
             by_kv.setdefault(head // self.group, []).append(head)
-        groups = [_Group(kv, batch, heads) for kv, heads in by_kv.items() for batch in self.batches]
+        groups = [HeadGroup(kv, batch, heads) for kv, heads in by_kv.items() for batch in self.batches]
         small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
         # Triton's interpreter runs one kernel at a time.
         parallel = self.device.type == "cpu" and small and self.engine == "emulation"
@@ -208,9 +178,9 @@ class CaptureJob:
         text = {**c.metadata.to_text(), "dtype": str(c.tensors["q"].dtype).removeprefix("torch.")}
         return CaptureDiagnosis(c.source, text, shape, self.assumptions, nonfinite, tuple(observations))
 
-    def _measure(self, group: _Group) -> _GroupResult:
+    def _measure(self, group: HeadGroup) -> GroupMeasurement:
         """Every observation of the query heads that share a key head, in one sequence."""
-        result = _GroupResult(group)
+        result = GroupMeasurement(group)
         whole = len(group.heads) == self.group
         collected: dict[str, list[tuple[HeadReference, KeyTerms]]] = {}
         unusable = False
@@ -268,7 +238,7 @@ class CaptureJob:
     def _key_gradients(
         self,
         name: str,
-        group: _Group,
+        group: HeadGroup,
         pairs: list[tuple[HeadReference, KeyTerms]],
         census: NonFiniteCensus,
     ) -> tuple[dict[str, KeyGradient], dict[str, int]]:

@@ -169,6 +169,16 @@ def outliers(draw: Draw) -> ProbeCase:
     return _case(draw, drawn(), drawn(), drawn())
 
 
+def large_logits(draw: Draw) -> ProbeCase:
+    """q and k from N(0, 4.5^2): scores up to about 80, of which a few share a row's mass, as late in training.
+
+    A coarse score is off by up to half a spacing of a number that large, and P by as much, relatively.
+    """
+    # Whatever alpha is, alpha q k has the standard deviation 4.5^2.
+    size = 4.5 * (draw.scale * math.sqrt(draw.head_dim)) ** -0.5
+    return _case(draw, size * draw.normal(), size * draw.normal(), draw.normal())
+
+
 def normaliser_up(draw: Draw) -> ProbeCase:
     """Below the maximum every P_bar is one x that its cast makes larger; V near a constant."""
     return _normaliser(draw, 1)
