@@ -46,18 +46,29 @@ def convert(
     skip: Callable[[InputError], None] | None = None,
     told: Callable[[Path, tuple[str, ...]], None] | None = None,
 ) -> list[Path]:
-    """Convert another tool's dump of attention calls to captures (format 1); returns the files written.
+    """Convert another tool's dump of attention calls to captures (format 1).
 
-    ``path``: a folder (every call in it is converted) or a file of FlashInfer's flight recorder, SGLang's dumper or
-    ``torch.save``; ``kind`` says which where that is not plain. ``out``: a file ending in .safetensors for one call,
-    else a folder, made if missing, which gets one file a call. ``names``: which tensor of the dump is which, such as
-    {"q": "layers.*.query"}. ``layout`` … ``lse_base``: metadata instead of what the dump says or a check finds.
-    ``layer``: only calls of this layer; of a dump that states none, the layer of its only call. ``head_dim``: D, where
-    heads and features share one axis. ``force``: overwrite files. ``skip(error)`` is called for a call that cannot be
-    converted beside others that can; without it, that is raised. ``told(file, notes)``: what was guessed and checked.
+    Nothing but tensors and plain values is ever unpickled.
 
-    Nothing but tensors and plain values is ever unpickled. Raises InputError for pickles that hold more, unsupported
-    calls (packed, varlen, paged), tensors that cannot be told apart, files that exist, and where nothing is converted.
+    Args:
+        path: A folder (every call in it is converted) or a file of FlashInfer's flight recorder, SGLang's dumper or
+            ``torch.save``.
+        out: A file ending in .safetensors for one call, else a folder, made if missing, which gets one file a call.
+        kind: Which of these tools ``path`` is of, where that is not plain.
+        names: Which tensor of the dump is which, such as {"q": "layers.*.query"}.
+        layout, causal, scale, window, softcap, lse_base: Metadata instead of what the dump says or a check finds.
+        layer: Only calls of this layer; of a dump that states none, the layer of its only call.
+        head_dim: D, where heads and features share one axis.
+        force: Overwrite files.
+        skip: Called with the error of a call that cannot be converted beside others that can; None: it is raised.
+        told: Called with (file, notes): what was guessed and checked.
+
+    Returns:
+        The files written.
+
+    Raises:
+        InputError: Pickles that hold more, unsupported calls (packed, varlen, paged), tensors that cannot be told
+            apart, files that exist, or nothing is converted.
     """
     path, out = Path(path), Path(out)
     if kind not in get_args(Kind):

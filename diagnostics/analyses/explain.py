@@ -39,11 +39,16 @@ def explain(
 ) -> Explanation:
     """Say in plain English what was found for one head, and what was not.
 
-    ``head`` and ``layer``: the model's numbers; ``observation``: its name; None: any. Of several entries that fit
-    (other captures, observations) the worst is explained: by label, then by dQ's error. Made of the diagnosis alone:
-    the same diagnosis gives the same words.
+    Made of the diagnosis alone: the same diagnosis gives the same words. Of several entries that fit (other captures,
+    observations) the worst is explained: by label, then by dQ's error.
 
-    Raises InputError, naming what exists, where nothing fits.
+    Args:
+        diagnosis: The diagnosis.
+        head, layer: The model's numbers; None: any.
+        observation: Its name; None: any.
+
+    Raises:
+        InputError: Nothing fits; it names what exists.
     """
     entries = diagnosis.ranked()
     fitting = [

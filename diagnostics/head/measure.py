@@ -41,52 +41,74 @@ class RepeatSums:
 
 @dataclass
 class HeadMeasurement:
-    """One observation of one head and sequence, reduced to what is linear in T.
-
-    ``rows`` [n]: the usable rows (finite, with at least one key). ``tested`` [m]: those of them that no earlier
-    sequence has too. ``top_key`` [m] and arrays in ``errors`` follow them, but where dO matters only the rows
-    ``with_gradient`` (bool [m], dO is not 0). ``repeated``: usable rows that are left out, most of them the same as
-    those of sequence ``source``. ``noise``: delta's squared error over its floor's, by row with a gradient.
-    ``rows_unknown``: those whose truth float64 cannot tell. ``in_doubt``: elements of RN(O_ref) that the reference's
-    error could change. ``reference_bounds``: what the reference's own error can have added to the sum of each of
-    ``errors``. ``dq``, ``dw_q`` are None where they cannot be known.
-    """
+    """One observation of one head and sequence, reduced to what is linear in T."""
 
     batch: int
+    """Index of the batch item."""
     head: int
+    """Index of the head in the capture."""
     rows: npt.NDArray[np.int64]
+    """[n], the usable ones: finite, with at least one key."""
     rows_fully_masked: int
+    """Rows without a key."""
     rows_unknown: int
+    """Rows whose truth float64 cannot tell."""
     rows_nonfinite: int
+    """Rows left out because of NaN or Inf in what goes in or comes out."""
     rows_eligible: int
+    """Usable rows with several keys."""
     repeats: dict[str, RepeatSums | None]
+    """Repeated row maxima, by definition."""
     figures: FigureSums
+    """Sums for the figures."""
     tested: npt.NDArray[np.int64]
+    """[m], those of ``rows`` that no earlier sequence has too."""
     top_key: npt.NDArray[np.int64]
-    """Of which key it is, ``SharedRows.keys``; without that its index."""
+    """[m], the argmax key of each of ``tested``: of which key it is (``SharedRows.keys``); without that its index."""
     with_gradient: npt.NDArray[np.bool_] | None = None
+    """[m], where dO is not 0; None without dO."""
     repeated: int = 0
+    """Usable rows that are left out because an earlier sequence has them too."""
     source: int | None = None
+    """The sequence that has most of these."""
     nearly_uniform: bool = False
     """Whether attention is: in half of the rows the mean of exp(S - m) over the visible keys is at least 1/2."""
     swamped: tuple[int, int] | None = None
+    """Rows wholly swamped, and swamped elements, of the eligible rows; None without an O."""
     bit_identical: bool | None = None
+    """Whether O is RN(O_ref); None without an O or rows."""
     in_doubt: int = 0
+    """Elements of RN(O_ref) that the reference's error could change."""
     broken_outputs: dict[str, int] = field(default_factory=dict)
+    """Rows of each output with NaN or Inf where the truth is known; only outputs with some."""
     without_keys: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of o and dq, rows that see no key: with NaN or Inf, and with other numbers than 0; only outputs with some."""
     errors: dict[str, SignedErrors] = field(default_factory=dict)
+    """By quantity; arrays follow ``tested``, where dO matters those ``with_gradient`` alone."""
     reference_bounds: dict[str, float] = field(default_factory=dict)
+    """What the reference's own error can have added to the sum of each of ``errors``."""
     certificate: Certificate | None = None
+    """The oracle's comparison with the reference, where it was asked for."""
     delta_source: str | None = None
+    """captured, or from_o; None: neither."""
     delta_rounding: DeltaRounding | None = None
+    """The rounding of a captured delta itself; None unless O was captured too."""
     noise: npt.NDArray[np.float64] | None = None
+    """delta's squared error over its noise floor's, by row with a gradient."""
     conditioning: tuple[float, float] | None = None
+    """||alpha diag(delta) P K||^2 and ||dQ||^2; None without dO."""
     dq: GradientSums | None = None
+    """None where it cannot be known."""
     dw_q: GradientParts | None = None
+    """None where it cannot be known."""
     atoms: tuple[Tensor, Tensor] | None = None
+    """The factors of dW_Q's rank-1 atoms of delta's error: its part of dQ, pulled back, and x."""
     keys: KeyTerms | None = None
+    """What is kept of the backward for dK and dV."""
     quality: dict[str, QuantitySample] = field(default_factory=dict)
+    """O and dQ beside a well-rounded kernel's."""
     effects: dict[str, RowEffect] = field(default_factory=dict)
+    """LSE and a captured delta, by what their errors make of dQ."""
 
 
 def measure_head(

@@ -81,21 +81,29 @@ def inspect(
 ) -> Diagnosis:
     """Diagnose one attention call from its tensors, at a breakpoint or in a notebook.
 
-    q [B, H, T, D], k, v [B, Hk, Tk, D] in the dtype the kernel saw (BF16, FP16, FP32, FP64); o, do, dq like q;
-    dk, dv like k; lse [B, H, T] (natural logarithm) and delta [B, H, T] fp32; x [B, T, C] and w_q [D * H, C]:
-    the query projection's input and weight; dq_pre like q: the gradient of the projection's output, by which dW_Q is
-    known also where RoPE or QK-norm follow it. ``layout`` "BTHD" for tensors with heads and time swapped.
-    ``causal``: True where Tq = Tk, else "top-left" or "bottom-right". Without any output the recipes (default
-    fa2) are run by ``engine`` ("emulation" or "triton") and judged instead; with one, ``recipes`` adds them beside
-    it. ``level``: significance after Benjamini-Hochberg. ``certify``: recompute that many rows of every head (or
-    those that a ``Certify`` says) in mpmath, and compare the float64 reference with them. ``details``: of that many
-    heads, the worst, also find each rounding site's part (``attribution``) and follow one element of O
-    (``microscope``); it takes about as long again as inspecting a head does, or a few times that.
+    Args:
+        q, k, v: [B, H, T, D] and twice [B, Hk, Tk, D], in the dtype the kernel saw (BF16, FP16, FP32, FP64).
+        o, do, dq: Like q.
+        dk, dv: Like k.
+        lse, delta: [B, H, T] fp32; lse in the natural logarithm.
+        x, w_q: [B, T, C] and [D * H, C], the query projection's input and weight.
+        dq_pre: Like q, the gradient of the projection's output: dW_Q is known also where RoPE or QK-norm follow it.
+        mask, scale, window, softcap: The call's own.
+        causal: True where Tq = Tk, else "top-left" or "bottom-right".
+        layout: "BTHD" for tensors with heads and time swapped.
+        dump: What ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
+            options are taken from there.
+        recipes: Run and judged beside the output; without any output, instead of it (default fa2).
+        engine: What runs recipes: "emulation" or "triton".
+        level: Significance after Benjamini-Hochberg.
+        device: auto, cpu or cuda.
+        certify: Recompute that many rows of every head (or those that a ``Certify`` says) in mpmath, and compare the
+            float64 reference with them.
+        details: Of that many heads, the worst, also find each rounding site's part (``attribution``) and follow one
+            element of O (``microscope``): about as long again as inspecting a head takes, or a few times that.
 
-    ``dump``: what ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
-    options are taken from there.
-
-    Raises InputError where tensors do not fit each other or are of an unsupported kind.
+    Raises:
+        InputError: Tensors do not fit each other or are of an unsupported kind.
     """
     if causal is True and q.shape[1 if layout == "BTHD" else 2] != k.shape[1 if layout == "BTHD" else 2]:
         raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
@@ -135,17 +143,23 @@ def inspect_captures(
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
 
-    ``recipes``: run these (names or Recipe) beside the captured observations; where a capture has none, "fa2" is run.
-    ``engine``: by the "emulation", or by the "triton" kernels (CUDA, or interpreted). ``made_by``: the recipes of
-    captured observations, where they are known and need not be recognised. ``progress(done, total)`` is called after
-    every head. ``unreadable`` lists inputs that could not be read, for the summary. ``skip(error)`` is called for a
-    capture among several that lacks the observation, heads or batch items selected, or whose dtype no recipe covers;
-    it is listed as unreadable too. ``certify``, ``details``: see ``inspect``. ``merge_ranks``: captures that differ
-    only in their rank become one (see ``attn_diag.captures.merge``), whose batch items (or heads) are those of all
-    ranks.
+    Args:
+        captures: The captures.
+        selection: The observation, heads and batch items to look at.
+        recipes: Names or Recipes, run beside the captured observations; where a capture has none, "fa2" is run.
+        engine: By the "emulation", or by the "triton" kernels (CUDA, or interpreted).
+        made_by: The recipes of captured observations, where they are known and need not be recognised.
+        level, device, certify, details: As for ``inspect``.
+        progress: Called with (done, total) after every head.
+        unreadable: Inputs that could not be read, for the summary.
+        skip: Called with the error of a capture among several that lacks the observation, heads or batch items
+            selected, or whose dtype no recipe covers; it is listed as unreadable too.
+        merge_ranks: Captures that differ only in their rank become one (see ``attn_diag.captures.merge``), whose batch
+            items (or heads) are those of all ranks.
 
-    Raises InputError for unknown recipes, a level or number of details out of range, rows or a precision that cannot
-    be certified and, without ``skip`` or where no capture is left, for what it would skip.
+    Raises:
+        InputError: Unknown recipes, a level or number of details out of range, rows or a precision that cannot be
+            certified and, without ``skip`` or where no capture is left, what it would skip.
     """
     require_level(level)
     if details < 0:
@@ -208,13 +222,20 @@ def _after(progress: Progress | None, before: int) -> Progress | None:
 def repeated_maxima(
     capture: Capture, batch: int = 0, head: int | None = None, *, recipe: Recipe | None = None, device: str = "auto"
 ) -> dict[str, Repeats | None]:
-    """Where one head's row maxima are repeated, row by row: multiplicities [Tq] and positions by definition.
+    """Where one head's row maxima are repeated, row by row.
 
-    ``batch``: index of the batch item; ``head``: the model's number of the head (default: the capture's first).
-    ``recipe`` is needed for "as_run", which is None without it. See ``Repeats.values`` for sign and exponent of V at
-    the positions.
+    Args:
+        capture: The capture.
+        batch: Index of the batch item.
+        head: The model's number of the head; None: the capture's first.
+        recipe: Needed for "as_run", which is None without it.
+        device: auto, cpu or cuda.
 
-    Raises InputError for a head or batch item that the capture lacks.
+    Returns:
+        Multiplicities [Tq] and positions by definition; ``Repeats.values``: sign and exponent of V at the positions.
+
+    Raises:
+        InputError: The capture lacks the head or batch item.
     """
     batch, index = select_place(capture, batch, head)
     inputs = read_head(capture, batch, index, pick_device(device))
@@ -238,8 +259,11 @@ def with_details(
 ) -> Diagnosis:
     """``diagnosis`` with ``attribution`` and ``microscope`` of its ``count`` worst heads (those ranked first).
 
-    ``jobs``: of its captures, in their order. What cannot be taken apart says why in ``details_note``.
-    ``progress(done, total)`` counts heads.
+    Args:
+        diagnosis: The diagnosis; what cannot be taken apart says why in ``details_note``.
+        jobs: Of its captures, in their order.
+        count: How many heads.
+        progress: Called with (done, total) heads.
     """
     worst = [(id(observation), head) for _, observation, head in diagnosis.ranked()[:count]]
     done = 0

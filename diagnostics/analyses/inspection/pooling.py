@@ -113,9 +113,17 @@ def pool(
 ) -> Entry:  # fmt: skip
     """One entry from the measurements of one head's sequences, or of all heads.
 
-    ``sequences``: batch size analysed; from 8 on they are the clusters. ``dw_q``: already summed over the
-    batch. ``extra``: dK, dV and notes. ``figures``: those of a single head. ``quantities``: each captured one, judged;
-    ``missing``: those that were not captured.
+    Args:
+        parts: The measurements.
+        layer, head: The model's numbers, for the entry.
+        sequences: Batch size analysed; from 8 on they are the clusters.
+        k_length: Number of keys.
+        dw_q: Already summed over the batch.
+        extra: dK, dV and notes.
+        level: Significance of the biases.
+        figures: Those of a single head.
+        quantities: Each captured one, judged.
+        missing: Those that were not captured.
     """
     joined = joined_sequences(parts, k_length)
     independent = len({joined[p.batch] for p in parts if len(p.tested)})

@@ -147,10 +147,19 @@ def closed_form(
 ) -> ClosedForm:
     """Predict the signed error of every row of one head in closed form, beside the measured one.
 
-    ``source``: a capture, or one head (float64) with ``observed`` O [Tq, Dv] where there is one; without an observed O
-    the recipe's own is explained. ``recipe``: a name or a Recipe (default: what the O is recognised as, else fa2).
-    ``batch``: index of the batch item; ``head``: the model's number of the head (default: the capture's first).
-    Streams over row blocks. Raises InputError as ``inspect`` does.
+    Streams over row blocks.
+
+    Args:
+        source: A capture, or one head (float64).
+        recipe: A name or a Recipe; None: what the O is recognised as, else fa2.
+        observation: None: the first with an O.
+        observed: O [Tq, Dv] of a head, where there is one; without an observed O the recipe's own is explained.
+        batch: Index of the batch item.
+        head: The model's number of the head; None: the capture's first.
+        device: auto, cpu or cuda.
+
+    Raises:
+        InputError: As ``inspect`` does.
     """
     return explain(
         subject_of(

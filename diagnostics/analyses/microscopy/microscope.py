@@ -47,16 +47,22 @@ def microscope(
 ) -> Microscope:
     """Walk O[row, feature] through a recipe's own arithmetic and schedule, and examine its decisive rounding.
 
-    ``source``: a capture, or one head (q, k, v float64) with ``observed`` O [Tq, Dv] where there is one. ``row`` (a
-    query row of the capture) and ``feature``: default, those of the largest |excess error| of the captured O, or of the
-    recipe's where none was captured. ``recipe``: a name or a Recipe; default: what the captured O is recognised as,
-    else fa2. ``observation``: default the first with an O. ``batch``: index of the batch item; ``head``: the model's
-    number of the head (default: the capture's first). ``whole_head``: also give the closed form's totals over the head
-    (another pass over it). ``progress(done, total)`` counts the three steps: the recipe found, the element walked, the
-    closed form.
+    Args:
+        source: A capture, or one head (q, k, v float64).
+        row, feature: A query row of the capture, and a feature; None: those of the largest |excess error| of the
+            captured O, or of the recipe's where none was captured.
+        recipe: A name or a Recipe; None: what the captured O is recognised as, else fa2.
+        observation: None: the first with an O.
+        observed: O [Tq, Dv] of a head, where there is one.
+        batch: Index of the batch item.
+        head: The model's number of the head; None: the capture's first.
+        device: auto, cpu or cuda.
+        whole_head: Also give the closed form's totals over the head (another pass over it).
+        progress: Called with (done, total) of three steps: recipe found, element walked, closed form.
 
-    Raises InputError for a row, feature, head or name that does not exist, a row that NaN or Inf makes unusable or that
-    sees no key, and a recipe that rounds at random.
+    Raises:
+        InputError: A row, feature, head or name does not exist, NaN or Inf makes the row unusable, it sees no key, or
+            the recipe rounds at random.
     """
     subject = subject_of(
         source, recipe=recipe, observation=observation, observed=observed, batch=batch, head=head, device=device

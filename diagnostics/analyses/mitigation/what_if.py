@@ -77,14 +77,22 @@ def what_if(
 ) -> WhatIf:
     """Run mitigations, mixed recipes and other kernels' recipes on one head's q, k, v and dO, and rank them.
 
-    The baseline is ``recipe`` (a name or a Recipe), else the one that made the captured O of ``observation``
-    (recognised by its bits), else fa2. ``batch``: index of the batch item; ``head``: the model's number of the head
-    (default: the capture's first). ``only``: names of candidates, or patterns such as "stabilised-*". ``betas`` of the
-    stabilised softmax; ``seeds``: how many runs of each stochastic rounding. ``level``: significance after
-    Benjamini-Hochberg over all candidates' biases. ``progress(done, total)`` counts query rows times recipes.
+    Args:
+        capture: The capture.
+        observation: The one whose captured O's recipe, recognised by its bits, is the baseline; fa2 without one.
+        recipe: The baseline instead, a name or a Recipe.
+        batch: Index of the batch item.
+        head: The model's number of the head; None: the capture's first.
+        only: Names of candidates, or patterns such as "stabilised-*".
+        betas: Those of the stabilised softmax.
+        seeds: How many runs of each stochastic rounding.
+        level: Significance after Benjamini-Hochberg over all candidates' biases.
+        device: auto, cpu or cuda.
+        progress: Called with (done, total), in query rows times recipes.
 
-    Raises InputError for what the capture lacks, for inputs that no recipe covers, and where the metadata do not
-    describe the captured O.
+    Raises:
+        InputError: The capture lacks something, no recipe covers the inputs, or the metadata do not describe the
+            captured O.
     """
     _check_options(betas, seeds, level)
     batch, index = select_place(capture, batch, head)

@@ -46,15 +46,21 @@ def paper_figures(
 ) -> PaperFigures:
     """The figures of Qiu & Yao (arXiv 2510.04212) from captures: of one step, or of several steps of one run.
 
-    ``layer``, ``head`` (the model's numbers) and ``observation``: what to look at; default: the worst head over all
-    captures, layers and observations, by verdict and then by dQ's error, where each capture is a Benjamini-Hochberg
-    family of its own. Captures of several ranks of one call become one. Steps come from the captures' metadata; all
-    captures of the head chosen, of its run, are its steps, taken as independent batches. Captures are read one at a
-    time: those opened from files need the memory of one step, plus [D, C] numbers for each. ``progress(done, total)``
-    counts captures, each looked at once or twice.
+    Steps come from the captures' metadata: all captures of the head chosen, of its run, taken as independent batches.
 
-    Figures that cannot be drawn are None, with the reason in ``missing``. Raises InputError where no capture is of
-    that layer, head or observation, or none's metadata describe its outputs.
+    Args:
+        captures: Read one at a time: those opened from files need the memory of one step, plus [D, C] numbers for
+            each. Captures of several ranks of one call become one.
+        layer, head, observation: What to look at (the model's numbers); None: the worst head over all captures, layers
+            and observations, by verdict, then dQ's error, where each capture is a Benjamini-Hochberg family of its own.
+        device: auto, cpu or cuda.
+        progress: Called with (done, total) captures, each looked at once or twice.
+
+    Returns:
+        The figures; those that cannot be drawn are None, with the reason in ``missing``.
+
+    Raises:
+        InputError: No capture is of that layer, head or observation, or none's metadata describe its outputs.
     """
     given = [captures] if isinstance(captures, Capture) else list(captures)
     where = pick_device(device)
