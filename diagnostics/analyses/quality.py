@@ -14,6 +14,8 @@ from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
 CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv")
+# So much of a well-rounded kernel's error is less, however few rows carry it.
+_FAR_BETTER = 0.5
 # Outlying rows of a kernel that rounds coarsely everywhere are no pattern; few, or neighbours, are.
 _FEW = 8
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
@@ -121,6 +123,8 @@ def judge_quantity(
         return verdict("lossy", f"{name} has {factor}, and {each}{site}.")
     # Where few rows have most of the error the first says little; each row in units of its noise says what they share.
     as_good = ratio.high <= AS_GOOD or (ratio.factor <= AS_GOOD and typical.high <= AS_GOOD)
+    # Hardly any error (exact on one-hot rows) has no interval worth the name.
+    as_good |= max(ratio.factor, typical.factor) <= _FAR_BETTER
     if as_good and not outlying.any():
         return verdict("good", f"{name} is as good as a well-rounded kernel's (factor {_factor(ratio)}).")
     few = f"; {number(ratio.groups, 2)} groups of {unit} carry it" if ratio.groups < MIN_GROUPS else ""

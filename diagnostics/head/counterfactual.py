@@ -33,6 +33,7 @@ FORMATS = ("bf16", "fp16")
 # An fp32 score is off by about half a unit in its last place, and so by this times its size; P relatively as much.
 _FP32_SCORE = 2.0**-23
 _MOST_DIRECTIONS = 128
+_TENSOR_CORE_SCORES = 2**19
 
 
 def covers(fmt: FloatFormat) -> bool:
@@ -46,6 +47,7 @@ def run_counterfactual(
     stored: Mapping[str, FloatFormat],
     *,
     recipe: str = RECIPE,
+    tensor_core: bool = False,
     key_gradients: bool = True,
 ) -> dict[str, Tensor]:
     """What a well-rounded kernel returns for one query head.
@@ -55,6 +57,7 @@ def run_counterfactual(
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
         recipe: Which published recipe.
+        tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         key_gradients: Whether dK and dV are wanted.
 
     Returns:
@@ -66,6 +69,7 @@ def run_counterfactual(
     known = (*FORMATS, "fp32")
     chosen = replace(
         chosen,
+        accumulation="nvidia-tensor-core" if tensor_core else chosen.accumulation,
         out=out if out in known else chosen.out,
         dq=gradients.name if gradients.name in known else chosen.dq,
     )
@@ -81,13 +85,16 @@ class Counterfactuals:
         self, head: AttentionHead, fmt: FloatFormat, stored: Mapping[str, FloatFormat], *, key_gradients: bool
     ) -> None:
         self._run = partial(run_counterfactual, head, fmt, stored, key_gradients=key_gradients)
-        self._found: dict[str, dict[str, Tensor]] = {}
+        self._found: dict[tuple[str, bool], dict[str, Tensor]] = {}
+        self.small = len(head.q) * len(head.k) <= _TENSOR_CORE_SCORES
+        """Whether the tensor core's sums take a second or two at most."""
 
-    def outputs(self, recipe: str = RECIPE) -> dict[str, Tensor]:
+    def outputs(self, recipe: str = RECIPE, *, tensor_core: bool = False) -> dict[str, Tensor]:
         """As ``run_counterfactual``."""
-        if recipe not in self._found:
-            self._found[recipe] = self._run(recipe=recipe)
-        return self._found[recipe]
+        key = recipe, tensor_core
+        if key not in self._found:
+            self._found[key] = self._run(recipe=recipe, tensor_core=tensor_core)
+        return self._found[key]
 
 
 @dataclass
