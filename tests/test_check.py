@@ -101,7 +101,7 @@ def test_a_change_that_is_not_known_is_not_named() -> None:
         return sdpa(q, k, v) * 1.01
 
     found = attn_diag.check(off, cases=["normal"], device="cpu")
-    assert kinds(found) == {"bias", "lossy"}
+    assert kinds(found) == {"bias", "lossy", "wrong"}
     assert all(f.suspect is None for f in found.failures)
     assert "no single change" in found.report(80)
 

@@ -111,7 +111,7 @@ def test_failing_capture_is_lossy_but_not_biased() -> None:
     verdict = some(observation(FAILING).heads[0].verdict)
     assert "lossy" in verdict.labels
     assert not {"wrong", "biased", "clean"} & set(verdict.labels)
-    assert "O has 6.83 (5.76 to 8.09) times a well-rounded kernel's error" in verdict.reasons[0]
+    assert "O has 6.83 (6.02 to 7.75) times a well-rounded kernel's error" in verdict.reasons[0]
 
 
 def test_published_mitigation_replaces_one_bias_by_another() -> None:

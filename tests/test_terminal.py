@@ -47,7 +47,7 @@ def many() -> Diagnosis:
 
 
 HEADLINES = {
-    "failing_step500_L2H7": ("LOSSY", "O has 6.83 (5.76 to 8.09) times a well-rounded kernel's error, in L2H7"),
+    "failing_step500_L2H7": ("LOSSY", "its forward is to blame, not its backward, in L2H7"),
     "gpt2_step637_L2H6": ("CLEAN", "O and dQ are as good as a well-rounded kernel's in L2H6, and without bias"),
     "gpt2_step731_L2H4": ("ILL-CONDITIONED", "dQ is up to 8.04 % off in L2H4"),
     "gqa_T200": ("CLEAN", "in 8 heads"),
@@ -219,7 +219,7 @@ def hostile(value: Any, key: str = "") -> Any:
         return {k: hostile(v, k) for k, v in value.items()}
     if isinstance(value, list):
         return [hostile(v, key) for v in value]
-    fixed = {"schema", "labels", "evidence", "delta_source", "output"}
+    fixed = {"schema", "labels", "evidence", "delta_source", "output", "quantity", "answer"}
     keeps = key in fixed or not isinstance(value, str) or value in ("NaN", "Infinity", "-Infinity")
     return value if keeps else f"{value}\x1b[2J\x1b]0;owned\x07\r\n\u202e\x9b31m"
 

@@ -16,6 +16,8 @@ from attn_diag.analyses.patterns.lines import Group
 from attn_diag.analyses.patterns.numbers import factors, in_words, named
 from attn_diag.analyses.patterns.places import find_elements, find_place, in_sentence, row_ranges
 from attn_diag.analyses.patterns.rowwise import of_delta, of_lse
+from attn_diag.head.counterfactual import FORMATS
+from attn_diag.kernels.formats import Mode, parse, round_to
 from attn_diag.results.quality import Pattern
 
 # Guesses are compared on so many rows, spread over those in question.
@@ -50,7 +52,7 @@ def find_patterns(evidence: Evidence) -> list[Pattern]:
     found = [(g, None) if place.features is not None else _how(evidence, g) for g in place.groups]
     found = _absorbed(evidence, found)
     groups, fits = [g for g, _ in found], [f for _, f in found]
-    if lossy and (len(groups) > 1 or groups[0].kind in _OPEN):
+    if lossy and (len(groups) > 1 or groups[0].kind in _OPEN or _rounds_another_way(evidence)):
         return []
     groups = [_named_factor(evidence, group) for group in groups]
     order = sorted(range(len(groups)), key=lambda i: -_weight(evidence, groups[i], place.features))
@@ -62,6 +64,22 @@ def find_patterns(evidence: Evidence) -> list[Pattern]:
     if len(parts) == 1:
         return [whole]
     return [replace(whole, kind=parts[0].kind), *parts]
+
+
+def _rounds_another_way(evidence: Evidence) -> bool:
+    """Whether a directed rounding of the truth leaves as little of the error as any pattern may.
+
+    Truncation shrinks every number alike, as a smaller scale or a factor does where one key has nearly all of P.
+    """
+    if evidence.fmt.name not in FORMATS:
+        return False
+    rows = evidence.usable.nonzero()[:, 0]
+    fits = []
+    for mode in (Mode.TOWARD_ZERO, Mode.UP, Mode.DOWN):
+        rounded = round_to(evidence.truth[rows], parse(f"{evidence.fmt.name}:{mode}"))
+        # The kernel's own noise comes before its last rounding.
+        fits.append(evidence.fit(rows, rounded))
+    return any(fit.holds or fit.left < fit.before / _BEATS for fit in fits)
 
 
 def _guesses(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:

@@ -161,9 +161,9 @@ def _sequence(parts: list[HeadMeasurement], gradients: dict[str, list[GradientSu
     }
     rms = {n: math.sqrt(e.square / (len(e.total) * e.count)) for n, e in errors.items()}
     sizes: dict[str, float] = {n: rms[n] / scale for n in ("o", "lse") if n in rms and (scale := scales[n])}
-    noise, judged = (sum(p.noise[i] for p in parts) for i in (0, 1))
-    if judged:
-        sizes["delta"] = math.sqrt(noise / judged)
+    noise = [p.noise for p in parts if p.noise is not None]
+    if judged := sum(len(n) for n in noise):
+        sizes["delta"] = math.sqrt(sum(float(n.sum()) for n in noise) / judged)
     for name, sums in gradients.items():
         if (error := GradientSums.pool(sums).result().relative_error) is not None:
             sizes[name] = error
