@@ -147,6 +147,11 @@ def pool(
         drift = not name.startswith("rounding")
         labels = clusters.of(name, shared=error.features is not None)
         biases[name] = estimate_bias(error, labels, level, with_drift=drift)
+        if error.features is not None and name == "delta_excess" and not by_sequence:
+            # Few keys may agree by chance: what rows alone say is the least uncertainty.
+            alone = estimate_bias(replace(error, features=None), clusters.within(name), level, with_drift=drift)
+            if (alone.standard_error or 0.0) > (biases[name].standard_error or 0.0):
+                biases[name] = alone
         if by_sequence and biases[name].p_value is not None and biases[name].t is None:
             # The same in every sequence, and so perhaps in every row: these are many more signs.
             biases[name] = estimate_bias(error, clusters.within(name), level, with_drift=drift)
