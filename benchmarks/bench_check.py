@@ -72,7 +72,8 @@ def short(found: CheckReport) -> dict[str, Any]:
         "deterministic": all(c.deterministic for c in found.cases),
         "bias_o_away_ulp": {c.name: c.biases["o_away_excess"].mean for c in found.cases if c.biases},
         "error_over_limit": {
-            c.name: max((s.error / (s.limit or s.budget) for s in c.sizes.values()), default=None) for c in found.cases
+            c.name: max((s.error / m for s in c.sizes.values() if (m := s.limit or s.budget)), default=None)
+            for c in found.cases
         },
     }
 

@@ -1,11 +1,14 @@
 """False alarms and power of ``attn_diag.check``.
 
     python benchmarks/study_check.py --seeds 200 --processes 16 --json benchmarks/results/check_cpu.json
+    python benchmarks/study_check.py --planted --json benchmarks/results/check_planted_cpu.json
 
 Every seed draws the whole suite anew (forward and backward). Healthy kernels: emulations and torch's SDPA; each run is
 judged without a baseline, and against the baseline of another seed (a ring: seed s against s + 1), by the very rules of
 ``check``. A run that fails anything is a false alarm. Also: how much two seeds' sizes differ beside the limit of
 growth, and how often planted biases (a fraction of O's elements is rounded away from zero one step further) are found.
+``--planted``: which cases of the suite find which coarse site of an independent kernel (``verdicts``), without a
+baseline; and that they accuse none of its healthy schedules.
 """
 
 from __future__ import annotations
@@ -24,10 +27,14 @@ import torch
 from measuring import made_by, options_of, save
 from scipy import stats
 from torch import Tensor
+from verdicts.defects import DEFECTS
+from verdicts.inputs import Inputs
+from verdicts.kernels import HEALTHY, attend
 
 import attn_diag
+from attn_diag.captures.metadata import Causal
 from attn_diag.results.baseline import BaselineCase, BaselineSize
-from attn_diag.results.check import CheckedCase
+from attn_diag.results.check import CheckedBias, CheckedCase, Size
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.figures import Measured, measure_case
@@ -49,6 +56,12 @@ def known(measured: Measured) -> BaselineCase:
     return BaselineCase("", "", (), True, measured.biases, sizes)
 
 
+def checked(name: str, measured: Measured, biases: dict[str, CheckedBias], sizes: dict[str, Size]) -> CheckedCase:
+    return CheckedCase(
+        name, (), "", biases=biases, sizes=sizes, quantities=measured.quantities, documented=measured.documented
+    )
+
+
 def alarms(run: Run, baseline: Run | None) -> list[str]:
     """What ``check`` would call failures: "case: kind quantity"."""
     cases = []
@@ -56,7 +69,7 @@ def alarms(run: Run, baseline: Run | None) -> list[str]:
         before = None if baseline is None else known(baseline[name])
         biases = judge.biases_of(measured, suite.LENGTH, before, same_key=True)
         sizes = judge.sizes_of(measured, before, same_inputs=False)
-        cases.append(CheckedCase(name, (), "", biases=biases, sizes=sizes))
+        cases.append(checked(name, measured, biases, sizes))
     judged, _ = judge.adjusted(cases)
     return [f"{f.case}: {f.kind} {f.quantity}" for c in judged for f in judge.failures_of(c, LEVEL)]
 
@@ -85,6 +98,36 @@ def run_of(kernel: str, names: list[str], plant: float, seed: int) -> Run:
         yardstick = emulate(recipe, case, DEVICE, with_gradients=not plant)
         yardstick = {n: x for n, x in yardstick.items() if n in outputs or n == "lse"}
         found[name] = measure_case(case, outputs, yardstick, recipe, "cpu")
+    return found
+
+
+def planted_kernels() -> list[str]:
+    """Healthy schedules, and every site that is too coarse in both masks, everywhere."""
+    sites = [d.name for d in DEFECTS.values() if d.site and d.extent == "everywhere" and d.needs <= {"bf16"}]
+    return [*(f"healthy: {name}" for name in HEALTHY), *sites]
+
+
+def found_in(kernel: str, causal: Causal, names: list[str], seed: int = 0) -> dict[str, list[str]]:
+    """Without a baseline: case -> "kind quantity" of each failure of a planted kernel."""
+    found = {}
+    for name in names:
+        case = suite.draw(name, seed, dtype=torch.bfloat16, causal=causal, head_dim=64, scale=0.125)
+        assert case.do is not None
+        inputs = Inputs(case.q, case.k, case.v, case.do, scale=case.scale, causal=causal, name=name)
+        plan = kernel.removeprefix("healthy: ")
+        made = attend(inputs, HEALTHY[plan]) if plan in HEALTHY else DEFECTS[plan].run(inputs)
+        recipe = attn_diag.preset("fa2")
+        measured = measure_case(case, made.tensors(), emulate(recipe, case, DEVICE), recipe, "cpu")
+        if measured.misfit is not None:
+            found[name] = ["fit"]
+            continue
+        biases = judge.biases_of(measured, case.q.shape[2], None, same_key=False)
+        sizes = judge.sizes_of(measured, None, same_inputs=False)
+        (adjusted,), _ = judge.adjusted([checked(name, measured, biases, sizes)])
+        failures = judge.failures_of(adjusted, LEVEL / len(names))  # Holm over the cases, to the safe side
+        found[name] = [
+            f"{f.kind} {f.quantity}" + (f" {f.factor:.3g}" if f.factor is not None else "") for f in failures
+        ]
     return found
 
 
@@ -143,8 +186,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--power-seeds", type=int, default=20)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
-    parser.add_argument("--cases", nargs="+", default=list(suite.BUILDERS))
+    parser.add_argument("--cases", nargs="+", default=list(suite.NAMES))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--planted", action="store_true")
+    parser.add_argument("--masks", nargs="+", default=["top-left", "none"])
+    parser.add_argument("--only", default="", help="planted kernels whose name holds this")
     arguments = parser.parse_args()
     started = time.perf_counter()
 
@@ -163,6 +209,15 @@ def main() -> None:
     with ProcessPoolExecutor(
         arguments.processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
+        if arguments.planted:
+            jobs = [(k, m) for k in planted_kernels() if arguments.only in k for m in arguments.masks]
+            rows = pool.map(partial(found_in, names=arguments.cases), *zip(*jobs, strict=True))
+            table: dict[str, Any] = {}
+            for (kernel, mask), row in zip(jobs, rows, strict=True):
+                table.setdefault(kernel, {})[mask] = {case: kinds for case, kinds in row.items() if kinds}
+                say(f"{kernel}, {mask}: found in {', '.join(table[kernel][mask]) or 'no case'}")
+                save(made_by(DEVICE) | {"level": LEVEL, "cases": arguments.cases, "planted": table}, arguments.json)
+            return
         for kernel in arguments.kernels:
             keep(kernel, false_alarms(kernel, arguments.seeds, arguments.cases, pool, keep))
         if arguments.power_seeds:

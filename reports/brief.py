@@ -40,7 +40,7 @@ def brief(diagnosis: Diagnosis, found: str = "this") -> str:
     lines += [line for warning in shown for line in wrapped(f"warning: {warning}", 1)]
     if len(warnings) > len(shown):
         lines.append(f"… and {len(warnings) - len(shown)} more warnings")
-    failed = [c for c in diagnosis.captures if c.assumptions.ok is False]
+    failed = [c for c in diagnosis.captures if c.unjudged]
     if failed:
         lines += wrapped(f"no verdict for {file_name(failed[0].source)}: {failed[0].assumptions.message}", _UNJUDGED)
     ranked = diagnosis.ranked()

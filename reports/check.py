@@ -10,7 +10,7 @@ from rich.text import Text
 
 from attn_diag.reports import layout, words
 from attn_diag.reports.quantities import NOISE_FACTOR
-from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Failure, Size
+from attn_diag.results.check import BROKEN, CheckedBias, CheckedCase, CheckReport, Failure, Size
 from attn_diag.results.wording import DASH, SYMBOLS, percent, plural, printable
 
 _SIZES = {"o": "O\nulp", "delta": NOISE_FACTOR.heading} | {name: SYMBOLS[name] for name in ("dq", "dk", "dv")}
@@ -29,8 +29,7 @@ def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
         yield layout.bullet("→", suspect)
     for command in dict.fromkeys(f.look_closer for f in found.failures[:1] if f.look_closer):
         yield layout.bullet("?", f"look closer: {printable(command)}")
-    # What is broken is never accepted.
-    if found.baseline and found.failures and not any(f.kind in ("fit", "determinism") for f in found.failures):
+    if found.baseline and found.failures and not any(f.kind in BROKEN for f in found.failures):
         yield layout.bullet("?", f"accept: the same with --baseline {printable(found.baseline)} --update")
     yield from layout.bullets("-", found.notes, _SHOWN, "… and {} more notes (--json has all)")
     yield Text("")
@@ -65,7 +64,7 @@ def suspects(found: CheckReport) -> list[str]:
     """What was found to have changed, or that nothing was."""
     if named := suspected(found.failures):
         return [printable(f"looks like: {name}") for name in named]
-    if any(f.kind in ("bias", "growth", "bits") for f in found.failures):
+    if any(f.kind in ("bias", "lossy", "growth", "bits") for f in found.failures):
         return ["no single change of a published recipe that is known here makes these bits"]
     return []
 
@@ -122,8 +121,8 @@ def _legend(found: CheckReport) -> str:
     held = (
         "means against the baseline's (Welch), sizes at most sqrt(5/4) of the baseline's on the same input"
         if found.baseline_key is not None
-        else "means between 0 and a published recipe's, and 1/sqrt(12 T) ulp about that; sizes at most twice the "
-        "recipe's and one rounding"
+        else "means between 0 and a published recipe's, and 1/sqrt(12 T) ulp about that; every quantity at most 1.25 "
+        "times a well-rounded kernel's error, or what is documented of a published kernel"
     )
     return (
         "Error = output - float64 reference on the same inputs; bias = mean beyond one correct rounding, ± standard "

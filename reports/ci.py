@@ -13,7 +13,7 @@ from attn_diag.results.check import KINDS, CheckedCase, CheckReport, Failure, Ki
 from attn_diag.results.wording import plural, printable
 
 # The gravest first: what is not this attention at all needs no words on its bias.
-_ORDER = ("fit", "determinism", "bias", "growth", "bits")
+_ORDER = ("fit", "nonfinite", "wrong", "determinism", "bias", "lossy", "growth", "bits")
 _LABEL = 12  # columns of "look closer "
 _MESSAGE_LINES = 4
 _MOST_GROUPS, _MOST_SUSPECTS = 4, 2
@@ -161,10 +161,13 @@ def _looked_at(case: CheckedCase, kind: Kind) -> bool:
     """Whether this was tested: a kernel that raised has no bits, and without a baseline none are compared."""
     return {
         "fit": True,
+        "nonfinite": bool(case.outputs),
+        "wrong": bool(case.quantities),
         "determinism": case.deterministic is not None,
         "bits": case.same_bits is not None,
         "bias": bool(case.biases),
-        "growth": bool(case.sizes),
+        "lossy": any(size.limit is None for size in case.sizes.values()) and bool(case.quantities),
+        "growth": any(size.limit is not None for size in case.sizes.values()),
     }[kind]
 
 

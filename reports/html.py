@@ -26,11 +26,11 @@ from attn_diag.results.embedded import ELEMENT
 # Of a page for 12 layers of 12 heads, everything included.
 _LIMIT = 2_000_000
 _COLUMNS = (
-    quantities.DQ_ERROR, quantities.DW_Q_ERROR, quantities.NOISE_FACTOR, quantities.CONDITIONING,
+    quantities.FACTOR, quantities.DQ_ERROR, quantities.DW_Q_ERROR, quantities.NOISE_FACTOR, quantities.CONDITIONING,
     quantities.SMALLEST_P, quantities.REPEATED_MAXIMA, quantities.MAX_LOGIT,
 )  # fmt: skip
 _NOTEBOOK_COLUMNS = (
-    quantities.NOISE_FACTOR, quantities.CONDITIONING, quantities.DQ_ERROR, quantities.DQ_BY_DELTA,
+    quantities.FACTOR, quantities.NOISE_FACTOR, quantities.CONDITIONING, quantities.DQ_ERROR, quantities.DQ_BY_DELTA,
     quantities.DW_Q_ERROR, quantities.REPEATED_MAXIMA,
 )  # fmt: skip
 # A site is found where it makes more than this part of the squared error, and removing it removes it where no more than
@@ -131,7 +131,7 @@ def _rows(diagnosis: Diagnosis) -> Iterator[Row]:
 def _row(place: str, capture: CaptureDiagnosis, observation: ObservationDiagnosis, head: HeadDiagnosis) -> Row:
     said = quantities.labels(head)
     # Numbers under wrong assumptions say nothing.
-    known = capture.assumptions.ok is not False
+    known = head.verdict is not None
     cells = [(q.text(head), _key(q.value(head))) if known else (wording.DASH, "") for q in _COLUMNS]
     name = wording.head_name(head.layer, head.head)
     return Row(place, name, capture.source, observation.name, ((said.replace("_", "-"), said), *cells))
@@ -147,10 +147,11 @@ def _evidence(head: HeadDiagnosis) -> tuple[tuple[bool, str], ...]:
     found = removed = False
     if head.attribution is not None and stated != "none":
         main = "dq" if "dq" in head.attribution.totals else "o"
-        guilty = next(s for s in head.attribution.sites if s.site == head.attribution.guilty[main])
-        effect, total = guilty.effects[main], head.attribution.totals[main].error
-        found = effect.share > _MOST
-        removed = found and effect.repaired < _MOST * total and head.attribution.inert[1] < _SHAM * total
+        guilty = next((s for s in head.attribution.sites if s.site == head.attribution.guilty.get(main)), None)
+        if guilty is not None:
+            effect, total = guilty.effects[main], head.attribution.totals[main].error
+            found = effect.share > _MOST
+            removed = found and effect.repaired < _MOST * total and head.attribution.inert[1] < _SHAM * total
     return tuple(zip((stated != "none", stated == "significant", found, removed, False), _STEPS, strict=True))
 
 

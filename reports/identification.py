@@ -13,7 +13,13 @@ from attn_diag.reports import layout
 from attn_diag.results.identification import Identification, Identifications, RankedRecipe
 from attn_diag.results.wording import DASH, percent
 
-_STYLES = {"identified": "bold green", "ambiguous": "bold yellow", "unnamed": "bold yellow", "unknown": "bold red"}
+_STYLES = {
+    "identified": "bold green",
+    "ambiguous": "bold yellow",
+    "unnamed": "bold yellow",
+    "flawed": "bold red",
+    "unknown": "bold red",
+}
 # Lines of the ranking, and recipes with the same bits that are named in one.
 _MAX_LINES, _MAX_SAME = 8, 2
 _EXP = {"exp2-fma": "exp2 of an FMA", "exact": "exact exp", "polynomial": "polynomial exp"}

@@ -39,6 +39,8 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
     )
     splits = f" in {m.splits} splits" if m.splits > 1 else ""
     yield Text(f"{m.source}; {plural(m.keys, 'visible key')}, {plural(m.ranges, 'key range')}{splits}")
+    if m.unfit:
+        yield Text(f"{m.unfit} The walk is {m.recipe}'s, not the kernel's.", "yellow")
     yield Text(f"recipe {m.recipe_reason}")
     yield _values(m)
     if m.observed is not None and m.observed != m.walked:

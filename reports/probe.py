@@ -21,6 +21,7 @@ _STYLES = {
     "lse-too-large": "bold red",
     "not-invariant": "bold yellow",
     "broken": "bold red",
+    "nonfinite": "bold red",
 }
 
 

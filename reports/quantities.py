@@ -14,8 +14,12 @@ from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis, Label
 from attn_diag.results.wording import DASH, SYMBOLS, number, percent, signed
 
 # The worst first: letters of the map, and colours.
-LETTERS: dict[Label, str] = {"biased": "B", "lossy": "L", "ill_conditioned": "c", "undecided": "?", "clean": "·"}
+LETTERS: dict[Label, str] = {
+    "nonfinite": "N", "wrong": "W", "biased": "B", "lossy": "L", "ill_conditioned": "c", "undecided": "?", "clean": "·",
+}  # fmt: skip
 STYLES: dict[Label, str] = {
+    "nonfinite": "bold red",
+    "wrong": "bold red",
     "biased": "bold red",
     "lossy": "bold red",
     "ill_conditioned": "bold yellow",
@@ -102,10 +106,15 @@ def smallest_p(head: HeadDiagnosis) -> float | None:
     return min((p for _, e in tested(head) if (p := e.p_adjusted) is not None), default=None)
 
 
+def worst_factor(head: HeadDiagnosis) -> float | None:
+    """The largest factor over a well-rounded kernel's error among the captured quantities; None where none has one."""
+    return max((q.factor for q in head.quantities if q.factor is not None), default=None)
+
+
+FACTOR = Quantity("factor", "times a well-rounded kernel", worst_factor, "\u00d7 well-\nrounded")
 NOISE_FACTOR = Quantity(
     "noise_factor", "noise factor", "noise_factor", "noise\nfactor",
-    words="Delta's error over what one correct rounding of O makes. About 1: the kernel is at its floor; over 2: "
-    "lossy.",
+    words="Delta's error over what one correct rounding of O makes; 0.98 to 1.9 on production kernels.",
 )  # fmt: skip
 CONDITIONING = Quantity(
     "conditioning", "conditioning", "conditioning", "condi-\ntioning",
@@ -134,7 +143,7 @@ NONFINITE_ROWS = Quantity("nonfinite_rows", "rows with NaN or Inf", "rows_nonfin
 QUANTITIES = {
     quantity.key: quantity
     for quantity in (
-        DQ_ERROR, DW_Q_ERROR, NOISE_FACTOR, CONDITIONING, REPEATED_MAXIMA, MAX_LOGIT, DQ_BY_DELTA, SMALLEST_P,
+        FACTOR, DQ_ERROR, DW_Q_ERROR, NOISE_FACTOR, CONDITIONING, REPEATED_MAXIMA, MAX_LOGIT, DQ_BY_DELTA, SMALLEST_P,
         NONFINITE_ROWS,
     )
 }  # fmt: skip

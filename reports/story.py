@@ -7,7 +7,8 @@ from collections import Counter
 
 from attn_diag.reports.quantities import DQ_ERROR, LETTERS, label_names, tested
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
-from attn_diag.results.wording import file_name, head_name, percent, printable
+from attn_diag.results.quality import Answer, QuantityVerdict
+from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, printable, together
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 
@@ -44,11 +45,40 @@ def _biased(found: list[Entry], judged: list[Entry]) -> str:
     return f"BIASED: the error's mean is beyond chance in {_heads(found, judged, found[0])}{worst}."
 
 
+def _first(entry: Entry, answer: Answer) -> QuantityVerdict | None:
+    """The quantity with that answer that is furthest off."""
+    found = [q for q in entry[2].quantities if q.answer == answer]
+    return max(found, key=lambda q: q.factor or 0.0) if found else None
+
+
+def _said(words: str) -> str:
+    return printable(words).rstrip(".")
+
+
+def _nonfinite(found: list[Entry], judged: list[Entry]) -> str:
+    worst = _first(found[0], "nonfinite")
+    said = "NaN or Inf where the mathematics is finite" if worst is None else _said(worst.words)
+    return f"NOT FINITE: {said}, in {_heads(found, judged, found[0])}."
+
+
+def _wrong(found: list[Entry], judged: list[Entry]) -> str:
+    entry = max(found, key=lambda e: w.factor or 0.0 if (w := _first(e, "wrong")) else 0.0)
+    worst = _first(entry, "wrong")
+    said = "an error that no rounding makes" if worst is None else _said(worst.words)
+    right = [SYMBOLS[q.quantity] for q in entry[2].quantities if q.answer == "good"]
+    beside = f" {together(right)} {'are' if len(right) > 1 else 'is'} right." if right else ""
+    return f"WRONG: {said}; in {_heads(found, judged, entry)}.{beside}"
+
+
 def _lossy(found: list[Entry], judged: list[Entry]) -> str:
-    factors = [(e[2].noise_factor, e) for e in found if e[2].noise_factor is not None]
-    if not factors:
+    factors = [(q, e) for e in found if (q := _first(e, "lossy")) is not None]
+    if factors:
+        quantity, entry = max(factors, key=lambda item: item[0].factor or 0.0)
+        return f"LOSSY: {_said(quantity.words)}, in {_heads(found, judged, entry)}."
+    noise = [(e[2].noise_factor, e) for e in found if e[2].noise_factor is not None]
+    if not noise:
         return f"LOSSY: errors that no correct rounding makes in {_heads(found, judged, found[0])}."
-    factor, entry = max(factors, key=lambda item: item[0])
+    factor, entry = max(noise, key=lambda item: item[0])
     return (
         f"LOSSY: delta's error is up to {factor:.3g} times what one correct rounding of O makes, "
         f"in {_heads(found, judged, entry)}."
@@ -58,8 +88,8 @@ def _lossy(found: list[Entry], judged: list[Entry]) -> str:
 def _ill_conditioned(found: list[Entry], judged: list[Entry]) -> str:
     error, entry = max(((DQ_ERROR.nearest(e[2])[0] or 0.0, e) for e in found), key=lambda item: item[0])
     return (
-        f"ILL-CONDITIONED: the kernel rounds as well as it can, yet dQ is up to {percent(error)} off in "
-        f"{_heads(found, judged, entry)}: these inputs amplify the rounding of O."
+        f"ILL-CONDITIONED: dQ is up to {percent(error)} off in {_heads(found, judged, entry)}, and so would a "
+        "well-rounded kernel's be: these inputs amplify the rounding of O."
     )
 
 
@@ -72,10 +102,17 @@ def _undecided(found: list[Entry], judged: list[Entry]) -> str:
 def _clean(found: list[Entry], judged: list[Entry]) -> str:
     some = "" if len(found) == len(judged) else f"{len(found)} of "
     heads = f"{some}{len(judged)} heads" if len(judged) > 1 else Names(judged).name(found[0])
-    return f"CLEAN: no mean error beyond chance in {heads}, and no error beyond what correct rounding makes."
+    good = dict.fromkeys(SYMBOLS[q.quantity] for e in found for q in e[2].quantities)
+    if not good:
+        return f"CLEAN: no mean error beyond chance in {heads}."
+    names = together(list(good))
+    are = "are" if len(good) > 1 else "is"
+    return f"CLEAN: {names} {are} as good as a well-rounded kernel's in {heads}, and without bias."
 
 
 _SENTENCES = {
+    "nonfinite": _nonfinite,
+    "wrong": _wrong,
     "biased": _biased,
     "lossy": _lossy,
     "ill_conditioned": _ill_conditioned,
@@ -121,6 +158,8 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         arguments += ["--batch", str(head.batch)]
     if len(capture.observations) > 1 and not observation.emulated:
         arguments += ["--observation", shlex.quote(printable(observation.name))]
+    if {"wrong", "nonfinite"} & set(label_names(head)):
+        return []  # no rounding makes it
     questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
     if "biased" in label_names(head):
         questions.append(("Where it goes wrong, bit by bit", "microscope"))

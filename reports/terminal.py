@@ -26,6 +26,7 @@ from attn_diag.reports.quantities import (
     DQ_BY_DELTA,
     DQ_ERROR,
     DW_Q_ERROR,
+    FACTOR,
     NOISE_FACTOR,
     REPEATED_MAXIMA,
     STYLES,
@@ -53,9 +54,9 @@ _MEDIUM, _TWICE_SAID = 72, ("mean", "detectable")
 # Cells that the table of heads keeps for a head's name, for where it is (names may wrap), and for its labels.
 _HEAD, _PLACE, _VERDICT = 5, 22, 15
 # Its figures, and which of them go first where there is no room.
-_FIGURES = (NOISE_FACTOR, CONDITIONING, DQ_ERROR, DW_Q_ERROR, REPEATED_MAXIMA, DQ_BY_DELTA)
-_EXPENDABLE = (DQ_BY_DELTA, REPEATED_MAXIMA, CONDITIONING, DW_Q_ERROR, NOISE_FACTOR, DQ_ERROR)
-_LOGGED = (NOISE_FACTOR, CONDITIONING, DQ_ERROR, DQ_BY_DELTA, DW_Q_ERROR, REPEATED_MAXIMA)
+_FIGURES = (FACTOR, NOISE_FACTOR, CONDITIONING, DQ_ERROR, DW_Q_ERROR, REPEATED_MAXIMA, DQ_BY_DELTA)
+_EXPENDABLE = (DQ_BY_DELTA, NOISE_FACTOR, REPEATED_MAXIMA, CONDITIONING, DW_Q_ERROR, DQ_ERROR, FACTOR)
+_LOGGED = (FACTOR, NOISE_FACTOR, CONDITIONING, DQ_ERROR, DQ_BY_DELTA, DW_Q_ERROR, REPEATED_MAXIMA)
 # In a terminal and a log the tests go without the reference's part, which has a sentence of its own.
 _TEST_FIGURES = tuple(figure for figure in TEST_FIGURES if figure.key != "reference_bound")
 
@@ -215,8 +216,8 @@ def _tests(head: HeadDiagnosis, options: ConsoleOptions) -> Iterator[RenderableT
 
 def _provenance(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield from layout.title("Where the numbers come from")
-    failed = [c for c in diagnosis.captures if c.assumptions.ok is False]
-    ordered = [*failed, *(c for c in diagnosis.captures if c.assumptions.ok is not False)]
+    failed = [c for c in diagnosis.captures if c.unjudged]
+    ordered = [*failed, *(c for c in diagnosis.captures if not c.unjudged)]
     for capture in ordered[:_MAX_CAPTURES]:
         yield from _capture(capture)
     if rest := ordered[_MAX_CAPTURES:]:
@@ -234,7 +235,7 @@ def _capture(capture: CaptureDiagnosis) -> Iterator[RenderableType]:
         yield layout.bullet(" ", f"notes: {notes}")
     if capture.assumptions.defaults:
         yield layout.bullet(" ", Text(f"assumed: {printable(', '.join(capture.assumptions.defaults))}", "yellow"))
-    style = "bold red" if capture.assumptions.ok is False else ""
+    style = "bold red" if capture.unjudged else ""
     yield layout.bullet(" ", Text(f"assumptions: {printable(capture.assumptions.message)}", style))
     for observation in capture.observations:
         yield layout.bullet(" ", words.observation_line(observation))

@@ -68,7 +68,7 @@ def family_line(diagnosis: Diagnosis) -> str:
 def warnings(diagnosis: Diagnosis) -> Iterator[str]:
     """Everything that limits what can be concluded: what was not read, not finite, or not as assumed."""
     for capture in diagnosis.captures:
-        if capture.assumptions.ok is False:
+        if capture.unjudged:
             yield f"no verdict for {file_name(capture.source)}: {capture.assumptions.message}"
     yield from diagnosis.summary.warnings
     yield from (f"not read: {u}" for u in diagnosis.summary.unreadable)

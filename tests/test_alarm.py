@@ -95,22 +95,26 @@ def limit(expected: float) -> float:
     return expected + 4 * math.sqrt(expected)
 
 
-def witnesses(rule: AlarmRule, over: Values) -> int:
+def witnesses(rule: AlarmRule, over: Values, **measured: Values) -> int:
     """How many streams' witnesses pass their threshold."""
     state, passed = LayerState(STREAMS, rule), np.zeros(STREAMS, dtype=bool)
-    for check in checks(np.arange(len(over), dtype=np.float64), dw_q_share=np.ones_like(over), dw_q_over_floor=over):
+    values = {"dw_q_share": np.ones_like(over), "dw_q_over_floor": over, **measured}
+    for check in checks(np.arange(len(over), dtype=np.float64), **values):
         state.update(check.step, check.layers[0], rule.log_odds(STREAMS))
         passed |= state.witnessed
     return int(passed.sum())
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["expected before it was measured", "expected measured"])
 @pytest.mark.parametrize("mutant", [None, "twice the floor"])
-def test_the_witnesses_rate_under_correct_rounding(mutant: str | None) -> None:
+def test_the_witnesses_rate_under_correct_rounding(mutant: str | None, known: bool) -> None:
     rng = np.random.default_rng(1)
     rule = AlarmRule(false_alarm_rate=RATE * STREAMS)
-    # The worst case of the derivation: all atoms along one direction, noise_factor^2 = 2.
-    over = math.sqrt(2) * np.abs(rng.normal(0, 1, (CHECKS, STREAMS))) * (2 if mutant == "twice the floor" else 1)
-    found = witnesses(rule, over)
+    # The worst case of the derivation: all atoms along one direction, where errors are as large as they are expected.
+    expected = rng.uniform(1, 4, STREAMS) if known else np.full(STREAMS, math.sqrt(2))
+    over = expected * np.abs(rng.normal(0, 1, (CHECKS, STREAMS))) * (2 if mutant == "twice the floor" else 1)
+    measured = {"dw_q_expected_over_floor": np.broadcast_to(expected, over.shape)} if known else {}
+    found = witnesses(rule, over, **measured)
     assert (found <= limit(BOUND)) == (mutant is None), f"{found} of {STREAMS}, at most {BOUND:.0f} were stated"
     if mutant is None:
         assert found > 0, "a rate so far above what happens says nothing"

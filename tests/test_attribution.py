@@ -24,7 +24,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import load
 from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
-from attn_diag.head.read import HeadInputs
+from attn_diag.head.read import HeadInputs, read_head
 from attn_diag.head.truth import exact_recipe, head_truth, measure_variants
 from attn_diag.kernels import PRESETS, Recipe, Schedule, SoftmaxRule, emulate_head, preset
 from attn_diag.kernels.exponential import exp2_polynomial
@@ -235,7 +235,7 @@ def test_an_ill_conditioned_head_is_explained_in_words(step731: HeadAttribution)
     words = " ".join(step731.reasons)
     for said in (
         "the cause is the last rounding of O, through delta = rowsum(dO∘O)",
-        "at its noise floor",
+        "dQ's error is 1 times a well-rounded kernel's",
         "the head is ill-conditioned (conditioning 91)",
         "near one-hot rows have almost no dQ of their own",
         "Repeated row maxima have no part in it",
@@ -310,7 +310,47 @@ def test_a_recipe_that_is_not_the_captured_kernel_is_said_to_be_so(captures: Pat
     found = attribute(load(captures / "failing_step500_L2H7.safetensors"), recipe="fa2").heads[0]
     assert some(found.noise_factor) < 2  # the captured kernel's is 11
     assert "not what the captured kernel does" in found.reasons[0]
-    assert "delta 11 noise floors captured, 1.1" in found.reasons[0]
+    assert "11 noise floors captured, 1.1" in found.reasons[0]
+    assert {"o", "delta", "dq"} <= set(found.differences)
+
+
+def altered(capture: Capture, **outputs: torch.Tensor) -> Capture:
+    tensors = {name: capture.tensors[name][...] for name in capture.tensors} | outputs
+    return Capture(tensors, capture.metadata)
+
+
+def test_nothing_is_blamed_where_no_recipe_made_the_output(captures: Path) -> None:
+    capture = load(captures / "gqa_T200.safetensors")
+    bits = capture.tensors["o"][...].view(torch.int16)
+    moved = torch.rand(bits.shape, generator=torch.Generator().manual_seed(0)) < 0.05
+    found = attribute(altered(capture, o=torch.where(moved, bits + 1, bits).view(torch.bfloat16))).heads[0]
+    assert found.recipe_from == "assumed"
+    assert found.reasons[0].startswith("No recipe that is known here made this O (nearest: ")
+    assert found.guilty == found.biased == {}
+    assert not any("the cause" in reason or "The kernel" in reason for reason in found.reasons)
+
+
+def test_a_gradient_that_is_not_the_recipes_is_not_explained(captures: Path) -> None:
+    capture = load(captures / "gqa_T200.safetensors")
+    found = attribute(altered(capture, dq=capture.tensors["dq"][...] * 1.0625)).heads[0]
+    assert set(found.differences) == {"dq"}
+    assert {"dq", "dw_q"}.isdisjoint(found.guilty)
+    assert found.guilty["o"] == "out"
+    assert "no cause of the error of dQ is named" in found.reasons[0]
+
+
+def test_a_mixture_in_no_presets_schedule_is_followed() -> None:
+    """What inspect's next command follows is what ``identify`` finds, not an assumed recipe."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 1, 256, 32, generator=generator).bfloat16() for _ in range(3))
+    made = replace(preset("fa2"), row_sum="bf16", accumulator="bf16", schedule=Schedule(key_tile=64))
+    given = read_head(Capture.from_tensors({"q": q, "k": k, "v": v}, causal="top-left"), 0, 0, torch.device("cpu"))
+    o = emulate_head(made, given.head).o[None, None]
+    capture = Capture.from_tensors({"q": q, "k": k, "v": v, "o": o}, causal="top-left")
+    found = attribute(capture).heads[0]
+    assert found.recipe_from == "recognised"
+    assert {"row_sum", "accumulator"} <= {site.site for site in found.sites}
+    assert any("What a well-rounded kernel does not round: the rounding of the row sum" in r for r in found.reasons)
 
 
 def test_rows_with_nan_have_no_part_in_the_conditioning() -> None:

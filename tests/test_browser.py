@@ -336,7 +336,7 @@ def test_formulas_and_quotes_are_harmless_in_csv(reports: Reports, open_page: Op
 def test_the_table_sorts(reports: Reports, open_page: Open) -> None:
     page = open_page(reports("144")[1])
     column = page.locator("#heads thead button", has_text="noise factor")
-    keys = "() => [...document.querySelectorAll('#heads tbody tr')].map(r => Number(r.cells[4].dataset.key))"
+    keys = "() => [...document.querySelectorAll('#heads tbody tr')].map(r => Number(r.cells[5].dataset.key))"
     column.click()
     found = page.evaluate(keys)
     assert found == sorted(found, reverse=True)

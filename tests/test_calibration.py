@@ -83,7 +83,7 @@ def sums_of(test: str, out: torch.Tensor, sample: draws.Sample, keys: npt.NDArra
     rows, features = engine.totals_of(out, sample, [test])
     elements = out.shape[-1]
     count = 1 if test.startswith("delta") else elements
-    labels = engine.clusters_of(test, keys, sample.k.shape[1])
+    labels = engine.clusters_of(test, keys)
     clusters = engine.cluster_sums(rows[test], None if labels is None else np.repeat(labels[None], len(out), 0), count)
     if test not in features:
         return Sums(clusters)

@@ -45,11 +45,11 @@ def test_junit_has_a_testcase_for_every_case_and_kind(failed: CheckReport) -> No
     root = ET.fromstring(junit_document(failed))
     (suite,) = root.findall("testsuite")
     for element in (root, suite):
-        assert (element.get("tests"), element.get("failures"), element.get("errors")) == ("10", "2", "0")
+        assert (element.get("tests"), element.get("failures"), element.get("errors")) == ("16", "2", "0")
         assert float(element.get("time", "")) == 2.0
-    assert [child.tag for child in suite] == ["properties", *["testcase"] * 10, "system-out"]
+    assert [child.tag for child in suite] == ["properties", *["testcase"] * 16, "system-out"]
     cases = suite.findall("testcase")
-    assert len({c.get("name") for c in cases}) == 10
+    assert len({c.get("name") for c in cases}) == 16
     assert all(c.get("classname") and float(c.get("time", "")) >= 0 for c in cases)
     broken = [c for c in cases if c.find("failure") is not None]
     assert [f.get("type") for c in broken for f in c.findall("failure")] == ["bias", "growth"]
@@ -61,6 +61,23 @@ def test_junit_has_a_testcase_for_every_case_and_kind(failed: CheckReport) -> No
     assert "<script>" in name
     assert "\x00" not in name
     assert "\ufffd" in name
+
+
+def test_documents_of_older_versions_are_read(failed: CheckReport) -> None:
+    plain = replace(
+        failed,
+        source="k",
+        baseline=None,
+        notes=(),
+        cases=failed.cases[1:],
+        failures=(Failure("growth", "normal", "o", "x"),),
+    )
+    document = json.loads(plain.to_json())
+    for case in document["cases"]:
+        del case["quantities"], case["documented"]
+    for failure in document["failures"]:
+        del failure["factor"]
+    assert CheckReport.from_json(json.dumps(document)) == plain
 
 
 def test_junit_of_a_run_that_passes(failed: CheckReport) -> None:

@@ -115,7 +115,7 @@ def test_bad_file(case: str, tmp_path: Path, run: Run) -> None:
 BAD_OPTIONS = {
     "unknown-observation": (["--observation", "flash"], "no observation 'flash'; it has observed"),
     "unknown-recipe": (["--recipe", "fa9"], "no recipe 'fa9'; known: fa2"),
-    "unknown-label": (["--fail-on", "broken"], "no label broken; known: clean, lossy"),
+    "unknown-label": (["--fail-on", "broken"], "no label broken; known: clean, nonfinite, wrong, lossy"),
     "head-word": (["--head", "first"], "--head takes numbers and ranges"),
     "head-backwards": (["--head", "5-3"], "--head takes numbers and ranges"),
     "head-superscript": (["--head", "²"], "--head takes numbers and ranges"),

@@ -31,7 +31,7 @@ from attn_diag.reports import brief
 from attn_diag.reports.brief import wrapped
 from attn_diag.results.diagnosis import GradientError, HeadDiagnosis, Verdict
 from attn_diag.watching.debugging.breaking import at_next_instruction, users_frame
-from attn_diag.watching.debugging.finding import largest_logit
+from attn_diag.watching.debugging.finding import first_nonfinite, largest_logit
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 
 LONG = "a_very_long_name_of_a_kernel_or_a_file_that_goes_on_and_on_" * 5
@@ -420,6 +420,69 @@ def test_nonfinite_gradients(run: Run, found: list[Finding]) -> None:
     assert found[0].reasons[0].startswith("nonfinite: do holds")
 
 
+# Where a NaN or Inf is put into a call whose rows 0 to 3 and keys 20 to 23 are hidden by its mask; and what is said.
+PADDING: dict[str, tuple[str, tuple[Any, ...], float, str]] = {
+    "q of a row without keys": ("q", (0, 1, 2), torch.nan, ""),
+    "dO of a row without keys": ("do", (0, 1, 2), torch.inf, ""),
+    "k of a key that no row sees": ("k", (0, 0, 21), torch.nan, ""),
+    "v of a key that no row sees": ("v", (0, 0, 21), torch.inf, ""),
+    "LSE -inf of a row without keys": ("lse", (0, 1, 2), -torch.inf, ""),
+    "LSE +inf of a row without keys": ("lse", (0, 1, 2), torch.inf, ""),
+    "LSE NaN of a row without keys": ("lse", (0, 1, 2), torch.nan, "lse holds 1 NaN or Inf, first at [0, 1, 2]"),
+    "LSE -inf of a row with keys": ("lse", (0, 1, 9), -torch.inf, "lse holds 1 NaN or Inf, first at [0, 1, 9]"),
+    "O of a row without keys": ("o", (0, 1, 2), torch.nan, "o holds 16 NaN or Inf, all in rows that see no key"),
+    "O of a row with keys": ("o", (0, 1, 9, 5), torch.nan, "o holds 1 NaN or Inf, first at [0, 1, 9, 5]; q, k, v are"),
+    "v of a visible key": (
+        "v",
+        (0, 1, 7, 3),
+        torch.nan,
+        "v holds 1 NaN or Inf, first at [0, 1, 7, 3]; q, k are finite",
+    ),
+    "dK of a key that no row sees": ("dk", (0, 0, 21), torch.nan, "dk holds 16 NaN or Inf, first at [0, 0, 21, 0]"),
+    "dV alone": ("dv", (0, 0, 5, 5), -torch.inf, "dv holds 1 NaN or Inf, first at [0, 0, 5, 5]; do, dq, dk are finite"),
+}
+
+
+@pytest.mark.parametrize("case", PADDING)
+def test_nonfinite_counts_where_something_reads_it(case: str) -> None:
+    name, where, value, said = PADDING[case]
+    of_rows, of_keys = torch.ones(1, 4, 24, 16), torch.ones(1, 2, 24, 16)
+    tensors: dict[str, Any] = {n: of_rows.clone() for n in ("q", "o", "do", "dq")} | {
+        n: of_keys.clone() for n in ("k", "v", "dk", "dv")
+    }
+    tensors["lse"] = torch.ones(1, 4, 24)
+    tensors[name][where] = value
+    mask = torch.ones(24, 24, dtype=torch.bool)
+    mask[:4], mask[:, 20:] = False, False
+    additive = torch.zeros(24, 24).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    for hiding in (mask, additive):
+        call = AttentionCall(CallPlace(0, 0, None, 0, False), "test", **tensors, mask=hiding)
+        found = [first_nonfinite(call, n) for n in (("q", "k", "v", "o", "lse"), ("do", "dq", "dk", "dv"))]
+        assert [f for f in found if f] == [f for f in found if f and f.startswith(f"nonfinite: {said}")]
+        assert len([f for f in found if f]) == bool(said)
+    # Guard: of a call without that mask everything counts.
+    unmasked = replace(call, mask=None)
+    said_of_all = [
+        first_nonfinite(unmasked, ("q", "k", "v", "o", "lse")),
+        first_nonfinite(unmasked, ("do", "dq", "dk", "dv")),
+    ]
+    assert any(said_of_all)
+
+
+def test_a_wrong_kernel_is_stopped_at(monkeypatch: pytest.MonkeyPatch, found: list[Finding]) -> None:
+    """A lost tile of keys is wrong, not lossy; the same kernel without it stops nowhere."""
+    given = rounded_inputs(rows=256)
+    exact = true_o(given["q"], given["k"], given["v"])
+    outputs = {"wrong": exact.clone().index_fill(2, torch.arange(200, 256), 0.0), "right": exact}
+    module: Any = sys.modules["torch.nn.functional"]
+    for kind, o in outputs.items():
+        monkeypatch.setattr(module, "scaled_dot_product_attention", lambda *_, o=o, **__: o.bfloat16())
+        found.clear()
+        with break_if(wrong=True, lossy=True, hook=found.append):
+            module.scaled_dot_product_attention(given["q"], given["k"], given["v"], is_causal=True)
+        assert [f.reasons[0].partition(":")[0] for f in found] == (["wrong"] if kind == "wrong" else []), kind
+
+
 def test_dropout_is_not_analysed_but_its_tensors_are_seen(
     run: Run, caplog: pytest.LogCaptureFixture, found: list[Finding]
 ) -> None:
@@ -588,8 +651,8 @@ def test_calls_without_a_verdict_are_said_once(run: Run, caplog: pytest.LogCaptu
     assert "a call of h.0.attn is not judged: attention dropout 0.5 is on" in said[0]
 
 
-def test_a_kernel_of_another_function_gets_no_verdict(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_kernel_of_another_function_is_wrong_and_a_breakpoint_that_does_not_ask_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: list[Finding]
 ) -> None:
     def wrong(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return query * 3 + key - value
@@ -601,7 +664,10 @@ def test_a_kernel_of_another_function_gets_no_verdict(
         for _ in range(2):
             module.scaled_dot_product_attention(given["q"], given["k"], given["v"])
     assert len(caplog.records) == 1
-    assert "no verdict on attention: O of 'observed' is" in caplog.text
+    assert "attention is wrong, for which this breakpoint does not stop: give wrong=True" in caplog.text
+    with break_if(wrong=True, hook=found.append):
+        module.scaled_dot_product_attention(given["q"], given["k"], given["v"])
+    assert [f.reasons for f in found] == [("wrong: head 0, 1",)]
 
 
 def test_in_inference_mode(run: Run, found: list[Finding]) -> None:
@@ -644,7 +710,7 @@ def test_nothing_seen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "nothing to break on: give biased, lossy"),
+        ({}, "nothing to break on: give nonfinite, wrong, lossy"),
         ({"biased": True, "level": 0.0}, "level must lie between 0 and 1"),
         ({"biased": True, "every": 0}, "every must be 1"),
         ({"max_logit": float("nan")}, "max_logit must be a number"),

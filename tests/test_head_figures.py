@@ -463,7 +463,7 @@ def test_histogram_suits_errors_of_any_size(scale: float) -> None:
         assert spread == pytest.approx(float(inside.square().mean().sqrt()), rel=0.01)
 
 
-@pytest.mark.parametrize("sizes", [(0.3, 0.3), (0.3, 200.0), (1e4, 5.0)], ids=str)
+@pytest.mark.parametrize("sizes", [(0.3, 0.3), (0.3, 200.0), (1e4, 5.0), (1e60, 0.3)], ids=str)
 def test_sequences_join_as_if_they_were_one(sizes: tuple[float, float]) -> None:
     """Bins of different widths nest: joined counts are those of all elements in the wider bins."""
     generator = torch.Generator().manual_seed(2)

@@ -194,7 +194,9 @@ def test_a_capture_that_contradicts_its_metadata_shows_no_numbers() -> None:
     capture = diagnosis.captures[0]
     wrong = replace(capture.assumptions, ok=False, message="O does not fit; causal=none would")
     judged = html_document(diagnosis)
-    page = html_document(replace(diagnosis, captures=(replace(capture, assumptions=wrong),)))
+    [seen] = capture.observations
+    unjudged = replace(seen, heads=tuple(replace(head, verdict=None) for head in seen.heads))
+    page = html_document(replace(diagnosis, captures=(replace(capture, assumptions=wrong, observations=(unjudged,)),)))
     assert "No verdict" in page.partition('<section id="head"')[0]
     assert "O does not fit; causal=none would" in page
     rows = re.findall(r'<td data-key="([^"]*)">', page)

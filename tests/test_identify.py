@@ -18,11 +18,14 @@ from torch import Tensor
 import attn_diag
 from attn_diag import Identification
 from attn_diag.head import recipe_search as search
+from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.baseline import recognise
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.head.recipe_candidates import describe_schedule, families, family_name, known_name, mixtures, schedules
 from attn_diag.head.recipe_search import Match, choose_rows
+from attn_diag.head.scale_fit import scale_derivative
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
+from attn_diag.reference import reference_rows
 from attn_diag.results.identification import Identifications
 
 CPU = torch.device("cpu")
@@ -360,3 +363,84 @@ def test_progress_ends_at_its_total() -> None:
     assert all(done <= total for done, total in seen)
     assert seen[-1][0] == seen[-1][1]
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def broken(change: Callable[[Tensor], None], dtype: str = "bf16") -> attn_diag.Capture:
+    capture = emulated(preset("fa2", dtype))
+    tensors = {name: tensor[...].clone() for name, tensor in capture.tensors.items()}
+    change(tensors["o"][0, 0])
+    return attn_diag.Capture(tensors, capture.metadata)
+
+
+def zero_element(o: Tensor) -> None:
+    o[200, 7] = 0
+
+
+def copied_row(o: Tensor) -> None:
+    o[130] = o[129]
+
+
+def swapped_tile(o: Tensor) -> None:
+    o[192:] = o[192:].flip(0)
+
+
+def stale_features(o: Tensor) -> None:
+    o[:, 28:] = o[:, :4].clone()
+
+
+def one_ulp_in_a_tile(o: Tensor) -> None:
+    o.view(torch.int16)[64:96, ::3] += 1
+
+
+FLAWS: dict[str, tuple[Callable[[Tensor], None], str]] = {
+    "element": (zero_element, "wrong in feature 7 of row 200: 1 element"),
+    "row": (copied_row, "wrong in row 130: "),
+    "tile": (swapped_tile, "wrong in rows 192-255: "),
+    "features": (stale_features, "wrong in features 28-31: "),
+    "roundings": (one_ulp_in_a_tile, "rounds otherwise in rows 64-95: 352 elements up to "),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("case", FLAWS)
+def test_a_broken_output_is_not_called_a_kernels(case: str, dtype: str) -> None:
+    change, where = FLAWS[case]
+    capture = broken(change, dtype)
+    result = attn_diag.identify(capture, device="cpu")
+    assert (result.outcome, result.recipes[:1]) == ("flawed", ("fa2",))
+    assert f", but {where}" in result.verdict
+    assert some(result.flaw).words in result.verdict
+    # The shallow search never recognises it without saying so either.
+    fast = recognise(capture, "observed", 0, 0, CPU)
+    assert fast is None or fast.flaw
+
+
+@pytest.mark.parametrize("key", [*MADE_BY, *ALIKE, *BY_HARDWARE])
+def test_genuine_outputs_have_no_flaw(key: str) -> None:
+    assert found(key).flaw is None
+
+
+@pytest.mark.parametrize(("off", "name"), [(65, " (1/sqrt(65))"), (66.5, "")])
+def test_a_scale_that_is_slightly_off_is_fitted(off: float, name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=generator).bfloat16() for _ in range(3))
+    made = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v}, causal="top-left", scale=off**-0.5)
+    o = emulate_head(preset("fa2"), read_head(made, 0, 0, CPU, NonFiniteCensus()).head).o[None, None]
+    stated = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, "o": o}, causal="top-left")
+    result = attn_diag.identify(stated, device="cpu")
+    assert result.outcome == "unknown"
+    fitted = result.notes[0].partition("O fits a softmax scale of ")[2]
+    assert float(fitted.split()[0].rstrip(",")) == pytest.approx(off**-0.5, rel=1e-4)
+    assert name in result.notes[0]
+    assert ("1/sqrt" in result.notes[0]) == bool(name)
+    assert check_assumptions(stated, ["observed"], CPU).checks[0].better is not None
+
+
+def test_the_derivative_by_the_scale_is_that_of_differences() -> None:
+    head = read_head(emulated(preset("fa2")), 0, 0, CPU, NonFiniteCensus()).head
+    rows = torch.arange(0, 256, 17)
+    for softcap in (None, 2.0):
+        capped, step = replace(head, softcap=softcap), 1e-6
+        one, other = (reference_rows(replace(capped, scale=head.scale * (1 + s)), rows).out for s in (step, -step))
+        exact = scale_derivative(capped, reference_rows(capped, rows))
+        torch.testing.assert_close((one - other) / (2 * step), exact, rtol=0, atol=1e-8)

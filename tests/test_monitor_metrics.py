@@ -398,3 +398,46 @@ def test_keys_that_an_additive_mask_hides_have_no_logit(lowest: float) -> None:
     expected = logits.masked_fill(hidden, -math.inf).amax((1, 2))
     assert (logits.amax((1, 2)) > 10 * expected).all()
     torch.testing.assert_close(head_metrics(call).max_logit, expected, rtol=CLOSE, atol=0)
+
+
+def dense(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """P and dP of a call without masks, [Hq, Tq, Tk] float64."""
+    group = call.q.shape[1] // call.k.shape[1]
+    k, v = (t.double().repeat_interleave(group, 1)[0] for t in (call.k, call.v))
+    assert call.do is not None
+    probs = (call.q[0].double() @ k.mT * call.q.shape[-1] ** -0.5).softmax(-1)
+    return probs, call.do[0].double() @ v.mT
+
+
+def test_what_a_well_rounded_kernel_leaves_is_the_rounding_of_o_and_the_cast_of_probs() -> None:
+    """Against a simulation: P cast to nearest after a random factor, and O rounded, 400 times."""
+    call = made_call()
+    probs, dprobs = dense(call)
+    gradient = some(rows_module.measure_rows(Sample.of(call), 0, slice(0, 2)).gradient)
+    g = torch.Generator().manual_seed(0)
+    squares = torch.zeros_like(gradient.cast_noise)
+    for _ in range(400):
+        scaled = probs * torch.exp2(torch.rand(probs.shape, generator=g, dtype=torch.float64))
+        error = (round_nearest_even(scaled, BF16) / scaled - 1) * probs
+        squares += (error * dprobs).sum(-1).square() / 400
+    # A mean of 400 squares of nearly normal numbers: 5 sqrt(2 / 400).
+    assert ((squares / gradient.cast_noise.square() - 1).abs() < 0.36).all()
+    found = head_metrics(call)
+    assert ((found.dq_expected_over_floor > 1.05) & (found.dq_expected_over_floor < 2)).all()
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_rows_that_copy_one_key_are_expected_to_err_alike(copies: bool) -> None:
+    size = 63
+    key = torch.zeros(32)
+    key[0] = 12.0 if copies else 0.0
+    call = made_call()
+    call.q.copy_(0.01 * call.q + key)
+    call.k[:, :, 7] = key
+    found = rows_module.measure_rows(Sample.of(call), 0, slice(0, 2))
+    assert bool(some(found.gradient).copies.all()) is copies
+    x = call.q[0].transpose(0, 1).reshape(1, size, 128)
+    weight = torch.eye(128, dtype=torch.bfloat16)
+    metrics = head_metrics(replace(call, x=x, x_dtype=torch.bfloat16, w_q=weight))
+    apart, alike = metrics.dq_expected_over_floor, metrics.dw_q_expected_over_floor
+    assert ((alike > 4 * apart) if copies else (alike < 1.2 * apart)).all(), (apart, alike)

@@ -54,9 +54,13 @@ def test_every_kind_of_document_has_its_schema_shipped(kind: str) -> None:
 
 def test_every_kind_of_document_is_known_and_none_else_is_shipped() -> None:
     folder = Path(str(resources.files("attn_diag.reports") / "schema"))
-    assert {path.name.removesuffix(".schema.json") for path in folder.glob("*.json")} == {*KINDS, "diagnosis-1"}
+    assert {path.name.removesuffix(".schema.json") for path in folder.glob("*.json")} == {
+        *KINDS,
+        "diagnosis-1",
+        "diagnosis-2",
+    }
     assert len(KINDS) == 17
-    assert attn_diag.json_schema() == shipped(2)
+    assert attn_diag.json_schema() == shipped(3)
 
 
 def undescribed(schema: dict[str, Any]) -> list[str]:
@@ -81,7 +85,7 @@ def test_what_is_not_described_is_found() -> None:
 @pytest.mark.parametrize("name", SHARED)
 def test_every_shared_capture_fits_the_schema(name: str) -> None:
     document = written(name)
-    assert errors(document, 2) == []
+    assert errors(document, 3) == []
     head = attn_diag.Diagnosis.from_json(json.dumps(document)).ranked()[0][2]
     assert None not in (head.attribution, head.microscope)
 
@@ -95,7 +99,7 @@ BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a figure is lost": lambda d: head_of(d).pop("figures"),
     "a text for a number": lambda d: head_of(d).update(noise_factor="large"),
     "counts that are no integers": lambda d: head_of(d)["figures"]["strip"].update(exact=[1.5]),
-    "another version": lambda d: d.update(schema_version=3),
+    "another version": lambda d: d.update(schema_version=4),
     "no verdict of that name": lambda d: head_of(d)["verdict"].update(labels=["fine"]),
     "a microscope without its row": lambda d: head_of(d)["microscope"].pop("row"),
 }
@@ -104,9 +108,9 @@ BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("change", BREAKS)
 def test_the_schema_rejects(change: str) -> None:
     document = written("gpt2_step637_L2H6")
-    assert errors(document, 2) == []
+    assert errors(document, 3) == []
     BREAKS[change](document)
-    assert errors(document, 2) != []
+    assert errors(document, 3) != []
 
 
 @pytest.mark.parametrize("file", VERSION_1, ids=lambda file: file.stem)
@@ -136,6 +140,18 @@ def test_there_are_version_1_documents_of_many_heads_and_with_dw_q() -> None:
     assert any(head.propagation.dw_q is not None for diagnosis in found for _, _, head in diagnosis.entries())
 
 
+def test_version_2_is_read_and_shown() -> None:
+    text = (ROOT / "tests" / "data" / "diagnosis_v2_paper_T40.json").read_text()
+    assert errors(json.loads(text), 2) == []
+    found = attn_diag.Diagnosis.from_json(text)
+    head = first_head(found)
+    assert (found.schema_version, head.quantities, head.not_judged) == (2, (), ())
+    assert None not in (head.attribution, head.microscope)
+    assert found.report().startswith("LOSSY: delta's error is")
+    assert attn_diag.Diagnosis.from_json(embedded_diagnosis(html_document(found))).labels == {"lossy"}
+    assert errors(json.loads(found.to_json()), 2) == []
+
+
 @pytest.mark.parametrize("place", ["figures", "attribution", "microscope", "bias"])
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
 def test_numbers_that_are_not_finite_are_strings(place: str, word: str) -> None:
@@ -148,7 +164,7 @@ def test_numbers_that_are_not_finite_are_strings(place: str, word: str) -> None:
         "bias": lambda: head["bias"]["delta"].update(mean=word),
     }
     changed[place]()
-    assert errors(document, 2) == []
+    assert errors(document, 3) == []
     found = attn_diag.Diagnosis.from_json(json.dumps(document))
     again = json.loads(found.to_json())
     assert again == document
@@ -167,10 +183,10 @@ def test_numbers_that_are_not_finite_are_strings(place: str, word: str) -> None:
         ("null", "got a JSON NoneType"),
         ("{}", "got no schema"),
         ('{"schema": "attn-diag-attribution", "schema_version": 1}', "'attn-diag-attribution', the result of another"),
-        ('{"schema": "attn-diag-diagnosis"}', "expected schema_version 1 or 2, got None"),
+        ('{"schema": "attn-diag-diagnosis"}', "expected schema_version 1 or 2 or 3, got None"),
         (
-            '{"schema": "attn-diag-diagnosis", "schema_version": 3}',
-            "schema_version 1 or 2, got 3: .*upgrade attn-diag.*newer",
+            '{"schema": "attn-diag-diagnosis", "schema_version": 4}',
+            "schema_version 1 or 2 or 3, got 4: .*upgrade attn-diag.*newer",
         ),
         ('{"schema": "attn-diag-diagnosis", "schema_version": true}', "got True"),
         ('{"schema": "attn-diag-diagnosis", "schema_version": [1]}', r"got \[1\]"),

@@ -47,13 +47,13 @@ def many() -> Diagnosis:
 
 
 HEADLINES = {
-    "failing_step500_L2H7": ("LOSSY", "up to 11 times what one correct rounding of O makes, in L2H7"),
-    "gpt2_step637_L2H6": ("CLEAN", "no mean error beyond chance in L2H6"),
+    "failing_step500_L2H7": ("LOSSY", "its forward is to blame, not its backward, in L2H7"),
+    "gpt2_step637_L2H6": ("CLEAN", "O and dQ are as good as a well-rounded kernel's in L2H6, and without bias"),
     "gpt2_step731_L2H4": ("ILL-CONDITIONED", "dQ is up to 8.04 % off in L2H4"),
     "gqa_T200": ("CLEAN", "in 8 heads"),
     "kernels_gauss_T512": (
         "LOSSY",
-        "3.25 times what one correct rounding of O makes, in 4 of 8 heads (worst: H0 stable)",
+        "times a well-rounded kernel's error, in 4 of 8 heads (worst: H0 stable)",
     ),
     "kernels_pair_T512": ("BIASED", "1 of 8 heads (H1 stable): "),
     "pair_T256": ("ILL-CONDITIONED", "dQ is up to"),
@@ -192,7 +192,7 @@ def test_plain(name: str, shown: Callable[..., str]) -> None:
 def test_plain_can_be_grepped() -> None:
     lines = plain_text(inspected("kernels_pair_T512")).splitlines()
     (row,) = [line for line in lines if re.match(r"head +paper/H0 ", line)]
-    assert re.search(r"lossy +noise_factor=11\.5\d* +conditioning=24\d\.?\d* +dq_error=0\.929", row)
+    assert re.search(r"lossy +factor=16\.5 +noise_factor=11\.5\d* +conditioning=24\d\.?\d* +dq_error=0\.929", row)
     assert [line for line in lines if re.match(r"test +stable/H1 +delta_excess .*p_adjusted=0\.0002", line)]
     assert [line for line in lines if re.match(r"drift +stable/H1 .*OUTSIDE the 99 % band .* from row \d+ on", line)]
 
@@ -219,7 +219,7 @@ def hostile(value: Any, key: str = "") -> Any:
         return {k: hostile(v, k) for k, v in value.items()}
     if isinstance(value, list):
         return [hostile(v, key) for v in value]
-    fixed = {"schema", "labels", "evidence", "delta_source", "output"}
+    fixed = {"schema", "labels", "evidence", "delta_source", "output", "quantity", "answer"}
     keeps = key in fixed or not isinstance(value, str) or value in ("NaN", "Infinity", "-Infinity")
     return value if keeps else f"{value}\x1b[2J\x1b]0;owned\x07\r\n\u202e\x9b31m"
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.inspection.pooling import Clusters
+from attn_diag.analyses.inspection.clusters import Clusters
 from attn_diag.statistics.means import PRIMARY, effective, mean_test, two_way
 from calibration import draws
 from calibration.candidates import CANDIDATES, alarms
@@ -65,9 +65,9 @@ def _concatenated(parts: list[dict[Key, dict[str, Array]]]) -> dict[Key, dict[st
     return {key: {name: np.concatenate([p[key][name] for p in parts], 1) for name in parts[0][key]} for key in parts[0]}
 
 
-def clusters_of(test: str, top_key: Labels, k_length: int) -> Labels | None:
+def clusters_of(test: str, top_key: Labels) -> Labels | None:
     """The cluster numbers that the product gives the rows of one head, [T], for this test."""
-    return Clusters([top_key], [0], 1, k_length).of(test)
+    return Clusters([top_key]).of(test)
 
 
 def cluster_sums(totals: Array, labels: Labels | None, count: int) -> tuple[Array, Array]:
@@ -179,11 +179,10 @@ class _Tester:
     def __init__(self, head: int, sample: draws.Sample, record: _Record, count: int | None = None) -> None:
         self._head, self._record = head, record
         self._elements = sample.v.shape[-1]
-        keys, k_length = sample.top_key.cpu().numpy(), sample.k.shape[1]
+        keys = sample.top_key.cpu().numpy()
         repeat = count or 1
         self._labels = {
-            test: _repeated([clusters_of(test, row, k_length) for row in keys], repeat)
-            for test in (*PRIMARY, "o", "dq", "lse")
+            test: _repeated([clusters_of(test, row) for row in keys], repeat) for test in (*PRIMARY, "o", "dq", "lse")
         }
         self._keys = _repeated([np.unique(row, return_inverse=True)[1] for row in keys], repeat)
 

@@ -171,27 +171,45 @@ def _no_verdict(capture: CaptureDiagnosis) -> Iterator[str]:
 
 def _size(head: HeadDiagnosis) -> Iterator[str]:
     assert head.verdict is not None
-    # NaN has no size.
-    yield from (reason for reason in head.verdict.reasons if reason.startswith("The kernel returned"))
+    if head.quantities:
+        yield from _beside_well_rounded(head)
+        return
     noise = head.noise_factor
+    low_high = head.noise_factor_ci95
+    between = "" if low_high is None else f" (95 % interval {low_high[0]:.3g} to {low_high[1]:.3g})"
     if noise is None:
         yield "Not judged: it is measured on delta, which needs dO and O."
         return
     yield (
+        "No published kernel's recipe covers this format, so there is no well-rounded kernel to compare with. "
         "Rounding O once, to the format in which it is returned, already moves delta by a known amount, the noise "
-        f"floor. The noise factor is the rms of delta's error over that floor: {noise:.3g}."
+        f"floor. The noise factor is the rms of delta's error over that floor: {noise:.3g}{between}."
     )
     passes = f"up to {LOSSY_ABOVE:g} passes for correct rounding"
     if noise <= LOSSY_ABOVE:
         answer = "Not in the finite rows" if head.rows_nonfinite else "No"
         yield f"{answer}: {passes}, and a perfect kernel with this output format would leave about 1."
-        dq = head.propagation.dq
-        if dq is not None and (dq.known_error or 0.0) > DQ_ERROR_ABOVE:
-            yield f"Yet dQ is {percent(dq.known_error)} off, see below: this head makes much of a small error."
     elif "lossy" in head.verdict.labels:
         yield f"Yes: {passes}, and it leaves about 1; the kernel rounds something else coarsely."
     else:
         yield f"Not known: {passes}, but the float64 reference is not sharp enough here to blame the kernel for more."
+
+
+def _beside_well_rounded(head: HeadDiagnosis) -> Iterator[str]:
+    """Each judged quantity's answer, the gravest first, and how a factor is to be read."""
+    yield (
+        "The yardstick is a well-rounded kernel: the published recipe of this format, run on the same inputs. A factor "
+        "is the error over that kernel's, about 1 for a sound one."
+    )
+    graver = [q for q in head.quantities if q.answer in ("nonfinite", "wrong", "lossy", "undecided")]
+    bad = [q for q in graver if q.answer != "undecided"]
+    answer = "Yes" if bad else "Not decided" if graver else "Not in the finite rows" if head.rows_nonfinite else "No"
+    yield f"{answer}: {' '.join(q.words for q in (bad or graver or head.quantities))}"
+    if bad and (others := [q for q in graver if q not in bad]):
+        yield " ".join(q.words for q in others)
+    dq = None if head.propagation.dq is None else head.propagation.dq.known_error
+    if not graver and dq is not None and dq > DQ_ERROR_ABOVE:
+        yield f"Yet dQ is {percent(dq)} off, see below: this head makes much of a small error."
 
 
 def _bias(head: HeadDiagnosis, level: float, sequences: int) -> Iterator[str]:

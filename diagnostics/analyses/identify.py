@@ -7,9 +7,6 @@ one-hot rows many agree, and are then named together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from itertools import count
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,22 +16,15 @@ from attn_diag.captures.selection import Selection, select_heads, select_observa
 from attn_diag.errors import InputError
 from attn_diag.head import recipe_search as search
 from attn_diag.head.assumptions import check_assumptions
+from attn_diag.head.identification import IdentifiedHead, identify_head
 from attn_diag.head.machine import backend_name, pick_device
-from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name, same_forward
-from attn_diag.head.recipe_search import LEVEL, Match, SearchedHead, Trial, choose_rows
-from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.kernels.recipe import BACKWARD
-from attn_diag.results.identification import BackwardMatch, HardwareMatch, Identification, Identifications, RankedRecipe
-from attn_diag.results.wording import percent
-from attn_diag.work import Progress, map_in_order, part_of, silent
+from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name
+from attn_diag.head.recipe_search import LEVEL
+from attn_diag.head.scale_fit import fit_scale
+from attn_diag.results.identification import Identification, Identifications, Misfitting, RankedRecipe
+from attn_diag.results.wording import percent, share
+from attn_diag.work import Progress, part_of
 
-# Rows that are compared: as many as have so many scores together, and at least so many.
-_FINAL_SCORES, _FINAL_ROWS = 2**20, 128
-_COARSE_ROWS = 64
-# dQ needs whole heads; above so many scores it is not looked at.
-_BACKWARD_SCORES = 2**22
-# Up to so many scores, over all heads of a sequence, presets not told apart are run with the tensor core's sums.
-_HARDWARE_SCORES = 2**20
 # The number of recipes is known only as the search goes on; a usual one for the progress bar.
 _USUAL_STEPS = 160
 
@@ -69,56 +59,48 @@ def identify(
     batch, index = select_place(capture, batch, head)
     if rows is not None and rows < 1:
         raise InputError(f"rows must be at least 1, got {rows}")
-    subject = search.read_subject(capture, name, batch, index, where)
-    if subject is None:
+    steps = _Steps(progress)
+    found = identify_head(capture, name, batch, index, where, rows=rows, step=steps)
+    if found is None:
         raise InputError(f"{capture.source}: {_why_not(capture, name)}")
-    report = progress or silent
-    steps = count(1)
-
-    def step() -> None:
-        done = next(steps)
-        report(done, max(_USUAL_STEPS, done + 1))
-
-    subject.step = step
-    many = rows or max(_FINAL_ROWS, _FINAL_SCORES // capture.k_length)
-    coarse, final = choose_rows(subject.inputs, subject.observed, min(_COARSE_ROWS, many), many)
-    if not len(final):
-        raise InputError(
-            f"{capture.source}: no row of '{name}' can be compared: each has NaN or Inf or is fully masked"
-        )
-    trials, tried = search.search(subject, coarse, final)
-    result = _Judgement(capture, name, batch, index, subject, trials, tried, where).result(len(final))
-    done = next(steps) - 1
-    report(done, done)
+    result = _Report(capture, name, batch, index, found, where).result()
+    steps.finish()
     return result
 
 
-class _Judgement:
-    """From ranked trials to words."""
+class _Steps:
+    """Counts recipes for a progress bar."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress, self.done = progress, 0
+
+    def __call__(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, max(_USUAL_STEPS, self.done + 1))
+
+    def finish(self) -> None:
+        if self.progress is not None:
+            self.progress(self.done, self.done)
+
+
+class _Report:
+    """From what was found to a result in words."""
 
     def __init__(
-        self, capture: Capture, observation: str, batch: int, head: int, subject: SearchedHead, trials: list[Trial],
-        tried: int, device: torch.device,
-    ) -> None:  # fmt: skip
+        self, capture: Capture, observation: str, batch: int, head: int, found: IdentifiedHead, device: torch.device
+    ) -> None:
         self.capture, self.observation, self.batch, self.head = capture, observation, batch, head
-        self.subject, self.trials, self.tried, self.device = subject, trials, tried, device
-        self.elements = trials[0].match.equal.numel()
-        self.threshold = search.threshold(subject.fmt, self.elements)
-        # The best trial of every preset.
-        self.named = {known_name(t.recipe, capture.head_dim): t.recipe for t in reversed(trials)}
+        self.found, self.device = found, device
+        self.trials = found.trials
+        self.elements = found.trials[0].match.equal.numel()
 
-    def result(self, rows: int) -> Identification:
-        c, ranking = self.capture, self._ranking()
-        best = ranking[0]
-        as_good = [r for r in ranking if not r.told_apart and r.agreement >= self.threshold]
-        names = list(dict.fromkeys(r.recipe for r in as_good if r.recipe is not None))
-        names, backward, note = self._by_backward(names)
-        names, hardware = self._by_hardware(names)
+    def result(self) -> Identification:
+        c, found, ranking = self.capture, self.found, self._ranking()
+        best, names = ranking[0], found.names
+        as_good = [r for t, r in zip(self.trials, ranking, strict=True) if t in found.as_good]
         runner_up = next((r for r in ranking if r.told_apart), None)
-        outcome: Literal["identified", "ambiguous", "unnamed", "unknown"] = (
-            "unknown" if not as_good else "unnamed" if not names else "identified" if len(names) == 1 else "ambiguous"
-        )
-        fitting = [t.out for t, r in zip(self.trials, ranking, strict=True) if r in as_good]
+        fitting = [t.out for t in found.as_good]
         contested = int(torch.stack([(out != fitting[0]) for out in fitting]).any(0).sum()) if fitting else 0
         return Identification(
             source=c.source,
@@ -130,22 +112,25 @@ class _Judgement:
                    "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim},
             dtype=str(c.tensors["q"].dtype).removeprefix("torch."),
             backend=f"emulation on {backend_name(self.device)}",
-            rows=rows,
+            rows=found.rows,
             rows_all=c.q_length,
             elements=self.elements,
             contested=contested,
-            tried=self.tried,
-            threshold=self.threshold,
+            tried=found.tried,
+            threshold=found.threshold,
             level=LEVEL,
-            outcome=outcome,
+            outcome=found.outcome,
             recipes=tuple(names),
-            verdict=self._verdict(outcome, names, as_good, best, contested, hardware),
+            verdict=self._verdict(as_good, best, contested),
             margin=None if runner_up is None else best.agreement - runner_up.agreement,
             margin_p_value=None if runner_up is None else runner_up.p_value,
-            notes=self._notes(note),
+            notes=self._notes(),
             candidates=tuple(ranking),
-            backward=backward,
-            hardware=hardware,
+            backward=found.backward,
+            hardware=found.hardware,
+            flaw=None if found.flaw is None else Misfitting(
+                found.flaw.rows, found.flaw.features, found.flaw.elements, found.flaw.largest_ulp, found.flaw.words
+            ),
         )  # fmt: skip
 
     def _ranking(self) -> list[RankedRecipe]:
@@ -181,90 +166,22 @@ class _Judgement:
             )
         return ranking
 
-    def _by_backward(self, names: list[str]) -> tuple[list[str], tuple[BackwardMatch, ...], str]:
-        """The names whose backward agrees best with the captured dQ: presets with one forward may differ there."""
-        c, fmt, d = self.capture, self.subject.fmt, self.capture.head_dim
-        ways: dict[tuple[object, ...], list[Recipe]] = {}
-        for name in names:
-            for recipe in same_forward(name, fmt, d):
-                made = replace(recipe, schedule=self.named[name].schedule)
-                ways.setdefault(_backward_of(recipe), []).append(made)
-        dq = c.read(c.key(self.observation, "dq"), self.batch, self.head)
-        if len(ways) < 2:
-            return names, (), ""
-        if dq is None or dq.dtype != c.tensors["q"].dtype:
-            return names, (), "dQ was not captured: presets that differ in the backward only go by the first's name"
-        if c.q_length * c.k_length > _BACKWARD_SCORES:
-            return names, (), "the head is too long to compare dQ: presets that differ there go by the first's name"
-        observed = dq.to(self.device)
-        good = ~self.subject.inputs.unusable & observed.isfinite().all(1)
-        head = self.subject.inputs.head
-
-        def match(recipes: list[Recipe]) -> Match:
-            emulated = emulate_head(recipes[0], head, key_gradients=False).dq
-            assert emulated is not None
-            return Match((emulated == observed)[good])
-
-        parallel = self.device.type == "cpu"
-        matches = dict(zip(ways, map_in_order(match, list(ways.values()), parallel=parallel), strict=True))
-        order = sorted(ways, key=lambda way: -matches[way].agreement)
-        best = matches[order[0]]
-        p_values = {way: best.compare(matches[way]).p_value for way in order}
-        backward = tuple(
-            BackwardMatch(
-                " or ".join(dict.fromkeys(r.name for r in ways[way])),
-                matches[way].agreement,
-                None if way == order[0] else p_values[way],
-                way != order[0] and p_values[way] <= LEVEL,
-            )
-            for way in order
-        )
-        kept = [way for way in order if way == order[0] or p_values[way] > LEVEL]
-        left = [r.name for way in kept for r in ways[way]]
-        # What fits through the forward alone keeps its name, where its backward is as good as any.
-        chosen = [n for n in names if n in left] or list(dict.fromkeys(left))
-        return chosen, backward, ""
-
-    def _by_hardware(self, names: list[str]) -> tuple[list[str], tuple[HardwareMatch, ...]]:
-        """The names that hold under the tensor core's own sums: its truncation is what moves the last few elements.
-
-        Where some have every observed bit, they alone are left.
-        """
-        c = self.capture
-        scores = c.q_length * c.k_length
-        if len(names) < 2 or scores > _HARDWARE_SCORES:
-            return names, ()
-        heads = list(dict.fromkeys([self.head, *range(c.q_heads)]))[: max(1, _HARDWARE_SCORES // scores)]
-        subjects = [search.read_subject(c, self.observation, self.batch, head, self.device) for head in heads]
-
-        def match(name: str) -> HardwareMatch:
-            exact, missed, elements = replace(self.named[name], accumulation="nvidia-tensor-core"), 0, 0
-            for subject in subjects:
-                assert subject is not None
-                out = emulate_head(exact, replace(subject.inputs.head, do=None)).o
-                good = ~subject.inputs.unusable & subject.observed.isfinite().all(1)
-                missed += int((out != subject.observed)[good].sum())
-                elements += int(good.sum()) * out.shape[1]
-            return HardwareMatch(name, missed, elements)
-
-        known = [name for name in names if name in self.named]
-        parallel = self.device.type == "cpu"
-        matches = sorted(map_in_order(match, known, parallel=parallel), key=lambda m: m.missed)
-        complete = [m.recipe for m in matches if not m.missed]
-        return (complete or names), tuple(matches)
-
-    def _verdict(
-        self, outcome: str, names: list[str], as_good: list[RankedRecipe], best: RankedRecipe, contested: int,
-        hardware: tuple[HardwareMatch, ...],
-    ) -> str:  # fmt: skip
+    def _verdict(self, as_good: list[RankedRecipe], best: RankedRecipe, contested: int) -> str:
+        outcome, names, hardware = self.found.outcome, self.found.names, self.found.hardware
         equal = percent(best.agreement, ".3f")
         looks = f"the roundings of {best.roundings}, {best.schedule}"
         if outcome == "unknown":
             return (
-                f"Unknown: nothing tried has the observed bits in {percent(self.threshold, '.2f')} of O's elements. "
+                f"Unknown: nothing tried has the observed bits in {percent(self.found.threshold, '.2f')} of O's "
+                "elements. "
                 f"Nearest, with {equal}: {looks}. A rounding site or an order of keys that is not modelled may be "
                 "missing."
             )
+        if outcome == "flawed":
+            flaw = self.found.flaw
+            assert flaw is not None
+            who = " or ".join(names) or looks
+            return f"{who}, but {flaw.words}; elsewhere it has {share(flaw.agreement)} of O's bits."
         if outcome == "unnamed":
             return f"No published kernel that is known here, but its parts are: {looks} ({equal} of O's elements)."
         differ = f"they differ in {contested} of {self.elements} elements" if contested else "their bits are the same"
@@ -293,22 +210,22 @@ class _Judgement:
         unnamed = f"; this input does not exclude {len(others)} schedules that no preset has" if others else ""
         return f"{names[0]} reproduces {equal} of O's elements bit for bit{unnamed}."
 
-    def _notes(self, backward: str) -> tuple[str, ...]:
-        notes = [backward] if backward else []
-        if not self.subject.diagonal and self.capture.metadata.causal != "none":
+    def _notes(self) -> tuple[str, ...]:
+        found = self.found
+        notes = [found.note] if found.note else []
+        if " with the backward of " in found.name:
+            notes.append(f"dQ is not as {found.names[0] if found.names else 'FlashAttention-2'} makes it: {found.name}")
+        if not found.subject.diagonal and self.capture.metadata.causal != "none":
             notes.append(
                 "q_positions: the query blocks are not known, so that schedules with the diagonal first were not tried"
             )
-        if self.trials[0].match.agreement < self.threshold:
+        if found.outcome == "unknown":
             assumptions = check_assumptions(self.capture, [self.observation], self.device)
             if assumptions.ok is False:
                 notes.append(assumptions.message)
+            elif (scale := fit_scale(found.subject.inputs, found.subject.observed.double())) is not None:
+                notes.append(scale.words)
         return tuple(notes)
-
-
-def _backward_of(recipe: Recipe) -> tuple[object, ...]:
-    again = recipe.scores if recipe.backward_scores == "as-forward" else "fp32"
-    return again, *(getattr(recipe, site) for site in BACKWARD)
 
 
 def _observation(capture: Capture, wanted: str | None) -> str:
@@ -328,6 +245,8 @@ def _why_not(capture: Capture, observation: str) -> str:
     if dtype not in search.FORMATS:
         named = str(dtype).removeprefix("torch.")
         return f"recipes are known for bfloat16 and float16 inputs, q is {named}: there is nothing to identify"
+    if capture.tensors[key].dtype == dtype:
+        return f"no row of '{observation}' can be compared: each has NaN or Inf or is fully masked"
     got, expected = (str(t).removeprefix("torch.") for t in (capture.tensors[key].dtype, dtype))
     return f"{key} is {got} and q is {expected}: save O as the kernel returned it, in {expected}"
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Literal
+from typing import Literal, get_args
 
+from attn_diag.head.quality import LOSSY
 from attn_diag.results.diagnosis import (
     Bias,
     BiasEstimate,
@@ -20,7 +21,8 @@ from attn_diag.results.diagnosis import (
     TopRow,
     Verdict,
 )
-from attn_diag.results.wording import plural
+from attn_diag.results.quality import Answer, QuantityVerdict
+from attn_diag.results.wording import SYMBOLS, number, plural, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
 # A kernel that rounds O once has a noise factor of about 1 (0.98-1.4 measured on production kernels).
@@ -38,20 +40,30 @@ _NAMES = {
     "o_excess": "O beyond correct rounding",
     "o_away_excess": "O's magnitude beyond correct rounding",
 }
+# At least so much of dQ's error must come from one named part for the head to be called ill-conditioned by it.
+CARRIED_BY = 0.5
 _SUGGESTIONS: dict[Label, str] = {
+    "nonfinite": (
+        "Find the first row with NaN or Inf: a row without visible keys, an overflow of the format, or memory that was "
+        "never written."
+    ),
+    "wrong": (
+        "No rounding makes this error: look for indexing, masks, strides, tiles or missing terms in the kernel, and "
+        "check that the tensors captured belong together."
+    ),
     "ill_conditioned": (
-        "Keep O (or delta) in fp32 for the backward, or bound the logits (QK-norm, QK-clip): "
-        "the kernel itself cannot do better with a rounded O."
+        "Keep O (or delta) in fp32 for the backward, make delta as rowsum(P o dP), or bound the logits (QK-norm, "
+        "QK-clip): a kernel that makes delta from a rounded O cannot do better here."
     ),
     "lossy": (
-        "Compare with a kernel that keeps scores, row sum and O accumulator in fp32 and rounds O once; "
-        "an emulated recipe beside it (--recipe fa2) shows what that would leave."
+        "Something is rounded more coarsely than a well-rounded kernel rounds it: look for scores, row maximum, row "
+        "sum, accumulators or LSE below fp32, and for casts that truncate."
     ),
     "biased": (
         "Look for the site: directed rounding of P or of the accumulator, "
         "or a row sum that adds another P than PV uses."
     ),
-    "undecided": "Capture more rows or sequences: the error sits in too few rows for a test of its mean.",
+    "undecided": "Capture more rows or sequences: the error sits in too few rows to decide.",
     "clean": "Nothing to do for this head; bias in one capture would not have proven divergence either.",
 }
 
@@ -79,37 +91,39 @@ def judge(
     top_rows: tuple[TopRow, ...],
     bit_identical: bool | None,
     in_doubt: int,
-    broken_outputs: Mapping[str, int],
     swamped_rows: int,
     sequences: int,
     level: float,
+    quantities: Sequence[QuantityVerdict] = (),
     certificate: Certificate | None = None,
+    noise_factor_ci95: tuple[float, float] | None = None,
 ) -> Verdict:
-    """The verdict of one entry. ``bias`` must carry the adjusted p-values of the primary tests."""
+    """The verdict of one entry: is it the mathematics, well rounded, biased, fragile? In this order.
+
+    ``bias`` must carry the adjusted p-values of the primary tests. ``quantities``: each captured one; none of a format
+    without a published recipe, whose kernels are not asked how well they round.
+    """
     if certificate is not None and not certificate.held:
         return _violated(certificate)
     scope = "this sequence only" if sequences < MIN_SEQUENCES else f"{sequences} sequences"
+    answers = {answer: [q for q in quantities if q.answer == answer] for answer in get_args(Answer)}
+    if answers["nonfinite"] or answers["wrong"]:
+        return _not_the_mathematics(answers)
     labels: list[Label] = []
     reasons: list[str] = []
-    if broken_outputs:
-        listed = ", ".join(f"{name} ({count} rows)" for name, count in broken_outputs.items())
-        labels.append("lossy")
-        reasons.append(f"The kernel returned NaN or Inf where the reference is finite: {listed}.")
-    sharp = bias.delta is None or (bias.delta.reference_bound or 0.0) <= (bias.delta.rms or 0.0) / 2
-    if noise_factor is not None and noise_factor > LOSSY_ABOVE and sharp:
-        labels.append("lossy")
-        reasons.append(
-            f"delta's error is {noise_factor:.3g} times what one correct rounding of O makes: "
-            "the kernel rounds something else coarsely."
-        )
-    dq_error, dq_words = _dq_error(propagation)
-    if dq_error is not None and dq_error > DQ_ERROR_ABOVE and noise_factor is not None and noise_factor <= LOSSY_ABOVE:
+    if answers["lossy"] or answers["undecided"]:
+        labels.append("lossy" if answers["lossy"] else "undecided")
+        reasons += [q.words for q in (*answers["lossy"], *answers["undecided"])]
+    if not quantities:
+        sharp = bias.delta is None or (bias.delta.reference_bound or 0.0) <= (bias.delta.rms or 0.0) / 2
+        if noise_factor is not None and noise_factor > LOSSY_ABOVE and sharp:
+            low, high = noise_factor_ci95 or (noise_factor, noise_factor)
+            labels.append("lossy" if low > LOSSY_ABOVE else "undecided")
+            interval = "" if low > LOSSY_ABOVE else f" ({number(low)} to {number(high)})"
+            reasons.append(f"delta's error is {noise_factor:.3g}{interval} times what one correct rounding of O makes.")
+    if (fragile := _fragile(propagation, quantities, noise_factor, conditioning)) is not None and "lossy" not in labels:
         labels.append("ill_conditioned")
-        reasons.append(
-            f"{dq_words} although the kernel is at its noise floor (noise factor {noise_factor:.3g}): "
-            f"conditioning {conditioning or 0:.3g}, rows have little dQ of their own "
-            "and the rounding of O, through delta, swamps it."
-        )
+        reasons.append(fragile)
     tests = {name: e for name in PRIMARY if (e := getattr(bias, name)) is not None and e.p_value is not None}
     blurred = {name: e for name, e in tests.items() if beyond_reference(e)}
     tests = {name: e for name, e in tests.items() if name not in blurred}
@@ -134,7 +148,7 @@ def judge(
         labels.append("undecided")
         reasons.append(
             f"The mean of {', '.join(_NAMES[n] for n in untested)} cannot be tested: there is a single row, sequence "
-            "or feature."
+            "or feature, or errors cancel in each so that the standard error vanishes."
         )
     if not tests and not blurred and not untested and bit_identical is None:
         labels.append("undecided")
@@ -142,7 +156,7 @@ def judge(
     if not labels:
         labels.append("clean")
     exact = _identical_words(in_doubt) if bit_identical else None
-    reasons += _context(bias, tests, row_maxima, noise_factor, propagation, exact, labels, scope)
+    reasons += _context(bias, tests, row_maxima, quantities, propagation, exact, labels, scope)
     if swamped_rows:
         reasons.append(f"{swamped_rows} rows of O equal V of their top key exactly (swamped: a count, not a cause).")
     unique = tuple(dict.fromkeys(labels))
@@ -184,6 +198,51 @@ def _violated(certificate: Certificate) -> Verdict:
     return Verdict(("undecided",), "none", (reason,), (advice,))
 
 
+def _not_the_mathematics(answers: Mapping[str, Sequence[QuantityVerdict]]) -> Verdict:
+    """Where a quantity holds NaN or Inf, or what no rounding makes; nothing is said of rounding then."""
+    labels: list[Label] = [label for label in ("nonfinite", "wrong") if answers[label]]
+    reasons = [q.words for label in labels for q in answers[label]]
+    reasons += [q.words for q in answers["lossy"]]
+    if right := [SYMBOLS[q.quantity] for q in answers["good"]]:
+        reasons.append(f"{together(right)} {_are(right)} right: as good as a well-rounded kernel's.")
+    return Verdict(tuple(labels), "seen", tuple(reasons), tuple(_SUGGESTIONS[label] for label in labels))
+
+
+def _fragile(
+    propagation: Propagation,
+    quantities: Sequence[QuantityVerdict],
+    noise_factor: float | None,
+    conditioning: float | None,
+) -> str | None:
+    """Why the head is ill-conditioned, if it is: a well-rounded kernel is as far off, and a named part carries it."""
+    error, words = _dq_error(propagation)
+    if error is None or error <= DQ_ERROR_ABOVE:
+        return None
+    known = {q.quantity: q for q in quantities}
+    fragility = f"conditioning {conditioning or 0:.3g}: rows have little dQ of their own"
+    dq = known.get("dq")
+    if dq is None:
+        # dQ is only predicted, from delta alone.
+        o = known.get("o")
+        fine = o.answer == "good" if o is not None else noise_factor is not None and noise_factor <= LOSSY_ABOVE
+        return f"{words}, through the rounding of O in delta; {fragility}." if fine else None
+    other = dq.relative_error_well_rounded
+    if other is None or other <= DQ_ERROR_ABOVE or dq.factor is None or not 1 / LOSSY <= dq.factor <= LOSSY:
+        return None
+    shares = propagation.dq.shares if propagation.dq is not None else None
+    carrier = max((shares or {}).items(), key=lambda item: item[1] or 0.0, default=None)
+    if carrier is None or (carrier[1] or 0.0) < CARRIED_BY:
+        return None
+    by_delta = carrier[0] == "delta"
+    part = "the rounding of O, through delta," if by_delta else f"the part of {carrier[0].replace('_', ' ')}"
+    alike = f"a well-rounded kernel is {other:.2%} off as well"
+    return f"{words}, and {alike}: {part} makes {carrier[1]:.0%} of it; {fragility}."
+
+
+def _are(names: Sequence[str]) -> str:
+    return "are" if len(names) > 1 else "is"
+
+
 def _dq_error(propagation: Propagation) -> tuple[float | None, str]:
     dq = propagation.dq
     if dq is None:
@@ -219,6 +278,8 @@ def _biased(
             f"Mean error of {_NAMES[name]} is {estimate.mean:.3g} ({estimate.mean_ulp or 0:+.2g} "
             f"{'noise floors' if name.startswith('delta') else 'ulp'}, adjusted p = {estimate.p_adjusted:.2g}; {scope})"
         )
+        if estimate.t is None:
+            sentence += f"; it is the same everywhere, and p the chance that {estimate.n_clusters} signs agree"
         rounding = rounding_bias.delta if name == "delta" else None
         if rounding is not None and explained_by_rounding(rounding, estimate, level):
             words.append(f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel.")
@@ -250,7 +311,7 @@ def _context(
     bias: Bias,
     tests: dict[str, BiasEstimate],
     row_maxima: RowMaxima,
-    noise_factor: float | None,
+    quantities: Sequence[QuantityVerdict],
     propagation: Propagation,
     identical: str | None,
     labels: list[Label],
@@ -272,8 +333,9 @@ def _context(
         words.append(f"Repeated row maxima in {repeats.rows} of {repeats.rows_eligible} eligible rows (input format).")
     else:
         words.append("No row has a repeated maximum, so that is not the trigger here.")
-    if noise_factor is not None and noise_factor <= LOSSY_ABOVE and "ill_conditioned" not in labels:
-        words.append(f"The kernel is at its noise floor (noise factor {noise_factor:.3g}).")
+    good = [SYMBOLS[q.quantity] for q in quantities if q.answer == "good"]
+    if good:
+        words.append(f"{together(good)} {_are(good)} as good as a well-rounded kernel's.")
     dq = propagation.dq
     if dq is not None and dq.unexplained_with_casts is not None and dq.unexplained_with_casts > ROUNDS_ELSEWHERE_ABOVE:
         words.append(

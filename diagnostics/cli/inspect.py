@@ -83,7 +83,7 @@ def inspect(
 
 
 def _exit_code(diagnosis: Diagnosis, wanted: frozenset[str]) -> int:
-    wrong = [c for c in diagnosis.captures if c.assumptions.ok is False]
+    wrong = [c for c in diagnosis.captures if c.unjudged]
     for capture in wrong:
         complain(f"{capture.source}: no verdict: {capture.assumptions.message}")
     if wrong or diagnosis.summary.unreadable:

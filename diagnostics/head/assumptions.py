@@ -19,6 +19,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal, Layout, LseBase
 from attn_diag.errors import InputError
 from attn_diag.head.read import read_float64, read_head
+from attn_diag.head.scale_fit import fit_scale
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
 from attn_diag.results.diagnosis import Assumptions, Misfit
 from attn_diag.results.wording import percent
@@ -70,6 +71,8 @@ def judge_checks(capture: Capture, observations: Sequence[str], checks: Sequence
         # Only O may be further off, and only so far as its own format makes it.
         coarse = ", which correct rounding to O's own format explains" if worst > TOLERANCE else ""
         message = f"hold: {names} {agree} within {worst:.2g} (sampled rows){coarse}"
+        if (near := next((c for c in checks if c.better is not None), None)) is not None:
+            message += f"; yet {near.better} fits {near.observation!r} within {near.better_error:.2g}"
         return Assumptions(True, capture.assumed, tuple(checks), message)
     return Assumptions(False, capture.assumed, tuple(checks), " ".join(dict.fromkeys(_message(c) for c in wrong)))
 
@@ -93,13 +96,28 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
     if stated is None:
         return None
     if stated.ok:
-        return Misfit(observation, "o", stated.error, ok=True)
+        near = _scaled(capture, observation, device, stated.error / 2)
+        return Misfit(observation, "o", stated.error, True, near and near[1], near and near[0])
     best: tuple[float, str] | None = None
+    found = capture
     for reading, words in _readings(capture):
         other = out_fit(reading, observation, device)
         if other is not None and other.ok and (best is None or other.error < 0.9 * best[0]):
             best = other.error, words
+            found = reading
+    if (scaled := _scaled(found, observation, device, 0.9 * best[0] if best else math.inf)) is not None:
+        best = scaled
     return Misfit(observation, "o", stated.error, False, best and best[1], best and best[0])
+
+
+def _scaled(capture: Capture, observation: str, device: torch.device, below: float) -> tuple[float, str] | None:
+    """The error under the scale that fits the first head best, and its name, where it is smaller than ``below``."""
+    observed = read_float64(capture, capture.key(observation, "o"), 0, 0, device)
+    fit = None if observed is None else fit_scale(read_head(capture, 0, 0, device), observed)
+    if fit is None:
+        return None
+    other = out_fit(replace(capture, metadata=replace(capture.metadata, scale=fit.scale)), observation, device)
+    return (other.error, f"scale={fit.named}") if other is not None and other.ok and other.error < below else None
 
 
 def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misfit | None:

@@ -12,8 +12,11 @@ import torch
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head import recipe_search as search
+from attn_diag.head.flaws import find_flaw
+from attn_diag.head.identification import IdentifiedHead
 from attn_diag.head.machine import backend_name
 from attn_diag.head.recipe_search import spread_rows
+from attn_diag.head.scale_fit import ScaleFit
 from attn_diag.kernels import (
     PRESETS,
     EmulatedHead,
@@ -112,6 +115,13 @@ class Recognised:
     """The fraction of compared elements that it reproduces bit for bit; None where it was stated, not recognised."""
     name: str
     """The names of all recipes that fit as well."""
+    flaw: str = ""
+    """Where its O is not the recipe's, in words; empty: nowhere."""
+
+    @property
+    def words(self) -> str:
+        """The name, and where O is not as it says."""
+        return f"{self.name}, but {self.flaw}" if self.flaw else self.name
 
 
 def recognise(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> Recognised | None:
@@ -139,7 +149,9 @@ def recognise(capture: Capture, observation: str, batch: int, head: int, device:
         best = trials[0]
         if best.match.agreement >= search.threshold(subject.fmt, best.match.equal.numel()):
             names = [t.recipe.name for t in trials if best.match.compare(t.match).p_value > search.LEVEL]
-            return Recognised(best.recipe, best.match.agreement, " or ".join(dict.fromkeys(names)))
+            flaw = find_flaw(subject, best, rows)
+            named = " or ".join(dict.fromkeys(names))
+            return Recognised(best.recipe, best.match.agreement, named, "" if flaw is None else flaw.words)
     return None
 
 
@@ -155,6 +167,17 @@ class Baseline:
     """Where it comes from."""
     agreement: float | None = None
     """Where it was recognised, the fraction of the compared elements of O that it reproduces bit for bit."""
+    flaw: str = ""
+    """Where it was recognised, where O is not the recipe's, in words; empty: nowhere."""
+    unfit: str = ""
+    """Where an O was captured that no recipe has, that in a sentence; empty: there is a recipe, or no O."""
+
+    @property
+    def caution(self) -> str:
+        """Why what follows from the recipe is not about the captured kernel; empty: it is, or none was captured."""
+        if self.flaw:
+            return f"O is {self.name}'s, but {self.flaw}: no rounding of that recipe makes this."
+        return self.unfit
 
     @property
     def words(self) -> str:
@@ -162,23 +185,37 @@ class Baseline:
         if self.origin == "recognised" and self.agreement is not None:
             # Never rounded up: 100 % is said of every bit alone.
             share = math.floor(1e4 * self.agreement) / 100
-            return f"{self.name}, recognised ({share:g} % of sampled elements of O bit-equal)"
+            known = f"{self.name}, recognised ({share:g} % of sampled elements of O bit-equal)"
+            return f"{known}, but {self.flaw}" if self.flaw else known
         reason = "as asked for" if self.origin == "given" else "assumed: no captured O was recognised"
         return f"{self.name}, {reason}"
 
 
-def find_baseline(capture: Capture, wanted: str | Recipe | None, found: Recognised | None) -> Baseline:
+def find_baseline(
+    capture: Capture, wanted: str | Recipe | None, found: IdentifiedHead | None, scale: ScaleFit | None = None
+) -> Baseline:
     """The recipe ``wanted``, else the one ``found`` by the bits of O, else fa2.
+
+    Args:
+        capture: The capture.
+        wanted: A recipe, or its name.
+        found: What the search for the captured O's recipe ended with.
+        scale: Another scale that this O fits.
 
     Raises:
         InputError: The recipe does not exist, or no recipe covers the inputs.
     """
-    if wanted is None and found is not None:
-        return Baseline(found.recipe, found.name, "recognised", found.agreement)
+    if wanted is None and found is not None and found.recipe is not None:
+        flaw = "" if found.flaw is None else found.flaw.words
+        return Baseline(found.recipe, found.name, "recognised", found.best.match.agreement, flaw)
     chosen = DEFAULT_RECIPE if wanted is None else wanted
     require_known("emulation", [chosen])
     (recipe,) = select_recipes(capture, [chosen], "emulation", needed=True).values()
-    return Baseline(recipe, recipe.name, "assumed" if wanted is None else "given")
+    unfit = ""
+    if wanted is None and found is not None:
+        unfit = f"No recipe that is known here made this O (nearest: {found.nearest}"
+        unfit += f"; {scale.words})." if scale is not None else ")."
+    return Baseline(recipe, recipe.name, "assumed" if wanted is None else "given", unfit=unfit)
 
 
 def observation_with_o(capture: Capture, wanted: str | None) -> str | None:

@@ -87,7 +87,10 @@ class UlpCounts:
         """First index and counts of bins ``factor`` (odd) times as wide."""
         if not len(self.counts):
             return 0, self.counts
-        index = (np.arange(self.first, self.first + len(self.counts)) + factor // 2) // factor
+        last = self.first + len(self.counts) - 1
+        # A wider bin than that around 0 holds them all, too; 3^level may be beyond 64 bits.
+        factor = min(factor, 2 * max(abs(self.first), abs(last)) + 1)
+        index = (np.arange(self.first, last + 1) + factor // 2) // factor
         return int(index[0]), np.bincount(index - index[0], weights=self.counts).astype(np.int64)
 
     @classmethod

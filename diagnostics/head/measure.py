@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,41 +11,24 @@ from torch import Tensor
 
 from attn_diag.head.certification import Certify, RoundedBound, rounding_of_products, sum_of
 from attn_diag.head.figure_sums import FigureSums
+from attn_diag.head.judging import KeyTerms, measure_effects, measure_quality, paired_deltas, rows_without_keys
 from attn_diag.head.projection import HeadProjection
-from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts, GradientSums, dq_parts, project
+from attn_diag.head.propagation import GradientParts, GradientSums, dq_parts, project
+from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, all_finite
-from attn_diag.head.row_maxima import DEFINITIONS, Repeats, collector_of, swamped_elements
+from attn_diag.head.row_maxima import DEFINITIONS, Repeats, swamped_elements
+from attn_diag.head.shared import SharedRows
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
-from attn_diag.head.truth import HeadTruth, head_truth
-from attn_diag.kernels import Recipe
+from attn_diag.head.streaming import ObservedHead, StreamedHead
+from attn_diag.head.truth import HeadTruth
 from attn_diag.reference import (
-    BoundCollector,
     FloatFormat,
-    RowBlock,
     Rows,
     round_nearest_even,
     ulp,
 )
 from attn_diag.results.diagnosis import Certificate, DeltaRounding
 from attn_diag.statistics.means import SignedErrors
-
-
-@dataclass
-class ObservedHead:
-    """What one kernel returned for one head."""
-
-    name: str
-    """The observation's."""
-    outputs: dict[str, Tensor]
-    """o, lse, delta and dq in float64, as far as they are known."""
-    formats: dict[str, FloatFormat]
-    """The formats in which ``outputs`` were stored."""
-    recipe: Recipe | None = None
-    """The recipe that made it, where it is known."""
-    want_keys: bool = False
-    """Whether dK or dV were captured too, so that their predictions are wanted."""
-    assumed_lse: Tensor | None = None
-    """What the backward was fed, [Tq], where LSE was not captured but follows from the recipe."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +59,20 @@ class HeadMeasurement:
     """Usable rows with several keys."""
     repeats: dict[str, RepeatSums | None]
     """Repeated row maxima, by definition."""
-    top_key: npt.NDArray[np.int64]
-    """[n], the argmax key of each of ``rows``."""
     figures: FigureSums
     """Sums for the figures."""
+    tested: npt.NDArray[np.int64]
+    """[m], those of ``rows`` that no earlier sequence has too."""
+    top_key: npt.NDArray[np.int64]
+    """[m], the argmax key of each of ``tested``: of which key it is (``SharedRows.keys``); without that its index."""
+    with_gradient: npt.NDArray[np.bool_] | None = None
+    """[m], where dO is not 0; None without dO."""
+    repeated: int = 0
+    """Usable rows that are left out because an earlier sequence has them too."""
+    source: int | None = None
+    """The sequence that has most of these."""
+    nearly_uniform: bool = False
+    """Whether attention is: in half of the rows the mean of exp(S - m) over the visible keys is at least 1/2."""
     swamped: tuple[int, int] | None = None
     """Rows wholly swamped, and swamped elements, of the eligible rows; None without an O."""
     bit_identical: bool | None = None
@@ -88,8 +81,10 @@ class HeadMeasurement:
     """Elements of RN(O_ref) that the reference's error could change."""
     broken_outputs: dict[str, int] = field(default_factory=dict)
     """Rows of each output with NaN or Inf where the truth is known; only outputs with some."""
+    without_keys: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of o and dq, rows that see no key: with NaN or Inf, and with other numbers than 0; only outputs with some."""
     errors: dict[str, SignedErrors] = field(default_factory=dict)
-    """By quantity; arrays follow ``rows``."""
+    """By quantity; arrays follow ``tested``, where dO matters those ``with_gradient`` alone."""
     reference_bounds: dict[str, float] = field(default_factory=dict)
     """What the reference's own error can have added to the sum of each of ``errors``."""
     certificate: Certificate | None = None
@@ -98,8 +93,8 @@ class HeadMeasurement:
     """captured, or from_o; None: neither."""
     delta_rounding: DeltaRounding | None = None
     """The rounding of a captured delta itself; None unless O was captured too."""
-    noise: tuple[float, int] = (0.0, 0)
-    """Sum of squares of delta's error over its noise floor, and of how many rows."""
+    noise: npt.NDArray[np.float64] | None = None
+    """delta's squared error over its noise floor's, by row with a gradient."""
     conditioning: tuple[float, float] | None = None
     """||alpha diag(delta) P K||^2 and ||dQ||^2; None without dO."""
     dq: GradientSums | None = None
@@ -108,8 +103,12 @@ class HeadMeasurement:
     """None where it cannot be known."""
     atoms: tuple[Tensor, Tensor] | None = None
     """The factors of dW_Q's rank-1 atoms of delta's error: its part of dQ, pulled back, and x."""
-    keys: BackwardCollector | None = None
+    keys: KeyTerms | None = None
     """What is kept of the backward for dK and dV."""
+    quality: dict[str, QuantitySample] = field(default_factory=dict)
+    """O and dQ beside a well-rounded kernel's."""
+    effects: dict[str, RowEffect] = field(default_factory=dict)
+    """LSE and a captured delta, by what their errors make of dQ."""
 
 
 def measure_head(
@@ -119,6 +118,7 @@ def measure_head(
     head: int,
     projection: HeadProjection | None,
     certify: Certify | None = None,
+    shared: SharedRows | None = None,
 ) -> tuple[HeadTruth, list[HeadMeasurement]]:
     """Stream the reference of one head once and measure every observation against it.
 
@@ -129,12 +129,13 @@ def measure_head(
         head: Index of the head in the capture, likewise.
         projection: How dW_Q follows from dQ, where that is wanted.
         certify: Rows to recompute by the oracle.
+        shared: What the head has in common with earlier sequences; the rows count once.
 
     Returns:
         The truth, and one measurement for every observation.
     """
-    passed = _Pass(inputs, observed, projection)
-    results = [_measure(passed, seen, batch, head) for seen in observed]
+    passed = StreamedHead(inputs, observed, projection)
+    results = [_measure(passed, seen, batch, head, shared) for seen in observed]
     if certify is not None:
         usable = passed.truth.usable & passed.bounds.known_rows
         certificate = certify.check(inputs.head, passed.truth.reference, passed.bounds, usable)
@@ -143,61 +144,9 @@ def measure_head(
     return passed.truth, results
 
 
-class _Pass:
-    """One pass over a head, and what its observers leave, by observation.
-
-    delta's error needs O_ref of a row before its dS can be cast; both happen block by block.
-    """
-
-    def __init__(self, inputs: HeadInputs, observed: list[ObservedHead], projection: HeadProjection | None) -> None:
-        # Observations without a recipe share one collector: only "as_run" depends on it.
-        recipes = {seen.name if seen.recipe else "": seen.recipe for seen in observed}
-        self._collectors = {key: collector_of(inputs, recipe) for key, recipe in recipes.items()}
-        self.maxima = {seen.name: self._collectors[seen.name if seen.recipe else ""] for seen in observed}
-        self.errors: dict[str, ForwardErrors] = {}
-        self.backward: dict[str, BackwardCollector] = {}
-        for seen in observed:
-            if (delta := _observed_delta(inputs, seen)) is None:
-                continue
-            lse = seen.outputs.get("lse", seen.assumed_lse)
-            errors = self.errors[seen.name] = ForwardErrors(
-                # NaN in one row's outputs must not reach the sums over rows.
-                delta=delta.nan_to_num(0.0, 0.0, 0.0),
-                delta_error=torch.zeros_like(delta),
-                lse=None if lse is None else lse.nan_to_num(0.0, 0.0, 0.0),
-                lse_error=None if lse is None else torch.zeros_like(lse),
-                cast=inputs.input_format,
-            )
-            self.backward[seen.name] = BackwardCollector(
-                inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys
-            )
-        self._bounds = BoundCollector(inputs.head)
-        self.truth = head_truth(
-            inputs,
-            projection,
-            self._observe,
-            # All but "as_run" is the same in each of them.
-            maxima=next(iter(self._collectors.values())),
-            key_gradients=any(seen.want_keys for seen in observed),
-            gradient_sums=True,
-        )
-        self.bounds = self._bounds.bounds(self.truth.reference)
-
-    def _observe(self, block: RowBlock) -> None:
-        self._bounds.add(block)
-        for collector in self._collectors.values():
-            collector.add(block)
-        for name, backward in self.backward.items():
-            errors = self.errors[name]
-            assert block.delta is not None
-            errors.delta_error[block.rows] = errors.delta[block.rows] - block.delta
-            if errors.lse is not None and errors.lse_error is not None:
-                difference = errors.lse[block.rows] - block.lse
-                errors.lse_error[block.rows] = difference.masked_fill_(block.fully_masked, 0.0)
-            backward.add(block)
-
-
-def _measure(passed: _Pass, seen: ObservedHead, batch: int, head: int) -> HeadMeasurement:
+def _measure(
+    passed: StreamedHead, seen: ObservedHead, batch: int, head: int, shared: SharedRows | None = None
+) -> HeadMeasurement:
     inputs, reference, maxima = passed.truth.inputs, passed.truth.reference, passed.maxima[seen.name]
     broken = {name: ~_row_finite(values) for name, values in seen.outputs.items()}
     finite = ~inputs.unusable
@@ -226,16 +175,60 @@ def _measure(passed: _Pass, seen: ObservedHead, batch: int, head: int) -> HeadMe
         rows_nonfinite=int((~finite).sum()) + lost,
         rows_eligible=int(eligible.sum()),
         repeats={name: _repeat_sums(found, usable) for name, found in repeats.items()},
+        tested=kept.numpy(),
         top_key=top_key.cpu().numpy(),
         figures=FigureSums.of(exact, unit, maxima.row_max, rows),
         broken_outputs={name: count for name, count in faulty.items() if count},
+        without_keys=rows_without_keys(seen, reference.fully_masked & finite),
     )
-    rounding = _Rounding(reference.out[rows], passed.bounds.out[rows], seen.formats.get("o", inputs.input_format))
+    result.nearly_uniform = passed.nearly_uniform(usable)
+    _measure_errors(result, passed, seen, rows, top_key, eligible[rows])
+    if shared is not None:
+        _leave_out(result, passed, seen, usable, shared, maxima.top_key, eligible)
+    if passed.noise is not None:
+        kept_rows = usable.nonzero()[:, 0]
+        result.quality = measure_quality(passed, seen, kept_rows, top_key)
+        if len(kept_rows):
+            result.effects = measure_effects(passed, seen, kept_rows)
+    return result
+
+
+def _measure_errors(
+    result: HeadMeasurement, passed: StreamedHead, seen: ObservedHead, rows: Rows, top_key: Tensor, eligible: Tensor
+) -> None:
+    """Everything that is known row by row."""
+    inputs = passed.truth.inputs
+    truth, bound = passed.truth.reference.out[rows], passed.bounds.out[rows]
+    rounding = _Rounding(truth, bound, seen.formats.get("o", inputs.input_format))
     result.errors["rounding_o"] = by_feature(of_elements(rounding.error, rounding.ulp_sum), rounding.error, top_key)
-    _measure_forward(result, passed, seen, rounding, rows, top_key, eligible[rows])
+    _measure_forward(result, passed, seen, rounding, rows, top_key, eligible)
     if inputs.head.do is not None:
         _measure_backward(result, passed, seen, rounding, rows, top_key)
-    return result
+
+
+def _leave_out(
+    result: HeadMeasurement,
+    passed: StreamedHead,
+    seen: ObservedHead,
+    usable: Tensor,
+    shared: SharedRows,
+    top_key: Tensor,
+    eligible: Tensor,
+) -> None:
+    """Keep the signed errors of those rows alone that no earlier sequence has; all else is over all rows."""
+    repeated = usable & torch.from_numpy(shared.repeated).to(usable.device)
+    result.repeated = int(repeated.sum())
+    if result.repeated:
+        result.source = shared.source
+        rows = (usable & ~repeated).nonzero()[:, 0]
+        once = replace(
+            result, errors={}, reference_bounds={}, tested=rows.cpu().numpy(), figures=replace(result.figures)
+        )
+        _measure_errors(once, passed, seen, rows, top_key[rows], eligible[rows])
+        for name in ("errors", "reference_bounds", "tested", "with_gradient", "noise"):
+            setattr(result, name, getattr(once, name))
+        result.top_key = top_key[rows].cpu().numpy()
+    result.top_key = shared.keys[result.top_key]
 
 
 class _Rounding:
@@ -252,7 +245,7 @@ class _Rounding:
 
 def _measure_forward(
     result: HeadMeasurement,
-    passed: _Pass,
+    passed: StreamedHead,
     seen: ObservedHead,
     rounding: _Rounding,
     rows: Rows,
@@ -265,7 +258,12 @@ def _measure_forward(
         result.errors["o"] = by_feature(of_elements(error, rounding.ulp_sum), error, top_key)
         result.figures.add_out(error, rounding.ulps)
         result.errors["o_excess"] = of_elements(excess, rounding.ulp_sum)
-        result.errors["o_away_excess"] = of_elements(excess * rounding.truth.sign(), rounding.ulp_sum)
+        away = excess * rounding.truth.sign()
+        result.errors["o_away_excess"] = of_elements(away, rounding.ulp_sum)
+        if result.nearly_uniform:
+            # O is nearly the same in all rows: where it lies near a tie, all of them share the excess of that feature.
+            for name, values in (("o_excess", excess), ("o_away_excess", away)):
+                result.errors[name] = by_feature(result.errors[name], values, top_key)
         certain = rounding.certain
         result.reference_bounds |= {
             "o": sum_of(rounding.bound),
@@ -285,7 +283,7 @@ def _measure_forward(
 
 def _measure_backward(
     result: HeadMeasurement,
-    passed: _Pass,
+    passed: StreamedHead,
     seen: ObservedHead,
     rounding: _Rounding,
     rows: Rows,
@@ -301,20 +299,27 @@ def _measure_backward(
     # sigma_t: the standard deviation of delta_t if every O_ti is rounded once, uniformly within half an ulp.
     noise_floor = ((do * rounding.ulps).square_().sum(1) / 12).sqrt()
     of_rounding = do * rounding.error
-    result.errors["rounding_delta"] = by_feature(of_rows(of_rounding.sum(1), noise_floor), of_rounding, top_key)
+    judged = noise_floor > 0
+    result.with_gradient = judged.cpu().numpy()
+    # Rows without a gradient have no error of delta, whatever the kernel does: they are no evidence.
+    some: Rows = slice(None) if result.with_gradient.all() else judged.nonzero()[:, 0]
+    floors, keys = noise_floor[some], top_key[some]
+    of_rounding = of_rounding[some]
+    result.errors["rounding_delta"] = by_feature(of_rows(of_rounding.sum(1), floors), of_rounding, keys)
     direction = truth.probs_k[rows].square().sum(1) * head.scale**2  # ||alpha (P K)_t||^2
     floor = float((noise_floor.square() * direction).sum())
 
     if forward_errors is not None:
         error = forward_errors.delta_error[rows]
-        result.errors["delta"] = of_rows(error, noise_floor)
+        result.errors["delta"] = of_rows(error[some], floors)
         if (out := seen.outputs.get("o")) is not None:
             contributions = do * (out[rows] - rounding.truth)
             result.figures.add_contributions(contributions)
-            result.errors["delta"] = by_feature(result.errors["delta"], contributions, top_key)
+            result.errors["delta"] = by_feature(result.errors["delta"], contributions[some], keys)
         assert passed.bounds.delta is not None
         own, moved = sum_of(passed.bounds.delta[rows]), rounding.certain.sum(do)
         if "delta" in seen.outputs:
+            difference = None
             excess = forward_errors.delta[rows] - (do * rounding.rounded).sum(1)
             own_excess = moved + rounding_of_products(do, rounding.rounded)
         else:
@@ -325,9 +330,11 @@ def _measure_backward(
             excess = (do * difference).sum(1)
             own_excess = moved + rounding_of_products(do, difference)
         result.reference_bounds |= {"delta": own, "delta_excess": own_excess}
-        result.errors["delta_excess"] = of_rows(excess, noise_floor)
-        judged = noise_floor > 0
-        result.noise = float((error[judged] / noise_floor[judged]).square().sum()), int(judged.sum())
+        result.errors["delta_excess"] = of_rows(excess[some], floors)
+        if result.nearly_uniform and difference is not None:
+            contributions = (do * difference)[some]
+            result.errors["delta_excess"] = by_feature(result.errors["delta_excess"], contributions, keys)
+        result.noise = (error[some] / floors).square().cpu().numpy()
         result.delta_source = "captured" if "delta" in seen.outputs else "from_o"
         if "delta" in seen.outputs and "o" in seen.outputs and len(error):
             cast = seen.outputs["delta"][rows] - (do * seen.outputs["o"][rows]).sum(1)
@@ -340,7 +347,7 @@ def _measure_backward(
         assert passed.bounds.dq is not None
         result.reference_bounds["dq"] = sum_of(passed.bounds.dq[rows])
         dq_error = dq[rows] - exact
-        result.errors["dq"] = of_elements(dq_error, float(ulp(exact, seen.formats["dq"]).sum()))
+        result.errors["dq"] = of_elements(dq_error[some], float(ulp(exact[some], seen.formats["dq"]).sum()))
     parts = _dq_parts(passed, seen)
     kept = parts if isinstance(rows, slice) else parts.map(lambda tensor: tensor[rows])
     result.dq = GradientSums.of(kept, floor=floor)
@@ -355,10 +362,18 @@ def _measure_backward(
         result.dw_q = project(pulled, x)
         if (delta := pulled.parts["delta"]) is not None:
             result.atoms = delta, x
-    result.keys = passed.backward.get(seen.name)
+    if seen.want_keys:
+        noise = passed.noise
+        result.keys = KeyTerms(
+            backward=passed.backward.get(seen.name),
+            counterfactuals=None if noise is None else passed.counterfactuals,
+            variance={} if noise is None else noise.finished(reference, seen.formats),
+            by_delta=None if noise is None else noise.by_delta,
+            delta_errors=None if noise is None or forward_errors is None else paired_deltas(passed, forward_errors),
+        )
 
 
-def _dq_parts(passed: _Pass, seen: ObservedHead) -> GradientParts:
+def _dq_parts(passed: StreamedHead, seen: ObservedHead) -> GradientParts:
     truth, forward_errors, observed = passed.truth, passed.errors.get(seen.name), seen.outputs.get("dq")
     if forward_errors is None:
         assert truth.reference.dq is not None
@@ -367,13 +382,6 @@ def _dq_parts(passed: _Pass, seen: ObservedHead) -> GradientParts:
     assert truth.probs_k is not None
     collected, fmt = passed.backward[seen.name], seen.formats.get("dq")
     return dq_parts(truth.head, truth.reference, truth.probs_k, forward_errors, collected, observed, fmt)
-
-
-def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:
-    """delta as captured, else rowsum(dO o O_obs) in float64, [Tq]; None where it is not known, or dO is not."""
-    if inputs.head.do is None or not {"delta", "o"} & seen.outputs.keys():
-        return None
-    return seen.outputs["delta"] if "delta" in seen.outputs else (inputs.head.do * seen.outputs["o"]).sum(1)
 
 
 def _repeat_sums(found: Repeats | None, usable: Tensor) -> RepeatSums | None:

@@ -13,8 +13,10 @@ from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_observation, judge_checks
 from attn_diag.head.baseline import Baseline, Recognised, find_baseline, recognise
+from attn_diag.head.identification import IdentifiedHead, identify_head
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head, read_outputs
+from attn_diag.head.scale_fit import fit_scale
 from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
 from attn_diag.reference import FloatFormat
@@ -70,6 +72,7 @@ class OpenCapture:
     """Indices in the capture, not the model's numbers."""
     _checks: dict[str, tuple[Misfit, ...]] = field(default_factory=dict)
     _recognised: dict[tuple[str, int, int], Recognised | None] = field(default_factory=dict)
+    _identified: dict[tuple[str, int, int], IdentifiedHead | None] = field(default_factory=dict)
 
     def only(self, batch: int, head: int) -> OpenCapture:
         """This head of this batch item alone."""
@@ -101,6 +104,13 @@ class OpenCapture:
             self._recognised[place] = recognise(self.capture, observation, batch, head, self.device)
         return self._recognised[place]
 
+    def identify(self, observation: str, batch: int, head: int) -> IdentifiedHead | None:
+        """As ``identify_head``: the whole search, with every schedule and mixture of roundings, in all rows."""
+        place = observation, batch, head
+        if place not in self._identified:
+            self._identified[place] = identify_head(self.capture, observation, batch, head, self.device)
+        return self._identified[place]
+
     def open_head(
         self,
         observation: str | None,
@@ -125,8 +135,11 @@ class OpenCapture:
         """
         c = self.capture
         self.require_assumptions(observation)
-        found = None if observation is None or recipe is not None else self.recognise(observation, batch, head)
-        baseline = find_baseline(c, recipe, found)
+        found = None if observation is None or recipe is not None else self.identify(observation, batch, head)
+        scale = None
+        if found is not None and found.recipe is None:
+            scale = fit_scale(found.subject.inputs, found.subject.observed.double())
+        baseline = find_baseline(c, recipe, found, scale)
         projection = None if self.projection is None else self.projection.head(batch, head)
         census = NonFiniteCensus()
         inputs = read_head(c, batch, head, self.device, census) if measured is None else measured.inputs

@@ -118,6 +118,7 @@ class AttnDiag:
 
     def _failure(self, report: CheckReport, path: Path | None, target: Any, options: CheckOptions) -> list[str]:
         from attn_diag.reports.ci import failure_lines, gravest
+        from attn_diag.results.check import BROKEN
         from attn_diag.testing.regression.cases import capture_of_case
 
         closer = None
@@ -128,7 +129,7 @@ class AttnDiag:
         if path is None:
             return failure_lines(report, look_closer=closer)
         # What is broken cannot be made a baseline.
-        accept = None if {f.kind for f in report.failures} <= {"fit", "determinism"} else self._update_command()
+        accept = None if any(f.kind in BROKEN for f in report.failures) else self._update_command()
         return failure_lines(replace(report, baseline=self._shown(path)), look_closer=closer, accept=accept)
 
     def _update_command(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from attn_diag.results.base import Number, Result, Tool
@@ -163,9 +163,17 @@ class HeadAttribution:
     row_kinds: dict[str, RowKind]
     """Rows with a repeated maximum, swamped rows and near one-hot rows."""
     guilty: dict[str, str]
-    """By quantity, the site with the largest share."""
+    """By quantity, the site with the largest share; absent where a captured kernel does otherwise than the recipe."""
     biased: dict[str, str]
-    """By quantity, the site with the largest significant mean error; absent where there is none."""
+    """By quantity, the site with the largest significant mean error; absent where there is none, and likewise."""
+    recipe_from: Literal["given", "recognised", "assumed"] = "given"
+    """Where the recipe comes from; recognised: it has the bits of the captured O."""
+    unfit: str = ""
+    """Why nothing here is about the captured kernel: no recipe made its O, or it is wrong in places; else empty."""
+    differences: dict[str, str] = field(default_factory=dict)
+    """By quantity (o, lse, delta, dq), in what the captured kernel errs otherwise than the recipe."""
+    well_rounded: dict[str, tuple[Number, Number, Number]] = field(default_factory=dict)
+    """Of o and dq: the error over a well-rounded kernel's, and the ends of its 99 % interval."""
     notes: tuple[str, ...] = ()
     """What was left out or assumed."""
     reasons: tuple[str, ...] = ()

@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.quality import QuantityVerdict
 
 # "fit": what came back is not this attention (or the kernel raised); "determinism": two runs on the same inputs differ
-# although bits were demanded.
-Kind = Literal["fit", "determinism", "bits", "bias", "growth"]
-KINDS: tuple[Kind, ...] = ("fit", "determinism", "bits", "bias", "growth")
+# although bits were demanded; "nonfinite", "wrong" and "lossy": the verdicts of ``inspect``.
+Kind = Literal["fit", "nonfinite", "determinism", "wrong", "bits", "bias", "lossy", "growth"]
+KINDS: tuple[Kind, ...] = ("fit", "nonfinite", "determinism", "wrong", "bits", "bias", "lossy", "growth")
+# What is broken is never accepted as a baseline.
+BROKEN: tuple[Kind, ...] = ("fit", "nonfinite", "determinism", "wrong")
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ class Size:
     """The kernel's, as an rms over sequences."""
     yardstick: Number
     """That of the published recipe on the same inputs."""
-    budget: Number
-    """Twice the yardstick and one correct rounding: the limit where there is no baseline."""
+    budget: Number | None
+    """1.25 times the yardstick: above it the quantity is lossy, if its factor's interval is too (see ``quantities``);
+    null for lse and delta, which are held to what they make of dQ, or to nothing."""
     baseline: Number | None = None
     """The baseline's error, carried over to these inputs by the yardstick; null without a baseline."""
     limit: Number | None = None
@@ -83,6 +87,12 @@ class CheckedCase:
     """By test: o_excess, o_away_excess, delta_excess; what is unknown is absent."""
     sizes: dict[str, Size] = field(default_factory=dict)
     """By quantity: o, lse, delta, dq, dk, dv; what is unknown is absent."""
+    quantities: tuple[QuantityVerdict, ...] = ()
+    """Each returned quantity over all sequences, beside a well-rounded kernel's, as ``inspect`` judges it; of several
+    heads the gravest. Empty where nothing could be measured, and in documents of older versions."""
+    documented: dict[str, str] = field(default_factory=dict)
+    """By quantity: the published kernel that makes the same errors on these inputs, and why it does, so that they are
+    no failure."""
     worst: tuple[int, int, int, Number] | None = None
     """Batch item, head and row of O's largest error, and that error in ulp of the row's largest element."""
     seconds: float = 0.0
@@ -94,7 +104,8 @@ class Failure:
     """One thing that is wrong, in one case."""
 
     kind: Kind
-    """fit: not this attention, or it raised; determinism: two runs differ; bits; bias; growth."""
+    """fit: not this attention, or it raised; nonfinite: NaN or Inf; determinism: two runs differ; wrong: no rounding
+    makes this error; bits; bias; lossy: above 1.25 times a well-rounded kernel's error; growth."""
     case: str
     """The case's name."""
     quantity: str
@@ -105,6 +116,8 @@ class Failure:
     """The change of the recipe that reproduces these bits, in words; null where none was found or looked for."""
     look_closer: str | None = None
     """A command, or a call in Python, that shows more."""
+    factor: Number | None = None
+    """Of wrong and lossy: the error over a well-rounded kernel's; null: not compared."""
 
 
 @dataclass(frozen=True, repr=False)

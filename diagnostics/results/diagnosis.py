@@ -1,4 +1,4 @@
-"""The result of an inspection: plain frozen dataclasses, and their JSON (schema "attn-diag-diagnosis" 2).
+"""The result of an inspection: plain frozen dataclasses, and their JSON (schema "attn-diag-diagnosis" 3).
 
 A quantity that needs a tensor the capture lacks is None, never 0.
 """
@@ -33,9 +33,11 @@ from attn_diag.results.estimates import (
 )
 from attn_diag.results.figures import HeadFigures
 from attn_diag.results.microscope import Microscope
+from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
 
 # Everything that a Diagnosis is made of is found here, wherever it is defined.
 __all__ = [
+    "Answer",
     "Assumptions",
     "Bias",
     "BiasEstimate",
@@ -58,7 +60,10 @@ __all__ = [
     "NonFinite",
     "Number",
     "ObservationDiagnosis",
+    "Pattern",
     "Propagation",
+    "Quantity",
+    "QuantityVerdict",
     "RepeatCount",
     "RoundingBias",
     "RowMaxima",
@@ -122,11 +127,18 @@ class HeadDiagnosis:
     """One element of O followed rounding by rounding; null unless asked for (``details``), see ``details_note``."""
     details_note: str | None = None
     """Why attribution or microscope is missing though asked for, or what it does not follow; null: nothing to say."""
+    quantities: tuple[QuantityVerdict, ...] = ()
+    """Each captured quantity judged (dK and dV with the query heads that share them); none in documents before version
+    3, and of formats without a published recipe."""
+    not_judged: tuple[str, ...] = ()
+    """The quantities that were not captured, in words."""
+    noise_factor_ci95: tuple[Number, Number] | None = None
+    """95 % interval of ``noise_factor``; null where its rows have one argmax key in common, and before version 3."""
 
 
 def severity(head: HeadDiagnosis) -> tuple[int, float]:
-    """Sorts the worst first: biased or lossy, ill-conditioned, undecided, no verdict, clean; then by dQ's error."""
-    order = ("biased", "lossy", "ill_conditioned", "undecided", None, "clean")
+    """Sorts the worst first by label (no verdict after "undecided"), then by dQ's error."""
+    order = ("nonfinite", "wrong", "biased", "lossy", "ill_conditioned", "undecided", None, "clean")
     found = head.verdict.labels if head.verdict else (None,)
     dq = head.propagation.dq
     error = (dq.relative_error or dq.predicted_relative_error or 0.0) if dq else 0.0
@@ -216,6 +228,14 @@ class Assumptions:
     message: str
     """The result in words."""
 
+    @property
+    def refused(self) -> bool:
+        """Whether no verdict is given: other metadata fit, or nothing can be compared.
+
+        What no metadata explain is a verdict: the kernel or the capture is wrong.
+        """
+        return any(not c.ok and (c.better is not None or math.isnan(c.relative_error)) for c in self.checks)
+
 
 @dataclass(frozen=True)
 class NonFinite:
@@ -245,6 +265,12 @@ class CaptureDiagnosis:
     """NaN and Inf that were met."""
     observations: tuple[ObservationDiagnosis, ...]
     """Captured ones, then recipes that were run."""
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether no verdict is given, because what was assumed of the capture does not hold."""
+        heads = (head for observation in self.observations for head in observation.heads)
+        return self.assumptions.ok is False and all(head.verdict is None for head in heads)
 
 
 @dataclass(frozen=True)
@@ -291,8 +317,8 @@ class Diagnosis(Result):
     summary: Summary
     """The run in brief."""
     schema: Literal["attn-diag-diagnosis"] = "attn-diag-diagnosis"
-    schema_version: Annotated[Literal[1, 2], BeforeValidator(_integer)] = 2
-    """Version of its schema; 1: read from an older document, without what is new in 2."""
+    schema_version: Annotated[Literal[1, 2, 3], BeforeValidator(_integer)] = 3
+    """Version of its schema; 1, 2: read from an older document, without what is new since."""
     made_by: ClassVar[str] = "`attn-diag inspect CAPTURE --json FILE` (or --html)"
 
     def entries(self) -> Iterator[tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]]:
@@ -317,6 +343,6 @@ class Diagnosis(Result):
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of ``Diagnosis.to_json`` (draft 2020-12), as a dict; every field with a description.
 
-    The package ships it as ``attn_diag/reports/schema/diagnosis-2.schema.json``.
+    The package ships it as ``attn_diag/reports/schema/diagnosis-3.schema.json``.
     """
     return Diagnosis.json_schema()

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from attn_diag.results.base import Number
 
-Label = Literal["clean", "lossy", "ill_conditioned", "biased", "undecided"]
+Label = Literal["clean", "nonfinite", "wrong", "lossy", "ill_conditioned", "biased", "undecided"]
 
 
 class DriftPoint(TypedDict):

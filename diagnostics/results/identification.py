@@ -79,6 +79,22 @@ class HardwareMatch:
     """Elements of O compared."""
 
 
+@dataclass(frozen=True)
+class Misfitting:
+    """Elements of O that the recipe does not explain, though it has the bits of the others."""
+
+    rows: tuple[int, ...]
+    """The query rows that hold them."""
+    features: tuple[int, ...] | None
+    """The features that hold them; null: no few."""
+    elements: int
+    """How many there are."""
+    largest_ulp: float
+    """How far the furthest is from the recipe's O, in ulp."""
+    words: str
+    """Where and by how much."""
+
+
 @dataclass(frozen=True, repr=False)
 class Identification(Result):
     """Which recipe and schedule made one head of an observation."""
@@ -113,8 +129,9 @@ class Identification(Result):
     """The agreement from which a recipe fits."""
     level: float
     """The significance level at which recipes are told apart."""
-    outcome: Literal["identified", "ambiguous", "unnamed", "unknown"]
-    """identified: one preset fits and no other does as well; ambiguous: several fit equally well on this input;
+    outcome: Literal["identified", "ambiguous", "unnamed", "flawed", "unknown"]
+    """flawed: one or several fit, but for elements that do not (``flaw``);
+    identified: one preset fits and no other does as well; ambiguous: several fit equally well on this input;
     unnamed: modelled roundings fit in a schedule that no preset has; unknown: nothing reaches ``threshold``."""
     recipes: tuple[str, ...]
     """The presets that fit, best first."""
@@ -133,6 +150,8 @@ class Identification(Result):
     hardware: tuple[HardwareMatch, ...]
     """Where several presets were left, what holds of them under a tensor core's sums; those with every bit are then
     named alone, if there are any."""
+    flaw: Misfitting | None = None
+    """What the best recipe does not explain though it has the bits of the rest; null: nothing, or it has not."""
     schema: Literal["attn-diag-identification"] = "attn-diag-identification"
     schema_version: Literal[1] = 1
 

@@ -357,5 +357,7 @@ class Microscope(Result):
     """The closed form of the whole head; null where it was not asked for."""
     tool: Tool
     """Versions and device of what produced the numbers."""
+    unfit: str = ""
+    """Why nothing here is about the captured kernel: no recipe made its O, or it is wrong in places; else empty."""
     schema: Literal["attn-diag-microscope"] = "attn-diag-microscope"
     schema_version: Literal[1] = 1

@@ -8,8 +8,17 @@ from typing import Literal
 from attn_diag.results.base import Number, Result, Tool
 from attn_diag.results.estimates import BiasEstimate
 
+# "broken" is the older name of "nonfinite": new reports have both, older ones the first alone.
 Label = Literal[
-    "exact", "within-rounding", "biased", "too-large", "lse-biased", "lse-too-large", "not-invariant", "broken"
+    "exact",
+    "within-rounding",
+    "biased",
+    "too-large",
+    "lse-biased",
+    "lse-too-large",
+    "not-invariant",
+    "broken",
+    "nonfinite",
 ]
 Direction = Literal["away from zero", "upward"]
 
@@ -42,6 +51,9 @@ class SignedTest:
     allowed_ulp: Number = 0.0
     """The mean of what fp32 arithmetic can make of each error (``testing.probing.head_errors``); 0 for a coarser
     O."""
+    upper_less_lower_ci: tuple[Number, Number] | None = None
+    """Confidence interval, at 1 - level, of the mean excess in ulp where O_ref lies in the upper half of its binade,
+    less that in the lower half: 0 for a rounding of O itself, a third of the mean for an error relative to O."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,9 @@ class LseTest:
     """p_value after Benjamini-Hochberg over the whole report."""
     biased: bool = False
     """Whether that is at most the level."""
+    rounded_to: str | None = None
+    """bf16 or fp16, where every L came in more bits and is a number of that format beside the true one; else
+    null."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,8 @@ class ProbeFinding:
     """Its confidence interval at 1 - level."""
     predicted: Number | None = None
     """What it would be with P_bar cast for V but not for l; null but in the normaliser probes."""
+    predicted_truncated: Number | None = None
+    """The same with a cast that truncates."""
     tests: tuple[SignedTest, ...] = ()
     """One entry a direction; only away from zero where O_ref has one sign."""
     lse: LseTest | None = None

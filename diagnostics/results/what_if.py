@@ -175,6 +175,9 @@ class WhatIf(Result):
     """What was left out or assumed."""
     family_size: int = field(default=0)
     """How many p-values of biases were adjusted together (Benjamini-Hochberg)."""
+    unfit: str = ""
+    """Why nothing here is about the captured kernel: no recipe made its O, it is wrong in places, or its outputs are
+    not the recipe's; empty: the recipe errs as it does, or nothing was captured."""
     schema: Literal["attn-diag-what-if"] = "attn-diag-what-if"
     schema_version: Literal[1] = 1
 

@@ -71,6 +71,24 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def together(names: Sequence[str]) -> str:
+    """Names in a sentence: "O", "O and dQ", "O, dQ and dK"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def ranges(numbers: Sequence[int], most: int = 4) -> str:
+    """Whole numbers in ascending order, neighbours together: "0-63, 128 and 5 more"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        elif not runs or n != runs[-1][1]:
+            runs.append([n, n])
+    named = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:most]]
+    left = sum(last - first + 1 for first, last in runs[most:])
+    return ", ".join(named) + (f" and {left} more" if left else "")
+
+
 def head_name(layer: int | None, head: int | None) -> str:
     """A head by the model's numbers: "L2H4", "H4" where the layer is not stated, "all" for the pooled entry."""
     if head is None:

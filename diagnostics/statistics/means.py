@@ -9,6 +9,10 @@ sequence share K and V, so sequences are the clusters where there are enough of 
 - O's excess, what lies beyond its correct rounding: argmax keys.
 - delta's excess, dQ, LSE: rows.
 - Where all rows have one argmax key (an attention sink): features alone for O and delta, rows for O's excess.
+- Where attention is nearly uniform, O is nearly the same number in all rows: the excesses are clustered both ways, too.
+
+Rows that several sequences have in common count once, and sequences that look at the same keys are one
+(``head.shared``, ``inspection.clusters``); delta and dQ are tested over the rows that have a gradient.
 
 Chosen by ``benchmarks/study_calibration.py``, on other seeds than its committed results. Alarms at 1 % / 5 % on
 unbiased redraws where O is rounded to nearest, in the worst capture: of O 12 / 24 % with rows as clusters, 4 / 12 %
@@ -44,6 +48,8 @@ MIN_EFFECTIVE = 4
 # sup of |Brownian motion| over [0, 1] exceeds this with probability 1 %: 4 (1 - Phi(2.807)) = 0.01.
 FLAT_BAND_99 = 2.807
 MIN_SEQUENCES = 8
+# A standard error below this part of the errors' root mean square is what float64's own rounding of sums leaves.
+_VANISHED = 2.0**-40
 _POWER = 0.8
 _DRIFT_POINTS = 256
 
@@ -64,11 +70,17 @@ class FeatureSums:
     """Over all cells: the squares of n."""
 
     @classmethod
-    def join(cls, parts: Sequence[FeatureSums]) -> FeatureSums:
-        """The features and cells of several heads or sequences side by side."""
+    def join(cls, parts: Sequence[FeatureSums], groups: Sequence[object] | None = None) -> FeatureSums:
+        """The features and cells of several heads or sequences side by side; in those of one group features are one.
+
+        Their cells stay apart, as if none had a key of another's: that leaves the variance rather too large.
+        """
+        together: dict[object, list[FeatureSums]] = {}
+        for group, part in zip(range(len(parts)) if groups is None else groups, parts, strict=True):
+            together.setdefault(group, []).append(part)
         return cls(
-            sums=np.concatenate([p.sums for p in parts]),
-            sizes=np.concatenate([p.sizes for p in parts]),
+            sums=np.concatenate([np.sum([p.sums for p in found], 0) for found in together.values()]),
+            sizes=np.concatenate([np.sum([p.sizes for p in found], 0) for found in together.values()]),
             cell_squares=sum(p.cell_squares for p in parts),
             cell_products=sum(p.cell_products for p in parts),
             cell_sizes=sum(p.cell_sizes for p in parts),
@@ -97,8 +109,8 @@ class SignedErrors:
     """Where rounding is shared by features, too."""
 
     @classmethod
-    def join(cls, parts: Sequence[SignedErrors]) -> SignedErrors:
-        """The rows of several heads or sequences, one after the other."""
+    def join(cls, parts: Sequence[SignedErrors], groups: Sequence[object] | None = None) -> SignedErrors:
+        """The rows of several heads or sequences, one after the other; ``groups``: see ``FeatureSums.join``."""
         features = [p.features for p in parts if p.features is not None]
         return cls(
             total=np.concatenate([p.total for p in parts]),
@@ -108,7 +120,7 @@ class SignedErrors:
             unit_total=sum(p.unit_total for p in parts),
             unit_scale=sum(p.unit_scale for p in parts),
             count=parts[0].count,
-            features=FeatureSums.join(features) if len(features) == len(parts) else None,
+            features=FeatureSums.join(features, groups) if len(features) == len(parts) else None,
         )
 
 
@@ -120,6 +132,11 @@ def estimate_bias(
     The test is ``mean_test``, on the cluster sums s_c, and ``two_way`` where there are feature sums. n_eff is
     (sum s^2)^2 / sum s^4 over the clusters.
 
+    Where the standard error is no more than the rounding of sums, t says nothing: all G clusters have the same mean
+    error. Of independent errors as likely positive as negative, so many agree in sign with probability 2^(1 - G) at
+    most, and that is the p-value; where that mean is 0 there is none. (Clusters that are copies of each other must be
+    left out before: ``head.shared``.)
+
     Args:
         errors: The errors of n rows.
         clusters: [n], cluster number of each row, from 0 without gaps; None for every row its own. Where ``errors`` has
@@ -128,7 +145,8 @@ def estimate_bias(
         with_drift: Also keep the running sum over the rows.
 
     Returns:
-        The estimate; the test's fields are None with fewer than two clusters, and where every error is zero.
+        The estimate; the test's fields are None with fewer than two clusters, and where every error is zero; all but
+        standard_error and p_value also where all clusters have the same mean error.
     """
     n = len(errors.total) * errors.count
     if not n:
@@ -158,6 +176,10 @@ def estimate_bias(
         cells = np.array([shared.cell_squares, shared.cell_products, shared.cell_sizes])
         test = two_way(test, mean_test(shared.sums, shared.sizes, level), cells, n, level)
     se, half = float(test.standard_error), float(test.half_width95)
+    assert result.rms is not None
+    if se <= (dust := _VANISHED * result.rms):
+        agree = max(2.0 ** (1 - len(sums)), float(np.finfo(float).tiny))
+        return replace(result, standard_error=se, p_value=agree if abs(mean) > dust else None)
     return replace(
         result,
         standard_error=se,

@@ -10,7 +10,7 @@ attnDiag.entries = (() => {
           .filter((entry) => entry.head.head != null)));
 
   const name = ({ head }) => (head.layer == null ? `H${head.head}` : `L${head.layer}H${head.head}`);
-  const judged = (entry) => entry.capture.assumptions.ok !== false;
+  const judged = (entry) => entry.head.verdict !== null;
 
   // The primary test with the smallest adjusted p.
   const strongest = ({ head }) => {

@@ -16,7 +16,7 @@ _MAKE = "attn-diag inspect CAPTURE --json FILE writes one"
 
 
 def read_diagnosis(path: str | PathLike[str]) -> Diagnosis:
-    """The diagnosis in a file written by ``attn-diag inspect --json`` (version 1 or 2) or ``--html``.
+    """The diagnosis in a file written by ``attn-diag inspect --json`` (any version) or ``--html``.
 
     Raises InputError, naming the file, for what is no such file: a directory, a capture, an empty, damaged or
     oversized file, another command's result, a later version.

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, KeyGradient
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
+from attn_diag.analyses.patterns.of_capture import CapturePatterns
+from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads, select_observations
 from attn_diag.head.baseline import Engine, Recognised, engine_backend, run_recipe, select_recipes
 from attn_diag.head.certification import Certify
 from attn_diag.head.figure_sums import head_figures
-from attn_diag.head.measure import HeadMeasurement, ObservedHead, measure_head
+from attn_diag.head.judging import KeyTerms, key_quality
+from attn_diag.head.measure import HeadMeasurement, measure_head
 from attn_diag.head.open import OpenCapture
-from attn_diag.head.propagation import BackwardCollector, GradientSums, key_parts
+from attn_diag.head.propagation import GradientSums, key_parts
+from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
+from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
+from attn_diag.head.streaming import ObservedHead
 from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import HeadReference, format_of, ulp
@@ -34,30 +42,12 @@ from attn_diag.results.diagnosis import (
     Propagation,
 )
 from attn_diag.results.hardware import summary_of
+from attn_diag.results.quality import QuantityVerdict
 from attn_diag.statistics.means import SignedErrors
 from attn_diag.work import map_in_order
 
 # Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
 _PARALLEL_ELEMENTS = 2**20
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Query heads (of those selected) that share a key head, in one sequence."""
-
-    kv_head: int
-    batch: int
-    heads: list[int]
-
-
-@dataclass
-class _GroupResult:
-    """What measuring a group yields, by observation."""
-
-    group: _Group
-    parts: dict[str, list[HeadMeasurement]] = field(default_factory=dict)
-    key_sums: dict[str, dict[str, tuple[GradientSums, SignedErrors]]] = field(default_factory=dict)
-    census: NonFiniteCensus = field(default_factory=NonFiniteCensus)
 
 
 @dataclass(frozen=True)
@@ -96,9 +86,13 @@ class CaptureJob:
         self.census = NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
         # observation -> key head -> "dk" or "dv" -> one item a sequence
-        self.key_sums: dict[str, dict[int, dict[str, list[tuple[GradientSums, SignedErrors]]]]] = {}
+        self.key_sums: dict[str, dict[int, dict[str, list[KeyGradient]]]] = {}
+        # observation -> key head -> "dk" or "dv" -> keys with NaN or Inf
+        self.broken_keys: dict[str, dict[int, Counter[str]]] = {}
         self.entries: dict[str, list[Entry]] = {}
+        self.shared: dict[int, dict[int, SharedRows]] = {}  # head -> sequence
         self.notes: list[str] = []
+        self.patterns = CapturePatterns(capture, device)
         self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
         self.assumptions: Assumptions
 
@@ -118,11 +112,13 @@ class CaptureJob:
             found = self.opened.recognise(name, self.batches[0], self.heads[0])
             if found is not None and self.assumptions.ok:
                 self.recognised[name] = found
+        if len(self.batches) > 1:
+            self.shared = {head: shared_rows(self.capture, self.batches, head) for head in self.heads}
         # dK and dV of a key head need all the query heads that share it.
         by_kv: dict[int, list[int]] = {}
         for head in self.heads:
             by_kv.setdefault(head // self.group, []).append(head)
-        groups = [_Group(kv, batch, heads) for kv, heads in by_kv.items() for batch in self.batches]
+        groups = [HeadGroup(kv, batch, heads) for kv, heads in by_kv.items() for batch in self.batches]
         small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
         # Triton's interpreter runs one kernel at a time.
         parallel = self.device.type == "cpu" and small and self.engine == "emulation"
@@ -132,17 +128,19 @@ class CaptureJob:
                 for part in parts:
                     self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
             for name, sums in result.key_sums.items():
-                for output, pair in sums.items():
+                for output, gradient in sums.items():
                     self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {}).setdefault(
                         output, []
-                    ).append(pair)
+                    ).append(gradient)
+            for name, counts in result.broken_keys.items():
+                self.broken_keys.setdefault(name, {}).setdefault(result.group.kv_head, Counter()).update(counts)
             yield len(result.group.heads)
         for name, measured in self.measured.items():
             self.entries[name] = self._pool(name, measured)
 
     def tested_entries(self) -> Iterable[Entry]:
         """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
-        if self.assumptions.ok is False:
+        if self.assumptions.refused:
             return
         for entries in self.entries.values():
             yield from entries[:-1] if len(entries) == 2 else entries
@@ -159,7 +157,7 @@ class CaptureJob:
             observations.append(
                 ObservationDiagnosis(
                     name=name,
-                    recipe=recipe.name if recipe else found.name if found else None,
+                    recipe=recipe.name if recipe else found.words if found else None,
                     agreement=found.agreement if found else None,
                     backend=engine_backend(self.engine, self.device) if recipe else _captured_backend(c),
                     emulated=recipe is not None and self.engine == "emulation",
@@ -180,28 +178,36 @@ class CaptureJob:
         text = {**c.metadata.to_text(), "dtype": str(c.tensors["q"].dtype).removeprefix("torch.")}
         return CaptureDiagnosis(c.source, text, shape, self.assumptions, nonfinite, tuple(observations))
 
-    def _measure(self, group: _Group) -> _GroupResult:
+    def _measure(self, group: HeadGroup) -> GroupMeasurement:
         """Every observation of the query heads that share a key head, in one sequence."""
-        result = _GroupResult(group)
+        result = GroupMeasurement(group)
         whole = len(group.heads) == self.group
-        collected: dict[str, list[tuple[HeadReference, BackwardCollector]]] = {}
+        collected: dict[str, list[tuple[HeadReference, KeyTerms]]] = {}
         unusable = False
         for head in group.heads:
             inputs = read_head(self.capture, group.batch, head, self.device, result.census)
             observed = self._observed(inputs, group.batch, head, result.census, want_keys=whole)
             found = self.opened.projection
             projection = None if found is None else found.head(group.batch, head)
-            truth, parts = measure_head(inputs, observed, group.batch, head, projection, self.certify)
+            truth, parts = measure_head(
+                inputs,
+                observed,
+                group.batch,
+                head,
+                projection,
+                self.certify,
+                self.shared.get(head, {}).get(group.batch),
+            )
             self.truths.offer((group.batch, head), truth, max(map(_dq_error, parts)))
             unusable |= bool(inputs.unusable.any())
             for seen, part in zip(observed, parts, strict=True):
-                if part.keys is not None and part.keys.dk_delta is not None:
+                if part.keys is not None:
                     collected.setdefault(seen.name, []).append((truth.reference, part.keys))
                 part.keys = None
                 result.parts.setdefault(seen.name, []).append(part)
         if whole and not unusable:
             for name, pairs in collected.items():
-                result.key_sums[name] = self._key_gradients(name, group, pairs, result.census)
+                result.key_sums[name], result.broken_keys[name] = self._key_gradients(name, group, pairs, result.census)
         return result
 
     def _observed(
@@ -232,32 +238,38 @@ class CaptureJob:
     def _key_gradients(
         self,
         name: str,
-        group: _Group,
-        pairs: list[tuple[HeadReference, BackwardCollector]],
+        group: HeadGroup,
+        pairs: list[tuple[HeadReference, KeyTerms]],
         census: NonFiniteCensus,
-    ) -> dict[str, tuple[GradientSums, SignedErrors]]:
-        """Errors of an observation's dK and dV in one key head and sequence, those that were captured."""
+    ) -> tuple[dict[str, KeyGradient], dict[str, int]]:
+        """Errors of an observation's dK and dV in one key head and sequence, and its keys with NaN or Inf in them."""
         observed: dict[str, Tensor | None] = {}
-        formats = {}
+        formats, broken = {}, {}
         for output in ("dk", "dv"):
             key = self.capture.key(name, output)
             tensor = read_float64(self.capture, key, group.batch, group.kv_head, self.device)
-            if tensor is not None and not bool(census.add(key, group.batch, group.kv_head, tensor).any()):
+            if tensor is None:
+                continue
+            if bad := int(census.add(key, group.batch, group.kv_head, tensor).any(1).sum()):
+                broken[output] = bad
+            else:
                 observed[output], formats[output] = tensor, format_of(self.capture.tensors[key].dtype)
-        parts = key_parts([r for r, _ in pairs], [k for _, k in pairs], observed, formats)
-        return {
-            output: (
-                GradientSums.of(p),
-                of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum())),
-            )
-            for output, p in parts.items()
-            if p.observed is not None
-        }
+        references, terms = [r for r, _ in pairs], [t for _, t in pairs]
+        parts = key_parts(references, [t.backward for t in terms if t.backward is not None], observed, formats)
+        found = {}
+        for output, p in parts.items():
+            if p.observed is not None:
+                errors = of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum()))
+                beside = key_quality(output, p, terms, formats[output])
+                found[output] = KeyGradient(GradientSums.of(p), errors, beside)
+        return found, broken
 
     def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
         c = self.capture
         sequences = len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
+        quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
+        missing = not_judged({q.quantity for found in quantities.values() for q in found}, with_do="do" in c.tensors)
         entries = [
             pool(
                 parts,
@@ -274,6 +286,8 @@ class CaptureJob:
                 ),
                 sequences=sequences,
                 k_length=c.k_length,
+                quantities=quantities[head],
+                missing=missing,
             )
             for head, parts in measured.items()
         ]
@@ -291,14 +305,51 @@ class CaptureJob:
                 level=self.level,
                 sequences=sequences,
                 k_length=c.k_length,
+                quantities=worst_of_all(quantities.values()),
+                missing=missing,
             )
         )
         return entries
 
+    def _quantities(self, name: str, head: int, parts: list[HeadMeasurement]) -> list[QuantityVerdict]:
+        """Each captured quantity of a query head, dK and dV of its key head among them, judged."""
+        kv, gradients = head // self.group, self.key_sums.get(name, {})
+        batches = [p.batch for p in parts]
+        found: list[QuantityVerdict] = []
+        for quantity in CAPTURED:
+            if quantity in ("dk", "dv"):
+                samples = [f.sample for f in gradients.get(kv, {}).get(quantity, []) if f.sample is not None]
+                broken = self.broken_keys.get(name, {}).get(kv, Counter())[quantity]
+            else:
+                samples = [p.quality[quantity] for p in parts if quantity in p.quality]
+                broken = sum(p.broken_outputs.get(quantity, 0) for p in parts)
+            effects = [p.effects[quantity] for p in parts if quantity in p.effects]
+            if effects or (broken and quantity in ("lse", "delta")):
+                verdict = judge_effect(quantity, effects, broken)
+                found.append(self._explained(name, head, verdict, effects, batches))
+            elif samples or broken:
+                verdict = judge_quantity(quantity, samples, batches, broken)
+                verdict = self._explained(name, head, verdict, samples, batches)
+                found.append(with_empty_rows(verdict, [p.without_keys.get(quantity, (0, 0)) for p in parts]))
+        return found
+
+    def _explained(
+        self,
+        name: str,
+        head: int,
+        verdict: QuantityVerdict,
+        found: Sequence[QuantitySample | RowEffect],
+        batches: Sequence[int],
+    ) -> QuantityVerdict:
+        """The verdict with where and how a captured quantity is wrong."""
+        if name not in self.capture.observations:
+            return verdict
+        return self.patterns.explain(name, head, verdict, found, batches)
+
     def _extra(self, name: str, kv_heads: list[int]) -> Propagation:
         """dK and dV over some key heads, and the notes."""
         found = {
-            output: [s for kv in kv_heads for s, _ in self.key_sums.get(name, {}).get(kv, {}).get(output, [])]
+            output: [f.sums for kv in kv_heads for f in self.key_sums.get(name, {}).get(kv, {}).get(output, [])]
             for output in ("dk", "dv")
         }
         results = {output: GradientSums.pool(sums).result() for output, sums in found.items() if sums}
@@ -316,7 +367,7 @@ class CaptureJob:
 
     def _kv_head(self, name: str, kv_head: int) -> KvHeadDiagnosis:
         sums = self.key_sums[name][kv_head]
-        biases = {o: unclustered(SignedErrors.join([e for _, e in found])) for o, found in sums.items()}
+        biases = {o: unclustered(SignedErrors.join([f.errors for f in found])) for o, found in sums.items()}
         offset = self.capture.metadata.head_offset
         query_heads = tuple(offset + kv_head * self.group + i for i in range(self.group))
         return KvHeadDiagnosis(

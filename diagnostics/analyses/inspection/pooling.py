@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn_diag.analyses.inspection.clusters import Clusters, joined_sequences
 from attn_diag.analyses.verdict import beyond_reference, judge
 from attn_diag.head.certification import pool_certificates
 from attn_diag.head.figure_sums import errors_by_feature
@@ -29,7 +30,10 @@ from attn_diag.results.diagnosis import (
     TopRow,
 )
 from attn_diag.results.figures import HeadFigures, PredictedError
+from attn_diag.results.quality import QuantityVerdict
+from attn_diag.results.wording import number, plural
 from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY, SignedErrors, adjust, estimate_bias
+from attn_diag.statistics.ratios import paired_ratio
 
 _TOP_ROWS = 5
 
@@ -41,8 +45,12 @@ class Entry:
     diagnosis: HeadDiagnosis
     bit_identical: bool | None
     in_doubt: int
-    broken_outputs: dict[str, int]
     sequences: int
+    """How many of them are independent."""
+    remarks: tuple[str, ...] = ()
+    """What its tests rest on, where that is less than it seems."""
+    nearly_uniform: bool = False
+    """Whether rows attend to all their keys nearly alike."""
 
     def primary_p_values(self) -> dict[str, float]:
         """The primary tests' p-values by name, those that exist and whose mean the reference is sharp enough for.
@@ -68,17 +76,20 @@ class Entry:
             rounding_bias=d.rounding_bias,
             row_maxima=d.row_maxima,
             noise_factor=d.noise_factor,
+            noise_factor_ci95=d.noise_factor_ci95,
             conditioning=d.conditioning,
             propagation=d.propagation,
             top_rows=d.top_rows,
             bit_identical=self.bit_identical,
             in_doubt=self.in_doubt,
-            broken_outputs=self.broken_outputs,
+            quantities=d.quantities,
             swamped_rows=d.swamped.rows if d.swamped else 0,
             sequences=self.sequences,
             certificate=d.certificate,
             level=level,
         )
+        words = self.remarks + _uniform_words(d, level) if self.nearly_uniform else self.remarks
+        verdict = replace(verdict, reasons=(*verdict.reasons, *words))
         return replace(d, bias=bias, verdict=verdict)
 
 
@@ -98,6 +109,7 @@ def adjust_family(entries: list[Entry]) -> tuple[list[dict[str, float]], int]:
 def pool(
     parts: list[HeadMeasurement], *, layer: int | None, head: int | None, sequences: int, k_length: int,
     dw_q: GradientSums | None, extra: Propagation, level: float, figures: HeadFigures | None = None,
+    quantities: Sequence[QuantityVerdict] = (), missing: tuple[str, ...] = (),
 ) -> Entry:  # fmt: skip
     """One entry from the measurements of one head's sequences, or of all heads.
 
@@ -110,22 +122,44 @@ def pool(
         extra: dK, dV and notes.
         level: Significance of the biases.
         figures: Those of a single head.
+        quantities: Each captured one, judged.
+        missing: Those that were not captured.
     """
+    joined = joined_sequences(parts, k_length)
+    independent = len({joined[p.batch] for p in parts if len(p.tested)})
+    by_sequence = independent >= MIN_SEQUENCES
+    groups = [(p.head, joined[p.batch]) for p in parts]
     errors = {
-        name: SignedErrors.join([p.errors[name] for p in parts])
+        name: SignedErrors.join([p.errors[name] for p in parts], groups)
         for name in parts[0].errors
         if all(name in p.errors for p in parts)
     }
-    if sequences >= MIN_SEQUENCES:
+    if by_sequence:
         errors = {n: replace(e, features=None) for n, e in errors.items()}  # shared within a sequence
-    clusters = Clusters([p.top_key for p in parts], [p.batch for p in parts], sequences, k_length)
-    biases = {
-        n: estimate_bias(e, clusters.of(n), level, with_drift=not n.startswith("rounding")) for n, e in errors.items()
-    }
+    gradients = [p.with_gradient for p in parts if p.with_gradient is not None]
+    clusters = Clusters(
+        [p.top_key + p.head * sequences * k_length for p in parts],
+        [joined[p.batch] for p in parts] if by_sequence else None,
+        gradients if len(gradients) == len(parts) else None,
+    )
+    biases = {}
+    for name, error in errors.items():
+        drift = not name.startswith("rounding")
+        labels = clusters.of(name, shared=error.features is not None)
+        biases[name] = estimate_bias(error, labels, level, with_drift=drift)
+        if error.features is not None and name == "delta_excess" and not by_sequence:
+            # Few keys may agree by chance: what rows alone say is the least uncertainty.
+            alone = estimate_bias(replace(error, features=None), clusters.within(name), level, with_drift=drift)
+            if (alone.standard_error or 0.0) > (biases[name].standard_error or 0.0):
+                biases[name] = alone
+        if by_sequence and biases[name].p_value is not None and biases[name].t is None:
+            # The same in every sequence, and so perhaps in every row: these are many more signs.
+            biases[name] = estimate_bias(error, clusters.within(name), level, with_drift=drift)
     biases = {n: _with_reference_bound(e, [p.reference_bounds.get(n) for p in parts]) for n, e in biases.items()}
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
-    noise, judged = (sum(p.noise[i] for p in parts) for i in (0, 1))
+    noise = [p.noise for p in parts if p.noise is not None]
+    squares = np.concatenate(noise) if len(noise) == len(parts) else np.zeros(0)
     conditioning = [p.conditioning for p in parts if p.conditioning is not None]
     dq_sums = [p.dq for p in parts if p.dq is not None]
     swamped = [p.swamped for p in parts if p.swamped is not None]
@@ -145,7 +179,8 @@ def pool(
         rounding_bias=RoundingBias(biases.get("rounding_o"), biases.get("rounding_delta")),
         delta_source=parts[0].delta_source,  # type: ignore[arg-type]
         delta_rounding=_pool_delta_rounding(parts),
-        noise_factor=math.sqrt(noise / judged) if judged else None,
+        noise_factor=math.sqrt(squares.mean()) if len(squares) else None,
+        noise_factor_ci95=_interval(squares, clusters.of("delta")),
         conditioning=_condition(conditioning),
         propagation=replace(extra, dq=dq, dw_q=None if dw_q is None else dw_q.result()),
         top_rows=_top_rows(parts, errors.get("delta")),
@@ -153,13 +188,13 @@ def pool(
         verdict=None,
         certificate=pool_certificates([p.certificate for p in parts]),
         figures=figures,
+        quantities=tuple(quantities),
+        not_judged=missing,
     )
-    broken: dict[str, int] = {}
-    for part in parts:
-        for name, count in part.broken_outputs.items():
-            broken[name] = broken.get(name, 0) + count
     same = None if any(i is None for i in identical) else all(identical)
-    return Entry(diagnosis, same, sum(p.in_doubt for p in parts), broken, sequences)
+    in_doubt = sum(p.in_doubt for p in parts)
+    uniform = 2 * sum(p.nearly_uniform for p in parts) > len(parts)
+    return Entry(diagnosis, same, in_doubt, independent, tuple(_remarks(parts, sequences, independent)), uniform)
 
 
 def _with_reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> BiasEstimate:
@@ -193,33 +228,49 @@ def dw_q_of(parts: list[HeadMeasurement]) -> DwQ | None:
     return DwQ(GradientSums.of(total, atoms=sums), errors_by_feature(total))
 
 
-class Clusters:
-    """Cluster numbers of pooled rows: by sequence, or by sequence, head and argmax key, or none; see ``bias``.
+def _remarks(parts: Sequence[HeadMeasurement], sequences: int, independent: int) -> Iterator[str]:
+    """What the tests of means rest on, where that is fewer rows or sequences than it seems."""
+    repeating = [p for p in parts if p.repeated]
+    then = f"as {plural(independent, 'independent sequence')}"
+    if independent < MIN_SEQUENCES <= sequences:
+        then += f"; with fewer than {MIN_SEQUENCES}, means are tested over distinct rows, of these sequences only"
+    if repeating:
+        alike = {p.batch for p in repeating} | {p.source for p in repeating}
+        most = max(p.repeated for p in repeating)
+        size = plural(most, "row") if all(p.repeated == most for p in repeating) else f"up to {most} rows"
+        if all(not len(p.tested) for p in repeating):
+            yield f"{len(alike)} of {sequences} sequences are copies of others: {size} of each count once, {then}."
+        else:
+            begin = all(p.tested[0] > p.rows[p.repeated - 1] for p in repeating if len(p.tested))
+            rows = f"the first {size}".replace("first 1 row", "first row") if begin else size
+            yield f"{len(alike)} of {sequences} sequences share {rows}: they count once, {then}."
+    elif independent < sequences:
+        yield f"Sequences look at keys that they share: all {sequences} count {then}."
+    tested, gradients = sum(len(p.tested) for p in parts), [p.with_gradient for p in parts]
+    some = sum(int(g.sum()) for g in gradients if g is not None)
+    if all(g is not None for g in gradients) and 2 * some < tested:
+        yield f"dO is zero in {tested - some} of {tested} rows: delta and dQ are tested over the other {some}."
 
-    ``top_keys``: of every sequence and head, its rows' argmax keys; ``batches``: the sequence of each.
-    """
 
-    def __init__(
-        self, top_keys: Sequence[npt.NDArray[np.int64]], batches: Sequence[int], sequences: int, k_length: int
-    ) -> None:
-        self._by_sequence: npt.NDArray[np.int64] | None = None
-        if sequences >= MIN_SEQUENCES:
-            numbers = [np.full(len(keys), batch) for keys, batch in zip(top_keys, batches, strict=True)]
-            self._by_sequence = _dense(np.concatenate(numbers))
-        self._by_key = _dense(np.concatenate([i * k_length + keys for i, keys in enumerate(top_keys)]))
-
-    def of(self, quantity: str) -> npt.NDArray[np.int64] | None:
-        """The clusters of the rows for one of ``Bias``'s quantities; None: every row its own."""
-        if self._by_sequence is not None:
-            return self._by_sequence
-        if quantity in ("delta_excess", "dq", "lse") or ("excess" in quantity and not self._by_key.any()):
-            return None
-        return self._by_key
+def _uniform_words(found: HeadDiagnosis, level: float) -> tuple[str, ...]:
+    """Why correct rounding itself has a mean where attention is nearly uniform; empty where it has none."""
+    biased = []
+    for name, estimate in (("O", found.rounding_bias.o), ("delta", found.rounding_bias.delta)):
+        if estimate is not None and estimate.p_value is not None and estimate.p_value <= level:
+            biased.append(f"{name}: {number(estimate.mean)}")
+    if not biased:
+        return ()
+    return (
+        "Attention is nearly uniform here, as in a fresh model: O is nearly the same number in every row, and rounds "
+        f"the same way each time, so that correct rounding itself has a mean ({', '.join(biased)}), which is no fault "
+        "of the kernel.",
+    )
 
 
-def _dense(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Labels renumbered from 0, in their order, without gaps."""
-    return np.unique(labels, return_inverse=True)[1]
+def _interval(squares: npt.NDArray[np.float64], clusters: npt.NDArray[np.int64] | None) -> tuple[float, float] | None:
+    """The 95 % interval of the noise factor, from its terms by row; None where it cannot be told."""
+    found = paired_ratio(squares, np.ones(len(squares)), clusters) if len(squares) else None
+    return None if found is None or not math.isfinite(found.high) else (found.low, found.high)
 
 
 def _row_maxima(parts: list[HeadMeasurement], analysed: int, eligible: int) -> RowMaxima:
@@ -256,12 +307,13 @@ def _pool_delta_rounding(parts: list[HeadMeasurement]) -> DeltaRounding | None:
 def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple[TopRow, ...]:
     if delta is None or not (total := delta.square):
         return ()
-    starts = np.cumsum([0] + [len(p.rows) for p in parts])
+    rows = [p.tested if p.with_gradient is None else p.tested[p.with_gradient] for p in parts]
+    starts = np.cumsum([0] + [len(r) for r in rows])
     found = []
     for i in np.argsort(-np.abs(delta.total), kind="stable")[:_TOP_ROWS]:
         which = int(np.searchsorted(starts, i, side="right")) - 1
         part = parts[which]
-        row = int(part.rows[i - starts[which]])
+        row = int(rows[which][i - starts[which]])
         found.append(TopRow(part.batch, part.head, row, float(delta.total[i]), float(delta.total[i]) ** 2 / total))
     return tuple(found)
 

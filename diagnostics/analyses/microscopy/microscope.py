@@ -155,6 +155,7 @@ def look(
             float(prediction.error[0, feature]),
         ),
         closed_form=explain(subject).totals if whole_head else None,
+        unfit=opened.baseline.caution,
     )
     progress(3, 3)
     return found

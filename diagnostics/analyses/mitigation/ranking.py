@@ -105,6 +105,12 @@ def summarise(found: WhatIf) -> tuple[str, ...]:
     ranked = [c for c in mitigations if c.rank is not None]
     title = wording.SYMBOLS[found.ranked_by]
     sentences = [_baseline(found)]
+    if found.unfit:
+        warning = f"{found.unfit} The ranking is of {found.recipe}'s own error, not of the captured kernel's."
+        sentences.insert(0, warning)
+        if found.baseline_from != "given":
+            # What would repair this recipe says nothing of the kernel.
+            return tuple(sentences)
     if ranked:
         sentences.append(_best(found, ranked, title))
     sentences += _fp32_o(found)
@@ -141,7 +147,7 @@ def cost_words(cost: Cost | None) -> str:
 
 
 def _baseline(found: WhatIf) -> str:
-    origin = {"given": "as asked for", "assumed": "assumed, no captured O was recognised"}.get(
+    origin = {"given": "as asked for", "assumed": "assumed"}.get(
         found.baseline_from, f"recognised: {percent(found.agreement)} of sampled elements of O bit-equal"
     )
     errors = found.baseline.errors

@@ -40,8 +40,9 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
+from attn_diag.head.fidelity import fidelity
 from attn_diag.head.machine import describe_tool, pick_device
-from attn_diag.head.open import OpenCapture
+from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.read import HeadInputs
 from attn_diag.head.row_maxima import plain_scores
 from attn_diag.head.signed_errors import by_cell, of_rows
@@ -50,7 +51,7 @@ from attn_diag.kernels import Recipe
 from attn_diag.reference import round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors, WhatIf
-from attn_diag.results.wording import percent
+from attn_diag.results.wording import SYMBOLS, percent
 from attn_diag.statistics.means import SignedErrors, estimate_bias, require_level
 from attn_diag.work import Progress, map_in_order, silent
 
@@ -146,6 +147,7 @@ def what_if(
         summary=(),
         notes=tuple(notes),
         family_size=family,
+        unfit=given.baseline.caution or _unfit(given),
     )
     return replace(result, summary=summarise(result))
 
@@ -378,6 +380,14 @@ def _check_options(betas: Sequence[float], seeds: int, level: float) -> None:
         raise InputError(f"beta must be a finite number above 1, got {', '.join(map(str, betas))}; 2 to 8 is published")
     if seeds < 0:
         raise InputError(f"seeds must not be negative, got {seeds}; 0 leaves stochastic rounding out")
+
+
+def _unfit(given: OpenHead) -> str:
+    """In what the captured kernel does otherwise than the recipe; empty: in nothing that is known."""
+    if given.observation is None:
+        return ""
+    differing = "; ".join(f"{SYMBOLS[q]}: {words}" for q, words in fidelity(given).differences.items())
+    return f"The captured kernel does otherwise than {given.baseline.name} ({differing})." if differing else ""
 
 
 def _projection_notes(opened: OpenCapture) -> list[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
+from operator import add
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ _FP32 = 2.0**-23
 _FLUSHED = 2.0**-126
 # An O whose spacing is no more than 2^8 of fp32's shows what fp32 arithmetic does: orders of sums, exp, alpha's cast.
 _FINE_PRECISION = 23 - 8
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,13 @@ class LseErrors:
     nonfinite: int
     base_2: bool
     """L ln 2 lies within the bounds everywhere."""
+    stored: frozenset[str]
+    """Formats of 16 bits of which every L is a number, beside the reference; none where L came in 16 bits."""
 
     @classmethod
-    def of(cls, observed: Tensor, truth: Tensor, budget: Tensor, arithmetic: Tensor) -> LseErrors:
-        """All [T], float64; ``budget`` and ``arithmetic``: bounds of every rounding, and of fp32's alone."""
+    def of(cls, lse: Tensor, truth: Tensor, budget: Tensor, arithmetic: Tensor) -> LseErrors:
+        """All [T], float64 but L; ``budget`` and ``arithmetic``: bounds of every rounding, and of fp32's alone."""
+        observed = lse.double()
         finite = observed.isfinite()
         observed, truth, budget = observed[finite], truth[finite], budget[finite]
         error = observed - truth
@@ -63,6 +69,11 @@ class LseErrors:
             allowed=float(arithmetic[finite].sum()),
             nonfinite=int((~finite).sum()),
             base_2=bool(((observed * math.log(2) - truth).abs() <= budget).all()),
+            stored=frozenset(
+                name
+                for name, dtype in _SHORT.items()
+                if lse.element_size() > 2 and _is_rounded_to(dtype, observed, truth, arithmetic[finite])
+            ),
         )
 
     @classmethod
@@ -75,7 +86,34 @@ class LseErrors:
             allowed=sum(p.allowed for p in parts),
             nonfinite=sum(p.nonfinite for p in parts),
             base_2=all(p.base_2 for p in parts),
+            stored=frozenset.intersection(*(p.stored for p in parts)),
         )
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Sums of errors in ulp, and counts, of the lower and the upper half of a binade."""
+
+    sums: tuple[float, float]
+    counts: tuple[int, int]
+
+    @classmethod
+    def of(cls, errors_ulp: Tensor, mantissa: Tensor) -> Halves:
+        """``mantissa`` in [1, 2) where the reference is normal; both of one shape."""
+        parts = [errors_ulp[(mantissa >= first) & (mantissa < first + 0.5)] for first in (1.0, 1.5)]
+        low, high = parts
+        return cls((float(low.sum()), float(high.sum())), (low.numel(), high.numel()))
+
+    def __add__(self, other: Halves) -> Halves:
+        """Of both."""
+        (a, b), (c, d) = self.sums, other.sums
+        (i, j), (k, n) = self.counts, other.counts
+        return Halves((a + c, b + d), (i + k, j + n))
+
+    @property
+    def difference(self) -> float | None:
+        """The upper half's mean less the lower's; None where one is empty."""
+        return self.sums[1] / self.counts[1] - self.sums[0] / self.counts[0] if all(self.counts) else None
 
 
 @dataclass(frozen=True)
@@ -94,12 +132,14 @@ class HeadErrors:
     """The largest error over its bound."""
     size: float
     """Sum of |O_ref|."""
-    predicted: float | None
-    """Sum of the errors predicted for an l that sums the uncast P_bar."""
+    predicted: tuple[float, float] | None
+    """Sums of the errors predicted for an l that sums the uncast P_bar, cast to nearest and truncated."""
     allowed: float
     """Sum of what fp32 arithmetic can make of each error, where O is so fine that it shows, else 0."""
     both_signs: bool
     """O_ref has both."""
+    halves: dict[Direction, Halves]
+    """The excess in ulp by where in its binade the reference lies; without subnormal references."""
 
 
 def measure_case(
@@ -149,18 +189,23 @@ def measure_head(
     for name, values in (("error", error), ("excess", excess)):
         signed["away from zero", name] = of_elements(values * truth.sign(), float(spacing.sum()))
         signed["upward", name] = of_elements(values, float(spacing.sum()))
+    in_ulp, mantissa = excess / spacing, truth.abs() / (spacing * 2.0**out.precision)
     return HeadErrors(
         signed=signed,
-        lse=None if lse is None else LseErrors.of(lse.double(), reference.lse, lse_budget, lse_arithmetic),
+        lse=None if lse is None else LseErrors.of(lse, reference.lse, lse_budget, lse_arithmetic),
         elements=observed.numel(),
         differing=int((excess != 0).sum()) + observed.numel() - o.numel(),
         nonfinite=int((~observed.isfinite()).sum()),
         max_error_ulp=_largest(error.abs() / spacing),
         of_budget=_largest(error.abs() / budget),
         size=float(truth.abs().sum()),
-        predicted=None if predicted is None else float((truth.abs() * predicted.to(rows.device)[rows, None]).sum()),
+        predicted=None if predicted is None else _weighted(truth.abs().sum(1), predicted.to(rows.device)[:, rows]),
         allowed=float(arithmetic[rows].sum()) if out.precision >= _FINE_PRECISION else 0.0,
         both_signs=bool((truth < 0).any()) and bool((truth > 0).any()),
+        halves={
+            "away from zero": Halves.of(in_ulp * truth.sign(), mantissa),
+            "upward": Halves.of(in_ulp, mantissa),
+        },
     )
 
 
@@ -190,7 +235,16 @@ def _test(heads: Sequence[HeadErrors], direction: Direction, clusters: np.ndarra
     spacing = joined["excess"].unit_scale / excess.n if excess.n else 0.0
     in_ulp = (interval[0] / spacing, interval[1] / spacing) if interval is not None and spacing else None
     allowed_ulp = allowed / spacing if spacing else 0.0
-    return SignedTest(direction, error, excess, excess.mean_ulp, in_ulp, p_value, allowed_ulp=allowed_ulp)
+    return SignedTest(
+        direction, error, excess, excess.mean_ulp, in_ulp, p_value, allowed_ulp=allowed_ulp,
+        upper_less_lower_ci=_upper_less_lower([h.halves[direction] for h in heads], level),
+    )  # fmt: skip
+
+
+def _upper_less_lower(heads: Sequence[Halves], level: float) -> tuple[float, float] | None:
+    known = [d for h in heads if (d := h.difference) is not None]
+    differences = of_elements(torch.tensor(known, dtype=torch.float64)[:, None], 0.0)
+    return confidence(estimate_bias(differences, None, level, with_drift=False), level)
 
 
 def _joined(parts: Sequence[HeadErrors]) -> HeadErrors:
@@ -208,14 +262,31 @@ def _joined(parts: Sequence[HeadErrors]) -> HeadErrors:
         max_error_ulp=max(p.max_error_ulp for p in parts),
         of_budget=max(p.of_budget for p in parts),
         size=sum(p.size for p in parts),
-        predicted=sum(predicted) if predicted else None,
+        predicted=(sum(p[0] for p in predicted), sum(p[1] for p in predicted)) if predicted else None,
         allowed=sum(p.allowed for p in parts),
         both_signs=any(p.both_signs for p in parts),
+        halves={name: reduce(add, [p.halves[name] for p in parts]) for name in first.halves},
     )
+
+
+def _weighted(sizes: Tensor, predicted: Tensor) -> tuple[float, float]:
+    to_nearest, truncated = (predicted * sizes).sum(1).tolist()
+    return to_nearest, truncated
 
 
 def _largest(values: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
+
+
+def _is_rounded_to(dtype: torch.dtype, observed: Tensor, truth: Tensor, arithmetic: Tensor) -> bool:
+    """Whether every L is a number of ``dtype`` less than a spacing (and fp32's errors) from the reference."""
+    if not len(observed) or not bool((observed.to(dtype).double() == observed).all()):
+        return False
+    return bool(
+        (
+            (observed - truth).abs() <= ulp(torch.maximum(truth.abs(), observed.abs()), format_of(dtype)) + arithmetic
+        ).all()
+    )
 
 
 def lse_test(heads: Sequence[LseErrors], level: float) -> LseTest:
@@ -231,6 +302,7 @@ def lse_test(heads: Sequence[LseErrors], level: float) -> LseTest:
         of_budget=joined.of_budget,
         nonfinite=joined.nonfinite,
         fits_base_2=joined.base_2 and joined.of_budget > 1,
+        rounded_to=min(joined.stored, default=None),
         p_value=p_beyond(error, allowed),
     )
 

@@ -67,7 +67,8 @@ class ProbeCase:
     values: tuple[Tensor, ...]
     """One or more V for the same q and k, [B, H, T, D] each."""
     predicted: Tensor | None = None
-    """[T]: relative error of O's rows where l sums P_bar before its cast and P_bar V takes it after."""
+    """[2, T]: relative error of O's rows where l sums P_bar before its cast and P_bar V takes it after; with a cast to
+    nearest, and with one that truncates."""
 
 
 Builder = Callable[[Draw], ProbeCase]
@@ -168,6 +169,16 @@ def outliers(draw: Draw) -> ProbeCase:
     return _case(draw, drawn(), drawn(), drawn())
 
 
+def large_logits(draw: Draw) -> ProbeCase:
+    """q and k from N(0, 4.5^2): scores up to about 80, of which a few share a row's mass, as late in training.
+
+    A coarse score is off by up to half a spacing of a number that large, and P by as much, relatively.
+    """
+    # Whatever alpha is, alpha q k has the standard deviation 4.5^2.
+    size = 4.5 * (draw.scale * math.sqrt(draw.head_dim)) ** -0.5
+    return _case(draw, size * draw.normal(), size * draw.normal(), draw.normal())
+
+
 def normaliser_up(draw: Draw) -> ProbeCase:
     """Below the maximum every P_bar is one x that its cast makes larger; V near a constant."""
     return _normaliser(draw, 1)
@@ -185,7 +196,8 @@ def _normaliser(draw: Draw, sign: int) -> ProbeCase:
     So a feature's V takes c or the number above c, with a probability of its own: O then lies anywhere between the
     two. m keys have the maximum and n the score -g below it: l in fp32 and P_bar cast to q's format give
     O (n cast(x) + m) / (n x + m), x = exp(-g). The first key of every 16 is among the m, so that every tile
-    knows the maximum from its first keys on, whatever the order of tiles; others join at random, by row.
+    knows the maximum from its first keys on, whatever the order of tiles; others join at random, by row. Truncated, x
+    becomes its cast where that is smaller, else the number below it (x lies in (0.5, 1), where the spacing is half).
     """
     a, b, x, cast = cast_gap(draw.dtype, draw.scale, sign)
     feature = torch.arange(draw.length) % draw.head_dim
@@ -200,7 +212,9 @@ def _normaliser(draw: Draw, sign: int) -> ProbeCase:
     leads = top.T[feature] & (visible.tril() if draw.causal else visible)
     count = (torch.arange(draw.length) + 1 if draw.causal else torch.full((draw.length,), draw.length)).double()
     m = leads.sum(1).double()
-    predicted = ((count - m) * cast + m) / ((count - m) * x + m) - 1
+    below = cast if cast < x else cast - spacing / 2
+    weights = torch.tensor([cast, below], dtype=torch.float64)[:, None]
+    predicted = ((count - m) * weights + m) / ((count - m) * x + m) - 1
     shape = draw.normal()
     return _case(draw, q.expand_as(shape), k.expand_as(shape), base + spacing * upper, predicted=predicted)
 

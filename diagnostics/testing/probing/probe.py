@@ -154,7 +154,7 @@ class _Run:
             outputs = [self._call(item.name, case.q, case.k, v) for v in case.values]
             measured += measure_case(case, outputs, self.draw.scale, self.masking, self.target.device)
         size = sum(h.size for h in measured)
-        predicted = [h.predicted for h in measured if h.predicted is not None]
+        predicted = [sum(p) / size for p in zip(*(h.predicted for h in measured if h.predicted), strict=True) if size]
         tests = signed_tests(measured, self.level)
         excess, interval = tests[0].excess, confidence(tests[0].excess, self.level)
         mean_size = size / excess.n if excess.n else 0.0
@@ -173,7 +173,8 @@ class _Run:
             of_budget=max(h.of_budget for h in measured),
             relative=(excess.mean or 0.0) / mean_size if mean_size else None,
             relative_ci=(interval[0] / mean_size, interval[1] / mean_size) if interval and mean_size else None,
-            predicted=sum(predicted) / size if predicted and size else None,
+            predicted=predicted[0] if predicted else None,
+            predicted_truncated=predicted[1] if predicted else None,
             tests=tests,
             lse=of_lse,
         )
@@ -185,7 +186,7 @@ class _Run:
         o = [self._call(item.name, *given)[0] for given in (pair.first, pair.second)]
         first, second = pair.align(o[0].double(), o[1].double())
         finite = first.isfinite() & second.isfinite()
-        # What is NaN in both calls is broken, but the same.
+        # What is NaN in both calls is not finite, but the same.
         differs = (first != second) & ~(first.isnan() & second.isnan())
         distance = (second - first)[finite].abs() / ulp(first[finite], format_of(o[0].dtype))
         found = ProbeFinding(
@@ -199,7 +200,7 @@ class _Run:
             nonfinite=int((~finite).sum()),
             max_error_ulp=float(distance.max()) if distance.numel() else None,
         )
-        labels: tuple[Label, ...] = ("broken",) if found.nonfinite else ()
+        labels: tuple[Label, ...] = ("nonfinite", "broken") if found.nonfinite else ()
         found = replace(found, labels=labels + found.labels if found.differing or not labels else labels)
         return replace(found, words=verdict.invariance_words(found))
 
@@ -255,8 +256,10 @@ def _judge(findings: Sequence[ProbeFinding], level: float) -> tuple[tuple[ProbeF
 
 def _accuracy_labels(found: ProbeFinding) -> tuple[Label, ...]:
     lse = found.lse
+    nonfinite = found.nonfinite > 0 or (lse is not None and lse.nonfinite > 0)
     wrong: dict[Label, bool] = {
-        "broken": found.nonfinite > 0 or (lse is not None and lse.nonfinite > 0),
+        "nonfinite": nonfinite,
+        "broken": nonfinite,
         "too-large": (found.of_budget or 0.0) > 1,
         "lse-too-large": lse is not None and lse.of_budget > 1,
         "biased": any(t.biased for t in found.tests),

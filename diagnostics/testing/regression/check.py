@@ -17,11 +17,13 @@ from attn_diag.head.baseline import DEFAULT_RECIPE
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
-from attn_diag.results.check import CheckedCase, CheckReport, Failure
+from attn_diag.results.check import BROKEN, CheckedCase, CheckReport, Failure, Kind
 from attn_diag.statistics.means import MIN_SEQUENCES, require_level
+from attn_diag.testing.probing.catalogue import PROBES
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge, suspects
 from attn_diag.testing.regression.baseline import device_words, nearest, read, refuse_to_overwrite, store, versions
+from attn_diag.testing.regression.documented import words_of
 from attn_diag.testing.regression.figures import Measured, measure_case
 from attn_diag.testing.target import (
     DTYPES,
@@ -163,7 +165,7 @@ class _Check:
         self._say_which_entry()
         ran = []
         for number, inputs in enumerate(self.subject.inputs):
-            ran.append(self._one(inputs))
+            ran += self._runs(inputs)
             if progress is not None:
                 progress(number + 1, len(self.subject.inputs))
         adjusted, tests = judge.adjusted([r.case for r in ran])
@@ -171,6 +173,7 @@ class _Check:
             r.case = case
             r.failures += judge.failures_of(case, self.level)
         self._name_culprits(ran)
+        self.notes += words_of([r.case for r in ran])
         failures = [f for r in ran for f in r.failures]
         saved = None
         if self.save is not None:
@@ -205,31 +208,42 @@ class _Check:
                 f"{self.path} has no entry for {self.key}: compared with that of {self.entry.key}, without bits"
             )
 
-    def _one(self, inputs: CaseInputs) -> _Ran:
+    def _runs(self, inputs: CaseInputs) -> list[_Ran]:
+        """What the kernel made of a case; where a second run returned other bits, of that as well."""
         started = time.perf_counter()
         shape = tuple(inputs.q.shape)
         case = CheckedCase(inputs.name, shape, str(inputs.q.dtype).removeprefix("torch."))
         case = replace(case, inputs_fingerprint=inputs.fingerprint)
         try:
-            outputs, deterministic, notes = self.subject.outputs(inputs)
-            self.notes += notes
-            suite.require_finite(outputs)
+            runs, deterministic, notes = self.subject.outputs(inputs)
         except MisfitError as error:
-            return _misfit(inputs, case, str(error))
+            return [_misfit(inputs, case, str(error))]
+        self.notes += notes
+        case = replace(case, deterministic=deterministic)
+        found = []
+        for name, outputs in zip((case.name, case.name + suite.SECOND), runs, strict=False):
+            found.append(self._one(inputs, replace(case, name=name), outputs, started))
+            started = time.perf_counter()
+        return found
+
+    def _one(self, inputs: CaseInputs, case: CheckedCase, outputs: dict[str, Tensor], started: float) -> _Ran:
+        if (broken := suite.nonfinite(outputs)) is not None:
+            return _misfit(inputs, case, broken[1], "nonfinite", broken[0])
         recipe = preset(DEFAULT_RECIPE, DTYPES[inputs.q.dtype], inputs.q.shape[3])
         gradients = any(n in outputs for n in ("dq", "dk", "dv"))
         yardstick = emulate(recipe, inputs, self.where, with_gradients=gradients)
         measured = measure_case(inputs, outputs, yardstick, recipe, self.where.type)
         bits = fingerprint(outputs)
         case = replace(
-            case, outputs=tuple(outputs), fingerprint=bits, deterministic=deterministic, worst=measured.worst
-        )
+            case, outputs=tuple(outputs), fingerprint=bits, worst=measured.worst, quantities=measured.quantities,
+            documented=measured.documented,
+        )  # fmt: skip
         if measured.misfit is not None:
             return _misfit(inputs, case, measured.misfit)
         known = None if self.entry is None else self.entry.cases.get(inputs.name)
         if self.entry is not None and known is None:
             self.notes.append(f"the baseline has no case {inputs.name}: it is held to a published recipe's errors")
-        if not measured.biases:
+        if not measured.biases and inputs.name != suite.REAL_HEAD:
             self.notes.append(
                 f"{inputs.name}: bias is not tested with fewer than {MIN_SEQUENCES} sequences; "
                 "attn-diag inspect --fail-on biased does"
@@ -251,8 +265,8 @@ class _Check:
             words = f"{case.name}: two runs on the same inputs differ in their bits"
             if self.exact:
                 failures.append(Failure("determinism", case.name, "o", f"{words}, although bits are demanded"))
-            else:
-                self.notes.append(f"{words}: bits cannot be compared; nothing else depends on them")
+            elif not case.name.endswith(suite.SECOND):
+                self.notes.append(f"{words}: both are judged, and bits cannot be compared")
         if known is not None and known.outputs != case.outputs:
             words = f"{', '.join(known.outputs)} in the baseline, {', '.join(case.outputs)} now"
             failures.append(Failure("fit", case.name, "o", f"{case.name}: other outputs: {words}"))
@@ -276,49 +290,51 @@ class _Check:
 
     def _name_culprits(self, ran: list[_Ran]) -> None:
         """Fill in ``suspect`` and ``look_closer``."""
-        found: str | None = None
+        known: str | None = None
         searched = 0
         for r in ran:
             if not r.failures:
                 continue
-            words = None
-            if r.outputs is not None and (searched < _SEARCHED or found is not None):
+            found: dict[str, tuple[str, str]] = {}
+            if r.outputs is not None and (searched < _SEARCHED or known is not None):
                 searched += 1
-                named = self._suspect(r, found)
-                found, words = (found, None) if named is None else named
+                found = self._suspects(r, known)
+                known = next((name for name, _ in found.values()), known)
             r.failures = [
-                replace(f, suspect=None if f.kind == "fit" else words, look_closer=self._look_closer(r.inputs))
+                replace(f, suspect=found.get(f.quantity, ("", None))[1], look_closer=self._look_closer(r.inputs))
                 for f in r.failures
             ]
 
-    def _suspect(self, r: _Ran, only: str | None) -> tuple[str, str] | None:
+    def _suspects(self, r: _Ran, only: str | None) -> dict[str, tuple[str, str]]:
         assert r.outputs is not None
         entry, head_dim, dtype = self.entry, r.inputs.q.shape[3], r.inputs.q.dtype
         known = None
         if entry is not None and entry.recipe is not None:
             known = suspects.by_name(entry.recipe, dtype, head_dim)
         unchanged = suspects.published(dtype, head_dim) if known is None else [known]
-        backward = all(f.quantity in ("dq", "dk", "dv") for f in r.failures)
         expected = None if known is None or entry is None else entry.agreement
-        output = "dq" if backward and "dq" in r.outputs else "o"
-        return suspects.suspect(r.inputs, r.outputs, output, unchanged, expected, self.where, only)
+        failed = {f.quantity for f in r.failures if f.kind not in ("fit", "determinism")}
+        return suspects.suspects(r.inputs, r.outputs, failed, unchanged, expected, self.where, only)
 
     def _look_closer(self, inputs: CaseInputs) -> str:
         if inputs.capture is not None:
             return f"attn-diag {'identify' if self.subject.stored else 'inspect'} {inputs.capture.source}"
         named, source, asked = _PROBES.get(inputs.name, inputs.name), self.subject.source, self.asked
+        known = named in PROBES
         if source in PRESETS or (":" in source and not source.startswith("sdpa")):
             options = f"--dtype {DTYPES[asked.dtype]} --causal {asked.causal} --scale {asked.scale:g}"
-            return f"attn-diag probe {source} --probes {named} {options} --shape 4,4,384,{asked.head_dim}"
+            which = f"--probes {named} " if known else ""
+            return f"attn-diag probe {source} {which}{options} --shape 4,4,384,{asked.head_dim}"
         shape = f"shape=(4, 4, 384, {asked.head_dim}), scale={asked.scale:g}"
-        return f"attn_diag.probe(fn, probes=[{named!r}], dtype={asked.dtype}, causal={asked.causal!r}, {shape})"
+        which = f"probes=[{named!r}], " if known else ""
+        return f"attn_diag.probe(fn, {which}dtype={asked.dtype}, causal={asked.causal!r}, {shape})"
 
     def _store(
         self, ran: list[_Ran], failures: list[Failure]
     ) -> tuple[list[Failure], Literal["saved", "updated"] | None]:
         """Write the entry; what is merely inaccurate is accepted thereby, what is broken is not."""
         assert self.path is not None
-        broken = [f for f in failures if f.kind in ("fit", "determinism")]
+        broken = [f for f in failures if f.kind in BROKEN]
         if broken:
             self.notes.append(f"nothing was written to {self.path}: what is broken cannot be a baseline")
             return failures, None
@@ -333,14 +349,14 @@ class _Check:
         entry = BaselineEntry(
             subject=self.subject.key, device=device_words(self.where), versions=versions(), seed=self.asked.seed,
             exact=self.exact, recipe=recipe, agreement=agreement,
-            cases={r.case.name: _accepted(r) for r in ran},
+            cases={r.inputs.name: _accepted(r) for r in reversed(ran)},
         )  # fmt: skip
         replaced = store(self.path, entry, replace=self.save == "update")
         return [], "updated" if replaced else "saved"
 
 
-def _misfit(inputs: CaseInputs, case: CheckedCase, words: str) -> _Ran:
-    return _Ran(inputs, None, case, None, [Failure("fit", inputs.name, "o", f"{inputs.name}: {words}")])
+def _misfit(inputs: CaseInputs, case: CheckedCase, words: str, kind: Kind = "fit", quantity: str = "o") -> _Ran:
+    return _Ran(inputs, None, case, None, [Failure(kind, case.name, quantity, f"{case.name}: {words}")])
 
 
 def _accepted(r: _Ran) -> BaselineCase:

@@ -1,27 +1,35 @@
-"""One case's figures: every sequence becomes a Capture and is inspected; nothing is measured here in another way."""
+"""One case's figures: its sequences become one Capture, which is inspected; nothing is measured here in another way."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.selection import Selection
+from attn_diag.head.machine import pick_device
+from attn_diag.head.measure import HeadMeasurement
+from attn_diag.head.propagation import GradientSums
 from attn_diag.kernels import Recipe
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, format_of, reference_head, ulp
 from attn_diag.results.baseline import SequenceMean
-from attn_diag.results.diagnosis import CaptureDiagnosis, HeadDiagnosis
+from attn_diag.results.diagnosis import Assumptions
+from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import percent
-from attn_diag.statistics.means import MIN_SEQUENCES
+from attn_diag.statistics.means import MIN_SEQUENCES, SignedErrors
+from attn_diag.testing.regression.documented import explained
 from attn_diag.testing.target import CaseInputs
 
 BIASES = ("o_excess", "o_away_excess", "delta_excess")
 _YARDSTICK = "yardstick"
 _GRADIENTS = ("dq", "dk", "dv")
+# No test of an inspection is looked at: those of a check are its own.
+_LEVEL = 0.01
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,6 @@ class ErrorSize:
     """Rms over sequences."""
     yardstick: float
     """The recipe's, likewise."""
-    budget_band: float
-    """What one correct rounding adds to the budget."""
     growth_band: float
     """Half the error of one rounding, added (in squares) to errors whose growth is judged: nothing grows from 0."""
     log_ratio: SequenceMean
@@ -52,6 +58,10 @@ class Measured:
     """By quantity."""
     worst: tuple[int, int, int, float] | None
     """Batch item, head and row of O's largest error, and that in ulp of the row's largest element."""
+    quantities: tuple[QuantityVerdict, ...] = ()
+    """Each captured quantity over all sequences, beside a well-rounded kernel's; of several heads the gravest."""
+    documented: dict[str, str] = field(default_factory=dict)
+    """By quantity: the published kernel that makes the same error; see ``documented``."""
     misfit: str | None = None
     """Why there are no figures."""
 
@@ -81,58 +91,108 @@ def measure_case(
     case: CaseInputs, observed: dict[str, Tensor], yardstick: dict[str, Tensor], recipe: Recipe, device: str
 ) -> Measured:
     """What ``inspect`` finds in the outputs, and in the published recipe's on the same inputs."""
-    captures = [_one_sequence(case, observed, yardstick, b) for b in range(case.q.shape[0])]
-    # "Made by" only spares recognising the recipe by its bits.
-    known = {DEFAULT_OBSERVATION: recipe, _YARDSTICK: recipe}
-    # Whatever is not this attention is so in every sequence, and to look for what it is instead takes long.
-    (first,) = inspect_captures(captures[:1], made_by=known, device=device).captures
-    if (misfit := _misfit(first)) is not None:
-        return Measured({}, {}, {}, None, misfit)
-    rest = inspect_captures(captures[1:], made_by=known, device=device, merge_ranks=False).captures
-    found = (first, *rest)
-    if misfits := [words for sequence in rest if (words := _misfit(sequence)) is not None]:
-        return Measured({}, {}, {}, None, misfits[0])
-    heads = [{o.name: o.pooled for o in sequence.observations} for sequence in found]
-    own, other = ([h[name] for h in heads] for name in (DEFAULT_OBSERVATION, _YARDSTICK))
-    units = _Units.of(case, yardstick["o"])
-    accepted = {name: mean.mean for name, mean in _means(other, units).items()}
-    sizes = _sizes(own, other, units, yardstick, observed["o"].dtype == case.q.dtype)
-    return Measured(_means(own, units), accepted, sizes, _worst(case, observed["o"], device))
-
-
-def _one_sequence(case: CaseInputs, observed: dict[str, Tensor], yardstick: dict[str, Tensor], b: int) -> Capture:
-    """One batch item with both observations: a capture of its own, since sequences are what is independent."""
     tensors = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, **observed}
     tensors |= {f"{_YARDSTICK}.{name}": tensor for name, tensor in yardstick.items()}
-    own = {name: None if tensor is None else tensor[b : b + 1] for name, tensor in tensors.items()}
-    return Capture.from_tensors(own, scale=case.scale, causal=case.causal)
+    capture = Capture.from_tensors(tensors, scale=case.scale, causal=case.causal)
+    # "Made by" only spares recognising the recipe by its bits.
+    known = {DEFAULT_OBSERVATION: recipe, _YARDSTICK: recipe}
+    job = CaptureJob(capture, Selection(), Runs((), "emulation", known), pick_device(device), _LEVEL)
+    if (misfit := _misfit(job.opened.assumptions([DEFAULT_OBSERVATION]), case)) is not None:
+        return Measured({}, {}, {}, None, misfit=misfit)
+    for _ in job.run():
+        pass
+    units = _Units.of(case, yardstick["o"])
+    own, other = (_by_sequence(job, name, units) for name in (DEFAULT_OBSERVATION, _YARDSTICK))
+    accepted = {name: mean.mean for name, mean in _means(other).items()}
+    sizes = _sizes(own, other, units, yardstick, observed["o"].dtype == case.q.dtype)
+    quantities = job.entries[DEFAULT_OBSERVATION][-1].diagnosis.quantities
+    return Measured(
+        biases=_means(own),
+        accepted=accepted,
+        sizes=sizes,
+        worst=_worst(case, observed["o"], device),
+        quantities=quantities,
+        documented=explained(quantities, case, observed, pick_device(device)),
+    )
 
 
-def _misfit(found: CaptureDiagnosis) -> str | None:
-    for check in found.assumptions.checks:
-        if check.observation == DEFAULT_OBSERVATION and not check.ok:
+@dataclass(frozen=True)
+class _Sequence:
+    """One sequence of an observation, over its heads."""
+
+    means: dict[str, float]
+    """Of ``BIASES``: the mean, in the unit of ``CheckedBias``."""
+    errors: dict[str, float]
+    """The sizes of ``Size``."""
+    coarse_delta: float | None
+    """delta's rms over its noise floor, for O in more than the inputs' precision."""
+
+
+def _by_sequence(job: CaptureJob, name: str, units: _Units) -> list[_Sequence]:
+    """The figures of every sequence of one observation: sequences are what is independent."""
+    parts: dict[int, list[HeadMeasurement]] = {batch: [] for batch in job.batches}
+    for measured in job.measured[name].values():
+        for part in measured:
+            parts[part.batch].append(part)
+    gradients: dict[int, dict[str, list[GradientSums]]] = {batch: {} for batch in job.batches}
+    for found in job.key_sums.get(name, {}).values():
+        for quantity, of_sequences in found.items():
+            for batch, one in zip(job.batches, of_sequences, strict=True):
+                gradients[batch].setdefault(quantity, []).append(one.sums)
+    for batch, of_batch in parts.items():
+        if (dq := [p.dq for p in of_batch if p.dq is not None]) and dq[0].observed:
+            gradients[batch]["dq"] = dq
+    return [_sequence(parts[batch], gradients[batch], units) for batch in job.batches]
+
+
+def _sequence(parts: list[HeadMeasurement], gradients: dict[str, list[GradientSums]], units: _Units) -> _Sequence:
+    errors = {
+        name: SignedErrors.join([p.errors[name] for p in parts])
+        for name in parts[0].errors
+        if all(name in p.errors for p in parts)
+    }
+    errors = {name: e for name, e in errors.items() if len(e.total)}
+    scales = {
+        "o_excess": units.ulp,
+        "o_away_excess": units.ulp,
+        "delta_excess": units.floor,
+        "o": units.ulp,
+        "lse": 1.0,
+    }
+    rms = {n: math.sqrt(e.square / (len(e.total) * e.count)) for n, e in errors.items()}
+    sizes: dict[str, float] = {n: rms[n] / scale for n in ("o", "lse") if n in rms and (scale := scales[n])}
+    noise = [p.noise for p in parts if p.noise is not None]
+    if judged := sum(len(n) for n in noise):
+        sizes["delta"] = math.sqrt(sum(float(n.sum()) for n in noise) / judged)
+    for name, sums in gradients.items():
+        if (error := GradientSums.pool(sums).result().relative_error) is not None:
+            sizes[name] = error
+    means = {
+        n: float(errors[n].total.sum()) / (len(errors[n].total) * errors[n].count) / scale
+        for n in BIASES
+        if n in errors and (scale := scales[n])
+    }
+    return _Sequence(means, sizes, rms["delta"] / units.floor if "delta" in rms and units.floor else None)
+
+
+def _misfit(found: Assumptions, case: CaseInputs) -> str | None:
+    for check in found.checks:
+        if not check.ok:
             named = {"o": "O", "lse": "LSE"}[check.output]
             fits = f"; with {check.better} it fits" if check.better else ""
             what = "softmax(scale Q K^T) V" if check.output == "o" else "the logsumexp of scale Q K^T"
             return (
-                f"{named} is {percent(check.relative_error)} off {what} as stated "
-                f"(causal {found.metadata['causal']}), which no rounding explains{fits}"
+                f"{named} is {percent(check.relative_error)} off {what} as stated (causal {case.causal}), which no "
+                f"rounding explains{fits}"
             )
     return None
 
 
-def _means(sequences: list[HeadDiagnosis], units: _Units) -> dict[str, SequenceMean]:
+def _means(sequences: list[_Sequence]) -> dict[str, SequenceMean]:
     """The tests' means, where there are sequences enough to be the clusters."""
     if len(sequences) < MIN_SEQUENCES:
         return {}
-    scales = {"o_excess": units.ulp, "o_away_excess": units.ulp, "delta_excess": units.floor}
-    found = {}
-    for name, scale in scales.items():
-        estimates = [getattr(head.bias, name) for head in sequences]
-        means = [e.mean for e in estimates if e is not None and e.mean is not None]
-        if scale and len(means) == len(sequences):
-            found[name] = _mean([m / scale for m in means])
-    return found
+    return {n: _mean([s.means[n] for s in sequences]) for n in BIASES if all(n in s.means for s in sequences)}
 
 
 def _mean(values: list[float]) -> SequenceMean:
@@ -144,21 +204,18 @@ def _mean(values: list[float]) -> SequenceMean:
 
 
 def _sizes(
-    own: list[HeadDiagnosis], other: list[HeadDiagnosis], units: _Units, outputs: dict[str, Tensor], coarse: bool
+    own: list[_Sequence], other: list[_Sequence], units: _Units, outputs: dict[str, Tensor], coarse: bool
 ) -> dict[str, ErrorSize]:
-    # The largest relative error of one rounding, and the rms of an error uniform within it.
-    u = 2.0 ** -(units.fmt.precision + 1)
-    cast = u / math.sqrt(3)
-    bands = {"o": (units.one_rounding_ulp, units.one_rounding_ulp), "delta": (1.0, 1.0)}
-    bands |= dict.fromkeys(("dq", "dk", "dv"), (cast, cast))
+    # One rounding: the rms of an error uniform within the largest relative one.
+    cast = 2.0 ** -(units.fmt.precision + 1) / math.sqrt(3)
+    roundings = {"o": units.one_rounding_ulp, "delta": 1.0, **dict.fromkeys(_GRADIENTS, cast)}
     if "lse" in outputs:
         lse = outputs["lse"]
-        # An l that sums P_bar after its cast moves L by at most ln(1 + u).
-        bands["lse"] = u, float(ulp(lse[lse.isfinite()].double(), format_of(torch.float32)).mean())
+        roundings["lse"] = float(ulp(lse[lse.isfinite()].double(), format_of(torch.float32)).mean())
     found = {}
-    for name, (budget, rounding) in bands.items():
-        errors = [_error(name, head, units, coarse) for head in own]
-        by = [_error(name, head, units) for head in other]
+    for name, rounding in roundings.items():
+        errors = [s.coarse_delta if name == "delta" and not coarse else s.errors.get(name) for s in own]
+        by = [s.errors.get(name) for s in other]
         known = [(e, y) for e, y in zip(errors, by, strict=True) if e is not None and y is not None]
         if len(known) < len(own):
             continue
@@ -167,23 +224,8 @@ def _sizes(
             continue
         half = rounding / 2
         ratios = [math.log(math.hypot(e, half) / math.hypot(y, half)) for e, y in known]
-        found[name] = ErrorSize(error, yardstick, budget, half, _mean(ratios))
+        found[name] = ErrorSize(error, yardstick, half, _mean(ratios))
     return found
-
-
-def _error(name: str, head: HeadDiagnosis, units: _Units, coarse: bool = True) -> float | None:
-    """The size of one quantity's error in one sequence, as ``result.Size`` has it."""
-    if name == "delta":
-        if not coarse and units.floor and head.bias.delta is not None and head.bias.delta.rms is not None:
-            return float(head.bias.delta.rms / units.floor)
-        return head.noise_factor
-    if name in _GRADIENTS:
-        gradient = getattr(head.propagation, name)
-        return None if gradient is None else gradient.relative_error
-    estimate = getattr(head.bias, name)
-    if estimate is None or estimate.rms is None:
-        return None
-    return float(estimate.rms / units.ulp if name == "o" else estimate.rms)
 
 
 def _worst(case: CaseInputs, out: Tensor, device: str) -> tuple[int, int, int, float] | None:

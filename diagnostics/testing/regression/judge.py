@@ -8,11 +8,13 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from attn_diag.head.quality import LOSSY
 from attn_diag.results.baseline import BaselineCase, SequenceMean
-from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Size
+from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Kind, Size
 from attn_diag.results.wording import percent
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
+from attn_diag.testing.regression.documented import judged
 from attn_diag.testing.regression.figures import Measured
 
 # How many times the baseline's an error may be: one more rounding, with errors half as large, adds so much in squares.
@@ -69,14 +71,14 @@ def _t_p(distance: float, se: float, df: float) -> float:
 
 
 def sizes_of(measured: Measured, known: BaselineCase | None, *, same_inputs: bool) -> dict[str, Size]:
-    """Every size beside its budget, and beside what it may have grown to since the baseline.
+    """Every size beside that of a lossy kernel, and beside what it may have grown to since the baseline.
 
     On the baseline's own inputs growth is a fact; on others it must also be beyond chance: Welch's test of the means
     over sequences of ln(error / yardstick).
     """
     found = {}
     for name, size in measured.sizes.items():
-        budget = 2 * size.yardstick + size.budget_band
+        budget = None if name in ("lse", "delta") else LOSSY * size.yardstick
         before = None if known is None else known.sizes.get(name)
         if before is None:
             found[name] = Size(size.error, size.yardstick, budget)
@@ -102,7 +104,10 @@ def adjusted(cases: Sequence[CheckedCase]) -> tuple[list[CheckedCase], int]:
 
 
 def failures_of(case: CheckedCase, level: float) -> list[Failure]:
-    """What is wrong with the biases and sizes of a case, whose p-values are adjusted; one a quantity and kind."""
+    """What is wrong with a case, whose p-values are adjusted: its quantities, biases and growth, once each.
+
+    A quantity that has a baseline may be as lossy as that: growth alone counts.
+    """
     significant = {n: b for n, b in case.biases.items() if b.p_adjusted is not None and not b.p_adjusted > level}
     biased = []
     for quantity, names in groupby(significant, key=lambda name: _QUANTITY[name]):
@@ -111,10 +116,25 @@ def failures_of(case: CheckedCase, level: float) -> list[Failure]:
     grown = [
         Failure("growth", case.name, name, _size_words(case, name, size))
         for name, size in case.sizes.items()
-        if not size.error <= (size.budget if size.limit is None else size.limit)
+        if size.limit is not None
+        and not size.error <= size.limit
         and (size.p_adjusted is None or size.p_adjusted <= level)
     ]
-    return biased + grown
+    return [*_bad_quantities(case), *biased, *grown]
+
+
+def _bad_quantities(case: CheckedCase) -> list[Failure]:
+    found = []
+    for verdict in case.quantities:
+        size = case.sizes.get(verdict.quantity)
+        kinds: dict[str, Kind] = {"nonfinite": "nonfinite", "wrong": "wrong"}
+        if size is None or size.limit is None:
+            kinds["lossy"] = "lossy"
+        if verdict.answer in kinds and verdict.quantity not in case.documented and judged(verdict):
+            words = f"{case.name}: {verdict.words.removesuffix('.')}; {worst_words(case)}"
+            kind = kinds[verdict.answer]
+            found.append(Failure(kind, case.name, verdict.quantity, words, factor=verdict.factor))
+    return found
 
 
 def _bias_words(case: CheckedCase, name: str, bias: CheckedBias) -> str:
@@ -133,12 +153,12 @@ def _size_words(case: CheckedCase, name: str, size: Size) -> str:
     def shown(value: float) -> str:
         return f"{value:.3g}{_UNIT[name]}" if name in _UNIT else percent(value)
 
-    if size.limit is not None and size.baseline is not None:
-        verb, why = "has grown to", f"in the baseline {shown(size.baseline)}, limit {shown(size.limit)}"
-    else:
-        budget, recipe = shown(size.budget), shown(size.yardstick)
-        verb, why = "is", f"budget {budget}: twice a published recipe's {recipe}, and one rounding"
-    return f"{case.name}: the error of {_WORDS[name]} {verb} {shown(size.error)} ({why}); {worst_words(case)}"
+    assert size.baseline is not None
+    assert size.limit is not None
+    return (
+        f"{case.name}: the error of {_WORDS[name]} has grown to {shown(size.error)} (in the baseline "
+        f"{shown(size.baseline)}, limit {shown(size.limit)}); {worst_words(case)}"
+    )
 
 
 def worst_words(case: CheckedCase) -> str:

@@ -1,13 +1,15 @@
 """Which single change of a recipe makes these bits: the culprit's name in a failure.
 
-A failing case's O (or dQ, where the gradients alone are off) is compared with published recipes and with each of them
-changed in one place. A change is named where it has 99 % of the elements bit for bit, or as many as the unchanged
-recipe had of the baseline's O (whose exp or sums no recipe here may model), and the unchanged one has fewer.
+The quantity that failed is compared with published recipes and with each of them changed in one place (delta, which is
+made from O, by O). A change is named where it has 99 % of that quantity's elements bit for bit, or as many as the
+unchanged recipe had of the baseline's O (whose exp or sums no recipe here may model), where no unchanged recipe has as
+many, and where it explains most of the elements that are in dispute. A quantity of which an unchanged recipe makes the
+bits has no suspect: any change that hardly touches it would do. Nor has one that two changes explain equally well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,7 +33,7 @@ from attn_diag.head.recipe_changes import (
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, Schedule, preset
 from attn_diag.kernels.formats import Format
 from attn_diag.results.wording import SYMBOLS, share
-from attn_diag.testing.target import DTYPES, CaseInputs, emulate
+from attn_diag.testing.target import DTYPES, GRADIENTS, CaseInputs, emulate
 
 # Elements that the right recipe has: what is not modelled moves up to 0.2 % of BF16 outputs (``identification``).
 AGREEMENT = 0.99
@@ -39,6 +41,9 @@ AGREEMENT = 0.99
 _SEQUENCES, _SHORT = 2, 0.02
 # A baseline that no published recipe has so much of is not modelled at all: nothing can be said of what changed in it.
 _MODELLED = 0.9
+# Unchanged recipes that are tried where a gradient failed: those whose O is closest.
+_LIKELIEST = 2
+_MADE_FROM = {"delta": "o"}
 _PUBLISHED = ("fa2", "cudnn", "efficient", "flex", "lowp-row-sum")
 
 
@@ -57,49 +62,67 @@ def by_name(name: str, dtype: torch.dtype, head_dim: int) -> Recipe | None:
 
 def closest(case: CaseInputs, o: Tensor, recipes: Sequence[Recipe], device: torch.device) -> tuple[Recipe, float]:
     """The recipe that has most elements of ``o`` [B, H, T, D] bit for bit (the first of equals), and which fraction."""
-    return max(((r, _agreement(r, case, o, "o", device)) for r in recipes), key=lambda found: found[1])
+    return max(((r, _agreements(r, case, {"o": o}, ["o"], device)["o"]) for r in recipes), key=lambda found: found[1])
 
 
-def suspect(
-    case: CaseInputs, observed: dict[str, Tensor], output: str, unchanged: Sequence[Recipe], expected: float | None,
-    device: torch.device, only: str | None = None,
-) -> tuple[str, str] | None:  # fmt: skip
-    """Find the one change of a recipe that makes the bits of an output.
+def suspects(
+    case: CaseInputs, observed: dict[str, Tensor], failed: Collection[str], unchanged: Sequence[Recipe],
+    expected: float | None, device: torch.device, only: str | None = None,
+) -> dict[str, tuple[str, str]]:  # fmt: skip
+    """Find the one change of a recipe that makes the bits of each quantity that failed.
 
     Args:
         case: The inputs.
         observed: What the kernel returned, by name.
-        output: "o" or "dq".
+        failed: The quantities that failed.
         unchanged: Recipes that the kernel may have had.
         expected: The agreement of the baseline's O with its own recipe.
         device: Where recipes are emulated.
         only: Try this change alone.
 
     Returns:
-        The change in words, and the same with what speaks for it; None where no single change does.
+        By quantity: the change in words, and the same with what speaks for it; none where no single change does.
     """
-    seen = observed[output]
-    if seen.dtype != case.q.dtype or (expected is not None and expected < _MODELLED):
-        return None
-    plain = max(_agreement(r, case, seen, output, device) for r in unchanged)
+    if expected is not None and expected < _MODELLED:
+        return {}
+    outputs = {name: _MADE_FROM.get(name, name) for name in failed}
+    outputs = {n: o for n, o in outputs.items() if o in observed and (o == "lse" or observed[o].dtype == case.q.dtype)}
     enough = AGREEMENT if expected is None else min(AGREEMENT, expected - _SHORT)
+    backward = any(o in GRADIENTS for o in outputs.values())
+    if backward and len(unchanged) > _LIKELIEST:
+        # A backward takes long, and what changed rarely hides which schedule the kernel has.
+        unchanged = sorted(unchanged, key=lambda r: -_agreements(r, case, observed, ["o"], device)["o"])[:_LIKELIEST]
+    wanted = sorted(set(outputs.values()))
+    plain = [_agreements(r, case, observed, wanted, device) for r in unchanged]
+    # Where the baseline's every bit was modelled, every other bit is in dispute.
+    disputed = [o for o in wanted if max(p[o] for p in plain) < (1.0 if expected == 1.0 else enough)]
+    if not disputed:
+        return {}
     tried = [
-        (_agreement(changed, case, seen, output, device), words, recipe.name)
+        (_agreements(changed, case, observed, disputed, device), words, recipe.name)
         for recipe in unchanged
-        for words, changed in changes(recipe, case.k.shape[2], backward=output != "o")
+        for words, changed in changes(recipe, case.k.shape[2], backward=backward)
         if only is None or words == only
     ]
-    agreement, words, name = max(tried, key=lambda one: one[0], default=(0.0, "", ""))
-    # A change that leaves over half of the difference unexplained is none.
-    if agreement < enough or 1 - agreement > (1 - plain) / 2:
-        return None
-    shares = f"{share(agreement)} of {SYMBOLS[output]}'s elements bit for bit, unchanged {share(plain)}"
-    return words, f"{words} (recipe {name} so changed has {shares})"
+    found = {}
+    for name, output in outputs.items():
+        if output not in disputed or not tried:
+            continue
+        best = max(p[output] for p in plain)
+        agreements, words, recipe_name = max(tried, key=lambda one: one[0][output])
+        if any(a[output] == agreements[output] and other != words for a, other, _ in tried):
+            continue
+        # A change that leaves over half of the difference unexplained is none.
+        if (agreement := agreements[output]) >= enough and 1 - agreement <= (1 - best) / 2:
+            shares = f"{share(agreement)} of {SYMBOLS[output]}'s elements bit for bit, unchanged {share(best)}"
+            found[name] = words, f"{words} (recipe {recipe_name} so changed has {shares})"
+    return found
 
 
 def changes(recipe: Recipe, keys: int, *, backward: bool = False) -> Iterator[tuple[str, Recipe]]:
-    """Every change of one place, in words; those that change nothing are left out."""
-    for change in _backward(recipe.input) if backward else _forward(recipe, keys):
+    """Every change of one place, of the forward alone or of both passes, in words; those that change nothing are left
+    out."""
+    for change in _forward(recipe, keys) + (_backward(recipe.input) if backward else []):
         changed = change.apply(recipe)
         if replace(changed, name=recipe.name, summary=recipe.summary) != recipe:
             yield change.seen_as or change.words, changed
@@ -142,9 +165,13 @@ def _backward(low: Format) -> list[RecipeChange]:
     ]
 
 
-def _agreement(recipe: Recipe, case: CaseInputs, observed: Tensor, output: str, device: torch.device) -> float:
+def _agreements(
+    recipe: Recipe, case: CaseInputs, observed: dict[str, Tensor], outputs: Sequence[str], device: torch.device
+) -> dict[str, float]:
+    """The fraction of each output's elements that a recipe makes bit for bit."""
+    gradients = any(o in GRADIENTS for o in outputs)
     try:
-        made = emulate(recipe, case, device, with_gradients=output != "o", sequences=_SEQUENCES)[output]
+        made = emulate(recipe, case, device, with_gradients=gradients, sequences=_SEQUENCES)
     except RecipeNotSupportedError:
-        return 0.0
-    return float((made == observed[: len(made)]).double().mean())
+        return dict.fromkeys(outputs, 0.0)
+    return {o: float((made[o] == observed[o][: len(made[o])]).double().mean()) for o in outputs}

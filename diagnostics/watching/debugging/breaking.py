@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -154,6 +154,9 @@ class Breakpoint:
                     diagnosis, refused = self._diagnose(call)
                 if inspect and diagnosis is not None:
                     reasons += self._of_diagnosis(diagnosis)
+                    for label in self._conditions.graver(diagnosis):
+                        where = call.place.module or "attention"
+                        self._warn(f"{where} is {label}, for which this breakpoint does not stop: give {label}=True")
                 elif inspect:
                     self._warn(f"a call of {call.place.module or 'attention'} is not judged: {refused}")
                 if reasons:
@@ -177,7 +180,7 @@ class Breakpoint:
         except InputError as error:
             return None, str(error)
         assumptions = found.captures[0].assumptions
-        if assumptions.ok is False:
+        if assumptions.refused:
             self._warn(f"no verdict on {call.place.module or 'attention'}: {assumptions.message}")
         return found, None
 
@@ -238,11 +241,12 @@ def _rank(finding: Finding) -> tuple[int, float]:
 
 def break_if(
     *,
-    biased: bool = False,
+    nonfinite: bool = False,
+    wrong: bool = False,
     lossy: bool = False,
     ill_conditioned: bool = False,
+    biased: bool = False,
     undecided: bool = False,
-    nonfinite: bool = False,
     max_logit: float | None = None,
     predicate: Callable[[Diagnosis], object] | None = None,
     model: nn.Module | None = None,
@@ -254,7 +258,7 @@ def break_if(
 ) -> Breakpoint:
     """Inspect the attention calls of the running program, and enter the debugger where a condition holds.
 
-        with attn_diag.break_if(lossy=True, nonfinite=True, model=model):
+        with attn_diag.break_if(nonfinite=True, wrong=True, lossy=True, model=model):
             train(model)
 
     At the prompt one is in the user's own frame, behind the attention call, with its q, k and v in reach;
@@ -278,8 +282,10 @@ def break_if(
     other ranks wait while one is stopped.
 
     Args:
-        biased, lossy, ill_conditioned, undecided: labels of any head (see ``inspect``).
-        nonfinite: NaN or Inf in q, k, v, o, LSE, dO, dQ, dK or dV.
+        nonfinite: NaN or Inf in q, k, v, o, LSE, dO, dQ, dK or dV. What no sum needs does not count: q and dO of a
+            row that sees no key, its LSE of plus or minus infinity, and k and v of a key that no row sees. Padding that
+            the mask does not hide counts, and so does every row of o, dQ, dK and dV.
+        wrong, lossy, ill_conditioned, biased, undecided: labels of any head (see ``inspect``).
         max_logit: a score alpha q.k above it, of a visible key, before a softcap and additive masks.
         predicate: called with the Diagnosis of a call; what it raises is raised in the program.
         model: whose calls; None: all of the process, without x and w_q.
@@ -296,11 +302,17 @@ def break_if(
     Raises:
         InputError: no condition is given, or one makes no sense.
     """
-    flags = {"biased": biased, "lossy": lossy, "ill_conditioned": ill_conditioned, "undecided": undecided}
-    labels = tuple(label for label in get_args(Label) if flags.get(label, False))
+    flags: dict[Label, bool] = {
+        "wrong": wrong,
+        "lossy": lossy,
+        "ill_conditioned": ill_conditioned,
+        "biased": biased,
+        "undecided": undecided,
+    }
+    labels = tuple(label for label, asked in flags.items() if asked)
     conditions = Conditions(labels, nonfinite, max_logit, predicate)
     if not conditions.any:
-        raise InputError(f"nothing to break on: give {', '.join(flags)}, nonfinite, max_logit or predicate")
+        raise InputError(f"nothing to break on: give nonfinite, {', '.join(flags)}, max_logit or predicate")
     require_level(level)
     if every < 1:
         raise InputError(f"every must be 1 (each step) or more, got {every}")

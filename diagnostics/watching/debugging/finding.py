@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -85,6 +86,12 @@ class Conditions:
                 found.append(f"max_logit: {largest:.4g} in head {head}, above {self.max_logit:g}")
         return found
 
+    def graver(self, diagnosis: Diagnosis) -> list[Label]:
+        """Labels that were not asked for, but hide those that were: nothing is asked of a head that is not right."""
+        asked = (*self.labels, *(["nonfinite"] if self.nonfinite else []))
+        graver: tuple[Label, ...] = ("nonfinite", "wrong")
+        return [label for label in graver if self.labels and label in diagnosis.labels and label not in asked]
+
     def of_diagnosis(self, diagnosis: Diagnosis) -> list[str]:
         """List the conditions that hold of an inspected call."""
         found = []
@@ -97,21 +104,60 @@ class Conditions:
         return found
 
 
+@torch.no_grad()
 def first_nonfinite(call: AttentionCall, names: tuple[str, ...]) -> str | None:
-    """Name the first tensor of ``names`` that holds NaN or Inf, with the position; None where all are finite."""
+    """Name the first tensor of ``names`` that holds NaN or Inf, with the position; None where none counts.
+
+    What no sum needs does not count: q and dO of a row that sees no key, its L of plus or minus infinity (kernels
+    return either), and k and v of a key that no row sees. Outputs there do: what follows reads every row of them.
+    """
+    seen: tuple[Tensor, Tensor] | None = None
     for name in names:
         tensor: Tensor | None = getattr(call, name)
-        if tensor is None:
+        if tensor is None or not bool((bad := ~tensor.isfinite()).any()):
             continue
-        bad = ~tensor.isfinite()
-        if name == "lse":
-            bad &= tensor != -torch.inf  # a row without keys
+        if name in ("q", "k", "v", "do", "lse"):
+            rows, keys = seen = seen or what_sees(call)
+            if name == "lse":
+                bad &= rows | tensor.isnan()
+            else:
+                bad &= (keys if name in ("k", "v") else rows)[..., None]
         if bool(bad.any()):
             where = bad.nonzero()[0].tolist()
             before = names[: names.index(name)]
-            finite = f"; {', '.join(before)} are finite" if before else ""
-            return f"nonfinite: {name} holds {int(bad.sum())} NaN or Inf, first at {where}{finite}"
+            others = [n for n in before if (t := getattr(call, n)) is not None and bool(t.isfinite().all())]
+            finite = f"; {', '.join(others)} {'are' if len(others) > 1 else 'is'} finite" if others else ""
+            empty = ""
+            if name in ("o", "dq") and not bool((bad & (seen or what_sees(call))[0][..., None]).any()):
+                empty = ", all in rows that see no key"
+            return f"nonfinite: {name} holds {int(bad.sum())} NaN or Inf{empty}, first at {where}{finite}"
     return None
+
+
+def what_sees(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Which rows see a key, [B, Hq, Tq], and which keys some row sees, [B, Hk, Tk]; bool."""
+    (batch, heads, rows, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
+    by_row = torch.ones(batch, heads, rows, dtype=torch.bool, device=call.q.device)
+    by_key = torch.zeros(batch, heads, keys, dtype=torch.bool, device=call.q.device)
+    for item, chunk, hidden in _chunks(call):
+        by_row[item, :, chunk] = ~hidden.all(-1)
+        by_key[item] |= ~hidden.all(-2)
+    return by_row, by_key.view(batch, kv_heads, heads // kv_heads, keys).any(2)
+
+
+def _chunks(call: AttentionCall) -> Iterator[tuple[int, slice, Tensor]]:
+    """Every item of the batch in chunks of rows R, with what is hidden from them: bool [1 or Hq, R, Tk]."""
+    (batch, heads, rows, _), keys = call.q.shape, call.k.shape[2]
+    positions = call.masking.row_positions(rows, keys, call.q.device)
+    step = max(1, _ELEMENTS // (heads * keys))
+    for item, first in product(range(batch), range(0, rows, step)):
+        chunk = slice(first, min(first + step, rows))
+        found = call.masking.hidden(positions[chunk], slice(0, keys))
+        size = (1, chunk.stop - first, keys)
+        hidden = torch.zeros(size, dtype=torch.bool, device=call.q.device) if found is None else found[None]
+        if call.mask is not None:
+            hidden = hidden | hides(call.mask.expand(batch, heads, rows, keys)[item, :, chunk])
+        yield item, chunk, hidden
 
 
 @torch.no_grad()
@@ -121,22 +167,14 @@ def largest_logit(call: AttentionCall) -> tuple[float, int]:
     Returns:
         It, -inf where no row sees a key, and its head (of the call).
     """
-    (batch, heads, rows, dim), keys = call.q.shape, call.k.shape[2]
+    heads, dim = call.q.shape[1], call.q.shape[3]
     scale = dim**-0.5 if call.scale is None else call.scale
-    positions = call.masking.row_positions(rows, keys, call.q.device)
     largest, where = -float("inf"), 0
-    step = max(1, _ELEMENTS // (heads * keys))
-    for item in range(batch):
+    for item, chunk, hidden in _chunks(call):
         k = call.k[item].double().repeat_interleave(heads // call.k.shape[1], 0)
-        for first in range(0, rows, step):
-            chunk = slice(first, first + step)
-            scores = call.q[item, :, chunk].double() @ k.mT * scale
-            if (hidden := call.masking.hidden(positions[chunk], slice(0, keys))) is not None:
-                scores.masked_fill_(hidden, -torch.inf)
-            if call.mask is not None:
-                scores.masked_fill_(hides(call.mask.expand(batch, heads, rows, keys)[item, :, chunk]), -torch.inf)
-            best = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).amax((1, 2))
-            value, head = best.max(0)
-            if float(value) > largest:
-                largest, where = float(value), int(head)
+        scores = (call.q[item, :, chunk].double() @ k.mT * scale).masked_fill_(hidden, -torch.inf)
+        best = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).amax((1, 2))
+        value, head = best.max(0)
+        if float(value) > largest:
+            largest, where = float(value), int(head)
     return largest, where

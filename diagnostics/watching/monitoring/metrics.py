@@ -59,12 +59,16 @@ class HeadMetrics:
     """The same ratio, predicted from delta and LSE."""
     dq_over_floor: Tensor
     """That error's norm (from delta) over what one correct rounding of O would leave if rows erred independently."""
+    dq_expected_over_floor: Tensor
+    """Root mean square of ``dq_over_floor`` in a well-rounded kernel, at most: it casts P_bar, too."""
     dw_q_share: Tensor
     """As ``dq_share``, of dW_Q."""
     dw_q_share_lse: Tensor
     """As ``dq_share_lse``, of dW_Q."""
     dw_q_over_floor: Tensor
     """As ``dq_over_floor``, of dW_Q."""
+    dw_q_expected_over_floor: Tensor
+    """As ``dq_expected_over_floor``, of dW_Q; rows that copy the same key's V may err alike."""
     coherence: Tensor
     """||sum a||^2 / sum ||a||^2 of the atoms a_t = e_t (x) x_t; 1 is what random signs give."""
     coherence_with_past: Tensor
@@ -84,7 +88,7 @@ SUMS = (
     "rows", "seen", "entropy", "ties", "units", "lse_rows", "unity",
     "noise", "noise_rows", "delta_dq", "dq", "dq_delta", "dq_lse", "dq_floor",
     "bias", "bias_sigma", "bias_variance", "groups", "group_squares", "group_products", "group_sizes",
-    "atoms", "dw_q_floor", "misfit", "q", "past_dot", "past_variance",
+    "dq_expected", "dw_q_expected", "atoms", "dw_q_floor", "misfit", "q", "past_dot", "past_variance",
 )  # fmt: skip
 # Squared norms of matrices, which themselves add up: exact for one rank, from the sketches of several.
 NORMS = ("dw_q_delta", "dw_q", "dw_q_lse")
@@ -140,9 +144,11 @@ class HeadSums:
             dq_share=root(s["dq_delta"], s["dq"]),
             dq_share_lse=root(s["dq_lse"], s["dq"]),
             dq_over_floor=root(s["dq_delta"], s["dq_floor"]),
+            dq_expected_over_floor=root(s["dq_expected"], s["dq_floor"]),
             dw_q_share=projected(root(dw_q_delta, dw_q)),
             dw_q_share_lse=projected(root(dw_q_lse, dw_q)),
             dw_q_over_floor=projected(root(dw_q_delta, s["dw_q_floor"])),
+            dw_q_expected_over_floor=projected(root(s["dw_q_expected"], s["dw_q_floor"])),
             coherence=projected(ratio(dw_q_delta, s["atoms"])),
             coherence_with_past=projected(cosine),
             past_z=projected(ratio(s["past_dot"], s["past_variance"].sqrt())),
@@ -282,6 +288,8 @@ class _FewHeads:
         contributions = torch.where(known, gradient.contributions, 0.0)
         bias, rows = error.sum(1), usable.to(error.dtype).sum(1)
         floor_squares = floor.square() * direction
+        cast = torch.where(usable, gradient.cast_noise, 0.0)
+        expected = floor_squares + cast.square() * direction
         self._add(
             noise=relative.square().sum(1),
             noise_rows=judged.to(error.dtype).sum(1),
@@ -289,6 +297,7 @@ class _FewHeads:
             dq=squares[1],
             dq_delta=squares[0],
             dq_floor=floor_squares.sum(1),
+            dq_expected=expected.sum(1),
             bias=bias,
             bias_sigma=relative.sum(1),
             bias_variance=standard_error(contributions, clusters, usable).square(),
@@ -302,7 +311,8 @@ class _FewHeads:
         if x is not None:
             length = x.square().sum(1)
             lengths = (by_delta.square().sum(2) * length).sum(1)
-            self._add(atoms=lengths, dw_q_floor=(floor_squares * length).sum(1))
+            copied = _together((expected * length).sqrt(), clusters, gradient.copies)
+            self._add(atoms=lengths, dw_q_floor=(floor_squares * length).sum(1), dw_q_expected=copied)
             if past is not None:
                 self._add_past(by_delta, sketch(x), past[self._heads].double(), clusters)
         return left
@@ -312,6 +322,15 @@ class _FewHeads:
         products = (error * (past @ x.T).mT).sum(2)
         by_key = torch.zeros_like(products).scatter_add_(1, clusters, products)
         self._add(past_dot=products.sum(1), past_variance=by_key.square().sum(1))
+
+
+def _together(sizes: Tensor, clusters: Tensor, alike: Tensor) -> Tensor:
+    """Squared size of a sum of atoms, at most, in the mean; ``sizes`` [h, R] their root mean squares.
+
+    Rows of one cluster that are ``alike`` (bool [h, R]) have errors of one direction, the others independent ones.
+    """
+    shared = torch.zeros_like(sizes).scatter_add_(1, clusters, torch.where(alike, sizes, 0.0))
+    return shared.square().sum(1) + torch.where(alike, 0.0, sizes).square().sum(1)
 
 
 def _joined(parts: list[Tensor], axis: int) -> Tensor:

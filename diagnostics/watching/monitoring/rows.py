@@ -55,12 +55,21 @@ class GradientRows:
     """Observed - reference, [h, R]."""
     noise_floor: Tensor
     """sigma, [h, R]."""
+    cast_noise: Tensor
+    """Standard deviation that the cast of P_bar gives delta in a well-rounded kernel, [h, R]."""
+    copies: Tensor
+    """bool [h, R]: O is V of the top key, but for less than a spacing or so."""
     dq: Tensor
     """[h, R, D]."""
     probs_k: Tensor
     """P K, [h, R, D]."""
     contributions: Tensor
     """What each feature of O adds to delta's error, [h, R, Dv]."""
+
+
+def cast_error(fmt: FloatFormat) -> float:
+    """Root mean square of a nearest-even cast's relative error, 2^-p / sqrt(24): E (1/x)^2 = 1/2 over a binade."""
+    return float(2.0**-fmt.precision / 24**0.5)
 
 
 def heads_at_once(sample: Sample) -> int:
@@ -106,6 +115,8 @@ def measure_rows(sample: Sample, sequence: int, kv_heads: slice) -> SampledRows:
             # rowsum(dO o O_obs) - rowsum(dO o O_ref), term by term: no cancellation.
             delta_error=contributions.sum(-1),
             noise_floor=(do * ulp(truth, format_of(sample.o.dtype))).square_().sum(-1).div_(12).sqrt_(),
+            cast_noise=b["cast"].sqrt_().mul_(inverse * cast_error(fmt)),
+            copies=(row_sum - 1) * inverse <= 2.0**-fmt.precision,
             dq=b["dq"].mul_((inverse * sample.scale)[..., None]),
             probs_k=b["probs_k"].mul_(inverse[..., None]),
             contributions=contributions,
@@ -170,7 +181,9 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
     found["out"] = product(probs, v)
     # Where l = 0 there are no keys, and delta is 0 / 0 in a row that is not used.
     found["delta"] = (do * found["out"]).sum(-1) / found["row_sum"]
-    dscores = product(do, v.mT).sub_(found["delta"][..., None]).mul_(probs)
+    dprobs = product(do, v.mT)
+    found["cast"] = torch.mul(dprobs, probs).square_().sum(-1)
+    dscores = dprobs.sub_(found["delta"][..., None]).mul_(probs)
     if slope is not None:
         dscores.mul_(slope)
         probs.mul_(slope)

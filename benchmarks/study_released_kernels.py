@@ -1,0 +1,143 @@
+"""What ``inspect`` says of kernels that people run: SDPA's backends, FlexAttention, this project's own, on a GPU.
+
+Every kernel gets the same inputs (``verdicts.inputs``, and real captures), forward and backward.
+
+    python benchmarks/study_released_kernels.py --out benchmarks/results/released_kernels.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from measuring import made_by
+from study_verdicts import inspected
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from verdicts.inputs import FAMILIES, Inputs, captures, draw
+from verdicts.kernels import Outputs
+
+import attn_diag
+
+Attention = Callable[[Inputs, Tensor, Tensor, Tensor], Tensor]
+
+
+def _sdpa(backend: SDPBackend, x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=x.causal != "none", scale=x.scale, enable_gqa=x.group > 1
+        )
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    # Beyond it torch falls back, silently, to an unfused kernel in the inputs' format.
+    torch._dynamo.config.recompile_limit = 256
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = None
+    if x.causal != "none":
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device="cuda")  # noqa: ARG005
+    found = _compiled()(q, k, v, block_mask=mask, scale=x.scale, enable_gqa=x.group > 1)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _own(x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    found = attn_diag.attention(q, k, v, causal=x.causal, scale=x.scale, recipe="fa2", backward_recipe="fa2")
+    return found if isinstance(found, Tensor) else found[0]
+
+
+KERNELS: dict[str, Attention] = {
+    "flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    "cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "math": partial(_sdpa, SDPBackend.MATH),
+    "flex": _flex,
+    "attn_diag.attention": _own,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity of one head of one kernel."""
+
+    kernel: str
+    inputs: str
+    head: int
+    labels: tuple[str, ...]
+    quantity: str
+    answer: str
+    factor: float | None
+    ci95: tuple[float, float] | None
+    site: str | None
+    words: str
+
+
+def run(kernel: Attention, x: Inputs) -> Outputs:
+    """O and the gradients, on the GPU."""
+    q, k, v = (t.cuda().requires_grad_() for t in (x.q, x.k, x.v))
+    o = kernel(x, q, k, v)
+    o.backward(x.do.cuda())  # type: ignore[no-untyped-call]
+    assert q.grad is not None
+    assert k.grad is not None
+    assert v.grad is not None
+    return Outputs(o=o.detach(), lse=torch.empty(0), dq=q.grad, dk=k.grad, dv=v.grad)
+
+
+def rows(name: str, x: Inputs) -> Iterator[Row]:
+    """What is said of one kernel on one call."""
+    outputs = run(KERNELS[name], x)
+    on_gpu = replace(x, **{n: getattr(x, n).cuda() for n in ("q", "k", "v", "do")})
+    found = inspected(on_gpu, outputs, device="cuda", without=("lse",))
+    for head in found.captures[0].observations[0].heads:
+        if head.head is None:
+            continue
+        labels = ("no verdict",) if head.verdict is None else head.verdict.labels
+        for q in head.quantities:
+            yield Row(name, x.name, head.head, labels, q.quantity, q.answer, q.factor, q.factor_ci95, q.site, q.words)
+
+
+def main() -> None:
+    """Run all kernels on all inputs and print what is not clean."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", nargs="*", default=list(KERNELS))
+    parser.add_argument("--families", nargs="*", default=[name for name in FAMILIES if name != "one_hot"])
+    parser.add_argument("--settings", nargs="*", default=["plain", "full", "d128", "gqa"])
+    parser.add_argument("--captures", type=Path, default=Path(__file__).parents[1] / "tests" / "captures")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    places = product(options.families, options.settings, (torch.bfloat16, torch.float16))
+    calls = [draw(family, setting, dtype=dtype) for family, setting, dtype in places]
+    calls += list(captures(options.captures).values()) if options.captures.exists() else []
+    found: list[Row] = []
+    for x in calls:
+        for name in options.kernels:
+            try:
+                found += list(rows(name, x))
+            except (RuntimeError, ValueError) as error:  # a backend that refuses these inputs
+                print(f"{name} refuses {x.name}: {str(error).splitlines()[0][:100]}")
+    for row in found:
+        if row.answer not in ("good", "stated"):
+            print(f"{row.kernel:20} {row.inputs:24} H{row.head} {row.labels} {row.words}")
+    for name in options.kernels:
+        mine = [r for r in found if r.kernel == name]
+        for quantity in ("o", "dq", "dk", "dv"):
+            factors = [r.factor for r in mine if r.quantity == quantity and r.factor is not None]
+            if factors:
+                print(f"{name:20} {quantity:3} factor {min(factors):.3f} to {max(factors):.3f} of {len(factors)} heads")
+    if options.out:
+        options.out.write_text(json.dumps({**made_by("cuda"), "rows": [vars(r) for r in found]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

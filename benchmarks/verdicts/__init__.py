@@ -1,0 +1,1 @@
+"""Planted attention kernels for the study of verdicts: an independent attention, its defects, inputs and effects."""

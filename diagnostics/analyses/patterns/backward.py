@@ -1,0 +1,241 @@
+"""How some rows of dQ, dK or dV may have come about: delta, mask, head, a transposed or another tensor, a lost part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.patterns.evidence import Evidence, Guess, row_limit
+from attn_diag.analyses.patterns.lines import FACTOR_FROM
+from attn_diag.analyses.patterns.lost_parts import lost_parts
+from attn_diag.analyses.patterns.numbers import scales
+from attn_diag.analyses.patterns.readings import other_heads, other_masks, other_softcap
+from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
+from attn_diag.reference import AttentionHead, reference_head, reference_rows
+from attn_diag.results.quality import Quantity
+from attn_diag.results.wording import number
+
+# A head is streamed again for another reading only if it has at most so many scores.
+_MOST_SCORES = 2**22
+# An unknown delta is named in so many rows, where it is off by so much of its terms' root mean square sum.
+_SEVERAL, _DELTA_FROM = 4, 0.25
+_SWAPPED: dict[Quantity, Quantity] = {"dq": "dk", "dk": "dq"}
+
+
+def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    """Guesses for some rows of dQ, or some keys of dK or dV.
+
+    Args:
+        evidence: The gradient.
+        rows: Which n rows or keys.
+    """
+    slabs = [slab_of(h, r, evidence.quantity, rows) for h, r in zip(evidence.heads, evidence.references, strict=True)]
+    yield from _other_delta(evidence, slabs, rows)
+    yield from _other_formula(evidence, slabs, rows)
+    yield from _of_captured(evidence, rows)
+    yield from _other_tensor(evidence, rows)
+    yield from _parts_of_heads(evidence, slabs, rows)
+    yield from lost_parts(evidence, slabs, rows)
+    yield from _other_reading(evidence, rows)
+    if evidence.quantity == "dq":
+        yield from _own_delta(evidence, slabs[0], rows)
+
+
+def _total(slabs: list[Slab], weights: list[Tensor]) -> Tensor:
+    return torch.stack([s.total(w) for s, w in zip(slabs, weights, strict=True)]).sum(0)
+
+
+def _other_delta(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterator[Guess]:
+    if evidence.quantity == "dv":
+        return
+    alpha = evidence.heads[0].scale
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "are without delta (dS = P o dP)": torch.zeros_like,
+        "have delta with the wrong sign": lambda d: -d,
+        "have delta multiplied by the scale": lambda d: alpha * d,
+        "have delta divided by the scale": lambda d: d / alpha,
+        "have delta of the next row": lambda d: d.roll(-1),
+        "have delta of the row before": lambda d: d.roll(1),
+        "have delta twice": lambda d: 2 * d,
+    }
+    for words, change in changes.items():
+        weights = []
+        for slab, reference in zip(slabs, evidence.references, strict=True):
+            assert reference.delta is not None
+            changed = change(reference.delta)
+            weights.append(slab.weights(changed[rows][:, None] if evidence.quantity == "dq" else changed[None, :]))
+        yield Guess("delta", words, _total(slabs, weights))
+
+
+def _other_formula(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterator[Guess]:
+    """P not normalised or left out, dS transposed, no slope of the softcap."""
+    name, sums = evidence.quantity, [r.row_sum for r in evidence.references]
+    spread = [s[rows][:, None] if name == "dq" else s[None, :] for s in sums]
+    weights = [s.weights() for s in slabs]
+    words = "use P before its division by the row sum"
+    yield Guess("formula", words, _total(slabs, [w * s for w, s in zip(weights, spread, strict=True)]))
+    if name != "dv":
+        if slabs[0].slope is not None:
+            words = "are without the softcap's derivative"
+            yield Guess("formula", words, _total(slabs, [s.weights(sloped=False) for s in slabs]))
+        plain = []
+        for slab in slabs:
+            assert slab.dprobs is not None
+            assert slab.delta is not None
+            plain.append(slab.head.scale * (slab.dprobs - slab.delta))
+        yield Guess("formula", "are without P (dS = dP - delta)", _total(slabs, plain))
+        yield Guess("formula", "have P in the place of dS", _total(slabs, [s.probs * s.head.scale for s in slabs]))
+    else:
+        scores = [slab_of(s.head, r, "dk", rows) for s, r in zip(slabs, evidence.references, strict=True)]
+        plain = [s.weights() / s.head.scale for s in scores]
+        yield Guess("formula", "have dS in the place of P", _total(slabs, plain))
+    head = evidence.heads[0]
+    if len(slabs) == 1 and len(head.q) == len(head.k) and name in ("dq", "dk", "dv"):
+        turned = open_slab(head, _turned(name), rows, evidence.references[0].lse, evidence.references[0].delta)
+        matrix = turned.weights().masked_fill(~turned.visible, 0.0)
+        what = "P" if name == "dv" else "dS"
+        yield Guess("transpose", f"have {what} transposed", matrix @ slabs[0].vectors)
+
+
+def _turned(name: Quantity) -> Quantity:
+    # O's weights are P, as dV's are once transposed.
+    return _SWAPPED.get(name, "o")
+
+
+def _other_tensor(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    for name, tensor in evidence.outputs.items():
+        if name != evidence.name and tensor.shape == evidence.truth.shape:
+            yield Guess("tensor", f"hold {name}", tensor[rows])
+            yield Guess("tensor", f"hold {name} with the wrong sign", -tensor[rows])
+
+
+def _of_captured(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    """A right backward, fed with the O and LSE that the kernel returned."""
+    if len(evidence.captured) < len(evidence.heads) or not all("o" in c for c in evidence.captured):
+        return
+    parts = []
+    for head, reference, captured in zip(evidence.heads, evidence.references, evidence.captured, strict=True):
+        assert head.do is not None
+        lse, delta = captured.get("lse", reference.lse), (head.do * captured["o"]).sum(1)
+        slab = open_slab(head, evidence.quantity, rows, lse, delta)
+        parts.append(slab.total(slab.weights()))
+    names = "O and LSE" if "lse" in evidence.captured[0] else "O"
+    words = f"follow from the {names} that the kernel returned: its forward is to blame, not its backward"
+    yield Guess("forward", words, torch.stack(parts).sum(0))
+
+
+def _parts_of_heads(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterator[Guess]:
+    """Of the query heads that share a key head, some alone, or some left out or counted twice."""
+    if len(slabs) < 2:
+        return
+    parts = torch.stack([s.total(s.weights()) for s in slabs])
+    noise = evidence.noise[rows].clamp(min=1e-300).sqrt()[None, :, None]
+    matrix = (parts / noise).flatten(1).T
+    goal = (evidence.observed[rows] / noise[0]).flatten()[:, None]
+    coefficients = torch.linalg.lstsq(matrix, goal).solution[:, 0]
+    rounded = coefficients.round()
+    if bool((coefficients - rounded).abs().max() > 0.05) or bool((rounded == 1).all()):
+        return
+    said = []
+    for times, words in ((0, "leave out"), (2, "count twice")):
+        named = [name for name, c in zip(evidence.names, rounded.tolist(), strict=True) if c == times]
+        if len(named) == len(slabs) - 1 and times == 0:
+            named = []
+            alone = next(name for name, c in zip(evidence.names, rounded.tolist(), strict=True) if c)
+            said.append(f"hold {alone}'s part alone")
+        elif named:
+            said.append(f"{words} {', '.join(named)}")
+    if said and set(rounded.tolist()) <= {0.0, 1.0, 2.0}:
+        prediction = torch.einsum("h,hnd->nd", rounded, parts)
+        yield Guess("heads", " and ".join(said), prediction, 1)
+
+
+def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    """Another mask, softcap or head: in the backward alone (true O, L and delta), or throughout."""
+    if len(evidence.heads) > 1:
+        return
+    head, reference = evidence.heads[0], evidence.references[0]
+    readings = list(chain(other_masks(head), other_softcap(head), other_heads(evidence)))
+    for reading in readings:
+        slab = open_slab(reading.head, evidence.quantity, rows, reference.lse, reference.delta)
+        alone = slab.total(slab.weights())
+        # With one tensor of another head O is wrong as well, which says more than dK or dV would.
+        mixed = reading.kind == "head" and reading.head.q is not head.q and reading.head.k is not head.k
+        known = evidence.quantity == "dq" or reading.kind != "head" or mixed
+        whole = _throughout(reading.head, evidence.quantity, rows) if known else None
+        where = " in the backward alone" if whole is not None else ""
+        yield Guess(reading.kind, f"are what {reading.words}{where} gives", alone)
+        if whole is not None:
+            yield Guess(reading.kind, f"are what {reading.words} gives", whole, 1)
+    for name, value in scales(head.scale, head.q.shape[1]).items():
+        changed = replace(head, scale=value)
+        slab = open_slab(changed, evidence.quantity, rows, reference.lse, reference.delta)
+        said = f"the scale {number(value, 5)} ({name}) instead of {number(head.scale, 5)}"
+        yield Guess("scale", f"are what {said} in the backward alone gives", slab.total(slab.weights()), 1)
+        if evidence.quantity == "dq":
+            whole = reference_rows(changed, rows).dq
+            assert whole is not None
+            yield Guess("scale", f"are what {said} gives", whole, 1)
+
+
+def _throughout(head: AttentionHead, quantity: Quantity, rows: Tensor) -> Tensor | None:
+    """The rows under another reading of the whole attention; None where that costs too much."""
+    if quantity == "dq":
+        return reference_rows(head, rows).dq
+    if len(head.q) * len(head.k) > _MOST_SCORES:
+        return None
+    assert head.do is not None
+    # Of the other rows only L and delta are needed.
+    forward = reference_head(replace(head, do=None))
+    slab = open_slab(head, quantity, rows, forward.lse, (head.do * forward.out).sum(1))
+    return slab.total(slab.weights())
+
+
+def _own_delta(evidence: Evidence, slab: Slab, rows: Tensor) -> Iterator[Guess]:
+    """dQ with a delta of its own in every row, projected from the error: alpha (P o (dP - d)) K for any d."""
+    assert slab.delta is not None
+    along = slab.total(slab.weights(0.0)) - slab.total(slab.weights(1.0))  # alpha P K
+    size = along.square().sum(1).clamp(min=1e-300)
+    error = evidence.error[rows]
+    found = slab.delta[:, 0] - (error * along).sum(1) / size
+    # Where all rows of P K point one way and dQ too, any error is of this kind.
+    other = along.roll(len(along) // 3 + 1, 0)
+    share = (error * other).sum(1, keepdim=True) / other.square().sum(1, keepdim=True).clamp(min=1e-300)
+    vacuous = (error - share * other).square().sum(1) <= row_limit(evidence.truth.shape[1]) * evidence.noise[rows]
+    if len(rows) < 2 or float(vacuous.double().mean()) > 0.2 or evidence.truth.shape[1] < 4:
+        return
+    own = found - slab.delta[:, 0]
+    for guess in _known_deltas(evidence, found, size, rows):
+        words, delta = guess
+        changed = evidence.truth[rows] - (delta - slab.delta[:, 0])[:, None] * along
+        yield Guess("delta", words, changed, 1)
+    assert evidence.heads[0].do is not None
+    size_of_delta = (evidence.heads[0].do * evidence.references[0].out).square().sum(1).sqrt()[rows]
+    if len(rows) < _SEVERAL or float(own.abs().median()) < _DELTA_FROM * float(size_of_delta.median()):
+        return  # coarse O does that
+    yield Guess("delta", "have a delta that is off", evidence.truth[rows] - own[:, None] * along, len(rows))
+
+
+def _known_deltas(evidence: Evidence, found: Tensor, weight: Tensor, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The multiple of the true delta, and the other row's delta, that is nearest to those found."""
+    true = evidence.references[0].delta
+    assert true is not None
+    factor = float((weight * found * true[rows]).sum() / (weight * true[rows].square()).sum().clamp(min=1e-300))
+    # None, and the opposite, are guesses of their own.
+    if abs(factor - 1) >= FACTOR_FROM and min(abs(factor), abs(factor + 1)) > 2 * FACTOR_FROM:
+        yield f"have delta multiplied by {number(factor, 2)}", factor * true[rows]
+    count = len(true)
+    shifts = torch.arange(1 - count, count, device=rows.device)
+    index = rows[:, None] + shifts
+    inside = (index >= 0) & (index < count)
+    distance = (found[:, None] - true[index.clamp(0, count - 1)]).square()
+    own = (found - true[rows]).square()[:, None]
+    left = (torch.where(inside, distance, own) * weight[:, None]).sum(0)
+    shift = int(shifts[int(left.argmin())])
+    if shift:
+        way = "further on" if shift > 0 else "before"
+        yield f"have the delta of {abs(shift)} rows {way}", true[(rows + shift).clamp(0, count - 1)]

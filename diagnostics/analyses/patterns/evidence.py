@@ -1,0 +1,180 @@
+"""One quantity of one head that was found wrong, with all that tells where and how; and how well a guess fits it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, ulp
+from attn_diag.results.quality import Quantity
+from attn_diag.results.wording import SYMBOLS
+
+# Where a guess is right, what it leaves is at most so many times what a well-rounded kernel leaves there.
+LEAVES = 2.0
+# Or it explains so much of the squared error.
+EXPLAINS = 0.99
+# A row whose square is so many times its noise's is clear.
+CLEAR = 25.0
+# Production kernels leave 0.5 to 1.0 times the expected noise.
+COARSE = 1.05
+
+
+def row_limit(features: int) -> float:
+    """How many times its expected squared error one row may have by chance, a kernel twice as noisy included."""
+    return float((LEAVES * (1 + 2 / features**0.5)) ** 2)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One quantity of one head; n rows (of O, LSE, delta and dQ: queries; of dK, dV: keys), all float64.
+
+    LSE and delta have one feature.
+    """
+
+    quantity: Quantity
+    """Its name."""
+    observed: Tensor
+    """[n, D], what the kernel returned."""
+    truth: Tensor
+    """[n, D]."""
+    variance: Tensor
+    """[n, D], a well-rounded kernel's expected squared error."""
+    fmt: FloatFormat
+    """The format in which ``observed`` was stored."""
+    usable: Tensor
+    """bool [n], rows whose truth is known."""
+    outlying: Tensor
+    """bool [n], rows that stand out; none of a kernel that is merely lossy."""
+    features: Tensor
+    """bool [D], features that stand out."""
+    heads: tuple[AttentionHead, ...]
+    """The query heads that make it: one, or of dK and dV all that share the key head."""
+    references: tuple[HeadReference, ...]
+    """What is true of each, with dK and dV."""
+    names: tuple[str, ...] = ("this head",)
+    """What the heads are called."""
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Other tensors of this head that may have been returned instead, true ones, by name."""
+    captured: Sequence[Mapping[str, Tensor]] = ()
+    """Of each of the heads, o and lse as the kernel returned them."""
+    others: Sequence[tuple[str, Callable[[], AttentionHead]]] = ()
+    """Other heads of the capture by name, read when they are needed."""
+
+    @property
+    def name(self) -> str:
+        """As it is written."""
+        return SYMBOLS[self.quantity]
+
+    @property
+    def unit(self) -> str:
+        """What its rows are."""
+        return "keys" if self.quantity in ("dk", "dv") else "rows"
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it belongs to the backward."""
+        return self.quantity in ("dq", "dk", "dv")
+
+    @cached_property
+    def noise(self) -> Tensor:
+        """[n], a well-rounded kernel's expected squared error in each row, its last rounding at least."""
+        return torch.maximum(self.variance, ulp(self.truth, self.fmt).square() / 12).sum(1)
+
+    @cached_property
+    def clear(self) -> Tensor:
+        """bool [n], rows that are larger than their noise, so that what they hold can be told."""
+        return self.usable & (self.truth.square().sum(1) > CLEAR * self.noise)
+
+    @cached_property
+    def relative_noise(self) -> float:
+        """The noise of a typical row over the square of the row."""
+        kept = self.clear
+        return float((self.noise[kept] / self.truth[kept].square().sum(1)).median()) if bool(kept.any()) else 0.0
+
+    @cached_property
+    def directions(self) -> float:
+        """In how many directions its rows point: (tr C)^2 / ||C||^2 of their squares' sum C."""
+        squares = torch.linalg.svdvals(self.truth[self.usable]).square()
+        return float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)) if len(squares) else 1.0
+
+    @cached_property
+    def coarse(self) -> bool:
+        """Whether rows that do not stand out are worse than a well-rounded kernel's too: then others are their tail."""
+        kept = self.usable & ~self.outlying
+        noise = float(self.noise[kept].sum())
+        return noise > 0 and float(self.error[kept].square().sum()) > COARSE**2 * noise
+
+    @cached_property
+    def error(self) -> Tensor:
+        """[n, D], observed - true."""
+        return self.observed - self.truth
+
+    def fit(self, index: Tensor, prediction: Tensor, columns: Tensor | None = None) -> Fit:
+        """How well a guess of some rows fits.
+
+        Args:
+            index: Which n rows.
+            prediction: The guess, [n, D].
+            columns: Features that count; None for all.
+        """
+        part = slice(None) if columns is None else columns
+        left = (self.observed[index] - prediction)[:, part].square()
+        before = self.error[index][:, part].square()
+        true = self.truth[index]
+        # A larger quantity is rounded as much more coarsely.
+        grown = (prediction.square().sum(1) - true.square().sum(1)).clamp(min=0.0) * self.relative_noise
+        noise = self.variance[index] + (grown / true.shape[1])[:, None]
+        noise = torch.maximum(noise, ulp(prediction, self.fmt).square() / 12)
+        noise = torch.maximum(noise, ulp(true, self.fmt).square() / 12)[:, part]
+        total = float(noise.sum().clamp(min=1e-300))
+        return Fit(float(before.sum()), float(left.sum()), total, left.sum(1) / noise.sum(1).clamp(min=1e-300))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a guess leaves of a squared error."""
+
+    before: float
+    """The squared error."""
+    left: float
+    """What is left of it."""
+    noise: float
+    """What a well-rounded kernel is expected to leave."""
+    by_row: Tensor
+    """[n], what is left over that noise in each row."""
+
+    @property
+    def explained(self) -> float:
+        """The part of the squared error that it explains."""
+        return 1 - self.left / self.before if self.before else 0.0
+
+    @property
+    def remaining(self) -> float:
+        """The factor over a well-rounded kernel's error that is left."""
+        return math.sqrt(self.left / self.noise)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the guess fits: it leaves hardly more than noise, and explains most of what there was."""
+        return (self.remaining <= LEAVES and self.explained >= 0.5) or self.explained >= EXPLAINS
+
+
+@dataclass(frozen=True)
+class Guess:
+    """How some rows of a quantity may have come about."""
+
+    kind: str
+    """In a word; guesses of one kind are no rivals."""
+    words: str
+    """What follows "rows 0-63 …"."""
+    prediction: Tensor
+    """[n, D], what the rows would be."""
+    freedom: int = 0
+    """How many numbers were fitted to choose it; of two that fit as well, the one with fewer is taken."""
+    tried: int = 1
+    """Of how many like it it is the best."""

@@ -1,0 +1,233 @@
+"""From an evidence to patterns: the places first, then how each of them came about, if anything fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.patterns.backward import of_gradient
+from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Fit, Guess, row_limit
+from attn_diag.analyses.patterns.forward import of_out
+from attn_diag.analyses.patterns.lines import Group
+from attn_diag.analyses.patterns.numbers import factors, in_words, named
+from attn_diag.analyses.patterns.places import find_elements, find_place, in_sentence, row_ranges
+from attn_diag.analyses.patterns.rowwise import of_delta, of_lse
+from attn_diag.head.counterfactual import FORMATS
+from attn_diag.kernels.formats import Mode, parse, round_to
+from attn_diag.results.quality import Pattern
+
+# Guesses are compared on so many rows, spread over those in question.
+_SAMPLE = 64
+# A guess is named only if the next one leaves so many times its squared error.
+_BEATS = 2.0
+# Two that leave as little as each other.
+_SAME = 1.1
+# More numbers than these were fitted row by row.
+_FEW_NUMBERS = 4
+# Of few rows, more of them where all are coarse, a guess must leave no more than a well-rounded kernel.
+_FEW_ROWS, _MANY_ROWS, _CLOSE = 3, 16, 1.25
+_MOST_SCORES = 2**27
+# So many kinds of guesses are made; by chance one is taken with probability exp(-_NATS) at most.
+_GUESSES, _NATS = 100, 7.0
+_OPEN = ("factors", "unrelated", "off")
+
+
+def find_patterns(evidence: Evidence) -> list[Pattern]:
+    """Where and how a quantity is wrong; the first says all of it, the others a part each.
+
+    Args:
+        evidence: The quantity. Where no row stands out, as of a lossy kernel, only what explains all rows is named.
+
+    Returns:
+        None where all that can be said is that it is off.
+    """
+    lossy = not bool((evidence.outlying & evidence.usable).any()) and not bool(evidence.features.any())
+    if not lossy and (words := find_elements(evidence)) is not None:
+        return [Pattern("elements", words, 1.0)]
+    place = find_place(evidence)
+    found = [(g, None) if place.features is not None else _how(evidence, g) for g in place.groups]
+    found = _absorbed(evidence, found)
+    groups, fits = [g for g, _ in found], [f for _, f in found]
+    if lossy and (len(groups) > 1 or groups[0].kind in _OPEN or _rounds_another_way(evidence)):
+        return []
+    groups = [_named_factor(evidence, group) for group in groups]
+    order = sorted(range(len(groups)), key=lambda i: -_weight(evidence, groups[i], place.features))
+    parts = [_pattern(evidence, groups[i], fits[i], place.rows, place.features) for i in order]
+    sentence = in_sentence(evidence, place, groups)
+    if evidence.is_gradient:
+        sentence = sentence.replace("unrelated to the true ones", "unrelated to the gradient")
+    whole = replace(parts[0], words=sentence)
+    if len(parts) == 1:
+        return [whole]
+    return [replace(whole, kind=parts[0].kind), *parts]
+
+
+def _rounds_another_way(evidence: Evidence) -> bool:
+    """Whether a directed rounding of the truth leaves as little of the error as any pattern may.
+
+    Truncation shrinks every number alike, as a smaller scale or a factor does where one key has nearly all of P.
+    """
+    if evidence.fmt.name not in FORMATS:
+        return False
+    rows = evidence.usable.nonzero()[:, 0]
+    fits = []
+    for mode in (Mode.TOWARD_ZERO, Mode.UP, Mode.DOWN):
+        rounded = round_to(evidence.truth[rows], parse(f"{evidence.fmt.name}:{mode}"))
+        # The kernel's own noise comes before its last rounding.
+        fits.append(evidence.fit(rows, rounded))
+    return any(fit.holds or fit.left < fit.before / _BEATS for fit in fits)
+
+
+def _guesses(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    yield from _moved_features(evidence, rows)
+    by_name = {"o": of_out, "lse": of_lse, "delta": of_delta}
+    yield from by_name.get(evidence.quantity, of_gradient)(evidence, rows)
+
+
+def _by_no_chance(evidence: Evidence, guess: Guess, fit: Fit) -> bool:
+    """Whether the best of so many guesses would hardly leave as little of an error in as many directions."""
+    few = len(guess.prediction) < _FEW_ROWS or (evidence.coarse and len(guess.prediction) < _MANY_ROWS)
+    if few and fit.remaining > _CLOSE and fit.explained < EXPLAINS:
+        return False
+    numbers = len(guess.prediction) * evidence.directions
+    left = max(fit.left, 1e-12 * fit.before)
+    return numbers / 2 * math.log(fit.before / left) > math.log(_GUESSES * guess.tried) + _NATS
+
+
+def _moved_features(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    """Each row's features moved round by so many."""
+    truth, observed = evidence.truth[rows], evidence.observed[rows]
+    moved = [truth.roll(s, 1) for s in range(1, truth.shape[1])]
+    if moved:
+        left = torch.stack([(observed - m).square().sum() for m in moved])
+        best = int(left.argmin())
+        shift = best + 1 if 2 * (best + 1) <= len(moved) + 1 else best - len(moved)
+        way = "on" if shift > 0 else "back"
+        words = f"have their features moved {way} by {abs(shift)} (round the end)"
+        yield Guess("features", words, moved[best], 1)
+
+
+def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
+    """The group with the way in which its rows came about, if one fits and no other does; and how well it fits."""
+    head = evidence.heads[0]
+    if group.kind not in _OPEN or len(head.q) * len(head.k) > _MOST_SCORES:
+        return group, None
+    rows = group.lines[torch.linspace(0, len(group.lines) - 1, min(_SAMPLE, len(group.lines))).long()]
+    if group.kind == "unrelated" and len(group.lines) < len(rows):
+        return group, None
+    found = []
+    for guess in _guesses(evidence, rows):
+        if not bool(guess.prediction.isfinite().all()):
+            continue
+        fit = evidence.fit(rows, guess.prediction)
+        if fit.before > 0 and fit.left < 0.9 * fit.before and _by_no_chance(evidence, guess, fit):
+            found.append((guess, fit))
+    chosen = _choose(found)
+    if chosen is None:
+        return group, None
+    guess, fit = chosen
+    return Group(group.lines, guess.kind, guess.words), fit
+
+
+def _absorbed(evidence: Evidence, found: Sequence[tuple[Group, Fit | None]]) -> list[tuple[Group, Fit | None]]:
+    """The groups without those that the way found for a larger one explains too (a zero that must be there)."""
+    kept = list(found)
+    for group, fit in found:
+        if fit is None:
+            continue
+        for other, theirs in found:
+            if theirs is not None or other is group or not 0 < len(other.lines) <= min(_SAMPLE, len(group.lines) / 4):
+                continue
+            for guess in _guesses(evidence, other.lines):
+                if (guess.kind, guess.words) == (group.kind, group.predicate):
+                    same = evidence.fit(other.lines, guess.prediction)
+                    if bool((same.by_row <= row_limit(evidence.truth.shape[1])).all()):
+                        lines = torch.cat([group.lines, other.lines]).sort().values
+                        group = replace(group, lines=lines)
+                        kept = [(g, f) for g, f in kept if g is not other and f is not fit] + [(group, fit)]
+                    break
+    return kept
+
+
+def _choose(found: Sequence[tuple[Guess, Fit]]) -> tuple[Guess, Fit] | None:
+    """The guess that fits and beats all others clearly."""
+    # A number of its own in each row fits noise too: it is looked at last.
+    for most in (_FEW_NUMBERS, 10**9):
+        known = [(guess, fit) for guess, fit in found if guess.freedom <= most]
+        if not known:
+            continue
+        least = min(fit.left for _, fit in known)
+        guess, fit = min((f for f in known if f[1].left <= _SAME * least), key=lambda item: item[0].freedom)
+        if not fit.holds:
+            continue
+        rivals = [
+            (g, f)
+            for g, f in known
+            if g.kind != guess.kind and g.freedom <= guess.freedom and f.left < _BEATS * fit.left
+        ]
+        if all(_alike(guess, other, fit) for other, _ in rivals):
+            return guess, fit
+        return None
+    return None
+
+
+def _alike(one: Guess, other: Guess, fit: Fit) -> bool:
+    """Whether two guesses say the same of these rows."""
+    return float((one.prediction - other.prediction).square().sum()) <= 0.05 * fit.noise
+
+
+def _named_factor(evidence: Evidence, group: Group) -> Group:
+    """A constant factor by its name, if it is a known one."""
+    if group.factor is None:
+        return group
+    if "sign" in group.predicate:
+        return replace(group, kind="sign")
+    name = named(group.factor, factors(evidence.heads[0].scale, scaled=evidence.quantity in ("dq", "dk")), 2e-3)
+    if name is None:
+        return group
+    return replace(group, predicate=f"{group.predicate} ({name})")
+
+
+def _weight(evidence: Evidence, group: Group, features: Tensor | None) -> float:
+    error = evidence.error.nan_to_num(0.0, 0.0, 0.0).square()
+    return float(error[group.lines].sum() if features is None else error[:, group.lines].sum())
+
+
+def _pattern(evidence: Evidence, group: Group, fit: Fit | None, rows: Tensor, features: Tensor | None) -> Pattern:
+    lines, where = group.lines, features is None
+    error = evidence.error.nan_to_num(0.0, 0.0, 0.0).square()
+    total = float(error[evidence.usable].sum())
+    inside = float(error[lines].sum() if where else error[rows][:, lines].sum())
+    share = inside / total if total else None
+    if fit is None and where and group.prediction is not None and group.kind != "zeros":
+        fit = evidence.fit(lines, group.prediction)
+    if fit is not None and share is not None:
+        share *= fit.explained
+    unit = evidence.unit if where else "features"
+    count = evidence.truth.shape[0 if where else 1]
+    return Pattern(
+        group.kind,
+        f"{in_words(lines.tolist(), count, unit)} {group.predicate}",
+        share,
+        _rest(evidence, rows, features) if fit is None else fit.remaining,
+        row_ranges(lines if where else rows),
+        () if where else row_ranges(lines),
+    )
+
+
+def _rest(evidence: Evidence, rows: Tensor, features: Tensor | None) -> float | None:
+    """The factor over a well-rounded kernel's expected error of all that is not in the place; None for nothing."""
+    kept = evidence.usable.clone()
+    if features is None:
+        kept[rows] = False
+        if not bool(kept.any()):
+            return None
+        return math.sqrt(float(evidence.error[kept].square().sum()) / max(float(evidence.noise[kept].sum()), 1e-300))
+    columns = torch.ones_like(evidence.features)
+    columns[features] = False
+    noise = float(evidence.variance[kept][:, columns].sum())
+    return math.sqrt(float(evidence.error[kept][:, columns].square().sum()) / max(noise, 1e-300))

@@ -1,0 +1,116 @@
+"""From the heads that make a quantity, and what stands out in it, to an ``Evidence``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.head.counterfactual import NoiseCollector
+from attn_diag.head.read import HeadInputs
+from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_head
+from attn_diag.results.quality import Quantity
+
+# fp32 arithmetic leaves about so much of L.
+_LSE_NOISE = 2.0**-22
+
+
+@dataclass(frozen=True)
+class HeadTruths:
+    """What is true of the query heads that share a key head, and a well-rounded kernel's noise there."""
+
+    inputs: Sequence[HeadInputs]
+    """The heads."""
+    references: tuple[HeadReference, ...]
+    """With dK and dV where there is dO."""
+    variances: tuple[dict[str, Tensor], ...]
+    """See ``NoiseCollector``."""
+    names: tuple[str, ...]
+    """What the heads are called."""
+
+    @classmethod
+    def of(cls, inputs: Sequence[HeadInputs], stored: Mapping[str, FloatFormat], names: Sequence[str]) -> HeadTruths:
+        """Stream the reference of each head once more.
+
+        Args:
+            inputs: The heads.
+            stored: The formats in which the kernel under test returned o, dq, dk and dv.
+            names: What they are called.
+        """
+        references, variances = [], []
+        for one in inputs:
+            fmt = one.input_format
+            noise = NoiseCollector(one.head, fmt, stored.get("o", fmt), one.head.do is not None)
+
+            def see(block: RowBlock, one: HeadInputs = one, noise: NoiseCollector = noise) -> None:
+                one.mark_rows(block)
+                noise.add(block)
+
+            reference = reference_head(one.head, see)
+            references.append(reference)
+            variances.append(noise.finished(reference, stored))
+        return cls(inputs, tuple(references), tuple(variances), tuple(names))
+
+    def evidence(
+        self,
+        quantity: Quantity,
+        observed: Tensor,
+        fmt: FloatFormat,
+        outlying: Collection[int] = (),
+        features: Collection[int] = (),
+        *,
+        chosen: int = 0,
+        others: Sequence[tuple[str, Callable[[], AttentionHead]]] = (),
+        captured: Sequence[Mapping[str, Tensor]] = (),
+    ) -> Evidence:
+        """What is known of one quantity.
+
+        Args:
+            quantity: Its name.
+            observed: What the kernel returned, [n, D] or [n], float64.
+            fmt: The format in which it was stored.
+            outlying: Rows that stand out.
+            features: Features that do.
+            chosen: Which of the heads it belongs to; of dK and dV all do.
+            others: Other heads of the capture.
+            captured: o and lse of each head as the kernel returned them.
+        """
+        by_key = quantity in ("dk", "dv")
+        heads = range(len(self.inputs)) if by_key else (chosen,)
+        references = tuple(self.references[h] for h in heads)
+        true = {"o": "out"}.get(quantity, quantity)
+        truth = torch.stack([getattr(r, true) for r in references]).sum(0)
+        if quantity == "lse":
+            variance = (_LSE_NOISE * (1 + truth.abs())).square()
+        else:
+            variance = torch.stack([self.variances[h][quantity] for h in heads]).sum(0)
+        truth, variance, observed = (t[:, None] if t.ndim == 1 else t for t in (truth, variance, observed))
+        usable = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
+        if not by_key:
+            usable = ~self.inputs[chosen].unusable & ~references[0].fully_masked
+        return Evidence(
+            quantity, observed, truth.nan_to_num(0.0, 0.0, 0.0), variance.nan_to_num(0.0, 0.0, 0.0), fmt, usable,
+            _marked(len(truth), outlying), _marked(truth.shape[1], features),
+            tuple(self.inputs[h].head for h in heads), references, tuple(self.names[h] for h in heads),
+            self._tensors(heads), [captured[h] for h in heads] if captured else (), others,
+        )  # fmt: skip
+
+    def _tensors(self, heads: Sequence[int]) -> dict[str, Tensor]:
+        """The true tensors of a head by name; of several heads none is the quantity's like."""
+        if len(heads) > 1:
+            return {}
+        head, reference = self.inputs[heads[0]].head, self.references[heads[0]]
+        found = {
+            "Q": head.q, "K": head.k, "V": head.v, "dO": head.do, "O": reference.out,
+            "dQ": reference.dq, "dK": reference.dk, "dV": reference.dv,
+        }  # fmt: skip
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _marked(count: int, members: Collection[int]) -> Tensor:
+    marked = torch.zeros(count, dtype=torch.bool)
+    marked[torch.as_tensor(sorted(members), dtype=torch.int64)] = True
+    return marked

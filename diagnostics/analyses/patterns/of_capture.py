@@ -1,0 +1,206 @@
+"""Patterns in the quantities of a capture: heads are read again, and their references streamed once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.analyses.patterns.find import find_patterns
+from attn_diag.analyses.patterns.gather import HeadTruths
+from attn_diag.captures.capture import Capture
+from attn_diag.head.counterfactual import covers
+from attn_diag.head.quality import LOSSY, QuantitySample, RowEffect
+from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
+from attn_diag.reference import AttentionHead, FloatFormat, format_of
+from attn_diag.results.quality import Pattern, QuantityVerdict
+from attn_diag.results.wording import SYMBOLS, percent
+
+# Heads of a capture beyond these keep the plain words: they are mostly wrong in the same way.
+_MOST_QUANTITIES = 24
+_MOST_OTHERS = 8
+# Tensors of another head make an error of the size of the quantity.
+_OTHER_HEAD_FROM = 0.1
+# What makes a kernel that is merely lossy by its size wrong.
+_MERE_PLACES = ("off", "unrelated", "elements", "factors", "zeros", "NaN")
+
+
+class CapturePatterns:
+    """Finds where and how quantities of a capture are wrong."""
+
+    def __init__(self, capture: Capture, device: torch.device) -> None:
+        self._capture, self._device, self._left = capture, device, _MOST_QUANTITIES
+        self._group = capture.q_heads // capture.kv_heads
+        self._kept: tuple[object, HeadTruths] | None = None
+
+    def explain(
+        self,
+        observation: str,
+        head: int,
+        verdict: QuantityVerdict,
+        found: Sequence[QuantitySample | RowEffect],
+        batches: Sequence[int],
+    ) -> QuantityVerdict:
+        """The verdict with its patterns, and with their words where they say more; unchanged where nothing fits.
+
+        Args:
+            observation: Its name.
+            head: The query head's index in the capture.
+            verdict: Of one quantity of it.
+            found: Of each sequence, what it rests on.
+            batches: The sequences.
+        """
+        bad = verdict.answer in ("wrong", "nonfinite")
+        coarse = verdict.answer in ("lossy", "undecided") and (verdict.factor or 0.0) > LOSSY
+        if not (bad or coarse) or verdict.quantity == "dw_q" or self._left <= 0:
+            return verdict
+        if not covers(format_of(self._capture.tensors["q"].dtype)):
+            return verdict
+        self._left -= 1
+        place, others_right = self._place(observation, head, verdict, found, batches)
+        if place is None:
+            return verdict
+        batch, outlying, features = place
+        evidence = self._evidence(observation, batch, head, verdict, outlying, features)
+        patterns = find_patterns(evidence)
+        if coarse and (not patterns or patterns[0].kind in _MERE_PLACES) and len(outlying):
+            none = torch.zeros_like(evidence.outlying)
+            patterns = find_patterns(replace(evidence, outlying=none, features=torch.zeros_like(evidence.features)))
+        where = ""
+        if len(self._batches(batches)) > 1:
+            where = f"batch item {batch}{' alone' if others_right else ''}: "
+        return with_patterns(verdict, patterns, where)
+
+    def _batches(self, batches: Sequence[int]) -> list[int]:
+        return sorted(set(batches))
+
+    def _place(
+        self,
+        observation: str,
+        head: int,
+        verdict: QuantityVerdict,
+        found: Sequence[QuantitySample | RowEffect],
+        batches: Sequence[int],
+    ) -> tuple[tuple[int, Collection[int], Collection[int]] | None, bool]:
+        """The sequence that is furthest off, its outlying rows and features; and whether no other one has any."""
+        if verdict.answer == "nonfinite":
+            for batch in self._batches(batches):
+                tensor = self._observed(observation, batch, head, verdict)[0]
+                finite = tensor.isfinite() if tensor.ndim == 1 else tensor.isfinite().all(1)
+                if not bool(finite.all()):
+                    return (batch, (~finite).nonzero()[:, 0].tolist(), ()), False
+            return None, False
+        if len(found) != len(batches) or not found:
+            return None, False
+        outlying = [_outlying(one) for one in found]
+        sizes = [_size(one) for one in found]
+        worst = int(np.argmax(sizes))
+        features = one.bad_features.nonzero()[0].tolist() if isinstance(one := found[worst], QuantitySample) else []
+        alone = all(not len(rows) for i, rows in enumerate(outlying) if i != worst)
+        return (batches[worst], outlying[worst], features), alone
+
+    def _observed(
+        self, observation: str, batch: int, head: int, verdict: QuantityVerdict
+    ) -> tuple[Tensor, FloatFormat]:
+        c, name = self._capture, verdict.quantity
+        key = c.key(observation, name)
+        fmt = format_of(c.tensors[key].dtype)
+        if name in ("dk", "dv"):
+            tensor = read_float64(c, key, batch, head // self._group, self._device)
+            assert tensor is not None
+            return tensor, fmt
+        outputs, _ = read_outputs(c, observation, batch, head, self._device, NonFiniteCensus())
+        return outputs[name], fmt
+
+    def _evidence(
+        self,
+        observation: str,
+        batch: int,
+        head: int,
+        verdict: QuantityVerdict,
+        outlying: Collection[int],
+        features: Collection[int],
+    ) -> Evidence:
+        c, name = self._capture, verdict.quantity
+        first = head // self._group * self._group
+        heads = list(range(first, first + self._group)) if name in ("dk", "dv") else [head]
+        stored = {
+            n: format_of(c.tensors[k].dtype)
+            for n in ("o", "dq", "dk", "dv")
+            if (k := c.key(observation, n)) in c.tensors
+        }
+        key = (observation, batch, tuple(heads))
+        if self._kept is None or self._kept[0] != key:
+            inputs = [read_head(c, batch, h, self._device) for h in heads]
+            self._kept = key, HeadTruths.of(inputs, stored, [self._name(h) for h in heads])
+        captured = []
+        for h in heads:
+            outputs, _ = read_outputs(c, observation, batch, h, self._device, NonFiniteCensus())
+            captured.append({n: t for n, t in outputs.items() if n in ("o", "lse") and bool(t.isfinite().all())})
+        observed, fmt = self._observed(observation, batch, head, verdict)
+        return self._kept[1].evidence(
+            name, observed, fmt, outlying, features, captured=captured,
+            others=self._others(batch, head) if (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM else (),
+        )  # fmt: skip
+
+    def _name(self, head: int) -> str:
+        return f"head {head + self._capture.metadata.head_offset}"
+
+    def _others(self, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead]]]:
+        """The nearest other heads, one of each other key head first, and the same head of another sequence."""
+        c = self._capture
+        own = head // self._group
+        keys = sorted((kv for kv in range(c.kv_heads) if kv != own), key=lambda kv: abs(kv - own))
+        heads = [kv * self._group + head % self._group for kv in keys]
+        heads += sorted(
+            (h for h in range(c.q_heads) if h // self._group == own and h != head), key=lambda h: abs(h - head)
+        )
+
+        def read(at: int, which: int) -> AttentionHead:
+            return read_head(c, at, which, self._device).head
+
+        found: list[tuple[str, Callable[[], AttentionHead]]] = []
+        found += [(self._name(h), partial(read, batch, h)) for h in heads[:_MOST_OTHERS]]
+        found += [(f"batch item {b}", partial(read, b, head)) for b in range(c.batch) if b != batch][:_MOST_OTHERS]
+        return found
+
+
+def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: str = "") -> QuantityVerdict:
+    """The verdict with patterns that were found, and their words.
+
+    A quantity that is coarse by its size is wrong where something other than rounding explains it; a gradient that a
+    coarse forward explains is not.
+
+    Args:
+        verdict: The quantity's.
+        patterns: What was found; the first says all of it.
+        where: What is said before their words.
+    """
+    if not patterns:
+        return verdict
+    name, first = SYMBOLS[verdict.quantity], patterns[0]
+    if verdict.answer == "nonfinite":
+        return replace(verdict, words=f"{name} holds NaN or Inf: {where}{first.words}.", patterns=tuple(patterns))
+    if verdict.answer in ("lossy", "undecided") and first.kind in _MERE_PLACES:
+        return verdict
+    if verdict.answer in ("lossy", "undecided") and first.kind == "forward":
+        return replace(verdict, words=f"{verdict.words[:-1]}; {where}{first.words}.", patterns=tuple(patterns))
+    off = "" if verdict.relative_error is None else f"{percent(verdict.relative_error)} off"
+    words = f"{name} is {off or 'off'}, which no rounding makes: {where}{first.words}."
+    return replace(verdict, answer="wrong", words=words, patterns=tuple(patterns))
+
+
+def _outlying(found: QuantitySample | RowEffect) -> list[int]:
+    rows: list[int] = found.rows[found.outlying if isinstance(found, QuantitySample) else found.of_budget > 1].tolist()
+    return rows
+
+
+def _size(found: QuantitySample | RowEffect) -> float:
+    if isinstance(found, RowEffect):
+        return float(found.of_budget.max(initial=0.0))
+    return float(found.error.sum() / max(found.counterfactual.sum(), found.floor.sum(), 1e-300))

@@ -1,0 +1,99 @@
+"""The same head under another mask, scale, softcap, or with tensors of another head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+
+from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.reference import AttentionHead, Masking
+from attn_diag.reference.masking import Causal
+
+_TILES = (16, 32, 64, 128, 256)
+_MOST_HEADS = 16
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Another head that a kernel may have computed."""
+
+    kind: str
+    """mask, softcap, head."""
+    words: str
+    """What follows "are what … gives"."""
+    head: AttentionHead
+    """The head."""
+
+
+def other_masks(head: AttentionHead) -> Iterator[Reading]:
+    """Other causal alignments, borders one key off or on a tile's, other windows, no mask."""
+    masking = head.masking
+
+    def reading(words: str, changed: Masking) -> Reading:
+        return Reading("mask", words, replace(head, masking=changed))
+
+    causals: list[Causal] = [c for c in get_args(Causal) if c != masking.causal]
+    for causal in causals:
+        # Without causality the alignment places a window alone.
+        square = len(head.q) == len(head.k) and masking.positions is None
+        if square and causal == "bottom-right" and masking.causal in ("top-left", "none"):
+            continue
+        if causal == "none" or masking.positions is None:
+            words = "no causal mask" if causal == "none" else f"a causal mask ({causal})"
+            yield reading(words, replace(masking, causal=causal))
+    left, right = masking.reach
+    if left is not None or right is not None:
+        positions = head.positions
+        border = "causal border" if masking.window is None else "mask"
+        yield reading(f"a {border} one key further on", replace(masking, positions=positions + 1))
+        yield reading(f"a {border} one key earlier", replace(masking, positions=positions - 1))
+        if masking.causal != "none":
+            for size in _TILES:
+                end = (positions // size + 1) * size - 1
+                if size < len(head.k):
+                    words = f"no causal mask inside the diagonal tile of {size} keys"
+                    yield reading(words, replace(masking, positions=end))
+    if masking.window is not None:
+        yield reading("no window", replace(masking, window=None))
+        for side in (0, 1):
+            for by in (-1, 1):
+                window = list(masking.window)
+                if window[side] < 0 or window[side] + by < 0 or (side == 1 and masking.causal != "none"):
+                    continue
+                window[side] += by
+                yield reading(f"the window {window[0]},{window[1]}", replace(masking, window=(window[0], window[1])))
+    if masking.mask is not None:
+        yield reading("no mask", replace(masking, mask=None))
+        if masking.mask.shape[0] == masking.mask.shape[1]:
+            yield reading("the mask transposed", replace(masking, mask=masking.mask.T))
+
+
+def other_heads(evidence: Evidence) -> Iterator[Reading]:
+    """The head with K, V or both of another one of the capture, or that head itself."""
+    own = evidence.heads[0]
+    for name, read in evidence.others[:_MOST_HEADS]:
+        other = read()
+        if other.k.shape != own.k.shape or other.v.shape != own.v.shape:
+            continue
+        same_k, same_v = torch.equal(other.k, own.k), torch.equal(other.v, own.v)
+        if not same_k and not same_v:
+            yield Reading("head", f"K and V of {name}", replace(own, k=other.k, v=other.v))
+        if not same_k:
+            yield Reading("head", f"K of {name}", replace(own, k=other.k))
+        if not same_v:
+            yield Reading("head", f"V of {name}", replace(own, v=other.v))
+        if not torch.equal(other.q, own.q):
+            yield Reading("head", f"Q of {name}", replace(own, q=other.q))
+        if own.do is not None and other.do is not None and not torch.equal(other.do, own.do):
+            yield Reading("head", f"dO of {name}", replace(own, do=other.do))
+            yield Reading("head", f"Q and dO of {name}", replace(own, q=other.q, do=other.do))
+        yield Reading("head", name, replace(other, scale=own.scale, masking=own.masking, softcap=own.softcap))
+
+
+def other_softcap(head: AttentionHead) -> Iterator[Reading]:
+    """The head without its softcap."""
+    if head.softcap is not None:
+        yield Reading("softcap", "no softcap", replace(head, softcap=None))

@@ -1,0 +1,227 @@
+"""Each captured quantity of a head judged: is it the mathematics, and is it as good as a well-rounded kernel's?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
+from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
+from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges
+from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
+
+CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv")
+# So much of a well-rounded kernel's error is less, however few rows carry it.
+_FAR_BETTER = 0.5
+# Outlying rows of a kernel that rounds coarsely everywhere are no pattern; few, or neighbours, are.
+_FEW = 8
+_ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
+SITES = {"dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)"}
+
+
+def worst_of_all(heads: Iterable[Sequence[QuantityVerdict]]) -> list[QuantityVerdict]:
+    """The gravest verdict of each quantity over several heads."""
+    by_name: dict[Quantity, list[QuantityVerdict]] = {}
+    for found in heads:
+        for verdict in found:
+            by_name.setdefault(verdict.quantity, []).append(verdict)
+    return [worst(found) for found in by_name.values()]
+
+
+def worst(found: Sequence[QuantityVerdict]) -> QuantityVerdict:
+    """The gravest of several verdicts of one quantity."""
+    return min(found, key=lambda v: (_ORDER.index(v.answer), -(v.factor or 0.0)))
+
+
+def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
+    """The rows of several sequences one after the other; rows keep their numbers."""
+    first = samples[0]
+    if len(samples) == 1:
+        return first
+    clusters, start = [], 0
+    for s in samples:
+        own = np.arange(len(s.rows)) if s.clusters is None else s.clusters
+        clusters.append(own + start)
+        start += int(own.max()) + 1 if len(own) else 0
+    arrays = {
+        name: np.concatenate([getattr(s, name) for s in samples])
+        for name in ("rows", "error", "counterfactual", "floor", "reference", "expected", "bad_rows")
+    }
+    arrays["features"] = np.concatenate([s.features for s in samples], 1)
+    return QuantitySample(
+        **arrays,
+        bad_features=np.stack([s.bad_features for s in samples]).max(0),
+        bad_elements=np.concatenate([s.bad_elements for s in samples]),
+        in_outlying_element=np.concatenate([s.in_outlying_element for s in samples]),
+        largest=max((s.largest for s in samples), key=lambda found: found[3]),
+        clusters=np.concatenate(clusters),
+        carriers=first.carriers,
+        site=next((s.site for s in samples if s.site is not None), None),
+    )
+
+
+def judge_quantity(
+    quantity: Quantity, samples: Sequence[QuantitySample], batches: Sequence[int], broken: int = 0
+) -> QuantityVerdict:
+    """Judge O, dQ, dK or dV of one head.
+
+    Args:
+        quantity: Its name.
+        samples: One a sequence; at least one, unless every row is broken.
+        batches: The sequence of each.
+        broken: Rows with NaN or Inf where the reference is finite.
+    """
+    name = SYMBOLS[quantity]
+    unit = "keys" if quantity in ("dk", "dv") else "rows"
+    if broken or not samples:
+        words = f"{name} holds NaN or Inf in {broken} {unit} where the reference is finite."
+        return QuantityVerdict(quantity, "nonfinite", words, rows_outlying=broken)
+    whole = joined(samples)
+    ratio, typical = whole.ratio(), whole.typical_ratio()
+    outlying = whole.outlying
+    largest, batch = max(zip((s.largest for s in samples), batches, strict=True), key=lambda item: item[0][3])
+    error, truth = float(whole.error.sum()), float(whole.reference.sum())
+
+    def verdict(answer: Answer, words: str, *patterns: Pattern) -> QuantityVerdict:
+        return QuantityVerdict(
+            quantity=quantity,
+            answer=answer,
+            words=words,
+            factor=None if ratio is None else ratio.factor,
+            factor_ci95=None if ratio is None else (ratio.low, ratio.high),
+            groups=None if ratio is None else ratio.groups,
+            typical_factor=None if typical is None else typical.factor,
+            typical_factor_ci95=None if typical is None else (typical.low, typical.high),
+            relative_error=math.sqrt(error / truth) if truth else None,
+            relative_error_well_rounded=math.sqrt(float(whole.counterfactual.sum()) / truth) if truth else None,
+            rows_outlying=int(outlying.sum()),
+            rows=len(outlying),
+            largest_ulp=largest[2],
+            largest_at=(batch, largest[0], largest[1]),
+            site=whole.site,
+            patterns=patterns,
+        )
+
+    if outlying.any():
+        rest = whole.ratio(~outlying) if (~outlying).sum() > 1 else None
+        healthy = rest is not None and rest.factor <= LOSSY
+        if _localised(whole, outlying, healthy=healthy) or _beyond_rounding(whole, outlying):
+            pattern = _where(whole, outlying, unit, rest)
+            said = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
+            return verdict("wrong", f"{said}: {pattern.words}.", pattern)
+    if ratio is None or typical is None:
+        return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
+    factor = f"{_factor(ratio)} times a well-rounded kernel's error"
+    site = "" if whole.site is None else f", as where {SITES.get(whole.site, whole.site)}"
+    if ratio.low > LOSSY and ratio.groups >= MIN_GROUPS:
+        return verdict("lossy", f"{name} has {factor}{site}.")
+    if typical.low > LOSSY and typical.groups >= MIN_GROUPS:
+        each = f"{_factor(typical)} with every one of its {unit} in units of its own noise"
+        return verdict("lossy", f"{name} has {factor}, and {each}{site}.")
+    # Where few rows have most of the error the first says little; each row in units of its noise says what they share.
+    as_good = ratio.high <= AS_GOOD or (ratio.factor <= AS_GOOD and typical.high <= AS_GOOD)
+    # Hardly any error (exact on one-hot rows) has no interval worth the name.
+    as_good |= max(ratio.factor, typical.factor) <= _FAR_BETTER
+    if as_good and not outlying.any():
+        return verdict("good", f"{name} is as good as a well-rounded kernel's (factor {_factor(ratio)}).")
+    few = f"; {number(ratio.groups, 2)} groups of {unit} carry it" if ratio.groups < MIN_GROUPS else ""
+    if outlying.any():
+        few += f"; {plural(int(outlying.sum()), unit[:-1])} stand out"
+    return verdict("undecided", f"{name} has {factor}{site}{few}.")
+
+
+def with_empty_rows(verdict: QuantityVerdict, counts: Sequence[tuple[int, int]]) -> QuantityVerdict:
+    """The verdict with what is found in rows that see no key: their dQ is 0; of their O kernels think differently.
+
+    Args:
+        verdict: Of O or dQ over all other rows.
+        counts: For each sequence, rows with NaN or Inf, and rows with another number than 0.
+    """
+    broken, other = (sum(c[i] for c in counts) for i in (0, 1))
+    if not broken and not other:
+        return verdict
+    name = SYMBOLS[verdict.quantity]
+    said = f"{plural(broken, 'row')} with NaN or Inf" if broken else f"{plural(other, 'row')} with other numbers than 0"
+    words = f"{name} has {said} among the rows that see no key"
+    if verdict.quantity == "dq" and verdict.answer not in ("nonfinite", "wrong"):
+        return replace(verdict, answer="nonfinite" if broken else "wrong", words=f"{words}, where it is 0.")
+    return replace(verdict, words=f"{verdict.words} {words}, which is not judged.")
+
+
+def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int = 0) -> QuantityVerdict:
+    """Judge LSE or a captured delta of one head, by what its error makes of dQ beside a well-rounded kernel's error.
+
+    Args:
+        quantity: "lse" or "delta".
+        effects: One a sequence.
+        broken: Rows with NaN or Inf where the reference is finite.
+    """
+    name = SYMBOLS[quantity]
+    if broken or not effects:
+        words = f"{name} holds NaN or Inf in {broken} rows where the reference is finite."
+        return QuantityVerdict(quantity, "nonfinite", words, rows_outlying=broken)
+    made = np.concatenate([e.made for e in effects])
+    noise = np.concatenate([e.noise for e in effects])
+    over = np.concatenate([e.of_budget for e in effects])
+    rows = np.concatenate([e.rows for e in effects])
+    size = max(e.largest for e in effects)
+    ratio = paired_ratio(made + noise, noise)
+    factor = None if ratio is None else ratio.factor
+    found = QuantityVerdict(
+        quantity, "good", f"{name} is as good as fp32 arithmetic makes it.", factor=factor,
+        factor_ci95=None if ratio is None else (ratio.low, ratio.high), groups=None if ratio is None else ratio.groups,
+        rows_outlying=int((over > 1).sum()), rows=len(over),
+    )  # fmt: skip
+    if (over > 1).any():
+        where = ranges(rows[over > 1].tolist())
+        words = f"{name} is up to {number(size)} off, which no rounding makes: rows {where}"
+        return _answered(found, "wrong", f"{words}.", Pattern("rows", f"rows {where}"))
+    if ratio is None or ratio.factor <= AS_GOOD:
+        return found
+    words = f"{name} is up to {number(size)} off, and makes dQ {number(ratio.factor)} times as wrong as it need be"
+    answer: Answer = "lossy" if ratio.factor > LOSSY and ratio.groups >= MIN_GROUPS else "undecided"
+    return _answered(found, answer, f"{words}.")
+
+
+def _answered(found: QuantityVerdict, answer: Answer, words: str, *patterns: Pattern) -> QuantityVerdict:
+    return replace(found, answer=answer, words=words, patterns=patterns)
+
+
+def not_judged(judged: Collection[str], *, with_do: bool) -> tuple[str, ...]:
+    """The quantities of ``CAPTURED`` that are not among ``judged``, with the reason."""
+    missing = [name for name in CAPTURED if name not in judged]
+    return tuple(
+        f"{SYMBOLS[name]} ({'not captured' if with_do or name in ('o', 'lse') else 'no dO'})" for name in missing
+    )
+
+
+def _factor(ratio: RatioEstimate) -> str:
+    return f"{number(ratio.factor)} ({number(ratio.low)} to {number(ratio.high)})"
+
+
+def _localised(whole: QuantitySample, outlying: np.ndarray, *, healthy: bool) -> bool:
+    """Whether what stands out is a place: few rows, neighbours or features, while all else is well rounded."""
+    if not healthy:
+        return False
+    # Places, not numbers: every sequence has a row 7.
+    rows = np.flatnonzero(outlying)
+    runs = 1 + int((np.diff(rows) > 1).sum())
+    return runs <= _FEW or runs <= len(rows) / 4 or bool((whole.bad_features > 0).any())
+
+
+def _beyond_rounding(whole: QuantitySample, outlying: np.ndarray) -> bool:
+    """Whether the error is of the size of the quantity itself where it stands out."""
+    error, truth = float(whole.error[outlying].sum()), float(whole.reference[outlying].sum())
+    return error > truth / 4
+
+
+def _where(whole: QuantitySample, outlying: np.ndarray, unit: str, rest: RatioEstimate | None) -> Pattern:
+    rows = sorted(whole.rows[outlying].tolist())
+    share = float(whole.error[outlying].sum() / whole.error.sum())
+    words = f"{unit} {ranges(rows)} ({len(rows)} of {len(outlying)}) stand out"
+    if rest is not None:
+        words += f"; without them the factor is {number(rest.factor)}"
+    return Pattern("keys" if unit == "keys" else "rows", words, share, None if rest is None else rest.factor)

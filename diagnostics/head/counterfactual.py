@@ -1,0 +1,192 @@
+"""What a well-rounded kernel returns for a head, and how far it may be off, element by element.
+
+The yardstick of every verdict: the published recipe of the inputs' format (fa2) run on the same head, and the variance
+that one nearest-even rounding at each of its sites gives. With eps^2 = E[(RN(x) - x)^2 / x^2] over a binade and
+sites independent:
+
+    var O     = eps^2 P^2 V^2 + ulp(O)^2 / 12                       the cast of P_bar, the last rounding
+    var delta = dO^2 var O
+    var dQ    = alpha^2 (var delta (P K)^2 + eps^2 dS^2 K^2) + ulp(dQ)^2 / 12
+    var dK    = alpha^2 (var delta P^2 + eps^2 dS^2)^T Q^2 + ulp(dK)^2 / 12
+    var dV    = eps^2 (P^2)^T dO^2 + ulp(dV)^2 / 12
+
+(squares elementwise). Production kernels leave 0.5 to 1.0 times its root mean square on every input measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attn_diag.head.propagation import sloped
+from attn_diag.kernels import Recipe, emulate_head, preset
+from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
+
+RECIPE = "fa2"
+# Recipes that round as well; where a head's errors lean on few elements, the one that is furthest off is the yardstick.
+ALTERNATIVES = (RECIPE, "cudnn", "flex")
+FORMATS = ("bf16", "fp16")
+# An fp32 score is off by about half a unit in its last place, and so by this times its size; P relatively as much.
+_FP32_SCORE = 2.0**-23
+_MOST_DIRECTIONS = 128
+_TENSOR_CORE_SCORES = 2**19
+
+
+def covers(fmt: FloatFormat) -> bool:
+    """Whether there is a published recipe for inputs of this format."""
+    return fmt.name in FORMATS
+
+
+def run_counterfactual(
+    head: AttentionHead,
+    fmt: FloatFormat,
+    stored: Mapping[str, FloatFormat],
+    *,
+    recipe: str = RECIPE,
+    tensor_core: bool = False,
+    key_gradients: bool = True,
+) -> dict[str, Tensor]:
+    """What a well-rounded kernel returns for one query head.
+
+    Args:
+        head: The head.
+        fmt: The inputs' format, one of ``FORMATS``.
+        stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
+        recipe: Which published recipe.
+        tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
+        key_gradients: Whether dK and dV are wanted.
+
+    Returns:
+        o, lse and, with dO, delta, dq, dk and dv by name; float64.
+    """
+    chosen: Recipe = preset(recipe, fmt.name, head.q.shape[1])
+    gradients = next((stored[n] for n in ("dq", "dk", "dv") if n in stored), fmt)
+    out = stored.get("o", fmt).name
+    known = (*FORMATS, "fp32")
+    chosen = replace(
+        chosen,
+        accumulation="nvidia-tensor-core" if tensor_core else chosen.accumulation,
+        out=out if out in known else chosen.out,
+        dq=gradients.name if gradients.name in known else chosen.dq,
+    )
+    found = emulate_head(chosen, head, key_gradients=key_gradients)
+    outputs = {name: getattr(found, name) for name in ("o", "lse", "delta", "dq", "dk", "dv")}
+    return {name: tensor.double() for name, tensor in outputs.items() if tensor is not None}
+
+
+class Counterfactuals:
+    """What well-rounded kernels return for one query head; each is run when it is first asked for."""
+
+    def __init__(
+        self, head: AttentionHead, fmt: FloatFormat, stored: Mapping[str, FloatFormat], *, key_gradients: bool
+    ) -> None:
+        self._run = partial(run_counterfactual, head, fmt, stored, key_gradients=key_gradients)
+        self._found: dict[tuple[str, bool], dict[str, Tensor]] = {}
+        self.small = len(head.q) * len(head.k) <= _TENSOR_CORE_SCORES
+        """Whether the tensor core's sums take a second or two at most."""
+
+    def outputs(self, recipe: str = RECIPE, *, tensor_core: bool = False) -> dict[str, Tensor]:
+        """As ``run_counterfactual``."""
+        key = recipe, tensor_core
+        if key not in self._found:
+            self._found[key] = self._run(recipe=recipe, tensor_core=tensor_core)
+        return self._found[key]
+
+
+@dataclass
+class NoiseCollector:
+    """Gathers, block by block, the variances of a well-rounded kernel's errors; without the last roundings."""
+
+    head: AttentionHead
+    """The head."""
+    fmt: FloatFormat
+    """The format of P's and dS's casts."""
+    out: FloatFormat
+    """O's."""
+    want_keys: bool = False
+    """Whether dK and dV are wanted."""
+    variance: dict[str, Tensor] = field(default_factory=dict)
+    """o [Tq, Dv] (with its last rounding), delta [Tq], dq [Tq, D], dk [Tk, D], dv [Tk, Dv]."""
+    by_delta: Tensor = field(init=False)
+    """What every query row adds to the sum of dk's variance through its delta, [Tq]: all keys share that error."""
+
+    def __post_init__(self) -> None:
+        head, new = self.head, self.head.q.new_zeros
+        self._relative = 2.0 ** (-2 * self.fmt.precision) / 24  # E[1/x^2] = 1/2 over [1, 2)
+        self._smallest = float(ulp(torch.zeros(1, dtype=torch.float64), self.fmt)) ** 2 / 12
+        # Kernels may cast alpha dS instead of dS: below the normal numbers that is coarser.
+        self._smallest_dscore = self._smallest / min(head.scale, 1.0) ** 2
+        self._v2, self._k2 = head.v.square(), head.k.square()
+        self.variance["o"] = new(len(head.q), head.v.shape[1])
+        self.by_delta = new(len(head.q))
+        if head.do is None:
+            return
+        self._do2, self._q2 = head.do.square(), head.q.square() * head.scale**2
+        self.variance |= {"delta": new(len(head.q)), "dq": new(head.q.shape)}
+        if self.want_keys:
+            self.variance |= {"dk": new(head.k.shape), "dv": new(head.v.shape)}
+
+    def add(self, block: RowBlock) -> None:
+        """Take one block of the reference."""
+        rows, keys, inverse = block.rows, block.keys, block.inverse_row_sum
+        visible = (block.unnormalised_probs > 0).to(inverse.dtype)
+        scores = (_FP32_SCORE * block.row_max.masked_fill(block.fully_masked, 0.0)).square()
+        relative = (self._relative + scores)[:, None]
+        squares = block.probs.square()
+        probs = squares * relative + visible * (self._smallest * inverse.square())[:, None]
+        o = probs @ self._v2[keys] + ulp(block.out, self.out).square() / 12
+        self.variance["o"][rows] = o
+        if block.unnormalised_dscores is None:
+            return
+        delta = (self._do2[rows] * o).sum(1)
+        self.variance["delta"][rows] = delta
+        dscores = block.dscores
+        assert dscores is not None
+        dscores = dscores.square_().mul_(relative).add_(visible, alpha=self._smallest_dscore)
+        through = sloped(block, block.probs) @ self.head.k[keys]
+        dq = delta[:, None] * through.square() + dscores @ self._k2[keys]
+        self.variance["dq"][rows] = dq * self.head.scale**2
+        if self.want_keys:
+            by_delta = sloped(block, sloped(block, squares)) * delta[:, None]
+            self.variance["dk"][keys] += (dscores + by_delta).T @ self._q2[rows]
+            self.variance["dv"][keys] += probs.T @ self._do2[rows]
+            self.by_delta[rows] = by_delta.sum(1) * self._q2[rows].sum(1)
+
+    def finished(self, reference: HeadReference, stored: Mapping[str, FloatFormat]) -> dict[str, Tensor]:
+        """The variances with the gradients' last roundings to their formats (``stored``; else the inputs')."""
+        found = dict(self.variance)
+        for name in ("dq", "dk", "dv"):
+            if name in found:
+                found[name] = found[name] + ulp(getattr(reference, name), stored.get(name, self.fmt)).square() / 12
+        return found
+
+
+def directions(head: AttentionHead, fmt: FloatFormat, quantity: str, rows: Tensor) -> Tensor:
+    """How many directions the expected noise of some rows of O or dQ has: (tr C)^2 / ||C||^2 of its covariance C.
+
+    Args:
+        head: The head.
+        fmt: The format of P's and dS's casts.
+        quantity: "o" or "dq".
+        rows: Indices, [n].
+
+    Returns:
+        [n], at least 1; of more than ``_MOST_DIRECTIONS`` rows 1 for the rest.
+    """
+    result = torch.ones(len(rows), dtype=torch.float64)
+    relative = 2.0 ** (-2 * fmt.precision) / 24
+    block = reference_rows(head, rows[:_MOST_DIRECTIONS])
+    weights, vectors, truth = block.probs, head.v[block.keys], block.out
+    if quantity == "dq":
+        assert block.dscores is not None
+        assert block.dq is not None
+        weights, vectors, truth = block.dscores * head.scale, head.k[block.keys], block.dq
+    for i, weight in enumerate(weights.square() * relative):
+        covariance = (vectors * weight[:, None]).T @ vectors
+        covariance.diagonal().add_(ulp(truth[i], fmt).square() / 12)
+        result[i] = float(covariance.trace() ** 2 / covariance.square().sum())
+    return result

@@ -1,0 +1,159 @@
+"""Whether an emulated recipe errs as a captured kernel does, and how both compare with a well-rounded kernel.
+
+Compared are sizes (the interval of the paired ratio), the errors themselves, means (paired, beside the standard error
+that any statement about the mean has) and, of LSE, what fp32 arithmetic may differ by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_diag.head.counterfactual import ALTERNATIVES, Counterfactuals, covers
+from attn_diag.head.open import OpenHead
+from attn_diag.head.quality import AS_GOOD
+from attn_diag.kernels import emulate_head
+from attn_diag.kernels.formats import parse
+from attn_diag.reference import ulp
+from attn_diag.results.wording import number, percent
+from attn_diag.statistics.means import SignedErrors, estimate_bias
+from attn_diag.statistics.ratios import RatioEstimate, paired_ratio
+
+# Means further apart than so many standard errors of the recipe's own are not the same.
+_APART = 3.0
+_LEVEL = 0.01
+# A difference from the recipe's result with this part of the recipe's squared error is as large as parts that are named
+# as causes (0.05). Genuine kernels, and kernels with other fp32 sums: up to 0.006 of dQ's; one site more: from 0.07 on.
+_REST = 0.05
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """A captured kernel beside an emulated recipe and a well-rounded kernel."""
+
+    differences: Mapping[str, str]
+    """In what they differ, in words, by quantity (o, lse, delta, dq); one that is absent does not, or is not known."""
+    well_rounded: Mapping[str, RatioEstimate]
+    """Of o and dq: the captured kernel's error over a well-rounded kernel's; the recipe's where none was captured."""
+
+
+def fidelity(head: OpenHead) -> Fidelity:
+    """Run the head's recipe once, and well-rounded ones, and compare."""
+    truth, reference = head.truth, head.truth.reference
+    made = emulate_head(head.baseline.recipe, truth.head, key_gradients=False)
+    emulated = {n: t.double() for n in ("o", "lse", "delta", "dq") if (t := getattr(made, n)) is not None}
+    # What rowsum(dO o O) errs by is no other delta's error.
+    recipe = head.baseline.recipe
+    in_fp32 = parse(recipe.delta) is None and parse(recipe.delta_products) is None
+    made_from_o = recipe.delta_from == "rounded-o" and in_fp32
+    captured = dict(head.outputs) if head.observation is not None else {}
+    if "o" in captured and truth.head.do is not None and "delta" not in captured and made_from_o:
+        captured["delta"] = (truth.head.do * captured["o"]).sum(1)
+    known = {"o": reference.out, "delta": reference.delta, "dq": reference.dq}
+    keys = truth.clusters
+    found: dict[str, str] = {}
+    for name, exact in known.items():
+        if exact is None or name not in captured or name not in emulated:
+            continue
+        unit = ulp(exact, truth.out_format).mean() if name != "delta" else truth.noise_floor
+        assert unit is not None
+        words = _apart(captured[name], emulated[name], exact, unit, _usable(truth.usable, captured[name]), keys)
+        if words:
+            found[name] = words
+    if "lse" in captured and (words := _other_lse(head, captured["lse"], emulated["lse"])):
+        found["lse"] = words
+    return Fidelity(found, _beside_well_rounded(head, captured or emulated, known))
+
+
+def _usable(rows: Tensor, values: Tensor) -> Tensor:
+    return rows & (values.isfinite() if values.ndim == 1 else values.isfinite().all(1))
+
+
+def _apart(captured: Tensor, emulated: Tensor, exact: Tensor, unit: Tensor, rows: Tensor, keys: Tensor) -> str:
+    """In what two sets of errors differ; empty: in nothing that is certain."""
+    if not bool(rows.any()):
+        return ""
+    one, other = ((x - exact)[rows].reshape(int(rows.sum()), -1) for x in (captured, emulated))
+    clusters = np.unique(keys[rows].cpu().numpy(), return_inverse=True)[1]
+    said = []
+    a, b = one.square().sum(1).cpu().numpy(), other.square().sum(1).cpu().numpy()
+    ratio = paired_ratio(a, b, clusters if exact.ndim == 2 else None)
+    if ratio is not None and (ratio.low > AS_GOOD or ratio.high < 1 / AS_GOOD):
+        said.append(f"its error is {number(ratio.factor)} times the recipe's")
+    elif ratio is None and bool(a.any()) != bool(b.any()):
+        said.append("its error is not the recipe's")
+    rest, whole = float((one - other).square().sum()), float(other.square().sum())
+    if not said and rest > _REST * whole:
+        part = rest / max(float(one.square().sum()), 1e-300)
+        said.append(f"{percent(min(part, 1.0), '.0f')} of its squared error is not the recipe's")
+    away = exact[rows].sign().reshape(len(one), -1) if exact.ndim == 2 else torch.ones_like(one)
+    scale = unit[rows][:, None] if unit.ndim else unit
+    away = torch.where(scale > 0, away / scale, 0.0)
+    means = [_mean((x * away).sum(1), one.shape[1], clusters) for x in (one, other, one - other)]
+    (mean, _, _), (theirs, error, _), (_, _, p_value) = means
+    if p_value is not None and p_value <= _LEVEL and error is not None and abs(mean - theirs) > _APART * error:
+        name = "noise floors" if exact.ndim == 1 else "ulp away from zero"
+        said.append(f"its mean is {mean:+.2g} {name}, the recipe's {theirs:+.2g}")
+    return ", ".join(said)
+
+
+def _mean(rows: Tensor, count: int, clusters: np.ndarray) -> tuple[float, float | None, float | None]:
+    """The mean, its standard error and p-value."""
+    values = rows.cpu().numpy()
+    errors = SignedErrors(
+        total=values, square=float(np.square(values).sum()), positive=int((values > 0).sum()),
+        nonzero=int((values != 0).sum()), unit_total=float(values.sum()), unit_scale=1.0, count=count,
+    )  # fmt: skip
+    found = estimate_bias(errors, clusters, _LEVEL, with_drift=False)
+    return found.mean or 0.0, found.standard_error, found.p_value
+
+
+def _other_lse(head: OpenHead, captured: Tensor, emulated: Tensor) -> str:
+    """Whether two LSE are further apart than fp32 sums, truncated once every 16 products, and one rounding can be.
+
+    Scores that the recipe rounds coarsely carry that into L: those are not compared.
+    """
+    inputs, recipe = head.truth.head, head.baseline.recipe
+    if recipe.scores != "fp32" or recipe.row_max != "fp32" or recipe.row_sum != "fp32" or recipe.difference != "fp32":
+        return ""
+    rows = head.truth.usable & captured.isfinite() & emulated.isfinite()
+    largest = inputs.scale * inputs.q.norm(dim=1) * inputs.k.norm(dim=1).max()
+    sums = (inputs.q.shape[1] + len(inputs.k)) / 16 + 2
+    budget = sums * 2.0**-23 * (1 + largest)
+    apart = (captured - emulated).abs()
+    if not bool((apart > budget)[rows].any()):
+        return ""
+    return f"it is up to {number(float(apart[rows].max()))} from the recipe's"
+
+
+def _beside_well_rounded(
+    head: OpenHead, outputs: Mapping[str, Tensor], known: Mapping[str, Tensor | None]
+) -> dict[str, RatioEstimate]:
+    truth = head.truth
+    if not covers(truth.out_format):
+        return {}
+    others = Counterfactuals(truth.head, truth.out_format, head.formats, key_gradients=False)
+    found: dict[str, RatioEstimate] = {}
+    for name in ("o", "dq"):
+        exact = known[name]
+        if exact is None or name not in outputs:
+            continue
+        rows = _usable(truth.usable, outputs[name])
+        error = (outputs[name] - exact)[rows].square().sum(1).cpu().numpy()
+        fmt = head.formats.get(name, truth.out_format)
+        floor = (ulp(exact[rows], fmt).square().sum(1) / 12).cpu().numpy()
+        clusters = np.unique(truth.clusters[rows].cpu().numpy(), return_inverse=True)[1] if name == "o" else None
+        best: RatioEstimate | None = None
+        for recipe in ALTERNATIVES:
+            theirs = (others.outputs(recipe)[name] - exact)[rows].square().sum(1).cpu().numpy()
+            ratio = paired_ratio(error, theirs if theirs.sum() > floor.sum() else floor, clusters)
+            best = ratio if best is None or (ratio is not None and ratio.factor < best.factor) else best
+            if best is None or best.high <= AS_GOOD:
+                break
+        if best is not None:
+            found[name] = best
+    return found

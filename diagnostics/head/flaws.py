@@ -1,0 +1,185 @@
+"""Where an O is not what the recipe makes that has its bits everywhere else.
+
+A right recipe misses elements only where another order of fp32 additions, or a tensor core's truncation, carries an
+intermediate across a rounding boundary. One element of O may so be off by
+
+    ulp(O)                             the last rounding
+    sqrt(sum_k (r_k P_k V_k)^2)        a rounding of P_bar or S of any key, r_k its relative size: 2^-p of a cast,
+      + |O| sqrt(sum_k (r_k P_k)^2)    the spacing at S of scores that are rounded; and through l
+    e sum_k P_k |V_k|                  e = (K/16 + D/16 + 2) 2^-23 of fp32 sums, truncated once every 16 products, and
+                                       of scores, times the largest alpha |q| |k|
+    2^-p sum_k P_k |V_k|               where l or accumulators are rounded to p mantissa bits, too
+
+What is off by more than twice that, two such crossings, is wrong, and the rows or features that hold it are named.
+(Genuine captures and kernels with other sums: at most 0.75 times.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attn_diag.head.recipe_search import SearchedHead, Trial, threshold, usable_rows
+from attn_diag.kernels import Recipe
+from attn_diag.kernels.formats import parse
+from attn_diag.reference import FloatFormat, RowBlock, format_of, reference_rows, ulp
+from attn_diag.results.wording import number, plural, ranges
+
+_BLOCK = 128
+# So many runs of rows are a place.
+_RUNS = 8
+# Rows or features with so many times the misses of a recipe that fits are looked at together.
+_CONCENTRATED = 10
+# Features are named where they are at most this part of all.
+_FEW_FEATURES = 4
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """Elements of O that a recipe does not explain, while it may have the bits of the others."""
+
+    rows: tuple[int, ...]
+    """The query rows that hold them."""
+    rows_all: int
+    """Query rows compared."""
+    features: tuple[int, ...] | None
+    """The features that hold them; None: any."""
+    elements: int
+    """How many there are."""
+    largest_ulp: float
+    """How far the furthest is off the recipe's, in ulp of O."""
+    explained: bool
+    """Whether arithmetic could make each of them; together they are too many to be chance."""
+    kept: Tensor
+    """The elements compared without these rows, or features, bool [R, Dv]."""
+    agreement: float
+    """The fraction of these that have the recipe's bits."""
+    place: bool
+    """Whether they are a place: few features, rows together or at one distance, or few of the rows that see as many
+    keys; else the recipe itself may be another one."""
+
+    @property
+    def words(self) -> str:
+        """Where and by how much."""
+        rows = f"row{'s' if len(self.rows) > 1 else ''} {_in_words(self.rows)}"
+        first, last = self.rows[0], self.rows[-1]
+        if 4 * len(self.rows) >= last - first + 1 > len(self.rows):
+            rows = f"rows {first}-{last} ({len(self.rows)} of {last - first + 1})"
+        if len(self.rows) == self.rows_all:
+            rows = "all rows"
+        where = rows
+        if self.features is not None:
+            named = f"feature{'s' if len(self.features) > 1 else ''} {ranges(self.features)}"
+            where = named if rows == "all rows" else f"{named} of {rows}"
+        said = f"{where}: {plural(self.elements, 'element')} up to {number(self.largest_ulp)} ulp off its bits"
+        if self.explained:
+            return f"rounds otherwise in {said}, too many in one place to be chance"
+        return f"wrong in {said}, more than arithmetic explains"
+
+
+def find_flaw(subject: SearchedHead, trial: Trial, rows: Tensor) -> Flaw | None:
+    """The elements that the trial's recipe does not explain; None where there are none.
+
+    Args:
+        subject: The head.
+        trial: The recipe, run on these rows.
+        rows: Query rows, int64 [R].
+    """
+    observed, made = subject.observed[rows].double(), trial.out.double()
+    fmt = format_of(subject.observed.dtype)
+    unequal = (~trial.match.equal).any(1).nonzero()[:, 0]
+    beyond = torch.zeros_like(trial.match.equal)
+    in_ulp = torch.zeros_like(made)
+    for start in range(0, len(unequal), _BLOCK):
+        part = unequal[start : start + _BLOCK]
+        block = reference_rows(replace(subject.inputs.head, do=None), rows[part])
+        off = (observed[part] - made[part]).abs()
+        in_ulp[part] = off / ulp(block.out, fmt)
+        beyond[part] = ~(off <= 2 * allowance(trial.recipe, subject, block, fmt))
+    found = _placed(subject, trial, rows, beyond, in_ulp, explained=False) if bool(beyond.any()) else None
+    least = threshold(subject.fmt, beyond.numel())
+    if trial.match.agreement >= least or (found is not None and found.place and found.agreement >= least):
+        return found
+    # Too many elements are missed; perhaps all of them in one place.
+    missed, most = ~trial.match.equal, _CONCENTRATED * (1 - least)
+    for elements in (missed & (missed.double().mean(0) > most), missed & (missed.double().mean(1) > most)[:, None]):
+        if not bool(elements.any()):
+            continue
+        other = _placed(subject, trial, rows, elements, in_ulp, explained=True)
+        if other.place and other.agreement >= least and 2 * int(other.kept.sum()) >= other.kept.numel():
+            return other
+    return found
+
+
+def _placed(
+    subject: SearchedHead, trial: Trial, rows: Tensor, wrong: Tensor, in_ulp: Tensor, *, explained: bool
+) -> Flaw:
+    """The rows or features that hold the elements marked in ``wrong`` [R, Dv]."""
+    bad, width = wrong.any(1), wrong.shape[1]
+    columns = wrong.any(0)
+    few = int(columns.sum()) * _FEW_FEATURES <= width
+    # Neighbours of wrong rows may be right by chance: they put no weight on what is wrong.
+    places = bad.nonzero()[:, 0]
+    inside = torch.zeros_like(bad)
+    inside[places[0] : places[-1] + 1] = True
+    left = bad if 2 * int(inside.sum()) > len(bad) or 4 * int(bad.sum()) < int(inside.sum()) else inside
+    kept = ~left[:, None] if not few or int(bad.sum()) == 1 else ~columns[None]
+    kept = kept.expand_as(wrong)
+    equal = trial.match.equal[kept]
+    return Flaw(
+        rows=tuple(rows[bad].tolist()),
+        rows_all=len(rows),
+        features=tuple(columns.nonzero()[:, 0].tolist()) if few else None,
+        elements=int(wrong.sum()),
+        largest_ulp=float(in_ulp[wrong].max()),
+        explained=explained,
+        kept=kept,
+        agreement=float(equal.double().mean()) if equal.numel() else 0.0,
+        place=few or left is inside or _together(bad) or (not explained and _are_few(subject, rows, bad)),
+    )
+
+
+def allowance(recipe: Recipe, subject: SearchedHead, block: RowBlock, fmt: FloatFormat) -> Tensor:
+    """How far an element of O may be off the right recipe's, [R, Dv]; see the module."""
+    head = subject.inputs.head
+    smallest = float(ulp(torch.zeros(1, dtype=torch.float64), subject.inputs.input_format))
+    spacing, values = 2.0**-subject.inputs.input_format.precision, head.v[block.keys]
+    probs, out = block.probs, block.out
+    moved = torch.maximum(spacing * probs, smallest * block.inverse_row_sum[:, None] * (probs > 0))
+    for site, at in (("scores", block.scores), ("difference", block.scores - block.row_max[:, None])):
+        if parse(getattr(recipe, site)) is not None:
+            moved += probs * (spacing * at.masked_fill(probs == 0, 0.0).abs()).expm1()
+    weighted = moved.square()
+    found = ulp(out, fmt) + (weighted @ values.square()).sqrt() + out.abs() * weighted.sum(1, keepdim=True).sqrt()
+    largest = head.scale * head.q[block.rows].norm(dim=1) * head.k[block.keys].norm(dim=1).max()
+    depth_sums = (probs.shape[1] + head.q.shape[1]) / 16 + 2
+    every = depth_sums * 2.0**-23 * (1 + largest[:, None])
+    if any(parse(getattr(recipe, site)) is not None for site in ("row_sum", "range_pv", "accumulator", "row_max")):
+        every = every + spacing
+    allowed: Tensor = found + every * (probs @ values.abs())
+    return allowed
+
+
+def _together(bad: Tensor) -> bool:
+    """Whether the rows marked are few runs, or lie at one distance."""
+    numbers = bad.nonzero()[:, 0]
+    steps = numbers.diff()
+    return 1 + int((steps > 1).sum()) <= _RUNS or len(set(steps.tolist())) == 1
+
+
+def _are_few(subject: SearchedHead, rows: Tensor, bad: Tensor) -> bool:
+    """Whether most rows that attend to as many keys as the wrong ones are right: rows with one key tell nothing."""
+    attended = usable_rows(subject.inputs, subject.observed, rows)[1]
+    alike = attended >= attended[bad].median()
+    return 4 * int((bad & alike).sum()) <= int(alike.sum())
+
+
+def _in_words(rows: Sequence[int]) -> str:
+    steps = {b - a for a, b in pairwise(rows)}
+    if len(rows) > 3 and len(steps) == 1 and (step := steps.pop()) > 1:
+        return f"{rows[0]}, {rows[1]}, … {rows[-1]} (every {step}th)"
+    return ranges(rows)

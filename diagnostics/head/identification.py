@@ -1,0 +1,303 @@
+"""Which recipe made one head's O: the whole search, judged; its backward by dQ, and where its O is not the recipe's.
+
+What ``identify`` reports and what every analysis of a captured kernel follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from attn_diag.captures.capture import Capture
+from attn_diag.head import recipe_search as search
+from attn_diag.head.flaws import Flaw, find_flaw
+from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name, same_forward
+from attn_diag.head.recipe_search import LEVEL, Match, SearchedHead, Trial, choose_rows
+from attn_diag.kernels import PRESETS, Recipe, emulate_head, preset
+from attn_diag.kernels.recipe import BACKWARD
+from attn_diag.results.identification import BackwardMatch, HardwareMatch
+from attn_diag.results.wording import share
+from attn_diag.work import map_in_order
+
+Outcome = Literal["identified", "ambiguous", "unnamed", "flawed", "unknown"]
+
+# Rows that are compared: as many as have so many scores together, and at least so many.
+_FINAL_SCORES, _FINAL_ROWS = 2**20, 128
+_COARSE_ROWS = 64
+# dQ needs whole heads; above so many scores it is not looked at.
+_BACKWARD_SCORES = 2**22
+_MOST_OF_DQ = 2 / 3
+# Up to so many scores, over all heads of a sequence, presets not told apart are run with the tensor core's sums.
+_HARDWARE_SCORES = 2**20
+# Rows in which the best recipe is looked at for what it does not explain: all that have so many scores together.
+_WHOLE_SCORES = 2**24
+
+
+@dataclass
+class IdentifiedHead:
+    """What the search found for one head of an observation."""
+
+    subject: SearchedHead
+    """The head."""
+    rows: int
+    """Query rows on which recipes were compared."""
+    trials: list[Trial]
+    """The recipes that reached the last comparison, best first."""
+    tried: int
+    """How many were run."""
+    threshold: float
+    """The agreement from which a recipe fits."""
+    flaw: Flaw | None
+    """What the best recipe does not explain although it has the bits of everything else, or would have to."""
+    as_good: list[Trial] = field(default_factory=list)
+    """The recipes that fit and are not told apart from the best."""
+    names: list[str] = field(default_factory=list)
+    """The presets among them, best first."""
+    outcome: Outcome = "unknown"
+    """See ``results.identification.Identification``."""
+    backward: tuple[BackwardMatch, ...] = ()
+    """Presets with one forward told apart by dQ."""
+    hardware: tuple[HardwareMatch, ...] = ()
+    """Presets told apart by a tensor core's sums."""
+    note: str = ""
+    """Why dQ told nothing, where it might have."""
+    recipe: Recipe | None = None
+    """The recipe, forward and backward, that is taken to have made it; None where nothing fits."""
+    name: str = ""
+    """What it is called."""
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the highest agreement."""
+        return self.trials[0]
+
+    @property
+    def nearest(self) -> str:
+        """The best in words, with its agreement."""
+        recipe = self.best.recipe
+        return (
+            f"the roundings of {family_name(recipe, self.subject.head_dim)}, {describe_schedule(recipe.schedule)}, "
+            f"with {share(self.best.match.agreement)} of O's bits"
+        )
+
+
+def identify_head(
+    capture: Capture,
+    observation: str,
+    batch: int,
+    head: int,
+    device: torch.device,
+    *,
+    rows: int | None = None,
+    step: Callable[[], None] = lambda: None,
+) -> IdentifiedHead | None:
+    """Search for the recipe of one head, and judge what was found.
+
+    Args:
+        capture: The capture.
+        observation: One of its observations.
+        batch: Index of the batch item.
+        head: Index of the head in the capture.
+        device: Where recipes are emulated.
+        rows: So many query rows are compared at the end; None: as many as have 2^20 scores together, at least 128.
+        step: Called after each recipe.
+
+    Returns:
+        None where no recipe covers the formats of inputs and O, and where no row can be compared.
+    """
+    subject = search.read_subject(capture, observation, batch, head, device)
+    if subject is None:
+        return None
+    subject.step = step
+    many = rows or max(_FINAL_ROWS, _FINAL_SCORES // capture.k_length)
+    coarse, final = choose_rows(subject.inputs, subject.observed, min(_COARSE_ROWS, many), many)
+    if not len(final):
+        return None
+    trials, tried = search.search(subject, coarse, final)
+    sampled, flaw = _flaws(subject, trials[0], final, rows)
+    judge = _Judge(capture, observation, batch, head, subject, device)
+    elements = trials[0].match.equal.numel()
+    found = IdentifiedHead(subject, len(final), trials, tried, search.threshold(subject.fmt, elements), flaw)
+    judge.choose(found, sampled)
+    return found
+
+
+def _flaws(
+    subject: SearchedHead, best: Trial, final: torch.Tensor, rows: int | None
+) -> tuple[Flaw | None, Flaw | None]:
+    """What the best recipe does not explain: in the rows compared, and in as many as can be looked at."""
+    length, keys = len(subject.observed), len(subject.inputs.head.k)
+    count = rows or min(length, _WHOLE_SCORES // keys)
+    found = find_flaw(subject, best, final)
+    if count <= len(final):
+        return found, found
+    every, _ = search.usable_rows(subject.inputs, subject.observed, search.spread_rows(length, count, final.device))
+    return found, find_flaw(subject, subject.run([best.recipe], every)[0], every) or found
+
+
+@dataclass
+class _Judge:
+    """From ranked trials to a recipe."""
+
+    capture: Capture
+    observation: str
+    batch: int
+    head: int
+    subject: SearchedHead
+    device: torch.device
+
+    def choose(self, found: IdentifiedHead, flaw: Flaw | None) -> None:
+        """Complete what was found; ``flaw``: in the rows compared."""
+        d, best = self.capture.head_dim, found.best
+        good, threshold = [t.match for t in found.trials], found.threshold
+        broken = found.flaw is not None
+        if flaw is not None:
+            if best.match.agreement < threshold and (not flaw.place or 2 * int(flaw.kept.sum()) < flaw.kept.numel()):
+                return
+            # Whole rows or whole features are kept: a matrix again.
+            good = [Match(m.equal[flaw.kept.any(1)][:, flaw.kept.any(0)]) for m in good]
+            threshold = search.threshold(self.subject.fmt, max(good[0].equal.numel(), 1))
+        first = good[0]
+        found.as_good = [
+            t
+            for t, m in zip(found.trials, good, strict=True)
+            if m.agreement >= threshold and (m is first or first.compare(m).p_value > LEVEL)
+        ]
+        if not found.as_good:
+            return
+        named = (known_name(t.recipe, d) for t in found.as_good)
+        found.names = list(dict.fromkeys(name for name in named if name is not None))
+        recipes = {n: next(t.recipe for t in found.as_good if known_name(t.recipe, d) == n) for n in found.names}
+        self._by_backward(found, recipes, broken=broken)
+        if not broken:
+            self._by_hardware(found, recipes)
+        found.outcome = (
+            "flawed" if broken
+            else "unnamed" if not found.names
+            else "identified" if len(found.names) == 1
+            else "ambiguous"
+        )  # fmt: skip
+
+    def _by_backward(self, found: IdentifiedHead, recipes: dict[str, Recipe], *, broken: bool) -> None:
+        """Keep the names whose backward agrees best with the captured dQ, and give the recipe the best of all.
+
+        Presets with one forward may differ there; and a kernel may have one preset's forward and another's backward.
+        """
+        c, fmt, d = self.capture, self.subject.fmt, self.capture.head_dim
+        ways: dict[tuple[object, ...], list[Recipe]] = {}
+        for name in found.names:
+            for recipe in same_forward(name, fmt, d):
+                ways.setdefault(_backward_of(recipe), []).append(replace(recipe, schedule=recipes[name].schedule))
+        found.recipe, found.name = found.as_good[0].recipe, " or ".join(found.names)
+        if not found.names:
+            roundings = family_name(found.recipe, d)
+            found.name = f"the roundings of {roundings}, {describe_schedule(found.recipe.schedule)}"
+        dq = c.read(c.key(self.observation, "dq"), self.batch, self.head)
+        unread = dq is None or dq.dtype != c.tensors["q"].dtype
+        if unread or c.q_length * c.k_length > _BACKWARD_SCORES:
+            self._named(found, recipes)
+            if len(ways) > 1:
+                why = "dQ was not captured" if unread else "the head is too long to compare dQ"
+                found.note = f"{why}: presets that differ in the backward only go by the first's name"
+            return
+        assert dq is not None
+        observed = dq.to(self.device)
+        good = ~self.subject.inputs.unusable & observed.isfinite().all(1)
+        if broken and found.flaw is not None:
+            good[list(found.flaw.rows)] = False
+        head = self.subject.inputs.head
+
+        def match(recipe: Recipe) -> Match:
+            emulated = emulate_head(recipe, head, key_gradients=False).dq
+            assert emulated is not None
+            return Match((emulated == observed)[good])
+
+        parallel = self.device.type == "cpu"
+        if len(ways) > 1:
+            firsts = [of_way[0] for of_way in ways.values()]
+            matches = dict(zip(ways, map_in_order(match, firsts, parallel=parallel), strict=True))
+            order = sorted(ways, key=lambda way: -matches[way].agreement)
+            best = matches[order[0]]
+            p_values = {way: best.compare(matches[way]).p_value for way in order}
+            found.backward = tuple(
+                BackwardMatch(
+                    " or ".join(dict.fromkeys(r.name for r in ways[way])),
+                    matches[way].agreement,
+                    None if way == order[0] else p_values[way],
+                    way != order[0] and p_values[way] <= LEVEL,
+                )
+                for way in order
+            )
+            kept = [way for way in order if way == order[0] or p_values[way] > LEVEL]
+            left = [r.name for way in kept for r in ways[way]]
+            # What fits through the forward alone keeps its name, where its backward is as good as any.
+            found.names = [n for n in found.names if n in left] or list(dict.fromkeys(left))
+        self._named(found, recipes)
+        own = found.recipe
+        others: dict[tuple[object, ...], Recipe] = {}
+        for preset_ in (preset(n, fmt, d) for n in PRESETS):
+            others.setdefault(_backward_of(preset_), preset_)
+        others.pop(_backward_of(own), None)
+        ports = {p.name: replace(own, **{site: getattr(p, site) for site in BACKWARD}) for p in others.values()}
+        tried = [own, *ports.values()]
+        scored = list(map_in_order(match, tried, parallel=parallel))
+        top = max(range(len(tried)), key=lambda i: scored[i].agreement)
+        # The right backward has 79 % of dQ's bits and more (H200), others up to 55 %: a minority says nothing.
+        most = scored[top].agreement > _MOST_OF_DQ
+        if top and most and scored[top].compare(scored[0]).p_value <= LEVEL:
+            found.recipe, found.name = tried[top], f"{found.name} with the backward of {list(ports)[top - 1]}"
+
+    def _named(self, found: IdentifiedHead, recipes: dict[str, Recipe]) -> None:
+        """The recipe of the first name, with that preset's backward."""
+        if not found.names:
+            return
+        name = found.names[0]
+        own = preset(name, self.subject.fmt, self.capture.head_dim)
+        made = recipes.get(name) or next(iter(recipes.values()))
+        backward = {site: getattr(own, site) for site in (*BACKWARD, "lse_from", "row_sum_clamp")}
+        found.recipe, found.name = replace(made, name=name, summary=own.summary, **backward), " or ".join(found.names)
+
+    def _by_hardware(self, found: IdentifiedHead, recipes: dict[str, Recipe]) -> None:
+        """Keep the names that hold under the tensor core's own sums: its truncation moves the last few elements.
+
+        Where some have every observed bit, they alone are left.
+        """
+        c, names = self.capture, found.names
+        scores = c.q_length * c.k_length
+        if len(names) < 2 or scores > _HARDWARE_SCORES:
+            return
+        heads = dict.fromkeys([self.head, *range(c.q_heads)])
+        subjects = [
+            search.read_subject(c, self.observation, self.batch, head, self.device)
+            for head in list(heads)[: max(1, _HARDWARE_SCORES // scores)]
+        ]
+
+        def match(name: str) -> HardwareMatch:
+            missed, elements = 0, 0
+            for subject in subjects:
+                assert subject is not None
+                exact = replace(recipes[name], accumulation="nvidia-tensor-core")
+                out = emulate_head(exact, replace(subject.inputs.head, do=None)).o
+                good = ~subject.inputs.unusable & subject.observed.isfinite().all(1)
+                missed += int((out != subject.observed)[good].sum())
+                elements += int(good.sum()) * out.shape[1]
+            return HardwareMatch(name, missed, elements)
+
+        known = [name for name in names if name in recipes]
+        parallel = self.device.type == "cpu"
+        found.hardware = tuple(sorted(map_in_order(match, known, parallel=parallel), key=lambda m: m.missed))
+        complete = [m.recipe for m in found.hardware if not m.missed]
+        found.names = complete or names
+        suffix = found.name.partition(" with the backward of ")
+        chosen = found.hardware[0].recipe if found.hardware else found.names[0]
+        if chosen in recipes and found.recipe is not None and chosen != found.recipe.name:
+            found.recipe = replace(recipes[chosen], name=chosen, **{s: getattr(found.recipe, s) for s in BACKWARD})
+        found.name = " or ".join(found.names) + "".join(suffix[1:])
+
+
+def _backward_of(recipe: Recipe) -> tuple[object, ...]:
+    again = recipe.scores if recipe.backward_scores == "as-forward" else "fp32"
+    return again, *(getattr(recipe, site) for site in BACKWARD)

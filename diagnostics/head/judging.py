@@ -1,0 +1,171 @@
+"""The outputs of one head beside a well-rounded kernel's: O, dQ, LSE and delta by query head, dK and dV by key head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attn_diag.head.counterfactual import Counterfactuals, directions
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
+from attn_diag.head.quality import QuantitySample, RowEffect, beside_well_rounded, shared_deltas
+from attn_diag.head.streaming import ObservedHead, StreamedHead
+from attn_diag.reference import (
+    FloatFormat,
+    round_nearest_even,
+    ulp,
+)
+from attn_diag.statistics.ratios import Carriers
+
+
+@dataclass
+class KeyTerms:
+    """What a query head adds to dK and dV of its key head: predictions, and what a well-rounded kernel leaves."""
+
+    backward: BackwardCollector | None
+    """Predictions from the captured O and LSE; None without an O or delta."""
+    counterfactuals: Counterfactuals | None
+    """None for formats without a published recipe, as the rest."""
+    variance: dict[str, Tensor]
+    """dk [Tk, D] and dv [Tk, Dv]: their expected squared errors."""
+    by_delta: Tensor | None
+    """What every query row adds to the sum of dk's variance through its delta, [Tq]."""
+    delta_errors: tuple[Tensor, Tensor] | None
+    """delta's errors over their noise, [Tq]: observed and the counterfactual's; None where delta is not known."""
+
+
+def measure_quality(
+    passed: StreamedHead, seen: ObservedHead, rows: Tensor, top_key: Tensor
+) -> dict[str, QuantitySample]:
+    """O and dQ beside a well-rounded kernel's."""
+    assert passed.noise is not None
+    reference, head, fmt = passed.truth.reference, passed.truth.head, passed.truth.out_format
+    variance = passed.noise.finished(reference, seen.formats)
+    found: dict[str, QuantitySample] = {}
+    if not len(rows):
+        return found
+    for name, truth in (("o", reference.out), ("dq", reference.dq)):
+        if name not in seen.outputs or truth is None:
+            continue
+        backward = passed.backward.get(seen.name)
+        fed = None if name == "o" or backward is None or backward.dq_cast is None else backward.dq_cast
+        found[name] = beside_well_rounded(
+            name, seen.outputs[name], truth, partial(_only, name), [passed.counterfactuals],
+            variance=variance[name], fmt=seen.formats[name], rows=rows, fed=fed,
+            clusters=torch.unique(top_key, return_inverse=True)[1].cpu().numpy() if name == "o" else None,
+            directions=partial(directions, head, fmt, name),
+        )  # fmt: skip
+    return found
+
+
+def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, RowEffect]:
+    """What the errors of LSE and of a captured delta make of dQ, beside a well-rounded kernel's noise there.
+
+    LSE's error D scales a row of P, and so of dQ, by exp(-D); delta's adds -alpha D (P K). Beyond their budgets no
+    rounding of intermediates to the inputs' format (unit u) takes them: for LSE 2 u (2 max |S| + 4), for delta as many
+    u of sum |dO O|.
+    """
+    assert passed.noise is not None
+    truth, reference = passed.truth, passed.truth.reference
+    head, unit = truth.head, 2.0**-truth.out_format.precision
+    found: dict[str, RowEffect] = {}
+    if head.do is None:
+        noise = torch.full((len(rows),), unit**2 / 24, dtype=torch.float64, device=rows.device)
+    else:
+        noise = passed.noise.finished(reference, seen.formats)["dq"][rows].sum(1)
+
+    def effect(error: Tensor, made: Tensor, budget: Tensor) -> RowEffect:
+        return RowEffect(
+            rows=rows.cpu().numpy(),
+            made=made.cpu().numpy(),
+            noise=noise.cpu().numpy(),
+            of_budget=(error.abs() / budget.clamp(min=1e-300)).cpu().numpy(),
+            largest=float(error.abs().max()),
+        )
+
+    if (lse := seen.outputs.get("lse")) is not None:
+        error = lse[rows] - reference.lse[rows]
+        size = torch.ones_like(error) if reference.dq is None else reference.dq[rows].square().sum(1)
+        budget = 2 * unit * (2 * reference.row_max[rows].abs() + 4)
+        found["lse"] = effect(error, torch.expm1(-error).square() * size, budget)
+    if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
+        assert head.do is not None
+        error = delta[rows] - reference.delta[rows]
+        size = (head.do[rows] * reference.out[rows]).abs().sum(1)
+        if (out := seen.outputs.get("o")) is not None:
+            own = delta[rows] - (head.do[rows] * out[rows]).sum(1)
+            # A kernel may make it from O before or after its last rounding.
+            error = torch.where(own.abs() < error.abs(), own, error)
+        through = truth.probs_k[rows].square().sum(1) * head.scale**2
+        budget = 2 * unit * size + 4 * passed.noise.variance["delta"][rows].sqrt()
+        found["delta"] = effect(error, error.square() * through, budget)
+    return found
+
+
+def rows_without_keys(seen: ObservedHead, rows: Tensor) -> dict[str, tuple[int, int]]:
+    """Of the rows that see no key, where O and dQ are 0: how many have NaN or Inf instead, and how many a number."""
+    found = {}
+    for name in ("o", "dq"):
+        if name in seen.outputs and bool(rows.any()):
+            values = seen.outputs[name][rows]
+            finite = values.isfinite().all(1)
+            found[name] = int((~finite).sum()), int((values[finite] != 0).any(1).sum())
+    return {name: counts for name, counts in found.items() if any(counts)}
+
+
+def paired_deltas(passed: StreamedHead, observed: ForwardErrors) -> tuple[Tensor, Tensor]:
+    """delta's errors over their noise: observed, and the counterfactual's."""
+    assert passed.noise is not None
+    assert passed.truth.reference.delta is not None
+    other = passed.counterfactuals.outputs()["delta"] - passed.truth.reference.delta
+    noise = passed.noise.variance["delta"].sqrt().clamp(min=1e-300)
+    return observed.delta_error / noise, other / noise
+
+
+def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt: FloatFormat) -> QuantitySample | None:
+    """dK or dV of one key head beside a well-rounded kernel's, which rounds every query head's part and then adds.
+
+    Args:
+        name: dk or dv.
+        parts: The gradient with its predictions.
+        terms: Of the query heads that share the key head.
+        fmt: The format in which it was stored.
+
+    Returns:
+        None for inputs of a format without a published recipe.
+    """
+    counterfactuals = [t.counterfactuals for t in terms if t.counterfactuals is not None]
+    if len(counterfactuals) < len(terms):
+        return None
+    assert parts.observed is not None
+
+    def total(outputs: Sequence[dict[str, Tensor]]) -> Tensor:
+        return round_nearest_even(torch.stack([found[name] for found in outputs]).sum(0), fmt)
+
+    variance = torch.stack([t.variance[name] for t in terms]).sum(0)
+    casts = [None if t.backward is None else getattr(t.backward, f"{name}_cast") for t in terms]
+    known = [round_nearest_even(cast, fmt) for cast in casts if cast is not None]
+    return beside_well_rounded(
+        name, parts.observed, parts.reference, total, counterfactuals,
+        variance=variance + ulp(parts.reference, fmt).square() / 12 if len(terms) > 1 else variance,
+        fmt=fmt,
+        rows=torch.arange(len(variance), device=variance.device),
+        fed=torch.stack(known).sum(0) if len(known) == len(terms) else None,
+        carriers=_shared_deltas(terms, float(variance.sum())) if name == "dk" else None,
+    )  # fmt: skip
+
+
+def _shared_deltas(terms: Sequence[KeyTerms], total: float) -> Carriers | None:
+    shares = torch.cat([t.by_delta for t in terms if t.by_delta is not None])
+    pairs = [t.delta_errors for t in terms if t.delta_errors is not None]
+    known = len(pairs) == len(terms)
+    return shared_deltas(
+        shares, total, (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])) if known else None
+    )
+
+
+def _only(name: str, outputs: Sequence[dict[str, Tensor]]) -> Tensor:
+    return outputs[0][name]

@@ -1,0 +1,287 @@
+"""One quantity of one head beside a well-rounded kernel's: squared errors by row and feature, and what stands out.
+
+A group of elements (a row, a feature) stands out where its error is beyond what any sane kernel of this format leaves
+there: above ``GROUP_LIMIT`` times the largest of the counterfactual's error, the noise floor of one correct rounding,
+its expected noise and, of a gradient, what the casts of a backward make that is fed with the captured O and LSE; and
+above the quantile of that noise itself, however few directions it has. An element stands out where its error exceeds
+the counterfactual's by ``ELEMENT_LIMIT`` standard deviations of that noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attn_diag.head.counterfactual import ALTERNATIVES, RECIPE, Counterfactuals
+from attn_diag.reference import FloatFormat, ulp
+from attn_diag.statistics.means import effective
+from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioEstimate, paired_ratio
+
+# Up to this factor a kernel is as good as a well-rounded one, above ``LOSSY`` it is not; real ones: 0.93 to 1.07.
+AS_GOOD, LOSSY = 1.1, 1.25
+# Measured on healthy kernels: rows of O at most 1.9, and 3.1 where V has one direction; a row that sees one key too
+# many 4.0 (benchmarks/study_verdicts.py).
+GROUP_LIMIT = 2.5
+# Healthy elements exceed the counterfactual's error by at most 5.3 standard deviations; their noise is bounded.
+ELEMENT_LIMIT = 8.0
+# One of so many healthy groups may exceed the quantile of its noise.
+_CHANCE = 1e-9
+
+# A recipe explains an error where what differs from its output is less than this part of what differs from fa2's.
+_EXPLAINED = 0.25
+# Truncated sums make errors at most so many times larger (1.8 on one-hot rows).
+_TRUNCATED = 2.0
+
+Array = npt.NDArray[np.float64]
+# Effective number of directions of the noise in some rows ([n] indices), [n].
+Directions = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class QuantitySample:
+    """Squared errors of one quantity in one head of one sequence; n rows (of O, dQ: queries; of dK, dV: keys)."""
+
+    rows: npt.NDArray[np.int64]
+    """[n], which rows."""
+    error: Array
+    """[n], observed."""
+    counterfactual: Array
+    """[n], of the well-rounded kernel."""
+    floor: Array
+    """[n], the sum of ulp^2 / 12."""
+    reference: Array
+    """[n], the sum of the reference's squares."""
+    expected: Array
+    """[n], the sum of the expected squared errors of a well-rounded kernel."""
+    features: Array
+    """[3, D]: error, counterfactual and floor by feature instead of by row."""
+    bad_rows: Array
+    """[n], how many times its limit a row's error is where it stands out; 0 elsewhere."""
+    bad_features: Array
+    """[D], likewise of features."""
+    bad_elements: npt.NDArray[np.int64]
+    """[m, 2], row and feature of elements that stand out."""
+    in_outlying_element: npt.NDArray[np.bool_]
+    """[n], rows in which an element stands out."""
+    largest: tuple[int, int, float, float]
+    """Row, feature, error in ulp, and in standard deviations beyond the counterfactual's, of the worst element."""
+    clusters: npt.NDArray[np.int64] | None
+    """[n], groups of rows whose errors are shared, from 0 without gaps."""
+    carriers: Carriers | None
+    """The query rows that all keys of dK share."""
+    site: str | None = None
+    """The field of a recipe that explains the error where another published kernel's recipe does; None: not looked for,
+    or none does."""
+
+    @property
+    def outlying(self) -> npt.NDArray[np.bool_]:
+        """[n], rows that stand out, or in which an element does."""
+        return (self.bad_rows > 0) | self.in_outlying_element
+
+    def ratio(self, kept: npt.NDArray[np.bool_] | None = None) -> RatioEstimate | None:
+        """Observed over the larger of counterfactual and floor, of some rows or all."""
+        part = slice(None) if kept is None else kept
+        yardstick = self.counterfactual if self.counterfactual[part].sum() > self.floor[part].sum() else self.floor
+        clusters = None if self.clusters is None else np.unique(self.clusters[part], return_inverse=True)[1]
+        if kept is None and clusters is not None and clusters.max(initial=0) + 1 < MIN_GROUPS:
+            # All rows copy few keys, and share their rounding: features are what is left to count.
+            error, other, floor = self.features
+            return paired_ratio(error, other if other.sum() > floor.sum() else floor)
+        return paired_ratio(self.error[part], yardstick[part], clusters, self.carriers)
+
+    def typical_ratio(self) -> RatioEstimate | None:
+        """The same with every row's errors in units of its own expected noise, so that no row outweighs the others."""
+        unit = np.maximum(self.expected, 1e-300)
+        other, floor = self.counterfactual / unit, self.floor / unit
+        return paired_ratio(self.error / unit, other if other.sum() > floor.sum() else floor, None, self.carriers)
+
+
+@dataclass(frozen=True)
+class RowEffect:
+    """An error with one number a row (of LSE, or of a captured delta), and what it makes of dQ; n rows."""
+
+    rows: npt.NDArray[np.int64]
+    """[n], which rows."""
+    made: Array
+    """[n], the squared error that it makes in dQ; without dO in P, relative."""
+    noise: Array
+    """[n], the expected squared error of a well-rounded kernel there."""
+    of_budget: Array
+    """[n], the error over what rounding every intermediate to the inputs' format could make."""
+    largest: float
+    """The largest error, in the quantity's own unit."""
+
+
+def sample(
+    observed: Tensor,
+    reference: Tensor,
+    counterfactual: Tensor,
+    variance: Tensor,
+    fmt: FloatFormat,
+    rows: Tensor,
+    *,
+    fed: Tensor | None = None,
+    clusters: npt.NDArray[np.int64] | None = None,
+    carriers: Carriers | None = None,
+    directions: Directions | None = None,
+) -> QuantitySample:
+    """Compare one quantity with a well-rounded kernel's.
+
+    Args:
+        observed: [T, D] float64, as the next four.
+        reference: What is true.
+        counterfactual: What a well-rounded kernel returns.
+        variance: Its expected squared error.
+        fmt: The format in which ``observed`` was stored.
+        rows: Indices of the n rows that count, [n].
+        fed: What the casts of a backward make that is fed with the captured O and LSE.
+        clusters: [n], groups of rows whose errors are shared.
+        carriers: What all keys of dK share.
+        directions: See ``Directions``.
+    """
+    truth = reference[rows]
+    error, other = observed[rows] - truth, counterfactual[rows] - truth
+    squares, others, spacing = error.square(), other.square(), ulp(truth, fmt)
+    floor = spacing.square() / 12
+    expected = torch.maximum(variance[rows], floor)
+    allowed = torch.maximum(others, (fed[rows] - truth).square()) if fed is not None else others
+    deviations = (error.abs() - allowed.sqrt()).clamp_(min=0.0) / expected.sqrt().clamp(min=1e-300)
+    stands_out = (deviations > ELEMENT_LIMIT).nonzero()
+    worst = int(deviations.argmax()) if deviations.numel() else 0
+    row, feature = divmod(worst, max(truth.shape[1], 1))
+    largest = (0, 0, 0.0, 0.0)
+    if deviations.numel():
+        ulps, beyond = float(error[row, feature].abs() / spacing[row, feature]), float(deviations[row, feature])
+        largest = int(rows[row]), feature, ulps, beyond
+    return QuantitySample(
+        rows=rows.cpu().numpy(),
+        error=squares.sum(1).cpu().numpy(),
+        counterfactual=others.sum(1).cpu().numpy(),
+        floor=floor.sum(1).cpu().numpy(),
+        expected=expected.sum(1).cpu().numpy(),
+        reference=truth.square().sum(1).cpu().numpy(),
+        features=torch.stack([squares.sum(0), others.sum(0), floor.sum(0)]).cpu().numpy(),
+        bad_rows=_outlying(squares, others, floor, expected, allowed, 1, directions, rows),
+        bad_features=_outlying(squares, others, floor, expected, allowed, 0, None, rows),
+        bad_elements=torch.stack([rows[stands_out[:, 0]], stands_out[:, 1]], 1).cpu().numpy(),
+        in_outlying_element=(deviations > ELEMENT_LIMIT).any(1).cpu().numpy(),
+        largest=largest,
+        clusters=clusters,
+        carriers=carriers,
+    )
+
+
+def _outlying(
+    squares: Tensor, others: Tensor, floor: Tensor, expected: Tensor, allowed: Tensor, dim: int,
+    directions: Directions | None, rows: Tensor,
+) -> Array:  # fmt: skip
+    """How many times its limit each group's error is (sums over ``dim``), where that is above 1; else 0."""
+    yardstick = torch.stack([t.sum(dim) for t in (others, floor, expected, allowed)]).amax(0)
+    ratio = (squares.sum(dim) / yardstick.clamp(min=1e-300)).sqrt()
+    found = (ratio > GROUP_LIMIT).nonzero()[:, 0]
+    result = np.zeros(len(ratio))
+    if not len(found):
+        return result
+    if dim == 0:
+        # Rows' errors are independent of each other.
+        of_rows = expected[:, found]
+        count = of_rows.sum(0).square() / of_rows.square().sum(0).clamp(min=1e-300)
+    else:
+        count = torch.ones(len(found), dtype=ratio.dtype) if directions is None else directions(rows[found])
+    limits = np.maximum(GROUP_LIMIT, [_quantile(max(1, round(float(n)))) for n in count])
+    times = ratio[found].cpu().numpy() / limits
+    result[found.cpu().numpy()] = np.where(times > 1, times, 0.0)
+    return result
+
+
+@cache
+def _quantile(directions: int) -> float:
+    """Above it the root mean square of so many unit normal numbers lies with probability ``_CHANCE``."""
+    from scipy.special import chdtri
+
+    return float(np.sqrt(chdtri(directions, _CHANCE) / directions))
+
+
+def shared_deltas(shares: Tensor, total: float, errors: tuple[Tensor, Tensor] | None) -> Carriers | None:
+    """What all keys of dK share: the query rows' errors of delta.
+
+    Args:
+        shares: [T], what every query row adds to the sum of dK's variance through its delta.
+        total: That sum, with all other noise.
+        errors: delta's errors in units of its noise, [T]: observed and the counterfactual's; None: unknown.
+    """
+    if not total or not bool(shares.any()):
+        return None
+    correlation = 0.0
+    if errors is not None:
+        one, other = (shares.sqrt() * error for error in errors)
+        size = float(one.square().sum() * other.square().sum()) ** 0.5
+        correlation = float((one * other).sum()) / size if size else 0.0
+    return Carriers(float(effective(shares.sqrt().cpu().numpy())), min(float(shares.sum()) / total, 1.0), correlation)
+
+
+def beside_well_rounded(
+    quantity: str,
+    observed: Tensor,
+    reference: Tensor,
+    total: Callable[[Sequence[dict[str, Tensor]]], Tensor],
+    counterfactuals: Sequence[Counterfactuals],
+    *,
+    variance: Tensor,
+    fmt: FloatFormat,
+    rows: Tensor,
+    fed: Tensor | None,
+    clusters: npt.NDArray[np.int64] | None = None,
+    carriers: Carriers | None = None,
+    directions: Directions | None = None,
+) -> QuantitySample:
+    """Compare one quantity with what well-rounded kernels return for it.
+
+    The recipe "fa2" alone where the error is no larger than its own; else whichever of ``ALTERNATIVES`` is furthest
+    off. What stands out in dQ or dK, and is how a kernel errs whose dS multiplies the cast P, is its rounding.
+
+    Args:
+        quantity: o, dq, dk or dv.
+        observed: [T, D] float64.
+        reference: What is true.
+        total: The quantity from the outputs of the query heads that make it.
+        counterfactuals: Of these heads.
+        variance, fmt, rows, fed, clusters, carriers, directions: As in ``sample``.
+    """
+
+    def beside(recipe: str, *, tensor_core: bool = False) -> QuantitySample:
+        outputs = total([c.outputs(recipe, tensor_core=tensor_core) for c in counterfactuals])
+        return sample(
+            observed, reference, outputs, variance, fmt, rows,
+            fed=fed, clusters=clusters, carriers=carriers, directions=directions,
+        )  # fmt: skip
+
+    def left(recipe: str) -> float:
+        """What of the observed tensor differs from the recipe's."""
+        return float((observed - total([c.outputs(recipe) for c in counterfactuals]))[rows].square().sum())
+
+    chosen = beside(ALTERNATIVES[0])
+    found = chosen.ratio()
+    if found is not None and found.high > AS_GOOD:
+        others = [beside(alternative) for alternative in ALTERNATIVES[1:]]
+        chosen = max([chosen, *others], key=lambda s: float(s.counterfactual.sum()))
+        found = chosen.ratio()
+    typical = chosen.typical_ratio()
+    accused = found is not None and typical is not None and max(found.low, typical.low) > LOSSY
+    if accused and found is not None and found.factor < _TRUNCATED and all(c.small for c in counterfactuals):
+        truncated = beside(RECIPE, tensor_core=True)
+        chosen = max(chosen, truncated, key=lambda s: float(s.counterfactual.sum()))
+        found = chosen.ratio()
+    if quantity in ("dq", "dk") and found is not None and (found.factor > AS_GOOD or bool(chosen.outlying.any())):
+        casting = beside("efficient")
+        same = casting.ratio()
+        nearer = left("efficient") < _EXPLAINED * left(ALTERNATIVES[0])
+        if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
+            return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
+    return chosen

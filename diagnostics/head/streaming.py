@@ -1,0 +1,115 @@
+"""One streamed pass over a head, and what its observers leave for every observation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_diag.head.counterfactual import Counterfactuals, NoiseCollector, covers
+from attn_diag.head.projection import HeadProjection
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors
+from attn_diag.head.read import HeadInputs
+from attn_diag.head.row_maxima import collector_of
+from attn_diag.head.truth import head_truth
+from attn_diag.kernels import Recipe
+from attn_diag.reference import (
+    BoundCollector,
+    FloatFormat,
+    RowBlock,
+)
+
+
+@dataclass
+class ObservedHead:
+    """What one kernel returned for one head."""
+
+    name: str
+    """The observation's."""
+    outputs: dict[str, Tensor]
+    """o, lse, delta and dq in float64, as far as they are known."""
+    formats: dict[str, FloatFormat]
+    """The formats in which ``outputs`` were stored."""
+    recipe: Recipe | None = None
+    """The recipe that made it, where it is known."""
+    want_keys: bool = False
+    """Whether dK or dV were captured too, so that their predictions are wanted."""
+    assumed_lse: Tensor | None = None
+    """What the backward was fed, [Tq], where LSE was not captured but follows from the recipe."""
+
+
+class StreamedHead:
+    """One pass over a head, and what its observers leave, by observation.
+
+    delta's error needs O_ref of a row before its dS can be cast; both happen block by block.
+    """
+
+    def __init__(self, inputs: HeadInputs, observed: list[ObservedHead], projection: HeadProjection | None) -> None:
+        # Observations without a recipe share one collector: only "as_run" depends on it.
+        recipes = {seen.name if seen.recipe else "": seen.recipe for seen in observed}
+        self._collectors = {key: collector_of(inputs, recipe) for key, recipe in recipes.items()}
+        self.maxima = {seen.name: self._collectors[seen.name if seen.recipe else ""] for seen in observed}
+        self.errors: dict[str, ForwardErrors] = {}
+        self.backward: dict[str, BackwardCollector] = {}
+        for seen in observed:
+            if (delta := _observed_delta(inputs, seen)) is None:
+                continue
+            lse = seen.outputs.get("lse", seen.assumed_lse)
+            errors = self.errors[seen.name] = ForwardErrors(
+                # NaN in one row's outputs must not reach the sums over rows.
+                delta=delta.nan_to_num(0.0, 0.0, 0.0),
+                delta_error=torch.zeros_like(delta),
+                lse=None if lse is None else lse.nan_to_num(0.0, 0.0, 0.0),
+                lse_error=None if lse is None else torch.zeros_like(lse),
+                cast=inputs.input_format,
+            )
+            self.backward[seen.name] = BackwardCollector(
+                inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys
+            )
+        self._bounds = BoundCollector(inputs.head)
+        self._visible = torch.zeros(len(inputs.head.q), dtype=torch.int64, device=inputs.head.q.device)
+        stored = next((seen.formats for seen in observed), {})
+        want_keys = any(seen.want_keys for seen in observed)
+        fmt = inputs.input_format
+        self.noise = NoiseCollector(inputs.head, fmt, stored.get("o", fmt), want_keys) if covers(fmt) else None
+        self.counterfactuals = Counterfactuals(inputs.head, fmt, stored, key_gradients=want_keys)
+        self.truth = head_truth(
+            inputs,
+            projection,
+            self._observe,
+            # All but "as_run" is the same in each of them.
+            maxima=next(iter(self._collectors.values())),
+            key_gradients=any(seen.want_keys for seen in observed),
+            gradient_sums=True,
+        )
+        self.bounds = self._bounds.bounds(self.truth.reference)
+
+    def nearly_uniform(self, usable: Tensor) -> bool:
+        """Whether half of these rows (bool [Tq]) attend to all their keys nearly alike."""
+        several = usable & (self._visible > 1)
+        even = several & (self.truth.reference.row_sum >= self._visible / 2)
+        return bool(several.any()) and int(2 * even.sum()) >= int(several.sum())
+
+    def _observe(self, block: RowBlock) -> None:
+        self._bounds.add(block)
+        self._visible[block.rows] = (block.scores > -torch.inf).sum(1)
+        if self.noise is not None:
+            self.noise.add(block)
+        for collector in self._collectors.values():
+            collector.add(block)
+        for name, backward in self.backward.items():
+            errors = self.errors[name]
+            assert block.delta is not None
+            errors.delta_error[block.rows] = errors.delta[block.rows] - block.delta
+            if errors.lse is not None and errors.lse_error is not None:
+                difference = errors.lse[block.rows] - block.lse
+                errors.lse_error[block.rows] = difference.masked_fill_(block.fully_masked, 0.0)
+            backward.add(block)
+
+
+def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:
+    """delta as captured, else rowsum(dO o O_obs) in float64, [Tq]; None where it is not known, or dO is not."""
+    if inputs.head.do is None or not {"delta", "o"} & seen.outputs.keys():
+        return None
+    return seen.outputs["delta"] if "delta" in seen.outputs else (inputs.head.do * seen.outputs["o"]).sum(1)

@@ -1,0 +1,69 @@
+"""How good each captured quantity of a head is beside a well-rounded kernel's: plain frozen dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from attn_diag.results.base import Number
+
+Quantity = Literal["o", "lse", "delta", "dq", "dk", "dv", "dw_q"]
+Answer = Literal["nonfinite", "wrong", "lossy", "undecided", "good", "stated"]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Where, or how, a quantity is wrong."""
+
+    kind: str
+    """What kind: rows, keys, features, elements, zeros, factor, sign, copy, another semantics, …"""
+    words: str
+    """The pattern in words, with numbers."""
+    explained: Number | None = None
+    """The part of the squared error that it explains; null: not measured."""
+    remaining: Number | None = None
+    """The factor over a well-rounded kernel's error once it is left out; null: nothing is left, or not measured."""
+    rows: tuple[tuple[int, int], ...] = ()
+    """The rows (of dK and dV: keys) where it is, first and last of each run."""
+    features: tuple[tuple[int, int], ...] = ()
+    """Likewise the features, where it is in some alone."""
+
+
+@dataclass(frozen=True)
+class QuantityVerdict:
+    """One captured quantity of a head: is it the mathematics, and is it as good as a well-rounded kernel's?"""
+
+    quantity: Quantity
+    """Its name."""
+    answer: Answer
+    """nonfinite: it holds NaN or Inf. wrong: beyond any rounding. lossy: 1.25 times a well-rounded kernel's error or
+    more. good: as good as a well-rounded kernel. undecided: between these, or too little data. stated: not judged, its
+    error is stated."""
+    words: str
+    """Why, in words with numbers."""
+    factor: Number | None = None
+    """Its root-mean-square error over the larger of the counterfactual's and the noise floor's; null: not compared."""
+    factor_ci95: tuple[Number, Number] | None = None
+    """The factor's 95 % interval, a jackknife over rows."""
+    groups: Number | None = None
+    """Effective number of rows (of O: of argmax keys) that carry the error; below 8 nothing is called lossy."""
+    typical_factor: Number | None = None
+    """The factor with every row's errors in units of its own expected noise, so that no row outweighs the others."""
+    typical_factor_ci95: tuple[Number, Number] | None = None
+    """The interval of ``typical_factor``."""
+    relative_error: Number | None = None
+    """||error|| / ||reference||."""
+    relative_error_well_rounded: Number | None = None
+    """The same of the well-rounded kernel."""
+    rows_outlying: int = 0
+    """Rows (of dK and dV: keys) beyond what rounding can make there."""
+    rows: int = 0
+    """Rows compared."""
+    largest_ulp: Number | None = None
+    """Error of the element that is furthest off beside its noise, in ulp."""
+    largest_at: tuple[int, int, int] | None = None
+    """Its batch item, row and feature."""
+    site: str | None = None
+    """The rounding site that explains the factor, a field of a recipe; null: none is known."""
+    patterns: tuple[Pattern, ...] = ()
+    """Where and how it is wrong."""

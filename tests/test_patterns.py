@@ -1,0 +1,312 @@
+"""Where and how a quantity is wrong: planted defects are named, coarse and healthy kernels are not accused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from builders import stored
+from planted_heads import BF16, FAMILIES, Steps, evidence_of, inputs, named, rounded
+from torch import Tensor
+
+import attn_diag
+from attn_diag.analyses.patterns.find import find_patterns
+from attn_diag.analyses.patterns.gather import HeadTruths
+from attn_diag.analyses.patterns.numbers import in_words
+from attn_diag.analyses.patterns.of_capture import with_patterns
+from attn_diag.head.read import HeadInputs
+from attn_diag.kernels import emulate_head, preset
+from attn_diag.reference import AttentionHead, Masking, format_of
+from attn_diag.results.quality import Pattern, Quantity, QuantityVerdict
+
+EVERY = [(family, causal) for family in FAMILIES for causal in ("top-left", "none")]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Heads this small are faster in one thread, several times so where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def every_head(seed: int = 0, **more: object) -> list[AttentionHead]:
+    return [inputs(family, seed, masking=Masking(causal), **more) for family, causal in EVERY]  # type: ignore[arg-type]
+
+
+def words_of(head: AttentionHead, quantity: Quantity, observed: Tensor) -> str:
+    found, _ = named(head, quantity, observed)
+    return "" if found is None else found.words
+
+
+# What is done to a right tensor, and what must be said of rows or keys.
+PLACES: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "last rows unwritten": (lambda t: t[128:].zero_(), "s 0-127 are right; {unit}s 128-191 were never written (zero)"),
+    "a tile of another": (
+        lambda t: t[64:128].copy_(t[0:64].clone()),
+        "64-127 hold what belongs 64 {unit}s before; {unit}s 128-191 are right",
+    ),
+    "sign": (lambda t: t.neg_(), "all {unit}s have the wrong sign"),
+    "sign of some rows": (lambda t: t[64:128].neg_(), "{unit}s 64-127 have the wrong sign"),
+    "factor": (lambda t: t.mul_(1.25), "all {unit}s are 1.25 times the true ones"),
+    "every 16th row": (lambda t: t[::16].mul_(2), "every 16th {unit} from 0 is 2 times the true one"),
+    "first rows of every 64": (lambda t: [t[a : a + 16].zero_() for a in (0, 64, 128)], "{unit}s 0-15 of every 64"),
+    "features": (lambda t: t[:, 8:12].zero_(), "features 8-11 were never written (zero); all other features are right"),
+    "features shifted": (lambda t: t.copy_(t.roll(1, 1)), "all {unit}s have their features moved on by 1"),
+    "NaN": (lambda t: t[9].fill_(math.nan), "{unit} 9 holds NaN or Inf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("quantity", ["o", "dq", "dk"])
+@pytest.mark.parametrize("defect", PLACES)
+def test_places_are_named(quantity: Quantity, defect: str) -> None:
+    plant, expected = PLACES[defect]
+    head = inputs("gaussian", masking=Masking("none"))
+    observed = Steps(head).outputs()[quantity].clone()
+    plant(observed)
+    assert expected.format(unit="key" if quantity == "dk" else "row") in words_of(head, quantity, observed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unrelated_rows_between_right_ones_and_zeros(family: str) -> None:
+    head = inputs(family)
+    observed = Steps(head).outputs()["dq"].clone()
+    generator = torch.Generator().manual_seed(3)
+    observed[32:160] = torch.randn(128, 32, generator=generator, dtype=torch.float64) * observed.std()
+    observed[160:] = 0
+    words = words_of(head, "dq", observed)
+    assert words.startswith("rows 0-31 are right; rows 32-159")
+    assert "unrelated to the gradient" in words
+    assert "were never written (zero)" in words
+
+
+def test_single_elements_are_named_with_their_values() -> None:
+    head = inputs()
+    observed = Steps(head).outputs()["o"].clone()
+    true = float(observed[5, 3])
+    observed[5, 3] = 3.0
+    assert words_of(head, "o", observed).startswith(f"row 5, feature 3 is 3 instead of {true:.2g}")
+
+
+def seen(head: AttentionHead, change: Callable[[Tensor], object]) -> Steps:
+    visible = Steps(head).visible.clone()
+    change(visible)
+    return Steps(head, visible=visible)
+
+
+def test_another_scale_is_fitted_and_named() -> None:
+    for family, causal in EVERY:
+        for value, name in ((33**-0.5, "(1/sqrt(33))"), (0.3, "instead of"), (32**-0.5 / math.log(2), "log2(e))")):
+            head = inputs(family, 1, masking=Masking(causal))  # type: ignore[arg-type]
+            words = words_of(head, "o", Steps(head, scale=value).outputs()["o"])
+            assert "are what the scale" in words, (family, causal, value)
+            assert name in words
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantity", ["o", "dq", "dk", "dv"])
+def test_another_mask_is_named(family: str, quantity: Quantity) -> None:
+    head = inputs(family, 2)
+    off_by_one = seen(head, lambda mask: mask.logical_or_(torch.ones_like(mask).tril(1)))
+    assert "a causal border one key further on" in words_of(head, quantity, off_by_one.outputs()[quantity])
+    ignored = seen(head, lambda mask: mask.fill_(True))
+    assert "no causal mask" in words_of(head, quantity, ignored.outputs()[quantity])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lost_tile_of_keys_is_named(family: str) -> None:
+    head = inputs(family, 3, masking=Masking("none"))
+    lost = seen(head, lambda mask: mask[:, 64:96].fill_(False)).outputs()
+    assert "miss keys 64-95" in words_of(head, "o", lost["o"])
+    assert "miss keys 64-95 in forward and backward alike" in words_of(head, "dq", lost["dq"])
+    steps = Steps(head)
+    steps.ds[:, 64:128] *= 2
+    assert "count keys 64-127 twice" in words_of(head, "dq", steps.outputs()["dq"])
+    steps = Steps(head)
+    steps.p[:, 64:128] *= 2
+    assert "count keys 64-127 twice in P V, though not in the row sum" in words_of(head, "o", rounded(steps.p @ head.v))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lost_tile_of_query_rows_is_named(family: str) -> None:
+    head, steps = inputs(family, 4), Steps(inputs(family, 4))
+    steps.ds[64:96] = 0
+    steps.p[128:192] = 0
+    assert "miss query rows 64-95" in words_of(head, "dk", steps.outputs()["dk"])
+    assert "miss query rows 128-191" in words_of(head, "dv", steps.outputs()["dv"])
+
+
+def test_one_key_too_many_in_one_row() -> None:
+    head = inputs()
+    head.q[100] = 4 * head.k[150]
+    found = seen(head, lambda mask: mask[100, 150].fill_(True)).outputs()
+    assert "row 100 sees key 150, which is masked" in words_of(head, "o", found["o"])
+
+
+def test_no_normalisation() -> None:
+    for head in every_head():
+        steps = Steps(head)
+        assert "not divided by the row sum" in words_of(head, "o", rounded(steps.p_bar @ head.v))
+        assert "use P before its division" in words_of(head, "dv", rounded(steps.p_bar.T @ steps.do))
+
+
+DELTAS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "none": (torch.zeros_like, "without delta"),
+    "sign": (torch.neg, "delta with the wrong sign"),
+    "next row": (lambda d: d.roll(-1, 0), "delta of the next row"),
+    "factor": (lambda d: 0.7 * d, "delta multiplied by 0.7"),
+}
+
+
+@pytest.mark.parametrize("defect", DELTAS)
+def test_a_wrong_delta_is_named(defect: str) -> None:
+    change, expected = DELTAS[defect]
+    for head in every_head(5):
+        steps = Steps(head)
+        dscores = steps.p_bar / steps.l * (steps.dp - change(steps.delta))
+        assert expected in words_of(head, "dq", rounded(head.scale * dscores @ head.k))
+
+
+def test_factors_of_gradients_and_tensors_in_the_wrong_place() -> None:
+    for head in every_head(6):
+        steps, found = Steps(head), Steps(head).outputs()
+        assert "(the scale is missing)" in words_of(head, "dq", rounded(steps.ds @ head.k))
+        assert "(the scale is applied twice)" in words_of(head, "dk", rounded(head.scale * found["dk"]))
+        assert "have dS transposed" in words_of(head, "dq", rounded(head.scale * steps.ds.T @ head.k))
+        assert "have P transposed" in words_of(head, "dv", rounded(steps.p @ steps.do))
+        assert "hold dV" in words_of(head, "dk", found["dv"])
+
+
+LSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "ln 2": (lambda lse, _: lse - math.log(2), "are off by -0.693 (-ln 2)"),
+    "base 2": (lambda lse, _: lse / math.log(2), "1.44 times the true ones (log2(e))"),
+    "row max": (lambda _, row_max: row_max, "hold the row maximum alone"),
+    "row before": (lambda lse, _: lse.roll(1), "hold what belongs 1 row before"),
+}
+
+
+@pytest.mark.parametrize("defect", LSES)
+def test_a_wrong_lse_is_named(defect: str) -> None:
+    change, expected = LSES[defect]
+    for head in every_head(7):
+        steps = Steps(head)
+        lse = change(steps.outputs()["lse"], steps.m[:, 0])
+        assert expected in words_of(head, "lse", lse.float().double())
+
+
+def test_a_wrong_delta_captured_is_named() -> None:
+    head, steps = inputs(seed=8), Steps(inputs(seed=8))
+    delta = steps.delta[:, 0]
+    for observed, expected in ((-delta, "wrong sign"), (delta.roll(-1), "1 row further on"), (0 * delta, "zero")):
+        assert expected in words_of(head, "delta", observed.float().double())
+
+
+def test_tensors_of_another_head_are_named() -> None:
+    for family in FAMILIES:
+        head, other = inputs(family, 9), inputs(family, 10)
+        others = (("head 3", lambda other=other: other),)
+        for quantity in ("o", "dq", "dk", "dv"):
+            found, _ = named(head, quantity, Steps(other).outputs()[quantity], others)
+            assert found is not None
+            assert found.words.endswith("are what head 3 gives")
+        mixed = Steps(replace(head, v=other.v)).outputs()["o"]
+        found, _ = named(head, "o", mixed, others)
+        assert found is not None
+        assert found.words.endswith("are what V of head 3 gives")
+
+
+def test_a_query_head_left_out_of_its_group() -> None:
+    heads = [inputs(seed=11)]
+    heads.append(replace(heads[0], q=inputs(seed=12).q, do=inputs(seed=12).do))
+    unusable = torch.zeros(192, dtype=torch.bool)
+    truths = HeadTruths.of(
+        [HeadInputs(h, unusable, torch.zeros(0, dtype=torch.int64), BF16) for h in heads], {}, ["head 4", "head 5"]
+    )
+    observed = Steps(heads[1]).outputs()["dk"]
+    found = find_patterns(truths.evidence("dk", observed, BF16, outlying=range(192)))
+    assert found[0].words == "all keys hold head 5's part alone"
+
+
+def test_gradients_of_a_wrong_forward_are_said_to_follow_from_it() -> None:
+    head = inputs(seed=13)
+    steps = Steps(head)
+    steps.o[64:] *= 1.5
+    steps.delta = (steps.do * rounded(steps.o)).sum(1, keepdim=True)
+    steps.ds = (steps.p_bar / steps.l * (steps.dp - steps.delta)).bfloat16().double()
+    evidence, _ = evidence_of(head, "dq", steps.outputs()["dq"])
+    found = find_patterns(replace(evidence, captured=[{"o": rounded(steps.o)}]))
+    assert "follow from the O that the kernel returned" in found[0].words
+
+
+COARSE = {
+    "paper": lambda: preset("qiu2025", "bf16", 32),
+    "efficient": lambda: preset("efficient", "bf16", 32),
+    "BF16 scores": lambda: replace(preset("fa2", "bf16", 32), scores="bf16"),
+    "BF16 scores throughout": lambda: preset("bf16-scores", "bf16", 32),
+    "truncated scores": lambda: replace(preset("fa2", "bf16", 32), scores="bf16:toward-zero"),
+    "BF16 accumulator": lambda: replace(preset("fa2", "bf16", 32), accumulator="bf16", row_sum="bf16"),
+    "P truncated": lambda: replace(preset("fa2", "bf16", 32), probs="bf16:toward-zero"),
+    "P rounded stochastically": lambda: replace(preset("fa2", "bf16", 32), probs="bf16:stochastic"),
+    "P in E4M3": lambda: replace(preset("fa2", "bf16", 32), probs="e4m3"),
+    "delta truncated": lambda: replace(preset("fa2", "bf16", 32), delta="bf16:toward-zero"),
+    "dS truncated": lambda: replace(preset("fa2", "bf16", 32), dscores="bf16:toward-zero"),
+    "fa2": lambda: preset("fa2", "bf16", 32),
+    "cudnn": lambda: preset("cudnn", "bf16", 32),
+}
+
+
+@pytest.mark.parametrize("recipe", COARSE)
+def test_no_culprit_is_named_where_a_kernel_merely_rounds(recipe: str) -> None:
+    for family, causal in EVERY:
+        head = inputs(family, 20, rows=128, masking=Masking(causal))  # type: ignore[arg-type]
+        outputs = emulate_head(COARSE[recipe](), head)
+        for quantity in ("o", "dq", "dk", "dv"):
+            evidence, _ = evidence_of(head, quantity, getattr(outputs, quantity).double())
+            # Asked even where the verdict is good.
+            found = find_patterns(evidence)
+            assert all(p.kind in ("off", "elements") for p in found), (family, causal, quantity, found)
+
+
+def test_rows_in_words() -> None:
+    assert in_words([5], 64) == "row 5"
+    assert in_words(list(range(64)), 64) == "all rows"
+    assert in_words(list(range(3, 512, 128)), 512) == "every 128th row from 3"
+    assert in_words([0, 2, 4, 6, 8, 10], 12, "keys") == "every second key from 0"
+    assert in_words([1, 2, 9, 10, 17, 18, 25, 26], 32) == "rows 1-2 of every 8"
+    assert in_words([1, 2, 7], 32) == "rows 1-2, 7"
+    # A row that cannot be told may be the missing first one.
+    assert in_words([16, 32, 48], 64, either=[0]) == "every 16th row from 0"
+
+
+def test_a_pattern_turns_a_lossy_quantity_wrong_unless_it_is_only_a_place() -> None:
+    lossy = QuantityVerdict("o", "lossy", "O has 3 times …", relative_error=0.01)
+    scale = Pattern("scale", "all rows are what the scale 0.124 (1/sqrt(65)) instead of 0.125 gives")
+    changed = with_patterns(lossy, [scale])
+    assert changed.answer == "wrong"
+    assert changed.words == f"O is 1 % off, which no rounding makes: {scale.words}."
+    assert with_patterns(lossy, [Pattern("off", "all rows are 1 % off")]) == lossy
+    blamed = with_patterns(lossy, [Pattern("forward", "all rows follow from the O that the kernel returned")])
+    assert blamed.answer == "lossy"
+    assert blamed.patterns
+
+
+def test_inspect_names_the_pattern_and_what_is_right_beside_it() -> None:
+    capture = stored("gqa_T200")
+    tensors = {name: t[...] for name, t in capture.tensors.items()}
+    key = capture.key(next(iter(capture.observations)), "dq")
+    tensors[key] = tensors[key].clone()
+    tensors[key][:, 2, 150:] = 0
+    found = attn_diag.inspect_captures([replace(capture, tensors=tensors)], device="cpu")
+    broken = next(h for _, _, h in found.entries() if h.head == 2)
+    assert broken.verdict is not None
+    assert broken.verdict.labels == ("wrong",)
+    assert "rows 0-149 are right; rows 150-199 were never written (zero)." in broken.verdict.reasons[0]
+    assert broken.verdict.reasons[-1].startswith("O, dK and dV are right")
+
+
+def test_fp32_formats_are_known() -> None:
+    assert format_of(torch.float32).precision > BF16.precision
