@@ -1,6 +1,7 @@
-"""What ``inspect`` says of kernels that people run: SDPA's backends, FlexAttention, this project's own, on a GPU.
+"""What ``inspect`` says of kernels that people run, on a GPU: SDPA's backends, FlexAttention, this project's own, and,
+where they are installed, FlashAttention-4 and SageAttention 1 (forward alone).
 
-Every kernel gets the same inputs (``verdicts.inputs``, and real captures), forward and backward.
+Every kernel gets the same inputs (``verdicts.inputs``, and real captures).
 
     python benchmarks/study_released_kernels.py --out benchmarks/results/released_kernels.json
 """
@@ -57,6 +58,23 @@ def _own(x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return found if isinstance(found, Tensor) else found[0]
 
 
+def _flash_attention_4(x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
+
+    turned = (t.transpose(1, 2) for t in (q, k, v))
+    found: Tensor = flash_attn_func(*turned, softmax_scale=x.scale, causal=x.causal != "none")[0]
+    return found.transpose(1, 2)
+
+
+def _sage(x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from sageattention import sageattn  # type: ignore[import-not-found]
+
+    # It subtracts the mean of k in place.
+    copies = (t.detach().clone() for t in (q, k, v))
+    found: Tensor = sageattn(*copies, is_causal=x.causal != "none", sm_scale=x.scale)
+    return found
+
+
 KERNELS: dict[str, Attention] = {
     "flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
@@ -64,6 +82,8 @@ KERNELS: dict[str, Attention] = {
     "math": partial(_sdpa, SDPBackend.MATH),
     "flex": _flex,
     "attn_diag.attention": _own,
+    "flash-attn-4": _flash_attention_4,
+    "sageattention": _sage,
 }
 
 
@@ -87,6 +107,9 @@ def run(kernel: Attention, x: Inputs) -> Outputs:
     """O and the gradients, on the GPU."""
     q, k, v = (t.cuda().requires_grad_() for t in (x.q, x.k, x.v))
     o = kernel(x, q, k, v)
+    if not o.requires_grad:
+        none = torch.empty(0)
+        return Outputs(o=o, lse=none, dq=none, dk=none, dv=none)
     o.backward(x.do.cuda())  # type: ignore[no-untyped-call]
     assert q.grad is not None
     assert k.grad is not None
@@ -98,7 +121,9 @@ def rows(name: str, x: Inputs) -> Iterator[Row]:
     """What is said of one kernel on one call."""
     outputs = run(KERNELS[name], x)
     on_gpu = replace(x, **{n: getattr(x, n).cuda() for n in ("q", "k", "v", "do")})
-    found = inspected(on_gpu, outputs, device="cuda", without=("lse",))
+    found = inspected(
+        on_gpu, outputs, device="cuda", without=[n for n, t in outputs.tensors().items() if not t.numel()]
+    )
     for head in found.captures[0].observations[0].heads:
         if head.head is None:
             continue
@@ -112,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="*", default=list(KERNELS))
     parser.add_argument("--families", nargs="*", default=[name for name in FAMILIES if name != "one_hot"])
-    parser.add_argument("--settings", nargs="*", default=["plain", "full", "d128", "gqa"])
+    parser.add_argument("--settings", nargs="*", default=["plain", "full", "d128", "gqa", "d72", "d96", "d104"])
     parser.add_argument("--captures", type=Path, default=Path(__file__).parents[1] / "tests" / "captures")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -124,8 +149,9 @@ def main() -> None:
         for name in options.kernels:
             try:
                 found += list(rows(name, x))
-            except (RuntimeError, ValueError) as error:  # a backend that refuses these inputs
-                print(f"{name} refuses {x.name}: {str(error).splitlines()[0][:100]}")
+            # A backend that refuses these inputs, or is not installed.
+            except (RuntimeError, ValueError, AssertionError, ImportError) as error:
+                print(f"{name} refuses {x.name}: {[*str(error).splitlines(), ''][0][:100]}")
     for row in found:
         if row.answer not in ("good", "stated"):
             print(f"{row.kernel:20} {row.inputs:24} H{row.head} {row.labels} {row.words}")

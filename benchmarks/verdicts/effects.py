@@ -1,9 +1,11 @@
-"""What a kernel's error really is: against this module's own float64 attention, beside a healthy kernel's error."""
+"""What a kernel's error really is: against this module's own float64 attention, beside healthy kernels' errors."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -17,26 +19,41 @@ _PRECISION = {torch.bfloat16: (8, -126), torch.float16: (11, -14), torch.float32
 
 @dataclass(frozen=True)
 class Effect:
-    """One quantity of one head, of a planted kernel and of the healthy one of the same schedule."""
+    """One quantity of one head of a kernel, beside healthy kernels."""
 
     quantity: str
     batch: int
     head: int
-    ratio: float
-    """Root of the sum of squared errors, over the healthy kernel's; 1 where both are zero."""
-    floored: float
-    """The same over the larger of the healthy kernel's error and of ulp²/12 summed over the elements."""
-    row_ratio: float
-    """The largest, over rows (keys, of dK and dV), of the row's error over the larger of the healthy kernel's there and
-    the root of ulp²/12 summed over its elements."""
+    factor: float
+    """Root of the sum of squared errors, over that of the worst healthy kernel or, if larger, of ulp²/12 in every
+    element; 1 where all are zero."""
+    healthy_factor: float
+    """The largest such factor of a healthy kernel beside the others: what this head gives by chance."""
+    row_factor: float
+    """The largest, over rows (keys, of dK and dV), of the row's error over the largest that a healthy kernel has there,
+    or over its ulp²/12; of rows whose error is larger than what the worst healthy kernel has in a typical row."""
+    small_row_factor: float
+    """The largest of the other rows: errors that a typical row has anyway."""
+    healthy_row_factor: float
+    """The largest of a healthy kernel beside the others."""
     row: int
-    """The row of ``row_ratio``."""
+    """The row of ``row_factor``."""
+    rows_off: tuple[int, ...]
+    """Rows with more than ``OFF`` times the error of any healthy kernel."""
     element_ulp: float
     """The largest error of an element in units in the last place of the true value."""
     relative: float
     """Norm of the error over the norm of the true quantity."""
     changed: int
-    """Elements whose bits differ from the healthy kernel's."""
+    """Elements whose bits differ from the first healthy kernel's."""
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.factor)
+
+
+OFF = 1.5
+TINY = 2.0**-18
 
 
 @torch.no_grad()
@@ -74,57 +91,83 @@ def ulp(truth: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def effects(truth: Outputs, planted: Outputs, healthy: Outputs) -> list[Effect]:
+def effects(truth: Outputs, planted: Outputs, healthy: Sequence[Outputs]) -> list[Effect]:
     """Every quantity of every head.
 
     Args:
         truth (Outputs): What ``reference`` returned, float64.
         planted (Outputs): What the kernel in question returned.
-        healthy (Outputs): What a healthy kernel of the same schedule returned.
+        healthy (Sequence[Outputs]): What healthy kernels returned, that of the same schedule first.
     """
-    return [
-        _effect(name, b, h, *(getattr(x, name)[b, h] for x in (truth, planted, healthy)))
-        for name in QUANTITIES
-        for b in range(truth.o.shape[0])
-        for h in range(getattr(truth, name).shape[1])
-    ]
+    found = []
+    for name in QUANTITIES:
+        batch, heads = getattr(truth, name).shape[:2]
+        for b, h in product(range(batch), range(heads)):
+            true, observed, *others = (getattr(x, name)[b, h] for x in (truth, planted, *healthy))
+            found.append(_effect(name, b, h, true, observed, others))
+    return found
 
 
-def _effect(name: str, batch: int, head: int, truth: Tensor, planted: Tensor, healthy: Tensor) -> Effect:
-    if truth.ndim == 1:
-        truth, planted, healthy = truth[:, None], planted[:, None], healthy[:, None]
-    changed = int((_bits(planted) != _bits(healthy)).sum())
-    # A row without keys has LSE = -inf, rightly.
-    same = (planted.double() == truth) | (truth.isinf() & (healthy.double() == truth) & (planted == healthy))
-    error = (planted.double() - truth).masked_fill(same, 0)
+def _effect(name: str, batch: int, head: int, truth: Tensor, planted: Tensor, healthy: Sequence[Tensor]) -> Effect:
+    changed = int((_bits(planted) != _bits(healthy[0])).sum())
+    error = _error(truth, planted)
     finite = truth.masked_fill(truth.isinf(), 0)
-    error_healthy = (healthy.double() - truth).masked_fill(healthy.double() == truth, 0)
     spacing = ulp(finite, planted.dtype)
-    row, row_healthy = error.square().sum(-1), error_healthy.square().sum(-1)
-    row_floor = spacing.square().sum(-1) / 12
-    ratios = (row / torch.maximum(row_healthy, row_floor)).sqrt().nan_to_num(math.inf)
-    total, total_healthy = row.sum().item(), row_healthy.sum().item()
+    # A row that is zero but for the rounding of fp32 sums of much larger terms is as good as zero.
+    floor = torch.maximum(_by_row(spacing).square() / 12, _by_row(finite).square().mean() * TINY**2)
+    rows = _by_row(error).square()
+    healthy_rows = torch.stack([_by_row(_error(truth, x)).square() for x in healthy])
+    ratios = _ratios(rows, healthy_rows, floor)
+    large = ~(rows <= healthy_rows.mean(1).max())
+    beside = [_beside(healthy_rows, i, floor) for i in range(len(healthy))]
     return Effect(
         name,
         batch,
         head,
-        ratio=_root(total, total_healthy),
-        floored=_root(total, max(total_healthy, row_floor.sum().item())),
-        row_ratio=ratios.max().item(),
-        row=int(ratios.argmax()),
+        factor=_root(rows.sum(), healthy_rows.sum(1), floor.sum()),
+        healthy_factor=max((factor for factor, _ in beside), default=1.0),
+        row_factor=ratios.masked_fill(~large, 0).max().item(),
+        small_row_factor=ratios.masked_fill(large, 0).max().item(),
+        healthy_row_factor=max((row for _, row in beside), default=1.0),
+        row=int(ratios.masked_fill(~large, 0).argmax()),
+        rows_off=tuple((ratios > OFF).nonzero()[:, 0].tolist()),
         element_ulp=(error.abs() / spacing).nan_to_num(math.inf).max().item(),
-        relative=_root(total, finite.square().sum().item()),
+        relative=_root(rows.sum(), _by_row(finite).square().sum()[None], rows.new_zeros(())),
         changed=changed,
     )
 
 
-def _root(total: float, of: float) -> float:
-    """Square root of a quotient; 1 where both are zero, inf where something is not a number."""
-    if not math.isfinite(total):
+def _error(truth: Tensor, observed: Tensor) -> Tensor:
+    # A row without keys has LSE = -inf, rightly.
+    return (observed.double() - truth).masked_fill(observed.double() == truth, 0)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """[n] norms of rows."""
+    return x.abs() if x.ndim == 1 else x.norm(dim=-1)
+
+
+def _ratios(rows: Tensor, healthy: Tensor, floor: Tensor) -> Tensor:
+    """Roots of squared errors [n] over the largest of the healthy kernels' [kernels, n] and of the floor [n]."""
+    limit = torch.maximum(healthy.amax(0), floor) if len(healthy) else floor
+    return (rows / limit).sqrt().masked_fill(rows == 0, 0).nan_to_num(math.inf)
+
+
+def _beside(healthy: Tensor, chosen: int, floor: Tensor) -> tuple[float, float]:
+    """The factor, and the largest of a row, of one healthy kernel beside the others."""
+    others = torch.cat([healthy[:chosen], healthy[chosen + 1 :]])
+    rows = _ratios(healthy[chosen], others, floor).max().item()
+    return _root(healthy[chosen].sum(), others.sum(1), floor.sum()), rows
+
+
+def _root(total: Tensor, others: Tensor, floor: Tensor) -> float:
+    """Square root of a sum of squares over the largest of several others; 1 where all are zero, inf where NaN."""
+    of = max([floor.item(), *others.tolist()])
+    if not math.isfinite(total.item()):
         return math.inf
     if of == 0:
         return 1.0 if total == 0 else math.inf
-    return math.sqrt(total / of)
+    return math.sqrt(total.item() / of)
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -287,6 +287,8 @@ SETTINGS: dict[str, Setting] = {
     "d32": Setting({"d": 32}),
     "d72": Setting({"d": 72}),
     "d72_odd": Setting({"d": 72, "t_q": 401}),
+    "d96": Setting({"d": 96}),
+    "d104": Setting({"d": 104}),
     "d128": Setting({"d": 128}),
     "long": Setting({"t_q": 1024, "heads": 1}),
     "long_keys": Setting({"t_q": 300, "t_k": 460}, {"causal": "bottom-right"}),

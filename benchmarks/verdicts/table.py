@@ -28,7 +28,7 @@ def measure(defect: Defect, name: str, inputs: Inputs, known: Known) -> list[Eff
     if key not in known:
         known[key] = inputs, reference(inputs), defect.healthy(inputs)
     inputs, truth, healthy = known[key]
-    return effects(truth, defect.run(inputs), healthy)
+    return effects(truth, defect.run(inputs), [healthy])
 
 
 def cell(found: list[Effect]) -> str:
@@ -36,7 +36,7 @@ def cell(found: list[Effect]) -> str:
     if not any(e.changed for e in found):
         return "="
     judged = [e for e in found if e.quantity != "lse"]
-    return f"{max(e.floored for e in judged):.3g} / {max(e.row_ratio for e in judged):.3g}"
+    return f"{max(e.factor for e in judged):.3g} / {max(e.row_factor for e in judged):.3g}"
 
 
 def main() -> None:

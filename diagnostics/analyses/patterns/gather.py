@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.analyses.patterns.evidence import Evidence, row_limit
 from attn_diag.head.counterfactual import NoiseCollector
+from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadInputs
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_head
 from attn_diag.results.quality import Quantity
@@ -76,7 +77,7 @@ class HeadTruths:
             features: Features that do.
             chosen: Which of the heads it belongs to; of dK and dV all do.
             others: Other heads of the capture.
-            captured: o and lse of each head as the kernel returned them.
+            captured: o and lse of each head as the kernel returned them; kept where one of them is off.
         """
         by_key = quantity in ("dk", "dv")
         heads = range(len(self.inputs)) if by_key else (chosen,)
@@ -95,8 +96,25 @@ class HeadTruths:
             quantity, observed, truth.nan_to_num(0.0, 0.0, 0.0), variance.nan_to_num(0.0, 0.0, 0.0), fmt, usable,
             _marked(len(truth), outlying), _marked(truth.shape[1], features),
             tuple(self.inputs[h].head for h in heads), references, tuple(self.names[h] for h in heads),
-            self._tensors(heads), [captured[h] for h in heads] if captured else (), others,
+            self._tensors(heads), [captured[h] for h in heads] if self._forward_off(heads, captured) else (), others,
         )  # fmt: skip
+
+    def _forward_off(self, heads: Sequence[int], captured: Sequence[Mapping[str, Tensor]]) -> bool:
+        """Whether O or LSE of one of the heads, as returned, is worse than a well-rounded kernel's."""
+        for h in heads if captured else ():
+            inputs, reference, variance = self.inputs[h], self.references[h], self.variances[h]["o"]
+            usable = ~inputs.unusable & ~reference.fully_masked
+            if "o" in captured[h]:
+                error = (captured[h]["o"] - reference.out)[usable].square().sum(1)
+                noise = variance[usable].sum(1)
+                if bool((error > row_limit(variance.shape[1]) * noise).any()) or error.sum() > LOSSY**2 * noise.sum():
+                    return True
+            if "lse" in captured[h]:
+                # Against P's own cast, which is off by 2^-(p + 2) in the mean.
+                coarse = 2.0 ** -(inputs.input_format.precision + 4)
+                if bool(((captured[h]["lse"] - reference.lse)[usable].abs() > coarse).any()):
+                    return True
+        return False
 
     def _tensors(self, heads: Sequence[int]) -> dict[str, Tensor]:
         """The true tensors of a head by name; of several heads none is the quantity's like."""

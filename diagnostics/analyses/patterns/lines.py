@@ -57,6 +57,8 @@ class Lines:
     """rows, keys or features."""
     coarse: bool = False
     """Whether the lines may be the tail of a kernel that is coarse everywhere."""
+    single: Tensor | None = None
+    """bool [n], lines of O that are one row of V: another may hold the same because it attends to that key."""
 
     @property
     def _limit(self) -> float:
@@ -150,7 +152,7 @@ class Lines:
                 (self.observed[left] - self.truth[origin]).square().sum(1) <= self._limit * self.noise[origin]
             )
             lines = left[fits]
-            if not len(lines):
+            if not len(lines) or (self.single is not None and bool(self.single[origin[fits]].all())):
                 return
             one = self.unit[:-1]
             if constant:

@@ -17,6 +17,8 @@ from attn_diag.results.wording import number, plural
 # So many runs of rows are told one after the other.
 _RUNS = 7
 _ELEMENTS = 8
+# l = 1 / P of the top key.
+_ONE_KEY = 1.1
 _IN_ONE_ROW = 3
 _NEARLY_ALL = 0.85
 # Rows between wrong ones that are right by chance (next to no gradient of their own) join them up to this part.
@@ -71,7 +73,10 @@ def find_place(evidence: Evidence) -> Place:
             columns, "features",
         )  # fmt: skip
         return Place(rows, columns, tuple(block.groups()))
-    lines = Lines(evidence.observed, evidence.truth, evidence.noise, rows, evidence.unit, coarse=evidence.coarse)
+    lines = Lines(
+        evidence.observed, evidence.truth, evidence.noise, rows, evidence.unit, coarse=evidence.coarse,
+        single=evidence.references[0].row_sum < _ONE_KEY if evidence.quantity == "o" else None,
+    )  # fmt: skip
     return Place(rows, None, tuple(lines.groups()))
 
 

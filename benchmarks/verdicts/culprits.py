@@ -1,0 +1,125 @@
+"""Whether a verdict names what was planted: the quantity, the pattern or the site; and nothing that is not so.
+
+A statement is false where a quantity is accused that is as right as healthy kernels leave it; where rows are named of
+which most are as right; where a pattern of another kind than the defect's is named (``KINDS``); where the forward is
+blamed for a backward's defect; where another rounding site is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verdicts.effects import Effect
+from verdicts.planting import Defect
+
+from attn_diag.results.quality import Pattern, QuantityVerdict
+
+# Kinds of pattern that say where, or how large, and nothing of how it came about.
+PLACES = frozenset({"off", "unrelated", "elements", "factors", "rows", "keys", "features", "NaN"})
+# What a defect's pattern may be called. A defect may look like several: O of rows that lost their last tile is what
+# another mask gives.
+KINDS: dict[str, frozenset[str]] = {
+    name: frozenset(kinds.split())
+    for name, kinds in {
+        "keys missing": "part mask zeros normalisation",
+        "keys counted twice": "part mask",
+        "rows missing": "part mask zeros",
+        "mask": "mask part",
+        "mask alignment": "mask part",
+        "window": "mask part",
+        "key padding": "mask part",
+        "rescale": "part normalisation factor",
+        "split merge": "part normalisation factor",
+        "copy": "copy head tensor",
+        "scale": "scale factor",
+        "softcap": "softcap formula scale",
+        "features": "features zeros",
+        "heads": "head heads copy tensor",
+        "batch": "head copy",
+        "group": "heads head factor zeros",
+        "factor": "factor normalisation formula scale base",
+        "sign": "sign factor",
+        "zeros": "zeros",
+        "unwritten": "zeros",
+        "rows": "copy formula zeros",
+        "transpose": "transpose copy",
+        "layout": "transpose copy",
+        "element": "elements zeros",
+        "NaN": "NaN",
+        "LSE base": "base offset scale factor",
+        "LSE scale": "scale formula",
+        "LSE maximum": "formula offset",
+        "LSE row sum": "formula offset",
+        "LSE offset": "offset factor",
+        "delta": "delta formula part",
+        "gradient of another tensor": "tensor",
+        "row max": "part normalisation",
+        "race": "part zeros",
+    }.items()
+}
+# A coarse rounding may flush what is small to zero.
+_OF_SITES = frozenset({"zeros"})
+# So few rows that are multiples of the true ones (one key has all of them) say what they hold, not why.
+_FEW = 3
+# A quantity within so much of the worst healthy kernel is right.
+_RIGHT = 1.1
+_ACCUSING = ("nonfinite", "wrong", "lossy")
+_SITES = {"dS": "dscores_from"}
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a verdict says of a culprit."""
+
+    right: bool
+    """It names the quantity that the defect makes wrong by itself, its pattern or its site."""
+    false: tuple[str, ...]
+    """Statements that are not so."""
+
+
+def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequence[Effect]) -> Named:
+    """What the answers about one head say of the culprit.
+
+    Args:
+        defect (Defect): What was planted.
+        quantities (Sequence[QuantityVerdict]): The tool's answers.
+        effects (Sequence[Effect]): What the defect did to this head, of every sequence and quantity.
+    """
+    false: list[str] = []
+    right = False
+    for q in (q for q in quantities if q.answer in _ACCUSING):
+        did = [e for e in effects if e.quantity == q.quantity]
+        right = right or q.quantity in defect.quantities
+        if did and all(e.finite and e.factor < _RIGHT and e.row_factor <= _row_limit(e) for e in did):
+            false.append(f"{q.quantity} is right but called {q.answer}")
+        if q.site is not None and q.site != _SITES.get(defect.site):
+            false.append(f"{q.quantity}: site {q.site}")
+        for pattern in q.patterns:
+            if pattern.kind == "forward":
+                right = right or defect.where == "forward"
+                if defect.where != "forward":
+                    false.append(f"{q.quantity}: the forward is blamed")
+                continue
+            if pattern.kind not in PLACES and not (pattern.kind == "factor" and _count(pattern) <= _FEW):
+                fits = pattern.kind in KINDS.get(defect.pattern, _OF_SITES)
+                right = right or (fits and bool(defect.pattern))
+                if not fits:
+                    false.append(f"{q.quantity}: {pattern.kind}: {pattern.words}")
+            if pattern.rows and _misplaced(pattern, did):
+                false.append(f"{q.quantity}: place: {pattern.words}")
+    return Named(right, tuple(false))
+
+
+def _count(pattern: Pattern) -> int:
+    return sum(last - first + 1 for first, last in pattern.rows)
+
+
+def _row_limit(effect: Effect) -> float:
+    return max(3.0, effect.healthy_row_factor)
+
+
+def _misplaced(pattern: Pattern, did: Sequence[Effect]) -> bool:
+    """Whether most of the rows that a pattern names are as right as healthy kernels leave them."""
+    rows = {row for first, last in pattern.rows for row in range(first, last + 1)}
+    return all(e.finite and len(rows - set(e.rows_off)) > len(rows) / 2 for e in did)
