@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from measuring import CAPTURES, made_by, options_of, save
 from verdicts.culprits import named
-from verdicts.defects import DEFECTS, home
+from verdicts.defects import DEFECTS, home, other_roundings
 from verdicts.effects import Effect, effects, reference
 from verdicts.inputs import FAMILIES, Inputs, captures, draw
 from verdicts.kernels import HEALTHY, Outputs, attend
@@ -44,11 +44,12 @@ SETTINGS = (
     "copies", "loss_2_percent", "loss_two_rows", "training_gradients",
 )  # fmt: skip
 ACQUITTED = {"clean", "ill_conditioned"}
-ACCUSED = {"nonfinite", "wrong", "lossy"}
+ACCUSED = {"nonfinite", "wrong", "lossy", "not as stated"}
 # It has a documented factor on dQ and dK (torch's efficient kernel), so that it is no yardstick.
 DOCUMENTED = "dS of cast P"
 # Defects of one call that one process does one after the other.
 _TOGETHER = 12
+_NOISY = 8
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Judged:
     dtype: str
     head: int
     factor: float
-    """The largest factor of a quantity, over the worst healthy kernel's error and over what these show of each other."""
+    """The largest factor of a quantity, over the worst healthy kernel's and over what these show of each other."""
     row_factor: float
     """The largest of a row, likewise; 3 where healthy rows reach more than 3 and this one reaches as much."""
     small_row_factor: float
@@ -91,9 +92,9 @@ class Judged:
     """The quantity with ``factor``."""
     finite: bool
     labels: tuple[str, ...]
-    """Empty: no verdict."""
+    """Empty: no verdict, because O is what another mask or scale gives."""
     reason: str
-    """The first reason."""
+    """The first reason, or what O is."""
     named: bool
     """The culprit is named."""
     false: tuple[str, ...]
@@ -122,7 +123,7 @@ class Judged:
     def said(self) -> str:
         """The gravest label, a column of the confusion matrix."""
         order = ("nonfinite", "wrong", "lossy", "biased", "undecided", "ill_conditioned", "clean")
-        return next((label for label in order if label in self.labels), "no verdict")
+        return next((label for label in order if label in self.labels), "not as stated")
 
 
 @cache
@@ -144,33 +145,37 @@ def inspected(inputs: Inputs, outputs: Outputs, *, device: str = "cpu", without:
 
 
 def judge(
-    name: str, defect: Defect | None, inputs: Inputs, truth: Outputs, outputs: Outputs, healthy: Sequence[Outputs]
+    name: str, defect: Defect | None, inputs: Inputs, outputs: Outputs, did: Sequence[Effect]
 ) -> Iterator[Judged]:
     """One entry a head; of several sequences the head's are taken together, as ``inspect`` does."""
-    found = inspected(inputs, outputs).captures[0].observations[0]
-    did = effects(truth, outputs, healthy)
-    for entry in found.heads:
+    found = inspected(inputs, outputs).captures[0]
+    for entry in found.observations[0].heads:
         if entry.head is not None:
-            yield _entry(name, defect, inputs, entry, [e for e in did if _concerns(e, entry.head, inputs.group)])
+            mine = [e for e in did if _concerns(e, entry.head, inputs.group)]
+            yield _entry(name, defect, inputs, entry, mine, found.assumptions.message)
 
 
 def _concerns(effect: Effect, head: int, group: int) -> bool:
     return effect.head == (head // group if effect.quantity in ("dk", "dv") else head)
 
 
-def _entry(name: str, defect: Defect | None, x: Inputs, entry: HeadDiagnosis, did: Sequence[Effect]) -> Judged:
+def _entry(
+    name: str, defect: Defect | None, x: Inputs, entry: HeadDiagnosis, did: Sequence[Effect], assumed: str
+) -> Judged:
     # LSE is a number of fp32: what matters of it is what it does to the gradients.
     sized = [e for e in did if e.quantity != "lse"]
     worst = max(sized, key=_factor)
     verdict = entry.verdict
     said = None if defect is None else named(defect, entry.quantities, did)
+    refused = verdict is None and defect is not None and "o" in defect.quantities
     return Judged(
         planted=name, inputs=x.name, dtype=str(x.q.dtype).removeprefix("torch."), head=entry.head or 0,
         factor=_factor(worst), row_factor=max(_row_factor(e, e.row_factor) for e in sized),
         small_row_factor=max(_row_factor(e, e.small_row_factor) for e in sized), quantity=worst.quantity,
         finite=all(e.finite for e in sized), labels=() if verdict is None else verdict.labels,
-        reason="" if verdict is None or not verdict.reasons else verdict.reasons[0],
-        named=said is not None and said.right, false=() if said is None else said.false,
+        reason=assumed if verdict is None else verdict.reasons[0] if verdict.reasons else "",
+        named=refused or (said is not None and said.right),
+        false=() if said is None else said.false,
     )  # fmt: skip
 
 
@@ -188,14 +193,18 @@ def of_place(place: Place) -> list[Judged]:
     inputs = place.inputs
     truth = reference(inputs)
     plain = {name: attend(inputs, kernel) for name, kernel in HEALTHY.items()}
+    noisy = other_roundings(inputs, _NOISY)
     found: list[Judged] = []
     for name in place.names:
         others = [x for other, x in plain.items() if other not in (name, DOCUMENTED)]
         if place.part == "healthy":
-            found += judge(name, None, inputs, truth, plain[name], others)
+            did = effects(truth, plain[name], others, noisy)
+            found += judge(name, None, inputs, plain[name], did)
             continue
         defect = DEFECTS[name]
-        found += judge(name, defect, inputs, truth, defect.run(inputs), [defect.healthy(inputs), *others])
+        planted = defect.run(inputs)
+        did = effects(truth, planted, [defect.healthy(inputs), *others], noisy)
+        found += judge(name, defect, inputs, planted, did)
     return found
 
 
@@ -253,7 +262,7 @@ def summary(part: str, found: Sequence[Judged]) -> dict[str, Any]:
         "heads": len(found),
         "matrix": matrix(found),
         "clear_effects": len(clear),
-        "clear_effects_found": sum(j.said not in (ACQUITTED | {"no verdict"}) for j in clear),
+        "clear_effects_found": sum(j.said not in ACQUITTED for j in clear),
         "accused": len(convicted),
         "culprit_named": sum(j.named for j in convicted),
         "false_statement": len(false),

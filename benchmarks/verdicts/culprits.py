@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from attn_diag.results.quality import Pattern, QuantityVerdict
 from verdicts.effects import Effect
 from verdicts.planting import Defect
 
-from attn_diag.results.quality import Pattern, QuantityVerdict
-
 # Kinds of pattern that say where, or how large, and nothing of how it came about.
-PLACES = frozenset({"off", "unrelated", "elements", "factors", "rows", "keys", "features", "NaN"})
+PLACES = frozenset({"off", "unrelated", "elements", "factors", "rows", "keys", "features", "NaN", "offset"})
 # What a defect's pattern may be called. A defect may look like several: O of rows that lost their last tile is what
 # another mask gives.
 KINDS: dict[str, frozenset[str]] = {
@@ -42,7 +41,7 @@ KINDS: dict[str, frozenset[str]] = {
         "sign": "sign factor",
         "zeros": "zeros",
         "unwritten": "zeros",
-        "rows": "copy formula zeros",
+        "rows": "copy formula zeros part",
         "transpose": "transpose copy",
         "layout": "transpose copy",
         "element": "elements zeros",
@@ -58,8 +57,10 @@ KINDS: dict[str, frozenset[str]] = {
         "race": "part zeros",
     }.items()
 }
-# A coarse rounding may flush what is small to zero.
-_OF_SITES = frozenset({"zeros"})
+# A coarse rounding may flush what is small to zero. Truncation, and a coarse l, change all of a row by one factor.
+_OF_SITES = frozenset({"zeros", "factor"})
+# What a wrong O or L makes of dQ and dK, and what many defects make of single rows.
+_CONSEQUENCES = frozenset({"delta"})
 # So few rows that are multiples of the true ones (one key has all of them) say what they hold, not why.
 _FEW = 3
 # A quantity within so much of the worst healthy kernel is right.
@@ -91,7 +92,7 @@ def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequen
     for q in (q for q in quantities if q.answer in _ACCUSING):
         did = [e for e in effects if e.quantity == q.quantity]
         right = right or q.quantity in defect.quantities
-        if did and all(e.finite and e.factor < _RIGHT and e.row_factor <= _row_limit(e) for e in did):
+        if did and all(_is_right(e) for e in did):
             false.append(f"{q.quantity} is right but called {q.answer}")
         if q.site is not None and q.site != _SITES.get(defect.site):
             false.append(f"{q.quantity}: site {q.site}")
@@ -102,7 +103,8 @@ def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequen
                     false.append(f"{q.quantity}: the forward is blamed")
                 continue
             if pattern.kind not in PLACES and not (pattern.kind == "factor" and _count(pattern) <= _FEW):
-                fits = pattern.kind in KINDS.get(defect.pattern, _OF_SITES)
+                of_forward = defect.where == "forward" and pattern.kind in _CONSEQUENCES
+                fits = of_forward or pattern.kind in KINDS.get(defect.pattern, _OF_SITES)
                 right = right or (fits and bool(defect.pattern))
                 if not fits:
                     false.append(f"{q.quantity}: {pattern.kind}: {pattern.words}")
@@ -115,8 +117,11 @@ def _count(pattern: Pattern) -> int:
     return sum(last - first + 1 for first, last in pattern.rows)
 
 
-def _row_limit(effect: Effect) -> float:
-    return max(3.0, effect.healthy_row_factor)
+def _is_right(effect: Effect) -> bool:
+    """Whether neither the whole, nor a typical row, nor any row is worse than healthy kernels leave them."""
+    limit = max(3.0, effect.healthy_row_factor)
+    rows = max(effect.row_factor, effect.small_row_factor)
+    return max(effect.factor, effect.typical_factor) < _RIGHT and rows <= limit and not effect.rows_off
 
 
 def _misplaced(pattern: Pattern, did: Sequence[Effect]) -> bool:

@@ -30,16 +30,19 @@ class Effect:
     healthy_factor: float
     """The largest such factor of a healthy kernel beside the others: what this head gives by chance."""
     row_factor: float
-    """The largest, over rows (keys, of dK and dV), of the row's error over the largest that a healthy kernel has there,
-    or over its ulp²/12; of rows whose error is larger than what the worst healthy kernel has in a typical row."""
+    """The largest, over rows (keys, of dK and dV), of the row's error over the largest of what a healthy kernel leaves
+    there, of its expected noise there and of its ulp²/12; of rows whose error is larger than what the worst healthy
+    kernel has in a typical row."""
     small_row_factor: float
     """The largest of the other rows: errors that a typical row has anyway."""
     healthy_row_factor: float
     """The largest of a healthy kernel beside the others."""
     row: int
     """The row of ``row_factor``."""
+    typical_factor: float
+    """Root of the mean, over rows, of the squared error over the healthy kernels' mean there (and ulp²/12)."""
     rows_off: tuple[int, ...]
-    """Rows with more than ``OFF`` times the error of any healthy kernel."""
+    """Rows with more than ``OFF`` times the root of that mean, or than the first healthy kernel's error."""
     element_ulp: float
     """The largest error of an element in units in the last place of the true value."""
     relative: float
@@ -91,33 +94,47 @@ def ulp(truth: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def effects(truth: Outputs, planted: Outputs, healthy: Sequence[Outputs]) -> list[Effect]:
+def effects(
+    truth: Outputs, planted: Outputs, healthy: Sequence[Outputs], noisy: Sequence[Outputs] = ()
+) -> list[Effect]:
     """Every quantity of every head.
 
     Args:
         truth (Outputs): What ``reference`` returned, float64.
         planted (Outputs): What the kernel in question returned.
         healthy (Sequence[Outputs]): What healthy kernels returned, that of the same schedule first.
+        noisy (Sequence[Outputs]): What ``defects.other_roundings`` returned: in a row of few keys all healthy kernels
+            round alike, and may be right by luck.
     """
     found = []
     for name in QUANTITIES:
         batch, heads = getattr(truth, name).shape[:2]
         for b, h in product(range(batch), range(heads)):
-            true, observed, *others = (getattr(x, name)[b, h] for x in (truth, planted, *healthy))
-            found.append(_effect(name, b, h, true, observed, others))
+            true, observed, *others = (getattr(x, name)[b, h] for x in (truth, planted, *healthy, *noisy))
+            split = len(healthy)
+            found.append(_effect(name, b, h, true, observed, others[:split], others[split:]))
     return found
 
 
-def _effect(name: str, batch: int, head: int, truth: Tensor, planted: Tensor, healthy: Sequence[Tensor]) -> Effect:
+def _effect(
+    name: str, batch: int, head: int, truth: Tensor, planted: Tensor, healthy: Sequence[Tensor], noisy: Sequence[Tensor]
+) -> Effect:
     changed = int((_bits(planted) != _bits(healthy[0])).sum())
     error = _error(truth, planted)
     finite = truth.masked_fill(truth.isinf(), 0)
     spacing = ulp(finite, planted.dtype)
+    smallest = _by_row(spacing).square() / 12
     # A row that is zero but for the rounding of fp32 sums of much larger terms is as good as zero.
-    floor = torch.maximum(_by_row(spacing).square() / 12, _by_row(finite).square().mean() * TINY**2)
+    floor = torch.maximum(smallest, _by_row(finite).square().mean() * TINY**2)
+    if noisy:
+        # A stochastic rounding has twice the variance of one to nearest.
+        noise = torch.stack([_by_row(_error(truth, x)).square() for x in noisy]).mean(0) / 2
+        smallest, floor = torch.maximum(smallest, noise), torch.maximum(floor, noise)
     rows = _by_row(error).square()
     healthy_rows = torch.stack([_by_row(_error(truth, x)).square() for x in healthy])
     ratios = _ratios(rows, healthy_rows, floor)
+    usual = rows / torch.maximum(healthy_rows.mean(0), smallest)
+    beside_same = rows / torch.maximum(healthy_rows[0], smallest)
     large = ~(rows <= healthy_rows.mean(1).max())
     beside = [_beside(healthy_rows, i, floor) for i in range(len(healthy))]
     return Effect(
@@ -130,7 +147,8 @@ def _effect(name: str, batch: int, head: int, truth: Tensor, planted: Tensor, he
         small_row_factor=ratios.masked_fill(large, 0).max().item(),
         healthy_row_factor=max((row for _, row in beside), default=1.0),
         row=int(ratios.masked_fill(~large, 0).argmax()),
-        rows_off=tuple((ratios > OFF).nonzero()[:, 0].tolist()),
+        typical_factor=usual.mean().sqrt().nan_to_num(math.inf).item(),
+        rows_off=tuple((~(torch.maximum(usual, beside_same) <= OFF**2)).nonzero()[:, 0].tolist()),
         element_ulp=(error.abs() / spacing).nan_to_num(math.inf).max().item(),
         relative=_root(rows.sum(), _by_row(finite).square().sum()[None], rows.new_zeros(())),
         changed=changed,

@@ -48,7 +48,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         start += int(own.max()) + 1 if len(own) else 0
     arrays = {
         name: np.concatenate([getattr(s, name) for s in samples])
-        for name in ("rows", "error", "counterfactual", "floor", "reference", "expected", "bad_rows")
+        for name in ("rows", "error", "counterfactual", "floor", "reference", "expected", "bad_rows", "not_zero")
     }
     arrays["features"] = np.concatenate([s.features for s in samples], 1)
     return QuantitySample(
@@ -125,6 +125,10 @@ def judge_quantity(
     as_good = ratio.high <= AS_GOOD or (ratio.factor <= AS_GOOD and typical.high <= AS_GOOD)
     # Hardly any error (exact on one-hot rows) has no interval worth the name.
     as_good |= max(ratio.factor, typical.factor) <= _FAR_BETTER
+    if as_good and quantity == "dq" and whole.not_zero.any():
+        where = ranges(sorted(set(whole.rows[whole.not_zero].tolist())))
+        said = f"{name} has {factor}, but rows {where} see one key, and it should be zero there"
+        return verdict("undecided", f"{said}: dP and delta do not cancel, as where delta is rounded.")
     if as_good and not outlying.any():
         return verdict("good", f"{name} is as good as a well-rounded kernel's (factor {_factor(ratio)}).")
     few = f"; {number(ratio.groups, 2)} groups of {unit} carry it" if ratio.groups < MIN_GROUPS else ""

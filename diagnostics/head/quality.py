@@ -35,6 +35,9 @@ _CHANCE = 1e-9
 
 # A recipe explains an error where what differs from its output is less than this part of what differs from fa2's.
 _EXPLAINED = 0.25
+# A row that sees one key has dQ = 0: dP and delta cancel. fp32 leaves 2^-22 of the variance that O's rounding would
+# make there; a rounded delta leaves about all of it.
+_ZERO, _SPEAKS = 2.0**-20, 2.0**-6
 # Truncated sums make errors at most so many times larger (1.8 on one-hot rows).
 _TRUNCATED = 2.0
 
@@ -69,6 +72,8 @@ class QuantitySample:
     """[m, 2], row and feature of elements that stand out."""
     in_outlying_element: npt.NDArray[np.bool_]
     """[n], rows in which an element stands out."""
+    not_zero: npt.NDArray[np.bool_]
+    """[n], rows that are zero in exact arithmetic and in a well-rounded kernel, and not here."""
     largest: tuple[int, int, float, float]
     """Row, feature, error in ulp, and in standard deviations beyond the counterfactual's, of the worst element."""
     clusters: npt.NDArray[np.int64] | None
@@ -155,6 +160,7 @@ def sample(
     stands_out = (deviations > ELEMENT_LIMIT).nonzero()
     worst = int(deviations.argmax()) if deviations.numel() else 0
     row, feature = divmod(worst, max(truth.shape[1], 1))
+    silent = (truth.square().sum(1) <= _ZERO**2 * expected.sum(1)) & (others.sum(1) <= _ZERO * expected.sum(1))
     largest = (0, 0, 0.0, 0.0)
     if deviations.numel():
         ulps, beyond = float(error[row, feature].abs() / spacing[row, feature]), float(deviations[row, feature])
@@ -171,6 +177,7 @@ def sample(
         bad_features=_outlying(squares, others, floor, expected, allowed, 0, None, rows),
         bad_elements=torch.stack([rows[stands_out[:, 0]], stands_out[:, 1]], 1).cpu().numpy(),
         in_outlying_element=(deviations > ELEMENT_LIMIT).any(1).cpu().numpy(),
+        not_zero=(silent & (squares.sum(1) > _SPEAKS * expected.sum(1))).cpu().numpy(),
         largest=largest,
         clusters=clusters,
         carriers=carriers,

@@ -9,7 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.patterns.evidence import Evidence, Guess, row_limit
+from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Guess, row_limit
+from attn_diag.analyses.patterns.forward import SMALL_SCALE
 from attn_diag.analyses.patterns.lines import FACTOR_FROM
 from attn_diag.analyses.patterns.lost_parts import lost_parts
 from attn_diag.analyses.patterns.numbers import scales
@@ -23,6 +24,8 @@ from attn_diag.results.wording import number
 _MOST_SCORES = 2**22
 # An unknown delta is named in so many rows, where it is off by so much of its terms' root mean square sum.
 _SEVERAL, _DELTA_FROM = 4, 0.25
+# An error of which so little lies in other directions is one of delta.
+_ALL_BUT = 0.05
 _SWAPPED: dict[Quantity, Quantity] = {"dq": "dk", "dk": "dq"}
 
 
@@ -34,9 +37,12 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         rows: Which n rows or keys.
     """
     slabs = [slab_of(h, r, evidence.quantity, rows) for h, r in zip(evidence.heads, evidence.references, strict=True)]
-    yield from _other_delta(evidence, slabs, rows)
-    yield from _other_formula(evidence, slabs, rows)
+    # First, so that of two guesses that say the same it is taken: a wrong O has a wrong delta.
     yield from _of_captured(evidence, rows)
+    yield from _other_delta(evidence, slabs, rows)
+    if evidence.quantity == "dq" and len(rows) < _SEVERAL and _is_delta(evidence.error[rows], _along(slabs[0])):
+        return  # whatever changes delta in a row or two fits
+    yield from _other_formula(evidence, slabs, rows)
     yield from _other_tensor(evidence, rows)
     yield from _parts_of_heads(evidence, slabs, rows)
     yield from lost_parts(evidence, slabs, rows)
@@ -171,7 +177,10 @@ def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         yield Guess(reading.kind, f"are what {reading.words}{where} gives", alone)
         if whole is not None:
             yield Guess(reading.kind, f"are what {reading.words} gives", whole, 1)
+    most = len(evidence.outlying.nonzero()) == 0 or 2 * int(evidence.outlying.sum()) > int(evidence.clear.sum())
     for name, value in scales(head.scale, head.q.shape[1]).items():
+        if abs(value / head.scale - 1) < SMALL_SCALE and not most:
+            continue  # truncation in some rows looks like it
         changed = replace(head, scale=value)
         slab = open_slab(changed, evidence.quantity, rows, reference.lse, reference.delta)
         said = f"the scale {number(value, 5)} ({name}) instead of {number(head.scale, 5)}"
@@ -195,17 +204,29 @@ def _throughout(head: AttentionHead, quantity: Quantity, rows: Tensor) -> Tensor
     return slab.total(slab.weights())
 
 
+def _along(slab: Slab) -> Tensor:
+    """alpha P K, [n, D]."""
+    return slab.total(slab.weights(0.0)) - slab.total(slab.weights(1.0))
+
+
+def _is_delta(error: Tensor, along: Tensor) -> bool:
+    """Whether some delta in each row explains the errors."""
+    share = (error * along).sum(1, keepdim=True) / along.square().sum(1, keepdim=True).clamp(min=1e-300)
+    return float((error - share * along).square().sum()) <= _ALL_BUT * float(error.square().sum())
+
+
 def _own_delta(evidence: Evidence, slab: Slab, rows: Tensor) -> Iterator[Guess]:
     """dQ with a delta of its own in every row, projected from the error: alpha (P o (dP - d)) K for any d."""
     assert slab.delta is not None
-    along = slab.total(slab.weights(0.0)) - slab.total(slab.weights(1.0))  # alpha P K
+    along = _along(slab)
     size = along.square().sum(1).clamp(min=1e-300)
     error = evidence.error[rows]
     found = slab.delta[:, 0] - (error * along).sum(1) / size
     # Where all rows of P K point one way and dQ too, any error is of this kind.
     other = along.roll(len(along) // 3 + 1, 0)
     share = (error * other).sum(1, keepdim=True) / other.square().sum(1, keepdim=True).clamp(min=1e-300)
-    vacuous = (error - share * other).square().sum(1) <= row_limit(evidence.truth.shape[1]) * evidence.noise[rows]
+    limit = row_limit(evidence.truth.shape[1]) * evidence.noise[rows]
+    vacuous = (error - share * other).square().sum(1) <= torch.maximum(limit, (1 - EXPLAINS) * error.square().sum(1))
     if len(rows) < 2 or float(vacuous.double().mean()) > 0.2 or evidence.truth.shape[1] < 4:
         return
     own = found - slab.delta[:, 0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, ulp
+from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, reference_rows, ulp
 from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import SYMBOLS
 
@@ -101,6 +101,14 @@ class Evidence:
         """In how many directions its rows point: (tr C)^2 / ||C||^2 of their squares' sum C."""
         squares = torch.linalg.svdvals(self.truth[self.usable]).square()
         return float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)) if len(squares) else 1.0
+
+    def dimensions(self, rows: Tensor) -> Tensor:
+        """[n], how many numbers some rows hold: a row that sees k keys lies in what their k vectors span."""
+        count = torch.full((len(rows),), self.directions, dtype=torch.float64, device=rows.device)
+        if self.quantity not in ("o", "dq"):
+            return count
+        probs = reference_rows(replace(self.heads[0], do=None), rows).probs
+        return torch.minimum(count, 1 / probs.square().sum(1).clamp(min=1e-12))
 
     @cached_property
     def coarse(self) -> bool:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.backward import of_gradient
-from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Fit, Guess, row_limit
+from attn_diag.analyses.patterns.evidence import EXPLAINS, LEAVES, Evidence, Fit, Guess, row_limit
 from attn_diag.analyses.patterns.forward import of_out
 from attn_diag.analyses.patterns.lines import Group
 from attn_diag.analyses.patterns.numbers import factors, in_words, named
-from attn_diag.analyses.patterns.places import find_elements, find_place, in_sentence, row_ranges
+from attn_diag.analyses.patterns.places import Place, find_elements, find_place, in_sentence, row_ranges
 from attn_diag.analyses.patterns.rowwise import of_delta, of_lse
 from attn_diag.head.counterfactual import FORMATS
 from attn_diag.kernels.formats import Mode, parse, round_to
@@ -49,8 +49,7 @@ def find_patterns(evidence: Evidence) -> list[Pattern]:
     if not lossy and (words := find_elements(evidence)) is not None:
         return [Pattern("elements", words, 1.0)]
     place = find_place(evidence)
-    found = [(g, None) if place.features is not None else _how(evidence, g) for g in place.groups]
-    found = _absorbed(evidence, found)
+    found = _ways(evidence, place)
     groups, fits = [g for g, _ in found], [f for _, f in found]
     if lossy and (len(groups) > 1 or groups[0].kind in _OPEN or _rounds_another_way(evidence)):
         return []
@@ -64,6 +63,18 @@ def find_patterns(evidence: Evidence) -> list[Pattern]:
     if len(parts) == 1:
         return [whole]
     return [replace(whole, kind=parts[0].kind), *parts]
+
+
+def _ways(evidence: Evidence, place: Place) -> list[tuple[Group, Fit | None]]:
+    """The groups of a place, and how each came about: all in one way where one explains them all."""
+    if place.features is not None:
+        return [(group, None) for group in place.groups]
+    if len(place.groups) > 1:
+        lines = torch.cat([group.lines for group in place.groups]).sort().values
+        whole, fit = _how(evidence, Group(lines, "off", "are off"))
+        if fit is not None and fit.remaining <= LEAVES:
+            return [(whole, fit)]
+    return _absorbed(evidence, [_how(evidence, group) for group in place.groups])
 
 
 def _rounds_another_way(evidence: Evidence) -> bool:
@@ -88,12 +99,11 @@ def _guesses(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     yield from by_name.get(evidence.quantity, of_gradient)(evidence, rows)
 
 
-def _by_no_chance(evidence: Evidence, guess: Guess, fit: Fit) -> bool:
-    """Whether the best of so many guesses would hardly leave as little of an error in as many directions."""
+def _by_no_chance(evidence: Evidence, guess: Guess, fit: Fit, numbers: float) -> bool:
+    """Whether the best of so many guesses would hardly leave as little of an error of so many ``numbers``."""
     few = len(guess.prediction) < _FEW_ROWS or (evidence.coarse and len(guess.prediction) < _MANY_ROWS)
     if few and fit.remaining > _CLOSE and fit.explained < EXPLAINS:
         return False
-    numbers = len(guess.prediction) * evidence.directions
     left = max(fit.left, 1e-12 * fit.before)
     return numbers / 2 * math.log(fit.before / left) > math.log(_GUESSES * guess.tried) + _NATS
 
@@ -119,12 +129,14 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
     rows = group.lines[torch.linspace(0, len(group.lines) - 1, min(_SAMPLE, len(group.lines))).long()]
     if group.kind == "unrelated" and len(group.lines) < len(rows):
         return group, None
-    found = []
+    found, numbers = [], float(evidence.dimensions(rows).sum())
     for guess in _guesses(evidence, rows):
         if not bool(guess.prediction.isfinite().all()):
             continue
         fit = evidence.fit(rows, guess.prediction)
-        if fit.before > 0 and fit.left < 0.9 * fit.before and _by_no_chance(evidence, guess, fit):
+        # Of rows that are next to zero, any small prediction leaves little.
+        insight = fit.left < min(0.9 * fit.before, 0.5 * float(evidence.observed[rows].square().sum()))
+        if insight and _by_no_chance(evidence, guess, fit, numbers):
             found.append((guess, fit))
     chosen = _choose(found)
     if chosen is None:

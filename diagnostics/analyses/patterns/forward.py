@@ -13,14 +13,15 @@ from attn_diag.analyses.patterns.lost_parts import lost_parts
 from attn_diag.analyses.patterns.numbers import named, scales
 from attn_diag.analyses.patterns.readings import other_heads, other_masks, other_softcap
 from attn_diag.analyses.patterns.slab import slab_of
+from attn_diag.head.quality import LOSSY
 from attn_diag.reference import AttentionHead, reference_rows
 from attn_diag.results.wording import number
 
 # Roundings of scores, truncations too, look like a change of the scale by up to 2^-8.
 _SCALE_FROM = 0.005
 # A small change of it needs many rows: in a few, coarse scores look like one.
-_SMALL, _MANY = 0.05, 16
-_STEPS = 8
+SMALL_SCALE, _MANY = 0.05, 16
+_STEPS, _SAMPLE = 8, 64
 
 
 def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
@@ -74,8 +75,14 @@ def other_scale(evidence: Evidence, head: AttentionHead, rows: Tensor) -> Iterat
         if abs(step) < 1e-6:
             break
     off = scale / head.scale - 1
-    if abs(off) < _SCALE_FROM or (abs(off) < _SMALL and len(rows) < _MANY):
+    if abs(off) < _SCALE_FROM or (abs(off) < SMALL_SCALE and len(rows) < _MANY):
         return
+    if abs(off) < SMALL_SCALE:
+        usable = evidence.usable.nonzero()[:, 0]
+        everywhere = usable[:: -(-len(usable) // _SAMPLE)]
+        fit = evidence.fit(everywhere, reference_rows(replace(head, scale=scale), everywhere).out)
+        if fit.remaining > LOSSY:
+            return  # dropped small P look like it in the rows that stand out
     uncertain = 4 / size**0.5
     name = named(scale, known, max(1e-3 * abs(off), min(uncertain, abs(off) / 4)))
     said = f"{number(scale, 5)}{f' ({name})' if name else ''} instead of {number(head.scale, 5)}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import CLEAR, row_limit
-from attn_diag.analyses.patterns.numbers import spread
+from attn_diag.analyses.patterns.numbers import intervals, spread
 from attn_diag.results.wording import number, percent
 
 # Below it two rows have hardly anything in common.
@@ -23,6 +23,9 @@ _SAMPLE = 512
 # Of so many lines a copy by chance is seldom.
 _BY_CHANCE = 0.05
 _FEW_FEATURES = 4
+# A part of the wrong lines that is one way's: this much of them, or neighbours in so many runs.
+_HALF, _RUNS = 0.5, 3
+_RARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,16 @@ class Lines:
 
     def _zeros(self, left: Tensor) -> Iterator[Group]:
         zero = (self.observed == 0).all(1) & (self.truth != 0).any(1)
-        if bool(zero[left].any()):
-            lines = zero.nonzero()[:, 0]  # small ones do not stand out, but were not written either
-            yield Group(lines, "zeros", "were never written (zero)", torch.zeros_like(self.truth[lines]))
+        if not bool(zero[left].any()):
+            return
+        # Small ones do not stand out, but were not written either; the smallest are zero once rounded.
+        small = self.truth.square().sum(1) <= 4 * self.noise
+        small[left] = False
+        lines = (zero & ~small).nonzero()[:, 0]
+        if len(lines) < _HALF * len(left) and not self._together(lines):
+            yield Group(lines, "off", "are zero")
+            return
+        yield Group(lines, "zeros", "were never written (zero)", torch.zeros_like(self.truth[lines]))
 
     def _multiples(self, left: Tensor) -> Iterator[Group]:
         """Lines that one factor turns into the true ones."""
@@ -114,7 +124,7 @@ class Lines:
                 return  # noise that is larger than what the factor makes
         if self.coarse and abs(factor - 1) < _COARSE_FROM and right < _MOST * int(clear.sum()):
             return
-        if 10 * right < int(clear.sum()):
+        if right < _HALF * int(clear.sum()) and not self._together(lines):
             return  # a chance among many factors
         words = f"are {number(factor)} times the true ones"
         if abs(factor + 1) < FACTOR_FROM / 5:
@@ -154,6 +164,10 @@ class Lines:
             lines = left[fits]
             if not len(lines) or (self.single is not None and bool(self.single[origin[fits]].all())):
                 return
+            if len(lines) < _HALF * len(left) and not self._together(lines):
+                return
+            if self._chance_of_copies(len(lines)) > _RARE:
+                return
             one = self.unit[:-1]
             if constant:
                 words = f"hold what belongs in {one} {value}"
@@ -162,6 +176,19 @@ class Lines:
                 words = f"hold what belongs {abs(value)} {one if abs(value) == 1 else self.unit} {way}"
             yield Group(lines, "copy", words, self.truth[origin[fits]])
             left = left[~fits]
+
+    def _together(self, lines: Tensor) -> bool:
+        """Whether several lines lie in few runs, with none that is wrong in another way between them."""
+        index = torch.searchsorted(self.bad, lines[torch.isin(lines, self.bad)])
+        return len(lines) >= _SEVERAL and len(intervals(index.tolist())) <= _RUNS
+
+    def _chance_of_copies(self, count: int) -> float:
+        """How many times so many of n lines would hold another true line, at one distance, by chance."""
+        n = len(self.truth)
+        sample = torch.arange(0, n, -(-n // _SAMPLE), device=self.truth.device)
+        alike = torch.cdist(self.truth[sample], self.truth).square() <= self._limit * self.noise
+        alike[torch.arange(len(sample)), sample] = False
+        return n * float(alike.double().mean()) ** min(count, _SEVERAL)
 
     def _own_multiples(self, left: Tensor) -> Iterator[Group]:
         """Lines that a factor of their own turns into the true ones."""
@@ -188,6 +215,8 @@ class Lines:
         observed, truth = self.observed[left], self.truth[left]
         sizes = float(observed.square().sum() * truth.square().sum()) ** 0.5
         cosine = float((observed * truth).sum()) / sizes if sizes else 0.0
+        if float(truth.square().sum()) <= 1e-6 * float(self.noise[left].sum()):
+            return Group(left, "off", "should be zero")
         off = float((observed - truth).square().sum() / truth.square().sum().clamp(min=1e-300)) ** 0.5
         if abs(cosine) < UNRELATED and off > UNRELATED and self.truth.shape[1] > 1:
             return Group(left, "unrelated", "are unrelated to the true ones")
