@@ -3,22 +3,22 @@ where they are installed, FlashAttention-4 and SageAttention 1 (forward alone).
 
 Every kernel gets the same inputs (``verdicts.inputs``, and real captures).
 
-    python benchmarks/study_released_kernels.py --out benchmarks/results/released_kernels.json
+    python benchmarks/study_released_kernels.py --json benchmarks/results/released_kernels.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib.metadata import version
 from itertools import product
-from pathlib import Path
+from typing import Any
 
 import torch
-from measuring import made_by
-from study_verdicts import inspected
+from measuring import CAPTURES, made_by, options_of, save
+from study_verdicts import DTYPES, inspected
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -91,8 +91,8 @@ KERNELS: dict[str, Attention] = {
 class Row:
     """One quantity of one head of one kernel."""
 
-    kernel: str
     inputs: str
+    dtype: str
     head: int
     labels: tuple[str, ...]
     quantity: str
@@ -119,7 +119,7 @@ def run(kernel: Attention, x: Inputs) -> Outputs:
 
 def rows(name: str, x: Inputs) -> Iterator[Row]:
     """What is said of one kernel on one call."""
-    outputs = run(KERNELS[name], x)
+    outputs, dtype = run(KERNELS[name], x), str(x.q.dtype).removeprefix("torch.")
     on_gpu = replace(x, **{n: getattr(x, n).cuda() for n in ("q", "k", "v", "do")})
     found = inspected(
         on_gpu, outputs, device="cuda", without=[n for n, t in outputs.tensors().items() if not t.numel()]
@@ -129,40 +129,57 @@ def rows(name: str, x: Inputs) -> Iterator[Row]:
             continue
         labels = ("no verdict",) if head.verdict is None else head.verdict.labels
         for q in head.quantities:
-            yield Row(name, x.name, head.head, labels, q.quantity, q.answer, q.factor, q.factor_ci95, q.site, q.words)
+            yield Row(x.name, dtype, head.head, labels, q.quantity, q.answer, q.factor, q.factor_ci95, q.site, q.words)
+
+
+def summary(kernel: str, found: Sequence[Row]) -> dict[str, Any]:
+    """The labels of one kernel's heads, the range of each quantity's factor, and what is not good, in words."""
+    heads = {(r.inputs, r.dtype, r.head): r.labels for r in found}
+    factors = {}
+    for quantity in ("o", "dq", "dk", "dv"):
+        known = [r.factor for r in found if r.quantity == quantity and r.factor is not None]
+        if known:
+            factors[quantity] = {"least": min(known), "largest": max(known)}
+    labels = Counter(" ".join(mine) for mine in heads.values())
+    said = [vars(r) for r in found if r.answer not in ("good", "stated")]
+    return {"version": _version(kernel), "heads": len(heads), "labels": dict(labels), "factors": factors, "said": said}
+
+
+def _version(kernel: str) -> str:
+    packages = {"flash-attn-4", "sageattention"}
+    return version(kernel) if kernel in packages else "of torch" if kernel != "attn_diag.attention" else "this"
 
 
 def main() -> None:
     """Run all kernels on all inputs and print what is not clean."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--kernels", nargs="*", default=list(KERNELS))
     parser.add_argument("--families", nargs="*", default=[name for name in FAMILIES if name != "one_hot"])
     parser.add_argument("--settings", nargs="*", default=["plain", "full", "d128", "gqa", "d72", "d96", "d104"])
-    parser.add_argument("--captures", type=Path, default=Path(__file__).parents[1] / "tests" / "captures")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--no-captures", action="store_true", help="leave out the inputs of real captures")
     options = parser.parse_args()
-    places = product(options.families, options.settings, (torch.bfloat16, torch.float16))
-    calls = [draw(family, setting, dtype=dtype) for family, setting, dtype in places]
-    calls += list(captures(options.captures).values()) if options.captures.exists() else []
-    found: list[Row] = []
-    for x in calls:
-        for name in options.kernels:
-            try:
-                found += list(rows(name, x))
-            # A backend that refuses these inputs, or is not installed.
-            except (RuntimeError, ValueError, AssertionError, ImportError) as error:
-                print(f"{name} refuses {x.name}: {[*str(error).splitlines(), ''][0][:100]}")
-    for row in found:
-        if row.answer not in ("good", "stated"):
-            print(f"{row.kernel:20} {row.inputs:24} H{row.head} {row.labels} {row.words}")
-    for name in options.kernels:
-        mine = [r for r in found if r.kernel == name]
-        for quantity in ("o", "dq", "dk", "dv"):
-            factors = [r.factor for r in mine if r.quantity == quantity and r.factor is not None]
-            if factors:
-                print(f"{name:20} {quantity:3} factor {min(factors):.3f} to {max(factors):.3f} of {len(factors)} heads")
-    if options.out:
-        options.out.write_text(json.dumps({**made_by("cuda"), "rows": [vars(r) for r in found]}, indent=1))
+    places = product(options.families, options.settings, options.dtypes)
+    calls = [draw(family, setting, dtype=DTYPES[dtype]) for family, setting, dtype in places]
+    calls += [] if options.no_captures else list(captures(CAPTURES).values())
+    found: dict[str, list[Row]] = {name: [] for name in options.kernels}
+    refused: dict[str, set[str]] = {name: set() for name in options.kernels}
+    for x, name in product(calls, options.kernels):
+        try:
+            found[name] += rows(name, x)
+        # A backend that refuses these inputs, or is not installed.
+        except (RuntimeError, ValueError, AssertionError, ImportError) as error:
+            refused[name].add(f"{x.name}: {[*str(error).splitlines(), ''][0][:100]}")
+    result = {name: summary(name, mine) for name, mine in found.items() if mine}
+    save({**made_by("cuda"), "kernels": result, "refused": {n: sorted(r) for n, r in refused.items()}}, options.json)
+    for name, of_kernel in result.items():
+        for row in of_kernel["said"]:
+            print(f"{name:20} {row['inputs']:24} {row['dtype']} H{row['head']} {row['labels']} {row['words']}")
+    for name, of_kernel in result.items():
+        ranges = ", ".join(f"{q} {f['least']:.3f} to {f['largest']:.3f}" for q, f in of_kernel["factors"].items())
+        print(f"{name}: {of_kernel['heads']} heads, {of_kernel['labels']}; factors: {ranges}")
+    for name, why in refused.items():
+        print(f"{name} refuses {len(why)} calls, for instance {sorted(why)[:1]}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def words_of(head: AttentionHead, quantity: Quantity, observed: Tensor) -> str:
 
 # What is done to a right tensor, and what must be said of rows or keys.
 PLACES: dict[str, tuple[Callable[[Tensor], object], str]] = {
-    "last rows unwritten": (lambda t: t[128:].zero_(), "s 0-127 are right; {unit}s 128-191 were never written (zero)"),
+    "last rows unwritten": (lambda t: t[128:].zero_(), "s 0-127 are right; {unit}s 128-191 are zero, as if never"),
     "a tile of another": (
         lambda t: t[64:128].copy_(t[0:64].clone()),
         "64-127 hold what belongs 64 {unit}s before; {unit}s 128-191 are right",
@@ -55,7 +55,7 @@ PLACES: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "factor": (lambda t: t.mul_(1.25), "all {unit}s are 1.25 times the true ones"),
     "every 16th row": (lambda t: t[::16].mul_(2), "every 16th {unit} from 0 is 2 times the true one"),
     "first rows of every 64": (lambda t: [t[a : a + 16].zero_() for a in (0, 64, 128)], "{unit}s 0-15 of every 64"),
-    "features": (lambda t: t[:, 8:12].zero_(), "features 8-11 were never written (zero); all other features are right"),
+    "features": (lambda t: t[:, 8:12].zero_(), "features 8-11 are zero, as if never written; all other"),
     "features shifted": (lambda t: t.copy_(t.roll(1, 1)), "all {unit}s have their features moved on by 1"),
     "NaN": (lambda t: t[9].fill_(math.nan), "{unit} 9 holds NaN or Inf"),
 }  # fmt: skip
@@ -81,7 +81,7 @@ def test_unrelated_rows_between_right_ones_and_zeros(family: str) -> None:
     words = words_of(head, "dq", observed)
     assert words.startswith("rows 0-31 are right; rows 32-159")
     assert "unrelated to the gradient" in words
-    assert "were never written (zero)" in words
+    assert "are zero, as if never written" in words
 
 
 def test_single_elements_are_named_with_their_values() -> None:
@@ -304,7 +304,7 @@ def test_inspect_names_the_pattern_and_what_is_right_beside_it() -> None:
     broken = next(h for _, _, h in found.entries() if h.head == 2)
     assert broken.verdict is not None
     assert broken.verdict.labels == ("wrong",)
-    assert "rows 0-149 are right; rows 150-199 were never written (zero)." in broken.verdict.reasons[0]
+    assert "rows 0-149 are right; rows 150-199 are zero, as if never written." in broken.verdict.reasons[0]
     assert broken.verdict.reasons[-1].startswith("O, dK and dV are right")
 
 

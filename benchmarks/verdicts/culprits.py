@@ -14,8 +14,10 @@ from attn_diag.results.quality import Pattern, QuantityVerdict
 from verdicts.effects import Effect
 from verdicts.planting import Defect
 
-# Kinds of pattern that say where, or how large, and nothing of how it came about.
-PLACES = frozenset({"off", "unrelated", "elements", "factors", "rows", "keys", "features", "NaN", "offset"})
+# Kinds of pattern that say where, and what is there, and nothing of how it came about.
+PLACES = frozenset(
+    {"off", "unrelated", "elements", "factors", "rows", "keys", "features", "NaN", "offset", "zeros", "factor"}
+)
 # What a defect's pattern may be called. A defect may look like several: O of rows that lost their last tile is what
 # another mask gives.
 KINDS: dict[str, frozenset[str]] = {
@@ -57,12 +59,8 @@ KINDS: dict[str, frozenset[str]] = {
         "race": "part zeros",
     }.items()
 }
-# A coarse rounding may flush what is small to zero. Truncation, and a coarse l, change all of a row by one factor.
-_OF_SITES = frozenset({"zeros", "factor"})
 # What a wrong O or L makes of dQ and dK, and what many defects make of single rows.
 _CONSEQUENCES = frozenset({"delta"})
-# So few rows that are multiples of the true ones (one key has all of them) say what they hold, not why.
-_FEW = 3
 # A quantity within so much of the worst healthy kernel is right.
 _RIGHT = 1.1
 _ACCUSING = ("nonfinite", "wrong", "lossy")
@@ -102,19 +100,15 @@ def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequen
                 if defect.where != "forward":
                     false.append(f"{q.quantity}: the forward is blamed")
                 continue
-            if pattern.kind not in PLACES and not (pattern.kind == "factor" and _count(pattern) <= _FEW):
+            if pattern.kind not in PLACES or pattern.kind in KINDS.get(defect.pattern, ()):
                 of_forward = defect.where == "forward" and pattern.kind in _CONSEQUENCES
-                fits = of_forward or pattern.kind in KINDS.get(defect.pattern, _OF_SITES)
+                fits = of_forward or pattern.kind in KINDS.get(defect.pattern, ())
                 right = right or (fits and bool(defect.pattern))
                 if not fits:
                     false.append(f"{q.quantity}: {pattern.kind}: {pattern.words}")
             if pattern.rows and _misplaced(pattern, did):
                 false.append(f"{q.quantity}: place: {pattern.words}")
     return Named(right, tuple(false))
-
-
-def _count(pattern: Pattern) -> int:
-    return sum(last - first + 1 for first, last in pattern.rows)
 
 
 def _is_right(effect: Effect) -> bool:

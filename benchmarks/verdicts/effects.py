@@ -42,7 +42,8 @@ class Effect:
     typical_factor: float
     """Root of the mean, over rows, of the squared error over the healthy kernels' mean there (and ulp²/12)."""
     rows_off: tuple[int, ...]
-    """Rows with more than ``OFF`` times the root of that mean, or than the first healthy kernel's error."""
+    """Rows with more than ``OFF`` times the root of that mean, and those whose error is the defect's: larger than the
+    first healthy kernel's, and half of it in what differs from that kernel's output."""
     element_ulp: float
     """The largest error of an element in units in the last place of the true value."""
     relative: float
@@ -112,6 +113,10 @@ def effects(
         for b, h in product(range(batch), range(heads)):
             true, observed, *others = (getattr(x, name)[b, h] for x in (truth, planted, *healthy, *noisy))
             split = len(healthy)
+            if name == "o":
+                # What O is in a row that sees no key, nobody has fixed: 0, NaN and the mean of V are all in use.
+                seen = truth.lse[b, h] > -math.inf
+                true, observed, *others = (x[seen] for x in (true, observed, *others))
             found.append(_effect(name, b, h, true, observed, others[:split], others[split:]))
     return found
 
@@ -134,7 +139,8 @@ def _effect(
     healthy_rows = torch.stack([_by_row(_error(truth, x)).square() for x in healthy])
     ratios = _ratios(rows, healthy_rows, floor)
     usual = rows / torch.maximum(healthy_rows.mean(0), smallest)
-    beside_same = rows / torch.maximum(healthy_rows[0], smallest)
+    moved = _by_row(_error(healthy[0].double(), planted)).square()
+    made = (rows > 1.2 * healthy_rows[0]) & (moved > rows / 4)
     large = ~(rows <= healthy_rows.mean(1).max())
     beside = [_beside(healthy_rows, i, floor) for i in range(len(healthy))]
     return Effect(
@@ -148,7 +154,7 @@ def _effect(
         healthy_row_factor=max((row for _, row in beside), default=1.0),
         row=int(ratios.masked_fill(~large, 0).argmax()),
         typical_factor=usual.mean().sqrt().nan_to_num(math.inf).item(),
-        rows_off=tuple((~(torch.maximum(usual, beside_same) <= OFF**2)).nonzero()[:, 0].tolist()),
+        rows_off=tuple((~(usual <= OFF**2) | made).nonzero()[:, 0].tolist()),
         element_ulp=(error.abs() / spacing).nan_to_num(math.inf).max().item(),
         relative=_root(rows.sum(), _by_row(finite).square().sum()[None], rows.new_zeros(())),
         changed=changed,

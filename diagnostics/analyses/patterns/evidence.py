@@ -16,8 +16,8 @@ from attn_diag.results.wording import SYMBOLS
 
 # Where a guess is right, what it leaves is at most so many times what a well-rounded kernel leaves there.
 LEAVES = 2.0
-# Or it explains so much of the squared error.
-EXPLAINS = 0.99
+# Or, of a kernel that is coarse as well, up to so many times, and explains so much of the squared error.
+COARSEST, EXPLAINS = 8.0, 0.99
 # A row whose square is so many times its noise's is clear.
 CLEAR = 25.0
 # Production kernels leave 0.5 to 1.0 times the expected noise.
@@ -92,9 +92,10 @@ class Evidence:
 
     @cached_property
     def relative_noise(self) -> float:
-        """The noise of a typical row over the square of the row."""
+        """The noise of a typical row over the square of the row, as far as casts make it."""
         kept = self.clear
-        return float((self.noise[kept] / self.truth[kept].square().sum(1)).median()) if bool(kept.any()) else 0.0
+        found = float((self.noise[kept] / self.truth[kept].square().sum(1)).median()) if bool(kept.any()) else 0.0
+        return min(found, 4.0**-self.fmt.precision)
 
     @cached_property
     def directions(self) -> float:
@@ -169,7 +170,9 @@ class Fit:
     @property
     def holds(self) -> bool:
         """Whether the guess fits: it leaves hardly more than noise, and explains most of what there was."""
-        return (self.remaining <= LEAVES and self.explained >= 0.5) or self.explained >= EXPLAINS
+        if self.remaining <= LEAVES:
+            return self.explained >= 0.5
+        return self.explained >= EXPLAINS and self.remaining <= COARSEST
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def _choose(found: Sequence[tuple[Guess, Fit]]) -> tuple[Guess, Fit] | None:
             continue
         least = min(fit.left for _, fit in known)
         guess, fit = min((f for f in known if f[1].left <= _SAME * least), key=lambda item: item[0].freedom)
-        if not fit.holds:
+        if not fit.holds or (guess.freedom > _FEW_NUMBERS and fit.remaining > LEAVES):
             continue
         rivals = [
             (g, f)

@@ -95,7 +95,7 @@ class Lines:
         if len(lines) < _HALF * len(left) and not self._together(lines):
             yield Group(lines, "off", "are zero")
             return
-        yield Group(lines, "zeros", "were never written (zero)", torch.zeros_like(self.truth[lines]))
+        yield Group(lines, "zeros", "are zero, as if never written", torch.zeros_like(self.truth[lines]))
 
     def _multiples(self, left: Tensor) -> Iterator[Group]:
         """Lines that one factor turns into the true ones."""

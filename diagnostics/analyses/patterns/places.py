@@ -103,7 +103,7 @@ def _columns(evidence: Evidence, rows: Tensor) -> Tensor | None:
 
 
 def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> str:
-    """The place and what is there: "rows 0-63 are right; rows 64-127 were never written (zero)"."""
+    """The place and what is there: "rows 0-63 are right; rows 64-127 are zero, as if never written"."""
     total = len(evidence.truth)
     if place.features is not None:
         where = (
