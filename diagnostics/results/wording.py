@@ -32,6 +32,13 @@ def percent(value: float | None, form: str = ".3g", *, unknown: str = DASH) -> s
     return unknown if value is None else f"{100 * value:{form}} %"
 
 
+def times(factor: float | None) -> str:
+    """A factor, such as one over a well-rounded kernel's error: "1.00", "11.6", "391"."""
+    if factor is None or not 0.01 <= factor < 1e5:
+        return number(factor)
+    return f"{factor:.{2 if factor < 9.995 else 1 if factor < 99.95 else 0}f}"
+
+
 def share(fraction: float) -> str:
     """A fraction as percent with two digits, never rounded up: 100 % is said of every bit alone."""
     return f"{math.floor(1e4 * fraction) / 100:g} %"
