@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
 
+from attn_diag.reports import words
 from attn_diag.reports.quantities import DQ_ERROR, LETTERS, label_names, tested
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
 from attn_diag.results.quality import Answer, QuantityVerdict
@@ -40,7 +40,8 @@ def _count(found: list[Entry], judged: list[Entry], adjective: str) -> str:
     """How many heads are like the one that was told; of a single head nothing."""
     if len(judged) == 1:
         return ""
-    count = f"All {len(judged)}" if len(found) == len(judged) else f"{len(found)} of {len(judged)}"
+    every = "Both" if len(judged) == 2 else f"All {len(judged)}"
+    count = every if len(found) == len(judged) else f"{len(found)} of {len(judged)}"
     return f" {count} heads {'is' if len(found) == 1 else 'are'} {adjective}."
 
 
@@ -57,23 +58,26 @@ def _said(words: str) -> str:
 def _right(entry: Entry) -> str:
     """What is right beside something that is not."""
     right = [SYMBOLS[q.quantity] for q in entry[2].quantities if q.answer == "good"]
-    return f" {together(right)} {'are' if len(right) > 1 else 'is'} right there." if right else ""
+    unsure = [SYMBOLS[q.quantity] for q in entry[2].quantities if q.answer == "undecided"]
+    said = [f"{together(names)} {'are' if len(names) > 1 else 'is'} {what}"
+            for names, what in ((right, "right"), (unsure, "undecided")) if names]
+    return f" {'; '.join(said)}." if said else ""
 
 
 def _nonfinite(found: list[Entry], judged: list[Entry]) -> str:
     broken = _answered(found[0], "nonfinite")
     said = "NaN or Inf where the mathematics is finite" if not broken else "; ".join(_said(q.words) for q in broken)
     where = Names(judged).name(found[0])
-    return f"NOT FINITE: {said}; in {where}.{_right(found[0])}{_count(found, judged, 'not finite')}"
+    return f"NOT FINITE in {where}: {said}.{_right(found[0])}{_count(found, judged, 'not finite')}"
 
 
 def _wrong(found: list[Entry], judged: list[Entry]) -> str:
     wrong = _answered(found[0], "wrong")
     said = "an error that no rounding makes" if not wrong else _said(wrong[0].words)
     others = [SYMBOLS[q.quantity] for q in wrong[1:]]
-    too = f" {together(others)} {'are' if len(others) > 1 else 'is'} wrong there too." if others else ""
+    too = f" {together(others)} {'are' if len(others) > 1 else 'is'} wrong too." if others else ""
     where = Names(judged).name(found[0])
-    return f"WRONG: {said}; in {where}.{too}{_right(found[0])}{_count(found, judged, 'wrong')}"
+    return f"WRONG in {where}: {said}.{too}{_right(found[0])}{_count(found, judged, 'wrong')}"
 
 
 def _biased(found: list[Entry], judged: list[Entry]) -> str:
@@ -84,7 +88,7 @@ def _biased(found: list[Entry], judged: list[Entry]) -> str:
         mean = test.in_units(estimate).replace(" floor", " noise floors")
         said = f"{test.error} averages {mean}, which is beyond chance (adjusted p = {estimate.p_adjusted:.2g})"
     lossy = f" It is lossy too: {_coarse(found[0])}." if "lossy" in label_names(found[0][2]) else ""
-    return f"BIASED: {said}, in {Names(judged).name(found[0])}.{lossy}{_count(found, judged, 'biased')}"
+    return f"BIASED in {Names(judged).name(found[0])}: {said}.{lossy}{_count(found, judged, 'biased')}"
 
 
 def _coarse(entry: Entry) -> str:
@@ -94,7 +98,9 @@ def _coarse(entry: Entry) -> str:
     if len(plain) < len(coarse):
         return _said(coarse[0].words)
     if coarse:
-        factors = [f"{SYMBOLS[q.quantity]} {times(q.factor)}" for q in coarse]
+        (first, *others) = coarse
+        factors = [f"{SYMBOLS[first.quantity]} has {times(first.factor)}"]
+        factors += [f"{SYMBOLS[q.quantity]} {times(q.factor)}" for q in others]
         return f"{together(factors)} times the error of a well-rounded kernel"
     if entry[2].noise_factor is not None:
         return f"delta's error is {times(entry[2].noise_factor)} times what one correct rounding of O makes"
@@ -105,7 +111,7 @@ def _lossy(found: list[Entry], judged: list[Entry]) -> str:
     worst = max(found, key=lambda e: max((q.factor or 0.0 for q in _answered(e, "lossy")), default=e[2].noise_factor or 0))
     said = {q.quantity: p.words for q in _answered(worst, "lossy") for p in q.patterns[:1]}
     why = "".join(f" {SYMBOLS[quantity]}: {printable(words)}." for quantity, words in said.items())
-    return f"LOSSY: {_coarse(worst)}, in {Names(judged).name(worst)}.{why}{_count(found, judged, 'lossy')}"
+    return f"LOSSY in {Names(judged).name(worst)}: {_coarse(worst)}.{why}{_count(found, judged, 'lossy')}"
 
 
 def _ill_conditioned(found: list[Entry], judged: list[Entry]) -> str:
@@ -115,7 +121,7 @@ def _ill_conditioned(found: list[Entry], judged: list[Entry]) -> str:
     alike = "" if other is None else f", and a well-rounded kernel's is {percent(other)} off as well"
     predicted = "predicted to be " if DQ_ERROR.nearest(entry[2])[1] else ""
     return (
-        f"ILL-CONDITIONED: dQ is {predicted}{percent(error)} off in {Names(judged).name(entry)}{alike}: these inputs "
+        f"ILL-CONDITIONED in {Names(judged).name(entry)}: dQ is {predicted}{percent(error)} off{alike}. These inputs "
         f"amplify small rounding errors.{_count(found, judged, 'ill-conditioned')}"
     )
 
@@ -147,16 +153,7 @@ def _open(found: list[Entry]) -> str:
     """What was judged of none of these heads."""
     first, *others = [e[2].not_judged for e in found]
     missing = [said for said in first if all(said in other for other in others)]
-    return f"Not judged: {printable(grouped(missing))}." if missing else ""
-
-
-def grouped(missing: Sequence[str]) -> str:
-    """Quantities that were not judged, those with one reason together: "LSE and delta (not captured)"."""
-    reasons: dict[str, list[str]] = {}
-    for said in missing:
-        name, _, reason = said.partition(" ")
-        reasons.setdefault(reason, []).append(name)
-    return ", ".join(f"{together(names)} {reason}".rstrip() for reason, names in reasons.items())
+    return words.not_judged(missing) or ""
 
 
 _SENTENCES = {
