@@ -73,6 +73,30 @@ def plural(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
+# What is said of one thing where more than the first verb changes.
+_OF_ONE = {
+    "the true ones": "the true one",
+    "of their own": "of its own",
+    "their features": "its features",
+    "they are": "it is",
+    "is sums of": "is a sum of",
+    " and leave out ": " and leaves out ",
+    " and count twice ": " and counts twice ",
+    " and hold ": " and holds ",
+}
+_VERBS = {"are": "is", "have": "has", "were": "was"}
+
+
+def singular(predicate: str) -> str:
+    """What is said of several things, said of one: "are 2 times the true ones", "is 2 times the true one"."""
+    verb, _, rest = predicate.partition(" ")
+    ending = "es" if verb.endswith(("s", "sh", "ch", "x")) else "s"
+    said = f"{_VERBS.get(verb, verb + ending)} {rest}"
+    for several, one in _OF_ONE.items():
+        said = said.replace(several, one)
+    return said
+
+
 def listed(names: Sequence[str], most: int) -> str:
     """At most so many names, and how many were left out: "a, b and 3 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
