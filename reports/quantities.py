@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis, Label
-from attn_diag.results.quality import QuantityVerdict
+from attn_diag.results.quality import Answer, QuantityVerdict
 from attn_diag.results.wording import DASH, SYMBOLS, number, percent, signed, times
 
 # The worst first: letters of the map, and colours.
@@ -26,6 +26,14 @@ STYLES: dict[Label, str] = {
     "ill_conditioned": "bold yellow",
     "undecided": "cyan",
     "clean": "green",
+}
+ANSWER_STYLES: dict[Answer, str] = {
+    "nonfinite": "bold red",
+    "wrong": "bold red",
+    "lossy": "bold red",
+    "undecided": "cyan",
+    "good": "green",
+    "stated": "",
 }
 # The parts of a gradient's error.
 SHARES = {
@@ -156,9 +164,9 @@ QUANTITIES = {
 # The table of what was captured of a head: each beside a well-rounded kernel's.
 CAPTURED_HEADINGS = ("quantity", "verdict", "error", "well-\nrounded", "factor", "95 %\ninterval")
 CAPTURED_WORDS = (
-    "Error: \u2016error\u2016 / \u2016quantity\u2016. Well-rounded: that of a well-rounded kernel (the published recipe "
-    "of this format, run on the same inputs). Factor: how many times its error this is, over rows; up to 1.1 is as good, "
-    "above 1.25 lossy, and what no rounding makes is wrong."
+    "Error: ‖error‖ / ‖quantity‖. Well-rounded: that of a well-rounded kernel, the published recipe of this format run "
+    "on the same inputs. Factor: how many times as large this one is; up to 1.1 is as good, above 1.25 lossy, and what "
+    "no rounding makes is wrong."
 )
 
 
@@ -281,5 +289,8 @@ def vocabulary() -> dict[str, Any]:
         "gradients": GRADIENTS,
         "shares": SHARES,
         "steps": STEPS,
-        "captured": {"headings": [h.replace("-\n", "-").replace("\n", " ") for h in CAPTURED_HEADINGS], "words": CAPTURED_WORDS},
+        "captured": {
+            "headings": [h.replace("-\n", "-").replace("\n", " ") for h in CAPTURED_HEADINGS],
+            "words": CAPTURED_WORDS,
+        },
     }

@@ -23,7 +23,7 @@ def judged_entries(diagnosis: Diagnosis) -> list[Entry]:
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """The finding in one sentence or two, of the first head with the gravest label; and how many heads have that label."""
+    """The finding, of the first head with the gravest label, and how many heads have that label."""
     judged = judged_entries(diagnosis)
     for label in LETTERS:
         if found := [entry for entry in judged if label in label_names(entry[2])]:
@@ -59,8 +59,11 @@ def _right(entry: Entry) -> str:
     """What is right beside something that is not."""
     right = [SYMBOLS[q.quantity] for q in entry[2].quantities if q.answer == "good"]
     unsure = [SYMBOLS[q.quantity] for q in entry[2].quantities if q.answer == "undecided"]
-    said = [f"{together(names)} {'are' if len(names) > 1 else 'is'} {what}"
-            for names, what in ((right, "right"), (unsure, "undecided")) if names]
+    said = [
+        f"{together(names)} {'are' if len(names) > 1 else 'is'} {what}"
+        for names, what in ((right, "right"), (unsure, "undecided"))
+        if names
+    ]
     return f" {'; '.join(said)}." if said else ""
 
 
@@ -108,7 +111,9 @@ def _coarse(entry: Entry) -> str:
 
 
 def _lossy(found: list[Entry], judged: list[Entry]) -> str:
-    worst = max(found, key=lambda e: max((q.factor or 0.0 for q in _answered(e, "lossy")), default=e[2].noise_factor or 0))
+    worst = max(
+        found, key=lambda e: max((q.factor or 0.0 for q in _answered(e, "lossy")), default=e[2].noise_factor or 0)
+    )
     said = {q.quantity: p.words for q in _answered(worst, "lossy") for p in q.patterns[:1]}
     why = "".join(f" {SYMBOLS[quantity]}: {printable(words)}." for quantity, words in said.items())
     return f"LOSSY in {Names(judged).name(worst)}: {_coarse(worst)}.{why}{_count(found, judged, 'lossy')}"

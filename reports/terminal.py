@@ -22,6 +22,7 @@ from rich.text import Text
 from attn_diag.reports import layout, story, words
 from attn_diag.reports.head_map import HeadMap
 from attn_diag.reports.quantities import (
+    ANSWER_STYLES,
     CAPTURED_HEADINGS,
     CONDITIONING,
     DQ_BY_DELTA,
@@ -80,7 +81,10 @@ def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
             yield from _detail(entry, names)
         if (left := len(entries) - min(len(entries), _MAX_DETAILS)) and any(_faulty(e) for e in entries):
             yield Text("")
-            yield layout.paragraph(f"Details of {left} more {'head' if left == 1 else 'heads'}: --head N here, or --json and --html.", style="dim")
+            yield layout.paragraph(
+                f"Details of {left} more {'head' if left == 1 else 'heads'}: --head N here, or --json and --html.",
+                style="dim",
+            )
     yield from _provenance(diagnosis)
 
 
@@ -200,7 +204,7 @@ def _captured(head: HeadDiagnosis) -> RenderableType:
     table = layout.table(Column(first, no_wrap=True), Column(second, no_wrap=True), *layout.figures(figures))
     for quantity in head.quantities:
         name, answer, *cells = captured_cells(quantity)
-        table.add_row(name, Text(answer, style=STYLES.get(answer, "green")), *cells)
+        table.add_row(name, Text(answer, style=ANSWER_STYLES[quantity.answer]), *cells)
     return table
 
 

@@ -317,7 +317,10 @@ def test_fp32_formats_are_known() -> None:
     ("several", "one"),
     [
         ("are 114 times the true ones", "is 114 times the true one"),
-        ("are the true ones times a factor of their own (1 to 2)", "is the true one times a factor of its own (1 to 2)"),
+        (
+            "are the true ones times a factor of their own (1 to 2)",
+            "is the true one times a factor of its own (1 to 2)",
+        ),
         ("were never written (zero)", "was never written (zero)"),
         ("have the wrong sign", "has the wrong sign"),
         ("have their features moved on by 1", "has its features moved on by 1"),

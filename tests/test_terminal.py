@@ -54,8 +54,8 @@ HEADLINES = {
     ),
     "gpt2_step637_L2H6": (
         "CLEAN",
-        "O and dQ are as good as a well-rounded kernel's in L2H6, and no bias was found. Not judged: LSE, delta, dK and "
-        "dV (not captured).",
+        "O and dQ are as good as a well-rounded kernel's in L2H6, and no bias was found. Not judged: LSE, delta, dK "
+        "and dV (not captured).",
     ),
     "gpt2_step731_L2H4": (
         "ILL-CONDITIONED in L2H4",
@@ -98,7 +98,14 @@ def test_nothing_is_wider_than_the_screen_or_cut_off(name: str, width: int) -> N
 def test_order_of_the_story() -> None:
     """Verdict, what to do, heads (the worst first), then where the numbers come from."""
     text = inspected("kernels_pair_T512").report(100)
-    order = ["BIASED", "What to do", "Heads, worst first", "H1 stable: lossy", "Where the numbers come from", "attn-diag 0"]
+    order = [
+        "BIASED",
+        "What to do",
+        "Heads, worst first",
+        "H1 stable: lossy",
+        "Where the numbers come from",
+        "attn-diag 0",
+    ]
     positions = [text.index(words) for words in order]
     assert positions == sorted(positions)
     rows = re.findall(r"^(H\d)\s+(\w+)\s+([a-z_, ]+?)\s+[\d.]+ ", text, re.M)

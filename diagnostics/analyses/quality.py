@@ -183,7 +183,8 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
         return _answered(found, "wrong", f"{words}.", Pattern("rows", where))
     if ratio is None or ratio.factor <= AS_GOOD:
         return found
-    words = f"{name} is up to {number(size)} off, which alone makes dQ {times(ratio.factor)} times as wrong as a well-rounded kernel's"
+    made = f"which alone makes dQ {times(ratio.factor)} times as wrong as a well-rounded kernel's"
+    words = f"{name} is up to {number(size)} off, {made}"
     answer: Answer = "lossy" if ratio.factor > LOSSY and ratio.groups >= MIN_GROUPS else "undecided"
     return _answered(found, answer, f"{words}.")
 
@@ -239,7 +240,8 @@ def _where(whole: QuantitySample, outlying: np.ndarray, unit: str, rest: RatioEs
     rows = sorted(whole.rows[outlying].tolist())
     share = float(whole.error[outlying].sum() / whole.error.sum())
     one = len(rows) == 1
-    words = f"{unit[:-1] if one else unit} {ranges(rows)} ({len(rows)} of {len(outlying)}) {'stands' if one else 'stand'} out"
+    subject, verb = (unit[:-1], "stands") if one else (unit, "stand")
+    words = f"{subject} {ranges(rows)} ({len(rows)} of {len(outlying)}) {verb} out"
     if rest is not None:
         left = "it" if one else "them"
         words += f"; without {left} the error is {times(rest.factor)} times a well-rounded kernel's"

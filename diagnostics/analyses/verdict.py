@@ -65,8 +65,8 @@ _SUGGESTIONS: dict[Label, str] = {
         "or a row sum that adds another P than PV uses."
     ),
     "undecided": (
-        "Capture more rows or sequences: what was captured does not decide. A factor that stays between 1.1 and 1.25 is "
-        "no alarm, but more than production kernels have (0.93 to 1.07)."
+        "Capture more rows or sequences: what was captured does not decide. A factor that stays between 1.1 and 1.25 "
+        "is no alarm, but more than production kernels have (0.93 to 1.07)."
     ),
     "clean": "Nothing to do for this head: if training goes wrong, look at other heads, layers and steps first.",
 }
