@@ -183,8 +183,8 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
         return _answered(found, "wrong", f"{words}.", Pattern("rows", where))
     if ratio is None or ratio.factor <= AS_GOOD:
         return found
-    made = f"which alone makes dQ {times(ratio.factor)} times as wrong as a well-rounded kernel's"
-    words = f"{name} is up to {number(size)} off, {made}"
+    effect = f"which alone makes dQ {times(ratio.factor)} times as wrong as a well-rounded kernel's"
+    words = f"{name} is up to {number(size)} off, {effect}"
     answer: Answer = "lossy" if ratio.factor > LOSSY and ratio.groups >= MIN_GROUPS else "undecided"
     return _answered(found, answer, f"{words}.")
 
