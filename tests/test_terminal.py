@@ -22,7 +22,9 @@ from attn_diag.reports.head_map import log_levels
 from attn_diag.reports.layout import ASCII, BLOCKS, spark
 from attn_diag.reports.renderers import plain_text
 from attn_diag.reports.words import drift_words
-from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, Drift
+from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, Drift, Label
+from attn_diag.results.quality import Answer, Quantity
+from attn_diag.results.wording import SYMBOLS
 
 WIDTHS = [60, 80, 120]
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -213,6 +215,52 @@ def test_plain_can_be_grepped() -> None:
     assert re.search(r"lossy +factor=16\.5 +noise_factor=11\.5\d* +conditioning=24\d\.?\d* +dq_error=0\.929", row)
     assert [line for line in lines if re.match(r"test +stable/H1 +delta_excess .*p_adjusted=0\.0002", line)]
     assert [line for line in lines if re.match(r"drift +stable/H1 .*OUTSIDE the 99 % band .* from row \d+ on", line)]
+
+
+def test_every_captured_quantity_is_shown_beside_a_well_rounded_kernel() -> None:
+    diagnosis = inspected("gqa_T200")
+    wide = " ".join(diagnosis.report(80).split())
+    assert re.search(
+        r"quantity verdict error rounded factor interval O good 0\.\d+ % 0\.\d+ % 1\.00 \S+ to 1\.\d\d dQ ", wide
+    )
+    lines = plain_text(diagnosis).splitlines()
+    assert [
+        line for line in lines if re.match(r"quantity +H5 +dV good +factor=1 +low=1 +high=1 +error=0\.00\d+$", line)
+    ]
+    assert [line for line in lines if re.match(r"reason +H5 +Not judged: LSE and delta \(not captured\)\.$", line)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "labels", "said"),
+    [
+        (
+            {"o": "good", "dq": "wrong", "dk": "undecided", "dv": "good"},
+            ("wrong",),
+            "WRONG in H0: dQ is so. O and dV are right; dK is undecided. 1 of 2 heads is wrong.",
+        ),
+        (
+            {"o": "wrong", "dq": "wrong", "dk": "wrong"},
+            ("wrong",),
+            "WRONG in H0: O is so. dQ and dK are wrong too. 1 of 2 heads is wrong.",
+        ),
+        ({"o": "nonfinite", "dq": "good"}, ("nonfinite",), "NOT FINITE in H0: O is so. dQ is right. 1 of 2 heads is"),
+        ({"dq": "undecided"}, ("undecided",), "UNDECIDED in H0: dQ is so: not clearly as good as one (up to 1.1"),
+    ],
+)
+def test_what_is_right_beside_is_said(answers: dict[Quantity, Answer], labels: tuple[Label, ...], said: str) -> None:
+    model = inspected("gqa_T200")
+    (whole,) = model.captures
+    first, second = whole.observations[0].heads[:2]
+    told = {q.quantity: q for q in first.quantities}
+    quantities = tuple(
+        dataclasses.replace(told[name], answer=answer, words=f"{SYMBOLS[name]} is so.", factor=None)
+        for name, answer in answers.items()
+    )
+    verdict = dataclasses.replace(some(first.verdict), labels=labels, reasons=tuple(q.words for q in quantities))
+    heads = (dataclasses.replace(first, quantities=quantities, verdict=verdict), second)
+    observation = dataclasses.replace(whole.observations[0], heads=heads)
+    diagnosis = dataclasses.replace(model, captures=(dataclasses.replace(whole, observations=(observation,)),))
+    assert story.headline(diagnosis).startswith(said)
 
 
 def test_plain_of_the_command_that_inspects(run: Run) -> None:
