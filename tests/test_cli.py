@@ -219,7 +219,8 @@ def test_fail_on_says_which_graver_label_it_passes_over(tmp_path: Path, run: Run
 def test_nothing_is_said_of_a_format_without_a_well_rounded_kernel(tmp_path: Path, run: Run) -> None:
     """dQ = 0 in FP32: neither the head's fault nor as good as it gets."""
     q, k, v, do = (torch.randn(1, 1, 32, 16, generator=torch.Generator().manual_seed(i)) for i in range(4))
-    o = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), is_causal=True).float()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    o = sdpa(q.double(), k.double(), v.double(), is_causal=True).float()
     given = {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": torch.zeros_like(q)}
     done = run("inspect", write(tmp_path / "capture.safetensors", given), "--causal", "top-left", COLUMNS="400")
     assert done.out.startswith("UNDECIDED in H0: dQ is 100 % off, which the rounding of O does not explain")
