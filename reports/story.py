@@ -148,7 +148,7 @@ def _clean(found: list[Entry], judged: list[Entry]) -> str:
     elsewhere = [name for name in SYMBOLS.values() if any(name in names for names in good) and name not in everywhere]
     if not everywhere:
         return f"CLEAN: no mean error beyond chance in {heads}. {_open(found)}"
-    more = f" (and, where captured, {together(elsewhere)})" if elsewhere else ""
+    more = f" (and, where known, {together(elsewhere)})" if elsewhere else ""
     are = "are" if len(everywhere) > 1 or elsewhere else "is"
     said = f"{together(everywhere)}{more} {are} as good as a well-rounded kernel's in {heads}, and no bias was found."
     return f"CLEAN: {said} {_open(found)}".rstrip()
