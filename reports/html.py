@@ -142,7 +142,9 @@ def _key(value: float | None) -> str:
 
 
 def _evidence(head: HeadDiagnosis) -> tuple[tuple[bool, str], ...]:
-    """Each step, and whether it is reached. The last needs captures of several steps."""
+    """Each step, and whether it is reached; none where rounding is no cause. The last needs captures of many steps."""
+    if {"wrong", "nonfinite"} & set(quantities.label_names(head)):
+        return ()
     stated = head.verdict.evidence if head.verdict else "none"
     found = removed = False
     if head.attribution is not None and stated != "none":

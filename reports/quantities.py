@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis, Label
-from attn_diag.results.wording import DASH, SYMBOLS, number, percent, signed
+from attn_diag.results.quality import Answer, QuantityVerdict
+from attn_diag.results.wording import DASH, SYMBOLS, number, percent, signed, times
 
 # The worst first: letters of the map, and colours.
 LETTERS: dict[Label, str] = {
@@ -25,6 +26,14 @@ STYLES: dict[Label, str] = {
     "ill_conditioned": "bold yellow",
     "undecided": "cyan",
     "clean": "green",
+}
+ANSWER_STYLES: dict[Answer, str] = {
+    "nonfinite": "bold red",
+    "wrong": "bold red",
+    "lossy": "bold red",
+    "undecided": "cyan",
+    "good": "green",
+    "stated": "",
 }
 # The parts of a gradient's error.
 SHARES = {
@@ -62,6 +71,8 @@ class Quantity:
     digits: int = 3
     fraction: bool = False
     """Whether it is shown as percent."""
+    factor: bool = False
+    """Whether it is a factor over another error."""
     predicted: str = ""
     """Where a prediction stands of what was not captured."""
     words: str = ""
@@ -81,6 +92,8 @@ class Quantity:
 
     def shown(self, value: float | None) -> str:
         """A value of this quantity as every report writes it."""
+        if self.factor:
+            return times(value)
         return percent(value) if self.fraction else number(value, self.digits)
 
     def text(self, head: HeadDiagnosis) -> str:
@@ -111,7 +124,7 @@ def worst_factor(head: HeadDiagnosis) -> float | None:
     return max((q.factor for q in head.quantities if q.factor is not None), default=None)
 
 
-FACTOR = Quantity("factor", "times a well-rounded kernel", worst_factor, "\u00d7 well-\nrounded")
+FACTOR = Quantity("factor", "times a well-rounded kernel", worst_factor, "\u00d7 well-\nrounded", factor=True)
 NOISE_FACTOR = Quantity(
     "noise_factor", "noise factor", "noise_factor", "noise\nfactor",
     words="Delta's error over what one correct rounding of O makes; 0.98 to 1.9 on production kernels.",
@@ -147,6 +160,27 @@ QUANTITIES = {
         NONFINITE_ROWS,
     )
 }  # fmt: skip
+
+# The table of what was captured of a head: each beside a well-rounded kernel's.
+CAPTURED_HEADINGS = ("quantity", "verdict", "error", "well-\nrounded", "factor", "95 %\ninterval")
+CAPTURED_WORDS = (
+    "Error: ‖error‖ / ‖quantity‖. Well-rounded: that of a well-rounded kernel, the published recipe of this format run "
+    "on the same inputs. Factor: how many times as large this one is; up to 1.1 is as good, above 1.25 lossy, and what "
+    "no rounding makes is wrong."
+)
+
+
+def captured_cells(found: QuantityVerdict) -> tuple[str, ...]:
+    """A line of that table."""
+    low, high = found.factor_ci95 or (None, None)
+    return (
+        SYMBOLS[found.quantity],
+        found.answer,
+        percent(found.relative_error),
+        percent(found.relative_error_well_rounded),
+        times(found.factor),
+        DASH if low is None else f"{times(low)} to {times(high)}",
+    )
 
 
 @dataclass(frozen=True)
@@ -255,4 +289,8 @@ def vocabulary() -> dict[str, Any]:
         "gradients": GRADIENTS,
         "shares": SHARES,
         "steps": STEPS,
+        "captured": {
+            "headings": [h.replace("-\n", "-").replace("\n", " ") for h in CAPTURED_HEADINGS],
+            "words": CAPTURED_WORDS,
+        },
     }

@@ -22,6 +22,8 @@ from rich.text import Text
 from attn_diag.reports import layout, story, words
 from attn_diag.reports.head_map import HeadMap
 from attn_diag.reports.quantities import (
+    ANSWER_STYLES,
+    CAPTURED_HEADINGS,
     CONDITIONING,
     DQ_BY_DELTA,
     DQ_ERROR,
@@ -33,13 +35,14 @@ from attn_diag.reports.quantities import (
     TEST_FIGURES,
     TESTS,
     Quantity,
+    captured_cells,
     label_names,
     labels,
     tested,
 )
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, severity
-from attn_diag.results.wording import DASH, head_name, printable
+from attn_diag.results.wording import DASH, SYMBOLS, head_name, printable
 
 _MAX_ROWS = 16
 _MAX_DETAILS, _MAX_FACTS = 3, 16
@@ -78,7 +81,10 @@ def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
             yield from _detail(entry, names)
         if (left := len(entries) - min(len(entries), _MAX_DETAILS)) and any(_faulty(e) for e in entries):
             yield Text("")
-            yield layout.paragraph(f"Details of {left} more heads: --head N here, or --json and --html.", style="dim")
+            yield layout.paragraph(
+                f"Details of {left} more {'head' if left == 1 else 'heads'}: --head N here, or --json and --html.",
+                style="dim",
+            )
     yield from _provenance(diagnosis)
 
 
@@ -176,6 +182,10 @@ def _detail(entry: Entry, names: story.Names) -> Iterator[RenderableType]:
     )
     for reason in head.verdict.reasons:
         yield layout.bullet("-", reason)
+    if head.quantities:
+        yield layout.indented(_captured(head), expand=False)
+    if (missing := words.not_judged(head.not_judged)) is not None:
+        yield layout.bullet(" ", missing)
     if head.attribution is not None:
         for reason in head.attribution.reasons[:_MAX_ATTRIBUTED]:
             yield layout.bullet("=", reason)
@@ -186,6 +196,16 @@ def _detail(entry: Entry, names: story.Names) -> Iterator[RenderableType]:
         yield layout.Sized(partial(_tests, head))
     for said in words.numbers(head):
         yield layout.bullet(" ", said)
+
+
+def _captured(head: HeadDiagnosis) -> RenderableType:
+    """Each captured quantity beside a well-rounded kernel's."""
+    first, second, *figures = CAPTURED_HEADINGS
+    table = layout.table(Column(first, no_wrap=True), Column(second, no_wrap=True), *layout.figures(figures))
+    for quantity in head.quantities:
+        name, answer, *cells = captured_cells(quantity)
+        table.add_row(name, Text(answer, style=ANSWER_STYLES[quantity.answer]), *cells)
+    return table
 
 
 def _running_sum(head: HeadDiagnosis, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -290,6 +310,12 @@ def _facts(entry: Entry, place: str) -> Iterator[str]:
     assert head.verdict is not None
     for reason in head.verdict.reasons:
         yield layout.line("reason", place, printable(reason))
+    for q in head.quantities:
+        low, high = q.factor_ci95 or (None, None)
+        figures = (("factor", q.factor), ("low", low), ("high", high), ("error", q.relative_error))
+        yield layout.line("quantity", place, f"{SYMBOLS[q.quantity]} {q.answer}", _pairs(figures))
+    if (missing := words.not_judged(head.not_judged)) is not None:
+        yield layout.line("reason", place, missing)
     for test, estimate in tested(head):
         yield layout.line("test", place, test.key, _pairs((f.key, f.value(estimate)) for f in _TEST_FIGURES))
     if head.bias.delta is not None and (drawn := layout.spark(head.bias.delta, _SPARK_CELLS)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from attn_diag.reports.layout import Spark
 from attn_diag.reports.quantities import GRADIENTS, SHARES, tested
@@ -15,10 +15,11 @@ from attn_diag.results.diagnosis import (
     HeadDiagnosis,
     ObservationDiagnosis,
 )
-from attn_diag.results.wording import DASH, file_name, number, percent, printable, share
+from attn_diag.results.wording import DASH, file_name, number, percent, printable, share, together
 
 CAVEAT = (
-    "Error = observed - float64 reference on the same inputs; excess = beyond one correct rounding. "
+    "Error = observed - float64 reference on the same inputs; excess = beyond one correct rounding; a well-rounded "
+    "kernel = the published recipe (FlashAttention-2's) of the inputs' format, run on the same inputs. "
     "Bias in one capture does not prove that training diverges."
 )
 _SIGNIFICANT = 0.05
@@ -95,6 +96,16 @@ def numbers(head: HeadDiagnosis) -> Iterator[str]:
     }
     if left_out := [f"{rows} {why}" for why, rows in counted.items() if rows]:
         yield f"rows left out: {', '.join(left_out)}; {head.rows_all} analysed"
+
+
+def not_judged(missing: Sequence[str]) -> str | None:
+    """What was not judged, quantities with one reason together; None where nothing is missing."""
+    reasons: dict[str, list[str]] = {}
+    for said in missing:
+        name, _, reason = printable(said).partition(" ")
+        reasons.setdefault(reason, []).append(name)
+    listed = ", ".join(f"{together(names)} {reason}".rstrip() for reason, names in reasons.items())
+    return f"Not judged: {listed}." if listed else None
 
 
 def reference_words(head: HeadDiagnosis) -> str | None:

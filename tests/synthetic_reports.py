@@ -96,7 +96,7 @@ def _head(rng: random.Random, layer: int, head: int) -> HeadDiagnosis:
         error, 0.95 * error, 0.2, {"delta": 0.9, "ds_cast": 0.1}, 0.01, noise, None, None, None, None
     )
     reasons = (
-        f"dQ is {100 * error:.3g}% off although the kernel is at its noise floor (noise factor {noise:.3g}).",
+        f"dQ is {100 * error:.3g}% off (noise factor {noise:.3g}).",
         "No significant mean error (this sequence only).",
         f"Repeated row maxima in {count.rows} of {ROWS - 1} eligible rows (input format).",
     )

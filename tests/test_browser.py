@@ -245,7 +245,8 @@ def test_keyboard_alone(reports: Reports, open_page: Open) -> None:
 def test_metrics_recolour_the_map(reports: Reports, open_page: Open) -> None:
     page = open_page(reports("144")[1])
     seen = set()
-    for button in page.locator("#metrics button").all():
+    # The heads of this page were not compared with a well-rounded kernel.
+    for button in page.locator("#metrics button:enabled").all():
         button.click()
         assert button.get_attribute("aria-pressed") == "true"
         seen.add(page.evaluate("document.querySelector('#map svg').outerHTML"))
@@ -271,6 +272,8 @@ def test_captures_with_different_observations_and_outputs(show: Open) -> None:
     """The map always shows what there is: another capture may have other observations, and no dW_Q."""
     captures = [stored(name) for name in ("failing_step500_L2H7", "gqa_T200", "pair_T256")]
     page = show(html_document(inspect_captures(captures)))
+    assert page.locator("#metrics [aria-pressed=true]").inner_text() == "× well-rounded"
+    page.locator("#metrics button", has_text="dW_Q error").click()
     chooser = page.locator("#choosers select").first
     for value in chooser.locator("option").evaluate_all("options => options.map(o => o.value)"):
         chooser.select_option(value)
@@ -279,7 +282,7 @@ def test_captures_with_different_observations_and_outputs(show: Open) -> None:
         page.keyboard.press("Home")
         page.keyboard.press("Enter")
         spoken = page.locator("#map [aria-live]").inner_text()
-        assert "error" in spoken
+        assert "dW_Q error" in spoken or "× well-rounded" in spoken
         # The head is drawn after the address has changed.
         head = re.compile(rf"^{spoken.partition(',')[0]}\b")
         page.locator("#head > h2", has_text=head).wait_for()

@@ -204,6 +204,30 @@ def test_fail_on(tmp_path: Path, run: Run) -> None:
     assert run("inspect", path, "--fail-on", "ill_conditioned").code == 0
 
 
+def test_fail_on_says_which_graver_label_it_passes_over(tmp_path: Path, run: Run) -> None:
+    """A head that is wrong is not asked whether it is lossy."""
+    path = write(tmp_path / "capture.safetensors", GIVEN | {"o": GIVEN["o"].flip(1)})
+    done = run("inspect", path, "--fail-on", "lossy")
+    assert done.code == 0
+    assert "heads are wrong, for which --fail-on does not fail: add wrong" in done.err
+    done = run("inspect", path, "--fail-on", "lossy,wrong")
+    assert done.code == 1
+    assert "--fail-on" not in done.err
+    assert "--fail-on" not in run("inspect", path).err
+
+
+def test_nothing_is_said_of_a_format_without_a_well_rounded_kernel(tmp_path: Path, run: Run) -> None:
+    """dQ = 0 in FP32: neither the head's fault nor as good as it gets."""
+    q, k, v, do = (torch.randn(1, 1, 32, 16, generator=torch.Generator().manual_seed(i)) for i in range(4))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    o = sdpa(q.double(), k.double(), v.double(), is_causal=True).float()
+    given = {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": torch.zeros_like(q)}
+    done = run("inspect", write(tmp_path / "capture.safetensors", given), "--causal", "top-left", COLUMNS="400")
+    assert done.out.startswith("UNDECIDED in H0: dQ is 100 % off, which the rounding of O does not explain")
+    assert "well-rounded kernel's is" not in done.out
+    assert "Not judged: O and dQ (no well-rounded kernel of this format to compare with), LSE, delta, dK" in done.out
+
+
 def test_nonfinite_input_is_reported_and_the_rest_analysed(tmp_path: Path, run: Run) -> None:
     tensors = rounded_inputs()
     tensors["v"][0, 1, 20, 5] = torch.nan

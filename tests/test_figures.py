@@ -96,8 +96,8 @@ def test_gpt2_head_is_ill_conditioned_and_nothing_else() -> None:
     assert head.conditioning == pytest.approx(91, rel=0.01)
     reasons = " ".join(verdict.reasons)
     for words in (
-        "dQ is 8.04% off",
-        "a well-rounded kernel is 8.04% off as well",
+        "dQ is 8.04 % off",
+        "a well-rounded kernel's is 8.04 % off as well",
         "O and dQ are as good as a well-rounded kernel's",
         "No row has a repeated maximum",
         "through delta",

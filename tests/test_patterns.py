@@ -21,6 +21,7 @@ from attn_diag.head.read import HeadInputs
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking, format_of
 from attn_diag.results.quality import Pattern, Quantity, QuantityVerdict
+from attn_diag.results.wording import singular
 
 EVERY = [(family, causal) for family in FAMILIES for causal in ("top-left", "none")]
 
@@ -310,3 +311,41 @@ def test_inspect_names_the_pattern_and_what_is_right_beside_it() -> None:
 
 def test_fp32_formats_are_known() -> None:
     assert format_of(torch.float32).precision > BF16.precision
+
+
+@pytest.mark.parametrize(
+    ("several", "one"),
+    [
+        ("are 114 times the true ones", "is 114 times the true one"),
+        (
+            "are the true ones times a factor of their own (1 to 2)",
+            "is the true one times a factor of its own (1 to 2)",
+        ),
+        ("were never written (zero)", "was never written (zero)"),
+        ("have the wrong sign", "has the wrong sign"),
+        ("have their features moved on by 1", "has its features moved on by 1"),
+        ("miss all keys from 128 on", "misses all keys from 128 on"),
+        ("leave out head 1 and count twice head 2", "leaves out head 1 and counts twice head 2"),
+        ("lack the LSE: they are delta - L", "lacks the LSE: it is delta - L"),
+        ("are sums of exp(S) V, never normalised", "is a sum of exp(S) V, never normalised"),
+        (
+            "follow from the O that the kernel returned: its forward is to blame, not its backward",
+            "follows from the O that the kernel returned: its forward is to blame, not its backward",
+        ),
+    ],
+)
+def test_what_is_said_of_one_row(several: str, one: str) -> None:
+    assert singular(several) == one
+
+
+def test_a_single_key_is_told_in_the_singular() -> None:
+    """Also in the pattern beside the sentence, and of every nth row."""
+    head = inputs("gaussian", masking=Masking("none"))
+    observed = Steps(head).outputs()["dk"].clone()
+    observed[37] *= 114
+    observed[90:] = 0
+    found = find_patterns(evidence_of(head, "dk", observed)[0])
+    said = {p.words for p in found[1:]}
+    assert "key 37 is 114 times the true one" in said
+    assert "keys 90-191 were never written (zero)" in said
+    assert "key 37 is 114 times the true one; " in found[0].words

@@ -147,7 +147,7 @@ def test_version_2_is_read_and_shown() -> None:
     head = first_head(found)
     assert (found.schema_version, head.quantities, head.not_judged) == (2, (), ())
     assert None not in (head.attribution, head.microscope)
-    assert found.report().startswith("LOSSY: delta's error is")
+    assert found.report().startswith("LOSSY in H0: delta's error is 6.13 times")
     assert attn_diag.Diagnosis.from_json(embedded_diagnosis(html_document(found))).labels == {"lossy"}
     assert errors(json.loads(found.to_json()), 2) == []
 

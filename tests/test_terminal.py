@@ -22,7 +22,9 @@ from attn_diag.reports.head_map import log_levels
 from attn_diag.reports.layout import ASCII, BLOCKS, spark
 from attn_diag.reports.renderers import plain_text
 from attn_diag.reports.words import drift_words
-from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, Drift
+from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, Drift, Label
+from attn_diag.results.quality import Answer, Quantity
+from attn_diag.results.wording import SYMBOLS
 
 WIDTHS = [60, 80, 120]
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -47,16 +49,27 @@ def many() -> Diagnosis:
 
 
 HEADLINES = {
-    "failing_step500_L2H7": ("LOSSY", "its forward is to blame, not its backward, in L2H7"),
-    "gpt2_step637_L2H6": ("CLEAN", "O and dQ are as good as a well-rounded kernel's in L2H6, and without bias"),
-    "gpt2_step731_L2H4": ("ILL-CONDITIONED", "dQ is up to 8.04 % off in L2H4"),
-    "gqa_T200": ("CLEAN", "in 8 heads"),
-    "kernels_gauss_T512": (
-        "LOSSY",
-        "times a well-rounded kernel's error, in 4 of 8 heads (worst: H0 stable)",
+    "failing_step500_L2H7": (
+        "LOSSY in L2H7",
+        "dQ has 11.6 and O 6.83 times the error of a well-rounded kernel. dQ: all rows follow from the O that the "
+        "kernel returned: its forward is to blame, not its backward.",
     ),
-    "kernels_pair_T512": ("BIASED", "1 of 8 heads (H1 stable): "),
-    "pair_T256": ("ILL-CONDITIONED", "dQ is up to"),
+    "gpt2_step637_L2H6": (
+        "CLEAN",
+        "O and dQ are as good as a well-rounded kernel's in L2H6, and no bias was found. Not judged: LSE, delta, dK "
+        "and dV (not captured).",
+    ),
+    "gpt2_step731_L2H4": (
+        "ILL-CONDITIONED in L2H4",
+        "dQ is 8.04 % off, and a well-rounded kernel's is 8.04 % off as well.",
+    ),
+    "gqa_T200": ("CLEAN", "in 8 heads, and no bias was found. Not judged: LSE and delta (not captured)."),
+    "kernels_gauss_T512": (
+        "LOSSY in H0 stable",
+        "O has 2.16 and dQ 1.90 times the error of a well-rounded kernel. 4 of 8 heads are lossy.",
+    ),
+    "kernels_pair_T512": ("BIASED in H1 stable", "1 of 8 heads is biased."),
+    "pair_T256": ("ILL-CONDITIONED in H0", "rounding errors. All 6 heads are ill-conditioned."),
 }
 
 
@@ -87,7 +100,14 @@ def test_nothing_is_wider_than_the_screen_or_cut_off(name: str, width: int) -> N
 def test_order_of_the_story() -> None:
     """Verdict, what to do, heads (the worst first), then where the numbers come from."""
     text = inspected("kernels_pair_T512").report(100)
-    order = ["BIASED", "What to do", "Heads, worst first", "H1 stable: ", "Where the numbers come from", "attn-diag 0"]
+    order = [
+        "BIASED",
+        "What to do",
+        "Heads, worst first",
+        "H1 stable: lossy",
+        "Where the numbers come from",
+        "attn-diag 0",
+    ]
     positions = [text.index(words) for words in order]
     assert positions == sorted(positions)
     rows = re.findall(r"^(H\d)\s+(\w+)\s+([a-z_, ]+?)\s+[\d.]+ ", text, re.M)
@@ -181,8 +201,8 @@ def test_plain(name: str, shown: Callable[..., str]) -> None:
     text = plain_text(diagnosis)
     assert text.isascii()
     lines = text.splitlines()
-    kinds = {"verdict", "summary", "warning", "next", "head", "reason", "test", "drift", "fact", "note", "capture"}
-    assert {line.split()[0] for line in lines} <= kinds | {"family", "tool"}
+    kinds = {"verdict", "summary", "warning", "next", "head", "reason", "quantity", "test", "drift", "fact", "note"}
+    assert {line.split()[0] for line in lines} <= kinds | {"capture", "family", "tool"}
     assert all(line[12] == " " != line[13] for line in lines)
     assert len([line for line in lines if line.startswith("head ")]) == len(list(diagnosis.entries()))
     assert plain_text(diagnosis) == shown(diagnosis, "--plain", COLUMNS="40", FORCE_COLOR="1")
@@ -195,6 +215,52 @@ def test_plain_can_be_grepped() -> None:
     assert re.search(r"lossy +factor=16\.5 +noise_factor=11\.5\d* +conditioning=24\d\.?\d* +dq_error=0\.929", row)
     assert [line for line in lines if re.match(r"test +stable/H1 +delta_excess .*p_adjusted=0\.0002", line)]
     assert [line for line in lines if re.match(r"drift +stable/H1 .*OUTSIDE the 99 % band .* from row \d+ on", line)]
+
+
+def test_every_captured_quantity_is_shown_beside_a_well_rounded_kernel() -> None:
+    diagnosis = inspected("gqa_T200")
+    wide = " ".join(diagnosis.report(80).split())
+    assert re.search(
+        r"quantity verdict error rounded factor interval O good 0\.\d+ % 0\.\d+ % 1\.00 \S+ to 1\.\d\d dQ ", wide
+    )
+    lines = plain_text(diagnosis).splitlines()
+    assert [
+        line for line in lines if re.match(r"quantity +H5 +dV good +factor=1 +low=1 +high=1 +error=0\.00\d+$", line)
+    ]
+    assert [line for line in lines if re.match(r"reason +H5 +Not judged: LSE and delta \(not captured\)\.$", line)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "labels", "said"),
+    [
+        (
+            {"o": "good", "dq": "wrong", "dk": "undecided", "dv": "good"},
+            ("wrong",),
+            "WRONG in H0: dQ is so. O and dV are right; dK is undecided. 1 of 2 heads is wrong.",
+        ),
+        (
+            {"o": "wrong", "dq": "wrong", "dk": "wrong"},
+            ("wrong",),
+            "WRONG in H0: O is so. dQ and dK are wrong too. 1 of 2 heads is wrong.",
+        ),
+        ({"o": "nonfinite", "dq": "good"}, ("nonfinite",), "NOT FINITE in H0: O is so. dQ is right. 1 of 2 heads is"),
+        ({"dq": "undecided"}, ("undecided",), "UNDECIDED in H0: dQ is so: not clearly as good as one (up to 1.1"),
+    ],
+)
+def test_what_is_right_beside_is_said(answers: dict[Quantity, Answer], labels: tuple[Label, ...], said: str) -> None:
+    model = inspected("gqa_T200")
+    (whole,) = model.captures
+    first, second = whole.observations[0].heads[:2]
+    told = {q.quantity: q for q in first.quantities}
+    quantities = tuple(
+        dataclasses.replace(told[name], answer=answer, words=f"{SYMBOLS[name]} is so.", factor=None)
+        for name, answer in answers.items()
+    )
+    verdict = dataclasses.replace(some(first.verdict), labels=labels, reasons=tuple(q.words for q in quantities))
+    heads = (dataclasses.replace(first, quantities=quantities, verdict=verdict), second)
+    observation = dataclasses.replace(whole.observations[0], heads=heads)
+    diagnosis = dataclasses.replace(model, captures=(dataclasses.replace(whole, observations=(observation,)),))
+    assert story.headline(diagnosis).startswith(said)
 
 
 def test_plain_of_the_command_that_inspects(run: Run) -> None:

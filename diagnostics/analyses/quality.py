@@ -10,7 +10,7 @@ import numpy as np
 
 from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges
+from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
 CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv")
@@ -77,7 +77,7 @@ def judge_quantity(
     name = SYMBOLS[quantity]
     unit = "keys" if quantity in ("dk", "dv") else "rows"
     if broken or not samples:
-        words = f"{name} holds NaN or Inf in {broken} {unit} where the reference is finite."
+        words = f"{name} holds NaN or Inf in {plural(broken, unit[:-1])} where the reference is finite."
         return QuantityVerdict(quantity, "nonfinite", words, rows_outlying=broken)
     whole = joined(samples)
     ratio, typical = whole.ratio(), whole.typical_ratio()
@@ -119,8 +119,8 @@ def judge_quantity(
     if ratio.low > LOSSY and ratio.groups >= MIN_GROUPS:
         return verdict("lossy", f"{name} has {factor}{site}.")
     if typical.low > LOSSY and typical.groups >= MIN_GROUPS:
-        each = f"{_factor(typical)} with every one of its {unit} in units of its own noise"
-        return verdict("lossy", f"{name} has {factor}, and {each}{site}.")
+        each = f"{_factor(typical)} times with all {unit} weighted alike"
+        return verdict("lossy", f"{name} has {factor}, {each}{site}.")
     # Where few rows have most of the error the first says little; each row in units of its noise says what they share.
     as_good = ratio.high <= AS_GOOD or (ratio.factor <= AS_GOOD and typical.high <= AS_GOOD)
     # Hardly any error (exact on one-hot rows) has no interval worth the name.
@@ -130,10 +130,12 @@ def judge_quantity(
         said = f"{name} has {factor}, but rows {where} see one key, and it should be zero there"
         return verdict("undecided", f"{said}: dP and delta do not cancel, as where delta is rounded.")
     if as_good and not outlying.any():
-        return verdict("good", f"{name} is as good as a well-rounded kernel's (factor {_factor(ratio)}).")
-    few = f"; {number(ratio.groups, 2)} groups of {unit} carry it" if ratio.groups < MIN_GROUPS else ""
-    if outlying.any():
-        few += f"; {plural(int(outlying.sum()), unit[:-1])} stand out"
+        return verdict("good", f"{name} is as good as a well-rounded kernel's: {_factor(ratio)} times its error.")
+    few = ""
+    if ratio.groups < MIN_GROUPS:
+        few = f"; about {number(ratio.groups, 2)} {unit} carry it, and it takes {MIN_GROUPS} to decide"
+    if (count := int(outlying.sum())) > 0:
+        few += f"; {plural(count, unit[:-1])} {'stands' if count == 1 else 'stand'} out"
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
 
 
@@ -165,7 +167,7 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
     """
     name = SYMBOLS[quantity]
     if broken or not effects:
-        words = f"{name} holds NaN or Inf in {broken} rows where the reference is finite."
+        words = f"{name} holds NaN or Inf in {plural(broken, 'row')} where the reference is finite."
         return QuantityVerdict(quantity, "nonfinite", words, rows_outlying=broken)
     made = np.concatenate([e.made for e in effects])
     noise = np.concatenate([e.noise for e in effects])
@@ -180,12 +182,13 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
         rows_outlying=int((over > 1).sum()), rows=len(over),
     )  # fmt: skip
     if (over > 1).any():
-        where = ranges(rows[over > 1].tolist())
-        words = f"{name} is up to {number(size)} off, which no rounding makes: rows {where}"
-        return _answered(found, "wrong", f"{words}.", Pattern("rows", f"rows {where}"))
+        where = f"{'row' if (over > 1).sum() == 1 else 'rows'} {ranges(rows[over > 1].tolist())}"
+        words = f"{name} is up to {number(size)} off, which no rounding makes: {where}"
+        return _answered(found, "wrong", f"{words}.", Pattern("rows", where))
     if ratio is None or ratio.factor <= AS_GOOD:
         return found
-    words = f"{name} is up to {number(size)} off, and makes dQ {number(ratio.factor)} times as wrong as it need be"
+    effect = f"which alone makes dQ {times(ratio.factor)} times as wrong as a well-rounded kernel's"
+    words = f"{name} is up to {number(size)} off, {effect}"
     answer: Answer = "lossy" if ratio.factor > LOSSY and ratio.groups >= MIN_GROUPS else "undecided"
     return _answered(found, answer, f"{words}.")
 
@@ -194,16 +197,31 @@ def _answered(found: QuantityVerdict, answer: Answer, words: str, *patterns: Pat
     return replace(found, answer=answer, words=words, patterns=patterns)
 
 
-def not_judged(judged: Collection[str], *, with_do: bool) -> tuple[str, ...]:
-    """The quantities of ``CAPTURED`` that are not among ``judged``, with the reason."""
+def not_judged(
+    judged: Collection[str], *, captured: Collection[str], with_do: bool, covered: bool = True
+) -> tuple[str, ...]:
+    """The quantities of ``CAPTURED`` that are not among ``judged``, with the reason.
+
+    Args:
+        judged: Names of quantities.
+        captured: Those that the observation holds.
+        with_do: Whether dO was captured.
+        covered: Whether there is a published recipe for the inputs' format.
+    """
     missing = [name for name in CAPTURED if name not in judged]
-    return tuple(
-        f"{SYMBOLS[name]} ({'not captured' if with_do or name in ('o', 'lse') else 'no dO'})" for name in missing
-    )
+
+    def why(name: str) -> str:
+        if name not in ("o", "lse") and not with_do:
+            return "no dO"
+        if name not in captured:
+            return "not captured"
+        return "not compared" if covered else "no well-rounded kernel of this format to compare with"
+
+    return tuple(f"{SYMBOLS[name]} ({why(name)})" for name in missing)
 
 
 def _factor(ratio: RatioEstimate) -> str:
-    return f"{number(ratio.factor)} ({number(ratio.low)} to {number(ratio.high)})"
+    return f"{times(ratio.factor)} ({times(ratio.low)} to {times(ratio.high)})"
 
 
 def _localised(whole: QuantitySample, outlying: np.ndarray, *, healthy: bool) -> bool:
@@ -225,7 +243,10 @@ def _beyond_rounding(whole: QuantitySample, outlying: np.ndarray) -> bool:
 def _where(whole: QuantitySample, outlying: np.ndarray, unit: str, rest: RatioEstimate | None) -> Pattern:
     rows = sorted(whole.rows[outlying].tolist())
     share = float(whole.error[outlying].sum() / whole.error.sum())
-    words = f"{unit} {ranges(rows)} ({len(rows)} of {len(outlying)}) stand out"
+    one = len(rows) == 1
+    subject, verb = (unit[:-1], "stands") if one else (unit, "stand")
+    words = f"{subject} {ranges(rows)} ({len(rows)} of {len(outlying)}) {verb} out"
     if rest is not None:
-        words += f"; without them the factor is {number(rest.factor)}"
+        left = "it" if one else "them"
+        words += f"; without {left} the error is {times(rest.factor)} times a well-rounded kernel's"
     return Pattern("keys" if unit == "keys" else "rows", words, share, None if rest is None else rest.factor)

@@ -40,7 +40,7 @@ def inspect(
     html: Html = None,
     fail_on: Annotated[
         str | None,
-        typer.Option(metavar="LABELS", help="Exit with 1 if a verdict has one of these: biased,lossy,…"),
+        typer.Option(metavar="LABELS", help="Exit with 1 if a head has one of these labels: nonfinite,wrong,lossy,…"),
     ] = None,
     details: Annotated[
         int | None,
@@ -58,7 +58,7 @@ def inspect(
     device: Device = "auto",
     overrides: Overrides,
 ) -> int:
-    """Say whether captured attention is biased, lossy or ill-conditioned, and what it does to the gradients."""
+    """Say of captured attention what is wrong, coarser than a well-rounded kernel, biased or fragile, and where."""
     from attn_diag.analyses.inspection.inspect import inspect_captures
     from attn_diag.head.certification import Certify
     from attn_diag.results.diagnosis import Label
@@ -88,4 +88,7 @@ def _exit_code(diagnosis: Diagnosis, wanted: frozenset[str]) -> int:
         complain(f"{capture.source}: no verdict: {capture.assumptions.message}")
     if wrong or diagnosis.summary.unreadable:
         return 2
+    hidden = [label for label in ("nonfinite", "wrong") if wanted and label in diagnosis.labels - wanted]
+    for label in hidden:
+        complain(f"heads are {label}, for which --fail-on does not fail: add {label}")
     return 1 if wanted & diagnosis.labels else 0

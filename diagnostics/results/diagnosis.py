@@ -131,7 +131,7 @@ class HeadDiagnosis:
     """Each captured quantity judged (dK and dV with the query heads that share them); none in documents before version
     3, and of formats without a published recipe."""
     not_judged: tuple[str, ...] = ()
-    """The quantities that were not captured, in words."""
+    """The quantities that were not judged, in words, with the reason: not captured, no dO, no recipe of this format."""
     noise_factor_ci95: tuple[Number, Number] | None = None
     """95 % interval of ``noise_factor``; null where its rows have one argmax key in common, and before version 3."""
 

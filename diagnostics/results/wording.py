@@ -32,6 +32,13 @@ def percent(value: float | None, form: str = ".3g", *, unknown: str = DASH) -> s
     return unknown if value is None else f"{100 * value:{form}} %"
 
 
+def times(factor: float | None) -> str:
+    """A factor, such as one over a well-rounded kernel's error: "1.00", "11.6", "391"."""
+    if factor is None or not 0.01 <= factor < 1e5:
+        return number(factor)
+    return f"{factor:.{2 if factor < 9.995 else 1 if factor < 99.95 else 0}f}"
+
+
 def share(fraction: float) -> str:
     """A fraction as percent with two digits, never rounded up: 100 % is said of every bit alone."""
     return f"{math.floor(1e4 * fraction) / 100:g} %"
@@ -64,6 +71,30 @@ def _digits(value: float) -> int:
 def plural(n: int, noun: str) -> str:
     """A number of things: "1 head", "2 heads"."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+# What is said of one thing where more than the first verb changes.
+_OF_ONE = {
+    "the true ones": "the true one",
+    "of their own": "of its own",
+    "their features": "its features",
+    "they are": "it is",
+    "is sums of": "is a sum of",
+    " and leave out ": " and leaves out ",
+    " and count twice ": " and counts twice ",
+    " and hold ": " and holds ",
+}
+_VERBS = {"are": "is", "have": "has", "were": "was"}
+
+
+def singular(predicate: str) -> str:
+    """What is said of several things, said of one: "are 2 times the true ones", "is 2 times the true one"."""
+    verb, _, rest = predicate.partition(" ")
+    ending = "es" if verb.endswith(("s", "sh", "ch", "x")) else "s"
+    said = f"{_VERBS.get(verb, verb + ending)} {rest}"
+    for several, one in _OF_ONE.items():
+        said = said.replace(several, one)
+    return said
 
 
 def listed(names: Sequence[str], most: int) -> str:

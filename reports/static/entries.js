@@ -1,6 +1,6 @@
 // The diagnosis as a list of entries (one head of one observation of one capture), and how the map arranges them.
 attnDiag.entries = (() => {
-  const { finite, number, percent } = attnDiag.numbers;
+  const { finite, number, percent, times } = attnDiag.numbers;
   const { tests, quantities } = attnDiag.vocabulary;
 
   const list = (diagnosis) =>
@@ -34,7 +34,10 @@ attnDiag.entries = (() => {
   // ``ends10`` (powers of ten), so that heads which hardly differ look alike.
   const logarithmic = (...ends10) => ({ at: (value) => (value > 0 ? Math.log10(value) : null), back: (x) => 10 ** x, ends10 });
   const linear = { at: (x) => x, back: (x) => x };
+  const factor = ({ head }) => (head.quantities ?? []).map((q) => finite(q.factor)).reduce((a, b) => (b !== null && (a === null || b > a) ? b : a), null);
   const metrics = [
+    { key: "factor", title: "× well-rounded", raw: factor, value: factor, show: times, ...logarithmic(-0.1, 1),
+      words: "The largest of its quantities' errors over a well-rounded kernel's: up to 1.1 is as good, above 1.25 lossy." },
     { ...quantity("dw_q_error"), ...logarithmic(-3, 0) },
     { ...quantity("dq_error"), ...logarithmic(-3, 0) },
     { ...quantity("noise_factor"), ...logarithmic(-0.3, 1.3) },

@@ -1,7 +1,7 @@
 // The chosen head: its numbers, figures, microscope, tests, and where they come from.
 attnDiag.head = (() => {
   const { el } = attnDiag;
-  const { DASH, number, percent, signed } = attnDiag.numbers;
+  const { DASH, number, percent, signed, times } = attnDiag.numbers;
   const { name, judged, fileName, quantity } = attnDiag.entries;
   const vocabulary = attnDiag.vocabulary;
 
@@ -14,6 +14,20 @@ attnDiag.head = (() => {
     const known = Object.keys(vocabulary.quantities).map(quantity).map((q) => [q.title, q.show(q.raw(entry))]);
     const values = [...known, ["Rows", number(entry.head.rows_all, 6)]];
     return el("dl", { class: "keys" }, values.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value))));
+  };
+
+  // Each captured quantity beside a well-rounded kernel's.
+  const captured = ({ head }) => {
+    const { headings, words } = vocabulary.captured;
+    const line = (q) => {
+      const [low, high] = q.factor_ci95 ?? [];
+      const figures = [percent(q.relative_error), percent(q.relative_error_well_rounded), times(q.factor), low == null ? DASH : `${times(low)} to ${times(high)}`];
+      return el("tr", {}, el("th", { scope: "row" }, vocabulary.symbols[q.quantity] ?? q.quantity), el("td", { class: `answer ${q.answer}` }, q.answer), figures.map((text) => el("td", {}, text)));
+    };
+    return el("section", { class: "part" }, el("h2", {}, "Is it as good as a well-rounded kernel?"),
+      el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Each captured quantity" }, el("table", { class: "captured" },
+        el("thead", {}, el("tr", {}, headings.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, head.quantities.map(line)))),
+      el("p", { class: "faint" }, words));
   };
 
   const tests = ({ head }) => {
@@ -98,6 +112,7 @@ attnDiag.head = (() => {
       place.replaceChildren(title, from, keys(entry), reasons, suggestions,
         el("div", { class: "figures" }, figures.filter((f) => f.chart).map(drawn)),
         el("div", { class: "lacking" }, figures.filter((f) => f.missing).map(drawn)),
+        head.quantities?.length ? captured(entry) : null,
         head.attribution ? part("Which rounding does it", el("ul", { class: "reasons" }, head.attribution.reasons.map((r) => el("li", { dir: "auto" }, r)))) : null,
         head.microscope ? part("The worst addition, bit by bit", microscope(entry)) : microscope(entry),
         part("Is there a bias?", tests(entry), el("p", { class: "faint" }, UNITS), checked(entry)),

@@ -180,7 +180,7 @@ attnDiag.map = (() => {
     card.hidden = false;
     const usable = metrics.filter((m) => entries.some((e) => judged(e) && m.value(e) !== null));
     document.getElementById("metrics").append(...metrics.map((m) => el("button", { type: "button", "data-metric": m.key, onclick: () => setMetric(m) }, m.title)));
-    setMetric(usable[0] ?? metrics[1]);
+    setMetric(usable[0] ?? metrics.find((m) => m.key === "dq_error"));
     arrange();
     grid = el("div", { class: "grid", tabindex: 0, role: "application", onkeydown: onKey, onfocus: () => keyed() && focusOn(state.focus), onblur: () => refresh() });
     place.append(grid, live);

@@ -16,6 +16,12 @@ attnDiag.numbers = (() => {
   };
 
   const percent = (value) => (finite(value) === null ? number(value) : `${number(100 * value)} %`);
+  // A factor over another error, with as many digits as the terminal report gives it.
+  const times = (value) => {
+    const known = finite(value);
+    if (known === null || known < 0.01 || known >= 1e5) return number(value);
+    return known.toFixed(known < 9.995 ? 2 : known < 99.95 ? 1 : 0);
+  };
   const signed = (value, digits = 2) => (finite(value) !== null && value > 0 ? `+${number(value, digits)}` : number(value, digits));
-  return { DASH, finite, number, percent, signed };
+  return { DASH, finite, number, percent, signed, times };
 })();

@@ -58,7 +58,7 @@ def _cause(found: HeadAttribution, main: str) -> str:
     first, second = ranked[0], ranked[1] if len(ranked) > 1 else None
     size = f"{SYMBOLS[main]} is off by {percent(total.error)}"
     if found.differences:
-        size = f"{found.recipe.split(',')[0]}'s {size}"
+        size = f"With {found.recipe.split(',')[0]} {size}"
     if total.captured is not None:
         size += f" (captured: {percent(total.captured)})"
     if main == "dq" and "dw_q" in found.totals:

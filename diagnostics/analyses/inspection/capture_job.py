@@ -18,6 +18,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads, select_observations
 from attn_diag.head.baseline import Engine, Recognised, engine_backend, run_recipe, select_recipes
 from attn_diag.head.certification import Certify
+from attn_diag.head.counterfactual import covers
 from attn_diag.head.figure_sums import head_figures
 from attn_diag.head.judging import KeyTerms, key_quality
 from attn_diag.head.measure import HeadMeasurement, measure_head
@@ -269,7 +270,12 @@ class CaptureJob:
         sequences = len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
-        missing = not_judged({q.quantity for found in quantities.values() for q in found}, with_do="do" in c.tensors)
+        missing = not_judged(
+            {q.quantity for found in quantities.values() for q in found},
+            captured=c.observations.get(name, ()),
+            with_do="do" in c.tensors,
+            covered=covers(format_of(c.tensors["q"].dtype)),
+        )
         entries = [
             pool(
                 parts,

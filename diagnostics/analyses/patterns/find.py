@@ -19,6 +19,7 @@ from attn_diag.analyses.patterns.rowwise import of_delta, of_lse
 from attn_diag.head.counterfactual import FORMATS
 from attn_diag.kernels.formats import Mode, parse, round_to
 from attn_diag.results.quality import Pattern
+from attn_diag.results.wording import singular
 
 # Guesses are compared on so many rows, spread over those in question.
 _SAMPLE = 64
@@ -221,9 +222,11 @@ def _pattern(evidence: Evidence, group: Group, fit: Fit | None, rows: Tensor, fe
         share *= fit.explained
     unit = evidence.unit if where else "features"
     count = evidence.truth.shape[0 if where else 1]
+    subject = in_words(lines.tolist(), count, unit)
+    one = len(lines) == 1 or subject.startswith("every ")
     return Pattern(
         group.kind,
-        f"{in_words(lines.tolist(), count, unit)} {group.predicate}",
+        f"{subject} {singular(group.predicate) if one else group.predicate}",
         share,
         _rest(evidence, rows, features) if fit is None else fit.remaining,
         row_ranges(lines if where else rows),

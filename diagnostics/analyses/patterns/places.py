@@ -12,7 +12,7 @@ from attn_diag.analyses.patterns.evidence import LEAVES, Evidence, row_limit
 from attn_diag.analyses.patterns.lines import Group, Lines
 from attn_diag.analyses.patterns.numbers import in_words, intervals
 from attn_diag.reference import ulp
-from attn_diag.results.wording import number, plural
+from attn_diag.results.wording import number, plural, singular
 
 # So many runs of rows are told one after the other.
 _RUNS = 7
@@ -148,20 +148,7 @@ def _number(group: Group, count: int | None = None) -> str:
     """The predicate in the singular, of a single line."""
     if (len(group.lines) if count is None else count) != 1:
         return group.predicate
-    verb, _, rest = group.predicate.partition(" ")
-    single = {
-        "have": "has",
-        "use": "uses",
-        "count": "counts",
-        "leave": "leaves",
-        "add": "adds",
-        "are": "is",
-        "were": "was",
-        "hold": "holds",
-        "see": "sees",
-        "miss": "misses",
-    }.get(verb, verb)
-    return f"{single} {rest}".replace("the true ones", "the true one").replace("of their own", "of its own")
+    return singular(group.predicate)
 
 
 def _runs(evidence: Evidence, groups: Sequence[Group]) -> list[tuple[int, int, Group | None]]:
