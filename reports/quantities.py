@@ -16,7 +16,7 @@ from attn_diag.results.wording import DASH, SYMBOLS, number, percent, signed, ti
 
 # The worst first: letters of the map, and colours.
 LETTERS: dict[Label, str] = {
-    "nonfinite": "N", "wrong": "W", "biased": "B", "lossy": "L", "ill_conditioned": "c", "undecided": "?", "clean": "·",
+    "nonfinite": "N", "wrong": "W", "lossy": "L", "biased": "B", "ill_conditioned": "c", "undecided": "?", "clean": "·",
 }  # fmt: skip
 STYLES: dict[Label, str] = {
     "nonfinite": "bold red",

@@ -90,8 +90,7 @@ def _biased(found: list[Entry], judged: list[Entry]) -> str:
         test, estimate = min(known, key=lambda item: (item[1].p_adjusted, item[1].p_value))
         mean = test.in_units(estimate).replace(" floor", " noise floors")
         said = f"{test.error} averages {mean}, which is beyond chance (adjusted p = {estimate.p_adjusted:.2g})"
-    lossy = f" It is lossy too: {_coarse(found[0])}." if "lossy" in label_names(found[0][2]) else ""
-    return f"BIASED in {Names(judged).name(found[0])}: {said}.{lossy}{_count(found, judged, 'biased')}"
+    return f"BIASED in {Names(judged).name(found[0])}: {said}.{_count(found, judged, 'biased')}"
 
 
 def _coarse(entry: Entry) -> str:
@@ -116,7 +115,8 @@ def _lossy(found: list[Entry], judged: list[Entry]) -> str:
     )
     said = {q.quantity: p.words for q in _answered(worst, "lossy") for p in q.patterns[:1]}
     why = "".join(f" {SYMBOLS[quantity]}: {printable(words)}." for quantity, words in said.items())
-    return f"LOSSY in {Names(judged).name(worst)}: {_coarse(worst)}.{why}{_count(found, judged, 'lossy')}"
+    biased = " It is biased too." if "biased" in label_names(worst[2]) else ""
+    return f"LOSSY in {Names(judged).name(worst)}: {_coarse(worst)}.{why}{biased}{_count(found, judged, 'lossy')}"
 
 
 def _ill_conditioned(found: list[Entry], judged: list[Entry]) -> str:
@@ -164,8 +164,8 @@ def _open(found: list[Entry]) -> str:
 _SENTENCES = {
     "nonfinite": _nonfinite,
     "wrong": _wrong,
-    "biased": _biased,
     "lossy": _lossy,
+    "biased": _biased,
     "ill_conditioned": _ill_conditioned,
     "undecided": _undecided,
     "clean": _clean,

@@ -129,10 +129,11 @@ def test_wrapping_keeps_the_words() -> None:
 def test_the_worst_first_and_what_to_type_next() -> None:
     found = inspected("kernels_pair_T512")
     lines = repr(found).splitlines()
-    assert "stable" in lines[3]
-    assert "lossy, biased" in lines[3]
-    assert "explain(found, 1" in repr(found)
-    assert "observation='stable'" in repr(found)
+    assert "paper" in lines[3]
+    assert "lossy" in lines[3]
+    assert "lossy, biased" in repr(found)
+    assert "explain(found, 0" in repr(found)
+    assert "observation='paper'" in repr(found)
     rows = [entry[2] for entry in found.ranked()]
     assert [h.verdict.labels[0] for h in rows if h.verdict] == ["lossy"] * 4 + ["ill_conditioned"] * 4
     reversed_first = replace(found, captures=tuple(reversed(found.captures)))

@@ -269,9 +269,10 @@ def beside_well_rounded(
             fed=fed, clusters=clusters, carriers=carriers, directions=directions,
         )  # fmt: skip
 
-    def left(recipe: str) -> float:
-        """What of the observed tensor differs from the recipe's."""
-        return float((observed - total([c.outputs(recipe) for c in counterfactuals]))[rows].square().sum())
+    def left(recipe: str) -> tuple[float, float]:
+        """What of the observed tensor differs from the recipe's: squares, and in units of every row's noise."""
+        apart = (observed - total([c.outputs(recipe) for c in counterfactuals]))[rows].square().sum(1).cpu().numpy()
+        return float(apart.sum()), float((apart / np.maximum(chosen.expected, 1e-300)).sum())
 
     chosen = beside(ALTERNATIVES[0])
     found = chosen.ratio()
@@ -285,10 +286,12 @@ def beside_well_rounded(
         truncated = beside(RECIPE, tensor_core=True)
         chosen = max(chosen, truncated, key=lambda s: float(s.counterfactual.sum()))
         found = chosen.ratio()
-    if quantity in ("dq", "dk") and found is not None and (found.factor > AS_GOOD or bool(chosen.outlying.any())):
+    coarse = accused or (found is not None and found.factor > AS_GOOD) or bool(chosen.outlying.any())
+    if quantity in ("dq", "dk") and found is not None and coarse:
         casting = beside("efficient")
         same = casting.ratio()
-        nearer = left("efficient") < _EXPLAINED * left(ALTERNATIVES[0])
+        pairs = zip(left("efficient"), left(ALTERNATIVES[0]), strict=True)
+        nearer = any(one < _EXPLAINED * other for one, other in pairs)
         if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
             return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
     return chosen

@@ -138,7 +138,7 @@ class HeadDiagnosis:
 
 def severity(head: HeadDiagnosis) -> tuple[int, float]:
     """Sorts the worst first by label (no verdict after "undecided"), then by dQ's error."""
-    order = ("nonfinite", "wrong", "biased", "lossy", "ill_conditioned", "undecided", None, "clean")
+    order = ("nonfinite", "wrong", "lossy", "biased", "ill_conditioned", "undecided", None, "clean")
     found = head.verdict.labels if head.verdict else (None,)
     dq = head.propagation.dq
     error = (dq.relative_error or dq.predicted_relative_error or 0.0) if dq else 0.0

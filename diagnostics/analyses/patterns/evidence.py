@@ -103,13 +103,26 @@ class Evidence:
         squares = torch.linalg.svdvals(self.truth[self.usable]).square()
         return float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)) if len(squares) else 1.0
 
-    def dimensions(self, rows: Tensor) -> Tensor:
-        """[n], how many numbers some rows hold: a row that sees k keys lies in what their k vectors span."""
+    def dimensions(self, rows: Tensor) -> float:
+        """How many numbers the errors of some rows are.
+
+        A row that sees k keys lies in what their k vectors span; delta's error moves a row of dQ along P K alone, and
+        that of one query row moves all keys of dK.
+        """
         count = torch.full((len(rows),), self.directions, dtype=torch.float64, device=rows.device)
-        if self.quantity not in ("o", "dq"):
-            return count
-        probs = reference_rows(replace(self.heads[0], do=None), rows).probs
-        return torch.minimum(count, 1 / probs.square().sum(1).clamp(min=1e-12))
+        if self.quantity in ("o", "dq"):
+            probs = reference_rows(replace(self.heads[0], do=None), rows).probs
+            count = torch.minimum(count, 1 / probs.square().sum(1).clamp(min=1e-12))
+            if self.quantity == "dq":
+                along, error = probs @ self.heads[0].k[: probs.shape[1]], self.error[rows]
+                sizes = (along.square().sum(1) * error.square().sum(1)).clamp(min=1e-300)
+                share = (error * along).sum(1).square() / sizes
+                count = 1 / (share.square() + (1 - share).square() / count.clamp(min=1.0))
+        total = float(count.sum())
+        if self.quantity in ("dk", "dv"):
+            with_gradient = sum(int((h.do != 0).any(1).sum()) for h in self.heads if h.do is not None)
+            total = min(total, self.directions * with_gradient)
+        return total
 
     @cached_property
     def coarse(self) -> bool:

@@ -127,10 +127,11 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
     head = evidence.heads[0]
     if group.kind not in _OPEN or len(head.q) * len(head.k) > _MOST_SCORES:
         return group, None
-    rows = group.lines[torch.linspace(0, len(group.lines) - 1, min(_SAMPLE, len(group.lines))).long()]
+    lines = group.lines
+    rows = lines[torch.linspace(0, len(lines) - 1, min(_SAMPLE, len(lines)), device=lines.device).long()]
     if group.kind == "unrelated" and len(group.lines) < len(rows):
         return group, None
-    found, numbers = [], float(evidence.dimensions(rows).sum())
+    found, numbers = [], evidence.dimensions(rows)
     for guess in _guesses(evidence, rows):
         if not bool(guess.prediction.isfinite().all()):
             continue

@@ -94,7 +94,7 @@ class HeadTruths:
             usable = ~self.inputs[chosen].unusable & ~references[0].fully_masked
         return Evidence(
             quantity, observed, truth.nan_to_num(0.0, 0.0, 0.0), variance.nan_to_num(0.0, 0.0, 0.0), fmt, usable,
-            _marked(len(truth), outlying), _marked(truth.shape[1], features),
+            _marked(truth[:, 0], outlying), _marked(truth[0], features),
             tuple(self.inputs[h].head for h in heads), references, tuple(self.names[h] for h in heads),
             self._tensors(heads), [captured[h] for h in heads] if self._forward_off(heads, captured) else (), others,
         )  # fmt: skip
@@ -128,7 +128,8 @@ class HeadTruths:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _marked(count: int, members: Collection[int]) -> Tensor:
-    marked = torch.zeros(count, dtype=torch.bool)
-    marked[torch.as_tensor(sorted(members), dtype=torch.int64)] = True
+def _marked(like: Tensor, members: Collection[int]) -> Tensor:
+    """bool, as long as ``like`` and where it is: true at the members."""
+    marked = torch.zeros_like(like, dtype=torch.bool)
+    marked[torch.as_tensor(sorted(members), dtype=torch.int64, device=like.device)] = True
     return marked

@@ -16,6 +16,8 @@ from attn_diag.results.wording import number, percent
 UNRELATED = 0.5
 # A chain of roundings to BF16 shifts a row by less; a factor nearer to 1 is no pattern.
 FACTOR_FROM = 0.01
+# Down to this one is, which explains nine tenths of the error: truncation explains three quarters.
+_FACTOR_LEAST = 0.004
 _SEVERAL, _ALONE_FROM, _COARSE_FROM = 3, 0.05, 0.2
 # A small factor is one of nearly all lines in question.
 _SMALL, _MOST = 0.1, 0.8
@@ -112,7 +114,7 @@ class Lines:
             factor = float((observed * truth)[fits].sum() / truth[fits].square().sum())
         fits = self._within(left, factor * truth, factor)
         lines = left[fits]
-        if not bool((clear & fits).any()) or abs(factor - 1) < FACTOR_FROM or abs(factor) < FACTOR_FROM:
+        if not bool((clear & fits).any()) or abs(factor - 1) < _FACTOR_LEAST or abs(factor) < FACTOR_FROM:
             return
         right = int((clear & fits).sum())
         if abs(factor - 1) < _SMALL:
@@ -120,12 +122,14 @@ class Lines:
                 return  # much else looks like it in a row or two, and coarse scores in some of many
             shown = clear & fits
             error, rest = ((observed - scale * truth)[shown].square().sum() for scale in (1.0, factor))
-            if rest > error / 2:
+            if rest > error * (0.5 if abs(factor - 1) >= FACTOR_FROM else 0.1):
                 return  # noise that is larger than what the factor makes
         if self.coarse and abs(factor - 1) < _COARSE_FROM and right < _MOST * int(clear.sum()):
             return
         if right < _HALF * int(clear.sum()) and not self._together(lines):
             return  # a chance among many factors
+        if self.truth.shape[1] < _FEW_FEATURES and right < _SEVERAL:
+            return  # any number is some multiple of another
         words = f"are {number(factor)} times the true ones"
         if abs(factor + 1) < FACTOR_FROM / 5:
             words = "have the wrong sign"
@@ -138,7 +142,7 @@ class Lines:
             sample = left[:: -(-len(left) // _SAMPLE)]
             distance = torch.cdist(self.observed[sample], self.truth).square()
             same = distance <= self._limit * self.noise
-            same[torch.arange(len(sample)), sample] = False
+            same[torch.arange(len(sample), device=sample.device), sample] = False
             same &= self.truth.square().sum(1) > CLEAR * self.noise
             if not bool(same.any()) or float(same.double().mean()) > _BY_CHANCE:
                 return
@@ -187,7 +191,7 @@ class Lines:
         n = len(self.truth)
         sample = torch.arange(0, n, -(-n // _SAMPLE), device=self.truth.device)
         alike = torch.cdist(self.truth[sample], self.truth).square() <= self._limit * self.noise
-        alike[torch.arange(len(sample)), sample] = False
+        alike[torch.arange(len(sample), device=sample.device), sample] = False
         return n * float(alike.double().mean()) ** min(count, _SEVERAL)
 
     def _own_multiples(self, left: Tensor) -> Iterator[Group]:
@@ -220,6 +224,8 @@ class Lines:
         off = float((observed - truth).square().sum() / truth.square().sum().clamp(min=1e-300)) ** 0.5
         if abs(cosine) < UNRELATED and off > UNRELATED and self.truth.shape[1] > 1:
             return Group(left, "unrelated", "are unrelated to the true ones")
+        if self.truth.shape[1] == 1:
+            return Group(left, "off", f"are off by up to {number(float((observed - truth).abs().max()))}")
         return Group(left, "off", f"are {percent(off, '.2g')} off")
 
     def _within(self, lines: Tensor, prediction: Tensor, factor: Tensor | float) -> Tensor:

@@ -26,6 +26,8 @@ _MOST_QUANTITIES = 24
 _MOST_OTHERS = 8
 # Tensors of another head make an error of the size of the quantity.
 _OTHER_HEAD_FROM = 0.1
+# So much of a merely coarse quantity's squared error a pattern must explain.
+_NEARLY_ALL = 0.9
 # What makes a kernel that is merely lossy by its size wrong.
 _MERE_PLACES = ("off", "unrelated", "elements", "factors", "zeros", "NaN")
 
@@ -68,9 +70,11 @@ class CapturePatterns:
         batch, outlying, features = place
         evidence = self._evidence(observation, batch, head, verdict, outlying, features)
         patterns = find_patterns(evidence)
-        if coarse and (not patterns or patterns[0].kind in _MERE_PLACES) and len(outlying):
+        if coarse and len(outlying) and not _convinces(patterns):
             none = torch.zeros_like(evidence.outlying)
             patterns = find_patterns(replace(evidence, outlying=none, features=torch.zeros_like(evidence.features)))
+        if coarse and not _convinces(patterns):
+            patterns = []
         where = ""
         if len(self._batches(batches)) > 1:
             where = f"batch item {batch}{' alone' if others_right else ''}: "
@@ -168,6 +172,14 @@ class CapturePatterns:
         found += [(self._name(h), partial(read, batch, h)) for h in heads[:_MOST_OTHERS]]
         found += [(f"batch item {b}", partial(read, b, head)) for b in range(c.batch) if b != batch][:_MOST_OTHERS]
         return found
+
+
+def _convinces(patterns: Sequence[Pattern]) -> bool:
+    """Whether the first pattern explains a quantity that is merely coarse: of an error of noise's size a part of it may
+    be explained by chance."""
+    if not patterns or patterns[0].kind in _MERE_PLACES:
+        return False
+    return patterns[0].kind == "forward" or (patterns[0].explained or 0.0) >= _NEARLY_ALL
 
 
 def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: str = "") -> QuantityVerdict:

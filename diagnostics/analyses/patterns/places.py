@@ -112,7 +112,7 @@ def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> st
         width = evidence.truth.shape[1]
         said = [f"{in_words(g.lines.tolist(), width, 'features')}{where} {_number(g)}" for g in groups]
         return "; ".join([*said, "all other features are right"])
-    runs = _runs(evidence, groups)
+    runs, silent = _runs(evidence, groups), set(neutral(evidence))
     periodic = any("every" in _named(g.lines, evidence) for g in groups)
     if len(runs) <= _RUNS and not periodic:
         said = []
@@ -124,6 +124,7 @@ def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> st
                 said.append(f"{subject} {'are' if count > 1 else 'is'} right")
             else:
                 inside = int(((g.lines >= first) & (g.lines <= last)).sum())
+                inside += sum(first <= row <= last for row in silent - set(g.lines.tolist()))
                 some = f" ({inside} of {count})" if inside < count else ""
                 said.append(f"{subject}{some} {_number(g, count)}")
         return "; ".join(said)
