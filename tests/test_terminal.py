@@ -72,6 +72,176 @@ HEADLINES = {
         "LOSSY in H0 paper",
         "dQ has 16.5 and O 2.35 times the error of a well-rounded kernel. 4 of 8 heads are lossy.",
     ),
+    "pair_T256": ("ILL-CONDITIONED in H0", "rounding errors. All 6 heads are ill-conditioned."),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_the_first_line_says_what_is_wrong(name: str) -> None:
+    label, words = HEADLINES[name]
+    first = " ".join(inspected(name).report(200).splitlines()[:2])
+    assert first.startswith(label)
+    assert words in first
+    wrong = next(other for other, _ in HEADLINES.values() if other != label)
+    assert not first.startswith(wrong)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", [*SHARED, "many"])
+def test_nothing_is_wider_than_the_screen_or_cut_off(name: str, width: int) -> None:
+    diagnosis = many() if name == "many" else inspected(name)
+    text = diagnosis.report(width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    assert "…" not in text
+    flat = " ".join(text.split())
+    for _, _, head in diagnosis.ranked()[:1]:
+        verdict = some(head.verdict)
+        for sentence in (*verdict.reasons, *verdict.suggestions):
+            assert " ".join(sentence.split()) in flat
+
+
+def test_order_of_the_story() -> None:
+    """Verdict, what to do, heads (the worst first), then where the numbers come from."""
+    text = inspected("kernels_pair_T512").report(100)
+    order = [
+        "LOSSY",
+        "What to do",
+        "Heads, worst first",
+        "H0 paper: lossy",
+        "Where the numbers come from",
+        "attn-diag 0",
+    ]
+    positions = [text.index(words) for words in order]
+    assert positions == sorted(positions)
+    rows = re.findall(r"^(H\d)\s+(\w+)\s+([a-z_, ]+?)\s+[\d.]+ ", text, re.M)
+    assert [labels for _, _, labels in rows][:2] == ["lossy"] * 2
+    assert sorted(labels for _, _, labels in rows) == [*["ill_conditioned"] * 4, *["lossy"] * 3, "lossy, biased"]
+    assert rows[0][:2] == ("H0", "paper")
+    flat = " ".join(text.split())
+    assert "attn-diag attribute" in flat
+    assert "--head 0 --observation paper" in flat
+    for words in ("well-rounded kernel", "Benjamini-Hochberg", "does not prove", "float64 reference on cpu"):
+        assert words in flat, words
+
+
+def test_advice_is_said_once() -> None:
+    steps = story.next_steps(inspected("kernels_pair_T512"))
+    assert [step.partition(" (")[0] for step in steps] == ["lossy", "biased", "ill_conditioned"]
+    assert "(H0 paper and 3 more)" in steps[0]
+    assert len(story.next_steps(inspected("gqa_T200"))) == 1
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_map_of_many_heads(width: int) -> None:
+    lines = many().report(width).splitlines()
+    start = next(i for i, line in enumerate(lines) if "worst verdict" in line)
+    rows = {line.split()[0]: line[5 : 5 + 24] for line in lines[start + 2 : start + 14]}
+    assert list(rows) == [f"L{layer}" for layer in range(12)]
+    letters = {(name, i): row[2 * i] for name, row in rows.items() for i in range(12)}
+    assert letters.pop(("L4", 9)) == "L"
+    assert letters.pop(("L7", 2)) == "c"
+    assert set(letters.values()) == {"·"}
+    assert "128 more" in " ".join(lines)
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_map_at_the_heads_own_place(ascii_only: bool, tmp_path: Path) -> None:
+    """The tallest block of the noise factor stands at the lossy head, and nowhere else."""
+    environment = {"PYTHONIOENCODING": "ascii"} if ascii_only else {"PYTHONIOENCODING": "utf-8"}
+    (tmp_path / "saved.json").write_text(many().to_json())
+    done = program("report", tmp_path / "saved.json", COLUMNS="120", **environment)
+    assert done.code == 0, done.err
+    text = done.out
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if "noise factor  " in line and "worst verdict" in line)
+    at = lines[start].index("noise factor")
+    top = (ASCII if ascii_only else BLOCKS)[-1]
+    tall = [(line.split()[0], (m.start() - at) // 2) for line in lines[start + 2 : start + 14]
+            for m in re.finditer(re.escape(top), line) if at <= m.start() < at + 24]  # fmt: skip
+    assert tall == [("L4", 9)]
+    assert not ascii_only or text.isascii()
+
+
+@pytest.fixture
+def shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What ``attn-diag report`` prints into a pipe."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(diagnosis: Diagnosis, *options: str, **environment: str) -> str:
+        path = tmp_path / "saved.json"
+        path.write_text(diagnosis.to_json())
+        done = run("report", path, *options, **environment)
+        assert done.code == 0, done.err
+        return done.out
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "coloured", "escaped"),
+    [
+        ({}, (), False, False),
+        ({"FORCE_COLOR": "1", "TERM": "xterm-256color"}, (), True, True),
+        ({"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": "1"}, (), False, True),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, (), False, False),
+        ({"FORCE_COLOR": "1", "TERM": "xterm-256color"}, ("--plain",), False, False),
+    ],
+    ids=["pipe", "forced", "NO_COLOR", "dumb", "plain"],
+)
+def test_colours(
+    shown: Callable[..., str], environment: dict[str, str], options: tuple[str, ...], coloured: bool, escaped: bool
+) -> None:
+    text = shown(inspected("kernels_pair_T512"), *options, **environment)
+    assert bool(COLOUR.search(text)) == coloured
+    assert ("\x1b" in text) == escaped
+    if not options:
+        assert ESCAPES.sub("", text) == inspected("kernels_pair_T512").report(80)
+
+
+@pytest.mark.parametrize("name", [*SHARED, "many"])
+def test_plain(name: str, shown: Callable[..., str]) -> None:
+    diagnosis = many() if name == "many" else inspected(name)
+    text = plain_text(diagnosis)
+    assert text.isascii()
+    lines = text.splitlines()
+    kinds = {"verdict", "summary", "warning", "next", "head", "reason", "quantity", "test", "drift", "fact", "note"}
+    assert {line.split()[0] for line in lines} <= kinds | {"capture", "family", "tool"}
+    assert all(line[12] == " " != line[13] for line in lines)
+    assert len([line for line in lines if line.startswith("head ")]) == len(list(diagnosis.entries()))
+    assert plain_text(diagnosis) == shown(diagnosis, "--plain", COLUMNS="40", FORCE_COLOR="1")
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_plain_can_be_grepped() -> None:
+    lines = plain_text(inspected("kernels_pair_T512")).splitlines()
+    (row,) = [line for line in lines if re.match(r"head +paper/H0 ", line)]
+    assert re.search(r"lossy +factor=16\.5 +noise_factor=11\.5\d* +conditioning=24\d\.?\d* +dq_error=0\.929", row)
+    assert [line for line in lines if re.match(r"test +stable/H1 +delta_excess .*p_adjusted=0\.0002", line)]
+    assert [line for line in lines if re.match(r"drift +stable/H1 .*OUTSIDE the 99 % band .* from row \d+ on", line)]
+
+
+def test_every_captured_quantity_is_shown_beside_a_well_rounded_kernel() -> None:
+    diagnosis = inspected("gqa_T200")
+    wide = " ".join(diagnosis.report(80).split())
+    assert re.search(
+        r"quantity verdict error rounded factor interval O good 0\.\d+ % 0\.\d+ % 1\.00 \S+ to 1\.\d\d dQ ", wide
+    )
+    lines = plain_text(diagnosis).splitlines()
+    assert [
+        line for line in lines if re.match(r"quantity +H5 +dV good +factor=1 +low=1 +high=1 +error=0\.00\d+$", line)
+    ]
+    assert [line for line in lines if re.match(r"reason +H5 +Not judged: LSE and delta \(not captured\)\.$", line)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "labels", "said"),
+    [
+        (
+            {"o": "good", "dq": "wrong", "dk": "undecided", "dv": "good"},
+            ("wrong",),
+            "WRONG in H0: dQ is so. O and dV are right; dK is undecided. 1 of 2 heads is wrong.",
+        ),
         (
             {"o": "wrong", "dq": "wrong", "dk": "wrong"},
             ("wrong",),
