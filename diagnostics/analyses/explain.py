@@ -26,7 +26,7 @@ from attn_diag.results.diagnosis import (
     ObservationDiagnosis,
 )
 from attn_diag.results.explanation import Explanation, Paragraph
-from attn_diag.results.wording import percent, plural
+from attn_diag.results.wording import SYMBOLS, percent, plural
 from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY
 
 _Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]

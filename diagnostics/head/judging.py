@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.counterfactual import Counterfactuals, covers, directions
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
-from attn_diag.head.quality import QuantitySample, RowEffect, beside_well_rounded, shared_deltas
+from attn_diag.head.quality import ELEMENT_LIMIT, QuantitySample, RowEffect, beside_well_rounded, shared_deltas
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
     FloatFormat,
@@ -56,7 +56,8 @@ def measure_quality(
             name, seen.outputs[name], truth, partial(_only, name), [passed.counterfactuals],
             variance=variance[name], fmt=seen.formats[name], rows=rows, fed=fed,
             clusters=torch.unique(top_key, return_inverse=True)[1].cpu().numpy() if name == "o" else None,
-            directions=partial(directions, head, fmt, name),
+            # Errors that all keys share may lie in one direction.
+            directions=partial(directions, head, fmt, name) if covers(fmt) else None,
         )  # fmt: skip
     return found
 
@@ -90,6 +91,8 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
         error = lse[rows] - reference.lse[rows]
         size = torch.ones_like(error) if reference.dq is None else reference.dq[rows].square().sum(1)
         budget = 2 * unit * (2 * reference.row_max[rows].abs() + 4)
+        if "lse" in passed.noise.variance:  # operands that are rounded move a score by more than its size
+            budget = budget + ELEMENT_LIMIT * passed.noise.variance["lse"][rows].sqrt()
         found["lse"] = effect(error, torch.expm1(-error).square() * size, budget)
     if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
         assert head.do is not None
