@@ -117,6 +117,10 @@ def judge_quantity(
             pattern = _where(whole, outlying, unit, rest if whole.compared else None)
             said = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
             return verdict("wrong", f"{said}: {pattern.words}.", pattern)
+    if not whole.compared and (columns := np.flatnonzero(whole.bad_features)).size:
+        pattern = Pattern("features", f"features {ranges(columns.tolist())} stand out over all {unit}")
+        said = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
+        return verdict("wrong", f"{said}: {pattern.words}.", pattern)
     if not whole.compared:
         said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
         return verdict("stated", f"{said}; {ALONE}.")
