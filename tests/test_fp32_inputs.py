@@ -124,15 +124,18 @@ def test_a_kernel_that_ran_in_bf16_is_held_to_that(widened: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8(dtype: torch.dtype) -> None:
     """P is cast to the inputs' format, O returned in BF16."""
-    x = {name: t.to(dtype).float() for name, t in inputs().items()}
-    outputs = {"o": attend(x, lambda t: t.to(dtype).float())["o"].bfloat16()}
-    given = {name: t.to(dtype) if name != "do" else t.bfloat16() for name, t in x.items()}
-    ones = {f"{n}_descale": 1.0 for n in ("q", "k", "v")}
-    assert {q.answer for head in _fp8(given, outputs, ones) for q in head.quantities} == {"stated"}
-    outputs["o"][:, :, 100:] = 0
-    assert "rows 100-191 are zero" in words(_fp8(given, outputs, ones)[0], "o")
 
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype).float()
 
-def _fp8(x: Outputs, outputs: Outputs, descale: dict[str, float]) -> tuple[HeadDiagnosis, ...]:
-    found = attn_diag.inspect(x["q"], x["k"], x["v"], do=x["do"], causal="top-left", **outputs, **descale)  # type: ignore[arg-type]
-    return tuple(h for h in found.captures[0].observations[0].heads if h.head is not None)
+    def found() -> HeadDiagnosis:
+        capture = attn_diag.Capture.from_tensors(given, causal="top-left")
+        return attn_diag.inspect_captures([capture]).captures[0].observations[0].heads[0]
+
+    x = {name: cast(t) for name, t in inputs().items()}
+    given = {name: t.to(dtype) for name, t in x.items() if name != "do"}
+    given |= {f"{name}_descale": torch.tensor(1.0) for name in given}
+    given["o"] = attend(x, cast)["o"].bfloat16()
+    assert [q.answer for q in found().quantities] == ["stated"]
+    given["o"][:, :, 100:] = 0
+    assert "rows 100-191 are zero" in words(found(), "o")

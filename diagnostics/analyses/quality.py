@@ -10,7 +10,7 @@ import numpy as np
 
 from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times
+from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
 CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv")
@@ -149,6 +149,16 @@ def judge_quantity(
     if (count := int(outlying.sum())) > 0:
         few += f"; {plural(count, unit[:-1])} {'stands' if count == 1 else 'stand'} out"
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
+
+
+def beside_truth(stated: Sequence[QuantityVerdict]) -> str:
+    """What is said of quantities whose format has no published recipe, and that are not wrong."""
+    off = [(SYMBOLS[q.quantity], q.relative_error) for q in stated]
+    listed = [name if error is None else f"{name} ({percent(error)} off)" for name, error in off]
+    return (
+        f"{together(listed)}: no more than rounding can make. How well they are rounded was not asked: inputs of this "
+        "format have no published recipe to compare with."
+    )
 
 
 def with_empty_rows(verdict: QuantityVerdict, counts: Sequence[tuple[int, int]]) -> QuantityVerdict:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Literal, get_args
 
+from attn_diag.analyses.quality import beside_truth
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.diagnosis import (
     Bias,
@@ -168,7 +169,7 @@ def judge(
     if not labels:
         labels.append("clean")
     if stated:
-        reasons.append(_beside_truth(stated))
+        reasons.append(beside_truth(stated))
     exact = _identical_words(in_doubt) if bit_identical else None
     reasons += _context(bias, tests, row_maxima, quantities, propagation, exact, labels, scope)
     if swamped_rows:
@@ -179,16 +180,6 @@ def judge(
     seen: Literal["none", "seen"] = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
     return Verdict(unique, evidence, tuple(reasons), tuple(_SUGGESTIONS[label] for label in unique))
-
-
-def _beside_truth(stated: Sequence[QuantityVerdict]) -> str:
-    listed = [
-        f"{SYMBOLS[q.quantity]}{'' if q.relative_error is None else f' ({percent(q.relative_error)} off)'}" for q in stated
-    ]
-    return (
-        f"{together(listed)}: no more than rounding can make. How well they are rounded was not asked: inputs of this "
-        "format have no published recipe to compare with."
-    )
 
 
 def _nothing_to_test(bias: Bias) -> str:
