@@ -26,7 +26,7 @@ from attn_diag.results.diagnosis import (
     ObservationDiagnosis,
 )
 from attn_diag.results.explanation import Explanation, Paragraph
-from attn_diag.results.wording import percent, plural
+from attn_diag.results.wording import SYMBOLS, percent, plural
 from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY
 
 _Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
@@ -171,8 +171,12 @@ def _no_verdict(capture: CaptureDiagnosis) -> Iterator[str]:
 
 def _size(head: HeadDiagnosis) -> Iterator[str]:
     assert head.verdict is not None
-    if head.quantities:
+    if any(q.answer != "stated" for q in head.quantities):
         yield from _beside_well_rounded(head)
+        return
+    if head.quantities:
+        yield "Not asked: no published kernel's recipe covers this format, so there is no well-rounded kernel to ask."
+        yield f"What was captured is no further from the truth than rounding can make it: {_distances(head)}."
         return
     noise = head.noise_factor
     low_high = head.noise_factor_ci95
@@ -195,12 +199,18 @@ def _size(head: HeadDiagnosis) -> Iterator[str]:
         yield f"Not known: {passes}, but the float64 reference is not sharp enough here to blame the kernel for more."
 
 
+def _distances(head: HeadDiagnosis) -> str:
+    known = [f"{SYMBOLS[q.quantity]} is {percent(q.relative_error)} off" for q in head.quantities if q.relative_error]
+    return ", ".join(known) or "nothing is off"
+
+
 def _beside_well_rounded(head: HeadDiagnosis) -> Iterator[str]:
     """Each judged quantity's answer, the gravest first, and how a factor is to be read."""
-    yield (
-        "The yardstick is a well-rounded kernel: the published recipe of this format, run on the same inputs. A factor "
-        "is the error over that kernel's, about 1 for a sound one."
-    )
+    if any(q.factor is not None for q in head.quantities):
+        yield (
+            "The yardstick is a well-rounded kernel: the published recipe of this format, run on the same inputs. A "
+            "factor is the error over that kernel's, about 1 for a sound one."
+        )
     graver = [q for q in head.quantities if q.answer in ("nonfinite", "wrong", "lossy", "undecided")]
     bad = [q for q in graver if q.answer != "undecided"]
     answer = "Yes" if bad else "Not decided" if graver else "Not in the finite rows" if head.rows_nonfinite else "No"

@@ -10,7 +10,7 @@ import numpy as np
 
 from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times
+from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
 CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv")
@@ -19,6 +19,7 @@ _FAR_BETTER = 0.5
 # Outlying rows of a kernel that rounds coarsely everywhere are no pattern; few, or neighbours, are.
 _FEW = 8
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
+ALONE = "inputs of this format have no published recipe to compare with, only the truth"
 SITES = {"dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)"}
 
 
@@ -60,6 +61,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         clusters=np.concatenate(clusters),
         carriers=first.carriers,
         site=next((s.site for s in samples if s.site is not None), None),
+        compared=first.compared,
     )
 
 
@@ -80,7 +82,7 @@ def judge_quantity(
         words = f"{name} holds NaN or Inf in {plural(broken, unit[:-1])} where the reference is finite."
         return QuantityVerdict(quantity, "nonfinite", words, rows_outlying=broken)
     whole = joined(samples)
-    ratio, typical = whole.ratio(), whole.typical_ratio()
+    ratio, typical = (whole.ratio(), whole.typical_ratio()) if whole.compared else (None, None)
     outlying = whole.outlying
     largest, batch = max(zip((s.largest for s in samples), batches, strict=True), key=lambda item: item[0][3])
     error, truth = float(whole.error.sum()), float(whole.reference.sum())
@@ -96,7 +98,9 @@ def judge_quantity(
             typical_factor=None if typical is None else typical.factor,
             typical_factor_ci95=None if typical is None else (typical.low, typical.high),
             relative_error=math.sqrt(error / truth) if truth else None,
-            relative_error_well_rounded=math.sqrt(float(whole.counterfactual.sum()) / truth) if truth else None,
+            relative_error_well_rounded=math.sqrt(float(whole.counterfactual.sum()) / truth)
+            if truth and whole.compared
+            else None,
             rows_outlying=int(outlying.sum()),
             rows=len(outlying),
             largest_ulp=largest[2],
@@ -108,10 +112,18 @@ def judge_quantity(
     if outlying.any():
         rest = whole.ratio(~outlying) if (~outlying).sum() > 1 else None
         healthy = rest is not None and rest.factor <= LOSSY
-        if _localised(whole, outlying, healthy=healthy) or _beyond_rounding(whole, outlying):
-            pattern = _where(whole, outlying, unit, rest)
+        placed = not whole.compared or _localised(whole, outlying, healthy=healthy)
+        if placed or _beyond_rounding(whole, outlying):
+            pattern = _where(whole, outlying, unit, rest if whole.compared else None)
             said = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
             return verdict("wrong", f"{said}: {pattern.words}.", pattern)
+    if not whole.compared and (columns := np.flatnonzero(whole.bad_features)).size:
+        pattern = Pattern("features", f"features {ranges(columns.tolist())} stand out over all {unit}")
+        said = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
+        return verdict("wrong", f"{said}: {pattern.words}.", pattern)
+    if not whole.compared:
+        said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
+        return verdict("stated", f"{said}; {ALONE}.")
     if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
     factor = f"{_factor(ratio)} times a well-rounded kernel's error"
@@ -137,6 +149,16 @@ def judge_quantity(
     if (count := int(outlying.sum())) > 0:
         few += f"; {plural(count, unit[:-1])} {'stands' if count == 1 else 'stand'} out"
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
+
+
+def beside_truth(stated: Sequence[QuantityVerdict]) -> str:
+    """What is said of quantities whose format has no published recipe, and that are not wrong."""
+    off = [(SYMBOLS[q.quantity], q.relative_error) for q in stated]
+    listed = [name if error is None else f"{name} ({percent(error)} off)" for name, error in off]
+    return (
+        f"{together(listed)}: no more than rounding can make. How well they are rounded was not asked: inputs of this "
+        "format have no published recipe to compare with."
+    )
 
 
 def with_empty_rows(verdict: QuantityVerdict, counts: Sequence[tuple[int, int]]) -> QuantityVerdict:
@@ -174,7 +196,8 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
     over = np.concatenate([e.of_budget for e in effects])
     rows = np.concatenate([e.rows for e in effects])
     size = max(e.largest for e in effects)
-    ratio = paired_ratio(made + noise, noise)
+    compared = all(e.compared for e in effects)
+    ratio = paired_ratio(made + noise, noise) if compared else None
     factor = None if ratio is None else ratio.factor
     found = QuantityVerdict(
         quantity, "good", f"{name} is as good as fp32 arithmetic makes it.", factor=factor,
@@ -185,6 +208,8 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
         where = f"{'row' if (over > 1).sum() == 1 else 'rows'} {ranges(rows[over > 1].tolist())}"
         words = f"{name} is up to {number(size)} off, which no rounding makes: {where}"
         return _answered(found, "wrong", f"{words}.", Pattern("rows", where))
+    if not compared:
+        return _answered(found, "stated", f"{name} is up to {number(size)} off; {ALONE}.")
     if ratio is None or ratio.factor <= AS_GOOD:
         return found
     effect = f"which alone makes dQ {times(ratio.factor)} times as wrong as a well-rounded kernel's"

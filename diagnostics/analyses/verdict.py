@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Literal, get_args
 
+from attn_diag.analyses.quality import beside_truth
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.diagnosis import (
     Bias,
@@ -104,8 +105,8 @@ def judge(
 ) -> Verdict:
     """The verdict of one entry: is it the mathematics, well rounded, biased, fragile? In this order.
 
-    ``bias`` must carry the adjusted p-values of the primary tests. ``quantities``: each captured one; none of a format
-    without a published recipe, whose kernels are not asked how well they round.
+    ``bias`` must carry the adjusted p-values of the primary tests. ``quantities``: each captured one; those of a format
+    without a published recipe are wrong or stated, and not asked how well they are rounded.
     """
     if certificate is not None and not certificate.held:
         return _violated(certificate)
@@ -113,12 +114,14 @@ def judge(
     answers = {answer: [q for q in quantities if q.answer == answer] for answer in get_args(Answer)}
     if answers["nonfinite"] or answers["wrong"]:
         return _not_the_mathematics(answers)
+    stated = answers["stated"]
+    quantities = [q for q in quantities if q.answer != "stated"]
     labels: list[Label] = []
     reasons: list[str] = []
     if answers["lossy"] or answers["undecided"]:
         labels.append("lossy" if answers["lossy"] else "undecided")
         reasons += [q.words for q in (*answers["lossy"], *answers["undecided"])]
-    if not quantities:
+    if not quantities and not stated:
         sharp = bias.delta is None or (bias.delta.reference_bound or 0.0) <= (bias.delta.rms or 0.0) / 2
         if noise_factor is not None and noise_factor > LOSSY_ABOVE and sharp:
             low, high = noise_factor_ci95 or (noise_factor, noise_factor)
@@ -165,6 +168,8 @@ def judge(
         reasons.append(_nothing_to_test(bias))
     if not labels:
         labels.append("clean")
+    if stated:
+        reasons.append(beside_truth(stated))
     exact = _identical_words(in_doubt) if bit_identical else None
     reasons += _context(bias, tests, row_maxima, quantities, propagation, exact, labels, scope)
     if swamped_rows:

@@ -110,8 +110,8 @@ class NoiseCollector:
     want_keys: bool = False
     """Whether dK and dV are wanted."""
     variance: dict[str, Tensor] = field(default_factory=dict)
-    """o [Tq, Dv] (with its last rounding), delta [Tq], dq [Tq, D], dk [Tk, D], dv [Tk, Dv]; lse [Tq] of a kernel that
-    sums the cast P_bar."""
+    """o [Tq, Dv] (with its last rounding), delta [Tq], dq [Tq, D], dk [Tk, D], dv [Tk, Dv]; row_sum [Tq]: ln l's of
+    a kernel that sums the cast P_bar."""
     by_delta: Tensor = field(init=False)
     """What every query row adds to the sum of dk's variance through its delta, [Tq]: all keys share that error."""
 
@@ -123,7 +123,7 @@ class NoiseCollector:
         self._smallest_dscore = self._smallest / min(head.scale, 1.0) ** 2
         self._v2, self._k2 = head.v.square(), head.k.square()
         self.variance["o"] = new(len(head.q), head.v.shape[1])
-        self.variance["lse"] = new(len(head.q))
+        self.variance["row_sum"] = new(len(head.q))
         self.by_delta = new(len(head.q))
         if head.do is None:
             return
@@ -139,7 +139,7 @@ class NoiseCollector:
         scores = (_FP32_SCORE * block.row_max.masked_fill(block.fully_masked, 0.0)).square()
         relative = (self._relative + scores)[:, None]
         squares = block.probs.square()
-        self.variance["lse"][rows] = squares.sum(1) * self._relative
+        self.variance["row_sum"][rows] = squares.sum(1) * self._relative
         probs = squares * relative + visible * (self._smallest * inverse.square())[:, None]
         o = probs @ self._v2[keys] + ulp(block.out, self.out).square() / 12
         self.variance["o"][rows] = o

@@ -9,9 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attn_diag.head.counterfactual import Counterfactuals, directions
+from attn_diag.head.coarse import TruncatedInputs
+from attn_diag.head.counterfactual import Counterfactuals, covers, directions
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
-from attn_diag.head.quality import QuantitySample, RowEffect, beside_well_rounded, shared_deltas
+from attn_diag.head.quality import ELEMENT_LIMIT, QuantitySample, RowEffect, beside_well_rounded, shared_deltas
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
     FloatFormat,
@@ -31,11 +32,11 @@ class KeyTerms:
 
     backward: BackwardCollector | None
     """Predictions from the captured O and LSE; None without an O or delta."""
-    counterfactuals: Counterfactuals | None
-    """None for formats without a published recipe, as the rest."""
+    counterfactuals: Counterfactuals | TruncatedInputs
+    """What a well-rounded kernel returns."""
     variance: dict[str, Tensor]
     """dk [Tk, D] and dv [Tk, Dv]: their expected squared errors."""
-    by_delta: Tensor | None
+    by_delta: Tensor
     """What every query row adds to the sum of dk's variance through its delta, [Tq]."""
     delta_errors: tuple[Tensor, Tensor] | None
     """delta's errors over their noise, [Tq]: observed and the counterfactual's; None where delta is not known."""
@@ -45,7 +46,6 @@ def measure_quality(
     passed: StreamedHead, seen: ObservedHead, rows: Tensor, top_key: Tensor
 ) -> dict[str, QuantitySample]:
     """O and dQ beside a well-rounded kernel's."""
-    assert passed.noise is not None
     reference, head, fmt = passed.truth.reference, passed.truth.head, passed.truth.out_format
     variance = passed.noise.finished(reference, seen.formats)
     found: dict[str, QuantitySample] = {}
@@ -60,7 +60,8 @@ def measure_quality(
             name, seen.outputs[name], truth, partial(_only, name), [passed.counterfactuals],
             variance=variance[name], fmt=seen.formats[name], rows=rows, fed=fed,
             clusters=torch.unique(top_key, return_inverse=True)[1].cpu().numpy() if name == "o" else None,
-            directions=partial(directions, head, fmt, name),
+            # Errors that all keys share may lie in one direction.
+            directions=partial(directions, head, fmt, name) if covers(fmt) else None,
         )  # fmt: skip
     return found
 
@@ -72,9 +73,8 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
     rounding of intermediates to the inputs' format (unit u) takes them: for LSE 2 u (2 max |S| + 4), for delta as many
     u of sum |dO O|. Where nine in ten rows of LSE are exact to fp32, a row far beyond them is beyond its budget too.
     """
-    assert passed.noise is not None
     truth, reference = passed.truth, passed.truth.reference
-    head, unit = truth.head, 2.0**-truth.out_format.precision
+    head, unit = truth.head, 2.0**-passed.noise.fmt.precision
     found: dict[str, RowEffect] = {}
     if head.do is None:
         noise = torch.full((len(rows),), unit**2 / 24, dtype=torch.float64, device=rows.device)
@@ -88,6 +88,7 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
             noise=noise.cpu().numpy(),
             of_budget=(error.abs() / budget.clamp(min=1e-300)).cpu().numpy(),
             largest=float(error.abs().max()),
+            compared=covers(truth.inputs.input_format),
         )
 
     if (lse := seen.outputs.get("lse")) is not None:
@@ -97,8 +98,10 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
         usual = float((error.abs() / budget).quantile(_NINE_IN_TEN)) if len(rows) else 1.0
         if usual < _EXACT:
             # Nine in ten rows are exact: where one is not, it saw other keys or lost a rescaling.
-            noise = passed.noise.variance["lse"][rows].sqrt()
+            noise = passed.noise.variance["row_sum"][rows].sqrt()
             budget = torch.minimum(budget, torch.maximum(_APART * max(usual, _EXACT / 8) * budget, 8 * noise))
+        if "lse" in passed.noise.variance:  # operands that are rounded move a score by more than its size
+            budget = budget + ELEMENT_LIMIT * passed.noise.variance["lse"][rows].sqrt()
         found["lse"] = effect(error, torch.expm1(-error).square() * size, budget)
     if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
         assert head.do is not None
@@ -127,14 +130,13 @@ def rows_without_keys(seen: ObservedHead, rows: Tensor) -> dict[str, tuple[int, 
 
 def paired_deltas(passed: StreamedHead, observed: ForwardErrors) -> tuple[Tensor, Tensor]:
     """delta's errors over their noise: observed, and the counterfactual's."""
-    assert passed.noise is not None
     assert passed.truth.reference.delta is not None
     other = passed.counterfactuals.outputs()["delta"] - passed.truth.reference.delta
     noise = passed.noise.variance["delta"].sqrt().clamp(min=1e-300)
     return observed.delta_error / noise, other / noise
 
 
-def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt: FloatFormat) -> QuantitySample | None:
+def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt: FloatFormat) -> QuantitySample:
     """dK or dV of one key head beside a well-rounded kernel's, which rounds every query head's part and then adds.
 
     Args:
@@ -142,13 +144,7 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
         parts: The gradient with its predictions.
         terms: Of the query heads that share the key head.
         fmt: The format in which it was stored.
-
-    Returns:
-        None for inputs of a format without a published recipe.
     """
-    counterfactuals = [t.counterfactuals for t in terms if t.counterfactuals is not None]
-    if len(counterfactuals) < len(terms):
-        return None
     assert parts.observed is not None
 
     def total(outputs: Sequence[dict[str, Tensor]]) -> Tensor:
@@ -158,7 +154,7 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
     casts = [None if t.backward is None else getattr(t.backward, f"{name}_cast") for t in terms]
     known = [round_nearest_even(cast, fmt) for cast in casts if cast is not None]
     return beside_well_rounded(
-        name, parts.observed, parts.reference, total, counterfactuals,
+        name, parts.observed, parts.reference, total, [t.counterfactuals for t in terms],
         variance=variance + ulp(parts.reference, fmt).square() / 12 if len(terms) > 1 else variance,
         fmt=fmt,
         rows=torch.arange(len(variance), device=variance.device),
@@ -168,7 +164,7 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
 
 
 def _shared_deltas(terms: Sequence[KeyTerms], total: float) -> Carriers | None:
-    shares = torch.cat([t.by_delta for t in terms if t.by_delta is not None])
+    shares = torch.cat([t.by_delta for t in terms])
     pairs = [t.delta_errors for t in terms if t.delta_errors is not None]
     known = len(pairs) == len(terms)
     return shared_deltas(

@@ -185,11 +185,10 @@ def _measure(
     _measure_errors(result, passed, seen, rows, top_key, eligible[rows])
     if shared is not None:
         _leave_out(result, passed, seen, usable, shared, maxima.top_key, eligible)
-    if passed.noise is not None:
-        kept_rows = usable.nonzero()[:, 0]
-        result.quality = measure_quality(passed, seen, kept_rows, top_key)
-        if len(kept_rows):
-            result.effects = measure_effects(passed, seen, kept_rows)
+    kept_rows = usable.nonzero()[:, 0]
+    result.quality = measure_quality(passed, seen, kept_rows, top_key)
+    if len(kept_rows):
+        result.effects = measure_effects(passed, seen, kept_rows)
     return result
 
 
@@ -366,10 +365,10 @@ def _measure_backward(
         noise = passed.noise
         result.keys = KeyTerms(
             backward=passed.backward.get(seen.name),
-            counterfactuals=None if noise is None else passed.counterfactuals,
-            variance={} if noise is None else noise.finished(reference, seen.formats),
-            by_delta=None if noise is None else noise.by_delta,
-            delta_errors=None if noise is None or forward_errors is None else paired_deltas(passed, forward_errors),
+            counterfactuals=passed.counterfactuals,
+            variance=noise.finished(reference, seen.formats),
+            by_delta=noise.by_delta,
+            delta_errors=None if forward_errors is None else paired_deltas(passed, forward_errors),
         )
 
 

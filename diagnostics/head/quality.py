@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.counterfactual import ALTERNATIVES, RECIPE, Counterfactuals
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.means import effective
@@ -83,6 +84,8 @@ class QuantitySample:
     site: str | None = None
     """The field of a recipe that explains the error where another published kernel's recipe does; None: not looked for,
     or none does."""
+    compared: bool = True
+    """Whether there is a published recipe to compare with; else only what no sane kernel leaves stands out."""
 
     @property
     def outlying(self) -> npt.NDArray[np.bool_]:
@@ -121,6 +124,8 @@ class RowEffect:
     """[n], the error over what rounding every intermediate to the inputs' format could make."""
     largest: float
     """The largest error, in the quantity's own unit."""
+    compared: bool = True
+    """As of ``QuantitySample``."""
 
 
 def sample(
@@ -238,7 +243,7 @@ def beside_well_rounded(
     observed: Tensor,
     reference: Tensor,
     total: Callable[[Sequence[dict[str, Tensor]]], Tensor],
-    counterfactuals: Sequence[Counterfactuals],
+    counterfactuals: Sequence[Counterfactuals | TruncatedInputs],
     *,
     variance: Tensor,
     fmt: FloatFormat,
@@ -262,18 +267,24 @@ def beside_well_rounded(
         variance, fmt, rows, fed, clusters, carriers, directions: As in ``sample``.
     """
 
-    def beside(recipe: str, *, tensor_core: bool = False) -> QuantitySample:
-        outputs = total([c.outputs(recipe, tensor_core=tensor_core) for c in counterfactuals])
+    published = [c for c in counterfactuals if isinstance(c, Counterfactuals)]
+
+    def against(outputs: Sequence[dict[str, Tensor]]) -> QuantitySample:
         return sample(
-            observed, reference, outputs, variance, fmt, rows,
+            observed, reference, total(outputs), variance, fmt, rows,
             fed=fed, clusters=clusters, carriers=carriers, directions=directions,
         )  # fmt: skip
 
+    def beside(recipe: str, *, tensor_core: bool = False) -> QuantitySample:
+        return against([c.outputs(recipe, tensor_core=tensor_core) for c in published])
+
     def left(recipe: str) -> tuple[float, float]:
         """What of the observed tensor differs from the recipe's: squares, and in units of every row's noise."""
-        apart = (observed - total([c.outputs(recipe) for c in counterfactuals]))[rows].square().sum(1).cpu().numpy()
+        apart = (observed - total([c.outputs(recipe) for c in published]))[rows].square().sum(1).cpu().numpy()
         return float(apart.sum()), float((apart / np.maximum(chosen.expected, 1e-300)).sum())
 
+    if len(published) < len(counterfactuals):
+        return replace(against([c.outputs() for c in counterfactuals]), compared=False)
     chosen = beside(ALTERNATIVES[0])
     found = chosen.ratio()
     if found is not None and found.high > AS_GOOD:
@@ -282,7 +293,7 @@ def beside_well_rounded(
         found = chosen.ratio()
     typical = chosen.typical_ratio()
     accused = found is not None and typical is not None and max(found.low, typical.low) > LOSSY
-    if accused and found is not None and found.factor < _TRUNCATED and all(c.small for c in counterfactuals):
+    if accused and found is not None and found.factor < _TRUNCATED and all(c.small for c in published):
         truncated = beside(RECIPE, tensor_core=True)
         chosen = max(chosen, truncated, key=lambda s: float(s.counterfactual.sum()))
         found = chosen.ratio()

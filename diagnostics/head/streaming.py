@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.head.counterfactual import Counterfactuals, NoiseCollector, covers
+from attn_diag.head.coarse import TruncatedInputs, noise_collector
+from attn_diag.head.counterfactual import Counterfactuals, covers
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors
 from attn_diag.head.read import HeadInputs
@@ -72,8 +73,9 @@ class StreamedHead:
         stored = next((seen.formats for seen in observed), {})
         want_keys = any(seen.want_keys for seen in observed)
         fmt = inputs.input_format
-        self.noise = NoiseCollector(inputs.head, fmt, stored.get("o", fmt), want_keys) if covers(fmt) else None
-        self.counterfactuals = Counterfactuals(inputs.head, fmt, stored, key_gradients=want_keys)
+        self.noise = noise_collector(inputs.head, fmt, stored, want_keys=want_keys)
+        others = Counterfactuals if covers(fmt) else TruncatedInputs
+        self.counterfactuals = others(inputs.head, fmt, stored, key_gradients=want_keys)
         self.truth = head_truth(
             inputs,
             projection,
@@ -94,8 +96,7 @@ class StreamedHead:
     def _observe(self, block: RowBlock) -> None:
         self._bounds.add(block)
         self._visible[block.rows] = (block.scores > -torch.inf).sum(1)
-        if self.noise is not None:
-            self.noise.add(block)
+        self.noise.add(block)
         for collector in self._collectors.values():
             collector.add(block)
         for name, backward in self.backward.items():

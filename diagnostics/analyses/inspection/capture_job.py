@@ -271,7 +271,7 @@ class CaptureJob:
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
         missing = not_judged(
-            {q.quantity for found in quantities.values() for q in found},
+            {q.quantity for found in quantities.values() for q in found if q.answer != "stated"},
             captured=c.observations.get(name, ()),
             with_do="do" in c.tensors,
             covered=covers(format_of(c.tensors["q"].dtype)),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence, row_limit
+from attn_diag.head.coarse import coarsest, noise_collector
 from attn_diag.head.counterfactual import NoiseCollector
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadInputs
@@ -43,8 +44,7 @@ class HeadTruths:
         """
         references, variances = [], []
         for one in inputs:
-            fmt = one.input_format
-            noise = NoiseCollector(one.head, fmt, stored.get("o", fmt), one.head.do is not None)
+            noise = noise_collector(one.head, one.input_format, stored, want_keys=one.head.do is not None)
 
             def see(block: RowBlock, one: HeadInputs = one, noise: NoiseCollector = noise) -> None:
                 one.mark_rows(block)
@@ -85,7 +85,7 @@ class HeadTruths:
         true = {"o": "out"}.get(quantity, quantity)
         truth = torch.stack([getattr(r, true) for r in references]).sum(0)
         if quantity == "lse":
-            variance = (_LSE_NOISE * (1 + truth.abs())).square()
+            variance = (_LSE_NOISE * (1 + truth.abs())).square() + self.variances[chosen].get("lse", 0.0)
         else:
             variance = torch.stack([self.variances[h][quantity] for h in heads]).sum(0)
         truth, variance, observed = (t[:, None] if t.ndim == 1 else t for t in (truth, variance, observed))
@@ -111,7 +111,7 @@ class HeadTruths:
                     return True
             if "lse" in captured[h]:
                 # Against P's own cast, which is off by 2^-(p + 2) in the mean.
-                coarse = 2.0 ** -(inputs.input_format.precision + 4)
+                coarse = 2.0 ** -(coarsest(inputs.head, inputs.input_format, {}).precision + 4)
                 if bool(((captured[h]["lse"] - reference.lse)[usable].abs() > coarse).any()):
                     return True
         return False

@@ -14,7 +14,6 @@ from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.captures.capture import Capture
-from attn_diag.head.counterfactual import covers
 from attn_diag.head.quality import LOSSY, QuantitySample, RowEffect
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
@@ -60,8 +59,6 @@ class CapturePatterns:
         bad = verdict.answer in ("wrong", "nonfinite")
         coarse = verdict.answer in ("lossy", "undecided") and (verdict.factor or 0.0) > LOSSY
         if not (bad or coarse) or verdict.quantity == "dw_q" or self._left <= 0:
-            return verdict
-        if not covers(format_of(self._capture.tensors["q"].dtype)):
             return verdict
         self._left -= 1
         place, others_right = self._place(observation, head, verdict, found, batches)

@@ -1,0 +1,141 @@
+"""Inputs without a published recipe are asked whether it is the mathematics, and nothing more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_diag
+from attn_diag.results.diagnosis import HeadDiagnosis
+
+Outputs = dict[str, Tensor]
+
+
+def inputs(family: str = "gaussian", rows: int = 192, width: int = 32) -> Outputs:
+    """q, k, v and dO of two heads, [1, 2, T, D] fp32."""
+    generator = torch.Generator().manual_seed(7)
+    q, k, v, do = (torch.randn(1, 2, rows, width, generator=generator) for _ in range(4))
+    if family == "peaked":
+        q, k = 5 * q, 5 * k
+    if family == "one key":
+        q = 6 * k
+    if family == "common row":
+        v = 0.05 * v + v[:, :, :1]
+    return {"q": q, "k": k, "v": v, "do": do}
+
+
+def cut(x: Tensor) -> Tensor:
+    """As tl.dot reads fp32: all but 10 bits dropped."""
+    return (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+
+def nearest(x: Tensor) -> Tensor:
+    return cut((x.contiguous().view(torch.int32) + (1 << 12)).view(torch.float32))
+
+
+def bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def attend(x: Outputs, operand: Callable[[Tensor], Tensor] = torch.clone, ahead: int = 0) -> Outputs:
+    """A causal attention in fp32 whose products read their operands through ``operand``.
+
+    Every 64th row sees ``ahead`` keys too many.
+    """
+    q, k, v, do = (operand(x[name]) for name in ("q", "k", "v", "do"))
+    rows = torch.arange(q.shape[2])
+    reach = rows + ahead * (rows % 64 == 63)
+    alpha = q.shape[3] ** -0.5
+    scores = (q @ k.mT * alpha).masked_fill(rows[None, :] > reach[:, None], -math.inf)
+    lse = scores.logsumexp(-1)
+    probs = (scores - scores.amax(-1, keepdim=True)).exp()
+    o = (operand(probs) @ v) / probs.sum(-1, keepdim=True)
+    probs = (scores - lse[..., None]).exp()
+    delta = (x["do"] * o).sum(-1, keepdim=True)
+    ds = operand(probs * (do @ v.mT - delta))
+    return {"o": o, "lse": lse, "dq": ds @ k * alpha, "dk": ds.mT @ q * alpha, "dv": operand(probs).mT @ do}
+
+
+def heads(x: Outputs, outputs: Outputs) -> tuple[HeadDiagnosis, ...]:
+    found = attn_diag.inspect(x["q"], x["k"], x["v"], do=x["do"], causal="top-left", **outputs)  # type: ignore[arg-type]
+    return tuple(h for h in found.captures[0].observations[0].heads if h.head is not None)
+
+
+def words(head: HeadDiagnosis, quantity: str) -> str:
+    assert head.verdict is not None
+    assert head.verdict.labels == ("wrong",)
+    return next(q.words for q in head.quantities if q.quantity == quantity and q.answer == "wrong")
+
+
+@pytest.mark.parametrize("operand", [torch.clone, nearest, cut], ids=["fp32", "tf32", "tf32 cut"])
+@pytest.mark.parametrize("family", ["gaussian", "peaked", "one key", "common row"])
+def test_healthy_kernels_are_not_accused(family: str, operand: Callable[[Tensor], Tensor]) -> None:
+    x = inputs(family)
+    for head in heads(x, attend(x, operand)):
+        assert head.verdict is not None
+        assert not {"wrong", "nonfinite", "lossy"} & set(head.verdict.labels), head.verdict
+        assert {q.answer for q in head.quantities} == {"stated"}
+        assert "How well they are rounded was not asked" in " ".join(head.verdict.reasons)
+        assert any("no well-rounded kernel of this format" in said for said in head.not_judged)
+
+
+DEFECTS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
+    "dQ = 0": ("dq", torch.zeros_like, "are zero, as if never written"),
+    "-dQ": ("dq", torch.neg, "have the wrong sign"),
+    "1.05 dQ": ("dq", lambda t: 1.05 * t, "are 1.05 times the true ones"),
+    "dK = 0": ("dk", torch.zeros_like, "all keys are zero, as if never written"),
+    "keys of dK": ("dk", lambda t: t.index_fill(2, torch.arange(64, 128), 0.0), "keys 64-127 are zero"),
+    "dV of the other head": ("dv", lambda t: t.flip(1), "all keys are what head 1 gives"),
+    "last tile of O": ("o", lambda t: t.index_fill(2, torch.arange(128, 192), 0.0), "rows 128-191 are zero"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_what_no_rounding_makes_is_wrong(defect: str) -> None:
+    name, plant, expected = DEFECTS[defect]
+    x = inputs()
+    outputs = attend(x)
+    outputs[name] = plant(outputs[name])
+    assert expected in words(heads(x, outputs)[0], name)
+
+
+def test_a_key_too_many_in_some_rows() -> None:
+    x = inputs()
+    assert "row 63 is what a causal border one key further on gives" in words(heads(x, attend(x, ahead=1))[0], "o")
+
+
+@pytest.mark.parametrize("widened", [True, False], ids=["inputs of BF16 numbers", "O in BF16"])
+def test_a_kernel_that_ran_in_bf16_is_held_to_that(widened: bool) -> None:
+    """A capture that was widened, and inputs that autocast narrowed."""
+    x = inputs()
+    if widened:
+        x = {name: bf16(t) for name, t in x.items()}
+    outputs = attend(x, bf16)
+    for name in ("o", "dq", "dk", "dv"):
+        outputs[name] = bf16(outputs[name]) if widened else outputs[name].bfloat16()
+    assert {q.answer for head in heads(x, outputs) for q in head.quantities} == {"stated"}
+    assert "all rows" in words(heads(x, outputs | {"dq": 0 * outputs["dq"]})[0], "dq")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8(dtype: torch.dtype) -> None:
+    """P is cast to the inputs' format, O returned in BF16."""
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype).float()
+
+    def found() -> HeadDiagnosis:
+        capture = attn_diag.Capture.from_tensors(given, causal="top-left")
+        return attn_diag.inspect_captures([capture]).captures[0].observations[0].heads[0]
+
+    x = {name: cast(t) for name, t in inputs().items()}
+    given = {name: t.to(dtype) for name, t in x.items() if name != "do"}
+    given |= {f"{name}_descale": torch.tensor(1.0) for name in given}
+    given["o"] = attend(x, cast)["o"].bfloat16()
+    assert [q.answer for q in found().quantities] == ["stated"]
+    given["o"][:, :, 100:] = 0
+    assert "rows 100-191 are zero" in words(found(), "o")
