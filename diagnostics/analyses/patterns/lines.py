@@ -62,6 +62,8 @@ class Lines:
     """rows, keys or features."""
     coarse: bool = False
     """Whether the lines may be the tail of a kernel that is coarse everywhere."""
+    spacing: float = 0.0
+    """The format's largest relative spacing: a directed rounding moves all numbers by up to it."""
     single: Tensor | None = None
     """bool [n], lines of O that are one row of V: another may hold the same because it attends to that key."""
 
@@ -114,7 +116,11 @@ class Lines:
             factor = float((observed * truth)[fits].sum() / truth[fits].square().sum())
         fits = self._within(left, factor * truth, factor)
         lines = left[fits]
-        if not bool((clear & fits).any()) or abs(factor - 1) < _FACTOR_LEAST or abs(factor) < FACTOR_FROM:
+        if (
+            not bool((clear & fits).any())
+            or abs(factor - 1) < max(_FACTOR_LEAST, 1.1 * self.spacing)
+            or abs(factor) < FACTOR_FROM
+        ):
             return
         right = int((clear & fits).sum())
         if abs(factor - 1) < _SMALL:

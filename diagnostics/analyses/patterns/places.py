@@ -75,6 +75,7 @@ def find_place(evidence: Evidence) -> Place:
         return Place(rows, columns, tuple(block.groups()))
     lines = Lines(
         evidence.observed, evidence.truth, evidence.noise, rows, evidence.unit, coarse=evidence.coarse,
+        spacing=2.0**-evidence.fmt.precision,
         single=evidence.references[0].row_sum < _ONE_KEY if evidence.quantity == "o" else None,
     )  # fmt: skip
     return Place(rows, None, tuple(lines.groups()))
