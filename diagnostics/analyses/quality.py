@@ -18,6 +18,7 @@ CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv")
 _FAR_BETTER = 0.5
 # Outlying rows of a kernel that rounds coarsely everywhere are no pattern; few, or neighbours, are.
 _FEW = 8
+_ROUNDED_DELTA = 16.0
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
 ALONE = "inputs of this format have no published recipe to compare with, only the truth"
 SITES = {"dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)"}
@@ -83,7 +84,8 @@ def judge_quantity(
         return QuantityVerdict(quantity, "nonfinite", words, rows_outlying=broken)
     whole = joined(samples)
     ratio, typical = (whole.ratio(), whole.typical_ratio()) if whole.compared else (None, None)
-    outlying = whole.outlying
+    # Where dP and delta must cancel, a delta rounded to 16 bits leaves more than O's rounding does elsewhere.
+    outlying = whole.outlying & ~(whole.not_zero & (whole.error <= _ROUNDED_DELTA**2 * whole.expected))
     largest, batch = max(zip((s.largest for s in samples), batches, strict=True), key=lambda item: item[0][3])
     error, truth = float(whole.error.sum()), float(whole.reference.sum())
 
@@ -128,6 +130,9 @@ def judge_quantity(
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
     factor = f"{_factor(ratio)} times a well-rounded kernel's error"
     site = "" if whole.site is None else f", as where {SITES.get(whole.site, whole.site)}"
+    if quantity == "dq" and whole.not_zero.any():
+        where = _rows_named(sorted(set(whole.rows[whole.not_zero].tolist())))
+        site += f"; it should be zero in {where}: dP and delta do not cancel there, as where delta is rounded"
     if ratio.low > LOSSY and ratio.groups >= MIN_GROUPS:
         return verdict("lossy", f"{name} has {factor}{site}.")
     if typical.low > LOSSY and typical.groups >= MIN_GROUPS:
@@ -137,11 +142,7 @@ def judge_quantity(
     as_good = ratio.high <= AS_GOOD or (ratio.factor <= AS_GOOD and typical.high <= AS_GOOD)
     # Hardly any error (exact on one-hot rows) has no interval worth the name.
     as_good |= max(ratio.factor, typical.factor) <= _FAR_BETTER
-    if as_good and quantity == "dq" and whole.not_zero.any():
-        where = ranges(sorted(set(whole.rows[whole.not_zero].tolist())))
-        said = f"{name} has {factor}, but rows {where} see one key, and it should be zero there"
-        return verdict("undecided", f"{said}: dP and delta do not cancel, as where delta is rounded.")
-    if as_good and not outlying.any():
+    if as_good and not outlying.any() and not (quantity == "dq" and whole.not_zero.any()):
         return verdict("good", f"{name} is as good as a well-rounded kernel's: {_factor(ratio)} times its error.")
     few = ""
     if ratio.groups < MIN_GROUPS:
@@ -149,6 +150,10 @@ def judge_quantity(
     if (count := int(outlying.sum())) > 0:
         few += f"; {plural(count, unit[:-1])} {'stands' if count == 1 else 'stand'} out"
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
+
+
+def _rows_named(rows: Sequence[int]) -> str:
+    return f"row{'s' if len(rows) > 1 else ''} {ranges(rows)}"
 
 
 def beside_truth(stated: Sequence[QuantityVerdict]) -> str:

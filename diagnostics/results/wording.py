@@ -84,7 +84,7 @@ _OF_ONE = {
     " and count twice ": " and counts twice ",
     " and hold ": " and holds ",
 }
-_VERBS = {"are": "is", "have": "has", "were": "was"}
+_VERBS = {"should": "should", "are": "is", "have": "has", "were": "was"}
 
 
 def singular(predicate: str) -> str:
