@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from study_verdicts import Judged, Place, matrix, of_place
+import torch
+from study_verdicts import Judged, Place, inspected, matrix, of_place
+from torch import Tensor
 from verdicts.culprits import named
 from verdicts.defects import DEFECTS
 from verdicts.effects import Effect
+from verdicts.inputs import draw
+from verdicts.kernels import HEALTHY, Seen, attend
 
 from attn_diag.results.quality import Pattern, Quantity, QuantityVerdict
 
@@ -66,3 +70,31 @@ def test_culprits() -> None:
 def test_the_matrix_counts_heads_by_effect_and_answer() -> None:
     heads = [*judged("defects", "dq_zero", "gaussian", "plain", "fp16")]
     assert matrix(heads) == {"above 1.5": {"wrong": 2}}
+
+
+@pytest.mark.parametrize(("broken", "said"), [((0, 1), "worst in batch item "), ((1,), "batch item 1 alone: ")])
+def test_a_sequence_is_alone_only_where_the_others_are_right(broken: tuple[int, ...], said: str) -> None:
+    """O is 3 % too large; the gradients follow from it in the same sequences."""
+
+    def scale(out: Tensor, seen: Seen) -> Tensor:
+        factors = torch.ones(seen.inputs.q.shape[0])
+        factors[list(broken)] = 1.03
+        return (out.float() * factors[:, None, None, None]).to(out.dtype)
+
+    x = draw("gaussian", "plain", t_q=192, batch=2, heads=1)
+    found = inspected(x, attend(x, hooks={"o": scale}), without=("lse",))
+    head = found.captures[0].observations[0].heads[0]
+    words = [q.words for q in head.quantities if q.patterns]
+    assert words
+    assert all(said in one for one in words), words
+
+
+def test_an_lse_that_is_harmless_is_not_called_right() -> None:
+    """l sums the cast P: LSE is off by 1e-3, a thousand times what fp32 leaves, and dQ no worse for it."""
+    x = draw("gaussian", "plain", t_q=192)
+    found = inspected(x, attend(x, HEALTHY["l of cast P"]))
+    lse = next(q for q in found.captures[0].observations[0].heads[0].quantities if q.quantity == "lse")
+    assert lse.answer == "stated"
+    assert "more than fp32 arithmetic makes" in lse.words
+    plain = inspected(x, attend(x, HEALTHY["ascending 128"])).captures[0].observations[0].heads[0]
+    assert next(q.answer for q in plain.quantities if q.quantity == "lse") == "good"

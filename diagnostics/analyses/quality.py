@@ -216,7 +216,10 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
     if not compared:
         return _answered(found, "stated", f"{name} is up to {number(size)} off; {ALONE}.")
     if ratio is None or ratio.factor <= AS_GOOD:
-        return found
+        if all(e.exact for e in effects):
+            return found
+        words = f"{name} is up to {number(size)} off, more than fp32 arithmetic makes; it adds little to dQ's error."
+        return _answered(found, "stated", words)
     effect = f"which alone makes dQ {times(ratio.factor)} times as wrong as a well-rounded kernel's"
     words = f"{name} is up to {number(size)} off, {effect}"
     answer: Answer = "lossy" if ratio.factor > LOSSY and ratio.groups >= MIN_GROUPS else "undecided"

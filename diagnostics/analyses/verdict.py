@@ -166,10 +166,10 @@ def judge(
     if not tests and not blurred and not untested and bit_identical is None:
         labels.append("undecided")
         reasons.append(_nothing_to_test(bias))
-    if not labels:
-        labels.append("clean")
+    labels = labels or ["clean"]
     if stated:
-        reasons.append(beside_truth(stated))
+        # With a recipe to compare with, LSE alone is stated.
+        reasons += [q.words for q in stated] if quantities else [beside_truth(stated)]
     exact = _identical_words(in_doubt) if bit_identical else None
     reasons += _context(bias, tests, row_maxima, quantities, propagation, exact, labels, scope)
     if swamped_rows:

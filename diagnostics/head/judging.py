@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,6 +24,8 @@ from attn_diag.statistics.ratios import Carriers
 # LSE summed in fp32 is off by less than 2^-9 of what roundings to the inputs' format may make; measured on healthy
 # kernels (benchmarks/study_verdicts.py).
 _NINE_IN_TEN, _EXACT, _APART = 0.9, 2.0**-9, 64
+# fp32 kernels leave up to 1e-6 of 1 + |m|, truncated sums included.
+_FP32 = 2.0**-17
 
 
 @dataclass
@@ -96,13 +98,14 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
         size = torch.ones_like(error) if reference.dq is None else reference.dq[rows].square().sum(1)
         budget = 2 * unit * (2 * reference.row_max[rows].abs() + 4)
         usual = float((error.abs() / budget).quantile(_NINE_IN_TEN)) if len(rows) else 1.0
+        exact = bool((error.abs() <= _FP32 * (1 + reference.row_max[rows].abs())).all())
         if usual < _EXACT:
             # Nine in ten rows are exact: where one is not, it saw other keys or lost a rescaling.
             noise = passed.noise.variance["row_sum"][rows].sqrt()
             budget = torch.minimum(budget, torch.maximum(_APART * max(usual, _EXACT / 8) * budget, 8 * noise))
         if "lse" in passed.noise.variance:  # operands that are rounded move a score by more than its size
             budget = budget + ELEMENT_LIMIT * passed.noise.variance["lse"][rows].sqrt()
-        found["lse"] = effect(error, torch.expm1(-error).square() * size, budget)
+        found["lse"] = replace(effect(error, torch.expm1(-error).square() * size, budget), exact=exact)
     if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
         assert head.do is not None
         error = delta[rows] - reference.delta[rows]

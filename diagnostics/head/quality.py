@@ -124,6 +124,8 @@ class RowEffect:
     """[n], the error over what rounding every intermediate to the inputs' format could make."""
     largest: float
     """The largest error, in the quantity's own unit."""
+    exact: bool = True
+    """Of LSE: whether it is as exact as fp32 sums make it, not merely harmless."""
     compared: bool = True
     """As of ``QuantitySample``."""
 

@@ -14,7 +14,7 @@ from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.captures.capture import Capture
-from attn_diag.head.quality import LOSSY, QuantitySample, RowEffect
+from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
 from attn_diag.results.quality import Pattern, QuantityVerdict
@@ -25,6 +25,8 @@ _MOST_QUANTITIES = 24
 _MOST_OTHERS = 8
 # Tensors of another head make an error of the size of the quantity.
 _OTHER_HEAD_FROM = 0.1
+# A sequence of whose squared error there is no more, over a well-rounded kernel's (of LSE's budget), is right.
+_RIGHT, _LSE_RIGHT = AS_GOOD**2, 2.0**-6
 # So much of a merely coarse quantity's squared error a pattern must explain.
 _NEARLY_ALL = 0.9
 # What makes a kernel that is merely lossy by its size wrong.
@@ -74,7 +76,7 @@ class CapturePatterns:
             patterns = []
         where = ""
         if len(self._batches(batches)) > 1:
-            where = f"batch item {batch}{' alone' if others_right else ''}: "
+            where = f"batch item {batch} alone: " if others_right else f"worst in batch item {batch}: "
         return with_patterns(verdict, patterns, where)
 
     def _batches(self, batches: Sequence[int]) -> list[int]:
@@ -102,7 +104,7 @@ class CapturePatterns:
         sizes = [_size(one) for one in found]
         worst = int(np.argmax(sizes))
         features = one.bad_features.nonzero()[0].tolist() if isinstance(one := found[worst], QuantitySample) else []
-        alone = all(not len(rows) for i, rows in enumerate(outlying) if i != worst)
+        alone = all(not len(outlying[i]) and sizes[i] <= _RIGHT for i in range(len(found)) if i != worst)
         return (batches[worst], outlying[worst], features), alone
 
     def _observed(
@@ -211,5 +213,5 @@ def _outlying(found: QuantitySample | RowEffect) -> list[int]:
 
 def _size(found: QuantitySample | RowEffect) -> float:
     if isinstance(found, RowEffect):
-        return float(found.of_budget.max(initial=0.0))
+        return float(found.of_budget.max(initial=0.0)) / _LSE_RIGHT
     return float(found.error.sum() / max(found.counterfactual.sum(), found.floor.sum(), 1e-300))
