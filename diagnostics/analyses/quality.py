@@ -130,7 +130,7 @@ def judge_quantity(
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
     factor = f"{_factor(ratio)} times a well-rounded kernel's error"
     site = "" if whole.site is None else f", as where {SITES.get(whole.site, whole.site)}"
-    if quantity == "dq" and whole.not_zero.any():
+    if quantity == "dq" and whole.not_zero.any() and ratio.low <= LOSSY:
         where = _rows_named(sorted(set(whole.rows[whole.not_zero].tolist())))
         site += f"; it should be zero in {where}: dP and delta do not cancel there, as where delta is rounded"
     if ratio.low > LOSSY and ratio.groups >= MIN_GROUPS:

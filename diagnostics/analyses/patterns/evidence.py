@@ -111,10 +111,11 @@ class Evidence:
         """
         count = torch.full((len(rows),), self.directions, dtype=torch.float64, device=rows.device)
         if self.quantity in ("o", "dq"):
-            probs = reference_rows(replace(self.heads[0], do=None), rows).probs
+            block = reference_rows(replace(self.heads[0], do=None), rows)
+            probs = block.probs
             count = torch.minimum(count, 1 / probs.square().sum(1).clamp(min=1e-12))
             if self.quantity == "dq":
-                along, error = probs @ self.heads[0].k[: probs.shape[1]], self.error[rows]
+                along, error = probs @ self.heads[0].k[block.keys], self.error[rows]
                 sizes = (along.square().sum(1) * error.square().sum(1)).clamp(min=1e-300)
                 share = (error * along).sum(1).square() / sizes
                 count = 1 / (share.square() + (1 - share).square() / count.clamp(min=1.0))

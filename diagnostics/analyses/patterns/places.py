@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_diag.analyses.patterns.evidence import LEAVES, Evidence, row_limit
 from attn_diag.analyses.patterns.lines import Group, Lines
 from attn_diag.analyses.patterns.numbers import in_words, intervals
+from attn_diag.head.quality import LOSSY
 from attn_diag.reference import ulp
 from attn_diag.results.wording import number, plural, singular
 
@@ -122,7 +123,9 @@ def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> st
             whole = "all " + evidence.unit if count == total else None
             subject = whole or (f"{evidence.unit} {first}-{last}" if count > 1 else f"{evidence.unit[:-1]} {first}")
             if g is None:
-                said.append(f"{subject} {'are' if count > 1 else 'is'} right")
+                verb = ("are", "do") if count > 1 else ("is", "does")
+                right = _is_right(evidence, first, last)
+                said.append(f"{subject} {verb[0]} right" if right else f"{subject} {verb[1]} not stand out")
             else:
                 inside = int(((g.lines >= first) & (g.lines <= last)).sum())
                 inside += sum(first <= row <= last for row in silent - set(g.lines.tolist()))
@@ -135,6 +138,13 @@ def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> st
         said.append(f"{where} {_number(g, 1 if where.startswith('every') else None)}")
     right = int(evidence.usable.sum()) - sum(len(g.lines) for g in groups)
     return "; ".join([*said, *(["nothing else stands out"] if right else [])])
+
+
+def _is_right(evidence: Evidence, first: int, last: int) -> bool:
+    """Whether a run of rows is as good as a well-rounded kernel's, and does not merely have no row that stands out."""
+    kept = evidence.usable.clone()
+    kept[:first] = kept[last + 1 :] = False
+    return float(evidence.error[kept].square().sum()) <= LOSSY**2 * float(evidence.noise[kept].sum())
 
 
 def _named(rows: Tensor, evidence: Evidence) -> str:
