@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from study_verdicts import Judged, Place, inspected, matrix, of_place
@@ -12,6 +14,7 @@ from verdicts.effects import Effect
 from verdicts.inputs import draw
 from verdicts.kernels import HEALTHY, Seen, attend
 
+import attn_diag
 from attn_diag.results.quality import Pattern, Quantity, QuantityVerdict
 
 
@@ -98,3 +101,15 @@ def test_an_lse_that_is_harmless_is_not_called_right() -> None:
     assert "more than fp32 arithmetic makes" in lse.words
     plain = inspected(x, attend(x, HEALTHY["ascending 128"])).captures[0].observations[0].heads[0]
     assert next(q.answer for q in plain.quantities if q.quantity == "lse") == "good"
+
+
+def test_a_huge_factor_is_not_explained_as_rounding() -> None:
+    """V of another sequence in the forward: all rows alike, and no pattern that is known."""
+    x = draw("gaussian", "full", t_q=256)
+    other = draw("gaussian", "full", t_q=256, seed=1)
+    kernel = HEALTHY["ascending 128"]
+    out = 0.7 * attend(x, kernel).o.float() + 0.3 * attend(replace(x, v=other.v), kernel).o.float()
+    found = attn_diag.inspect(x.q, x.k, x.v, o=out.bfloat16())
+    for head in found.captures[0].observations[0].heads:
+        (said,) = (q for q in head.quantities if q.quantity == "o")
+        assert said.answer == "wrong" or "may be wrong mathematics" in said.words, said.words

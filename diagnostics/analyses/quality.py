@@ -19,6 +19,9 @@ _FAR_BETTER = 0.5
 # Outlying rows of a kernel that rounds coarsely everywhere are no pattern; few, or neighbours, are.
 _FEW = 8
 _ROUNDED_DELTA = 16.0
+# Planted roundings to the inputs' own format make up to 80 times (but where a well-rounded kernel is exact), of FP16
+# inputs to FP8 150.
+_HUGE = 100.0
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
 ALONE = "inputs of this format have no published recipe to compare with, only the truth"
 SITES = {"dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)"}
@@ -133,6 +136,8 @@ def judge_quantity(
     if quantity == "dq" and whole.not_zero.any() and ratio.low <= LOSSY:
         where = _rows_named(sorted(set(whole.rows[whole.not_zero].tolist())))
         site += f"; it should be zero in {where}: dP and delta do not cancel there, as where delta is rounded"
+    if ratio.low > _HUGE:
+        site += "; so large a factor need not be rounding, it may be wrong mathematics"
     if ratio.low > LOSSY and ratio.groups >= MIN_GROUPS:
         return verdict("lossy", f"{name} has {factor}{site}.")
     if typical.low > LOSSY and typical.groups >= MIN_GROUPS:
