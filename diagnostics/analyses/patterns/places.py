@@ -136,8 +136,8 @@ def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> st
     for g in groups:
         where = _named(g.lines, evidence)
         said.append(f"{where} {_number(g, 1 if where.startswith('every') else None)}")
-    right = int(evidence.usable.sum()) - sum(len(g.lines) for g in groups)
-    return "; ".join([*said, *(["nothing else stands out"] if right else [])])
+    others = int(evidence.usable.sum()) - sum(len(g.lines) for g in groups)
+    return "; ".join([*said, *(["nothing else stands out"] if others else [])])
 
 
 def _is_right(evidence: Evidence, first: int, last: int) -> bool:
