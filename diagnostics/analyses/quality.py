@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
+from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, RowEffect
 from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
@@ -66,6 +66,8 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         carriers=first.carriers,
         site=next((s.site for s in samples if s.site is not None), None),
         compared=first.compared,
+        ceiling=sum(s.ceiling for s in samples),
+        rounding=all(s.rounding for s in samples if s.outlying.any()),
     )
 
 
@@ -114,21 +116,27 @@ def judge_quantity(
             patterns=patterns,
         )
 
+    impossible = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
     if outlying.any():
         rest = whole.ratio(~outlying) if (~outlying).sum() > 1 else None
         healthy = rest is not None and rest.factor <= LOSSY
         placed = not whole.compared or _localised(whole, outlying, healthy=healthy)
-        if placed or _beyond_rounding(whole, outlying):
+        if (placed or _beyond_rounding(whole, outlying)) and not whole.rounding:
             pattern = _where(whole, outlying, unit, rest if whole.compared else None)
-            said = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
-            return verdict("wrong", f"{said}: {pattern.words}.", pattern)
-    if not whole.compared and (columns := np.flatnonzero(whole.bad_features)).size:
+            return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
+    columns = np.flatnonzero(whole.bad_features)
+    if columns.size and (not whole.rounding if not whole.compared else _others_right(whole)):
         pattern = Pattern("features", f"features {ranges(columns.tolist())} stand out over all {unit}")
-        said = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
-        return verdict("wrong", f"{said}: {pattern.words}.", pattern)
+        return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     if not whole.compared:
         said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
+        if whole.rounding:
+            return verdict("undecided", f"{said}, as much as a kernel that multiplies in BF16; {ALONE}.")
         return verdict("stated", f"{said}; {ALONE}.")
+    if error > whole.ceiling:
+        coarsest = BEYOND * math.sqrt(error / whole.ceiling)
+        what = "a kernel with 8-bit operands and all else in BF16"
+        return verdict("wrong", f"{impossible}: {times(coarsest)} times what {what} leaves.")
     if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
     factor = f"{_factor(ratio)} times a well-rounded kernel's error"
@@ -270,6 +278,13 @@ def _localised(whole: QuantitySample, outlying: np.ndarray, *, healthy: bool) ->
     rows = np.flatnonzero(outlying)
     runs = 1 + int((np.diff(rows) > 1).sum())
     return runs <= _FEW or runs <= len(rows) / 4 or bool((whole.bad_features > 0).any())
+
+
+def _others_right(whole: QuantitySample) -> bool:
+    """Whether features that stand out are few, and the others are as good as a well-rounded kernel's."""
+    bad = whole.bad_features > 0
+    error, other, floor = whole.features.reshape(3, -1, len(bad)).sum(1)[:, ~bad]
+    return bool(2 * bad.sum() <= len(bad) and error.sum() <= LOSSY**2 * max(other.sum(), floor.sum()))
 
 
 def _beyond_rounding(whole: QuantitySample, outlying: np.ndarray) -> bool:

@@ -31,6 +31,11 @@ TOLERANCE = 0.05
 _NAMES = {"o": "O", "lse": "LSE"}
 _ROWS = 48
 _HEADS = 4
+# Caps of scores that models use (Gemma 2: 50, Grok 1: 30).
+USUAL_SOFTCAPS = (15.0, 20.0, 30.0, 50.0, 100.0)
+# Another reading is named where it leaves so little of the stated one's error: one that is a little nearer explains
+# nothing.
+_EXPLAINS = 0.25
 
 
 def check_assumptions(capture: Capture, observations: Sequence[str], device: torch.device) -> Assumptions:
@@ -102,10 +107,11 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
     found = capture
     for reading, words in _readings(capture):
         other = out_fit(reading, observation, device)
-        if other is not None and other.ok and (best is None or other.error < 0.9 * best[0]):
+        fits = other is not None and other.ok and other.error <= _EXPLAINS * stated.error + other.rounding
+        if other is not None and fits and (best is None or other.error < 0.9 * best[0]):
             best = other.error, words
             found = reading
-    if (scaled := _scaled(found, observation, device, 0.9 * best[0] if best else math.inf)) is not None:
+    if (scaled := _scaled(found, observation, device, 0.9 * best[0] if best else _EXPLAINS * stated.error)) is not None:
         best = scaled
     return Misfit(observation, "o", stated.error, False, best and best[1], best and best[0])
 
@@ -136,7 +142,7 @@ def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misf
 
 
 def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
-    """Other layouts, causal alignments, windows and scales, singly and together, that the shapes allow, in words."""
+    """Other layouts, causal alignments, windows, scales and softcaps that the shapes allow, in words."""
     stated = capture.metadata
     default = capture.head_dim**-0.5
     factors = {"log2(e)": math.log2(math.e), "ln(2)": math.log(2)}
@@ -166,14 +172,19 @@ def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
         if said:
             yield other, said
     if stated.window is None:
-        for causal, left in product(causals, _usual_windows(capture.k_length)):
+        for causal, left in product(causals, usual_windows(capture.k_length)):
             usual = (left, left if causal == "none" else 0)
             said = f"window={left},{usual[1]}"
             said = said if causal == stated.causal else f"causal={causal}, {said}"
             yield replace(capture, metadata=replace(stated, causal=causal, window=usual)), said
+    for cap in (None, *USUAL_SOFTCAPS):
+        if cap == stated.softcap:
+            continue
+        said = "no softcap" if cap is None else f"softcap={cap:g}"
+        yield replace(capture, metadata=replace(stated, softcap=cap)), said
 
 
-def _usual_windows(k_length: int) -> list[int]:
+def usual_windows(k_length: int) -> list[int]:
     """Powers of two below the number of keys, and one less: a window of W keys reaches W - 1 back."""
     powers = [2**i for i in range(k_length.bit_length()) if 2**i < k_length]
     return sorted({left for power in powers for left in (power - 1, power) if left})

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attn_diag.head.counterfactual import FORMATS, NoiseCollector, covers
+from attn_diag.head.counterfactual import FORMATS, NoiseCollector, covers, run_counterfactual
 from attn_diag.head.propagation import sloped
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import (
@@ -198,11 +198,7 @@ class TruncatedInputs:
         """o, lse and, with dO, delta, dq, dk and dv by name; float64."""
         if not self._found:
             cast = coarsest(self._head, self._fmt, self._stored)
-            head = self._head
-            if cast != self._fmt:
-                cut = parse(f"{cast.name}:toward-zero")
-                q, k, v = (round_to(x, cut) for x in (head.q, head.k, head.v))
-                head = replace(head, q=q, k=k, v=v, do=None if head.do is None else round_to(head.do, cut))
+            head = self._head if cast == self._fmt else _cut(self._head, f"{cast.name}:toward-zero")
             truth = reference_head(head, key_gradients=self._keys)
             every = {"o": truth.out, "lse": truth.lse, "delta": truth.delta}
             every |= {"dq": truth.dq, "dk": truth.dk, "dv": truth.dv}
@@ -211,6 +207,18 @@ class TruncatedInputs:
                     own = name in ("o", "dq", "dk", "dv")
                     self._found[name] = round_nearest_even(tensor, self._stored.get(name, self._fmt)) if own else tensor
         return self._found
+
+    def in_bf16(self) -> dict[str, Tensor] | None:
+        """What a well-rounded BF16 kernel returns; None of a format that is no finer."""
+        if self._fmt.precision <= _NARROW[0].precision:
+            return None
+        head = _cut(self._head, "bf16")
+        return run_counterfactual(head, _NARROW[0], {}, key_gradients=self._keys)
+
+
+def _cut(head: AttentionHead, how: str) -> AttentionHead:
+    q, k, v = (round_to(x, parse(how)) for x in (head.q, head.k, head.v))
+    return replace(head, q=q, k=k, v=v, do=None if head.do is None else round_to(head.do, parse(how)))
 
 
 def _narrower(fmt: FloatFormat, cast: FloatFormat) -> FloatFormat:

@@ -22,8 +22,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attn_diag.head.coarser import coarser
 from attn_diag.head.propagation import sloped
-from attn_diag.kernels import Recipe, emulate_head, preset
+from attn_diag.kernels import PRESETS, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
 
 RECIPE = "fa2"
@@ -48,6 +49,7 @@ def run_counterfactual(
     *,
     recipe: str = RECIPE,
     tensor_core: bool = False,
+    draw: int | None = None,
     key_gradients: bool = True,
 ) -> dict[str, Tensor]:
     """What a well-rounded kernel returns for one query head.
@@ -56,14 +58,18 @@ def run_counterfactual(
         head: The head.
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
-        recipe: Which published recipe.
+        recipe: Which published recipe, or one of ``coarser``'s.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
+        draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
 
     Returns:
         o, lse and, with dO, delta, dq, dk and dv by name; float64.
     """
-    chosen: Recipe = preset(recipe, fmt.name, head.q.shape[1])
+    if recipe in PRESETS:
+        chosen = preset(recipe, fmt.name, head.q.shape[1])
+    else:
+        head, chosen = coarser(head, fmt.name, recipe, draw)
     gradients = next((stored[n] for n in ("dq", "dk", "dv") if n in stored), fmt)
     out = stored.get("o", fmt).name
     known = (*FORMATS, "fp32")
@@ -85,15 +91,17 @@ class Counterfactuals:
         self, head: AttentionHead, fmt: FloatFormat, stored: Mapping[str, FloatFormat], *, key_gradients: bool
     ) -> None:
         self._run = partial(run_counterfactual, head, fmt, stored, key_gradients=key_gradients)
-        self._found: dict[tuple[str, bool], dict[str, Tensor]] = {}
-        self.small = len(head.q) * len(head.k) <= _TENSOR_CORE_SCORES
+        self._found: dict[tuple[str, bool, int | None], dict[str, Tensor]] = {}
+        self.scores = len(head.q) * len(head.k)
+        """How many scores there are."""
+        self.small = self.scores <= _TENSOR_CORE_SCORES
         """Whether the tensor core's sums take a second or two at most."""
 
-    def outputs(self, recipe: str = RECIPE, *, tensor_core: bool = False) -> dict[str, Tensor]:
+    def outputs(self, recipe: str = RECIPE, *, tensor_core: bool = False, draw: int | None = None) -> dict[str, Tensor]:
         """As ``run_counterfactual``."""
-        key = recipe, tensor_core
+        key = recipe, tensor_core, draw
         if key not in self._found:
-            self._found[key] = self._run(recipe=recipe, tensor_core=tensor_core)
+            self._found[key] = self._run(recipe=recipe, tensor_core=tensor_core, draw=draw)
         return self._found[key]
 
 

@@ -9,6 +9,7 @@ the counterfactual's by ``ELEMENT_LIMIT`` standard deviations of that noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.coarse import TruncatedInputs
+from attn_diag.head.coarser import COARSEST, DRAWS, FEW, SITES, explains
 from attn_diag.head.counterfactual import ALTERNATIVES, RECIPE, Counterfactuals
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.means import effective
@@ -41,6 +43,11 @@ _EXPLAINED = 0.25
 _ZERO, _SPEAKS = 2.0**-20, 2.0**-6
 # Truncated sums make errors at most so many times larger (1.8 on one-hot rows).
 _TRUNCATED = 2.0
+# No rounding leaves more than so many times the error of the coarsest sane kernel, which is looked at where the error
+# is that of casts to 8 bits instead of the format's own.
+BEYOND, _EIGHT_BITS = 3.0, 3
+# Heads with more scores are not run again for that.
+_MOST_SCORES = 2**24
 
 Array = npt.NDArray[np.float64]
 # Effective number of directions of the noise in some rows ([n] indices), [n].
@@ -86,6 +93,10 @@ class QuantitySample:
     or none does."""
     compared: bool = True
     """Whether there is a published recipe to compare with; else only what no sane kernel leaves stands out."""
+    ceiling: float = math.inf
+    """The squared error of all rows that no rounding exceeds; infinite where the error is far from it."""
+    rounding: bool = False
+    """Whether a coarser rounding of one thing explains what stands out."""
 
     @property
     def outlying(self) -> npt.NDArray[np.bool_]:
@@ -162,8 +173,9 @@ def sample(
     squares, others, spacing = error.square(), other.square(), ulp(truth, fmt)
     floor = spacing.square() / 12
     expected = torch.maximum(variance[rows], floor)
+    unit = expected.clamp(min=1e-300)
     allowed = torch.maximum(others, (fed[rows] - truth).square()) if fed is not None else others
-    deviations = (error.abs() - allowed.sqrt()).clamp_(min=0.0) / expected.sqrt().clamp(min=1e-300)
+    deviations = (error.abs() - allowed.sqrt()).clamp_(min=0.0) / unit.sqrt()
     stands_out = (deviations > ELEMENT_LIMIT).nonzero()
     worst = int(deviations.argmax()) if deviations.numel() else 0
     row, feature = divmod(worst, max(truth.shape[1], 1))
@@ -181,7 +193,11 @@ def sample(
         reference=truth.square().sum(1).cpu().numpy(),
         features=torch.stack([squares.sum(0), others.sum(0), floor.sum(0)]).cpu().numpy(),
         bad_rows=_outlying(squares, others, floor, expected, allowed, 1, directions, rows),
-        bad_features=_outlying(squares, others, floor, expected, allowed, 0, None, rows),
+        bad_features=np.maximum(
+            _outlying(squares, others, floor, expected, allowed, 0, None, rows),
+            # Once more in units of every element's noise: no row outweighs the others.
+            _outlying(squares / unit, others / unit, floor / unit, expected / unit, allowed / unit, 0, None, rows),
+        ),
         bad_elements=torch.stack([rows[stands_out[:, 0]], stands_out[:, 1]], 1).cpu().numpy(),
         in_outlying_element=(deviations > ELEMENT_LIMIT).any(1).cpu().numpy(),
         not_zero=(silent & (squares.sum(1) > _SPEAKS * expected.sum(1))).cpu().numpy(),
@@ -286,7 +302,8 @@ def beside_well_rounded(
         return float(apart.sum()), float((apart / np.maximum(chosen.expected, 1e-300)).sum())
 
     if len(published) < len(counterfactuals):
-        return replace(against([c.outputs() for c in counterfactuals]), compared=False)
+        found_alone = replace(against([c.outputs() for c in counterfactuals]), compared=False)
+        return replace(found_alone, rounding=_as_in_bf16(found_alone, counterfactuals, against))
     chosen = beside(ALTERNATIVES[0])
     found = chosen.ratio()
     if found is not None and found.high > AS_GOOD:
@@ -307,4 +324,49 @@ def beside_well_rounded(
         nearer = any(one < _EXPLAINED * other for one, other in pairs)
         if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
             return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
+    if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
+        chosen = replace(chosen, ceiling=BEYOND**2 * float(beside(COARSEST).counterfactual.sum()))
+    open_case = chosen.outlying.any() and float(chosen.error.sum()) <= chosen.ceiling
+    if open_case and max(c.scores for c in published) <= _MOST_SCORES:
+
+        def left_by(site: str) -> list[Tensor]:
+            runs = [[c.outputs(site, draw=draw) for c in published] for draw in range(DRAWS)]
+            return [(total(run) - reference)[rows].square() for run in runs]
+
+        squares, usual = (
+            (made - reference)[rows].square() for made in (observed, total([c.outputs() for c in published]))
+        )
+        expected = torch.maximum(variance, ulp(reference, fmt).square() / 12)[rows]
+        limits, marked = _limits_and_marks(chosen, squares)
+        rounding = any(explains(squares, usual, expected, left_by(site), marked, limits) for site in SITES)
+        return replace(chosen, rounding=rounding)
     return chosen
+
+
+def _as_in_bf16(
+    found: QuantitySample,
+    counterfactuals: Sequence[Counterfactuals | TruncatedInputs],
+    against: Callable[[Sequence[dict[str, Tensor]]], QuantitySample],
+) -> bool:
+    """Whether a kernel that multiplies in BF16 is as far off, in all and in nearly every row that stands out."""
+    if not found.outlying.any() and not (found.bad_features > 0).any():
+        return False
+    runs = [c.in_bf16() for c in counterfactuals if isinstance(c, TruncatedInputs)]
+    known = [run for run in runs if run is not None]
+    if len(known) < len(counterfactuals):
+        return False
+    left = against(known).counterfactual
+    beyond = found.error > GROUP_LIMIT**2 * (left + found.expected)
+    return bool(found.error.sum() <= LOSSY**2 * left.sum()) and float(beyond.mean()) <= FEW
+
+
+def _limits_and_marks(found: QuantitySample, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """How many times its noise each row may be off, [n]; and what stands out, bool like ``squares`` [n, D]."""
+    bad = torch.from_numpy(found.bad_rows > 0).to(squares.device)
+    yardstick = np.maximum(np.maximum(found.counterfactual, found.expected), found.floor)
+    own = np.sqrt(found.error / np.maximum(yardstick, 1e-300)) / np.maximum(found.bad_rows, 1e-300)
+    limits = torch.from_numpy(np.where(found.bad_rows > 0, np.maximum(own, GROUP_LIMIT), GROUP_LIMIT))
+    marked = bad[:, None].expand_as(squares).clone()
+    rows = torch.from_numpy(np.searchsorted(found.rows, found.bad_elements[:, 0])).to(squares.device)
+    marked[rows, torch.from_numpy(found.bad_elements[:, 1]).to(squares.device)] = True
+    return limits.to(squares.device), marked

@@ -43,9 +43,8 @@ class ScaleFit:
     @property
     def named(self) -> str:
         """The scale, as 1/sqrt of a whole number where it is one: "0.124035 (1/sqrt(65))"."""
-        whole = self.scale**-2
-        uncertain = 4 * max(self.standard_error / self.scale, 1e-5) * 2 * whole
-        name = f" (1/sqrt({round(whole)}))" if abs(whole - round(whole)) <= uncertain < 0.25 else ""
+        root = one_over_root(self.scale, 4 * self.standard_error)
+        name = f" ({root})" if root else ""
         return f"{number(self.scale, 6)}{name}"
 
     @property
@@ -56,6 +55,13 @@ class ScaleFit:
             f"O fits a softmax scale of {self.named}, {percent(abs(off), '.2g')} {'above' if off > 0 else 'below'} the "
             f"{number(self.stated, 6)} stated: that takes away {percent(self.explained, '.3g')} of its squared error"
         )
+
+
+def one_over_root(scale: float, uncertain: float) -> str | None:
+    """A scale as "1/sqrt(65)"; None where no whole number lies within its uncertainty, or several do."""
+    whole = scale**-2
+    either = max(uncertain / scale, 4e-5) * 2 * whole
+    return f"1/sqrt({round(whole)})" if abs(whole - round(whole)) <= either < 0.25 else None
 
 
 def scale_derivative(head: AttentionHead, block: RowBlock) -> Tensor:

@@ -76,7 +76,6 @@ class Entry:
             rounding_bias=d.rounding_bias,
             row_maxima=d.row_maxima,
             noise_factor=d.noise_factor,
-            noise_factor_ci95=d.noise_factor_ci95,
             conditioning=d.conditioning,
             propagation=d.propagation,
             top_rows=d.top_rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -10,13 +11,12 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Guess, row_limit
-from attn_diag.analyses.patterns.forward import SMALL_SCALE
 from attn_diag.analyses.patterns.lines import FACTOR_FROM
 from attn_diag.analyses.patterns.lost_parts import lost_parts
-from attn_diag.analyses.patterns.numbers import scales
-from attn_diag.analyses.patterns.readings import other_heads, other_masks, other_softcap
+from attn_diag.analyses.patterns.other_scale import other_scale
+from attn_diag.analyses.patterns.readings import other_heads, other_masks, other_softcap, shifted_keys
 from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
-from attn_diag.reference import AttentionHead, reference_head, reference_rows
+from attn_diag.reference import AttentionHead, HeadReference, reference_head, reference_rows
 from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import number
 
@@ -26,6 +26,11 @@ _MOST_SCORES = 2**22
 _SEVERAL, _DELTA_FROM = 4, 0.25
 # An error of which so little lies in other directions is one of delta.
 _ALL_BUT = 0.05
+_OTHER_LSE: dict[str, Callable[[HeadReference], Tensor]] = {
+    "L in base 2 as if it were natural": lambda r: r.lse * math.log2(math.e),
+    "the natural L as if it were in base 2": lambda r: r.lse * math.log(2),
+    "the row maximum in the place of L": lambda r: r.row_max,
+}
 _SWAPPED: dict[Quantity, Quantity] = {"dq": "dk", "dk": "dq"}
 
 
@@ -78,12 +83,17 @@ def _other_delta(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterato
 
 
 def _other_formula(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterator[Guess]:
-    """P not normalised or left out, dS transposed, no slope of the softcap."""
+    """P not normalised or left out or made with another L, dS transposed, no slope of the softcap."""
     name, sums = evidence.quantity, [r.row_sum for r in evidence.references]
     spread = [s[rows][:, None] if name == "dq" else s[None, :] for s in sums]
     weights = [s.weights() for s in slabs]
     words = "use P before its division by the row sum"
     yield Guess("formula", words, _total(slabs, [w * s for w, s in zip(weights, spread, strict=True)]))
+    for words, change in _OTHER_LSE.items():
+        opened = [
+            open_slab(s.head, name, rows, change(r), r.delta) for s, r in zip(slabs, evidence.references, strict=True)
+        ]
+        yield Guess("lse", f"use {words}", _total(opened, [s.weights() for s in opened]))
     if name != "dv":
         if slabs[0].slope is not None:
             words = "are without the softcap's derivative"
@@ -165,10 +175,9 @@ def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     if len(evidence.heads) > 1:
         return
     head, reference = evidence.heads[0], evidence.references[0]
-    readings = list(chain(other_masks(head), other_softcap(head), other_heads(evidence)))
+    readings = list(chain(other_masks(head), other_softcap(head), shifted_keys(head), other_heads(evidence)))
     for reading in readings:
-        slab = open_slab(reading.head, evidence.quantity, rows, reference.lse, reference.delta)
-        alone = slab.total(slab.weights())
+        alone = _weighed(reading.head, evidence.quantity, rows, reference)
         # With one tensor of another head O is wrong as well, which says more than dK or dV would.
         mixed = reading.kind == "head" and reading.head.q is not head.q and reading.head.k is not head.k
         known = evidence.quantity == "dq" or reading.kind != "head" or mixed
@@ -177,24 +186,31 @@ def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         yield Guess(reading.kind, f"are what {reading.words}{where} gives", alone)
         if whole is not None:
             yield Guess(reading.kind, f"are what {reading.words} gives", whole, 1)
-    most = len(evidence.outlying.nonzero()) == 0 or 2 * int(evidence.outlying.sum()) > int(evidence.clear.sum())
-    for name, value in scales(head.scale, head.q.shape[1]).items():
-        if abs(value / head.scale - 1) < SMALL_SCALE and not most:
-            continue  # truncation in some rows looks like it
-        changed = replace(head, scale=value)
-        slab = open_slab(changed, evidence.quantity, rows, reference.lse, reference.delta)
-        said = f"the scale {number(value, 5)} ({name}) instead of {number(head.scale, 5)}"
-        yield Guess("scale", f"are what {said} in the backward alone gives", slab.total(slab.weights()), 1)
-        if evidence.quantity == "dq":
-            whole = reference_rows(changed, rows).dq
-            assert whole is not None
-            yield Guess("scale", f"are what {said} gives", whole, 1)
+    yield from other_scale(
+        evidence,
+        rows,
+        lambda scale, at: _weighed(replace(head, scale=scale), evidence.quantity, at, reference),
+        " in the backward alone",
+    )
+    if evidence.quantity == "dq":
+        yield from other_scale(evidence, rows, lambda scale, at: _dq(replace(head, scale=scale), at))
+
+
+def _weighed(head: AttentionHead, quantity: Quantity, rows: Tensor, reference: HeadReference) -> Tensor:
+    slab = open_slab(head, quantity, rows, reference.lse, reference.delta)
+    return slab.total(slab.weights())
+
+
+def _dq(head: AttentionHead, rows: Tensor) -> Tensor:
+    found = reference_rows(head, rows).dq
+    assert found is not None
+    return found
 
 
 def _throughout(head: AttentionHead, quantity: Quantity, rows: Tensor) -> Tensor | None:
     """The rows under another reading of the whole attention; None where that costs too much."""
     if quantity == "dq":
-        return reference_rows(head, rows).dq
+        return _dq(head, rows)
     if len(head.q) * len(head.k) > _MOST_SCORES:
         return None
     assert head.do is not None

@@ -9,6 +9,7 @@ from typing import get_args
 import torch
 
 from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.head.assumptions import USUAL_SOFTCAPS, usual_windows
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.reference.masking import Causal
 
@@ -21,7 +22,7 @@ class Reading:
     """Another head that a kernel may have computed."""
 
     kind: str
-    """mask, softcap, head."""
+    """mask, softcap, shift, head."""
     words: str
     """What follows "are what … gives"."""
     head: AttentionHead
@@ -65,10 +66,21 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
                     continue
                 window[side] += by
                 yield reading(f"the window {window[0]},{window[1]}", replace(masking, window=(window[0], window[1])))
+        for usual in usual_windows(len(head.k)):
+            if abs(usual - masking.window[0]) > 1:
+                other = (usual, min(masking.window[1], usual))
+                yield reading(f"the window {other[0]},{other[1]}", replace(masking, window=other))
     if masking.mask is not None:
         yield reading("no mask", replace(masking, mask=None))
         if masking.mask.shape[0] == masking.mask.shape[1]:
             yield reading("the mask transposed", replace(masking, mask=masking.mask.T))
+
+
+def shifted_keys(head: AttentionHead) -> Iterator[Reading]:
+    """The head with K or V one key off."""
+    for by, way in ((1, "before"), (-1, "further on")):
+        yield Reading("shift", f"K of the key {way}", replace(head, k=head.k.roll(by, 0)))
+        yield Reading("shift", f"V of the key {way}", replace(head, v=head.v.roll(by, 0)))
 
 
 def other_heads(evidence: Evidence) -> Iterator[Reading]:
@@ -94,6 +106,9 @@ def other_heads(evidence: Evidence) -> Iterator[Reading]:
 
 
 def other_softcap(head: AttentionHead) -> Iterator[Reading]:
-    """The head without its softcap."""
+    """The head without its softcap, or with one that models use."""
     if head.softcap is not None:
         yield Reading("softcap", "no softcap", replace(head, softcap=None))
+    for cap in USUAL_SOFTCAPS:
+        if cap != head.softcap:
+            yield Reading("softcap", f"a softcap of {cap:g}", replace(head, softcap=cap))

@@ -1,0 +1,70 @@
+"""Another softmax scale, found from the known ones by Gauss-Newton steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from attn_diag.analyses.patterns.evidence import Evidence, Guess
+from attn_diag.analyses.patterns.numbers import named, scales
+from attn_diag.head.quality import LOSSY
+from attn_diag.head.scale_fit import one_over_root
+from attn_diag.results.wording import number
+
+# Roundings of scores, truncations too, look like a change of the scale by up to 2^-8.
+_SCALE_FROM = 0.005
+# A small change of it needs many rows: in a few, coarse scores look like one.
+_SMALL, _MANY = 0.05, 16
+_STEPS, _SAMPLE = 8, 64
+_STEP = 1e-4
+
+
+def other_scale(
+    evidence: Evidence, rows: Tensor, predict: Callable[[float, Tensor], Tensor], where: str = ""
+) -> Iterator[Guess]:
+    """The quantity with the scale that fits best.
+
+    Args:
+        evidence: The quantity.
+        rows: Which n rows.
+        predict: What a scale makes of some rows, [n, D].
+        where: What is said after the scale: " in the backward alone".
+    """
+    head = evidence.heads[0]
+    if not head.scale > 0 or (head.masking.mask is not None and head.masking.mask.is_floating_point()):
+        return
+    known = scales(head.scale, head.q.shape[1])
+    noise = evidence.noise[rows].clamp(min=1e-300)[:, None]
+    observed = evidence.observed[rows]
+
+    def left(scale: float) -> float:
+        found = float(((observed - predict(scale, rows)).square() / noise).sum())
+        return found if math.isfinite(found) else math.inf
+
+    scale = min((head.scale, *known.values()), key=left)
+    size = 0.0
+    for _ in range(_STEPS):
+        prediction = predict(scale, rows)
+        slope = (predict(scale * (1 + _STEP), rows) - predict(scale * (1 - _STEP), rows)) / (2 * _STEP)
+        size = float((slope.square() / noise).sum())
+        if not size or not math.isfinite(size):
+            return
+        step = float(((observed - prediction) * slope / noise).sum()) / size
+        scale *= 1 + max(-0.5, min(step, 0.5))
+        if abs(step) < 1e-6:
+            break
+    off = scale / head.scale - 1
+    if abs(off) < _SCALE_FROM or (abs(off) < _SMALL and len(rows) < _MANY):
+        return
+    if abs(off) < _SMALL:
+        usable = evidence.usable.nonzero()[:, 0]
+        everywhere = usable[:: -(-len(usable) // _SAMPLE)]
+        if evidence.fit(everywhere, predict(scale, everywhere)).remaining > LOSSY:
+            return  # dropped small P look like it in the rows that stand out
+    uncertain = 4 / size**0.5
+    name = named(scale, known, max(1e-3 * abs(off), min(uncertain, abs(off) / 4)))
+    name = name or (one_over_root(scale, abs(scale) * uncertain) if scale > 0 else None)
+    said = f"{number(scale, 5)}{f' ({name})' if name else ''} instead of {number(head.scale, 5)}"
+    yield Guess("scale", f"are what the scale {said}{where} gives", predict(scale, rows), 1)

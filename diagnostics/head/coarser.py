@@ -1,0 +1,109 @@
+"""Kernels that round one thing more coarsely than the format of their inputs, and whether that is what stands out.
+
+INT8 and FP8 products in a BF16 kernel, BF16 scores in an FP16 kernel, an LSE in BF16: their errors are no wrong
+mathematics, though they exceed what rounding to the format makes, in some rows more than in others. A place is wrong
+only if no such rounding makes it. Each is run a few times with stochastic rounding; with V the mean square that it
+leaves in an element, e and c the observed error and a well-rounded kernel's, n the expected noise: what stands out
+holds the share ``made`` of all V / n, and the share ``seen`` of all (e^2 - c^2) / n. Where nothing but a place is
+wrong, seen is 1. What stands out by chance, the part ``made`` of squares of unit normal numbers that is largest, holds
+made + 2 z phi(z) of their sum, z = the quantile of 1 - made / 2.
+A rounding explains what stands out if seen is nearer to that than to 1, or if most of what it makes is there anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels import Recipe, preset
+from attn_diag.kernels.formats import parse, round_to
+from attn_diag.reference import AttentionHead, reference_rows
+
+# E4M3's mantissa, without its range: INT8 with a scale a tile is finer.
+_MANTISSA = 3
+_EIGHT_BITS = f"e8m{_MANTISSA}"
+_CHUNK = 256
+# What is rounded: scores to BF16 in the forward alone, so that L does not fit the backward's; q, k, v and dO to 8 bits;
+# the casts of P and dS to 8 bits; dP to 8 bits.
+SITES = ("scores", "operands", "casts", "dprobs")
+# All of these, and every other intermediate in BF16.
+COARSEST = "coarsest"
+DRAWS = 2
+# Where so much of what a rounding makes stands out, nothing is a place. So many rows may be beyond it by chance: of an
+# error of L every row has a single draw.
+_MOST, FEW = 0.5, 0.05
+
+
+def coarser(head: AttentionHead, input_format: str, name: str, draw: int | None = None) -> tuple[AttentionHead, Recipe]:
+    """The inputs and the recipe of a kernel that rounds more coarsely.
+
+    Args:
+        head: The head.
+        input_format: bf16 or fp16.
+        name: One of ``SITES``, or ``COARSEST``.
+        draw: Starts stochastic roundings; None: to nearest.
+    """
+    width, how = head.q.shape[1], "" if draw is None else ":stochastic"
+    eight, seed = _EIGHT_BITS + how, draw or 0
+    if name in ("operands", COARSEST):
+        q, k, v = (round_to(x, parse(eight), seed + i) for i, x in enumerate((head.q, head.k, head.v)))
+        head = replace(head, q=q, k=k, v=v, do=None if head.do is None else round_to(head.do, parse(eight), seed + 3))
+    recipe = preset("qiu2025" if name == COARSEST else "fa2", "bf16" if name == COARSEST else input_format, width)
+    if name in ("casts", COARSEST):
+        recipe = replace(recipe, probs=eight, backward_probs=eight, dscores=eight)
+    if name in ("dprobs", COARSEST):
+        recipe = replace(recipe, dprobs=eight)
+    if name == "scores":
+        recipe = replace(recipe, scores=f"bf16{how}", alpha="before-rounding", difference="fp32", exp="exact")
+    if name == COARSEST:
+        recipe = replace(recipe, row_sum_clamp=None, delta="bf16", backward_scores="fp32", dscores_from="cast-probs")
+    return head, replace(recipe, seed=seed)
+
+
+def operands_noise(head: AttentionHead, rows: Tensor) -> Tensor:
+    """The standard deviation of L of some rows where q and k are rounded to 8 bits, [n]: every score's, weighted by P.
+
+    A score is off by e alpha sqrt(2 q^2 . k^2); q's error is shared by all keys, and so may add up.
+    """
+    found = []
+    for start in range(0, len(rows), _CHUNK):
+        part = rows[start : start + _CHUNK]
+        block = reference_rows(replace(head, do=None), part)
+        squares = head.q[part].square() @ head.k[block.keys].square().T
+        found.append((block.probs * squares).sum(1).sqrt())
+    return torch.cat(found) * (head.scale * math.sqrt(2) * 2.0**-_MANTISSA / math.sqrt(24))
+
+
+def explains(
+    errors: Tensor, others: Tensor, expected: Tensor, left: Sequence[Tensor], marked: Tensor, limits: Tensor
+) -> bool:
+    """Whether a rounding explains what stands out, see the module.
+
+    Args:
+        errors: Squared errors, [n, D].
+        others: A well-rounded kernel's, [n, D].
+        expected: Its expected ones, [n, D].
+        left: Squared errors that the rounding leaves, draw by draw, each [n, D].
+        marked: bool [n, D], the elements that stand out, or all of a row that does.
+        limits: How many times a row's root mean square may exceed the noise's, [n].
+    """
+    from scipy.special import ndtri
+
+    expected = expected.clamp(min=1e-300)
+    variance = torch.stack(list(left)).mean(0)
+    excess, relative = (errors - others) / expected, variance / expected
+    size, makes = float(excess.sum()), float(relative.sum())
+    if not (size > 0 and 0 < makes < math.inf):
+        return False
+    seen, made = float(excess[marked].sum()) / size, float(relative[marked].sum()) / makes
+    border = float(ndtri(1 - made / 2)) if 0 < made < 1 else 0.0
+    largest = made + 2 * border * math.exp(-(border**2) / 2) / math.sqrt(2 * math.pi)
+    if made < _MOST and seen > (1 + largest) / 2:
+        return False
+    noise = torch.maximum(others, expected) + size / makes * variance
+    beyond = errors.sum(1) > limits.square() * noise.sum(1)
+    return float(beyond.double().mean()) <= FEW
