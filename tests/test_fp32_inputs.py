@@ -121,6 +121,18 @@ def test_a_kernel_that_ran_in_bf16_is_held_to_that(widened: bool) -> None:
     assert "all rows" in words(heads(x, outputs | {"dq": 0 * outputs["dq"]})[0], "dq")
 
 
+@pytest.mark.parametrize("family", ["gaussian", "peaked"])
+def test_a_kernel_that_multiplies_in_bf16_is_undecided(family: str) -> None:
+    """Neither inputs nor outputs say that it did; its error does."""
+    x = inputs(family)
+    for head in heads(x, attend(x, bf16)):
+        assert head.verdict is not None
+        assert not {"wrong", "clean"} & set(head.verdict.labels)
+        said = [q.words for q in head.quantities if q.answer == "undecided"]
+        assert said
+        assert all("as much as a kernel that multiplies in BF16" in words for words in said)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8(dtype: torch.dtype) -> None:
     """P is cast to the inputs' format, O returned in BF16."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor
 from verdicts.culprits import named
 from verdicts.defects import DEFECTS
 from verdicts.effects import Effect
-from verdicts.inputs import draw
-from verdicts.kernels import HEALTHY, Seen, attend
+from verdicts.inputs import Inputs, draw
+from verdicts.kernels import HEALTHY, Hook, Outputs, Seen, attend
 
 import attn_diag
 from attn_diag.results.quality import Pattern, Quantity, QuantityVerdict
@@ -113,3 +114,73 @@ def test_a_huge_factor_is_not_explained_as_rounding() -> None:
     for head in found.captures[0].observations[0].heads:
         (said,) = (q for q in head.quantities if q.quantity == "o")
         assert said.answer == "wrong" or "may be wrong mathematics" in said.words, said.words
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("defect", "family"),
+    [
+        ("qk_int8", "peaked"),
+        ("qk_fp8", "one_hot"),
+        ("bwd_lse_16bit", "peaked"),
+        ("dp_16bit", "sinks"),
+        ("ds_fp8", "sinks"),
+    ],
+)
+def test_a_coarse_rounding_is_no_wrong_mathematics(defect: str, family: str, dtype: str) -> None:
+    """It stands out in rows with large scores, beside others that are right: these rows are no place."""
+    for head in judged("defects", defect, family, "plain", dtype):
+        assert not {"wrong", "clean"} & set(head.labels), head.reason
+        assert not head.false
+
+
+def pages(x: Inputs) -> Outputs:
+    """V of keys 128-143 is that of keys 64-79: O is 40 % off in all rows alike."""
+    return attend(x, hooks={"v": lambda v, _: torch.cat((v[:, :, :128], v[:, :, 64:80], v[:, :, 144:]), 2)})
+
+
+def test_what_no_kernel_of_8_bits_leaves_is_wrong() -> None:
+    x = draw("gaussian", "full", t_q=256, t_k=256, heads=1)
+    out = inspected(x, pages(x)).captures[0].observations[0].heads[0].quantities[0]
+    assert (out.quantity, out.answer) == ("o", "wrong")
+    assert "which no rounding makes" in out.words
+
+
+@pytest.mark.parametrize("family", ["gaussian", "one_hot"])
+def test_features_are_a_place_also_where_few_keys_carry_the_error(family: str) -> None:
+    x = draw(family, "plain", t_q=256, t_k=256, heads=1)
+    outputs = attend(x)
+    outputs.dk[..., 32:48] = 0
+    found = inspected(x, outputs).captures[0].observations[0].heads[0].quantities
+    words = next(q.words for q in found if q.quantity == "dk" and q.answer == "wrong")
+    assert "features 32-47" in words
+    assert "are zero, as if never written; all other features are right" in words
+
+
+BACKWARD: dict[str, tuple[dict[str, Hook], str]] = {
+    "scale": (
+        {"bwd_scale": lambda s, _: s * 0 + 80**-0.5},
+        "(1/sqrt(80)) instead of 0.125 in the backward alone gives",
+    ),
+    "L in base 2": ({"bwd_lse": lambda lse, _: lse / math.log(2)}, "use L in base 2 as if it were natural"),
+    "K one key off": ({"bwd_k": lambda k, _: k.roll(1, 2)}, "are what K of the key before in the backward alone gives"),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_a_wrong_backward_is_named(name: str) -> None:
+    hooks, expected = BACKWARD[name]
+    x = draw("gaussian", "full", t_q=256, t_k=256, heads=1)
+    found = inspected(x, attend(x, hooks=hooks)).captures[0].observations[0].heads[0].quantities
+    said = {q.quantity: q.words for q in found if q.answer == "wrong"}
+    assert "dq" in said
+    assert expected in said["dq"], said
+
+
+def test_a_softcap_that_was_not_stated_is_named() -> None:
+    """It moves large scores alone; the scale that fits best leaves half of the error, and explains nothing."""
+    x = draw("peaked", "plain", t_q=256, t_k=256, heads=1)
+    found = inspected(x, attend(replace(x, softcap=30.0)))
+    said = found.captures[0].assumptions.message
+    assert "softcap=30 fits" in said
+    assert "scale=" not in said

@@ -1,8 +1,8 @@
 """Whether a verdict names what was planted: the quantity, the pattern or the site; and nothing that is not so.
 
 A statement is false where a quantity is accused that is as right as healthy kernels leave it; where rows are named of
-which most are as right; where a pattern of another kind than the defect's is named (``KINDS``); where the forward is
-blamed for a backward's defect; where another rounding site is named.
+which most are as right; where a coarse rounding is called wrong mathematics; where a pattern of another kind than the
+defect's is named (``KINDS``); where the forward is blamed for a backward's defect; where another site is named.
 """
 
 from __future__ import annotations
@@ -92,6 +92,10 @@ def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequen
         right = right or q.quantity in defect.quantities
         if did and all(_is_right(e) for e in did):
             false.append(f"{q.quantity} is right but called {q.answer}")
+        # What is dropped below a threshold is no rounding.
+        rounds = bool(defect.site) and defect.extent == "everywhere" and "flushed" not in defect.name
+        if q.answer == "wrong" and rounds:
+            false.append(f"{q.quantity}: called wrong where {defect.site} is coarse")
         if q.site is not None and q.site != _SITES.get(defect.site):
             false.append(f"{q.quantity}: site {q.site}")
         for pattern in q.patterns:

@@ -24,6 +24,7 @@ _ROUNDED_DELTA = 16.0
 _HUGE = 100.0
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
 ALONE = "inputs of this format have no published recipe to compare with, only the truth"
+_AS_IN_BF16 = "as much as a kernel that multiplies in BF16"
 SITES = {"dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)"}
 
 
@@ -68,6 +69,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         compared=first.compared,
         ceiling=sum(s.ceiling for s in samples),
         rounding=all(s.rounding for s in samples if s.outlying.any()),
+        features_rounding=all(s.features_rounding for s in samples if s.bad_features.any()),
     )
 
 
@@ -125,13 +127,14 @@ def judge_quantity(
             pattern = _where(whole, outlying, unit, rest if whole.compared else None)
             return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     columns = np.flatnonzero(whole.bad_features)
-    if columns.size and (not whole.rounding if not whole.compared else _others_right(whole)):
+    explained = whole.features_rounding if whole.compared else whole.rounding
+    if columns.size and not explained and (not whole.compared or _others_right(whole)):
         pattern = Pattern("features", f"features {ranges(columns.tolist())} stand out over all {unit}")
         return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     if not whole.compared:
         said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
         if whole.rounding:
-            return verdict("undecided", f"{said}, as much as a kernel that multiplies in BF16; {ALONE}.")
+            return verdict("undecided", f"{said}, {_AS_IN_BF16}; {ALONE}.")
         return verdict("stated", f"{said}; {ALONE}.")
     if error > whole.ceiling:
         coarsest = BEYOND * math.sqrt(error / whole.ceiling)
@@ -222,6 +225,8 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
         factor_ci95=None if ratio is None else (ratio.low, ratio.high), groups=None if ratio is None else ratio.groups,
         rows_outlying=int((over > 1).sum()), rows=len(over),
     )  # fmt: skip
+    if (over > 1).any() and all(e.in_bf16 for e in effects if (e.of_budget > 1).any()):
+        return _answered(found, "undecided", f"{name} is up to {number(size)} off, {_AS_IN_BF16}; {ALONE}.")
     if (over > 1).any():
         where = f"{'row' if (over > 1).sum() == 1 else 'rows'} {ranges(rows[over > 1].tolist())}"
         words = f"{name} is up to {number(size)} off, which no rounding makes: {where}"

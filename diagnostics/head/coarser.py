@@ -28,8 +28,8 @@ _MANTISSA = 3
 _EIGHT_BITS = f"e8m{_MANTISSA}"
 _CHUNK = 256
 # What is rounded: scores to BF16 in the forward alone, so that L does not fit the backward's; q, k, v and dO to 8 bits;
-# the casts of P and dS to 8 bits; dP to 8 bits.
-SITES = ("scores", "operands", "casts", "dprobs")
+# the casts of P and dS to 8 bits; dP to 8 bits; delta to 8 bits.
+SITES = ("scores", "operands", "casts", "dprobs", "delta")
 # All of these, and every other intermediate in BF16.
 COARSEST = "coarsest"
 DRAWS = 2
@@ -57,15 +57,17 @@ def coarser(head: AttentionHead, input_format: str, name: str, draw: int | None 
         recipe = replace(recipe, probs=eight, backward_probs=eight, dscores=eight)
     if name in ("dprobs", COARSEST):
         recipe = replace(recipe, dprobs=eight)
+    if name in ("delta", COARSEST):
+        recipe = replace(recipe, delta=eight)
     if name == "scores":
         recipe = replace(recipe, scores=f"bf16{how}", alpha="before-rounding", difference="fp32", exp="exact")
     if name == COARSEST:
-        recipe = replace(recipe, row_sum_clamp=None, delta="bf16", backward_scores="fp32", dscores_from="cast-probs")
+        recipe = replace(recipe, row_sum_clamp=None, backward_scores="fp32", dscores_from="cast-probs")
     return head, replace(recipe, seed=seed)
 
 
-def operands_noise(head: AttentionHead, rows: Tensor) -> Tensor:
-    """The standard deviation of L of some rows where q and k are rounded to 8 bits, [n]: every score's, weighted by P.
+def operands_noise(head: AttentionHead, rows: Tensor, mantissa: int = _MANTISSA) -> Tensor:
+    """The standard deviation of L of some rows where q and k are rounded, [n]: every score's, weighted by P.
 
     A score is off by e alpha sqrt(2 q^2 . k^2); q's error is shared by all keys, and so may add up.
     """
@@ -75,7 +77,7 @@ def operands_noise(head: AttentionHead, rows: Tensor) -> Tensor:
         block = reference_rows(replace(head, do=None), part)
         squares = head.q[part].square() @ head.k[block.keys].square().T
         found.append((block.probs * squares).sum(1).sqrt())
-    return torch.cat(found) * (head.scale * math.sqrt(2) * 2.0**-_MANTISSA / math.sqrt(24))
+    return torch.cat(found) * (head.scale * math.sqrt(2) * 2.0**-mantissa / math.sqrt(24))
 
 
 def explains(

@@ -17,6 +17,7 @@ from attn_diag.head.quality import ELEMENT_LIMIT, QuantitySample, RowEffect, bes
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
     FloatFormat,
+    format_of,
     round_nearest_even,
     ulp,
 )
@@ -27,6 +28,7 @@ from attn_diag.statistics.ratios import Carriers
 _NINE_IN_TEN, _EXACT, _APART = 0.9, 2.0**-9, 64
 # fp32 kernels leave up to 1e-6 of 1 + |m|, truncated sums included.
 _FP32 = 2.0**-17
+BF16 = format_of(torch.bfloat16)
 
 
 @dataclass
@@ -78,7 +80,10 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
     beyond them is beyond its budget too.
     """
     truth, reference = passed.truth, passed.truth.reference
+    # Kernels of FP16 may keep L or delta in BF16.
     head, unit = truth.head, 2.0**-passed.noise.fmt.precision
+    if covers(truth.inputs.input_format):
+        unit = max(unit, 2.0**-BF16.precision)
     found: dict[str, RowEffect] = {}
     if head.do is None:
         noise = torch.full((len(rows),), unit**2 / 24, dtype=torch.float64, device=rows.device)
@@ -109,7 +114,12 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
             budget = torch.minimum(budget, torch.maximum(_APART * max(usual, _EXACT / 8) * budget, 8 * noise))
         if "lse" in passed.noise.variance:  # operands that are rounded move a score by more than its size
             budget = budget + ELEMENT_LIMIT * passed.noise.variance["lse"][rows].sqrt()
-        found["lse"] = replace(effect(error, torch.expm1(-error).square() * size, budget), exact=exact)
+        beyond, in_bf16 = error.abs() > budget, False
+        if bool(beyond.any()) and truth.inputs.input_format.precision > BF16.precision:
+            wider = ELEMENT_LIMIT * operands_noise(head, rows[beyond], BF16.precision)
+            in_bf16 = not covers(truth.inputs.input_format) and bool((error[beyond].abs() <= wider).all())
+        made = torch.expm1(-error).square() * size
+        found["lse"] = replace(effect(error, made, budget), exact=exact, in_bf16=in_bf16)
     if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
         assert head.do is not None
         error = delta[rows] - reference.delta[rows]

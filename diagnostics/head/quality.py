@@ -96,7 +96,9 @@ class QuantitySample:
     ceiling: float = math.inf
     """The squared error of all rows that no rounding exceeds; infinite where the error is far from it."""
     rounding: bool = False
-    """Whether a coarser rounding of one thing explains what stands out."""
+    """Whether a coarser rounding of one thing explains the rows and elements that stand out."""
+    features_rounding: bool = False
+    """Likewise the features."""
 
     @property
     def outlying(self) -> npt.NDArray[np.bool_]:
@@ -139,6 +141,8 @@ class RowEffect:
     """Of LSE: whether it is as exact as fp32 sums make it, not merely harmless."""
     compared: bool = True
     """As of ``QuantitySample``."""
+    in_bf16: bool = False
+    """Of LSE without a recipe to compare with: whether a kernel that multiplies in BF16 is as far off."""
 
 
 def sample(
@@ -175,7 +179,9 @@ def sample(
     expected = torch.maximum(variance[rows], floor)
     unit = expected.clamp(min=1e-300)
     allowed = torch.maximum(others, (fed[rows] - truth).square()) if fed is not None else others
-    deviations = (error.abs() - allowed.sqrt()).clamp_(min=0.0) / unit.sqrt()
+    # What is too large is rounded as much more coarsely.
+    rounded = torch.maximum(unit, ulp(observed[rows], fmt).square() / 12)
+    deviations = (error.abs() - allowed.sqrt()).clamp_(min=0.0) / rounded.sqrt()
     stands_out = (deviations > ELEMENT_LIMIT).nonzero()
     worst = int(deviations.argmax()) if deviations.numel() else 0
     row, feature = divmod(worst, max(truth.shape[1], 1))
@@ -325,8 +331,12 @@ def beside_well_rounded(
         if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
             return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
     if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
-        chosen = replace(chosen, ceiling=BEYOND**2 * float(beside(COARSEST).counterfactual.sum()))
-    open_case = chosen.outlying.any() and float(chosen.error.sum()) <= chosen.ceiling
+        # A right backward that is fed with a coarse L is as far off.
+        fed_with = 0.0 if fed is None else float((fed - reference)[rows].square().sum())
+        coarsest = max(float(beside(COARSEST).counterfactual.sum()), fed_with)
+        chosen = replace(chosen, ceiling=BEYOND**2 * coarsest)
+    stands_out = bool(chosen.outlying.any() or chosen.bad_features.any())
+    open_case = stands_out and float(chosen.error.sum()) <= chosen.ceiling
     if open_case and max(c.scores for c in published) <= _MOST_SCORES:
 
         def left_by(site: str) -> list[Tensor]:
@@ -337,9 +347,14 @@ def beside_well_rounded(
             (made - reference)[rows].square() for made in (observed, total([c.outputs() for c in published]))
         )
         expected = torch.maximum(variance, ulp(reference, fmt).square() / 12)[rows]
-        limits, marked = _limits_and_marks(chosen, squares)
-        rounding = any(explains(squares, usual, expected, left_by(site), marked, limits) for site in SITES)
-        return replace(chosen, rounding=rounding)
+        limits, places, columns = _limits_and_marks(chosen, squares)
+
+        def explained(marked: Tensor) -> bool:
+            return bool(marked.any()) and any(
+                explains(squares, usual, expected, left_by(site), marked, limits) for site in SITES
+            )
+
+        return replace(chosen, rounding=explained(places), features_rounding=explained(columns))
     return chosen
 
 
@@ -356,17 +371,18 @@ def _as_in_bf16(
     if len(known) < len(counterfactuals):
         return False
     left = against(known).counterfactual
-    beyond = found.error > GROUP_LIMIT**2 * (left + found.expected)
-    return bool(found.error.sum() <= LOSSY**2 * left.sum()) and float(beyond.mean()) <= FEW
+    # Both are single draws: of an error that is one number a row 1 in 12 is beyond that.
+    beyond = found.error > ELEMENT_LIMIT**2 * (left + found.expected)
+    return bool(found.error.sum() <= LOSSY**2 * left.sum()) and float(beyond.mean()) <= 2 * FEW
 
 
-def _limits_and_marks(found: QuantitySample, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """How many times its noise each row may be off, [n]; and what stands out, bool like ``squares`` [n, D]."""
-    bad = torch.from_numpy(found.bad_rows > 0).to(squares.device)
+def _limits_and_marks(found: QuantitySample, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's limit, [n]; rows and elements that stand out, and features that do, bool [n, D]."""
     yardstick = np.maximum(np.maximum(found.counterfactual, found.expected), found.floor)
-    own = np.sqrt(found.error / np.maximum(yardstick, 1e-300)) / np.maximum(found.bad_rows, 1e-300)
-    limits = torch.from_numpy(np.where(found.bad_rows > 0, np.maximum(own, GROUP_LIMIT), GROUP_LIMIT))
-    marked = bad[:, None].expand_as(squares).clone()
-    rows = torch.from_numpy(np.searchsorted(found.rows, found.bad_elements[:, 0])).to(squares.device)
-    marked[rows, torch.from_numpy(found.bad_elements[:, 1]).to(squares.device)] = True
-    return limits.to(squares.device), marked
+    times = np.where(found.bad_rows > 0, found.bad_rows, np.inf)
+    limits = np.maximum(np.sqrt(found.error / np.maximum(yardstick, 1e-300)) / times, GROUP_LIMIT)
+    places = np.broadcast_to(found.bad_rows[:, None] > 0, squares.shape).copy()
+    places[np.searchsorted(found.rows, found.bad_elements[:, 0]), found.bad_elements[:, 1]] = True
+    columns = np.broadcast_to(found.bad_features > 0, squares.shape).copy()
+    on_device = [torch.from_numpy(a).to(squares.device) for a in (limits, places, columns)]
+    return on_device[0], on_device[1], on_device[2]
