@@ -19,7 +19,8 @@ attnDiag.map = (() => {
     const arrange = () => {
       const seen = visible();
       const columns = [...new Set(seen.map((e) => e.head.head))].sort((a, b) => a - b);
-      const names = all[rows].values.filter((value) => seen.some((e) => all[rows].of(e) === value));
+      const present = new Set(seen.map(all[rows].of));
+      const names = all[rows].values.filter((value) => present.has(value));
       cells = seen.map((entry) => ({ entry, row: names.indexOf(all[rows].of(entry)), column: columns.indexOf(entry.head.head) }));
       axes = { columns, names };
     };
@@ -50,7 +51,7 @@ attnDiag.map = (() => {
       const at = (x) => (x - low) / (high - low);
       const small = axes.columns.length > (narrow ? 6 : 14);
       const rowHeight = cellHeight();
-      const data = cells.map((cell) => {
+      const data = cells.map((cell, index) => {
         const x = position(cell.entry);
         const fill = x === null ? theme.color("empty") : theme.along(colors, at(x));
         const focused = cell === state.focus && keyed();
@@ -59,7 +60,7 @@ attnDiag.map = (() => {
           // ECharts draws no cell without a number; an unknown one has a colour of its own.
           value: [cell.column, cell.row, x ?? low],
           // By number: ECharts copies all that it is given, and a whole diagnosis hangs on a cell.
-          index: cells.indexOf(cell),
+          index,
           itemStyle: { color: fill, borderColor: focused ? theme.color("second") : current ? theme.color("ink") : theme.color("card"), borderWidth: focused || current ? 3 : 2, borderRadius: 4 },
           label: { show: !small, color: x === null ? theme.color("soft") : theme.readable(fill), fontSize: 10.5, fontFamily: theme.font(), formatter: () => short(cell.entry) },
           z: focused || current ? 3 : 1,
