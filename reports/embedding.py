@@ -39,8 +39,8 @@ class Detail(NamedTuple):
     compressed: bool
 
 
-_COMPRESSED = ((256, 9), (256, 6), (192, 5), (128, 5), (96, 5), (96, 4), (64, 4), (32, 4))
-# From everything a page can show to the least that still shows its shape.
+_COMPRESSED = ((256, 9), (256, 6), (192, 5), (128, 5), (96, 5), (96, 4), (64, 4), (32, 4), (32, 3))
+# From everything a page can show to the least that still shows its shape, and the digits that it shows.
 _DETAILS = (Detail(512, 17, False), Detail(512, 9, False), *(Detail(*kept, True) for kept in _COMPRESSED))
 
 

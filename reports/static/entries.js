@@ -3,10 +3,10 @@ attnDiag.entries = (() => {
   const { finite, number, percent, times } = attnDiag.numbers;
   const { tests, quantities } = attnDiag.vocabulary;
 
-  // The page's diagnosis, and what completes a head of it with what its figures show.
+  // The page's diagnosis, what completes a head of it with what its figures show, and where an entry ranks (0: worst).
   const read = async (id) => {
     const data = attnDiag.data(id);
-    if (!data.gzip) return { diagnosis: data, complete: async () => {} };
+    if (!data.gzip) return { diagnosis: data, complete: async () => {}, rank: () => 0 };
     const { diagnosis, ranked, together, ...whole } = await attnDiag.unzipped(data.gzip);
     const heads = attnDiag.unpacked(whole.heads);
     let used = 0;
@@ -30,7 +30,7 @@ attnDiag.entries = (() => {
       else if (!parts.has(part)) parts.set(part, unpack(part));
       await parts.get(part);
     };
-    return { diagnosis, complete };
+    return { diagnosis, complete, rank: ({ head }) => rank.get(head) };
   };
 
   const list = (diagnosis) =>

@@ -3,11 +3,14 @@ attnDiag.map = (() => {
   const { el, theme, options } = attnDiag;
   const { metrics, dimensions, name, judged, fileName } = attnDiag.entries;
 
-  const start = (entries, onChoose) => {
+  // More cells than this are drawn as a picture.
+  const MANY = 1000;
+
+  const start = (entries, onChoose, first) => {
     const card = document.getElementById("overview");
     const place = document.getElementById("map");
     const { all, rows, chosen } = dimensions(entries);
-    const state = { metric: null, picked: {}, current: null, focus: null };
+    const state = { metric: null, picked: {}, current: first, focus: null };
     let grid = null;
     let cells = [];
     let axes = null;
@@ -174,7 +177,8 @@ attnDiag.map = (() => {
         follow(key);
         rearrange();
       } }, all[key].values.map((v) => el("option", { value: v }, v.length > 60 ? `${v.slice(0, 59)}…` : v || "–")));
-      state.picked[key] = all[key].values[0];
+      state.picked[key] = all[key].of(first);
+      select.value = state.picked[key];
       choosers.append(el("label", {}, all[key].title, select));
     }
 
@@ -186,9 +190,9 @@ attnDiag.map = (() => {
     grid = el("div", { class: "grid", tabindex: 0, role: "application", onkeydown: onKey, onfocus: () => keyed() && focusOn(state.focus), onblur: () => refresh() });
     place.append(grid, live);
     grid.style.height = `${height()}px`;
-    state.focus = cells[0];
+    state.focus = cellOf(first);
     setMetric(state.metric);
-    chart = attnDiag.charts.draw(grid, option);
+    chart = attnDiag.charts.draw(grid, option, entries.length > MANY ? "canvas" : "svg");
     chart.on("click", ({ data }) => onChoose(cells[data.index].entry));
     // The size of cells and labels follows the card's width.
     let width = place.clientWidth;
@@ -200,6 +204,7 @@ attnDiag.map = (() => {
 
     // Show that ``entry`` is the chosen one; brings its capture and observation into view.
     const show = (entry) => {
+      if (entry === state.current) return undefined;
       let moved = false;
       state.current = entry;
       for (const key of chosen) {

@@ -2,12 +2,12 @@
 (async () => {
   attnDiag.theme.start();
   attnDiag.table.start();
-  const { diagnosis, complete } = await attnDiag.entries.read("attn-diag-diagnosis");
+  const { diagnosis, complete, rank } = await attnDiag.entries.read("attn-diag-diagnosis");
   const entries = attnDiag.entries.list(diagnosis);
   if (!entries.length) return;
   const byPlace = new Map(entries.map((entry) => [entry.place, entry]));
   const head = document.getElementById("head");
-  attnDiag.rows.start(entries);
+  attnDiag.rows.start(entries, rank);
 
   const calm = matchMedia("(prefers-reduced-motion: reduce)");
   let wanted = null;
@@ -30,7 +30,8 @@
     else location.hash = entry.place;
   };
   const worst = () => byPlace.get(document.querySelector(".which a")?.getAttribute("href").slice(1)) ?? entries[0];
-  const map = attnDiag.map.start(entries, choose);
+  const asked = byPlace.get(location.hash.slice(1));
+  const map = attnDiag.map.start(entries, choose, asked ?? worst());
 
   addEventListener("hashchange", async () => {
     const entry = byPlace.get(location.hash.slice(1));
@@ -43,7 +44,6 @@
     if (link && link.getAttribute("href") === location.hash) reveal();
   });
 
-  const asked = byPlace.get(location.hash.slice(1));
   performance.mark("attn-diag-first-chart");
   document.documentElement.dataset.ready = "map";
   // The map first; the details in the next frame.

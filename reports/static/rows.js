@@ -19,20 +19,17 @@ attnDiag.rows = (() => {
       el("td", {}, el("bdi", {}, entry.observation.name)), el("td", { title: source }, el("bdi", {}, fileName(source))));
   };
 
-  // A button and the first click on a heading (a sort of all) add them.
-  const start = (entries) => {
-    const button = document.getElementById("rest");
-    if (!button) return;
+  // ``rank``: where an entry stands in the table.
+  const start = (entries, rank) => {
     const table = document.getElementById("heads");
-    const add = () => {
-      if (button.hidden) return;
-      const known = new Set([...table.querySelectorAll("tbody a")].map((link) => link.getAttribute("href").slice(1)));
-      table.tBodies[0].append(...entries.filter((entry) => !known.has(entry.place)).map(row));
-      button.hidden = true;
-    };
-    button.hidden = false;
-    button.addEventListener("click", add);
-    table.tHead.addEventListener("click", add, { capture: true });
+    const button = document.getElementById("more");
+    if (!button) return;
+    attnDiag.table.lengthen(table, () => {
+      const known = [...table.tBodies[0].rows];
+      const places = new Set(known.map((line) => line.querySelector("a").getAttribute("href").slice(1)));
+      const others = entries.filter((entry) => !places.has(entry.place)).sort((a, b) => rank(a) - rank(b));
+      return [...known, ...others.map(row)];
+    }, button);
   };
 
   return { start };
