@@ -179,6 +179,32 @@ def test_every_report_opens_and_every_figure_draws(name: str, reports: Reports, 
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_thousands_of_heads_open_and_are_shown_when_asked_for(show: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = html_document(synthetic(30, 16, seed=1))
+    monkeypatch.setattr("attn_diag.reports.html._LISTED", 20)
+    monkeypatch.setattr("attn_diag.reports.html._LIMIT", 1_500_000)
+    text = html_document(synthetic(30, 16, seed=1))
+    assert len(text.encode()) < 1_500_000 + 1_000 * 480
+    rows = {}
+    for page in (show(whole), show(text)):
+        table = page.locator("#heads tbody tr")
+        listed = table.count()
+        page.locator("#more").click()
+        assert (listed, table.count()) in ((400, 480), (20, 420))
+        page.locator("#heads thead button").first.click()
+        assert page.locator("#heads thead th").first.get_attribute("aria-sort") == "descending"
+        rows[listed] = table.evaluate_all("rows => rows.map((row) => row.innerText)")
+    # What the script writes is what was written by Python.
+    assert rows[20] == rows[400]
+    assert len(set(rows[20])) == 400
+    head = page.locator("#heads tbody tr a").nth(200)
+    name = head.inner_text()
+    head.click()
+    page.locator("#head > h2", has_text=name).wait_for()
+    left_out = page.locator("#head .missing", has_text="This page of 480 heads").count()
+    assert left_out or page.locator("#head figure").count() >= 6
+
+
 def test_a_console_error_fails_a_test(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(

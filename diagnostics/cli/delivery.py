@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from attn_diag.work import Progress
 
 _PROGRESS_AFTER_S = 1.0
+# Where nobody watches a bar, as in a job's log, it is a line now and then.
+_PROGRESS_LINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -124,15 +126,21 @@ def _stdout() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(unit: str = "heads") -> Iterator[Progress]:
-    """A bar on stderr that counts ``unit``, shown only once the work has taken a second."""
+    """Counts ``unit`` on stderr: a bar once the work has taken a second; in a log a line every half minute."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    started = time.monotonic()
-    with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    told = started = time.monotonic()
+    watched = sys.stderr.isatty()
+    with Bar(console=Console(stderr=True), transient=True, disable=not watched) as bar:
         task = bar.add_task(unit, visible=False)
 
         def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=time.monotonic() - started > _PROGRESS_AFTER_S)
+            nonlocal told
+            now = time.monotonic()
+            bar.update(task, completed=done, total=total, visible=now - started > _PROGRESS_AFTER_S)
+            if not watched and now - told > _PROGRESS_LINE_S:
+                told = now
+                complain(f"{done} of {total} {unit}")
 
         yield update
