@@ -63,7 +63,7 @@ class StoredFile:
             with self.path.open("rb") as file:
                 same = _state(os.fstat(file.fileno())) == self.state
                 file.seek(start)
-                same = same and file.readinto(memoryview(buffer.numpy())) == count
+                same = same and file.readinto(buffer.numpy().data) == count
         except OSError as error:
             raise InputError(
                 f"{self.path}: cannot be read any more: {error.strerror}; its tensors are read when they are needed: "
