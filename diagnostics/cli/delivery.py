@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +73,9 @@ class Delivery:
             elif not quiet:
                 _print_report(result)
         if self._json_file is not None:
-            write_text(self._json_file, result.to_json() + "\n")
+            from attn_diag.captures.files import write_atomically
+
+            write_atomically(self._json_file, partial(_write_json, result))
         if html is not None:
             from attn_diag.reports.renderers import page
 
@@ -81,6 +84,12 @@ class Delivery:
     @property
     def _json_file(self) -> Path | None:
         return None if self.json in (None, "-") else Path(str(self.json))
+
+
+def _write_json(result: Result, path: str) -> None:
+    with Path(path).open("wb") as file:
+        file.write(result.to_json_bytes())
+        file.write(b"\n")
 
 
 def write_text(target: Path, text: str) -> None:
