@@ -1,4 +1,9 @@
-"""The diagnosis inside its own page: thinned and shortened until the page keeps its size, and read back from it."""
+"""The diagnosis inside its own page: thinned and shortened until the page keeps its size, and packed for it.
+
+A packed one is {"gzip": …, "details": […]}: what the map and the table show of all heads, and the figures of the heads,
+sixteen at a time and the worst first, which the page unpacks when such a head is looked at. ``results/embedded.py`` and
+``static/core.js`` put it together again.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,18 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from attn_diag.results.diagnosis import Bias, BiasEstimate, Diagnosis, Drift, HeadDiagnosis, RoundingBias
+from attn_diag.results.diagnosis import Bias, BiasEstimate, Diagnosis, Drift, HeadDiagnosis, RoundingBias, severity
 from attn_diag.results.figures import HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
+from attn_diag.results.packing import packed
 
 # Running sums that the page draws; the others are left out of it.
 _DRAWN = ("delta", "delta_excess")
+# Of a head, what only its own figures show; the running sums too.
+_OF_FIGURES = ("figures", "attribution", "microscope")
+# Heads whose figures are packed together.
+_TOGETHER = 16
 # Heads measured to foresee the size of all.
-_SAMPLE = 12
+_SAMPLE = 48
 
 
 class Detail(NamedTuple):
@@ -29,53 +39,102 @@ class Detail(NamedTuple):
     compressed: bool
 
 
-_COMPRESSED = ((256, 9), (256, 6), (192, 5), (128, 5), (96, 5), (96, 4), (64, 4), (32, 4))
-# From everything a page can show to the least that still shows its shape.
+_COMPRESSED = ((256, 9), (256, 6), (192, 5), (128, 5), (96, 5), (96, 4), (64, 4), (32, 4), (32, 3))
+# From everything a page can show to the least that still shows its shape, and the digits that it shows.
 _DETAILS = (Detail(512, 17, False), Detail(512, 9, False), *(Detail(*kept, True) for kept in _COMPRESSED))
 
 
 def fitted(diagnosis: Diagnosis, limit: int) -> Any:
     """The diagnosis as JSON data of at most ``limit`` bytes once written out, with as much detail as fits.
 
-    Where all fits it is the diagnosis itself; else {"gzip": base64 of its gzipped JSON}. The smallest is returned
-    where nothing fits (many hundreds of heads).
+    Where all fits it is the diagnosis itself, else packed. Where the least detail of all heads does not fit, the
+    figures of the worst are kept that do. 4,096 heads without figures take some 3 MB; what is larger than ``limit``
+    even so is returned all the same.
     """
     sample, times = _sample(diagnosis)
-    hopeful = [detail for detail in _DETAILS if times * _written(sample, detail)[1] <= limit]
+    hopeful = [detail for detail in _DETAILS if times * _written(sample, detail, math.inf)[1] <= limit]
     for detail in _DETAILS[_DETAILS.index(hopeful[0]) if hopeful else -1 :]:
-        data, size = _written(diagnosis, detail)
+        data, size = _written(diagnosis, detail, limit if detail == _DETAILS[-1] else math.inf)
         if size <= limit:
             break
     return data
 
 
-def _written(diagnosis: Diagnosis, detail: Detail) -> tuple[Any, int]:
-    """The data with so much detail, and its size in bytes."""
-    whole = thinned(diagnosis, detail.points).to_json(indent=None)
-    data = json.loads(whole, parse_float=lambda number: float(f"{float(number):.{detail.digits}g}"))
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+def _written(diagnosis: Diagnosis, detail: Detail, limit: float) -> tuple[Any, int]:
+    """The data with so much detail, figures as far as ``limit`` goes, and its size in bytes."""
     if not detail.compressed:
-        return data, len(text.encode())
+        data = _as_data(thinned(diagnosis, detail.points), detail)
+        return data, len(_text(data))
+    whole = _as_data(thinned(diagnosis, 0), detail)
+    observations = [o for capture in whole["captures"] for o in capture["observations"]]
+    beside: dict[str, list[Any]] = {"heads": [], "kv_heads": []}
+    for observation in observations:
+        for kind, found in beside.items():
+            found += observation[kind]
+            observation[kind] = len(observation[kind])
+    heads = [h for capture in diagnosis.captures for o in capture.observations for h in o.heads]
+    # Those of all heads together have no figures.
+    ranked = sorted((i for i, h in enumerate(heads) if h.head is not None), key=lambda i: severity(heads[i]))
+    columns = {kind: packed(found) for kind, found in beside.items()}
+    parts = [_packed_text({"diagnosis": whole, **columns, "ranked": ranked, "together": _TOGETHER})]
+    size = len(parts[0]) + len('{"gzip":"","details":[]}')
+    for start in range(0, len(ranked), _TOGETHER):
+        chosen = [_head(heads[i], detail.points) for i in ranked[start : start + _TOGETHER]]
+        part = _packed_text(
+            packed(
+                [
+                    _figures_of(head)
+                    for head in _as_data(_only(diagnosis, chosen), detail)["captures"][0]["observations"][0]["heads"]
+                ]
+            )
+        )
+        size += len(part) + 3
+        if size > limit:
+            break
+        parts.append(part)
+    return {"gzip": parts[0], "details": parts[1:]}, size
+
+
+def _figures_of(head: dict[str, Any]) -> dict[str, Any]:
+    """What of a head's data ``thinned`` to no points lacks."""
+    drift = {test: estimate["drift"] for test, estimate in head["bias"].items() if estimate and estimate["drift"]}
+    return {**{name: head[name] for name in _OF_FIGURES}, "drift": drift}
+
+
+def _as_data(diagnosis: Diagnosis, detail: Detail) -> Any:
+    whole = diagnosis.to_json(indent=None)
+    return json.loads(whole, parse_float=lambda number: float(f"{float(number):.{detail.digits}g}"))
+
+
+def _text(data: Any) -> bytes:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def _packed_text(data: Any) -> str:
     # The time of making is left out, so that the same diagnosis gives the same page.
-    packed = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
-    return {"gzip": packed}, len(packed)
+    return base64.b64encode(gzip.compress(_text(data), 6, mtime=0)).decode()
+
+
+def _only(diagnosis: Diagnosis, heads: list[HeadDiagnosis]) -> Diagnosis:
+    """The diagnosis of these heads alone, as if one observation had them."""
+    capture = diagnosis.captures[0]
+    observation = replace(capture.observations[0], heads=tuple(heads), kv_heads=())
+    return replace(diagnosis, captures=(replace(capture, observations=(observation,)),))
 
 
 def _sample(diagnosis: Diagnosis) -> tuple[Diagnosis, float]:
     """A few of the heads, and how many times as many there are: so that trying out what fits takes no time."""
-    entries = [(capture, observation, head) for capture in diagnosis.captures
-               for observation in capture.observations for head in observation.heads]  # fmt: skip
-    if len(entries) <= _SAMPLE:
+    heads = [head for capture in diagnosis.captures for o in capture.observations for head in o.heads]
+    if len(heads) <= _SAMPLE:
         return diagnosis, 1.0
-    chosen = [entries[i] for i in _evenly(len(entries), _SAMPLE)]
-    capture, observation, _ = chosen[0]
-    heads = tuple(head for _, _, head in chosen)
-    one = replace(capture, observations=(replace(observation, heads=heads),))
-    return replace(diagnosis, captures=(one,)), len(entries) / len(heads)
+    return _only(diagnosis, [heads[i] for i in _evenly(len(heads), _SAMPLE)]), len(heads) / _SAMPLE
 
 
 def thinned(diagnosis: Diagnosis, points: int) -> Diagnosis:
-    """With at most ``points`` points of every curve that a page draws, and none of the others."""
+    """With at most ``points`` points of every curve that a page draws, and none of the others.
+
+    With no points it has no figures, but for the numbers that the map and the table show.
+    """
     captures = []
     for capture in diagnosis.captures:
         thin = [replace(o, heads=tuple(_head(head, points) for head in o.heads)) for o in capture.observations]
@@ -89,7 +148,8 @@ def _head(head: HeadDiagnosis, points: int) -> HeadDiagnosis:
                  for f in fields(Bias)}  # fmt: skip
     rounding = RoundingBias(_estimate(head.rounding_bias.o, 0), _estimate(head.rounding_bias.delta, 0))
     figures = None if head.figures is None else _figures(head.figures, points)
-    return replace(head, bias=Bias(**estimates), rounding_bias=rounding, figures=figures)
+    found = replace(head, bias=Bias(**estimates), rounding_bias=rounding, figures=figures)
+    return found if points else replace(found, attribution=None, microscope=None)
 
 
 def _estimate(estimate: BiasEstimate | None, points: int) -> BiasEstimate | None:
@@ -101,6 +161,11 @@ def _estimate(estimate: BiasEstimate | None, points: int) -> BiasEstimate | None
 
 def _figures(figures: HeadFigures, points: int) -> HeadFigures:
     runs, unit = figures.rows, figures.unit_positions
+    if not points:
+        return HeadFigures(
+            RowRuns((), (), (), runs.rows, runs.total), RowStrip((), (), ()), UnitPositions((), (), unit.total),
+            o_error=None, alignment=None, dq=None, dw_q=None, max_logit=figures.max_logit,
+        )  # fmt: skip
     listed, shown = min(len(runs.first), points), _evenly(len(unit.rows), points)
     return replace(
         figures,

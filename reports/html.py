@@ -23,8 +23,11 @@ from attn_diag.results import wording
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.embedded import ELEMENT
 
-# Of a page for 12 layers of 12 heads, everything included.
-_LIMIT = 2_000_000
+# Of a page for 12 layers of 12 heads, everything included; what each further head adds; and of any page.
+_LIMIT, _A_HEAD, _LARGEST = 2_000_000, 1_000, 5_000_000
+_HEADS = 144
+# Rows of the table that are written out; the page's script makes the others of the diagnosis when they are wanted.
+_LISTED = 400
 _COLUMNS = (
     quantities.FACTOR, quantities.DQ_ERROR, quantities.DW_Q_ERROR, quantities.NOISE_FACTOR, quantities.CONDITIONING,
     quantities.SMALLEST_P, quantities.REPEATED_MAXIMA, quantities.MAX_LOGIT,
@@ -46,7 +49,7 @@ _STEPS = (
 )
 # In the order in which they are joined: each uses only what stands before it.
 _SCRIPTS = ("core", "numbers", "theme", "export", "options", "charts", "table")
-_REPORT_SCRIPTS = (*_SCRIPTS, "vocabulary", "entries", "figures", "map", "microscope", "head", "report")
+_REPORT_SCRIPTS = (*_SCRIPTS, "vocabulary", "entries", "rows", "figures", "map", "microscope", "head", "report")
 _GALLERY_SCRIPTS = (*_SCRIPTS, "gallery")
 _STYLES = ("base", "report", "print")
 # The element of a gallery's data.
@@ -73,8 +76,9 @@ class Row:
 def html_document(diagnosis: Diagnosis) -> str:
     """A complete page that needs no network; its figures are drawn from the diagnosis embedded in it.
 
-    At most 2,000,000 bytes for 144 heads: running sums and figures are thinned, numbers shortened, and all of it
-    compressed as far as that takes. All names and texts are escaped.
+    At most 2,000,000 bytes for 144 heads, 5,000,000 for thousands: running sums and figures are thinned, numbers
+    shortened, all of it compressed, and the figures of the better heads left out, as far as that takes. All names and
+    texts are escaped.
     """
     rows = list(_rows(diagnosis))
     places = {id(head): row.place for row, (_, _, head) in zip(rows, diagnosis.entries(), strict=True)}
@@ -86,13 +90,15 @@ def html_document(diagnosis: Diagnosis) -> str:
         "steps": story.next_steps(diagnosis),
         "commands": story.commands(diagnosis),
         "columns": ("verdict", *(q.title for q in _COLUMNS)),
-        "rows": sorted(rows, key=lambda row: order[row.place]),
+        "rows": sorted(rows, key=lambda row: order[row.place])[:_LISTED],
+        "total": len(rows),
         "worst": worst,
         "worst_place": places[id(worst[2])] if worst else None,
         "evidence": _evidence(worst[2]) if worst else (),
     }
     bare = _page("document.html.j2", _REPORT_SCRIPTS, data="", **shown)
-    room = _LIMIT - len(bare.encode()) - 200
+    limit = min(_LIMIT + _A_HEAD * max(len(rows) - _HEADS, 0), _LARGEST)
+    room = limit - len(bare.encode()) - 200
     data = _json_element(ELEMENT, embedding.fitted(diagnosis, room))
     return _page("document.html.j2", _REPORT_SCRIPTS, data=data, **shown)
 
@@ -199,7 +205,8 @@ def _page(template: str, scripts: tuple[str, ...], **values: Any) -> str:
 @cache
 def _script(names: tuple[str, ...]) -> str:
     """Our scripts in one; "vocabulary" stands for the names that the page shares with the other reports."""
-    vocabulary = f"attnDiag.vocabulary = {_json(quantities.vocabulary())};"
+    columns = [asdict(q) | {"path": q.path if isinstance(q.path, str) else ""} for q in _COLUMNS]
+    vocabulary = f"attnDiag.vocabulary = {_json(quantities.vocabulary() | {'columns': columns})};"
     return "\n".join(vocabulary if name == "vocabulary" else _static(f"{name}.js") for name in names)
 
 

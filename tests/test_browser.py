@@ -179,6 +179,45 @@ def test_every_report_opens_and_every_figure_draws(name: str, reports: Reports, 
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_a_long_table_is_written_by_the_page_as_by_python(show: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With every digit: what is shortened twice may differ in its last one.
+    monkeypatch.setattr("attn_diag.reports.html._LARGEST", 10**9)
+    monkeypatch.setattr("attn_diag.reports.html._A_HEAD", 10**6)
+    rows = {}
+    for listed, more in ((400, 480), (20, 420)):
+        monkeypatch.setattr("attn_diag.reports.html._LISTED", listed)
+        page = show(html_document(synthetic(30, 16)))
+        table = page.locator("#heads tbody tr")
+        assert table.count() == listed
+        page.locator("#more").click()
+        assert table.count() == more
+        page.locator("#heads thead button").first.click()
+        texts = table.evaluate_all("rows => rows.map((row) => [...row.cells].map((cell) => cell.innerText))")
+        # A fraction of 1,024 rows may be a tie in its last digit, which Python writes as the even one, a browser not.
+        ties = page.locator("#heads thead th").all_inner_texts().index("repeated maxima")
+        rows[listed] = [(*cells[:ties], *cells[ties + 1 :]) for cells in texts]
+    assert rows[20] == rows[400]
+    assert len(set(rows[20])) == 400
+
+
+def test_figures_are_unpacked_for_the_head_that_is_asked_for(show: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = synthetic(5, 12)
+    monkeypatch.setattr("attn_diag.reports.html._LIMIT", 0)
+    bare = html_document(found)
+    monkeypatch.setattr("attn_diag.reports.html._LIMIT", len(bare.encode()) + 40_000)
+    page = show(html_document(found))
+    links = page.locator("#heads tbody tr a")
+    first, last = title(page), links.last.inner_text()
+    assert page.locator("#head figure").count() >= 6
+    links.last.click()
+    page.locator("#head > h2", has_text=last).wait_for()
+    assert page.locator("#head .missing", has_text="This page of 60 heads holds the figures of the worst").count() == 1
+    assert page.locator("#head figure").count() == 0
+    page.go_back()
+    until(page, "name => document.querySelector('#head > h2').innerText === name", first)
+    scroll_through(page)
+
+
 def test_a_console_error_fails_a_test(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(

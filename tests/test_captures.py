@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-import attn_diag.captures.loading
 from attn_diag import Capture, InputError, load
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.loading import find_captures
 from attn_diag.captures.metadata import Metadata
 from attn_diag.captures.selection import Selection
+from attn_diag.captures.stored import StoredFile
 from attn_diag.results.diagnosis import CaptureDiagnosis
 
 
@@ -126,22 +127,67 @@ def test_other_formats_hold_the_same(how: str, tmp_path: Path) -> None:
 
 def test_only_the_head_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Capture(full(heads=4, kv_heads=4), Metadata(causal="bottom-right")).save(tmp_path / "capture.safetensors")
-    read: list[tuple[str, Any]] = []
-    original = attn_diag.captures.loading._SafetensorsSource.__getitem__
+    read: list[int] = []
+    original = StoredFile.read
 
-    def spy(source: Any, index: Any) -> Tensor:
-        read.append((source.name, index))
-        return original(source, index)
+    def spy(file: StoredFile, start: int, count: int) -> Tensor:
+        read.append(count)
+        return original(file, start, count)
 
-    monkeypatch.setattr(attn_diag.captures.loading._SafetensorsSource, "__getitem__", spy)
     capture = load(path)
-    assert not read
-    capture.read("q", 1, 2)
-    assert read == [("q", (1, 2))]
+    monkeypatch.setattr(StoredFile, "read", spy)
+    found = capture.read("q", 1, 2)
+    assert found is not None
+    assert read == [found.nbytes]
     with pytest.raises(InputError, match="no batch item 5"):
         inspect_captures([capture], selection=Selection(batches=frozenset({5})))
     inspect_captures([capture], selection=Selection(heads=frozenset({2})))
-    assert not any(index is Ellipsis for _, index in read)
+    assert max(read) == max(tensor[0, 0][...].nbytes for tensor in capture.tensors.values())
+
+
+@pytest.mark.parametrize("block", [2**24, 40])
+@pytest.mark.parametrize(
+    "index", [..., 1, -1, (1, 2), (-1, 0, 3), (1, slice(None), 2), (slice(None), 1), (0, slice(1, 3)), (0, 1, 2, 3)]
+)
+def test_parts_of_a_stored_tensor_are_torchs(
+    index: Any, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attn_diag.captures.stored._BLOCK", block)
+    tensors = full(heads=4, kv_heads=4)
+    capture = load(Capture(tensors).save(tmp_path / "capture.safetensors"))
+    assert torch.equal(capture.tensors["q"][index], tensors["q"][index])
+    with pytest.raises(IndexError, match=r"of shape \[2, 4,"):
+        capture.tensors["q"][0, 4]
+
+
+def _replace(path: Path) -> None:
+    path.with_name("other").write_bytes(path.read_bytes())
+    path.with_name("other").replace(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: os.truncate(path, 700), "cut off or overwritten since"),
+        (lambda path: path.unlink(), "No such file"),
+        (_replace, "cut off or overwritten since"),
+    ],
+    ids=["cut off", "removed", "replaced"],
+)
+def test_a_file_that_changes_while_open_is_an_error_and_takes_no_other_with_it(
+    change: Callable[[Path], None], words: str, tmp_path: Path
+) -> None:
+    paths = [Capture(full(), Metadata(causal="bottom-right")).save(tmp_path / f"{i}.safetensors") for i in range(3)]
+    captures = [load(path) for path in paths]
+    change(paths[1])
+    assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    with pytest.raises(InputError, match=words):
+        captures[1].read("q", 0, 0)
+    said: list[InputError] = []
+    found = inspect_captures(captures, skip=said.append)
+    assert [c.source for c in found.captures] == [str(paths[0]), str(paths[2])]
+    assert [str(error) for error in said] == list(found.summary.unreadable)
+    assert words in str(said[0])
 
 
 def test_layouts_give_the_same_figures() -> None:

@@ -393,11 +393,12 @@ def test_internal_errors_exit_with_3(tmp_path: Path, run: Run, monkeypatch: pyte
 def test_failing_write_leaves_nothing(option: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "capture.safetensors")
 
-    def full_disk(self: Path, *_: object, **__: object) -> None:
-        self.write_bytes(b"half")
+    def full_disk(self: Path, _: Path) -> None:
+        assert self.stat().st_size
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full_disk)
+    # The last step, which JSON and page have in common.
+    monkeypatch.setattr(Path, "replace", full_disk)
     done = run("inspect", path, option, tmp_path / "out")
     assert done.code == 2
     assert f"cannot write {tmp_path / 'out'}: No space left on device" in done.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import math
@@ -22,6 +23,7 @@ from attn_diag.reports.charts import Axis, Chart, Gallery, Section, Series
 from attn_diag.reports.embedding import thinned
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.embedded import embedded_diagnosis
+from attn_diag.results.packing import packed, unpacked
 
 ECHARTS = Path(__file__).parent.parent / "reports" / "static" / "vendor" / "echarts"
 ECHARTS_SHA256 = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
@@ -104,6 +106,36 @@ def test_144_heads_fit_into_two_megabytes(large: str) -> None:
     assert len(heads) == 144
     # Thinned, but still the shape of a curve.
     assert all(len(head.bias.delta.drift) >= 64 for head in heads if head.bias.delta)
+
+
+def test_of_more_heads_than_fit_the_worst_have_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = synthetic(4, 12)
+    room = len(html_document(synthetic(1, 1)).encode())
+    monkeypatch.setattr("attn_diag.reports.html._LIMIT", room)
+    page = html_document(found)
+    assert len(page.encode()) <= room
+    read = Diagnosis.from_json(embedded_diagnosis(page))
+    shown = [bool(some(head.figures).dq) for _, _, head in read.ranked()]
+    assert 0 < sum(shown) < len(shown) == 48
+    assert shown == sorted(shown, reverse=True)
+    for (_, _, before), (_, _, after) in zip(found.entries(), read.entries(), strict=True):
+        assert after.verdict == before.verdict
+        assert after.noise_factor == pytest.approx(some(before.noise_factor), rel=5e-3)
+        assert bool(some(after.bias.delta).drift) == bool(some(after.figures).dq)
+
+
+@pytest.mark.parametrize(
+    "records", [[], [1, None], [{"a": 1}, {"b": 2}], [{"a": [1, {"b": "x"}]}] * 2, [{}, {}], [[], []]]
+)
+def test_columns_are_the_same_records(records: list[object]) -> None:
+    assert unpacked(json.loads(json.dumps(packed(records)))) == records
+
+
+def test_pages_as_they_were_written_before_are_read() -> None:
+    one = synthetic(1, 2)
+    text = base64.b64encode(gzip.compress(one.to_json().encode())).decode()
+    page = f'<script type="application/json" id="attn-diag-diagnosis">{{"gzip":"{text}"}}</script>'
+    assert Diagnosis.from_json(embedded_diagnosis(page)) == one
 
 
 def test_the_policy_allows_our_scripts_and_nothing_else(large: str) -> None:

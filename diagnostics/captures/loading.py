@@ -10,19 +10,19 @@ import stat
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from attn_diag.captures.capture import OBSERVED, Capture, TensorSource
 from attn_diag.captures.files import CAPTURE_SUFFIXES, PARTIAL
 from attn_diag.captures.metadata import KEYS, Metadata, refuse_unsupported
+from attn_diag.captures.stored import read_header
 from attn_diag.errors import InputError
 
 _EXAMPLE = Path(str(files("attn_diag.data"))) / "gpt2_step731_L2H4_rows.safetensors"
@@ -163,48 +163,12 @@ def named_errors(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: truncated or damaged, or not a {path.suffix} file ({detail})") from error
 
 
-@dataclass(frozen=True)
-class _SafetensorsSource:
-    """A tensor in an open safetensors file; indexing reads just that part."""
-
-    handle: Any
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        if index is Ellipsis:
-            return self.handle.get_tensor(self.name)  # type: ignore[no-any-return]
-        return self.handle.get_slice(self.name)[index]  # type: ignore[no-any-return]
-
-
 _Read = tuple[dict[str, TensorSource], dict[str, str], list[str]]
-_SAFETENSORS_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-}
 
 
 def _read_safetensors(path: Path) -> _Read:
-    handle: Any = safe_open(path, framework="pt")  # ships without types
-    tensors: dict[str, TensorSource] = {}
-    for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
-        part = handle.get_slice(name)
-        if part.get_dtype() not in _SAFETENSORS_DTYPES:
-            raise InputError(f"{name} has dtype {part.get_dtype()}, which is not supported")
-        tensors[name] = _SafetensorsSource(handle, name, tuple(part.get_shape()), _SAFETENSORS_DTYPES[part.get_dtype()])
-    return tensors, handle.metadata() or {}, []
+    tensors, text = read_header(path)
+    return dict(tensors), text, []
 
 
 def unpickle(path: Path) -> Any:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from attn_diag.work import Progress
 
 _PROGRESS_AFTER_S = 1.0
+# Where nobody watches a bar, as in a job's log, it is a line now and then.
+_PROGRESS_LINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ class Delivery:
             elif not quiet:
                 _print_report(result)
         if self._json_file is not None:
-            write_text(self._json_file, result.to_json() + "\n")
+            from attn_diag.captures.files import write_atomically
+
+            write_atomically(self._json_file, partial(_write_json, result))
         if html is not None:
             from attn_diag.reports.renderers import page
 
@@ -79,6 +84,12 @@ class Delivery:
     @property
     def _json_file(self) -> Path | None:
         return None if self.json in (None, "-") else Path(str(self.json))
+
+
+def _write_json(result: Result, path: str) -> None:
+    with Path(path).open("wb") as file:
+        file.write(result.to_json_bytes())
+        file.write(b"\n")
 
 
 def write_text(target: Path, text: str) -> None:
@@ -124,15 +135,21 @@ def _stdout() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(unit: str = "heads") -> Iterator[Progress]:
-    """A bar on stderr that counts ``unit``, shown only once the work has taken a second."""
+    """Counts ``unit`` on stderr: a bar once the work has taken a second; in a log a line every half minute."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    started = time.monotonic()
-    with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    told = started = time.monotonic()
+    watched = sys.stderr.isatty()
+    with Bar(console=Console(stderr=True), transient=True, disable=not watched) as bar:
         task = bar.add_task(unit, visible=False)
 
         def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=time.monotonic() - started > _PROGRESS_AFTER_S)
+            nonlocal told
+            now = time.monotonic()
+            bar.update(task, completed=done, total=total, visible=now - started > _PROGRESS_AFTER_S)
+            if not watched and now - told > _PROGRESS_LINE_S:
+                told = now
+                complain(f"{done} of {total} {unit}")
 
         yield update

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from attn_diag.cli.delivery import Delivery, complain
+from attn_diag.cli.delivery import Delivery, complain, progress_bar
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
@@ -184,11 +184,13 @@ def open_captures(
     once: dict[Path, Path] = {}
     for file in files:
         once.setdefault(file.resolve(), file)
-    for path in once.values():
-        try:
-            captures.append(load(path, **options))
-        except InputError as error:
-            failures.append(error)
+    with progress_bar("captures opened") as progress:
+        for number, path in enumerate(once.values()):
+            progress(number, len(once))
+            try:
+                captures.append(load(path, **options))
+            except InputError as error:
+                failures.append(error)
     if len(failures) == 1 and not captures:
         raise failures[0]
     for failure in failures:

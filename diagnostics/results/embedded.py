@@ -1,15 +1,20 @@
-"""The diagnosis inside an HTML report: found in its script element and unpacked."""
+"""The diagnosis inside an HTML report: found in its script element, unpacked and put together."""
 
 from __future__ import annotations
 
 import base64
-import gzip
 import json
 import zlib
 from html.parser import HTMLParser
+from typing import Any
 
 from attn_diag.errors import InputError
+from attn_diag.results.packing import unpacked
 
+# Of JSON that pages hold; those of the gallery and of 4,096 heads have 4 to 12.
+_RATIO = 64
+# What tells zlib that a gzip header comes first.
+_GZIP = 16
 ELEMENT = "attn-diag-diagnosis"
 
 
@@ -27,11 +32,47 @@ def embedded_diagnosis(text: str) -> str:
         )
     try:
         data = json.loads(found.text)
-        if isinstance(data, dict) and "gzip" in data:
-            return gzip.decompress(base64.b64decode(data["gzip"], validate=True)).decode()
-    except (ValueError, OSError, EOFError, zlib.error) as error:
+        if isinstance(data, dict) and "details" in data:
+            return json.dumps(_joined(json.loads(_unzipped(data["gzip"])), data["details"]))
+        if isinstance(data, dict) and "gzip" in data:  # as pages were written before
+            return _unzipped(data["gzip"])
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, zlib.error) as error:
         raise InputError(f"the diagnosis in this page is damaged ({error}); make the page anew") from error
     return found.text
+
+
+def _joined(whole: dict[str, Any], details: list[str]) -> Any:
+    """The diagnosis whose heads lie beside it as columns, and what belongs to their figures in ``details``."""
+    diagnosis = whole["diagnosis"]
+    observations = [o for capture in diagnosis["captures"] for o in capture["observations"]]
+    heads = unpacked(whole["heads"])
+    for kind, found in (("heads", heads), ("kv_heads", unpacked(whole["kv_heads"]))):
+        rest = iter(found)
+        for observation in observations:
+            observation[kind] = [head for _, head in zip(range(observation[kind]), rest, strict=False)]
+    ranked = iter(whole["ranked"])
+    for text in details:
+        # The details first: zip would take one of ``ranked`` too many.
+        for detail, index in zip(unpacked(json.loads(_unzipped(text))), ranked, strict=False):
+            drift = detail.pop("drift")
+            heads[index] |= detail
+            for test in drift:
+                heads[index]["bias"][test]["drift"] = drift[test]
+    return diagnosis
+
+
+def _unzipped(text: str) -> str:
+    """What was gzipped and written in base64.
+
+    Raises:
+        ValueError: It is larger than any page makes it, or not there in full.
+    """
+    packed = base64.b64decode(text, validate=True)
+    stream = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
+    found = stream.decompress(packed, _RATIO * len(packed))
+    if not stream.eof:
+        raise ValueError(f"it ends too early, or is more than {_RATIO} times as large as it is packed")
+    return found.decode()
 
 
 class _Element(HTMLParser):

@@ -4,10 +4,11 @@ attnDiag.charts = (() => {
   const drawn = new Map();
 
   // Draw ``option(width)`` in ``place`` and keep it current: it is called again when the colours or the width change.
-  const draw = (place, option) => {
+  // Thousands of shapes are drawn as one picture ("canvas"): as elements they take seconds.
+  const draw = (place, option, renderer = "svg") => {
     const width = place.clientWidth;
     const made = option(width);
-    const chart = echarts.init(place, null, { renderer: "svg" });
+    const chart = echarts.init(place, null, { renderer });
     chart.setOption(made);
     drawn.set(place, { chart, option, width });
     sizes.observe(place);

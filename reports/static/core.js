@@ -16,11 +16,20 @@ attnDiag.el = (tag, attributes = {}, ...children) => {
   return element;
 };
 
-// The data of a JSON script element; large ones are {"gzip": base64}.
-attnDiag.data = async (id) => {
-  const data = JSON.parse(document.getElementById(id).textContent);
-  if (typeof data.gzip !== "string") return data;
-  const bytes = Uint8Array.from(atob(data.gzip), (character) => character.charCodeAt(0));
+// The data of a JSON script element.
+attnDiag.data = (id) => JSON.parse(document.getElementById(id).textContent);
+
+// What was gzipped and written in base64.
+attnDiag.unzipped = (text) => {
+  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).json();
+};
+
+// Records from the columns that results/packing.py writes.
+attnDiag.unpacked = (columns) => {
+  if (Array.isArray(columns)) return columns;
+  const keys = Object.keys(columns.each ?? columns.items);
+  const parts = Object.values(columns.each ?? columns.items).map(attnDiag.unpacked);
+  return parts[0].map((_, i) => (columns.each ? Object.fromEntries(keys.map((key, k) => [key, parts[k][i]])) : parts.map((part) => part[i])));
 };

@@ -3,6 +3,36 @@ attnDiag.entries = (() => {
   const { finite, number, percent, times } = attnDiag.numbers;
   const { tests, quantities } = attnDiag.vocabulary;
 
+  // The page's diagnosis, what completes a head of it with what its figures show, and where an entry ranks (0: worst).
+  const read = async (id) => {
+    const data = attnDiag.data(id);
+    if (!data.gzip) return { diagnosis: data, complete: async () => {}, rank: () => 0 };
+    const { diagnosis, ranked, together, ...whole } = await attnDiag.unzipped(data.gzip);
+    const heads = attnDiag.unpacked(whole.heads);
+    let used = 0;
+    for (const observation of diagnosis.captures.flatMap((capture) => capture.observations)) {
+      observation.heads = heads.slice(used, used += observation.heads);
+    }
+    const rank = new Map(ranked.map((index, i) => [heads[index], i]));
+    const packed = data.details.length * together;
+    const parts = new Map();
+    const unpack = async (part) => {
+      const found = attnDiag.unpacked(await attnDiag.unzipped(data.details[part]));
+      found.forEach(({ drift, ...rest }, i) => {
+        const head = heads[ranked[part * together + i]];
+        Object.assign(head, rest);
+        for (const [test, points] of Object.entries(drift)) head.bias[test].drift = points;
+      });
+    };
+    const complete = async (head) => {
+      const part = Math.floor(rank.get(head) / together);
+      if (part >= data.details.length) head.left_out = `This page of ${ranked.length} heads holds the figures of the worst ${packed}.`;
+      else if (!parts.has(part)) parts.set(part, unpack(part));
+      await parts.get(part);
+    };
+    return { diagnosis, complete, rank: ({ head }) => rank.get(head) };
+  };
+
   const list = (diagnosis) =>
     diagnosis.captures.flatMap((capture, i) =>
       capture.observations.flatMap((observation, j) =>
@@ -75,5 +105,5 @@ attnDiag.entries = (() => {
     return { all, rows, chosen };
   };
 
-  return { list, name, judged, strongest, quantity, metrics, dimensions, fileName };
+  return { read, list, name, at, judged, strongest, factor, quantity, metrics, dimensions, fileName };
 })();

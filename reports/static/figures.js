@@ -119,5 +119,9 @@ attnDiag.figures = (() => {
     alignment("alignment", "Sign agreement of dO and the error", "fraction of rows", "In an unbiased kernel dO and the error of O share their sign in half of the rows; one feature in a hundred leaves the band by chance, if rows err independently.", "aligned", chance),
     attribution,
   ];
-  return { of: (entry) => all.map((make) => make(entry)), prefix };
+  const of = (entry) => {
+    if (!entry.head.left_out) return all.map((make) => make(entry));
+    return [missing("The figures of this head", `${entry.head.left_out} Run attn-diag inspect --html FILE on its capture alone.`)];
+  };
+  return { of, prefix };
 })();

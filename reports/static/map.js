@@ -3,11 +3,14 @@ attnDiag.map = (() => {
   const { el, theme, options } = attnDiag;
   const { metrics, dimensions, name, judged, fileName } = attnDiag.entries;
 
-  const start = (entries, onChoose) => {
+  // More cells than this are drawn as a picture.
+  const MANY = 1000;
+
+  const start = (entries, onChoose, first) => {
     const card = document.getElementById("overview");
     const place = document.getElementById("map");
     const { all, rows, chosen } = dimensions(entries);
-    const state = { metric: null, picked: {}, current: null, focus: null };
+    const state = { metric: null, picked: {}, current: first, focus: null };
     let grid = null;
     let cells = [];
     let axes = null;
@@ -19,7 +22,8 @@ attnDiag.map = (() => {
     const arrange = () => {
       const seen = visible();
       const columns = [...new Set(seen.map((e) => e.head.head))].sort((a, b) => a - b);
-      const names = all[rows].values.filter((value) => seen.some((e) => all[rows].of(e) === value));
+      const present = new Set(seen.map(all[rows].of));
+      const names = all[rows].values.filter((value) => present.has(value));
       cells = seen.map((entry) => ({ entry, row: names.indexOf(all[rows].of(entry)), column: columns.indexOf(entry.head.head) }));
       axes = { columns, names };
     };
@@ -50,7 +54,7 @@ attnDiag.map = (() => {
       const at = (x) => (x - low) / (high - low);
       const small = axes.columns.length > (narrow ? 6 : 14);
       const rowHeight = cellHeight();
-      const data = cells.map((cell) => {
+      const data = cells.map((cell, index) => {
         const x = position(cell.entry);
         const fill = x === null ? theme.color("empty") : theme.along(colors, at(x));
         const focused = cell === state.focus && keyed();
@@ -59,7 +63,7 @@ attnDiag.map = (() => {
           // ECharts draws no cell without a number; an unknown one has a colour of its own.
           value: [cell.column, cell.row, x ?? low],
           // By number: ECharts copies all that it is given, and a whole diagnosis hangs on a cell.
-          index: cells.indexOf(cell),
+          index,
           itemStyle: { color: fill, borderColor: focused ? theme.color("second") : current ? theme.color("ink") : theme.color("card"), borderWidth: focused || current ? 3 : 2, borderRadius: 4 },
           label: { show: !small, color: x === null ? theme.color("soft") : theme.readable(fill), fontSize: 10.5, fontFamily: theme.font(), formatter: () => short(cell.entry) },
           z: focused || current ? 3 : 1,
@@ -173,7 +177,8 @@ attnDiag.map = (() => {
         follow(key);
         rearrange();
       } }, all[key].values.map((v) => el("option", { value: v }, v.length > 60 ? `${v.slice(0, 59)}…` : v || "–")));
-      state.picked[key] = all[key].values[0];
+      state.picked[key] = all[key].of(first);
+      select.value = state.picked[key];
       choosers.append(el("label", {}, all[key].title, select));
     }
 
@@ -185,9 +190,9 @@ attnDiag.map = (() => {
     grid = el("div", { class: "grid", tabindex: 0, role: "application", onkeydown: onKey, onfocus: () => keyed() && focusOn(state.focus), onblur: () => refresh() });
     place.append(grid, live);
     grid.style.height = `${height()}px`;
-    state.focus = cells[0];
+    state.focus = cellOf(first);
     setMetric(state.metric);
-    chart = attnDiag.charts.draw(grid, option);
+    chart = attnDiag.charts.draw(grid, option, entries.length > MANY ? "canvas" : "svg");
     chart.on("click", ({ data }) => onChoose(cells[data.index].entry));
     // The size of cells and labels follows the card's width.
     let width = place.clientWidth;
@@ -199,6 +204,7 @@ attnDiag.map = (() => {
 
     // Show that ``entry`` is the chosen one; brings its capture and observation into view.
     const show = (entry) => {
+      if (entry === state.current) return undefined;
       let moved = false;
       state.current = entry;
       for (const key of chosen) {

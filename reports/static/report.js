@@ -2,18 +2,23 @@
 (async () => {
   attnDiag.theme.start();
   attnDiag.table.start();
-  const entries = attnDiag.entries.list(await attnDiag.data("attn-diag-diagnosis"));
+  const { diagnosis, complete, rank } = await attnDiag.entries.read("attn-diag-diagnosis");
+  const entries = attnDiag.entries.list(diagnosis);
   if (!entries.length) return;
   const byPlace = new Map(entries.map((entry) => [entry.place, entry]));
   const head = document.getElementById("head");
-  const links = new Map([...document.querySelectorAll("#heads a")].map((link) => [link.getAttribute("href").slice(1), link]));
+  attnDiag.rows.start(entries, rank);
 
   const calm = matchMedia("(prefers-reduced-motion: reduce)");
-  const show = (entry) => {
+  let wanted = null;
+  const show = async (entry) => {
+    wanted = entry;
+    await complete(entry.head);
+    if (wanted !== entry) return;
     attnDiag.head.show(entry);
     map.show(entry);
     document.querySelectorAll("#heads tr.chosen").forEach((row) => row.classList.remove("chosen"));
-    links.get(entry.place)?.closest("tr").classList.add("chosen");
+    document.querySelector(`#heads a[href="#${entry.place}"]`)?.closest("tr").classList.add("chosen");
   };
   const reveal = () => {
     head.scrollIntoView({ behavior: calm.matches ? "auto" : "smooth", block: "start" });
@@ -25,11 +30,12 @@
     else location.hash = entry.place;
   };
   const worst = () => byPlace.get(document.querySelector(".which a")?.getAttribute("href").slice(1)) ?? entries[0];
-  const map = attnDiag.map.start(entries, choose);
+  const asked = byPlace.get(location.hash.slice(1));
+  const map = attnDiag.map.start(entries, choose, asked ?? worst());
 
-  addEventListener("hashchange", () => {
+  addEventListener("hashchange", async () => {
     const entry = byPlace.get(location.hash.slice(1));
-    show(entry ?? worst());
+    await show(entry ?? worst());
     if (entry) reveal();
   });
   // A link to the head that is already shown is no change of the address.
@@ -38,12 +44,11 @@
     if (link && link.getAttribute("href") === location.hash) reveal();
   });
 
-  const asked = byPlace.get(location.hash.slice(1));
   performance.mark("attn-diag-first-chart");
   document.documentElement.dataset.ready = "map";
   // The map first; the details in the next frame.
-  requestAnimationFrame(() => {
-    show(asked ?? worst());
+  requestAnimationFrame(async () => {
+    await show(asked ?? worst());
     if (asked) head.scrollIntoView({ block: "start" });
     document.documentElement.dataset.ready = "yes";
   });

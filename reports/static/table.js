@@ -7,14 +7,42 @@ attnDiag.table = (() => {
   };
   const compare = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));
 
+  // Of a long table not all rows are shown, as a browser takes seconds to lay thousands out: table -> all of them.
+  const long = new Map();
+  const STEP = 400;
+
+  // ``all`` makes the rows of ``table`` in its order; ``button`` shows more of them.
+  const lengthen = (table, all, button) => {
+    const body = table.tBodies[0];
+    let rows = null;
+    const show = (count) => {
+      body.replaceChildren(...rows.slice(0, count));
+      button.hidden = count >= rows.length;
+    };
+    long.set(table, {
+      rows: () => (rows ??= all()),
+      order: (ordered) => {
+        rows = ordered;
+        show(STEP);
+      },
+    });
+    button.hidden = false;
+    button.addEventListener("click", () => {
+      rows ??= all();
+      show(body.rows.length + STEP);
+    });
+  };
+
   const sort = (table, column, descending) => {
     const body = table.tBodies[0];
-    const rows = [...body.rows].map((row, i) => ({ row, i, key: key(row, column) }));
+    const rows = (long.get(table)?.rows() ?? [...body.rows]).map((row, i) => ({ row, i, key: key(row, column) }));
     rows.sort((a, b) => {
       if (a.key === null || b.key === null) return (a.key === null) - (b.key === null) || a.i - b.i;
       return (descending ? -1 : 1) * compare(a.key, b.key) || a.i - b.i;
     });
-    body.append(...rows.map((item) => item.row));
+    const ordered = rows.map((item) => item.row);
+    if (long.has(table)) long.get(table).order(ordered);
+    else body.append(...ordered);
     [...table.tHead.rows[0].cells].forEach((head, i) => {
       if (i === column) head.setAttribute("aria-sort", descending ? "descending" : "ascending");
       else head.removeAttribute("aria-sort");
@@ -32,5 +60,5 @@ attnDiag.table = (() => {
     });
   };
 
-  return { start: () => document.querySelectorAll("table.sortable").forEach(makeSortable) };
+  return { lengthen, start: () => document.querySelectorAll("table.sortable").forEach(makeSortable) };
 })();

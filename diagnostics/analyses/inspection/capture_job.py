@@ -61,7 +61,10 @@ class Runs:
 
 
 class CaptureJob:
-    """One capture on its way through: check, measure head by head, pool."""
+    """One capture on its way through: check, measure head by head, pool.
+
+    Once it has run, only what was found is kept of it, and ``truths``: thousands of captures fit into memory.
+    """
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class CaptureJob:
         # observation -> key head -> "dk" or "dv" -> keys with NaN or Inf
         self.broken_keys: dict[str, dict[int, Counter[str]]] = {}
         self.entries: dict[str, list[Entry]] = {}
+        self.by_key_head: dict[str, tuple[KvHeadDiagnosis, ...]] = {}
         self.shared: dict[int, dict[int, SharedRows]] = {}  # head -> sequence
         self.notes: list[str] = []
         self.patterns = CapturePatterns(capture, device)
@@ -129,15 +133,23 @@ class CaptureJob:
                 for part in parts:
                     self.measured.setdefault(name, {}).setdefault(part.head, []).append(part)
             for name, sums in result.key_sums.items():
+                of_head = self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {})
                 for output, gradient in sums.items():
-                    self.key_sums.setdefault(name, {}).setdefault(result.group.kv_head, {}).setdefault(
-                        output, []
-                    ).append(gradient)
+                    of_head.setdefault(output, []).append(gradient)
             for name, counts in result.broken_keys.items():
                 self.broken_keys.setdefault(name, {}).setdefault(result.group.kv_head, Counter()).update(counts)
             yield len(result.group.heads)
         for name, measured in self.measured.items():
             self.entries[name] = self._pool(name, measured)
+            self.by_key_head[name] = tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {})))
+        self._release()
+
+    def _release(self) -> None:
+        """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
+        self.measured, self.key_sums, self.broken_keys, self.shared = {}, {}, {}, {}
+        self.patterns = CapturePatterns(self.capture, self.device)
+        # What it keeps of x and w_q goes; what it knows of the recipes stays.
+        self.opened = replace(self.opened)
 
     def tested_entries(self) -> Iterable[Entry]:
         """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
@@ -164,17 +176,10 @@ class CaptureJob:
                     emulated=recipe is not None and self.engine == "emulation",
                     outputs=c.observations.get(name, ()),
                     heads=tuple(heads),
-                    kv_heads=tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {}))),
+                    kv_heads=self.by_key_head[name],
                 )
             )
-        shape = {
-            "B": c.batch,
-            "Hq": c.q_heads,
-            "Hk": c.kv_heads,
-            "Tq": c.q_length,
-            "Tk": c.k_length,
-            "D": c.head_dim,
-        }
+        shape = {"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads, "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim}
         nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
         text = {**c.metadata.to_text(), "dtype": str(c.tensors["q"].dtype).removeprefix("torch.")}
         return CaptureDiagnosis(c.source, text, shape, self.assumptions, nonfinite, tuple(observations))

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_LEVEL = 0.01
+_Found = TypeVar("_Found")
 # What inspecting a head leaves behind for its details, of all captures: 146 heads of T = 512 and D = 64, or one of
 # T = 32k and D = 128. Heads beyond it are streamed once more.
 _KEPT_BYTES = 2**28
@@ -153,7 +154,8 @@ def inspect_captures(
         progress: Called with (done, total) after every head.
         unreadable: Inputs that could not be read, for the summary.
         skip: Called with the error of a capture among several that lacks the observation, heads or batch items
-            selected, or whose dtype no recipe covers; it is listed as unreadable too.
+            selected, whose dtype no recipe covers, which changes while it is read, or on which the program itself
+            fails; it is listed as unreadable too.
         merge_ranks: Captures that differ only in their rank become one (see ``attn_diag.captures.merge``), whose batch
             items (or heads) are those of all ranks.
 
@@ -171,24 +173,43 @@ def inspect_captures(
     if merge_ranks:
         chosen, merging = merged_over_ranks(chosen)
     jobs: list[CaptureJob] = []
-    for capture in chosen:
+
+    def usable(source: str, work: Callable[[], _Found]) -> _Found | None:
+        """What ``work`` on one of several captures gives; None, and complained of, where it cannot be used."""
         try:
-            runs = Runs(tuple(recipes), runner, dict(made_by or {}))
-            keep = _KEPT_BYTES // len(chosen) if details else 0
-            jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level, certified, keep))
-        except InputError as error:
+            return work()
+        except Exception as error:
             if skip is None or len(chosen) == 1:
                 raise
-            skip(error)
-            skipped.append(str(error))
+            said = error if isinstance(error, InputError) else _unexpected(source, error)
+            skip(said)
+            skipped.append(str(said))
+            return None
+
+    for capture in chosen:
+        runs = Runs(tuple(recipes), runner, dict(made_by or {}))
+        keep = _KEPT_BYTES // len(chosen) if details else 0
+        make = partial(CaptureJob, capture, selection or Selection(), runs, where, level, certified, keep)
+        if (job := usable(capture.source, make)) is not None:
+            jobs.append(job)
+    total, done = sum(job.head_count for job in jobs), 0
+
+    def run(job: CaptureJob) -> CaptureJob:
+        before = done
+        for count in job.run():
+            before += count
+            if progress is not None:
+                progress(before, total)
+        return job
+
+    ran: list[CaptureJob] = []
+    for job in jobs:
+        if usable(job.capture.source, partial(run, job)) is not None:
+            ran.append(job)
+        done += job.head_count
+    jobs = ran
     if chosen and not jobs:
         raise InputError("none of the captures could be used")
-    total, done = sum(job.head_count for job in jobs), 0
-    for job in jobs:
-        for count in job.run():
-            done += count
-            if progress is not None:
-                progress(done, total)
     tested = [entry for job in jobs for entry in job.tested_entries()]
     adjusted, size = adjust_family(tested)
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
@@ -210,6 +231,12 @@ def inspect_captures(
     if not details:
         return diagnosis
     return with_details(diagnosis, jobs, details, _after(progress, total))
+
+
+def _unexpected(source: str, error: Exception) -> InputError:
+    """For one of many captures: a failure of the program, which is not to cost the report of the others."""
+    what = f"{type(error).__name__}: {error}"
+    return InputError(f"{source}: left out by an internal error ({what}); inspect it alone with --debug to see where")
 
 
 def _after(progress: Progress | None, before: int) -> Progress | None:
@@ -249,9 +276,6 @@ def _nonfinite_words(source: str, found: NonFinite) -> str:
     if found.tensor == "mask":
         return f"{source}: {found.count} NaN or +Inf {where}: leave a key out with -Inf; rows that see it are left out"
     return f"{source}: {found.count} NaN or Inf {where}"
-
-
-_Found = TypeVar("_Found")
 
 
 def with_details(

@@ -1,0 +1,139 @@
+"""Tensors in a safetensors file: read part by part when they are needed, with nothing open or mapped in between.
+
+A mapped file that somebody cuts off kills its reader (SIGBUS), and a system allows a process only so many maps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from attn_diag.errors import InputError
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+}
+# So many bytes are read at once of a tensor whose heads lie between each other (BTHD).
+_BLOCK = 2**24
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as it was when it was opened."""
+
+    path: Path
+    """Where it is, absolute."""
+    state: tuple[int, int, int]
+    """Its number, size and time of change, by which another file of the same name is told from it."""
+
+    @classmethod
+    def at(cls, path: Path) -> StoredFile:
+        """The file that is at ``path`` now."""
+        return cls(path.absolute(), _state(path.stat()))
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Bytes ``start`` to ``start + count``, uint8.
+
+        Raises:
+            InputError: The file is gone, or is not what it was: cut off, written to or replaced.
+        """
+        buffer = torch.empty(count, dtype=torch.uint8)
+        try:
+            with self.path.open("rb") as file:
+                same = _state(os.fstat(file.fileno())) == self.state
+                file.seek(start)
+                same = same and file.readinto(buffer.numpy().data) == count
+        except OSError as error:
+            raise InputError(
+                f"{self.path}: cannot be read any more: {error.strerror}; its tensors are read when they are needed: "
+                "leave it where it is, and begin again"
+            ) from None
+        if not same:
+            raise InputError(
+                f"{self.path}: cut off or overwritten since it was opened; expected it unchanged, as its tensors are "
+                "read when they are needed: begin again"
+            )
+        return buffer
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file; indexing reads just that part."""
+
+    file: StoredFile
+    start: int
+    """Its first byte."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        places = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+        first = tuple(takewhile(lambda place: isinstance(place, int), places))
+        rest, shape, skipped = places[len(first) :], self.shape[len(first) :], 0
+        for place, size in zip(first, self.shape, strict=False):
+            if not -size <= place < size:
+                raise IndexError(f"index {list(first)} of a tensor of shape {list(self.shape)}")
+            skipped = skipped * size + place % size
+        skipped *= math.prod(shape)
+        if rest[:1] != (slice(None),):
+            part = self._read(skipped, shape)
+            return part[rest] if rest else part
+        row = math.prod(shape[1:])
+        step = max(_BLOCK // max(row * self.dtype.itemsize, 1), 1)
+        blocks = [(at, min(step, shape[0] - at)) for at in range(0, max(shape[0], 1), step)]
+        return torch.cat([self._read(skipped + at * row, (count, *shape[1:]))[rest] for at, count in blocks])
+
+    def _read(self, skipped: int, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of this shape, behind so many elements."""
+        size = self.dtype.itemsize
+        raw = self.file.read(self.start + skipped * size, math.prod(shape) * size)
+        return raw.view(self.dtype).view(shape)
+
+
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of a safetensors file, still in it, and its metadata.
+
+    Raises:
+        InputError: It holds a tensor of a type that is not supported.
+        Exception: Whatever else safetensors finds wrong.
+    """
+    file = StoredFile.at(path)
+    # Checks the whole header against the file's size; it ships without types.
+    opened: Any = safe_open(path, framework="pt")
+    with opened as handle:
+        text = handle.metadata() or {}
+    length = int.from_bytes(bytes(file.read(0, 8).numpy()), "little")
+    header = json.loads(bytes(file.read(8, length).numpy()))
+    tensors = {}
+    for name in sorted(header.keys() - {"__metadata__"}):
+        entry = header[name]
+        if entry["dtype"] not in _DTYPES:
+            raise InputError(f"{name} has dtype {entry['dtype']}, which is not supported")
+        start = 8 + length + entry["data_offsets"][0]
+        tensors[name] = StoredTensor(file, start, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    return tensors, text
+
+
+def _state(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_ino, found.st_size, found.st_mtime_ns
