@@ -9,11 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attn_diag.head.beside import beside_well_rounded
 from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarser import operands_noise
 from attn_diag.head.counterfactual import Counterfactuals, covers, directions
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
-from attn_diag.head.quality import ELEMENT_LIMIT, QuantitySample, RowEffect, beside_well_rounded, shared_deltas
+from attn_diag.head.quality import ELEMENT_LIMIT, QuantitySample, RowEffect, shared_deltas
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
     FloatFormat,

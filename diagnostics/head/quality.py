@@ -10,8 +10,8 @@ the counterfactual's by ``ELEMENT_LIMIT`` standard deviations of that noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -19,9 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.head.coarse import TruncatedInputs
-from attn_diag.head.coarser import COARSEST, DRAWS, FEW, SITES, explains
-from attn_diag.head.counterfactual import ALTERNATIVES, RECIPE, Counterfactuals
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.means import effective
 from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioEstimate, paired_ratio
@@ -35,20 +32,12 @@ GROUP_LIMIT = 2.5
 ELEMENT_LIMIT = 8.0
 # One of so many healthy groups may exceed the quantile of its noise.
 _CHANCE = 1e-9
+# No rounding leaves more than so many times the error of the coarsest sane kernel.
+BEYOND = 3.0
 
-# A recipe explains an error where what differs from its output is less than this part of what differs from fa2's.
-_EXPLAINED = 0.25
 # A row that sees one key has dQ = 0: dP and delta cancel. fp32 leaves 2^-22 of the variance that O's rounding would
 # make there; a rounded delta leaves about all of it.
 _ZERO, _SPEAKS = 2.0**-20, 2.0**-6
-# Truncated sums make errors at most so many times larger (1.8 on one-hot rows).
-_TRUNCATED = 2.0
-# No rounding leaves more than so many times the error of the coarsest sane kernel, which is looked at where the error
-# is that of casts to 8 bits instead of the format's own.
-BEYOND, _EIGHT_BITS = 3.0, 3
-# Heads with more scores are not run again for that.
-_MOST_SCORES = 2**24
-
 Array = npt.NDArray[np.float64]
 # Effective number of directions of the noise in some rows ([n] indices), [n].
 Directions = Callable[[Tensor], Tensor]
@@ -260,129 +249,3 @@ def shared_deltas(shares: Tensor, total: float, errors: tuple[Tensor, Tensor] | 
         size = float(one.square().sum() * other.square().sum()) ** 0.5
         correlation = float((one * other).sum()) / size if size else 0.0
     return Carriers(float(effective(shares.sqrt().cpu().numpy())), min(float(shares.sum()) / total, 1.0), correlation)
-
-
-def beside_well_rounded(
-    quantity: str,
-    observed: Tensor,
-    reference: Tensor,
-    total: Callable[[Sequence[dict[str, Tensor]]], Tensor],
-    counterfactuals: Sequence[Counterfactuals | TruncatedInputs],
-    *,
-    variance: Tensor,
-    fmt: FloatFormat,
-    rows: Tensor,
-    fed: Tensor | None,
-    clusters: npt.NDArray[np.int64] | None = None,
-    carriers: Carriers | None = None,
-    directions: Directions | None = None,
-) -> QuantitySample:
-    """Compare one quantity with what well-rounded kernels return for it.
-
-    The recipe "fa2" alone where the error is no larger than its own; else whichever of ``ALTERNATIVES`` is furthest
-    off. What stands out in dQ or dK, and is how a kernel errs whose dS multiplies the cast P, is its rounding.
-
-    Args:
-        quantity: o, dq, dk or dv.
-        observed: [T, D] float64.
-        reference: What is true.
-        total: The quantity from the outputs of the query heads that make it.
-        counterfactuals: Of these heads.
-        variance, fmt, rows, fed, clusters, carriers, directions: As in ``sample``.
-    """
-
-    published = [c for c in counterfactuals if isinstance(c, Counterfactuals)]
-
-    def against(outputs: Sequence[dict[str, Tensor]]) -> QuantitySample:
-        return sample(
-            observed, reference, total(outputs), variance, fmt, rows,
-            fed=fed, clusters=clusters, carriers=carriers, directions=directions,
-        )  # fmt: skip
-
-    def beside(recipe: str, *, tensor_core: bool = False) -> QuantitySample:
-        return against([c.outputs(recipe, tensor_core=tensor_core) for c in published])
-
-    def left(recipe: str) -> tuple[float, float]:
-        """What of the observed tensor differs from the recipe's: squares, and in units of every row's noise."""
-        apart = (observed - total([c.outputs(recipe) for c in published]))[rows].square().sum(1).cpu().numpy()
-        return float(apart.sum()), float((apart / np.maximum(chosen.expected, 1e-300)).sum())
-
-    if len(published) < len(counterfactuals):
-        found_alone = replace(against([c.outputs() for c in counterfactuals]), compared=False)
-        return replace(found_alone, rounding=_as_in_bf16(found_alone, counterfactuals, against))
-    chosen = beside(ALTERNATIVES[0])
-    found = chosen.ratio()
-    if found is not None and found.high > AS_GOOD:
-        others = [beside(alternative) for alternative in ALTERNATIVES[1:]]
-        chosen = max([chosen, *others], key=lambda s: float(s.counterfactual.sum()))
-        found = chosen.ratio()
-    typical = chosen.typical_ratio()
-    accused = found is not None and typical is not None and max(found.low, typical.low) > LOSSY
-    if accused and found is not None and found.factor < _TRUNCATED and all(c.small for c in published):
-        truncated = beside(RECIPE, tensor_core=True)
-        chosen = max(chosen, truncated, key=lambda s: float(s.counterfactual.sum()))
-        found = chosen.ratio()
-    coarse = accused or (found is not None and found.factor > AS_GOOD) or bool(chosen.outlying.any())
-    if quantity in ("dq", "dk") and found is not None and coarse:
-        casting = beside("efficient")
-        same = casting.ratio()
-        pairs = zip(left("efficient"), left(ALTERNATIVES[0]), strict=True)
-        nearer = any(one < _EXPLAINED * other for one, other in pairs)
-        if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
-            return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
-    if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
-        # A right backward that is fed with a coarse L is as far off.
-        fed_with = 0.0 if fed is None else float((fed - reference)[rows].square().sum())
-        coarsest = max(float(beside(COARSEST).counterfactual.sum()), fed_with)
-        chosen = replace(chosen, ceiling=BEYOND**2 * coarsest)
-    stands_out = bool(chosen.outlying.any() or chosen.bad_features.any())
-    open_case = stands_out and float(chosen.error.sum()) <= chosen.ceiling
-    if open_case and max(c.scores for c in published) <= _MOST_SCORES:
-
-        def left_by(site: str) -> list[Tensor]:
-            runs = [[c.outputs(site, draw=draw) for c in published] for draw in range(DRAWS)]
-            return [(total(run) - reference)[rows].square() for run in runs]
-
-        squares, usual = (
-            (made - reference)[rows].square() for made in (observed, total([c.outputs() for c in published]))
-        )
-        expected = torch.maximum(variance, ulp(reference, fmt).square() / 12)[rows]
-        limits, places, columns = _limits_and_marks(chosen, squares)
-
-        def explained(marked: Tensor) -> bool:
-            return bool(marked.any()) and any(
-                explains(squares, usual, expected, left_by(site), marked, limits) for site in SITES
-            )
-
-        return replace(chosen, rounding=explained(places), features_rounding=explained(columns))
-    return chosen
-
-
-def _as_in_bf16(
-    found: QuantitySample,
-    counterfactuals: Sequence[Counterfactuals | TruncatedInputs],
-    against: Callable[[Sequence[dict[str, Tensor]]], QuantitySample],
-) -> bool:
-    """Whether a kernel that multiplies in BF16 is as far off, in all and in nearly every row that stands out."""
-    if not found.outlying.any() and not (found.bad_features > 0).any():
-        return False
-    runs = [c.in_bf16() for c in counterfactuals if isinstance(c, TruncatedInputs)]
-    known = [run for run in runs if run is not None]
-    if len(known) < len(counterfactuals):
-        return False
-    left = against(known).counterfactual
-    # Both are single draws: of an error that is one number a row 1 in 12 is beyond that.
-    beyond = found.error > ELEMENT_LIMIT**2 * (left + found.expected)
-    return bool(found.error.sum() <= LOSSY**2 * left.sum()) and float(beyond.mean()) <= 2 * FEW
-
-
-def _limits_and_marks(found: QuantitySample, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's limit, [n]; rows and elements that stand out, and features that do, bool [n, D]."""
-    yardstick = np.maximum(np.maximum(found.counterfactual, found.expected), found.floor)
-    times = np.where(found.bad_rows > 0, found.bad_rows, np.inf)
-    limits = np.maximum(np.sqrt(found.error / np.maximum(yardstick, 1e-300)) / times, GROUP_LIMIT)
-    places = np.broadcast_to(found.bad_rows[:, None] > 0, squares.shape).copy()
-    places[np.searchsorted(found.rows, found.bad_elements[:, 0]), found.bad_elements[:, 1]] = True
-    columns = np.broadcast_to(found.bad_features > 0, squares.shape).copy()
-    on_device = [torch.from_numpy(a).to(squares.device) for a in (limits, places, columns)]
-    return on_device[0], on_device[1], on_device[2]
