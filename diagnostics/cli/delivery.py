@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attn_diag.errors import InputError
+from attn_diag.printing import say
 
 if TYPE_CHECKING:
     from attn_diag.results.base import Result
@@ -90,7 +91,7 @@ def write_text(target: Path, text: str) -> None:
 
 def complain(error: InputError | str) -> None:
     """Say on stderr what could not be used, or what else is to be known."""
-    print(f"attn-diag: {error}", file=sys.stderr)
+    say(f"attn-diag: {error}")
 
 
 def _print_report(result: Result) -> None:
@@ -100,7 +101,7 @@ def _print_report(result: Result) -> None:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # instead of exiting with 1, which would say that there are findings
 
-    console = Piped(soft_wrap=False)
+    console = Piped(soft_wrap=False, emoji=False)
     for renderable in result.renderables():
         console.print(renderable)
 

@@ -1,0 +1,166 @@
+"""No name that somebody else chose acts where it is shown: every command, log line and exception, on hostile names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from builders import rounded_inputs
+from command_line import Run
+from hostile import hostile_diagnosis
+
+import attn_diag
+
+# What each holds would move the cursor, colour, reorder, forge a line, command a CI system or be rich's markup.
+NAMES = {
+    "controls": "a\n::error file=x::owned\r::add-mask::owned\x85::error::\u2028\x1b[31m\x9b31m\x1b]0;owned\x07"
+    "\x7f\u202e\u2066\u200b",
+    "commands": "::error::owned ##[add-mask]owned ##vso[task.setvariable variable=owned]1",
+    "markup": "[/] [red]owned[/red] [link=owned]:bug:[/link] [bold",
+    "folded": "::warning::owned" * 300,
+    "undecodable": "owned\udcff\udc9b31m",
+}
+
+
+def short(name: str) -> str:
+    """What a file can be called."""
+    return name[:200].replace("/", "|")
+
+
+def text(name: str) -> str:
+    """What a tensor, a key or a note can be called."""
+    return name.encode(errors="replace").decode()
+
+
+def offences(printed: str, allowed: str = "(?!)") -> list[str]:
+    """Lines that do more than be read."""
+    found = []
+    for line in printed.split("\n"):
+        acts = re.match(r"\s*::", line) and not re.match(allowed, line)
+        if acts or re.search(r"##\w*\[", line) or not line.isprintable():
+            found.append(line)
+    return found
+
+
+def capture(folder: Path, name: str) -> Path:
+    """A good capture that says the name wherever it can."""
+    given = rounded_inputs(heads=1)
+    o = given.pop("o")
+    told = {field: text(name) for field in ("kernel", "device", "torch", "notes")}
+    made = attn_diag.Capture.from_tensors(
+        given | {f"{text(name)}.o": o, f"{text(name)}2.o": o.roll(1, -1), text(name): o},
+        causal="top-left", layer=1, step=2, extra={text(name): text(name), "module": text(name)}, **told,
+    )  # fmt: skip
+    # safetensors writes no name that is not UTF-8.
+    return made.save(folder / "captured.safetensors").rename(folder / f"{short(name)}.safetensors")
+
+
+def bad_capture(folder: Path, name: str) -> Path:
+    """A capture that is refused, and says so of its tensors' names."""
+    return saved(folder, name, {text(name): torch.zeros(3), "q": torch.zeros(3)})
+
+
+def saved(folder: Path, name: str, what: object) -> Path:
+    torch.save(what, folder / "saved.pt")
+    return (folder / "saved.pt").rename(folder / f"{short(name)}.pt")
+
+
+def diagnosis(folder: Path, name: str) -> Path:
+    target = folder / f"{short(name)}.json"
+    target.write_text(hostile_diagnosis(text(name)).to_json())
+    return target
+
+
+def dump(folder: Path, name: str) -> Path:
+    given = {text(name) + n: t for n, t in rounded_inputs().items()}
+    return saved(folder, name, {text(name): given, "q": torch.zeros(2), text(name) + "\n": torch.zeros(3)})
+
+
+def script(folder: Path, name: str) -> Path:
+    target = folder / f"{short(name)}.py"
+    target.write_text(
+        "import torch\n"
+        f"name = {text(name)!r}\n"
+        "def f(q):\n"
+        "    with torch.autocast('cpu', torch.bfloat16):\n"
+        "        k = q.float() * 2\n"
+        "        return torch.nn.functional.scaled_dot_product_attention(q, k, k)\n"
+        "f.__code__ = f.__code__.replace(co_name=name, co_qualname=name)\n"
+        "f(torch.ones(1, 1, 4, 8, dtype=torch.bfloat16))\n"
+        "raise ValueError(name)\n"
+    )
+    return target
+
+
+def kernels(folder: Path, name: str) -> str:
+    """A module with a kernel of that name, which is wrong."""
+    (folder / "owned_kernels.py").write_text(
+        f"name = {text(name)!r}\n"
+        "def bad(q, k, v):\n    return v * 2\n"
+        "bad.__name__ = bad.__qualname__ = name\n"
+        "globals()[name] = bad\n"
+    )
+    return f"owned_kernels:{text(name)}"
+
+
+CHECK = ("--cases", "normal", "--no-backward", "--device", "cpu")
+COMMANDS: dict[str, Callable[[Path, str], tuple[object, ...]]] = {
+    "inspect": lambda f, n: ("inspect", capture(f, n)),
+    "inspect details": lambda f, n: ("inspect", capture(f, n), "--details", "1", "--html", f / "page.html"),
+    "inspect plain": lambda f, n: ("inspect", capture(f, n), "--plain", "--fail-on", "lossy"),
+    "inspect json": lambda f, n: ("inspect", capture(f, n), "--json", "-"),
+    "inspect bad": lambda f, n: ("inspect", bad_capture(f, n), capture(f, n)),
+    "inspect refused": lambda f, n: ("inspect", bad_capture(f, n)),
+    "inspect traceback": lambda f, n: ("inspect", bad_capture(f, n), "--debug"),
+    "inspect missing": lambda f, n: ("inspect", f / short(n)),
+    "inspect option": lambda f, n: ("inspect", f"--{text(n)}"),
+    "inspect label": lambda f, n: ("inspect", "--example", "--fail-on", text(n)),
+    "inspect recipe": lambda f, n: ("inspect", "--example", "--recipe", text(n)),
+    "report": lambda f, n: ("report", diagnosis(f, n)),
+    "report plain": lambda f, n: ("report", diagnosis(f, n), "--plain"),
+    "report page": lambda f, n: ("report", diagnosis(f, n), "--html", f / "page.html"),
+    "report of a capture": lambda f, n: ("report", capture(f, n)),
+    "diff": lambda f, n: ("diff", diagnosis(f, n), capture(f, n)),
+    "diff plain": lambda f, n: ("diff", diagnosis(f, n), capture(f, n), "--plain"),
+    "identify": lambda f, n: ("identify", capture(f, n)),
+    "attribute": lambda f, n: ("attribute", capture(f, n)),
+    "attribute two": lambda f, n: ("attribute", capture(f, n), "--observation", text(n)),
+    "what-if": lambda f, n: ("what-if", capture(f, n), "--observation", text(n), "--seeds", "0"),
+    "microscope": lambda f, n: ("microscope", capture(f, n), "--observation", text(n)),
+    "microscope extra": lambda f, n: ("microscope", capture(f, n), short(n)),
+    "figures": lambda f, n: ("figures", capture(f, n), "--html", f / "page.html"),
+    "probe": lambda f, n: ("probe", kernels(f, n), "--device", "cpu"),
+    "probe missing": lambda f, n: ("probe", text(n)),
+    "check": lambda f, n: ("check", kernels(f, n), *CHECK, "--github", "--junit", f / "junit.xml"),
+    "check capture": lambda f, n: ("check", kernels(f, n), *CHECK, "--capture", capture(f, n), "--plain", "--github"),
+    "check stored": lambda f, n: ("check", capture(f, n), "--device", "cpu", "--github", "--junit", f / "junit.xml"),
+    "check baseline": lambda f, n: ("check", "fa2", *CHECK, "--baseline", diagnosis(f, n)),
+    "check saved": lambda f, n: ("check", "fa2", *CHECK, "--baseline", f / short(n), "--save"),
+    "convert": lambda f, n: ("convert", dump(f, n), f / short(n)),
+    "convert mapped": lambda f, n: (
+        "convert", dump(f, n), f / short(n), *(x for k in "qkvo" for x in ("--map", f"{k}={text(n)}.{text(n)}{k}")),
+    ),
+    "convert capture": lambda f, n: ("convert", bad_capture(f, n), f / short(n)),
+    "dtypes": lambda f, n: ("dtypes", script(f, n)),
+    "dtypes plain": lambda f, n: ("dtypes", "--plain", script(f, n)),
+    "no command": lambda f, n: (text(n),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_no_command_prints_what_acts(
+    command: Callable[[Path, str], tuple[object, ...]],
+    name: str,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(*command(tmp_path, name))
+    assert done.code in (0, 1, 2), done.err
+    assert offences(done.out, allowed="::error title=") == []
+    assert offences(done.err) == []
