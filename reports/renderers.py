@@ -84,8 +84,7 @@ class _Inert:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         # A name in brackets would be a style to rich.
-        plain = options.update(markup=False, highlight=False)
-        for line in console.render_lines(self.piece, plain, pad=False):
+        for line in console.render_lines(self.piece, options.update(markup=False), pad=False):
             text = "".join(segment.text for segment in line)
             yield from line if inert(text) == text else [Segment(inert(text))]
             yield Segment.line()

@@ -63,11 +63,11 @@ class Delivery:
         """Print the report (not if ``quiet``), or the JSON alone for ``--json -``; write the JSON and the page."""
         with _stdout():
             if self.json == "-":
-                print(result.to_json())
+                print(result.to_json())  # noqa: T201 - inert already
             elif self.plain and not quiet:
                 from attn_diag.reports.renderers import plain_text
 
-                print(plain_text(result), end="")
+                print(plain_text(result), end="")  # noqa: T201 - inert already
             elif not quiet:
                 _print_report(result)
         if self._json_file is not None:
