@@ -28,11 +28,15 @@ _NOT_ASCII = re.compile(r"[^\n -~]")
 
 
 def printable(text: str) -> str:
-    """A text of others on one line: line breaks and control characters are replaced, the middle of a long one cut."""
+    """A text of others as a part of a line: what is not seen is replaced, the middle of a long one left out.
+
+    Where it may come to stand at the beginning of a line, the line must be ``inert``, too.
+    """
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST - _END]} … ({len(text) - _LONGEST} characters left out) … {text[-_END:]}"
     text = text if text.isascii() else _UNSEEN.sub("�", text)
-    return text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)
+    text = text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)
+    return _ANYWHERE.sub("# ", text)
 
 
 def inert(text: str) -> str:
@@ -64,14 +68,14 @@ def shown(value: _T) -> _T:
     return value
 
 
-def lines(text: str) -> str:
+def printable_lines(text: str) -> str:
     """Lines that are ours, with names of others in them: each ``printable`` and ``inert``."""
     return inert("\n".join(map(printable, text.split("\n"))))
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print ``lines``, on stderr unless ``file`` is given."""
-    print(lines(text), file=sys.stderr if file is None else file)
+    """Print ``printable_lines``, on stderr unless ``file`` is given."""
+    print(printable_lines(text), file=sys.stderr if file is None else file)
 
 
 class _Door(logging.Filter):

@@ -48,14 +48,14 @@ def failure_lines(
     # One line tells of the groups that did not fit.
     room = limit - len(head) - len(foot) - 1
     body: list[str] = []
-    shown = 0
+    told = 0
     for number, group in enumerate(groups[:_MOST_GROUPS], 1):
         lines = _told(number, group, width)
         if len(body) + len(lines) > room:
             break
         body += lines
-        shown += 1
-    if left := groups[shown:]:
+        told += 1
+    if left := groups[told:]:
         kinds = ", ".join(f"{g[0].kind} of {g[0].quantity}" for g in left)
         body.append(
             textwrap.shorten(

@@ -27,7 +27,7 @@ from attn_diag.cli.report import report
 from attn_diag.cli.selftest import selftest
 from attn_diag.cli.what_if import what_if
 from attn_diag.errors import InputError
-from attn_diag.printing import lines, say
+from attn_diag.printing import printable_lines, say
 
 _UNUSABLE = 2
 _INTERNAL = 3
@@ -52,7 +52,7 @@ def _printable_complaints() -> Iterator[None]:
     except Exception as error:
         # click's, or typer's copy of click's.
         if isinstance(message := getattr(error, "message", None), str):
-            error.message = lines(message)  # type: ignore[attr-defined]
+            error.message = printable_lines(message)  # type: ignore[attr-defined]
         raise
 
 

@@ -147,6 +147,6 @@ class AttnDiag:
 
 
 def _failed(*said: str) -> BaseException:
-    from attn_diag.printing import lines
+    from attn_diag.printing import printable_lines
 
-    return pytest.fail.Exception(lines("\n".join(said)), pytrace=False)
+    return pytest.fail.Exception(printable_lines("\n".join(said)), pytrace=False)
