@@ -50,20 +50,20 @@ def inert_json(text: str) -> str:
     return _ANYWHERE.sub(r"\\u0023", text)
 
 
-def shown(value: _T) -> _T:
+def made_printable(value: _T) -> _T:
     """A result with every text in it ``printable``; the same object where all of them are already."""
     if isinstance(value, str):
         return printable(value)  # type: ignore[return-value]
     if isinstance(value, dict):
-        pairs = [(shown(key), shown(item)) for key, item in value.items()]
+        pairs = [(made_printable(key), made_printable(item)) for key, item in value.items()]
         same = all(a is c and b is d for (a, b), (c, d) in zip(pairs, value.items(), strict=True))
         return value if same else dict(pairs)  # type: ignore[return-value]
     if isinstance(value, tuple | list):
-        items = [shown(item) for item in value]
+        items = [made_printable(item) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     if is_dataclass(value):
         held = {f.name: getattr(value, f.name) for f in fields(value)}
-        changed = {name: new for name, old in held.items() if (new := shown(old)) is not old}
+        changed = {name: new for name, old in held.items() if (new := made_printable(old)) is not old}
         return replace(value, **changed) if changed else value  # type: ignore[type-var]
     return value
 

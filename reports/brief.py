@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from attn_diag.printing import printable, shown
+from attn_diag.printing import made_printable, printable
 from attn_diag.reports import layout
 from attn_diag.reports.quantities import CONDITIONING, DQ_ERROR, DW_Q_ERROR, NOISE_FACTOR, labels
 from attn_diag.reports.story import Entry
@@ -61,7 +61,7 @@ def finding_text(found: Any) -> str:
     lines += wrapped("import attn_diag; attn_diag.last_finding(): .capture.save(path), .disarm()", 1)
     if found.diagnosis is None:
         return "\n".join([*lines, *wrapped(f"Not analysed: {found.refused}", 3)])
-    return "\n".join([*lines, brief(shown(found.diagnosis), "attn_diag.last_finding().diagnosis")])
+    return "\n".join([*lines, brief(made_printable(found.diagnosis), "attn_diag.last_finding().diagnosis")])
 
 
 def wrapped(text: str, most: int) -> list[str]:

@@ -7,7 +7,7 @@ import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
-from attn_diag.printing import inert, shown
+from attn_diag.printing import inert, made_printable
 from attn_diag.reports.check import against, suspected, suspects, verdict
 from attn_diag.results.check import KINDS, CheckedCase, CheckReport, Failure, Kind
 from attn_diag.results.wording import plural
@@ -35,7 +35,7 @@ def failure_lines(
         width: Columns of a line.
         limit: The most lines there are.
     """
-    report = shown(report)
+    report = made_printable(report)
     groups = _grouped(report.failures)
     closer = look_closer or next((f.look_closer for g in groups for f in g if f.look_closer), None)
     head = textwrap.wrap(_header(report), width, max_lines=2, placeholder=" ...")
@@ -48,14 +48,14 @@ def failure_lines(
     # One line tells of the groups that did not fit.
     room = limit - len(head) - len(foot) - 1
     body: list[str] = []
-    told = 0
+    shown = 0
     for number, group in enumerate(groups[:_MOST_GROUPS], 1):
         lines = _told(number, group, width)
         if len(body) + len(lines) > room:
             break
         body += lines
-        told += 1
-    if left := groups[told:]:
+        shown += 1
+    if left := groups[shown:]:
         kinds = ", ".join(f"{g[0].kind} of {g[0].quantity}" for g in left)
         body.append(
             textwrap.shorten(
@@ -119,7 +119,7 @@ def _labelled(label: str, text: str, width: int) -> list[str]:
 
 def junit_document(found: CheckReport) -> str:
     """One testsuite: properties name versions and key; a failure's text has message, suspect and command."""
-    found = shown(found)
+    found = made_printable(found)
     suite = ET.Element("testsuite")
     properties = ET.SubElement(suite, "properties")
     tool = found.tool
@@ -185,7 +185,7 @@ def _xml(text: str) -> str:
 
 def workflow_commands(found: CheckReport) -> list[str]:
     """``::error title=…::…``, one a failure, escaped as actions/toolkit's command.ts does."""
-    lines, found = [], shown(found)
+    lines, found = [], made_printable(found)
     for failure in found.failures[:_ANNOTATIONS]:
         title = _property(f"attn-diag check {found.source}: {failure.case}: {failure.kind}")
         suspect = f"\nlooks like: {failure.suspect}" if failure.suspect else ""
@@ -195,7 +195,7 @@ def workflow_commands(found: CheckReport) -> list[str]:
 
 def step_summary(found: CheckReport) -> str:
     """Markdown for $GITHUB_STEP_SUMMARY; names and messages are text, whatever they hold."""
-    found = shown(found)
+    found = made_printable(found)
     mark = "✅" if found.passed else "❌"
     lines = [
         f"### {mark} attn-diag check of {_markdown(found.source)}",

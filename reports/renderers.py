@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from attn_diag.printing import inert, shown
+from attn_diag.printing import inert, made_printable
 from attn_diag.results.base import Result
 
 PLAIN_WIDTH = 120
@@ -130,7 +130,7 @@ def _shown(face: str, result: Any) -> Any:
     if name is None:
         return None
     module, _, function = name.partition(":")
-    given = shown(result) if isinstance(result, Result) else result
+    given = made_printable(result) if isinstance(result, Result) else result
     return getattr(import_module(f"{__package__}.{module}"), function)(given)
 
 

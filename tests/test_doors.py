@@ -114,13 +114,15 @@ def script(folder: Path, name: str) -> Path:
 
 def kernels(folder: Path, name: str) -> str:
     """A module with a kernel of that name, which is wrong."""
-    (folder / "owned_kernels.py").write_text(
+    # Of a module of its own: Python imports each once.
+    module = f"owned_{folder.name}"
+    (folder / f"{module}.py").write_text(
         f"name = {text(name)!r}\n"
         "def bad(q, k, v):\n    return v * 2\n"
         "bad.__name__ = bad.__qualname__ = name\n"
         "globals()[name] = bad\n"
     )
-    return f"owned_kernels:{text(name)}"
+    return f"{module}:{text(name)}"
 
 
 CHECK = ("--cases", "normal", "--no-backward", "--device", "cpu")
@@ -240,12 +242,12 @@ def test_there_is_one_logger() -> None:
 
 @pytest.mark.parametrize("name", ["controls", "commands", "markup"])
 def test_the_pytest_plugin(name: str, pytester: pytest.Pytester) -> None:
-    kernels(pytester.path, NAMES[name])
+    module = kernels(pytester.path, NAMES[name]).partition(":")[0]
     pytester.makepyfile(
-        """
-        import pytest, sys
+        f"""
+        import sys
         sys.path.insert(0, ".")
-        from owned_kernels import bad, name
+        from {module} import bad, name
         def test_checked(attn_diag):
             attn_diag.check_attention(bad, cases=["normal"], backward=False, device="cpu", name=name)
         def test_refused(attn_diag):
