@@ -24,6 +24,7 @@ _UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\
 _AT_LINE_START = re.compile(r"^( *):(?=:)", re.MULTILINE)
 # Of GitHub "##[", of Azure Pipelines "##vso[", of TeamCity "##teamcity[".
 _ANYWHERE = re.compile(r"#(?=#\S{0,12}\[)")
+_NUMBERS = {int, float, bool, type(None)}
 _NOT_ASCII = re.compile(r"[^\n -~]")
 
 
@@ -46,8 +47,16 @@ def inert(text: str) -> str:
 
 def inert_json(text: str) -> str:
     """The same JSON document, with escapes for what a terminal or a CI system would obey."""
-    text = _NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
-    return _ANYWHERE.sub(r"\\u0023", text)
+    # Documents are large: most need no look at each character.
+    if not text.isascii() or "\x7f" in text:
+        text = _NOT_ASCII.sub(lambda found: _escaped(found[0]), text)
+    return _ANYWHERE.sub(r"\\u0023", text) if "##" in text else text
+
+
+def _escaped(character: str) -> str:
+    """As JSON has it, unless it is seen."""
+    seen = character.isprintable() and not _UNSEEN.match(character)
+    return character if seen else json.dumps(character)[1:-1]
 
 
 def made_printable(value: _T) -> _T:
@@ -59,11 +68,14 @@ def made_printable(value: _T) -> _T:
         same = all(a is c and b is d for (a, b), (c, d) in zip(pairs, value.items(), strict=True))
         return value if same else dict(pairs)  # type: ignore[return-value]
     if isinstance(value, tuple | list):
+        if set(map(type, value)) <= _NUMBERS:
+            return value  # many are long
         items = [made_printable(item) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     if is_dataclass(value):
-        held = {f.name: getattr(value, f.name) for f in fields(value)}
-        changed = {name: new for name, old in held.items() if (new := made_printable(old)) is not old}
+        held = [(f.name, getattr(value, f.name)) for f in fields(value)]
+        texts = ((name, old) for name, old in held if type(old) not in _NUMBERS)
+        changed = {name: new for name, old in texts if (new := made_printable(old)) is not old}
         return replace(value, **changed) if changed else value  # type: ignore[type-var]
     return value
 
