@@ -141,7 +141,8 @@ COMMANDS: dict[str, Command] = {
     "report plain": lambda f, n: ("report", diagnosis(f, n), "--plain"),
     "report page": lambda f, n: ("report", diagnosis(f, n), "--html", f / "page.html"),
     "report of a capture": lambda f, n: ("report", capture(f, n)),
-    "diff": lambda f, n: ("diff", diagnosis(f, n), diagnosis(f, n)),
+    "diff": lambda f, n: ("diff", capture(f, n), capture(f, n)),
+    "diff edited": lambda f, n: ("diff", diagnosis(f, n), diagnosis(f, n)),
     "diff plain": lambda f, n: ("diff", diagnosis(f, n), capture(f, n), "--plain"),
     "identify": lambda f, n: ("identify", capture(f, n)),
     "attribute": lambda f, n: ("attribute", capture(f, n), "--observation", text(n)),
@@ -267,3 +268,10 @@ def test_the_pytest_plugin(name: str, pytester: pytest.Pytester) -> None:
     for printed in (done.stdout.str(), (pytester.path / "junit.xml").read_text()):
         assert "owned" in printed
         assert offences(printed) == []
+
+
+def test_the_promises_name_tests_that_exist() -> None:
+    root = Path(__file__).parent.parent
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", (root / "SECURITY.md").read_text())
+    assert len(named) > 10
+    assert not [(file, test) for file, test in named if f"\ndef {test}(" not in (root / file).read_text()]
