@@ -150,7 +150,7 @@ COMMANDS: dict[str, Command] = {
     "microscope": lambda f, n: ("microscope", capture(f, n), "--observation", text(n)),
     "microscope extra": lambda f, n: ("microscope", capture(f, n), short(n)),
     "figures": lambda f, n: ("figures", capture(f, n), "--html", f / "page.html"),
-    "probe": lambda f, n: ("probe", kernels(f, n), "--shape", "1,1,64,16", "--device", "cpu"),
+    "probe": lambda f, n: ("probe", kernels(f, n), "--probes", "ones", "--shape", "1,1,64,16", "--device", "cpu"),
     "probe missing": lambda _, n: ("probe", text(n)),
     "check": lambda f, n: ("check", kernels(f, n), *CHECK, "--github", "--junit", f / "junit.xml"),
     "check capture": lambda f, n: ("check", kernels(f, n), *CHECK, "--capture", capture(f, n), "--plain", "--github"),
