@@ -11,12 +11,13 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from attn_diag.printing import made_printable, printable
 from attn_diag.reports import layout
 from attn_diag.reports.quantities import CONDITIONING, DQ_ERROR, DW_Q_ERROR, NOISE_FACTOR, labels
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 from attn_diag.results.explanation import Explanation
-from attn_diag.results.wording import file_name, head_name, printable
+from attn_diag.results.wording import file_name, head_name
 
 WIDTH = 80
 # Lines that each part may take; with a head line, and the 5 of ``break_if`` before them, they are 25 at most.
@@ -60,16 +61,18 @@ def finding_text(found: Any) -> str:
     lines += wrapped("import attn_diag; attn_diag.last_finding(): .capture.save(path), .disarm()", 1)
     if found.diagnosis is None:
         return "\n".join([*lines, *wrapped(f"Not analysed: {found.refused}", 3)])
-    return "\n".join([*lines, brief(found.diagnosis, "attn_diag.last_finding().diagnosis")])
+    return "\n".join([*lines, brief(made_printable(found.diagnosis), "attn_diag.last_finding().diagnosis")])
 
 
 def wrapped(text: str, most: int) -> list[str]:
     """``text`` in at most ``most`` lines of 80 columns, the later ones indented by two; cut with an ellipsis."""
     console = Console(width=WIDTH, color_system=None)
-    first, *rest = Text(printable(text)).wrap(console, WIDTH)
+    # A finding is no result: its names come as they are.
+    text = printable(text)
+    first, *rest = Text(text).wrap(console, WIDTH)
     lines = [first.plain.rstrip()]
     if rest:
-        following = Text(printable(text)[len(first.plain) :].lstrip())
+        following = Text(text[len(first.plain) :].lstrip())
         lines += [f"  {line.plain.rstrip()}" for line in following.wrap(console, WIDTH - 2)]
     return lines if len(lines) <= most else [*lines[: most - 1], _cut(lines[most - 1] + " …" * WIDTH, WIDTH)]
 
@@ -102,7 +105,7 @@ def _row(entry: Entry, *, observation: bool, source: bool) -> str:
     where = [f"step {step}"] if (step := capture.metadata.get("step")) else []
     where += [made.name] if observation else []
     where += [file_name(capture.source)] if source else []
-    return _cut(cells + printable(", ".join(where)), WIDTH)
+    return _cut(cells + ", ".join(where), WIDTH)
 
 
 def _worst(head: HeadDiagnosis) -> Iterator[str]:
@@ -130,7 +133,7 @@ def explanation_renderables(found: Explanation) -> Iterator[RenderableType]:
     yield Text(_explained(found), style="bold")
     for paragraph in found.paragraphs:
         yield Text(paragraph.title, style="bold dim")
-        yield layout.indented(Text(printable(paragraph.text)))
+        yield layout.indented(Text(paragraph.text))
 
 
 def explanation_text(found: Explanation) -> str:
@@ -147,4 +150,4 @@ def explanation_html(found: Explanation) -> str:
 def _explained(found: Explanation) -> str:
     place = f"head {found.head}" if found.layer is None else f"layer {found.layer} head {found.head}"
     verdict = "no verdict" if found.labels is None else ", ".join(found.labels)
-    return printable(f"{found.observation}, {place}: {verdict}")
+    return f"{found.observation}, {place}: {verdict}"

@@ -11,7 +11,7 @@ from rich.text import Text
 from attn_diag.reports import layout, words
 from attn_diag.reports.quantities import NOISE_FACTOR
 from attn_diag.results.check import BROKEN, CheckedBias, CheckedCase, CheckReport, Failure, Size
-from attn_diag.results.wording import DASH, SYMBOLS, percent, plural, printable
+from attn_diag.results.wording import DASH, SYMBOLS, percent, plural
 
 _SIZES = {"o": "O\nulp", "delta": NOISE_FACTOR.heading} | {name: SYMBOLS[name] for name in ("dq", "dk", "dv")}
 # Names of so many failures a kind; the rest are in the JSON.
@@ -20,7 +20,7 @@ _SHOWN = 12
 
 def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
-    yield layout.heading(f"check of {printable(found.source)}")
+    yield layout.heading(f"check of {found.source}")
     yield Text(verdict(found), style="bold green" if found.passed else "bold red")
     yield layout.note(against(found))
     failures = [f"[{failure.kind}] {failure.message}" for failure in found.failures]
@@ -28,9 +28,9 @@ def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
     for suspect in suspects(found):
         yield layout.bullet("→", suspect)
     for command in dict.fromkeys(f.look_closer for f in found.failures[:1] if f.look_closer):
-        yield layout.bullet("?", f"look closer: {printable(command)}")
+        yield layout.bullet("?", f"look closer: {command}")
     if found.baseline and found.failures and not any(f.kind in BROKEN for f in found.failures):
-        yield layout.bullet("?", f"accept: the same with --baseline {printable(found.baseline)} --update")
+        yield layout.bullet("?", f"accept: the same with --baseline {found.baseline} --update")
     yield from layout.bullets("-", found.notes, _SHOWN, "… and {} more notes (--json has all)")
     yield Text("")
     yield _table(found)
@@ -43,7 +43,7 @@ def verdict(found: CheckReport) -> str:
     """The outcome in a sentence."""
     cases = plural(len(found.cases), "case")
     if found.saved is not None:
-        return f"{found.saved}: {cases} of {printable(found.source)}"
+        return f"{found.saved}: {cases} of {found.source}"
     if found.passed:
         compared = any(case.same_bits is not None for case in found.cases)
         bits = "; bits were NOT compared" if found.exact and not compared else ""
@@ -55,15 +55,15 @@ def verdict(found: CheckReport) -> str:
 def against(found: CheckReport) -> str:
     """What the kernel was compared with."""
     if found.baseline_key is not None:
-        return printable(f"{found.backend}; against {found.baseline}: {found.baseline_key}")
+        return f"{found.backend}; against {found.baseline}: {found.baseline_key}"
     what = "the key of the entry" if found.saved else "no baseline; key"
-    return printable(f"{found.backend}; {what}: {found.key}")
+    return f"{found.backend}; {what}: {found.key}"
 
 
 def suspects(found: CheckReport) -> list[str]:
     """What was found to have changed, or that nothing was."""
     if named := suspected(found.failures):
-        return [printable(f"looks like: {name}") for name in named]
+        return [f"looks like: {name}" for name in named]
     if any(f.kind in ("bias", "lossy", "growth", "bits") for f in found.failures):
         return ["no single change of a published recipe that is known here makes these bits"]
     return []
@@ -90,7 +90,7 @@ def _table(found: CheckReport) -> Table:
     for case in found.cases:
         kinds = list(dict.fromkeys(f.kind for f in found.failures if f.case == case.name))
         table.add_row(
-            printable(case.name),
+            case.name,
             _bias(case.biases.get("o_away_excess")),
             *(_size(n, case.sizes.get(n)) for n in sizes),
             _bits(case),

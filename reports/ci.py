@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import html
-import re
 import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
+from attn_diag.printing import inert, made_printable
 from attn_diag.reports.check import against, suspected, suspects, verdict
 from attn_diag.results.check import KINDS, CheckedCase, CheckReport, Failure, Kind
-from attn_diag.results.wording import plural, printable
+from attn_diag.results.wording import plural
 
 # The gravest first: what is not this attention at all needs no words on its bias.
 _ORDER = ("fit", "nonfinite", "wrong", "determinism", "bias", "lossy", "growth", "bits")
@@ -19,8 +19,6 @@ _MESSAGE_LINES = 4
 _MOST_GROUPS, _MOST_SUSPECTS = 4, 2
 # GitHub shows ten annotations of a step.
 _ANNOTATIONS = 10
-# What XML 1.0 (section 2.2) has no way to say.
-_FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def failure_lines(
@@ -37,6 +35,7 @@ def failure_lines(
         width: Columns of a line.
         limit: The most lines there are.
     """
+    report = made_printable(report)
     groups = _grouped(report.failures)
     closer = look_closer or next((f.look_closer for g in groups for f in g if f.look_closer), None)
     head = textwrap.wrap(_header(report), width, max_lines=2, placeholder=" ...")
@@ -44,8 +43,8 @@ def failure_lines(
         head += _labelled("suspect", suspect, width)
     foot = _labelled("compared", _compared(report), width)
     # Commands stay on one line, to be copied.
-    foot += [f"{'look closer':{_LABEL}}{printable(closer)}"] if closer else []
-    foot += [f"{'accept':{_LABEL}}{printable(accept)}"] if accept else []
+    foot += [f"{'look closer':{_LABEL}}{closer}"] if closer else []
+    foot += [f"{'accept':{_LABEL}}{accept}"] if accept else []
     # One line tells of the groups that did not fit.
     room = limit - len(head) - len(foot) - 1
     body: list[str] = []
@@ -57,7 +56,7 @@ def failure_lines(
         body += lines
         shown += 1
     if left := groups[shown:]:
-        kinds = ", ".join(f"{g[0].kind} of {printable(g[0].quantity)}" for g in left)
+        kinds = ", ".join(f"{g[0].kind} of {g[0].quantity}" for g in left)
         body.append(
             textwrap.shorten(
                 f"... and {plural(sum(map(len, left)), 'more failure')}: {kinds}", width, placeholder=" ..."
@@ -81,7 +80,7 @@ def _grouped(failures: Sequence[Failure]) -> list[list[Failure]]:
 def _header(report: CheckReport) -> str:
     failing = len({f.case for f in report.failures})
     where = f"{report.backend}, level {report.level:g}"
-    return f"attn-diag: {printable(report.source)} fails {failing} of {plural(len(report.cases), 'case')} ({where})"
+    return f"attn-diag: {report.source} fails {failing} of {plural(len(report.cases), 'case')} ({where})"
 
 
 def _told(number: int, group: Sequence[Failure], width: int) -> list[str]:
@@ -102,7 +101,7 @@ def _compared(report: CheckReport) -> str:
 def _wrapped(start: str, text: str, width: int, most: int, *, indent: int = 3, whole: bool = False) -> list[str]:
     """``text`` after ``start`` in at most so many lines; ``whole``: words are not broken."""
     return textwrap.wrap(
-        printable(text),
+        text,
         width,
         initial_indent=start,
         subsequent_indent=" " * indent,
@@ -120,6 +119,7 @@ def _labelled(label: str, text: str, width: int) -> list[str]:
 
 def junit_document(found: CheckReport) -> str:
     """One testsuite: properties name versions and key; a failure's text has message, suspect and command."""
+    found = made_printable(found)
     suite = ET.Element("testsuite")
     properties = ET.SubElement(suite, "properties")
     tool = found.tool
@@ -179,12 +179,13 @@ def _failure_text(failure: Failure) -> str:
 
 
 def _xml(text: str) -> str:
-    return _FORBIDDEN.sub("\ufffd", text)
+    """Lines for whoever prints them. What XML 1.0 (section 2.2) has no way to say was replaced already."""
+    return inert(text)
 
 
 def workflow_commands(found: CheckReport) -> list[str]:
     """``::error title=…::…``, one a failure, escaped as actions/toolkit's command.ts does."""
-    lines = []
+    lines, found = [], made_printable(found)
     for failure in found.failures[:_ANNOTATIONS]:
         title = _property(f"attn-diag check {found.source}: {failure.case}: {failure.kind}")
         suspect = f"\nlooks like: {failure.suspect}" if failure.suspect else ""
@@ -194,6 +195,7 @@ def workflow_commands(found: CheckReport) -> list[str]:
 
 def step_summary(found: CheckReport) -> str:
     """Markdown for $GITHUB_STEP_SUMMARY; names and messages are text, whatever they hold."""
+    found = made_printable(found)
     mark = "✅" if found.passed else "❌"
     lines = [
         f"### {mark} attn-diag check of {_markdown(found.source)}",
@@ -212,19 +214,14 @@ def step_summary(found: CheckReport) -> str:
 
 
 def _data(text: str) -> str:
-    return _lines(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return inert(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def _lines(text: str) -> str:
-    """Control characters but line breaks out: a log shows them, or obeys them."""
-    return "".join(c if c.isprintable() or c in "\r\n" else "�" for c in text)
-
-
 def _markdown(text: str) -> str:
     """As text in a table's cell: no HTML, no Markdown, no line break."""
-    plain = html.escape(printable(text), quote=False)
+    plain = html.escape(text, quote=False)
     return "".join(f"&#{ord(c)};" if c in "\\`*_{}[]()#+!|~@:" else c for c in plain)

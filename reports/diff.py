@@ -13,7 +13,7 @@ from rich.text import Text
 from attn_diag.reports import layout, words
 from attn_diag.reports.quantities import DQ_ERROR, NOISE_FACTOR, QUANTITIES, TESTS, PrimaryTest, Quantity
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, Outcome, Side, SizeChange
-from attn_diag.results.wording import DASH, file_name, head_name, number, printable, signed
+from attn_diag.results.wording import DASH, file_name, head_name, number, signed
 
 _STYLES: dict[Outcome, str] = {
     "became-biased": "bold red",
@@ -67,12 +67,12 @@ def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
 
 def diff_lines(found: Comparison) -> Iterator[str]:
     """The report for a log: one fact a line, its kind first."""
-    yield layout.line("summary", printable(found.summary))
-    yield layout.line("A", printable(_side(found.a)))
-    yield layout.line("B", printable(_side(found.b)))
+    yield layout.line("summary", found.summary)
+    yield layout.line("A", _side(found.a))
+    yield layout.line("B", _side(found.b))
     for unread in (*found.a.unreadable, *found.b.unreadable):
-        yield layout.line("warning", f"not read: {printable(unread)}")
-    yield layout.line("matched", printable("; ".join(found.matched_by)))
+        yield layout.line("warning", f"not read: {unread}")
+    yield layout.line("matched", "; ".join(found.matched_by))
     for entry in found.entries:
         place = _name(found, entry).replace(" ", "_")
         outcomes = ",".join(entry.outcomes) or "unchanged"
@@ -83,9 +83,9 @@ def diff_lines(found: Comparison) -> Iterator[str]:
             yield layout.line("mean", place, mean.name, _mean_words(mean))
         for size in entry.sizes:
             yield layout.line("size", place, size.name, _size_words(size))
-        yield from (layout.line("note", place, printable(note)) for note in entry.notes)
+        yield from (layout.line("note", place, note) for note in entry.notes)
     for item in found.unmatched:
-        yield layout.line("unmatched", item.side, printable(f"{item.what}: {item.reason}"))
+        yield layout.line("unmatched", item.side, f"{item.what}: {item.reason}")
     for note in (*found.notes, _method(found)):
         yield layout.line("note", note)
     yield from (layout.line("tool", tool) for tool in _tools(found))
@@ -114,7 +114,7 @@ def _name(found: Comparison, entry: HeadComparison) -> str:
         parts.append(entry.b_observation if both else f"{entry.a_observation}/{entry.b_observation}")
     if len({e.b_source for e in found.entries}) > 1:
         parts.append(file_name(entry.b_source))
-    return printable(" ".join(parts))
+    return " ".join(parts)
 
 
 def _changes(found: Comparison, entries: list[HeadComparison], options: ConsoleOptions) -> Iterator[RenderableType]:

@@ -14,7 +14,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.results.diagnosis import BiasEstimate
-from attn_diag.results.wording import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-~=+*#"
@@ -48,13 +47,13 @@ def note(text: str) -> Text:
 
 
 def paragraph(text: str, style: str = "") -> RenderableType:
-    """Text wrapped to the console's width, printable characters only."""
-    return Hanging("", Text(printable(text), style=style))
+    """Text wrapped to the console's width."""
+    return Hanging("", Text(text, style=style))
 
 
 def bullet(mark: str, text: str | Text) -> RenderableType:
     """A line with a mark before it, wrapped beside the mark."""
-    return Hanging(f"{mark:>3} ", text if isinstance(text, Text) else Text(printable(text)))
+    return Hanging(f"{mark:>3} ", text if isinstance(text, Text) else Text(text))
 
 
 def bullets(mark: str, texts: Sequence[str], most: int, left: str) -> Iterator[RenderableType]:

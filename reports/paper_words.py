@@ -24,7 +24,7 @@ from attn_diag.results.paper import (
     TriggerCounts,
     Triggers,
 )
-from attn_diag.results.wording import head_name, percent, plural, printable
+from attn_diag.results.wording import head_name, percent, plural
 
 PAPER = "Qiu & Yao, arXiv 2510.04212"
 TITLES = {
@@ -47,7 +47,7 @@ def paper_renderables(f: PaperFigures) -> Iterator[RenderableType]:
     yield Text(f"Figures after {PAPER}", style="bold")
     yield Text(lead(f))
     for note in f.notes:
-        yield Text(f"note: {printable(note)}", style="yellow")
+        yield Text(f"note: {note}", style="yellow")
     for name, title in TITLES.items():
         lines = _lines(f, name)
         if lines:
@@ -56,7 +56,7 @@ def paper_renderables(f: PaperFigures) -> Iterator[RenderableType]:
     if f.missing:
         yield layout.section("Not drawn")
         for name, reason in f.missing.items():
-            yield Text(f"{TITLES[name].split(':')[0]}: {printable(reason)}")
+            yield Text(f"{TITLES[name].split(':')[0]}: {reason}")
     yield Rule(style="dim")
     yield layout.note(f"{CAVEAT}\n{words.tool_line(f.tool)}")
 

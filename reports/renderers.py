@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
+from attn_diag.printing import inert, made_printable
 from attn_diag.results.base import Result
 
 PLAIN_WIDTH = 120
@@ -74,9 +76,23 @@ _RENDERERS = {
 }
 
 
+@dataclass(frozen=True)
+class _Inert:
+    """A piece of a report: no text in it is markup, and no line that it is drawn in a CI system's command."""
+
+    piece: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        # A name in brackets would be a style to rich.
+        for line in console.render_lines(self.piece, options.update(markup=False), pad=False):
+            text = "".join(segment.text for segment in line)
+            yield from line if inert(text) == text else [Segment(inert(text))]
+            yield Segment.line()
+
+
 def renderables(result: Result) -> Iterator[RenderableType]:
     """The report of any result, piece by piece, for a rich console."""
-    yield from _shown("terminal", result)
+    yield from map(_Inert, _shown("terminal", result))
 
 
 def plain_text(result: Result) -> str:
@@ -85,13 +101,13 @@ def plain_text(result: Result) -> str:
     Letters of other scripts, as in a file's name, stay.
     """
     lines = _shown("plain", result) or _drawn_in_ascii(result).splitlines()
-    return "".join(f"{line.translate(_OURS).rstrip()}\n" for line in lines)
+    return "".join(f"{inert(line.translate(_OURS)).rstrip()}\n" for line in lines)
 
 
 def prompt(result: Any) -> str | None:
     """What a debugger's prompt shows of it; None where that is one line of no report."""
     text: str | None = _shown("prompt", result)
-    return text
+    return text and inert(text)
 
 
 def notebook(result: Result) -> str | None:
@@ -114,7 +130,8 @@ def _shown(face: str, result: Any) -> Any:
     if name is None:
         return None
     module, _, function = name.partition(":")
-    return getattr(import_module(f"{__package__}.{module}"), function)(result)
+    given = made_printable(result) if isinstance(result, Result) else result
+    return getattr(import_module(f"{__package__}.{module}"), function)(given)
 
 
 class _Ascii(io.StringIO):
@@ -125,7 +142,9 @@ class _Ascii(io.StringIO):
 
 def _drawn_in_ascii(result: Result) -> str:
     buffer = _Ascii()
-    console = Console(file=buffer, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, safe_box=True)
+    console = Console(
+        file=buffer, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, safe_box=True, emoji=False
+    )
     for renderable in renderables(result):
         console.print(renderable)
     return buffer.getvalue()

@@ -9,7 +9,7 @@ from attn_diag.reports import words
 from attn_diag.reports.quantities import DQ_ERROR, LETTERS, label_names, tested
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
 from attn_diag.results.quality import Answer, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, printable, times, together
+from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, times, together
 
 # Where an interval begins of a quantity that is lossy by its own size, not by that of its typical row.
 _LOSSY = 1.25
@@ -33,7 +33,7 @@ def headline(diagnosis: Diagnosis) -> str:
     refused = next((c for c in diagnosis.captures if c.unjudged), None)
     if refused is None:
         return "No verdict: nothing could be judged."
-    return f"No verdict: {file_name(refused.source)}: {printable(refused.assumptions.message)}"
+    return f"No verdict: {file_name(refused.source)}: {refused.assumptions.message}"
 
 
 def _count(found: list[Entry], judged: list[Entry], adjective: str) -> str:
@@ -52,7 +52,7 @@ def _answered(entry: Entry, answer: Answer) -> list[QuantityVerdict]:
 
 
 def _said(words: str) -> str:
-    return printable(words).rstrip(".")
+    return words.rstrip(".")
 
 
 def _right(entry: Entry) -> str:
@@ -114,7 +114,7 @@ def _lossy(found: list[Entry], judged: list[Entry]) -> str:
         found, key=lambda e: max((q.factor or 0.0 for q in _answered(e, "lossy")), default=e[2].noise_factor or 0)
     )
     said = {q.quantity: p.words for q in _answered(worst, "lossy") for p in q.patterns[:1]}
-    why = "".join(f" {SYMBOLS[quantity]}: {printable(words)}." for quantity, words in said.items())
+    why = "".join(f" {SYMBOLS[quantity]}: {words}." for quantity, words in said.items())
     biased = " It is biased too." if "biased" in label_names(worst[2]) else ""
     return f"LOSSY in {Names(judged).name(worst)}: {_coarse(worst)}.{why}{biased}{_count(found, judged, 'lossy')}"
 
@@ -137,7 +137,7 @@ def _undecided(found: list[Entry], judged: list[Entry]) -> str:
     open_ = _answered(found[0], "undecided")
     if open_ and verdict is not None and reason == open_[0].words:
         reason = f"{_said(reason)}: not clearly as good as one (up to 1.1 times), nor clearly lossy (above 1.25)."
-    return f"UNDECIDED in {Names(judged).name(found[0])}: {printable(reason)}{_count(found, judged, 'undecided')}"
+    return f"UNDECIDED in {Names(judged).name(found[0])}: {reason}{_count(found, judged, 'undecided')}"
 
 
 def _clean(found: list[Entry], judged: list[Entry]) -> str:
@@ -190,7 +190,7 @@ def next_steps(diagnosis: Diagnosis) -> list[str]:
             continue
         more = f" and {len(others)} more" if others else ""
         who = "" if len(judged) == 1 or label == "clean" else f"{label} ({names.name(entry)}{more}): "
-        steps.append(who + printable(suggestion))
+        steps.append(who + suggestion)
     return steps
 
 
@@ -200,7 +200,7 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     if not judged or "clean" in label_names(judged[0][2]):
         return []
     capture, observation, head = judged[0]
-    source = printable(capture.source)
+    source = capture.source
     if not source.endswith((".safetensors", ".pt", ".npz")):
         return []
     arguments = ["--example"] if source.startswith("example ") else [shlex.quote(source)]
@@ -208,7 +208,7 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     if head.batch is not None and capture.shape.get("B", 1) > 1:
         arguments += ["--batch", str(head.batch)]
     if len(capture.observations) > 1 and not observation.emulated:
-        arguments += ["--observation", shlex.quote(printable(observation.name))]
+        arguments += ["--observation", shlex.quote(observation.name)]
     if {"wrong", "nonfinite"} & set(label_names(head)):
         return []  # no rounding makes it
     questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
@@ -229,9 +229,9 @@ class Names:
     def where(self, entry: Entry) -> list[str]:
         """Observation, step and file of an entry, as far as they tell it apart."""
         capture, observation, _ = entry
-        parts = [printable(observation.name)] if self._observations else []
+        parts = [observation.name] if self._observations else []
         if self._steps and "step" in capture.metadata:
-            parts.append(f"step {printable(capture.metadata['step'])}")
+            parts.append(f"step {capture.metadata['step']}")
         return [*parts, file_name(capture.source).removesuffix(".safetensors")] if self._files else parts
 
     def name(self, entry: Entry) -> str:

@@ -42,7 +42,7 @@ from attn_diag.reports.quantities import (
 )
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, severity
-from attn_diag.results.wording import DASH, SYMBOLS, head_name, printable
+from attn_diag.results.wording import DASH, SYMBOLS, head_name
 
 _MAX_ROWS = 16
 _MAX_DETAILS, _MAX_FACTS = 3, 16
@@ -114,7 +114,7 @@ def _heads(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[RenderableTyp
             if len({(head.layer, head.head) for _, _, head in named}) >= _LEAST_MAPPED:
                 captures = len({id(capture) for capture, _, _ in named})
                 worst = f" (the worst of {captures} captures)" if captures > 1 else ""
-                yield from layout.title(f"All heads of {printable(name)}, layer by layer{worst}")
+                yield from layout.title(f"All heads of {name}, layer by layer{worst}")
                 yield HeadMap(named)
 
 
@@ -254,9 +254,9 @@ def _capture(capture: CaptureDiagnosis) -> Iterator[RenderableType]:
     if notes := capture.metadata.get("notes"):
         yield layout.bullet(" ", f"notes: {notes}")
     if capture.assumptions.defaults:
-        yield layout.bullet(" ", Text(f"assumed: {printable(', '.join(capture.assumptions.defaults))}", "yellow"))
+        yield layout.bullet(" ", Text(f"assumed: {', '.join(capture.assumptions.defaults)}", "yellow"))
     style = "bold red" if capture.unjudged else ""
-    yield layout.bullet(" ", Text(f"assumptions: {printable(capture.assumptions.message)}", style))
+    yield layout.bullet(" ", Text(f"assumptions: {capture.assumptions.message}", style))
     for observation in capture.observations:
         yield layout.bullet(" ", words.observation_line(observation))
 
@@ -265,8 +265,8 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """A diagnosis: the verdict, what to do, every head in one line, and the facts of the worst ones."""
     entries = story.judged_entries(diagnosis)
     yield layout.line("verdict", story.headline(diagnosis))
-    yield layout.line("summary", printable(diagnosis.summary.sentence))
-    yield from (layout.line("warning", printable(w)) for w in words.warnings(diagnosis))
+    yield layout.line("summary", diagnosis.summary.sentence)
+    yield from (layout.line("warning", w) for w in words.warnings(diagnosis))
     yield from (layout.line("next", step) for step in story.next_steps(diagnosis))
     yield from (layout.line("next", f"{question}: {command}") for question, command in story.commands(diagnosis))
     names = story.Names(entries)
@@ -279,11 +279,11 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
             "note", f"facts of {len(faulty) - _MAX_FACTS} more heads: choose them with --head, or use --json"
         )
     for capture in diagnosis.captures:
-        source = printable(capture.source)
+        source = capture.source
         yield layout.line("capture", f"{source}: {words.shape(capture)}")
         if capture.assumptions.defaults:
-            yield layout.line("capture", f"{source}: assumed: {printable(', '.join(capture.assumptions.defaults))}")
-        yield layout.line("capture", f"{source}: assumptions: {printable(capture.assumptions.message)}")
+            yield layout.line("capture", f"{source}: assumed: {', '.join(capture.assumptions.defaults)}")
+        yield layout.line("capture", f"{source}: assumptions: {capture.assumptions.message}")
         for observation in capture.observations:
             yield layout.line("capture", f"{source}: {words.observation_line(observation)}")
     yield layout.line("family", words.family_line(diagnosis))
@@ -309,7 +309,7 @@ def _facts(entry: Entry, place: str) -> Iterator[str]:
     head = entry[2]
     assert head.verdict is not None
     for reason in head.verdict.reasons:
-        yield layout.line("reason", place, printable(reason))
+        yield layout.line("reason", place, reason)
     for q in head.quantities:
         low, high = q.factor_ci95 or (None, None)
         figures = (("factor", q.factor), ("low", low), ("high", high), ("error", q.relative_error))
@@ -322,4 +322,4 @@ def _facts(entry: Entry, place: str) -> Iterator[str]:
         yield layout.line(
             "drift", place, f"error of delta summed over the rows {words.drift_words(head.bias.delta, drawn)}"
         )
-    yield from (layout.line("fact", place, printable(text)) for text in words.numbers(head))
+    yield from (layout.line("fact", place, text) for text in words.numbers(head))

@@ -15,7 +15,7 @@ from attn_diag.results.diagnosis import (
     HeadDiagnosis,
     ObservationDiagnosis,
 )
-from attn_diag.results.wording import DASH, file_name, number, percent, printable, share, together
+from attn_diag.results.wording import DASH, file_name, number, percent, share, together
 
 CAVEAT = (
     "Error = observed - float64 reference on the same inputs; excess = beyond one correct rounding; a well-rounded "
@@ -32,26 +32,26 @@ def shape(capture: CaptureDiagnosis) -> str:
     length = f"T={s['Tq']}" if s["Tq"] == s["Tk"] else f"Tq={s['Tq']} Tk={s['Tk']}"
     stated = [f"{k} {m[k]}" for k in ("scale", "window", "softcap", "step") if k in m]
     causal = "no causal mask" if m["causal"] == "none" else f"causal {m['causal']}"
-    return printable(", ".join([f"B={s['B']} {heads} {length} D={s['D']} {m['dtype']}", causal, *stated]))
+    return ", ".join([f"B={s['B']} {heads} {length} D={s['D']} {m['dtype']}", causal, *stated])
 
 
 def observation_line(observation: ObservationDiagnosis) -> str:
     """Who made the numbers."""
     if observation.emulated:
-        return printable(f"{observation.name}: {observation.backend}")
+        return f"{observation.name}: {observation.backend}"
     recipe = "no known recipe reproduces its O"
     if observation.recipe is not None:
         recipe = f"recipe {observation.recipe}"
     if observation.agreement is not None:
         equal = f"{share(observation.agreement)} of sampled elements bit-equal"
         recipe = f"O as recipe {observation.recipe} makes it ({equal})"
-    return printable(f"{observation.name}: {observation.backend}; {recipe}")
+    return f"{observation.name}: {observation.backend}; {recipe}"
 
 
 def tool_line(tool: Tool) -> str:
     """Versions and the reference's backend."""
     measured = f"; {tool.hardware}" if tool.hardware else ""
-    return printable(f"{versions(tool)}; float64 reference on {tool.backend} ({tool.device}){measured}")
+    return f"{versions(tool)}; float64 reference on {tool.backend} ({tool.device}){measured}"
 
 
 def versions(tool: Tool) -> str:
@@ -102,7 +102,7 @@ def not_judged(missing: Sequence[str]) -> str | None:
     """What was not judged, quantities with one reason together; None where nothing is missing."""
     reasons: dict[str, list[str]] = {}
     for said in missing:
-        name, _, reason = printable(said).partition(" ")
+        name, _, reason = said.partition(" ")
         reasons.setdefault(reason, []).append(name)
     listed = ", ".join(f"{together(names)} {reason}".rstrip() for reason, names in reasons.items())
     return f"Not judged: {listed}." if listed else None

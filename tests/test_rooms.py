@@ -26,7 +26,7 @@ SOURCES = {
 }
 # From the bottom up. A room imports from itself and from rooms below it; rooms of one line never from each other.
 LAYERS = (
-    ("reference", "kernels"),
+    ("reference", "kernels", "printing"),
     ("errors", "work"),
     ("results",),
     ("captures", "statistics"),
@@ -38,7 +38,7 @@ LAYERS = (
 )
 HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 # Reports stand beside all of it: they see results, and only what talks to the user sees them.
-REPORTS_SEE, REPORTS_SEEN_BY = {"reports", "results", "errors"}, {"cli", "faces"}
+REPORTS_SEE, REPORTS_SEEN_BY = {"reports", "results", "errors", "printing"}, {"cli", "faces"}
 # The package itself hands out public names of all rooms; Python and pytest start the others.
 FACES = {"attn_diag", "attn_diag.__main__", "attn_diag_pytest"}
 

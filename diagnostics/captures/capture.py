@@ -18,8 +18,9 @@ from attn_diag.captures.files import write_atomically
 from attn_diag.captures.hardware import stored_profile
 from attn_diag.captures.metadata import Metadata, refuse_unsupported
 from attn_diag.errors import InputError
+from attn_diag.printing import printable
 from attn_diag.reference import format_of
-from attn_diag.results.wording import plural, printable
+from attn_diag.results.wording import plural
 
 OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre")
 DEFAULT_OBSERVATION = "observed"
@@ -94,7 +95,7 @@ class Capture:
         parts += [f"call {m.extra['call']}"] if m.extra.get("call", "0") != "0" else []
         parts += [f"rank {m.rank}"] if m.rank else []
         parts += [f"q {m.layout} {list(q.shape)} {_short(q.dtype)}", " ".join(n for n in self.tensors if n != "q")]
-        return f"<Capture {', '.join(parts)}; {self.source}>"
+        return printable(f"<Capture {', '.join(parts)}; {self.source}>")
 
     @property
     def batch(self) -> int:
@@ -200,7 +201,7 @@ class Capture:
                 tensors[name] = tensor.clone()
         try:
             write_atomically(target, lambda temporary: save_file(tensors, temporary, self.metadata.to_text()))
-        except SafetensorError as error:  # safetensors' own, also for a full disk
+        except (SafetensorError, UnicodeEncodeError) as error:  # its own, also for a full disk; a name not in UTF-8
             raise InputError(f"cannot write {target}: {error}") from None
         return target
 
@@ -229,8 +230,7 @@ _LISTED, _WIDTH = 20, 80
 
 
 def _one_line(text: str) -> str:
-    plain = printable(text)
-    return plain if len(plain) <= _WIDTH else plain[: _WIDTH - 1] + "…"
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
 
 
 def _require_valid(c: Capture) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from attn_diag.captures.files import write_atomically
 from attn_diag.errors import InputError
+from attn_diag.printing import printable
 from attn_diag.results.hardware import HardwareProfile
 
 
@@ -76,7 +77,9 @@ def _parsed(path: Path, changed: int) -> HardwareProfile | None:  # noqa: ARG001
         return HardwareProfile.from_json(path.read_bytes())
     except (OSError, InputError):
         warnings.warn(
-            f"{path} is not a hardware profile and is ignored; `attn-diag selftest --hardware` makes a new one",
+            printable(
+                f"{path} is not a hardware profile and is ignored; `attn-diag selftest --hardware` makes a new one"
+            ),
             stacklevel=2,
         )
         return None

@@ -160,7 +160,9 @@ def named_errors(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: {error}") from None
     except Exception as error:
         detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{path}: truncated or damaged, or not a {path.suffix} file ({detail})") from error
+        raise InputError(f"{path}: truncated or damaged, or not a {path.suffix} file ({detail})").with_traceback(
+            error.__traceback__  # where it was raised; its own words would be shown as they are
+        ) from None
 
 
 _Read = tuple[dict[str, TensorSource], dict[str, str], list[str]]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from attn_diag.cli.attribute import attribute
 from attn_diag.cli.check import check
@@ -24,12 +27,38 @@ from attn_diag.cli.report import report
 from attn_diag.cli.selftest import selftest
 from attn_diag.cli.what_if import what_if
 from attn_diag.errors import InputError
+from attn_diag.printing import printable_lines, say
 
 _UNUSABLE = 2
 _INTERNAL = 3
 
+
+class _Group(TyperGroup):
+    """The commands; what typer itself complains of is quoted from the command line, and may be a file's name."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _printable_complaints():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, *args: Any, **kwargs: Any) -> Any:
+        with _printable_complaints():
+            return super().invoke(*args, **kwargs)
+
+
+@contextmanager
+def _printable_complaints() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # click's, or typer's copy of click's.
+        if isinstance(message := getattr(error, "message", None), str):
+            error.message = printable_lines(message)  # type: ignore[attr-defined]
+        raise
+
+
 app = typer.Typer(
     name="attn-diag",
+    cls=_Group,
     help="Signed rounding-error diagnostics for low-precision attention.",
     no_args_is_help=True,
     add_completion=False,
@@ -66,9 +95,9 @@ def main() -> None:
         app()
     except Exception as error:
         if "--debug" in sys.argv:
-            traceback.print_exc()
+            say(traceback.format_exc())
         elif isinstance(error, InputError):
-            print(f"attn-diag: {error}", file=sys.stderr)
+            say(f"attn-diag: {error}")
         else:
-            print(f"attn-diag: internal error: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+            say(f"attn-diag: internal error: {type(error).__name__}: {error} (--debug shows where)")
         sys.exit(_UNUSABLE if isinstance(error, InputError) else _INTERNAL)

@@ -89,7 +89,8 @@ def _subject(target: str) -> Any:
     if target.partition(":")[0] == "sdpa":
         return target
     path = Path(target)
-    if path.exists() or path.suffix in CAPTURE_SUFFIXES:
+    # Path.exists raises for a name too long to be a file's.
+    if os.path.exists(path) or path.suffix in CAPTURE_SUFFIXES:  # noqa: PTH110
         return open_captures([path])[0]
     return target
 

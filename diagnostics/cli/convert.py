@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +48,7 @@ def convert(
     from attn_diag.analyses.conversion import convert as run
     from attn_diag.captures.dumps.names import parse_map
     from attn_diag.errors import InputError
+    from attn_diag.printing import printable, say
 
     options = overrides.metadata()
     failed: list[InputError] = []
@@ -56,9 +58,9 @@ def convert(
         complain(error)
 
     def told(written: Path, notes: tuple[str, ...]) -> None:
-        typer.echo(f"{written}")
+        say(printable(str(written)), sys.stdout)
         for note in notes:
-            typer.echo(f"  {note}")
+            say(f"  {printable(note)}", sys.stdout)
 
     run(
         path, out, kind=kind.value, names=parse_map(names or ()), layer=layer, head_dim=head_dim, lse_base=lse_base,

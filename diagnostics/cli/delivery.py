@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attn_diag.errors import InputError
+from attn_diag.printing import say
 
 if TYPE_CHECKING:
     from attn_diag.results.base import Result
@@ -65,11 +66,11 @@ class Delivery:
         """Print the report (not if ``quiet``), or the JSON alone for ``--json -``; write the JSON and the page."""
         with _stdout():
             if self.json == "-":
-                print(result.to_json())
+                print(result.to_json())  # noqa: T201 - inert already
             elif self.plain and not quiet:
                 from attn_diag.reports.renderers import plain_text
 
-                print(plain_text(result), end="")
+                print(plain_text(result), end="")  # noqa: T201 - inert already
             elif not quiet:
                 _print_report(result)
         if self._json_file is not None:
@@ -101,7 +102,7 @@ def write_text(target: Path, text: str) -> None:
 
 def complain(error: InputError | str) -> None:
     """Say on stderr what could not be used, or what else is to be known."""
-    print(f"attn-diag: {error}", file=sys.stderr)
+    say(f"attn-diag: {error}")
 
 
 def _print_report(result: Result) -> None:
@@ -111,7 +112,7 @@ def _print_report(result: Result) -> None:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # instead of exiting with 1, which would say that there are findings
 
-    console = Piped(soft_wrap=False)
+    console = Piped(soft_wrap=False, emoji=False)
     for renderable in result.renderables():
         console.print(renderable)
 

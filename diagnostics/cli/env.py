@@ -6,19 +6,21 @@ from __future__ import annotations
 def env() -> None:
     """Print versions and devices, for bug reports."""
     import platform
+    import sys
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
 
     from attn_diag.head.machine import describe_tool, pick_device
+    from attn_diag.printing import say
 
     tool = describe_tool(pick_device("auto"))
-    print(f"attn-diag {tool.version}")
-    print(f"python {tool.python} on {platform.platform()}")
+    say(f"attn-diag {tool.version}", sys.stdout)
+    say(f"python {tool.python} on {platform.platform()}", sys.stdout)
     for package in ("torch", "triton", "numpy", "scipy", "safetensors", "pydantic", "typer", "rich", "jinja2"):
         try:
-            print(f"{package} {version(package)}")
+            say(f"{package} {version(package)}", sys.stdout)
         except PackageNotFoundError:
-            print(f"{package} not installed")
+            say(f"{package} not installed", sys.stdout)
     cuda = torch.version.cuda or "not built in"
-    print(f"device {tool.device} ({tool.backend}), CUDA {cuda}, {torch.get_num_threads()} threads")
+    say(f"device {tool.device} ({tool.backend}), CUDA {cuda}, {torch.get_num_threads()} threads", sys.stdout)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from attn_diag.cli.delivery import Delivery
 from attn_diag.cli.options import command
+from attn_diag.printing import say
 
 
 @command
@@ -28,7 +28,7 @@ def selftest(
     if hardware:
         profile = measure_hardware()
         delivery.deliver(profile)
-        print(f"kept in {save_profile(profile)}", file=sys.stderr)
+        say(f"kept in {save_profile(profile)}")
         return 0
     found = check_installation()
     delivery.deliver(found)

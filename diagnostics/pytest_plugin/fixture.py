@@ -105,8 +105,10 @@ class AttnDiag:
 
     def _tell_of_update(self, path: Path, before: bytes | None) -> None:
         """For the terminal's summary and JUnit; under pytest-xdist the test's report carries it."""
+        from attn_diag.printing import printable
+
         what = "created" if before is None else "unchanged" if path.read_bytes() == before else "updated"
-        self._item.user_properties.append((PROPERTY, f"{what} {self._shown(path)}"))
+        self._item.user_properties.append((PROPERTY, f"{what} {printable(self._shown(path))}"))
 
     def _without_baseline(self, words: str, path: Path) -> BaseException:
         return _failed(
@@ -144,5 +146,7 @@ class AttnDiag:
         return min(relative, str(path), key=len)
 
 
-def _failed(*lines: str) -> BaseException:
-    return pytest.fail.Exception("\n".join(lines), pytrace=False)
+def _failed(*said: str) -> BaseException:
+    from attn_diag.printing import printable_lines
+
+    return pytest.fail.Exception(printable_lines("\n".join(said)), pytrace=False)

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
 from attn_diag.errors import InputError
+from attn_diag.printing import inert_json, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -64,11 +65,14 @@ class Result:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """As JSON text; NaN and infinities are the strings "NaN", "Infinity", "-Infinity"."""
-        return self.to_json_bytes(indent=indent).decode()
+        """As JSON text; NaN and infinities are the strings "NaN", "Infinity", "-Infinity".
+
+        What a terminal would not show, or a CI system would obey, is written as an escape.
+        """
+        return inert_json(self.to_json_bytes(indent=indent).decode())
 
     def to_json_bytes(self, *, indent: int | None = 2) -> bytes:
-        """The same in UTF-8, for a file: of thousands of heads every copy counts."""
+        """The same in UTF-8 for a file, with all names as they are: of thousands of heads every copy counts."""
         return _adapter(type(self)).dump_json(self, indent=indent)
 
     @classmethod
@@ -104,7 +108,7 @@ class Result:
         from rich.console import Console
 
         buffer = io.StringIO()
-        console = Console(file=buffer, width=width, color_system=None, legacy_windows=False)
+        console = Console(file=buffer, width=width, color_system=None, legacy_windows=False, emoji=False)
         for renderable in self.renderables():
             console.print(renderable)
         return buffer.getvalue()
@@ -113,7 +117,7 @@ class Result:
         if (shown := shown_at_prompt(self)) is not None:
             return shown
         source = getattr(self, "source", None)
-        what = "" if source is None else f" of {source}"
+        what = "" if source is None else f" of {printable(source)}"
         return f"<{type(self).__name__}{what}: print(r.report()) shows it; r.to_json() exports it>"
 
     def _repr_html_(self) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from attn_diag.errors import InputError
 from attn_diag.results.attribution import HeadAttribution
 from attn_diag.results.base import Number, Result, Tool
 from attn_diag.results.estimates import (
@@ -194,7 +195,13 @@ class ObservationDiagnosis:
     @property
     def pooled(self) -> HeadDiagnosis:
         """The entry over all heads."""
-        return next(h for h in self.heads if h.head is None)
+        found = next((head for head in self.heads if head.head is None), None)
+        if found is None:
+            raise InputError(
+                f"observation {self.name} needs an entry of all heads together (head null), got {len(self.heads)} "
+                "entries without one; the document was edited: make it again"
+            )
+        return found
 
 
 @dataclass(frozen=True)

@@ -127,11 +127,6 @@ def head_name(layer: int | None, head: int | None) -> str:
     return f"H{head}" if layer is None else f"L{layer}H{head}"
 
 
-def printable(text: str) -> str:
-    """A user's text on one line: line breaks and control characters are replaced."""
-    return "".join(c if c.isprintable() else "�" for c in text)
-
-
 def file_name(source: str) -> str:
-    """The end of a path, printable: what tells captures apart."""
-    return printable(source.rpartition("/")[2] or source)
+    """The end of a path: what tells captures apart."""
+    return source.rpartition("/")[2] or source

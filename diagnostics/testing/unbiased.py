@@ -37,6 +37,7 @@ from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.head.signed_errors import by_feature, of_elements
+from attn_diag.printing import printable
 from attn_diag.reference import format_of, round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.statistics.means import MIN_SEQUENCES, estimate_bias, holm
@@ -112,6 +113,7 @@ def assert_unbiased(
             two clusters.
     """
     __tracebackhide__ = True
+    name = printable(name)
     found = tensor_bias(observed, reference, clusters=clusters, level=level, name=name)
     if found.biased:
         raise AssertionError(_failure(found, observed, name))

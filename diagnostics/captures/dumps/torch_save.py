@@ -181,9 +181,7 @@ def _numbers(parts: tuple[str, ...]) -> tuple[str, ...]:
     for before, part in zip(("", *parts), parts, strict=False):
         if part.isdecimal():
             found.append(part if not before or before.isdecimal() or role_of(before) else f"{before}.{part}")
-        elif any(character.isdigit() for character in part):
-            stem = re.match(r".*\d", part)
-            assert stem is not None
+        elif stem := re.match(r".*\d", part, re.DOTALL):
             found.append(stem[0])
     return tuple(found)
 

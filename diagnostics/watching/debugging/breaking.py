@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from attn_diag.analyses.inspection.inspect import DEFAULT_LEVEL, inspect_captures
 from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
+from attn_diag.printing import say
 from attn_diag.results.diagnosis import Diagnosis, Label, severity
 from attn_diag.statistics.means import require_level
 from attn_diag.watching.debugging.finding import Conditions, Finding
@@ -228,7 +229,7 @@ class Breakpoint:
             _last = replace(worst, also=tuple(one for one in found if one is not worst))
             # The debugger comes first: it only sets a trace here, and under pytest it ends the capture of output.
             sys.breakpointhook()
-            print(_last)
+            say(str(_last), sys.stdout)
         for error in waiting:
             if isinstance(error, Exception):
                 raise error

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.printing import printable
 from attn_diag.reference import hides
 from attn_diag.results.base import shown_at_prompt
 from attn_diag.results.diagnosis import Diagnosis, Label
@@ -50,7 +51,7 @@ class Finding:
 
     def __repr__(self) -> str:
         p = self.place
-        return f"<Finding: {'; '.join(self.reasons)}; layer {p.layer}, call {p.call} of step {p.step}>"
+        return printable(f"<Finding: {'; '.join(self.reasons)}; layer {p.layer}, call {p.call} of step {p.step}>")
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

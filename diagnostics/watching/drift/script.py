@@ -11,6 +11,7 @@ from pathlib import Path
 
 from attn_diag import errors
 from attn_diag.errors import InputError
+from attn_diag.printing import say
 from attn_diag.results.dtypes import DtypeDrift
 from attn_diag.watching.drift.trace import trace_dtypes
 
@@ -71,7 +72,7 @@ def _exit_code(stopped: SystemExit) -> int:
     """As Python does: None is 0, a number itself, anything else is printed and 1."""
     if stopped.code is None or isinstance(stopped.code, int):
         return stopped.code or 0
-    print(stopped.code, file=sys.stderr)
+    say(str(stopped.code))
     return _RAISED
 
 
@@ -84,4 +85,4 @@ def _show(error: Exception, file: str) -> None:
         kept = [frame for frame in part.stack[first:] if not frame.filename.startswith(_OURS)]
         part.stack = traceback.StackSummary.from_list(kept)
         part = part.__cause__ or part.__context__
-    print("".join(whole.format()), end="", file=sys.stderr)
+    say("".join(whole.format()).removesuffix("\n"))

@@ -22,6 +22,7 @@ from torch import nn
 
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
+from attn_diag.printing import printable
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.live.watch import UNSEEN, UNSTEPPED, Watch, require_container
 from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, newest
@@ -140,7 +141,7 @@ class Recorder:
 
     def __repr__(self) -> str:
         lost = f", {sum(self.dropped.values())} calls dropped" if self.dropped else ""
-        return f"<capture into {self.folder}: step {self.step}, {len(self.written)} files written{lost}>"
+        return printable(f"<capture into {self.folder}: step {self.step}, {len(self.written)} files written{lost}>")
 
     @property
     def written(self) -> list[Path]:

@@ -48,6 +48,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from attn_diag.printing import printable
 from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, Values
 
 Kind = Literal["rounding", "overwhelmed", "nonfinite"]
@@ -96,7 +97,7 @@ class Alarm:
 
     def __str__(self) -> str:
         where = f"layer {self.layer} head {self.head}" + (f" ({self.module})" if self.module else "")
-        return f"step {self.step}, {where}: {self.reason}. {self.advice}"
+        return printable(f"step {self.step}, {where}: {self.reason}. {self.advice}")
 
 
 class AlarmState:

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from attn_diag.printing import inert
+
 Values = npt.NDArray[np.float64]
 
 _COLUMNS = (
@@ -140,7 +142,7 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
         lines += textwrap.wrap(f"ALARM {alarm}", 80, subsequent_indent="  ")
     if len(alarms) > _ALARMS:
         lines.append(f"… and {len(alarms) - _ALARMS} more: monitor.alarms")
-    return "\n".join(lines)
+    return inert("\n".join(lines))
 
 
 def _worst(layer: LayerCheck) -> int:
