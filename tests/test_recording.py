@@ -99,8 +99,9 @@ def test_without_locks_a_marker_is_believed(tmp_path: Path, number: int, monkeyp
     claim(tmp_path, 0, "first", "stop").leave()  # killed
     with pytest.raises(InputError, match=r"or did until it was killed: delete .*/\.attn-diag-rank0 if it is over"):
         claim(tmp_path, 0, "second", "stop")
-    assert claim(tmp_path, 0, "second", "another").folder.name == f"{tmp_path.name}-2"
-    claims._mine.clear()
+    another = claim(tmp_path, 0, "second", "another")
+    assert another.folder.name == f"{tmp_path.name}-2"
+    another.release()
 
 
 def test_another_hosts_marker_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +130,25 @@ def test_ranks_share_a_folder_and_agree_on_another(tmp_path: Path) -> None:
     assert stranger.folder.name == "run-3"
     for one in (*resumed, stranger):
         one.release()
+    # A killed run that wrote nothing leaves its folder to others.
+    claim(tmp_path / "new", 1, "killed", "another").leave()
+    taken_over = claim(tmp_path / "new", 0, "next", "another")
+    assert taken_over.folder.name == "new"
+    taken_over.release()
+
+
+def test_a_marker_that_is_none_is_neither_followed_nor_waited_for(tmp_path: Path) -> None:
+    for name, make in (
+        ("link", lambda marker: marker.symlink_to("nowhere")),
+        ("folder", Path.mkdir),
+        ("pipe", os.mkfifo),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        make(folder / ".attn-diag-rank0")
+        for if_taken in ("stop", "another"):
+            with pytest.raises(InputError, match="choose another folder"):
+                claim(folder, 0, "run", if_taken)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_became_another_runs_is_left_alone(tmp_path: Path) -> None:

@@ -63,39 +63,41 @@ def claim(folder: Path, rank: int, run: str, if_taken: IfTaken) -> Claim:
     Raises:
         InputError: The folder cannot be written; or it is taken, and ``if_taken`` is "stop".
     """
-    for number in count(1):
-        place = folder if number == 1 else folder.absolute().with_name(f"{folder.absolute().name}-{number}")
+    place, numbers = folder, count(2)
+    while True:
         try:
             place.mkdir(parents=True, exist_ok=True)
             found = _try(place, rank, run, alone=if_taken == "another")
         except OSError as error:
             raise InputError(f"cannot capture into {place}: {error.strerror}; choose another folder") from None
         if isinstance(found, Claim):
-            if number > 1:
+            if place != folder:
                 _log.warning("%s is another run's: capturing into %s", folder, place)
             return found
         if if_taken == "stop":
             raise InputError(f'{found}; choose a new folder, or have one chosen by if_taken="another"')
-    raise AssertionError
+        place = folder.absolute().with_name(f"{folder.absolute().name}-{next(numbers)}")
 
 
 def _try(folder: Path, rank: int, run: str, *, alone: bool) -> Claim | str:
     """The claim, or by whom the folder is taken; ``alone``: by any rank of another run."""
     if not os.access(folder, os.W_OK):
         raise InputError(f"cannot capture into {folder}: no permission to write; choose another folder")
-    runs = [_read(marker).partition("\n")[0] for marker in folder.glob(".attn-diag-rank*")] if alone else []
-    whose = "*" if alone and run not in runs else str(rank)
-    if there := next(folder.glob(f"step*_rank{whose}.safetensors"), None):
-        return f"{folder} holds captures of an earlier run ({there.name}, …)"
-    if runs and run not in runs:
-        return f"{folder} is marked by another run"
-    marker = folder.resolve() / f".attn-diag-rank{rank}"
+    marker, whose = folder.resolve() / f".attn-diag-rank{rank}", str(rank)
     if marker in _mine:
         return f"this process captures into {folder} already, as rank {rank}"
+    if alone:
+        held = [_held(other) for other in folder.resolve().glob(".attn-diag-rank*")]
+        if run not in held:
+            whose = "*"
+            if any(held):
+                return f"{folder} is marked by another run"
+    if there := next(folder.glob(f"step*_rank{whose}.safetensors"), None):
+        return f"{folder} holds captures of an earlier run ({there.name}, …)"
     while True:
-        new = not marker.exists()
+        new = not os.path.lexists(marker)
         try:
-            handle = os.open(marker, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0), 0o666)
+            handle = _open(marker, os.O_CREAT | os.O_EXCL if new else 0)
         except PermissionError:
             return f"{folder} is marked by another user's run"
         except (FileExistsError, FileNotFoundError):
@@ -117,10 +119,30 @@ def _try(folder: Path, rank: int, run: str, *, alone: bool) -> Claim | str:
             return f"{folder} is taken: {why}"
 
 
-def _taken(marker: Path, handle: int, *, new: bool) -> str | None:
+def _held(marker: Path) -> str | None:
+    """The run that holds a marker, or may hold it; None: nobody."""
+    try:
+        handle = _open(marker)
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        return "another user's"
+    try:
+        return None if _taken(marker, handle) is None else _read(handle)[0] or "unknown"
+    finally:
+        os.close(handle)
+
+
+def _open(marker: Path, how: int = 0) -> int:
+    """Open a file that may be anything: neither a link's target nor a pipe is waited for."""
+    how |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return os.open(marker, os.O_RDWR | how, 0o666)
+
+
+def _taken(marker: Path, handle: int, *, new: bool = False) -> str | None:
     """By whom a marker is held, or may be; None: nobody."""
     locked = _locked(handle)
-    _, host, process, *_ = (*_read(marker).split("\n"), "", "", "")
+    _, host, process = _read(handle)
     whose = f"process {process or 'unknown'} on {host or 'an unknown host'} captures there as {marker.name[11:]}"
     if locked is False:
         return f"{whose} (processes of one run need RANK, or an initialised process group, before they capture)"
@@ -148,9 +170,8 @@ def _same(marker: Path, handle: int) -> bool:
         return False
 
 
-def _read(marker: Path) -> str:
-    """What a marker says; nothing where it cannot be read, or has just gone."""
-    try:
-        return "\n".join(map(printable, marker.read_text(errors="replace")[:1000].split("\n")))
-    except OSError:
-        return ""
+def _read(handle: int) -> list[str]:
+    """Run, host and process of a marker; empty where it does not say."""
+    os.lseek(handle, 0, os.SEEK_SET)
+    lines = os.read(handle, 1000).decode(errors="replace").split("\n")
+    return [printable(line) for line in [*lines, "", "", ""][:3]]

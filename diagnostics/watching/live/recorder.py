@@ -102,7 +102,7 @@ class Recorder:
         try:
             self._watch = Watch(self._model, self, self._first_step).start()
         except BaseException:
-            claimed.release()
+            self._finish()
             raise
         self._writer.start()
         with _lock:
@@ -276,7 +276,12 @@ class Recorder:
             self._submit(one)
 
     def _submit(self, taken: Taken) -> None:
-        if not self._writer.submit(taken.seal()):
+        try:
+            accepted = self._writer.submit(taken.seal())
+        except Exception as error:  # the other calls of the step are none the worse
+            self._losses.add(reason_of(error))
+            return
+        if not accepted:
             self._losses.add("the disk is slower than the captures: choose fewer steps, layers or batch items")
 
 
