@@ -23,12 +23,14 @@ from torch.nn import functional
 
 import attn_diag
 from attn_diag.captures import capture as captures
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.files import write_atomically
 from attn_diag.errors import InputError
 from attn_diag.watching.live import claim as claims
 from attn_diag.watching.live import recorder as recording
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.claim import claim
+from attn_diag.watching.live.writer import Taken
 
 # One run in one folder.
 
@@ -36,6 +38,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from attn_diag.watching.live.claim import claim
+from attn_diag.watching.live.writer import Taken
 claim(Path(sys.argv[1]), 0, "first", "stop")
 print("claimed", flush=True)
 time.sleep(600)
@@ -197,7 +200,7 @@ class _DiskError(Exception):
      (_DiskError("of a kind of its own"), "_DiskError: of a kind of its own")],
     ids=["host", "device", "torch's host", "unknown"],
 )  # fmt: skip
-@pytest.mark.parametrize("where", ["forward", "backward", "thread", "disk"])
+@pytest.mark.parametrize("where", ["forward", "backward", "hand over", "thread", "disk"])
 def test_other_losses_are_counted_too(
     error: Exception, reason: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -208,19 +211,14 @@ def test_other_losses_are_counted_too(
         raise type(error)(*(str(text).format(next(calls)) for text in error.args))
 
     recorder = attn_diag.capture(tiny.model, place)
-    target: tuple[object, str] = {
-        "forward": (recorder._part, "missing"),
-        "backward": (AttentionCall, "tensors"),
-        "thread": (captures.Capture, "from_tensors"),
-        "disk": (captures, "save_file"),
-    }[where]
     if where == "forward":
-        object.__setattr__(recorder, "_part", SimpleNamespace(missing=fails))
+        monkeypatch.setattr(recorder, "_part", SimpleNamespace(missing=fails))
     elif where == "backward":
         whole = AttentionCall.tensors
         monkeypatch.setattr(AttentionCall, "tensors", lambda call: fails() if call.dq is not None else whole(call))
     else:
-        monkeypatch.setattr(*target, fails)
+        places = {"hand over": (Taken, "seal"), "thread": (Capture, "from_tensors"), "disk": (captures, "save_file")}
+        monkeypatch.setattr(*places[where], fails)
     with recorder:
         steps(tiny, 10)
     assert recorder.dropped == {reason: 20}
@@ -303,7 +301,8 @@ def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
 
 # Whoever forks while a lock is held leaves its child one that never opens.
 FORKED = """
-import os, sys, time, attn_diag
+import multiprocessing, os, sys, time, attn_diag
+from torch.utils.data import DataLoader
 from attn_diag.watching.live import intercept, recorder as recording
 from tiny_models import nano_gpt, steps
 tiny = nano_gpt()
@@ -327,6 +326,11 @@ for how in ("exit", "raise", "train", "dump", "close"):
         time.sleep(0.01)
     print(how, os.waitstatus_to_exitcode(ended[1]), flush=True)
 else:
+    assert len(list(DataLoader(range(8), num_workers=2))) == 8
+    worker = multiprocessing.get_context("fork").Process(target=steps, args=(tiny,))
+    worker.start()
+    worker.join(20)
+    assert worker.exitcode == 0
     steps(tiny)
     recorder.dump("asked")
     for one in (recorder, monitor, broken):
@@ -382,7 +386,7 @@ def test_kills_interrupts_and_all_that(tmp_path: Path, programs: Programs) -> No
 
 
 def test_the_benchmark_sees_what_it_looks_for(tmp_path: Path) -> None:
-    """A lost file, one of another run, half a file under a capture's name, and another loss."""
+    """A lost file, one of another run, half a file under a capture's name, another loss, and a taken folder."""
     from bench_recording import Told, Undisturbed, bits, judged
 
     tiny = nano_gpt()
