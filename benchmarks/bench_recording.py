@@ -99,7 +99,7 @@ class Training:
         if setting.compiled:
             for name in tiny.attentions:
                 attention: Any = self.model.get_submodule(name)
-                attention.forward = torch.compiler.disable(attention.forward)
+                attention.forward = torch.compiler.disable(attention.forward)  # type: ignore[no-untyped-call]
             self._run = torch.compile(self.model)
 
     def run(self, say: Say, recorder: Recorder | None = None, mischief: Mischief | None = None) -> None:
@@ -114,7 +114,7 @@ class Training:
                 loss = self._loss(self._run)
             torch.autograd.backward(loss)
             optimizer.step()
-            say(f"losses {loss.item().hex()}")
+            say(f"losses {float(loss).hex()}")
             if recorder is not None:
                 for path in recorder.written[told:]:
                     say(f"files {path.name}")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Programs
+from safetensors.torch import save_file
 from tiny_models import nano_gpt, steps
 from torch.nn import functional
 
@@ -110,7 +111,7 @@ def test_without_locks_a_marker_is_believed(tmp_path: Path, number: int, monkeyp
 def test_another_hosts_marker_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Locks may hold on one host alone."""
     claim(tmp_path, 0, "first", "stop").leave()
-    monkeypatch.setattr(claims.platform, "node", lambda: "elsewhere")
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")
     with pytest.raises(InputError, match="delete"):
         claim(tmp_path, 0, "second", "stop")
     (tmp_path / ".attn-diag-rank0").write_text("")  # killed before it said who it was
@@ -151,7 +152,7 @@ def test_a_marker_that_is_none_is_neither_followed_nor_waited_for(tmp_path: Path
         make(folder / ".attn-diag-rank0")
         for if_taken in ("stop", "another"):
             with pytest.raises(InputError, match="choose another folder"):
-                claim(folder, 0, "run", if_taken)  # type: ignore[arg-type]
+                claim(folder, 0, "run", if_taken)
 
 
 def test_a_folder_that_became_another_runs_is_left_alone(tmp_path: Path) -> None:
@@ -246,12 +247,12 @@ def test_reasons_that_are_new_each_time_are_not_kept_all(
 def test_a_ring_whose_one_capture_cannot_be_written_keeps_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny, save = nano_gpt(), captures.save_file
+    tiny = nano_gpt()
 
     def fails(tensors: Any, path: str, metadata: Any) -> None:
         if "step000001_layer00" in path:
             raise MemoryError
-        save(tensors, path, metadata)
+        save_file(tensors, path, metadata)
 
     monkeypatch.setattr(captures, "save_file", fails)
     with attn_diag.capture(tiny.model, tmp_path, ring=3) as recorder:
@@ -282,6 +283,11 @@ def test_calls_of_several_threads_are_all_accounted_for(tmp_path: Path) -> None:
 
 def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
     """A new one has the umask's, which is never changed meanwhile: other threads' files would be open to everybody."""
+
+    def write(name: str) -> None:
+        Path(name).write_text("new")
+        (tmp_path / "beside").touch()
+
     before = os.umask(0o027)
     try:
         for number, mode in enumerate((None, 0o600, 0o664, 0o444)):
@@ -289,7 +295,7 @@ def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
             if mode is not None:
                 file.touch()
                 file.chmod(mode)
-            write_atomically(file, lambda name: [Path(name).write_text("new"), (tmp_path / "beside").touch()])
+            write_atomically(file, write)
             assert file.read_text() == "new"
             assert file.stat().st_mode & 0o777 == (mode or 0o640)
     finally:
@@ -304,6 +310,7 @@ FORKED = """
 import multiprocessing, os, sys, time, attn_diag
 from torch.utils.data import DataLoader
 from attn_diag.watching.live import intercept, recorder as recording
+from safetensors.torch import save_file
 from tiny_models import nano_gpt, steps
 tiny = nano_gpt()
 monitor = attn_diag.Monitor(tiny.model, every=1, log=sys.argv[1] + "/log.jsonl")
@@ -414,9 +421,14 @@ def test_the_benchmark_sees_what_it_looks_for(tmp_path: Path) -> None:
 
 def test_a_signal_handler_may_dump_while_the_loop_enqueues(tmp_path: Path) -> None:
     """As on a scheduler's warning before it ends a job; a lock that the loop holds must not be waited for."""
-    tiny, before = nano_gpt(), signal.getsignal(signal.SIGALRM)
+    tiny = nano_gpt()
+
+    def warned(*_: object) -> None:
+        recorder.dump("warned")
+        recording.trigger("warned")
+
     with attn_diag.capture(tiny.model, tmp_path, ring=2) as recorder:
-        signal.signal(signal.SIGALRM, lambda *_: (recorder.dump("warned"), recording.trigger("warned")))
+        before = signal.signal(signal.SIGALRM, warned)
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
             steps(tiny, 20)
