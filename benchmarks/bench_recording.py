@@ -11,7 +11,8 @@ against a run that nothing happened to, and against one without capture:
 - every announced loss has the bits of the run without capture;
 - the folder is not taken for good: the next run may have it where nothing was written, and another one else.
 
-Kills (SIGKILL) and interrupts (SIGINT) come at moments drawn evenly over the run. ``--compile`` runs everything but the
+Kills (SIGKILL) and interrupts (SIGINT) come up to a step's time after one of the run's announcements, drawn at random.
+A run that ended before its signal came counts as none, and another is drawn. ``--compile`` runs everything but the
 attention as one model compiled by inductor, as attention inside a compiled graph is not seen.
 """
 
@@ -36,6 +37,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,7 @@ class Told:
     dropped: dict[str, int] = field(default_factory=dict)
     logged: int = 0
     hung: int = 0
+    hit: bool = False
     seconds: float = 0.0
 
 
@@ -114,7 +117,7 @@ class Training:
                 loss = self._loss(self._run)
             torch.autograd.backward(loss)
             optimizer.step()
-            say(f"losses {float(loss).hex()}")
+            say(f"losses {float(loss.detach()).hex()}")
             if recorder is not None:
                 for path in recorder.written[told:]:
                     say(f"files {path.name}")
@@ -135,6 +138,7 @@ def captured(setting: Setting, folder: Path, mischief: Mischief | None, say: Say
         with recorder:
             training.run(say, recorder, mischief)
     except KeyboardInterrupt:
+        say("hit true")
         recorder.close()  # as the exit handlers do, where the interrupt came while it was being closed
     for path in recorder.written:
         say(f"files {path.name}")
@@ -161,6 +165,7 @@ class Process:
         if self.pid == 0:
             code = 1
             try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell put aside
                 os.close(reading)
                 work(lambda line: void(os.write(writing, f"{line}\n".encode())))
                 code = 0
@@ -172,6 +177,10 @@ class Process:
         self._lines = os.fdopen(reading)
         self._before = list(iter(self._lines.readline, "begun\n"))
         self._began = time.monotonic()
+
+    def wait_for(self, lines: int) -> None:
+        """Until it has told so much more, or has ended."""
+        self._before += islice(self._lines, lines)
 
     def end(self, how: signal.Signals | None = None) -> Told:
         """Wait for it, after sending a signal if one is given."""
@@ -189,7 +198,8 @@ class Process:
         watchdog.cancel()
         self._lines.close()
         told.seconds = time.monotonic() - self._began
-        told.hung += code == -signal.SIGKILL and how != signal.SIGKILL
+        told.hit |= code == -signal.SIGKILL == -(how or 0)
+        told.hung += code == -signal.SIGKILL and not told.hit
         return told
 
 
@@ -239,13 +249,24 @@ def next_run(folder: Path, *, empty: bool) -> int:
     return int((next_one.folder == folder) != empty)
 
 
-def one_signal(how: signal.Signals, setting: Setting, right: Undisturbed, seed: int) -> Counter[str]:
+def one_hit(how: signal.Signals, setting: Setting, right: Undisturbed, seed: int) -> Counter[str]:
+    """Runs until one of them gets its signal before it ends."""
+    chance, found = random.Random(seed), Counter[str]()
+    while not found["runs"]:
+        found.update(one_signal(how, setting, right, chance))
+    return found
+
+
+def one_signal(how: signal.Signals, setting: Setting, right: Undisturbed, chance: random.Random) -> Counter[str]:
     """A run that gets a signal at a random moment."""
     with scratch() as name:
         folder = name / "captures"
         process = Process(partial(captured, setting, folder, None))
-        time.sleep(random.Random(seed).uniform(0, right.seconds))
-        found = judged(folder, process.end(how), right)
+        # Each step tells of a loss and of two files.
+        process.wait_for(chance.randrange(3 * setting.steps))
+        time.sleep(chance.uniform(0, right.seconds / setting.steps))
+        told = process.end(how)
+        found = judged(folder, told, right) | {"runs": int(told.hit), "runs that ended before": int(not told.hit)}
         found["wrong: the folder for the next run"] = next_run(folder, empty=not found["files"])
     # A kill leaves whole files and what was being written. An interrupt leaves nothing half-written, and of the step
     # that it cut short what had come so far, in two layers.
@@ -258,10 +279,10 @@ def one_signal(how: signal.Signals, setting: Setting, right: Undisturbed, seed: 
 
 
 def summed(counts: Iterable[Counter[str]]) -> dict[str, int]:
-    """All runs' counts added up; how many runs there were, and how many left something half-written."""
+    """All runs' counts added up."""
     total: Counter[str] = Counter()
     for one in counts:
-        total.update(one | {"runs": 1, "runs that left a half-written file": int(one["left half-written"] > 0)})
+        total.update(one)
     return dict(sorted(total.items()))
 
 
@@ -337,7 +358,7 @@ def scenarios(setting: Setting, right: Undisturbed) -> dict[str, Any]:
                 **count,
                 "dropped": lost,
                 "logged": told.logged,
-                "wrong: logged more than once": told.logged > 1,
+                "wrong: not logged once": int(told.logged != 1),
             }
             if title == "disk full":
                 found[title]["wrong: neither written nor dropped"] = len(right.files) - count["files"] - lost
@@ -396,7 +417,7 @@ def main() -> None:
             ("killed", signal.SIGKILL, options.kills),
             ("interrupted", signal.SIGINT, options.interrupts),
         ):
-            result[title] = summed(every(partial(one_signal, how, setting, right), range(runs)))
+            result[title] = summed(every(partial(one_hit, how, setting, right), range(runs)))
             print(json.dumps({title: result[title]}), file=sys.stderr, flush=True)
     result |= scenarios(setting, right)
     counts = [count for one in result.values() if isinstance(one, dict) for count in one.items()]
