@@ -266,7 +266,8 @@ def one_signal(how: signal.Signals, setting: Setting, right: Undisturbed, chance
         process.wait_for(chance.randrange(3 * setting.steps))
         time.sleep(chance.uniform(0, right.seconds / setting.steps))
         told = process.end(how)
-        found = judged(folder, told, right) | {"runs": int(told.hit), "runs that ended before": int(not told.hit)}
+        found = judged(folder, told, right)
+        found["runs"], found["runs that ended before"] = int(told.hit), int(not told.hit)
         found["wrong: the folder for the next run"] = next_run(folder, empty=not found["files"])
     # A kill leaves whole files and what was being written. An interrupt leaves nothing half-written, and of the step
     # that it cut short what had come so far, in two layers.
