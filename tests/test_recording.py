@@ -394,7 +394,7 @@ def test_kills_interrupts_and_all_that(tmp_path: Path, programs: Programs) -> No
 
 def test_the_benchmark_sees_what_it_looks_for(tmp_path: Path) -> None:
     """A lost file, one of another run, half a file under a capture's name, another loss, and a taken folder."""
-    from bench_recording import Told, Undisturbed, bits, judged
+    from captured_runs import Told, Undisturbed, bits, judged
 
     tiny = nano_gpt()
     with attn_diag.capture(tiny.model, tmp_path) as recorder:
