@@ -168,17 +168,18 @@ def test_nothing_stays_after_an_exception(where: str, error: type[BaseException]
     assert recording.written
 
 
-@pytest.mark.parametrize("part", ["Watch", "_prepare", "Projections", "install"])
+@pytest.mark.parametrize("part", ["Watch", "claim", "Projections", "install"])
 def test_nothing_stays_where_it_cannot_start(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise _StopError
 
-    home: Any = {"Watch": recorder, "_prepare": recorder, "Projections": watch, "install": intercept}[part]
+    home: Any = {"Watch": recorder, "claim": recorder, "Projections": watch, "install": intercept}[part]
     monkeypatch.setattr(home, part, fail)
     tiny = nano_gpt()
     with pytest.raises(_StopError), attn_diag.capture(tiny.model, tmp_path):
         pytest.fail("it must not start")
     assert not hooks_of(tiny.model)
+    assert not list(tmp_path.iterdir())
     tiny.loss(tiny.model)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from attn_diag.errors import InputError
@@ -40,6 +42,7 @@ def write_atomically(target: Path, write: Callable[[str], object]) -> None:
     """Call ``write`` with a temporary path beside ``target``, then rename: no reader ever sees half a file.
 
     A process that is killed meanwhile leaves its temporary file behind, hidden: ".<target's name>.<random>.partial".
+    A file that is replaced keeps its mode; a new one has that of the umask.
     A device or a pipe is written to directly: a rename would put a file in its place, for root even in /dev.
     """
     if _is_special(target):
@@ -49,20 +52,22 @@ def write_atomically(target: Path, write: Callable[[str], object]) -> None:
             raise InputError(f"cannot write {target}: {error.strerror or error}") from None
         return
     target = _destination(target)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=PARTIAL)
-        os.close(handle)
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+        # The system applies the umask: to ask for it is to change it, for the files of other threads too.
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666 if mode is None else 0o600))
     except OSError as error:
         raise InputError(
             f"cannot write {target}: {error.strerror}; choose a folder that exists and is writable"
         ) from None
     try:
-        write(temporary)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(target)
+        write(str(temporary))
+        if mode is not None:
+            temporary.chmod(mode)
+        temporary.replace(target)
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror or error}") from None
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()

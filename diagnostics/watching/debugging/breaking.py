@@ -126,6 +126,13 @@ class Breakpoint:
             call.x = call.w_q = None  # the optimizer has changed the weight since
         self._judge_without_backward(self._watch)
 
+    def failed(self, error: Exception) -> None:
+        """Nothing is counted here."""
+
+    def forked(self) -> None:
+        """Be closed; what was found is the parent's to stop for."""
+        self._watch, self._waiting = None, []
+
     # Ourselves.
 
     def _judge_without_backward(self, watch: Watch) -> None:

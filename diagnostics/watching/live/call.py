@@ -206,6 +206,14 @@ class Listener(Protocol):
         """After an optimizer's step (or the end of a forward in a loop that does not train)."""
         ...
 
+    def failed(self, error: Exception) -> None:
+        """After a failure of ours in one of the calls, which has been logged."""
+        ...
+
+    def forked(self) -> None:
+        """In a forked child, which nothing is told of any more: close, without waiting for a lock."""
+        ...
+
 
 def _indices(name: str, chosen: Iterable[int] | None) -> list[int] | None:
     """Sort the numbers; InputError unless all are 0 or more."""

@@ -60,6 +60,10 @@ class Observer(Protocol):
         """``what``, with its failures kept from the training loop."""
         ...
 
+    def forked(self) -> None:
+        """This is a forked child now: be gone, without waiting for a lock."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Pair:
@@ -76,9 +80,17 @@ _replaced: list[tuple[Namespace, str, _Pair]] = []
 _modules_seen = 0
 _thread = threading.local()
 
+
+def _in_child() -> None:
+    """A forked child (a DataLoader's worker) has none of the parent's threads, and locks that they will never open."""
+    global _lock
+    _lock = threading.RLock()
+    while _observers:
+        _observers.pop().forked()
+
+
 if hasattr(os, "register_at_fork"):
-    # A child (a DataLoader's worker) has no thread to hand captures to.
-    os.register_at_fork(after_in_child=_observers.clear)
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def install(observer: Observer) -> None:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 import re
-import secrets
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
-import torch
 from torch import nn
 
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
+from attn_diag.watching.live.claim import IfTaken, claim
+from attn_diag.watching.live.losses import Losses, reason_of
+from attn_diag.watching.live.run import rank, run_id, world_size
 from attn_diag.watching.live.watch import UNSEEN, UNSTEPPED, Watch, require_container
 from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, newest
 
@@ -36,16 +35,17 @@ _LAST_TIMEOUT = 60.0
 Steps = Container[int] | Callable[[int], bool]
 
 _open: list[Recorder] = []
-_begun: Counter[str] = Counter()
-_lock = threading.Lock()
+# Of this module's list; a signal handler may come while it is held.
+_lock = threading.RLock()
+# In a forked child: what belongs to the parent. Nothing of it is freed, as a device's tensors cannot be there.
+_of_parent: list[Any] = []
 
 
 class Recorder:
     """See ``capture``.
 
     Attributes:
-        folder: of the files.
-        dropped: why calls were not recorded -> how many.
+        dropped: why calls were not recorded, or not wholly -> how many.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Recorder:
         ring: int,
         max_bytes: int,
         first_step: int,
+        if_taken: IfTaken,
     ) -> None:
         for name, chosen in (("layers", layers), ("calls", calls), ("steps", None if callable(steps) else steps)):
             require_container(name, chosen)
@@ -68,15 +69,18 @@ class Recorder:
             raise InputError(f"model must be a torch.nn.Module, or None for all calls, got {type(model).__name__}")
         if ring < 0 or max_bytes < 1:
             raise InputError(f"ring must be 0 or more and max_bytes 1 or more, got {ring} and {max_bytes}")
-        self.folder = Path(path)
-        self.dropped: dict[str, int] = {}
+        if if_taken not in get_args(IfTaken):
+            raise InputError(f'if_taken must be "stop" or "another", got {if_taken!r}')
+        self._losses = Losses()
+        self.dropped = self._losses.counts
+        self._asked, self._if_taken = Path(path), if_taken
         self._model, self._first_step = model, first_step
         self._steps, self._layers, self._calls = steps, layers, calls
         self._part, self._ring = Part(heads, batch), ring
         self._max_bytes, self._bytes, self._full = max_bytes, 0, False
         self._taken: dict[tuple[int, int], Taken] = {}
-        self._shelf = Shelf(self.folder, ring, max_bytes, self._drop)
-        self._writer = Writer(self._shelf.keep, limit=_IN_FLIGHT)
+        self._shelf = Shelf(self._asked, ring, max_bytes, self._losses)
+        self._writer = self._new_writer()
         self._run, self._chosen = "", False
         self._watch: Watch | None = None
 
@@ -86,15 +90,21 @@ class Recorder:
         """Begin.
 
         Raises:
-            InputError: ``path`` cannot be written, or holds captures of this rank already.
+            InputError: ``path`` cannot be written, or is another run's and ``if_taken`` is "stop"; ``RANK`` or
+                ``WORLD_SIZE`` is no whole number.
         """
         if self._watch is not None:
             raise InputError(f"capturing into {self.folder} is running already; make another attn_diag.capture")
-        _prepare(self.folder, rank())
         # What a Capture imports when it is made: in the writer's thread that would hold up a captured step.
         import_module("attn_diag.captures.hardware")
-        self._run = run_id(self.folder.name)
-        self._watch = Watch(self._model, self, self._first_step).start()
+        self._run = run_id(self._asked.name)
+        self._shelf.claim = claimed = claim(self._asked, rank(), self._run, self._if_taken)
+        self._shelf.folder = claimed.folder
+        try:
+            self._watch = Watch(self._model, self, self._first_step).start()
+        except BaseException:
+            self._finish()
+            raise
         self._writer.start()
         with _lock:
             _open.append(self)
@@ -105,7 +115,7 @@ class Recorder:
         """Remove every hook and wait until what was captured is written."""
         watch, self._watch = self._watch, None
         if watch is None:
-            self._writer.close()  # again, where Ctrl-C ended the wait
+            self._finish()  # again, where Ctrl-C ended the wait
             return
         if watch.never_stepped:
             watch.warn_once(UNSTEPPED)
@@ -114,13 +124,34 @@ class Recorder:
             _open.remove(self)
         self._submit_open()
         self._writer.call(self._shelf.step_over)
-        self._writer.close()
-        atexit.unregister(self._at_exit)
+        self._finish()
         if not watch.calls_seen:
             watch.warn_once(UNSEEN)
         elif not self._chosen:
             seen = ", ".join(map(str, watch.layers))
             _log.warning("nothing was captured: no call fitted steps, layers and calls; seen were layers %s", seen)
+
+    def _finish(self) -> None:
+        self._writer.close()
+        if self._shelf.claim is not None:
+            self._shelf.claim.release()
+            self._shelf.claim = None
+        atexit.unregister(self._at_exit)
+
+    def forked(self) -> None:
+        """Be closed, in a forked child, which has none of the parent's threads: all there is is the parent's."""
+        global _lock
+        _lock = threading.RLock()
+        _open.clear()
+        _of_parent.append((self._watch, self._writer, self._taken))
+        self._watch, self._writer, self._taken = None, self._new_writer(), {}
+        if self._shelf.claim is not None:
+            self._shelf.claim.leave()
+            self._shelf.claim = None
+        atexit.unregister(self._at_exit)
+
+    def _new_writer(self) -> Writer:
+        return Writer(self._shelf.keep, _IN_FLIGHT, self._losses)
 
     def _at_exit(self) -> None:
         # After start() nobody tells of an exception; the interpreter keeps the one that ends the program.
@@ -144,9 +175,14 @@ class Recorder:
         return printable(f"<capture into {self.folder}: step {self.step}, {len(self.written)} files written{lost}>")
 
     @property
+    def folder(self) -> Path:
+        """Of the files; once started perhaps another than was asked for."""
+        return self._shelf.folder
+
+    @property
     def written(self) -> list[Path]:
-        """The files so far."""
-        return self._shelf.written
+        """The files so far: each is complete."""
+        return list(self._shelf.written)
 
     @property
     def step(self) -> int:
@@ -182,11 +218,15 @@ class Recorder:
         chosen = self._layers is None or place.layer in self._layers
         return chosen and (self._calls is None or place.call in self._calls) and self.wants_step(place.step)
 
+    def failed(self, error: Exception) -> None:
+        """Count it; the watch has told of it."""
+        self._losses.add(reason_of(error), told=True)
+
     def forward(self, call: AttentionCall) -> None:
         """Clone what is chosen of q, k, v, o, LSE, x and w_q."""
         self._chosen = True
         if reason := call.refused or self._part.missing(call):
-            self._drop(f"{call.place.module or 'attention'}: {reason}")
+            self._losses.add(f"{call.place.module or 'attention'}: {reason}")
             return
         tensors, metadata = self._part.clones(call, call.tensors()), self._metadata(call)
         size = bytes_of(tensors.values())
@@ -196,7 +236,7 @@ class Recorder:
             size += bytes_of(tensors[name] for name in late)
         if self._bytes + size > self._max_bytes:
             self._full = True
-            self._drop(f"the limit of {self._max_bytes / 2**20:,.4g} MiB is reached (max_bytes)")
+            self._losses.add(f"the limit of {self._max_bytes / 2**20:,.4g} MiB is reached (max_bytes)")
             return
         self._bytes += size
         self._taken[call.place.layer, call.place.call] = Taken(tensors, metadata, call.place.step, self._name(call))
@@ -237,13 +277,13 @@ class Recorder:
             self._submit(one)
 
     def _submit(self, taken: Taken) -> None:
-        if not self._writer.submit(taken.seal()):
-            self._drop("the disk is slower than the captures: choose fewer steps, layers or batch items")
-
-    def _drop(self, reason: str) -> None:
-        if reason not in self.dropped:
-            _log.warning("not captured: %s", reason)
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        try:
+            accepted = self._writer.submit(taken.seal())
+        except Exception as error:  # the other calls of the step are none the worse
+            self._losses.add(reason_of(error))
+            return
+        if not accepted:
+            self._losses.add("the disk is slower than the captures: choose fewer steps, layers or batch items")
 
 
 def capture(
@@ -258,6 +298,7 @@ def capture(
     ring: int = 0,
     max_bytes: int = _GIB,
     first_step: int = 0,
+    if_taken: IfTaken = "stop",
 ) -> Recorder:
     """Capture the attention calls of a model while it runs, as files that ``inspect`` reads.
 
@@ -287,17 +328,19 @@ def capture(
             ``dump()``, an alarm of ``attn_diag.Monitor``, NaN or Inf in what was captured, an exception.
         max_bytes: stop at so many bytes of captures (of the ring: forget older steps).
         first_step: the number of the first step.
+        if_taken: where another run captures into the folder, or has (this one before it was killed, perhaps): "stop"
+            with an InputError, or take "another": <path>-2, <path>-3 and so on, the same for all ranks of a run.
 
     Returns:
         A context manager (also ``start()`` and ``close()``).
 
     Raises:
-        InputError: on entering, the folder cannot be written or holds captures of this rank already. Later nothing is
-            raised: what goes wrong is logged (logger "attn_diag") and counted in ``dropped``.
+        InputError: on entering, the folder cannot be written or is taken. Later nothing is raised: what goes wrong is
+            logged (logger "attn_diag"), once, and counted in ``dropped``. A forked child captures nothing.
     """
     return Recorder(
         model, path, steps=steps, layers=layers, heads=heads, batch=batch, calls=calls, ring=ring,
-        max_bytes=max_bytes, first_step=first_step,
+        max_bytes=max_bytes, first_step=first_step, if_taken=if_taken,
     )  # fmt: skip
 
 
@@ -322,51 +365,4 @@ def trigger(reason: str) -> None:
         recorder.dump(reason)
 
 
-def _prepare(folder: Path, rank: int) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        there = next(folder.glob(f"step*_rank{rank}.safetensors"), None)
-    except OSError as error:
-        raise InputError(f"cannot capture into {folder}: {error.strerror}; choose another folder") from None
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"cannot capture into {folder}: no permission to write; choose another folder")
-    if there is not None:
-        raise InputError(f"{folder} holds captures of an earlier run ({there.name}, …); choose a new folder")
-
-
 _LATE = ("do", "dq", "dk", "dv", "dq_pre")
-
-
-def rank() -> int:
-    """This process's rank: of the process group, else of the launcher's environment, else 0."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
-def world_size() -> int:
-    """How many processes there are: likewise, else 1."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def run_id(folder: str) -> str:
-    """Agree on eight hex digits, the same on all ranks that capture: the first to come says which.
-
-    Nobody waits for anybody, as not every rank need capture; a capture is told from others by its folder's name and
-    by how many of that name this rank has begun.
-    """
-    mine = secrets.token_hex(4)
-    if world_size() == 1:
-        return mine
-    key = f"attn_diag/{folder}/{_begun[folder]}"
-    _begun[folder] += 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        try:
-            store = torch.distributed.distributed_c10d._get_default_store()
-            return str(store.compare_set(key, "", mine).decode())
-        except Exception as error:  # a store of another kind
-            _log.info("no run number from the process group's store: %s", error)
-    agreed = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
-    return hashlib.sha256("\n".join([*agreed, key]).encode()).hexdigest()[:8]

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from attn_diag.errors import InputError
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, clean
+from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
 
@@ -89,7 +91,8 @@ class Watch:
         self._handles: list[Any] = []
         self._projections = Projections()
         self._warned: set[str] = set()
-        self._owns = False
+        self._owns = self._gone = False
+        self._told: set[tuple[int, int, bool]] = set()
 
     def start(self) -> Self:
         """Install the interception and the hooks; all of them, or none and an exception."""
@@ -125,6 +128,11 @@ class Watch:
         self._projections.close()
         self._drop_pending()
 
+    def forked(self) -> None:
+        """Be gone, in a forked child. Hooks stay, and do nothing: to take them away is to free what they hold."""
+        self._gone = True
+        self.listener.forked()
+
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""
         self._drop_pending()
@@ -135,6 +143,7 @@ class Watch:
         self._projections.recording = self._projections.watching and self._wants_step()
         self._counts.clear()
         self._with_gradients.clear()
+        self._told.clear()
         self._calls_this_step = 0
         intercept.refresh()
         self.guarded(self.listener.step_ended)(ended)
@@ -184,7 +193,10 @@ class Watch:
 
     def sees(self, place: CallPlace, fields: Fields, result: Any) -> None:
         """Tell the listener of a wanted call that has run, and follow its gradients."""
-        fields = dict(fields)
+        numbered = self._numbered(place)
+        if numbered != place and not self.listener.wants(numbered):
+            return
+        place, fields = numbered, dict(fields)
         graph: Graph = fields.pop("graph")
         known = fields.pop("projection", None)
         detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
@@ -214,7 +226,8 @@ class Watch:
 
     def failed(self, error: Exception) -> None:
         """Warn of our own failure; it is never an exception in somebody's training."""
-        self.warn_once(f"a call was not recorded: {type(error).__name__}: {error}")
+        self.warn_once(f"a call was not recorded: {reason_of(error)}")
+        self.listener.failed(error)
 
     # Ourselves.
 
@@ -228,8 +241,9 @@ class Watch:
         """Wrap ``what`` so that our own failures are logged instead of raised; it returns None then."""
 
         def run(*args: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return None  # a graph is traced, with our hooks in it: nothing of ours belongs there
+            # While a graph is traced, with our hooks in it, nothing of ours belongs there; nor in a forked child.
+            if self._gone or torch.compiler.is_compiling():
+                return None
             try:
                 return what(*args)
             except Exception as error:
@@ -246,6 +260,14 @@ class Watch:
             pending, self._pending = list(self._pending.values()), {}
         for one in pending:
             one.give_up()
+
+    def _numbered(self, place: CallPlace) -> CallPlace:
+        """The place, with a call number of its own where another thread's call has come to the same meanwhile."""
+        with self._lock:
+            while (key := (place.layer, place.call, place.gradients)) in self._told:
+                place = replace(place, call=place.call + 1)
+            self._told.add(key)
+        return place
 
     def _passes_over(self, owner: nn.Module | None) -> bool:
         if self.model is not None and owner is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections import deque
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.errors import InputError
+from attn_diag.watching.live.claim import Claim
+from attn_diag.watching.live.losses import Losses, reason_of
 
-_log = logging.getLogger("attn_diag")
 _newest: list[Capture] = []
 
 
@@ -52,7 +51,9 @@ class Writer:
 
     keep: Callable[[Taken], None]
     limit: int
-    _queue: queue.Queue[Callable[[], None] | None] = field(default_factory=queue.Queue)
+    losses: Losses = field(default_factory=Losses)
+    # Its put() may interrupt itself, as a signal handler that dumps a ring does, and needs nobody's lock after a fork.
+    _queue: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     _pending: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
@@ -99,7 +100,7 @@ class Writer:
             try:
                 job()
             except Exception as error:
-                _log.warning("a capture was lost, training goes on: %s: %s", type(error).__name__, error)
+                self.losses.add(reason_of(error))
 
     def _bring(self, taken: Taken, size: int) -> None:
         try:
@@ -126,15 +127,18 @@ class Shelf:
         folder: of the files.
         ring: how many steps to keep in memory; 0: write everything.
         max_bytes: of the ring: older steps are forgotten.
-        drop: told why something was not captured.
+        losses: what was not written.
 
     Attributes:
-        written: the files so far.
+        written: the files so far, in order.
+        claim: of the folder, once there is one.
     """
 
-    def __init__(self, folder: Path, ring: int, max_bytes: int, drop: Callable[[str], None]) -> None:
-        self.written: list[Path] = []
-        self._folder, self._max_bytes, self._drop = folder, max_bytes, drop
+    def __init__(self, folder: Path, ring: int, max_bytes: int, losses: Losses) -> None:
+        self.written: dict[Path, None] = {}
+        self.folder = folder
+        self.claim: Claim | None = None
+        self._max_bytes, self._losses = max_bytes, losses
         self._ring: deque[list[tuple[str, Capture]]] | None = deque(maxlen=ring) if ring else None
         self._step: list[tuple[str, Capture]] = []
         self._broken = ""
@@ -186,12 +190,15 @@ class Shelf:
             self._write(name, replace(capture, metadata=replace(capture.metadata, notes=notes)))
 
     def _write(self, name: str, capture: Capture) -> None:
+        path = self.folder / name
+        if self.claim is not None and self.claim.lost():
+            self._losses.add(f"{self.folder} was removed, and is another run's now")
+            return
         try:
-            path = capture.save(self._folder / name)
-            if path not in self.written:
-                self.written.append(path)
-        except InputError as error:
-            self._drop(str(error))
+            self.written[capture.save(path)] = None
+        except Exception as error:
+            # Of a full disk there is one thing to say, not one for each file.
+            self._losses.add(reason_of(error).replace(str(path), f"into {self.folder}"))
 
 
 def newest() -> list[Capture]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from attn_diag.errors import InputError
 from attn_diag.watching.live.call import AttentionCall, CallPlace
-from attn_diag.watching.live.recorder import rank, trigger
+from attn_diag.watching.live.recorder import trigger
+from attn_diag.watching.live.run import rank
 from attn_diag.watching.live.watch import UNFINISHED, UNSEEN, UNSTEPPED, Watch, require_container
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
@@ -216,6 +217,14 @@ class Monitor:
         if self.wants_step(step):
             self._finish(step)
         self._read(wait=False)
+
+    def failed(self, error: Exception) -> None:
+        """Nothing is counted here."""
+
+    def forked(self) -> None:
+        """Be closed: what is on its way from the device, and the log, are the parent's."""
+        self._of_parent = self._watch, self._sent
+        self._watch, self._sent, self._log_path = None, deque(), None
 
     # Ourselves.
 
