@@ -7,7 +7,6 @@ import math
 import os
 import re
 import stat
-import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from torch import Tensor
 from attn_diag.captures.capture import OBSERVED, Capture, TensorSource
 from attn_diag.captures.files import CAPTURE_SUFFIXES, PARTIAL
 from attn_diag.captures.metadata import KEYS, Metadata, refuse_unsupported
+from attn_diag.captures.pickles import Odd, unpickle
 from attn_diag.errors import InputError
 
 _EXAMPLE = Path(str(files("attn_diag.data"))) / "gpt2_step731_L2H4_rows.safetensors"
@@ -207,27 +207,11 @@ def _read_safetensors(path: Path) -> _Read:
     return tensors, handle.metadata() or {}, []
 
 
-def unpickle(path: Path) -> Any:
-    """What ``torch.save`` wrote, on the CPU. Raises InputError where reading it would run code: it is never run."""
-    try:
-        with warnings.catch_warnings():
-            # About how the file was pickled: nothing that its reader can change.
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if "weights_only" in str(error).lower() or "unsupported" in str(error).lower():
-            raise InputError(
-                "this pickle holds more than tensors and was not executed; save a plain dict of tensors "
-                "with torch.save, or a safetensors file"
-            ) from None
-        raise
-
-
-def dense(value: Tensor, name: str) -> Tensor:
-    """``value`` without its history. Raises InputError, naming it, for tensors that hold no plain array of numbers."""
-    if value.layout != torch.strided or value.is_nested or value.is_meta:
-        raise InputError(f"{name} is sparse, nested or without data; expected a dense tensor: save one")
-    return value.detach()
+def dense(value: Tensor | Odd, name: str) -> Tensor:
+    """``value``. Raises InputError, naming it, for what is no plain array of numbers."""
+    if isinstance(value, Odd):
+        raise InputError(f"{name} is sparse, nested or without data ({value.kind}); expected a dense tensor: save one")
+    return value
 
 
 def _read_pt(path: Path) -> _Read:
@@ -237,7 +221,7 @@ def _read_pt(path: Path) -> _Read:
     tensors: dict[str, TensorSource] = {}
     text: dict[str, str] = {}
     for name, value in content.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | Odd):
             tensors[str(name)] = dense(value, str(name))
         elif name == "metadata" and isinstance(value, dict):
             text |= {str(key): _as_text(item) for key, item in value.items() if item is not None}

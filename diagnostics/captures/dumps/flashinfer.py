@@ -29,7 +29,8 @@ from torch import Tensor
 
 from attn_diag.captures.capture import FP8
 from attn_diag.captures.dumps.call import DumpedCall
-from attn_diag.captures.loading import named_errors, unpickle
+from attn_diag.captures.loading import named_errors
+from attn_diag.captures.pickles import unpickle
 from attn_diag.errors import InputError
 
 METADATA = "metadata.jsonl"

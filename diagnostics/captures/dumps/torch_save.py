@@ -18,8 +18,9 @@ from torch import Tensor
 
 from attn_diag.captures.dumps.call import DumpedCall
 from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, matches, refuse_packed, role_of
-from attn_diag.captures.loading import dense, named_errors, require_regular_file, unpickle
+from attn_diag.captures.loading import dense, named_errors, require_regular_file
 from attn_diag.captures.metadata import refuse_unsupported
+from attn_diag.captures.pickles import Odd, unpickle
 from attn_diag.errors import InputError
 
 SUFFIXES = (".pt", ".pth")
@@ -129,7 +130,7 @@ def _walk(content: object) -> tuple[list[Leaf], list[_Scalar]]:
     def visit(value: object, parts: tuple[str, ...]) -> None:
         if isinstance(value, Tensor) and _is_scalar(parts) and value.numel() <= 2:
             value = value.flatten().tolist() if value.numel() > 1 else value.item()
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | Odd):
             leaves.append(_leaf(value, parts))
         elif isinstance(value, dict):
             for key, item in value.items():
@@ -140,7 +141,7 @@ def _walk(content: object) -> tuple[list[Leaf], list[_Scalar]]:
                 visit(item, (*parts, names[number] if names else str(number)))
         elif value and parts:  # dropout_p=0.0 asks for nothing
             refuse_unsupported(parts[-1])
-        if not isinstance(value, Tensor | dict) and value is not None and parts and _is_scalar(parts):
+        if not isinstance(value, Tensor | Odd | dict) and value is not None and parts and _is_scalar(parts):
             key = next(key for key, aliases in _SCALARS.items() if parts[-1].lower() in aliases)
             scalars.append(_Scalar(key, value, parts[:-1]))
 
@@ -168,7 +169,7 @@ def _positions(items: list[Any] | tuple[Any, ...]) -> tuple[str, ...] | None:
     return _BY_POSITION if fits else None
 
 
-def _leaf(value: Tensor, parts: tuple[str, ...]) -> Leaf:
+def _leaf(value: Tensor | Odd, parts: tuple[str, ...]) -> Leaf:
     path = ".".join(parts) or "tensor"
     name = next((part for part in reversed(parts) if not part.isdecimal()), "")
     refuse_packed(name)
