@@ -10,9 +10,10 @@ import stat
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -27,6 +28,11 @@ from attn_diag.errors import InputError
 
 _EXAMPLE = Path(str(files("attn_diag.data"))) / "gpt2_step731_L2H4_rows.safetensors"
 _HALF_WRITTEN = re.compile(rf"\.(.+({'|'.join(map(re.escape, CAPTURE_SUFFIXES))}))\.[^.]+{re.escape(PARTIAL)}")
+_FLOATING = ("q", "k", "v", "do", "x", "w_q", *OBSERVED)
+# Of what an .npz states; notes and the like.
+_LONGEST_TEXT = 2**20
+# Query rows, or keys, of which no more need be in a file than it has bytes.
+_ROWS = 2**14
 _STATED_BY_DEFAULT = ("layout", "causal", "scale")
 
 
@@ -118,7 +124,22 @@ def load(path: str | Path, **options: Any) -> Capture:
             for name in _STATED_BY_DEFAULT
             if name not in text and name not in given
         ]
-        return Capture(tensors, metadata, str(path), (*assumed, *notes))
+        capture = Capture(tensors, metadata, str(path), (*assumed, *notes))
+        require_held(capture, path.stat().st_size)
+        return capture
+
+
+def require_held(capture: Capture, size: int) -> None:
+    """Raise InputError where more rows or keys are to be looked at than ``size`` bytes, those of its file, can hold.
+
+    Expanded tensors (of stride 0) and compressed zeros say that they are of any length; attention's work is its square.
+    """
+    rows, keys = capture.batch * capture.q_heads * capture.q_length, capture.k_length
+    if max(rows, keys) > max(_ROWS, size):
+        raise InputError(
+            f"{rows} query rows and {keys} keys in {size} bytes: q or k repeats one value all along; expected tensors "
+            "with values of their own"
+        )
 
 
 _KINDS = (
@@ -237,33 +258,74 @@ def _as_text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
+@dataclass(frozen=True)
+class _NpzSource:
+    """An array in an .npz file, unpacked when it is first indexed."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    words: bool
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._unpacked[index]
+
+    @cached_property
+    def _unpacked(self) -> Tensor:
+        with named_errors(self.path), zipfile.ZipFile(self.path) as archive, archive.open(self.name) as file:
+            return _tensor_from_numpy(np.lib.format.read_array(file, allow_pickle=False), words=self.words)
+
+
 def _read_npz(path: Path) -> _Read:
     if not zipfile.is_zipfile(path):
         raise InputError("truncated or damaged: not a complete .npz archive")
     tensors: dict[str, TensorSource] = {}
     text: dict[str, str] = {}
     notes: list[str] = []
-    # numpy leaves a file that it opened itself open where the archive is damaged.
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-        for name in archive.files:
-            array = archive[name]
-            if array.ndim == 0 and array.dtype.kind in "USifb" and not name.endswith("_descale"):
-                text[name] = str(array)
-            elif array.dtype.kind in "US":
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            name = member.filename.removesuffix(".npy")
+            base = name.rpartition(".")[2]
+            with archive.open(member) as file:
+                shape, dtype = _npy_header(file)
+                if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
+                    raise InputError(f"{name} is truncated or damaged: it says {list(shape)} {dtype}")
+            if not shape and dtype.kind in "USifb" and not name.endswith("_descale"):
+                if dtype.itemsize > _LONGEST_TEXT:
+                    raise InputError(f"{name} is a text of {dtype.itemsize} bytes; expected at most {_LONGEST_TEXT}")
+                with archive.open(member) as file:
+                    text[name] = str(np.lib.format.read_array(file, allow_pickle=False))
+                continue
+            if dtype.kind in "US":
                 raise InputError(f"{name} holds text; expected numbers")
-            else:
-                tensors[name] = _tensor_from_numpy(name, array, notes)
+            # ml_dtypes arrays come back from an .npz as raw bytes ("void") of their size.
+            words = dtype.itemsize == 2 and (dtype.kind == "V" or (dtype.kind == "u" and base in _FLOATING))
+            if dtype.kind == "V" and not words:
+                raise InputError(
+                    f"{name} holds {dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors"
+                )
+            if words:
+                notes.append(f"{name}: 16-bit words taken as BF16")
+            kind = _tensor_from_numpy(np.empty(0, dtype), words=words).dtype
+            tensors[name] = _NpzSource(path, member.filename, tuple(shape), kind, words)
     return tensors, text, notes
 
 
-def _tensor_from_numpy(name: str, array: np.ndarray[Any, Any], notes: list[str]) -> Tensor:
-    base = name.rpartition(".")[2]
-    # ml_dtypes arrays come back from an .npz as raw bytes ("void") of their size.
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
-        array = array.view(np.uint16)
-    if array.dtype == np.uint16 and base in ("q", "k", "v", "do", "x", "w_q", *OBSERVED):
-        notes.append(f"{name}: 16-bit words taken as BF16")
+def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of the array that begins here. Raises InputError for one of objects."""
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in read:
+        raise InputError(f"an array of .npy version {version}; expected 1.0 or 2.0")
+    shape, _, dtype = read[version](file)
+    if dtype.hasobject or dtype.names is not None:
+        raise InputError(f"an array of {dtype}; expected numbers")
+    return shape, dtype
+
+
+def _tensor_from_numpy(array: np.ndarray[Any, Any], *, words: bool) -> Tensor:
+    """The array as a tensor; ``words``: of BF16, whose bits it holds."""
+    if words:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    if array.dtype.kind == "V":
-        raise InputError(f"{name} holds {array.dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors")
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).copy())
