@@ -142,6 +142,18 @@ def require_held(capture: Capture, size: int) -> None:
         )
 
 
+def load_each(paths: Iterable[Path], **options: Any) -> tuple[list[Capture], list[InputError]]:
+    """Those captures that can be opened, and what is wrong with the others; ``options`` as for ``load``."""
+    captures: list[Capture] = []
+    failures: list[InputError] = []
+    for path in paths:
+        try:
+            captures.append(load(path, **options))
+        except InputError as error:
+            failures.append(error)
+    return captures, failures
+
+
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),

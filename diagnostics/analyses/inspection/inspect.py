@@ -153,7 +153,7 @@ def inspect_captures(
         progress: Called with (done, total) after every head.
         unreadable: Inputs that could not be read, for the summary.
         skip: Called with the error of a capture among several that lacks the observation, heads or batch items
-            selected, or whose dtype no recipe covers; it is listed as unreadable too.
+            selected, whose dtype no recipe covers, or that breaks the analysis; it is listed as unreadable too.
         merge_ranks: Captures that differ only in their rank become one (see ``attn_diag.captures.merge``), whose batch
             items (or heads) are those of all ranks.
 
@@ -171,24 +171,35 @@ def inspect_captures(
     if merge_ranks:
         chosen, merging = merged_over_ranks(chosen)
     jobs: list[CaptureJob] = []
+
+    def failed(capture: Capture, error: Exception) -> None:
+        """One capture of several is left out; raises where it is the only one."""
+        if skip is None or len(chosen) == 1:
+            raise error
+        if not isinstance(error, InputError):
+            error = InputError(f"{capture.source}: internal error: {type(error).__name__}: {error} (left out)")
+        skip(error)
+        skipped.append(str(error))
+
     for capture in chosen:
         try:
             runs = Runs(tuple(recipes), runner, dict(made_by or {}))
             keep = _KEPT_BYTES // len(chosen) if details else 0
             jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level, certified, keep))
-        except InputError as error:
-            if skip is None or len(chosen) == 1:
-                raise
-            skip(error)
-            skipped.append(str(error))
+        except Exception as error:
+            failed(capture, error)
+    total, done = sum(job.head_count for job in jobs), 0
+    for job in tuple(jobs):
+        try:
+            for count in job.run():
+                done += count
+                if progress is not None:
+                    progress(done, total)
+        except Exception as error:
+            failed(job.capture, error)
+            jobs.remove(job)
     if chosen and not jobs:
         raise InputError("none of the captures could be used")
-    total, done = sum(job.head_count for job in jobs), 0
-    for job in jobs:
-        for count in job.run():
-            done += count
-            if progress is not None:
-                progress(done, total)
     tested = [entry for job in jobs for entry in job.tested_entries()]
     adjusted, size = adjust_family(tested)
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}

@@ -78,15 +78,12 @@ def read_calls(path: Path, name: str, names: Mapping[str, str]) -> Iterator[Dump
     require_regular_file(path)
     with named_errors(path):
         content = unpickle(path)
-    try:
         leaves, scalars = _walk(content)
         calls = _calls(leaves, names)
         for call, chosen in calls.items():
             others = [roles["q"] for key, roles in calls.items() if key != call]
             stated = _stated([scalar for scalar in scalars if scalar.is_of(chosen["q"], others)])
             yield _dumped(path, name, call, chosen, stated, [] if others else leaves)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
 
 
 def _dumped(
@@ -236,7 +233,7 @@ def _stated(scalars: list[_Scalar]) -> dict[str, Any]:
     for scalar in sorted(scalars, key=lambda s: len(s.folder)):
         try:
             stated[scalar.key] = _READ[scalar.key](scalar.value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise InputError(f"{scalar.key}={scalar.value!r} cannot be read") from None
     return {key: value for key, value in stated.items() if value is not None}
 
