@@ -1,10 +1,11 @@
-"""Writing files so that nothing half-written stays behind."""
+"""Writing files so that nothing half-written stays behind, and reading them so that what is wrong is named."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from attn_diag.errors import InputError
@@ -66,3 +67,15 @@ def write_atomically(target: Path, write: Callable[[str], object]) -> None:
         raise InputError(f"cannot write {target}: {error.strerror or error}") from None
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Name the file in every complaint, and turn whatever a parser raises on untrusted bytes into an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except Exception as error:
+        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{path}: truncated or damaged, or not a {path.suffix} file ({detail})") from error

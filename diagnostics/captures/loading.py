@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
 import stat
-import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from attn_diag.captures.capture import OBSERVED, Capture, TensorSource
-from attn_diag.captures.files import CAPTURE_SUFFIXES, PARTIAL
+from attn_diag.captures.arrays import Read, read_npz
+from attn_diag.captures.capture import Capture, TensorSource
+from attn_diag.captures.files import CAPTURE_SUFFIXES, PARTIAL, named_errors
 from attn_diag.captures.metadata import KEYS, Metadata, refuse_unsupported
 from attn_diag.captures.pickles import Odd, unpickle
 from attn_diag.errors import InputError
 
 _EXAMPLE = Path(str(files("attn_diag.data"))) / "gpt2_step731_L2H4_rows.safetensors"
 _HALF_WRITTEN = re.compile(rf"\.(.+({'|'.join(map(re.escape, CAPTURE_SUFFIXES))}))\.[^.]+{re.escape(PARTIAL)}")
-_FLOATING = ("q", "k", "v", "do", "x", "w_q", *OBSERVED)
-# Of what an .npz states; notes and the like.
-_LONGEST_TEXT = 2**20
 # Query rows, or keys, of which no more need be in a file than it has bytes.
 _ROWS = 2**14
 _STATED_BY_DEFAULT = ("layout", "causal", "scale")
@@ -109,7 +103,7 @@ def load(path: str | Path, **options: Any) -> Capture:
     if path.stat().st_size == 0:
         raise InputError(f"{path}: the file is empty")
     with named_errors(path):
-        reader = {".safetensors": _read_safetensors, ".npz": _read_npz}.get(path.suffix, _read_pt)
+        reader = {".safetensors": _read_safetensors, ".npz": read_npz}.get(path.suffix, _read_pt)
         tensors, text, notes = reader(path)
         # A scale or window kept as an array is metadata all the same, and must not be overlooked.
         for name in KEYS & tensors.keys():
@@ -184,18 +178,6 @@ def require_regular_file(path: Path) -> None:
         raise InputError(f"{path}: cannot be opened: no permission to read it")
 
 
-@contextlib.contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """Name the file in every complaint, and turn whatever a parser raises on untrusted bytes into an InputError."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    except Exception as error:
-        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{path}: truncated or damaged, or not a {path.suffix} file ({detail})") from error
-
-
 @dataclass(frozen=True)
 class _SafetensorsSource:
     """A tensor in an open safetensors file; indexing reads just that part."""
@@ -211,7 +193,6 @@ class _SafetensorsSource:
         return self.handle.get_slice(self.name)[index]  # type: ignore[no-any-return]
 
 
-_Read = tuple[dict[str, TensorSource], dict[str, str], list[str]]
 _SAFETENSORS_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -229,7 +210,7 @@ _SAFETENSORS_DTYPES = {
 }
 
 
-def _read_safetensors(path: Path) -> _Read:
+def _read_safetensors(path: Path) -> Read:
     handle: Any = safe_open(path, framework="pt")  # ships without types
     tensors: dict[str, TensorSource] = {}
     for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
@@ -247,7 +228,7 @@ def dense(value: Tensor | Odd, name: str) -> Tensor:
     return value
 
 
-def _read_pt(path: Path) -> _Read:
+def _read_pt(path: Path) -> Read:
     content = unpickle(path)
     if not isinstance(content, dict):
         raise InputError(f"expected a dict of tensors, got {type(content).__name__}")
@@ -268,76 +249,3 @@ def _read_pt(path: Path) -> _Read:
 def _as_text(value: object) -> str:
     """A metadata value as a safetensors file would state it."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-@dataclass(frozen=True)
-class _NpzSource:
-    """An array in an .npz file, unpacked when it is first indexed."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    words: bool
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._unpacked[index]
-
-    @cached_property
-    def _unpacked(self) -> Tensor:
-        with named_errors(self.path), zipfile.ZipFile(self.path) as archive, archive.open(self.name) as file:
-            return _tensor_from_numpy(np.lib.format.read_array(file, allow_pickle=False), words=self.words)
-
-
-def _read_npz(path: Path) -> _Read:
-    if not zipfile.is_zipfile(path):
-        raise InputError("truncated or damaged: not a complete .npz archive")
-    tensors: dict[str, TensorSource] = {}
-    text: dict[str, str] = {}
-    notes: list[str] = []
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            name = member.filename.removesuffix(".npy")
-            base = name.rpartition(".")[2]
-            with archive.open(member) as file:
-                shape, dtype = _npy_header(file)
-                if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
-                    raise InputError(f"{name} is truncated or damaged: it says {list(shape)} {dtype}")
-            if not shape and dtype.kind in "USifb" and not name.endswith("_descale"):
-                if dtype.itemsize > _LONGEST_TEXT:
-                    raise InputError(f"{name} is a text of {dtype.itemsize} bytes; expected at most {_LONGEST_TEXT}")
-                with archive.open(member) as file:
-                    text[name] = str(np.lib.format.read_array(file, allow_pickle=False))
-                continue
-            if dtype.kind in "US":
-                raise InputError(f"{name} holds text; expected numbers")
-            # ml_dtypes arrays come back from an .npz as raw bytes ("void") of their size.
-            words = dtype.itemsize == 2 and (dtype.kind == "V" or (dtype.kind == "u" and base in _FLOATING))
-            if dtype.kind == "V" and not words:
-                raise InputError(
-                    f"{name} holds {dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors"
-                )
-            if words:
-                notes.append(f"{name}: 16-bit words taken as BF16")
-            kind = _tensor_from_numpy(np.empty(0, dtype), words=words).dtype
-            tensors[name] = _NpzSource(path, member.filename, tuple(shape), kind, words)
-    return tensors, text, notes
-
-
-def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of the array that begins here. Raises InputError for one of objects."""
-    version = np.lib.format.read_magic(file)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in read:
-        raise InputError(f"an array of .npy version {version}; expected 1.0 or 2.0")
-    shape, _, dtype = read[version](file)
-    if dtype.hasobject or dtype.names is not None:
-        raise InputError(f"an array of {dtype}; expected numbers")
-    return shape, dtype
-
-
-def _tensor_from_numpy(array: np.ndarray[Any, Any], *, words: bool) -> Tensor:
-    """The array as a tensor; ``words``: of BF16, whose bits it holds."""
-    if words:
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).copy())

@@ -323,10 +323,10 @@ def add_parts(parts: list[GradientParts]) -> GradientParts:
 
 
 def _total(tensors: Iterable[Tensor | None]) -> Tensor | None:
-    """The elementwise sum; None if one of them is."""
+    """The elementwise sum; None if one of them is, or there are none."""
     found = list(tensors)
     known = [t for t in found if t is not None]
-    return torch.stack(known).sum(0) if len(known) == len(found) else None
+    return torch.stack(known).sum(0) if known and len(known) == len(found) else None
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

@@ -266,6 +266,14 @@ class CaptureDiagnosis:
     observations: tuple[ObservationDiagnosis, ...]
     """Captured ones, then recipes that were run."""
 
+    def __post_init__(self) -> None:
+        for key in ("B", "Hq", "Hk", "Tq", "Tk", "D"):
+            if key not in self.shape:
+                raise ValueError(f"shape has no {key}")
+        for key in ("causal", "dtype"):
+            if key not in self.metadata:
+                raise ValueError(f"metadata have no {key}")
+
     @property
     def unjudged(self) -> bool:
         """Whether no verdict is given, because what was assumed of the capture does not hold."""

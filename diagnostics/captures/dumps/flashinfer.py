@@ -30,7 +30,8 @@ from torch import Tensor
 
 from attn_diag.captures.capture import FP8
 from attn_diag.captures.dumps.call import DumpedCall
-from attn_diag.captures.loading import named_errors, require_regular_file
+from attn_diag.captures.files import named_errors
+from attn_diag.captures.loading import require_regular_file
 from attn_diag.captures.pickles import unpickle
 from attn_diag.errors import InputError
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attn_diag.captures.dumps.call import DumpedCall
 from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, matches, refuse_packed, role_of
-from attn_diag.captures.loading import dense, named_errors, require_regular_file
+from attn_diag.captures.files import named_errors
+from attn_diag.captures.loading import dense, require_regular_file
 from attn_diag.captures.metadata import refuse_unsupported
 from attn_diag.captures.pickles import Odd, unpickle
 from attn_diag.errors import InputError
