@@ -48,8 +48,8 @@ Files = dict[str, bytes]
 """A case's files by their names."""
 
 
-def tensors(rows: int = 18, heads: int = 2, keys: int = 18, width: int = 8) -> dict[str, Tensor]:
-    """A small call with all that is captured, [1, heads, rows, width]; GQA where there are 2 heads."""
+def tensors(rows: int = 18, heads: int = 1, keys: int = 18, width: int = 8) -> dict[str, Tensor]:
+    """A small call with all that is captured, [1, heads, rows, width]; GQA where there are more heads than 1."""
     generator = torch.Generator().manual_seed(rows)
     shapes = {"q": (heads, rows), "k": (1, keys), "v": (1, keys), "do": (heads, rows)}
     found = {n: torch.randn(1, *shape, width, generator=generator).bfloat16() for n, shape in shapes.items()}
@@ -81,12 +81,12 @@ def corpus(target: str) -> tuple[Files, ...]:
     """What is mutated."""
     given = tensors()
     bare = {n: t for n, t in given.items() if n in ("q", "k", "v", "o", "lse")}
-    tokens = {n: t[0].transpose(0, 1).contiguous() for n, t in tensors(heads=1).items() if n in ("q", "k", "v", "o")}
+    tokens = {n: t[0].transpose(0, 1).contiguous() for n, t in given.items() if n in ("q", "k", "v", "o")}
     if target == "inspect":
         arrays = io.BytesIO()
         np.savez_compressed(arrays, **{n: t.float().numpy() for n, t in bare.items()}, scale=np.float64(0.35))  # type: ignore[arg-type]
         stated = {"format": "attn-diag-capture", "format_version": "1", "scale": "0.35", "window": "9,0", "layer": "2"}
-        more = given | {"mask": torch.ones(18, 18, dtype=torch.bool), "x": torch.ones(1, 18, 4).bfloat16(),
+        more = tensors(heads=2) | {"mask": torch.ones(18, 18, dtype=torch.bool), "x": torch.ones(1, 18, 4).bfloat16(),
                         "w_q": torch.ones(16, 4).bfloat16()}  # fmt: skip
         return (
             {"a.safetensors": save(bare)},
