@@ -29,7 +29,7 @@ class _NpzSource:
     """An array in an .npz file, unpacked when it is first indexed."""
 
     path: Path
-    name: str
+    member: zipfile.ZipInfo
     shape: tuple[int, ...]
     dtype: torch.dtype
     words: bool
@@ -39,7 +39,7 @@ class _NpzSource:
 
     @cached_property
     def _unpacked(self) -> Tensor:
-        with named_errors(self.path), zipfile.ZipFile(self.path) as archive, archive.open(self.name) as file:
+        with named_errors(self.path), zipfile.ZipFile(self.path) as archive, archive.open(self.member) as file:
             return _tensor_from_numpy(np.lib.format.read_array(file, allow_pickle=False), words=self.words)
 
 
@@ -75,7 +75,7 @@ def read_npz(path: Path) -> Read:
             if words:
                 notes.append(f"{name}: 16-bit words taken as BF16")
             kind = _tensor_from_numpy(np.empty(0, dtype), words=words).dtype
-            tensors[name] = _NpzSource(path, member.filename, tuple(shape), kind, words)
+            tensors[name] = _NpzSource(path, member, tuple(shape), kind, words)
     return tensors, text, notes
 
 

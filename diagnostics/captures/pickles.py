@@ -137,6 +137,23 @@ def _filled(target: Tensor, source: IO[bytes]) -> Tensor:
     return target
 
 
+@dataclass(frozen=True)
+class _Bounded:
+    """A file that is never asked for more than it has: Python would make room for all that a pickle claims."""
+
+    file: IO[bytes]
+    size: int
+
+    def read(self, count: int) -> bytes:
+        return self.file.read(min(count, self.size - self.file.tell()))
+
+    def readline(self) -> bytes:
+        return self.file.readline()
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+
 @dataclass
 class _Machine:
     """Runs one pickle's opcodes on values that are built here."""
@@ -154,7 +171,7 @@ class _Machine:
         stack: list[Any] = []
         below: list[list[Any]] = []
         memo: dict[int, Any] = {}
-        for opcode, argument, _ in pickletools.genops(file):
+        for opcode, argument, _ in pickletools.genops(_Bounded(file, self.size)):  # type: ignore[arg-type]
             match opcode.name:
                 case "PROTO":
                     pass
