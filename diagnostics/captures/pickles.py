@@ -127,7 +127,7 @@ def _of_stream(file: IO[bytes], size: int) -> Any:
 
 def _filled(target: Tensor, source: IO[bytes]) -> Tensor:
     """``target`` with the next bytes of ``source``."""
-    view = memoryview(target.numpy())
+    view = target.numpy().data
     for start in range(0, len(view), _PIECE):
         piece = view[start : start + _PIECE]
         if (got := source.read(len(piece))) and len(got) == len(piece):
@@ -171,7 +171,8 @@ class _Machine:
         stack: list[Any] = []
         below: list[list[Any]] = []
         memo: dict[int, Any] = {}
-        for opcode, argument, _ in pickletools.genops(_Bounded(file, self.size)):  # type: ignore[arg-type]
+        for opcode, given, _ in pickletools.genops(_Bounded(file, self.size)):  # type: ignore[arg-type]
+            argument: Any = given
             match opcode.name:
                 case "PROTO":
                     pass
