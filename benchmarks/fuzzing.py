@@ -328,6 +328,8 @@ def in_npy(rng: random.Random, data: bytes) -> bytes:
     length = int.from_bytes(data[8:10], "little")
     text = data[10 : 10 + length].decode("latin-1")
     numbers = list(re.finditer(r"\d+", text))
+    if not numbers:
+        return in_bytes(rng, data)
     old = rng.choice(numbers)
     text = text[: old.start()] + str(rng.choice(NUMBERS)) + text[old.end() :]
     if rng.random() < 0.4:

@@ -299,7 +299,7 @@ class AtomSums:
             "coherence": self.total / self.squares,
             "coherence_null95": float(self.flipped.quantile(0.95)) / self.squares,
             "cancellation": math.sqrt(self.total) / self.norms,
-            "participation": self.squares**2 / self.fourths,
+            "participation": self.squares * self.squares / self.fourths,
         }
 
 

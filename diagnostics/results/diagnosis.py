@@ -267,12 +267,8 @@ class CaptureDiagnosis:
     """Captured ones, then recipes that were run."""
 
     def __post_init__(self) -> None:
-        for key in ("B", "Hq", "Hk", "Tq", "Tk", "D"):
-            if key not in self.shape:
-                raise ValueError(f"shape has no {key}")
-        for key in ("causal", "dtype"):
-            if key not in self.metadata:
-                raise ValueError(f"metadata have no {key}")
+        if missing := {"B", "Hq", "Hk", "Tq", "Tk", "D"} - {*self.shape} | {"causal", "dtype"} - {*self.metadata}:
+            raise ValueError(f"shape or metadata lack {', '.join(sorted(missing))}")
 
     @property
     def unjudged(self) -> bool:

@@ -74,15 +74,14 @@ def as_diagnosis(
         from attn_diag.captures.loading import find_captures, load_each
 
         captures, unreadable = load_each(find_captures([path]))
-        if unreadable and (skip is None or not captures):
-            raise unreadable[0]
+        for error in unreadable:
+            if skip is None or not captures:
+                raise error
+            skip(error)
     else:
         captures = [side]
     from attn_diag.analyses.inspection.inspect import inspect_captures
 
-    for error in unreadable:
-        assert skip is not None
-        skip(error)
     said = [str(error) for error in unreadable]
     return inspect_captures(captures, level=level, device=device, progress=progress, unreadable=said, skip=skip)
 

@@ -173,13 +173,11 @@ def inspect_captures(
     jobs: list[CaptureJob] = []
 
     def failed(capture: Capture, error: Exception) -> None:
-        """One capture of several is left out; raises where it is the only one."""
         if skip is None or len(chosen) == 1:
             raise error
-        if not isinstance(error, InputError):
-            error = InputError(f"{capture.source}: internal error: {type(error).__name__}: {error} (left out)")
-        skip(error)
-        skipped.append(str(error))
+        broken = f"{capture.source}: internal error: {type(error).__name__}: {error} (left out)"
+        skip(error if isinstance(error, InputError) else InputError(broken))
+        skipped.append(str(error) if isinstance(error, InputError) else broken)
 
     for capture in chosen:
         try:
