@@ -293,7 +293,7 @@ class AtomSums:
 
     def result(self) -> dict[str, float | None]:
         """coherence, its null, cancellation and participation."""
-        if not self.squares:
+        if not self.squares or not self.fourths:  # below the smallest number
             return {}
         return {
             "coherence": self.total / self.squares,
