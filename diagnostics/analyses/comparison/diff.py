@@ -60,10 +60,7 @@ def as_diagnosis(
     progress: Progress | None,
     skip: Callable[[InputError], None] | None = None,
 ) -> Diagnosis:
-    """A diagnosis as it is, read from its file, or made from captures.
-
-    Raises InputError as ``diff`` says; with ``skip``, as ``inspect_captures`` has it, not for one capture of several.
-    """
+    """A diagnosis as it is, read from its file, or made from captures; it raises, or skips, as their inspection does."""
     unreadable: list[InputError] = []
     if isinstance(side, Diagnosis):
         return side
