@@ -60,7 +60,7 @@ def as_diagnosis(
     progress: Progress | None,
     skip: Callable[[InputError], None] | None = None,
 ) -> Diagnosis:
-    """A diagnosis as it is, read from its file, or made from captures; it raises, or skips, as their inspection does."""
+    """A diagnosis as it is, read from its file, or made from captures; raises, or skips, as inspecting does."""
     unreadable: list[InputError] = []
     if isinstance(side, Diagnosis):
         return side
