@@ -6,11 +6,12 @@ import html
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, WithJsonSchema
-from pydantic_core import from_json
+from pydantic_core import SchemaValidator, from_json
 
 from attn_diag.errors import InputError
 
@@ -76,7 +77,7 @@ class Result:
                 fields; it says which.
         """
         try:
-            result: Self = _adapter(cls).validate_json(text)
+            result: Self = _validator(cls).validate_json(text)
         except ValidationError as error:
             raise InputError(_refusal(cls, text, error)) from None
         return result
@@ -167,6 +168,21 @@ def _refusal(cls: type[Result], text: str | bytes, error: ValidationError) -> st
         f"expected {expected} as attn-diag writes it, got one with {error.error_count()} wrong or missing fields, the "
         f"first at {place}: {first['msg']}; it is damaged or was edited: make it again"
     )
+
+
+@cache
+def _validator(cls: type) -> SchemaValidator:
+    """Stops at the first wrong item of a list: a megabyte of empty heads is two million errors, in 2 GB."""
+    return SchemaValidator(_failing_fast(_adapter(cls).core_schema))
+
+
+def _failing_fast(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_failing_fast(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    known = {name: _failing_fast(part) for name, part in schema.items()}
+    return known | ({"fail_fast": True} if schema.get("type") in ("list", "tuple", "dict") else {})
 
 
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}

@@ -11,7 +11,7 @@ from attn_diag.errors import InputError
 
 # How many times its packed size a diagnosis may have, if it is larger than that of any small page: the JSON of 144
 # unlike heads has 3 to 5, that of 1,000 equal ones 136 (10 MB).
-_RATIO, _SMALL = 64, 2**24
+_RATIO, _SMALL = 16, 2**25
 # What tells zlib that a gzip header comes first.
 _GZIP = 16
 ELEMENT = "attn-diag-diagnosis"
