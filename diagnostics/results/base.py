@@ -6,7 +6,6 @@ import html
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_type_hints
 
@@ -170,10 +169,14 @@ def _refusal(cls: type[Result], text: str | bytes, error: ValidationError) -> st
     )
 
 
-@cache
+_VALIDATORS: dict[type, SchemaValidator] = {}
+
+
 def _validator(cls: type) -> SchemaValidator:
     """Stops at the first wrong item of a list: a megabyte of empty heads is two million errors, in 2 GB."""
-    return SchemaValidator(_failing_fast(_adapter(cls).core_schema))
+    if cls not in _VALIDATORS:
+        _VALIDATORS[cls] = SchemaValidator(_failing_fast(_adapter(cls).core_schema))
+    return _VALIDATORS[cls]
 
 
 def _failing_fast(schema: Any) -> Any:
