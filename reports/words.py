@@ -133,7 +133,7 @@ def share_words(error: GradientError) -> str:
     known = [(name, part) for name, part in (error.shares or {}).items() if part is not None]
     known.sort(key=lambda item: -abs(item[1]))
     # Adding 0 makes -0.0 the 0.0 that it stands for.
-    return ", ".join(f"{SHARES[name]} {round(100 * part, 1) + 0.0:.1f} %" for name, part in known) or DASH
+    return ", ".join(f"{SHARES.get(name, name)} {round(100 * part, 1) + 0.0:.1f} %" for name, part in known) or DASH
 
 
 def _unexplained(error: GradientError) -> str:

@@ -236,7 +236,14 @@ def _one_line(text: str) -> str:
 def _require_valid(c: Capture) -> None:
     """Raise InputError where the tensors of a capture do not fit each other, before any of them is read."""
     for name in c.tensors:
-        refuse_unsupported(name.rpartition(".")[2])
+        observation, dot, output = name.rpartition(".")
+        refuse_unsupported(output)
+        if (
+            output in OBSERVED
+            and dot
+            and (not observation or (observation == DEFAULT_OBSERVATION and output in c.tensors))
+        ):
+            raise InputError(f"{name!r} names no observation of its own; call it 'flash.{output}', or {output!r} alone")
     for name in ("q", "k", "v"):
         if name not in c.tensors:
             have = ", ".join(sorted(c.tensors)) or "no tensors"

@@ -1,11 +1,12 @@
-"""Writing files so that nothing half-written stays behind."""
+"""Writing files so that nothing half-written stays behind, and reading them so that what is wrong is named."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,3 +72,17 @@ def write_atomically(target: Path, write: Callable[[str], object]) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+@contextlib.contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Name the file in every complaint, and turn whatever a parser raises on untrusted bytes into an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except Exception as error:
+        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{path}: truncated or damaged, or not a {path.suffix} file ({detail})").with_traceback(
+            error.__traceback__  # where it was raised; its own words would be shown as they are
+        ) from None

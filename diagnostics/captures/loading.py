@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
 import stat
-import warnings
-import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from attn_diag.captures.capture import OBSERVED, Capture, TensorSource
-from attn_diag.captures.files import CAPTURE_SUFFIXES, PARTIAL
+from attn_diag.captures.arrays import Read, read_npz
+from attn_diag.captures.capture import Capture, TensorSource
+from attn_diag.captures.files import CAPTURE_SUFFIXES, PARTIAL, named_errors
 from attn_diag.captures.metadata import KEYS, Metadata, refuse_unsupported
+from attn_diag.captures.pickles import Odd, unpickle
 from attn_diag.captures.stored import read_header
 from attn_diag.errors import InputError
 
 _EXAMPLE = Path(str(files("attn_diag.data"))) / "gpt2_step731_L2H4_rows.safetensors"
 _HALF_WRITTEN = re.compile(rf"\.(.+({'|'.join(map(re.escape, CAPTURE_SUFFIXES))}))\.[^.]+{re.escape(PARTIAL)}")
+# Query rows, or keys, of which no more need be in a file than it has bytes.
+_ROWS = 2**14
 _STATED_BY_DEFAULT = ("layout", "causal", "scale")
 
 
@@ -103,7 +102,7 @@ def load(path: str | Path, **options: Any) -> Capture:
     if path.stat().st_size == 0:
         raise InputError(f"{path}: the file is empty")
     with named_errors(path):
-        reader = {".safetensors": _read_safetensors, ".npz": _read_npz}.get(path.suffix, _read_pt)
+        reader = {".safetensors": _read_safetensors, ".npz": read_npz}.get(path.suffix, _read_pt)
         tensors, text, notes = reader(path)
         # A scale or window kept as an array is metadata all the same, and must not be overlooked.
         for name in KEYS & tensors.keys():
@@ -118,7 +117,38 @@ def load(path: str | Path, **options: Any) -> Capture:
             for name in _STATED_BY_DEFAULT
             if name not in text and name not in given
         ]
-        return Capture(tensors, metadata, str(path), (*assumed, *notes))
+        capture = Capture(tensors, metadata, str(path), (*assumed, *notes))
+        require_held(capture, path.stat().st_size)
+        return capture
+
+
+def require_held(capture: Capture, size: int) -> None:
+    """Raise InputError where more rows or keys are to be looked at than ``size`` bytes, those of its file, can hold.
+
+    Expanded tensors (of stride 0) and compressed zeros say that they are of any length; attention's work is its square.
+    """
+    rows, keys = capture.batch * capture.q_heads * capture.q_length, capture.k_length
+    if max(rows, keys) > max(_ROWS, size):
+        raise InputError(
+            f"{rows} query rows and {keys} keys in {size} bytes: q or k repeats one value all along; expected tensors "
+            "with values of their own"
+        )
+
+
+def load_each(
+    paths: Collection[Path], progress: Callable[[int, int], object] | None = None, **options: Any
+) -> tuple[list[Capture], list[InputError]]:
+    """Those captures that can be opened, and what is wrong with the others; ``options`` as for ``load``."""
+    captures: list[Capture] = []
+    failures: list[InputError] = []
+    for number, path in enumerate(paths):
+        if progress is not None:
+            progress(number, len(paths))
+        try:
+            captures.append(load(path, **options))
+        except InputError as error:
+            failures.append(error)
+    return captures, failures
 
 
 _KINDS = (
@@ -151,59 +181,26 @@ def require_regular_file(path: Path) -> None:
         raise InputError(f"{path}: cannot be opened: no permission to read it")
 
 
-@contextlib.contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """Name the file in every complaint, and turn whatever a parser raises on untrusted bytes into an InputError."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    except Exception as error:
-        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{path}: truncated or damaged, or not a {path.suffix} file ({detail})").with_traceback(
-            error.__traceback__  # where it was raised; its own words would be shown as they are
-        ) from None
-
-
-_Read = tuple[dict[str, TensorSource], dict[str, str], list[str]]
-
-
-def _read_safetensors(path: Path) -> _Read:
+def _read_safetensors(path: Path) -> Read:
     tensors, text = read_header(path)
     return dict(tensors), text, []
 
 
-def unpickle(path: Path) -> Any:
-    """What ``torch.save`` wrote, on the CPU. Raises InputError where reading it would run code: it is never run."""
-    try:
-        with warnings.catch_warnings():
-            # About how the file was pickled: nothing that its reader can change.
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if "weights_only" in str(error).lower() or "unsupported" in str(error).lower():
-            raise InputError(
-                "this pickle holds more than tensors and was not executed; save a plain dict of tensors "
-                "with torch.save, or a safetensors file"
-            ) from None
-        raise
+def dense(value: Tensor | Odd, name: str) -> Tensor:
+    """``value``. Raises InputError, naming it, for what is no plain array of numbers."""
+    if isinstance(value, Odd):
+        raise InputError(f"{name} is sparse, nested or without data ({value.kind}); expected a dense tensor: save one")
+    return value
 
 
-def dense(value: Tensor, name: str) -> Tensor:
-    """``value`` without its history. Raises InputError, naming it, for tensors that hold no plain array of numbers."""
-    if value.layout != torch.strided or value.is_nested or value.is_meta:
-        raise InputError(f"{name} is sparse, nested or without data; expected a dense tensor: save one")
-    return value.detach()
-
-
-def _read_pt(path: Path) -> _Read:
+def _read_pt(path: Path) -> Read:
     content = unpickle(path)
     if not isinstance(content, dict):
         raise InputError(f"expected a dict of tensors, got {type(content).__name__}")
     tensors: dict[str, TensorSource] = {}
     text: dict[str, str] = {}
     for name, value in content.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | Odd):
             tensors[str(name)] = dense(value, str(name))
         elif name == "metadata" and isinstance(value, dict):
             text |= {str(key): _as_text(item) for key, item in value.items() if item is not None}
@@ -217,35 +214,3 @@ def _read_pt(path: Path) -> _Read:
 def _as_text(value: object) -> str:
     """A metadata value as a safetensors file would state it."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _read_npz(path: Path) -> _Read:
-    if not zipfile.is_zipfile(path):
-        raise InputError("truncated or damaged: not a complete .npz archive")
-    tensors: dict[str, TensorSource] = {}
-    text: dict[str, str] = {}
-    notes: list[str] = []
-    # numpy leaves a file that it opened itself open where the archive is damaged.
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-        for name in archive.files:
-            array = archive[name]
-            if array.ndim == 0 and array.dtype.kind in "USifb" and not name.endswith("_descale"):
-                text[name] = str(array)
-            elif array.dtype.kind in "US":
-                raise InputError(f"{name} holds text; expected numbers")
-            else:
-                tensors[name] = _tensor_from_numpy(name, array, notes)
-    return tensors, text, notes
-
-
-def _tensor_from_numpy(name: str, array: np.ndarray[Any, Any], notes: list[str]) -> Tensor:
-    base = name.rpartition(".")[2]
-    # ml_dtypes arrays come back from an .npz as raw bytes ("void") of their size.
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
-        array = array.view(np.uint16)
-    if array.dtype == np.uint16 and base in ("q", "k", "v", "do", "x", "w_q", *OBSERVED):
-        notes.append(f"{name}: 16-bit words taken as BF16")
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    if array.dtype.kind == "V":
-        raise InputError(f"{name} holds {array.dtype.itemsize}-byte raw data; .npz keeps no FP8 type, use safetensors")
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from attn_diag.cli.delivery import Delivery, progress_bar
+from attn_diag.cli.delivery import Delivery, complain, progress_bar
 from attn_diag.cli.options import Device, Level, command, labels
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def diff(
     sides: list[Diagnosis] = []
     for path, observation in ((a, a_observation), (b, b_observation)):
         with progress_bar() as progress:
-            side = as_diagnosis(path, level=level, device=device, progress=progress)
+            side = as_diagnosis(path, level=level, device=device, progress=progress, skip=complain)
         sides.append(side if observation is None else only(side, observation, str(path)))
     found = compare(sides[0], sides[1], level=level, sources=(str(a), str(b)))
     delivery.deliver(found)

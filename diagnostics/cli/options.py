@@ -162,7 +162,7 @@ def open_captures(
     Raises:
         InputError: Nothing is named, can be read, or is of these layers.
     """
-    from attn_diag.captures.loading import find_captures, half_written, load, load_example
+    from attn_diag.captures.loading import find_captures, half_written, load_each, load_example
     from attn_diag.captures.metadata import Metadata
 
     options = options or {}
@@ -185,12 +185,9 @@ def open_captures(
     for file in files:
         once.setdefault(file.resolve(), file)
     with progress_bar("captures opened") as progress:
-        for number, path in enumerate(once.values()):
-            progress(number, len(once))
-            try:
-                captures.append(load(path, **options))
-            except InputError as error:
-                failures.append(error)
+        opened, unopened = load_each(once.values(), progress, **options)
+    captures += opened
+    failures += unopened
     if len(failures) == 1 and not captures:
         raise failures[0]
     for failure in failures:

@@ -293,13 +293,13 @@ class AtomSums:
 
     def result(self) -> dict[str, float | None]:
         """coherence, its null, cancellation and participation."""
-        if not self.squares:
+        if not self.squares or not self.fourths:  # below the smallest number
             return {}
         return {
             "coherence": self.total / self.squares,
             "coherence_null95": float(self.flipped.quantile(0.95)) / self.squares,
             "cancellation": math.sqrt(self.total) / self.norms,
-            "participation": self.squares**2 / self.fourths,
+            "participation": self.squares * self.squares / self.fourths,
         }
 
 
@@ -323,10 +323,10 @@ def add_parts(parts: list[GradientParts]) -> GradientParts:
 
 
 def _total(tensors: Iterable[Tensor | None]) -> Tensor | None:
-    """The elementwise sum; None if one of them is."""
+    """The elementwise sum; None if one of them is, or there are none."""
     found = list(tensors)
     known = [t for t in found if t is not None]
-    return torch.stack(known).sum(0) if len(known) == len(found) else None
+    return torch.stack(known).sum(0) if known and len(known) == len(found) else None
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

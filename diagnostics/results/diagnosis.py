@@ -273,6 +273,10 @@ class CaptureDiagnosis:
     observations: tuple[ObservationDiagnosis, ...]
     """Captured ones, then recipes that were run."""
 
+    def __post_init__(self) -> None:
+        if missing := {"B", "Hq", "Hk", "Tq", "Tk", "D"} - {*self.shape} | {"causal", "dtype"} - {*self.metadata}:
+            raise ValueError(f"shape or metadata lack {', '.join(sorted(missing))}")
+
     @property
     def unjudged(self) -> bool:
         """Whether no verdict is given, because what was assumed of the capture does not hold."""

@@ -11,8 +11,9 @@ from typing import Any
 from attn_diag.errors import InputError
 from attn_diag.results.packing import unpacked
 
-# Of JSON that pages hold; those of the gallery and of 4,096 heads have 4 to 12.
-_RATIO = 64
+# How many times its packed size a diagnosis may have, if it is larger than that of any small page: the JSON of 144
+# unlike heads has 3 to 5, that of 1,000 equal ones 136 (10 MB).
+_RATIO, _SMALL = 16, 2**25
 # What tells zlib that a gzip header comes first.
 _GZIP = 16
 ELEMENT = "attn-diag-diagnosis"
@@ -69,9 +70,10 @@ def _unzipped(text: str) -> str:
     """
     packed = base64.b64decode(text, validate=True)
     stream = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
-    found = stream.decompress(packed, _RATIO * len(packed))
+    most = max(_RATIO * len(packed), _SMALL)
+    found = stream.decompress(packed, most)
     if not stream.eof:
-        raise ValueError(f"it ends too early, or is more than {_RATIO} times as large as it is packed")
+        raise ValueError(f"it ends too early, or unpacks to more than {most} bytes")
     return found.decode()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -53,23 +53,34 @@ def diff(
 
 
 def as_diagnosis(
-    side: Diagnosis | Capture | str | PathLike[str], *, level: float, device: str, progress: Progress | None
+    side: Diagnosis | Capture | str | PathLike[str],
+    *,
+    level: float,
+    device: str,
+    progress: Progress | None,
+    skip: Callable[[InputError], None] | None = None,
 ) -> Diagnosis:
-    """A diagnosis as it is, read from its file, or made from captures. Raises InputError as ``diff`` says."""
+    """A diagnosis as it is, read from its file, or made from captures; raises, or skips, as inspecting does."""
+    unreadable: list[InputError] = []
     if isinstance(side, Diagnosis):
         return side
     if isinstance(side, str | PathLike):
         path = Path(fspath(side))
         if not path.is_dir() and path.suffix not in CAPTURE_SUFFIXES:
             return read_diagnosis(path)
-        from attn_diag.captures.loading import find_captures, load
+        from attn_diag.captures.loading import find_captures, load_each
 
-        captures = [load(found) for found in find_captures([path])]
+        captures, unreadable = load_each(find_captures([path]))
+        for error in unreadable:
+            if skip is None or not captures:
+                raise error
+            skip(error)
     else:
         captures = [side]
     from attn_diag.analyses.inspection.inspect import inspect_captures
 
-    return inspect_captures(captures, level=level, device=device, progress=progress)
+    said = [str(error) for error in unreadable]
+    return inspect_captures(captures, level=level, device=device, progress=progress, unreadable=said, skip=skip)
 
 
 def source_of(side: Diagnosis | Capture | str | PathLike[str]) -> str:

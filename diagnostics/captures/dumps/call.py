@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dumps.names import require_known
+from attn_diag.captures.loading import require_held
 from attn_diag.captures.metadata import Causal, Layout, LseBase, Metadata
 from attn_diag.errors import InputError
 
@@ -76,13 +77,16 @@ class DumpedCall:
         layouts = (stated.pop("layout"),) if "layout" in stated else self.layouts
         causals = _causals_of(stated.pop("causal")) if "causal" in stated else self.causals
         bases = (stated.pop("lse_base"),) if "lse_base" in stated else self.lse_bases
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors.values()}
         found: list[Capture] = []
         errors: list[InputError] = []
         for layout in layouts:
             try:
                 tensors, reshaped = _shaped(self.tensors, layout, wanted.head_dim)
                 metadata = Metadata(layout=layout, causal=causals[0], lse_base=bases[0], **stated)
-                found.append(Capture(tensors, metadata, self.source, tuple(reshaped)))
+                capture = Capture(tensors, metadata, self.source, tuple(reshaped))
+                require_held(capture, sum(storages.values()))
+                found.append(capture)
             except InputError as error:
                 errors.append(error)
         if not found:

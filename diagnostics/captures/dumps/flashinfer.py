@@ -17,6 +17,7 @@ are aligned bottom-right; ``window_left`` is inclusive; the LSE has base 2 (flas
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -29,12 +30,16 @@ from torch import Tensor
 
 from attn_diag.captures.capture import FP8
 from attn_diag.captures.dumps.call import DumpedCall
-from attn_diag.captures.loading import named_errors, unpickle
+from attn_diag.captures.files import named_errors
+from attn_diag.captures.loading import require_regular_file
+from attn_diag.captures.pickles import unpickle
 from attn_diag.errors import InputError
 
 METADATA = "metadata.jsonl"
 _SUPPORTED = ("single_prefill_with_kv_cache", "single_decode_with_kv_cache")
 _ATTENTION = re.compile(r"prefill|decode|attention|mla|xqa|fmha|cascade", re.IGNORECASE)
+# Of a function's name and signature, in letters.
+_LONGEST = 10_000
 # Calls that compute no attention, though their names say it.
 _NO_CALL = re.compile(r"\.(__init__|plan|begin_forward|end_forward|reset\w*)$|merge_state|append_paged|rope|cache_buf")
 _WHY = (
@@ -63,7 +68,7 @@ def is_attention(folder: Path) -> bool:
 def read_call(folder: Path) -> DumpedCall:
     """The call dumped in ``folder``. Raises InputError, with the reason, for calls that are not supported."""
     record = _record(folder)
-    function = str(record.get("function_name", ""))
+    function = str(record.get("function_name", ""))[:_LONGEST]
     if function not in _SUPPORTED:
         why = next((why for pattern, why in _WHY if re.search(pattern, function)), "not a call on q, k and v alone")
         raise InputError(f"{folder}: {function} is not supported: {why}; supported: {', '.join(_SUPPORTED)}")
@@ -110,16 +115,14 @@ def _version(record: Mapping[str, Any], package: str) -> str | None:
 
 def _record(folder: Path) -> dict[str, Any]:
     """The last complete record of a call's metadata: a killed process may leave half a line."""
-    path, last = folder / METADATA, None
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            read = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        last = read if isinstance(read, dict) else last
-    if last is None:
-        raise InputError(f"{path}: no complete record in it")
-    return last
+    path = folder / METADATA
+    require_regular_file(path)
+    for line in reversed(path.read_text(encoding="utf-8", errors="replace").splitlines()):
+        # Half a line, lists in lists without end, numbers of 5,000 digits: no record.
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(read := json.loads(line), dict):
+                return read
+    raise InputError(f"{path}: no complete record in it")
 
 
 def _tensors(folder: Path, kind: str) -> dict[str, Tensor] | None:
@@ -152,8 +155,8 @@ def _arguments(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict
 def _parameters(signature: str) -> tuple[list[str], dict[str, Any]]:
     """Names of the positional parameters, and the defaults that are literals; q, k, v where nothing can be read."""
     try:
-        parsed = ast.parse(f"def f{signature}: ...").body[0]
-    except SyntaxError:
+        parsed = ast.parse(f"def f{signature[:_LONGEST]}: ...").body[0]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ["q", "k", "v"], {}
     assert isinstance(parsed, ast.FunctionDef)
     positional = [*parsed.args.posonlyargs, *parsed.args.args]

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from attn_diag.captures.dumps.call import DumpedCall
 from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, matches, refuse_packed
-from attn_diag.captures.loading import named_errors, unpickle
+from attn_diag.captures.files import named_errors
+from attn_diag.captures.pickles import unpickle
 from attn_diag.errors import InputError
 
 _LAYER = re.compile(r"(?:^|[._])layers?[._]?(\d+)")

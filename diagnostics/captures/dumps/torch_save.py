@@ -18,8 +18,10 @@ from torch import Tensor
 
 from attn_diag.captures.dumps.call import DumpedCall
 from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, matches, refuse_packed, role_of
-from attn_diag.captures.loading import dense, named_errors, require_regular_file, unpickle
+from attn_diag.captures.files import named_errors
+from attn_diag.captures.loading import dense, require_regular_file
 from attn_diag.captures.metadata import refuse_unsupported
+from attn_diag.captures.pickles import Odd, unpickle
 from attn_diag.errors import InputError
 
 SUFFIXES = (".pt", ".pth")
@@ -77,15 +79,12 @@ def read_calls(path: Path, name: str, names: Mapping[str, str]) -> Iterator[Dump
     require_regular_file(path)
     with named_errors(path):
         content = unpickle(path)
-    try:
         leaves, scalars = _walk(content)
         calls = _calls(leaves, names)
         for call, chosen in calls.items():
             others = [roles["q"] for key, roles in calls.items() if key != call]
             stated = _stated([scalar for scalar in scalars if scalar.is_of(chosen["q"], others)])
             yield _dumped(path, name, call, chosen, stated, [] if others else leaves)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
 
 
 def _dumped(
@@ -129,7 +128,7 @@ def _walk(content: object) -> tuple[list[Leaf], list[_Scalar]]:
     def visit(value: object, parts: tuple[str, ...]) -> None:
         if isinstance(value, Tensor) and _is_scalar(parts) and value.numel() <= 2:
             value = value.flatten().tolist() if value.numel() > 1 else value.item()
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | Odd):
             leaves.append(_leaf(value, parts))
         elif isinstance(value, dict):
             for key, item in value.items():
@@ -140,7 +139,7 @@ def _walk(content: object) -> tuple[list[Leaf], list[_Scalar]]:
                 visit(item, (*parts, names[number] if names else str(number)))
         elif value and parts:  # dropout_p=0.0 asks for nothing
             refuse_unsupported(parts[-1])
-        if not isinstance(value, Tensor | dict) and value is not None and parts and _is_scalar(parts):
+        if not isinstance(value, Tensor | Odd | dict) and value is not None and parts and _is_scalar(parts):
             key = next(key for key, aliases in _SCALARS.items() if parts[-1].lower() in aliases)
             scalars.append(_Scalar(key, value, parts[:-1]))
 
@@ -168,7 +167,7 @@ def _positions(items: list[Any] | tuple[Any, ...]) -> tuple[str, ...] | None:
     return _BY_POSITION if fits else None
 
 
-def _leaf(value: Tensor, parts: tuple[str, ...]) -> Leaf:
+def _leaf(value: Tensor | Odd, parts: tuple[str, ...]) -> Leaf:
     path = ".".join(parts) or "tensor"
     name = next((part for part in reversed(parts) if not part.isdecimal()), "")
     refuse_packed(name)
@@ -233,7 +232,7 @@ def _stated(scalars: list[_Scalar]) -> dict[str, Any]:
     for scalar in sorted(scalars, key=lambda s: len(s.folder)):
         try:
             stated[scalar.key] = _READ[scalar.key](scalar.value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise InputError(f"{scalar.key}={scalar.value!r} cannot be read") from None
     return {key: value for key, value in stated.items() if value is not None}
 
