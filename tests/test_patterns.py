@@ -272,6 +272,16 @@ def test_no_culprit_is_named_where_a_kernel_merely_rounds(recipe: str) -> None:
             assert all(p.kind in ("off", "elements") for p in found), (family, causal, quantity, found)
 
 
+@pytest.mark.parametrize(("rows", "scale"), [(8, 0.2), (1, 0.2), (40, -0.2)])
+def test_short_heads_and_negative_scales_are_searched(rows: int, scale: float) -> None:
+    head = inputs("gaussian", 5, rows=rows, scale=scale)
+    outputs = Steps(head).outputs()
+    for quantity in ("o", "dq", "dk", "dv"):
+        pattern, answer = named(head, quantity, 3 + 7 * outputs[quantity].flip(0))
+        assert answer == "wrong"
+        assert pattern is not None
+
+
 def test_rows_in_words() -> None:
     assert in_words([5], 64) == "row 5"
     assert in_words(list(range(64)), 64) == "all rows"

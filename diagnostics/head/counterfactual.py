@@ -79,9 +79,12 @@ def run_counterfactual(
         out=out if out in known else chosen.out,
         dq=gradients.name if gradients.name in known else chosen.dq,
     )
-    found = emulate_head(chosen, head, key_gradients=key_gradients)
+    # Kernels take the maximum before the scale: with a negative one of -q it is the maximum.
+    sign = -1 if head.scale < 0 else 1
+    found = emulate_head(chosen, replace(head, q=sign * head.q, scale=sign * head.scale), key_gradients=key_gradients)
     outputs = {name: getattr(found, name) for name in ("o", "lse", "delta", "dq", "dk", "dv")}
-    return {name: tensor.double() for name, tensor in outputs.items() if tensor is not None}
+    outputs = {name: tensor.double() for name, tensor in outputs.items() if tensor is not None}
+    return outputs | {"dq": sign * outputs["dq"]} if "dq" in outputs else outputs
 
 
 class Counterfactuals:

@@ -96,6 +96,8 @@ class _Search:
     def places(self, left: Tensor, size: int) -> Iterator[tuple[int, bool, Tensor]]:
         """The same of what is left, [n, places]; with each row's place (-1: none) instead of the change."""
         n, places = left.shape
+        if not places:
+            return  # shorter than a tile
         scaled = left.nan_to_num(torch.inf, torch.inf, torch.inf) / self.noise[:, None]
         constant = scaled.sum(0)
         place = int(constant.argmin())
