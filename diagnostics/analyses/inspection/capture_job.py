@@ -63,7 +63,7 @@ class Runs:
 class CaptureJob:
     """One capture on its way through: check, measure head by head, pool.
 
-    Once it has run, only what was found is kept of it, and ``truths``: thousands of captures fit into memory.
+    Once it is ``release``d, only what was found is kept of it, and ``truths``: thousands of captures fit into memory.
     """
 
     def __init__(
@@ -142,9 +142,8 @@ class CaptureJob:
         for name, measured in self.measured.items():
             self.entries[name] = self._pool(name, measured)
             self.by_key_head[name] = tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {})))
-        self._release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
         self.measured, self.key_sums, self.broken_keys, self.shared = {}, {}, {}, {}
         self.patterns = CapturePatterns(self.capture, self.device)

@@ -200,6 +200,7 @@ def inspect_captures(
             before += count
             if progress is not None:
                 progress(before, total)
+        job.release()
         return job
 
     ran: list[CaptureJob] = []

@@ -141,9 +141,8 @@ class Watch:
         self._projections.settle()
         # A user's function of the step is asked no more often than needed.
         self._projections.recording = self._projections.watching and self._wants_step()
-        self._counts.clear()
-        self._with_gradients.clear()
-        self._told.clear()
+        for counted in (self._counts, self._with_gradients, self._told):
+            counted.clear()
         self._calls_this_step = 0
         intercept.refresh()
         self.guarded(self.listener.step_ended)(ended)
@@ -241,9 +240,8 @@ class Watch:
         """Wrap ``what`` so that our own failures are logged instead of raised; it returns None then."""
 
         def run(*args: Any) -> Any:
-            # While a graph is traced, with our hooks in it, nothing of ours belongs there; nor in a forked child.
             if self._gone or torch.compiler.is_compiling():
-                return None
+                return None  # nothing of ours belongs in a graph that is traced, nor in a forked child
             try:
                 return what(*args)
             except Exception as error:
