@@ -157,6 +157,17 @@ def test_features_are_a_place_also_where_few_keys_carry_the_error(family: str) -
     assert "are zero, as if never written; all other features are right" in words
 
 
+@pytest.mark.parametrize("family", ["gaussian", "low_rank", "one_hot"])
+def test_one_coarse_feature_is_not_lost_among_the_others(family: str) -> None:
+    """It adds a few per cent to O's error over all features."""
+    x = draw(family, "plain", t_q=256, t_k=256, heads=1)
+    outputs = attend(x)
+    coarse = outputs.o[..., 7].view(torch.int16) & -4
+    outputs.o[..., 7] = coarse.view(torch.bfloat16)
+    found = inspected(x, outputs).captures[0].observations[0].heads[0].quantities[0]
+    assert found.answer != "good", found.words
+
+
 BACKWARD: dict[str, tuple[dict[str, Hook], str]] = {
     "scale": (
         {"bwd_scale": lambda s, _: s * 0 + 80**-0.5},

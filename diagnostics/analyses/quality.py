@@ -158,13 +158,13 @@ def judge_quantity(
     as_good = ratio.high <= AS_GOOD or (ratio.factor <= AS_GOOD and typical.high <= AS_GOOD)
     # Hardly any error (exact on one-hot rows) has no interval worth the name.
     as_good |= max(ratio.factor, typical.factor) <= _FAR_BETTER
-    if as_good and not outlying.any() and not (quantity == "dq" and whole.not_zero.any()):
+    if as_good and not outlying.any() and not columns.size and not (quantity == "dq" and whole.not_zero.any()):
         return verdict("good", f"{name} is as good as a well-rounded kernel's: {_factor(ratio)} times its error.")
     few = ""
     if ratio.groups < MIN_GROUPS:
         few = f"; about {number(ratio.groups, 2)} {unit} carry it, and it takes {MIN_GROUPS} to decide"
-    if (count := int(outlying.sum())) > 0:
-        few += f"; {plural(count, unit[:-1])} {'stands' if count == 1 else 'stand'} out"
+    for count, one in ((int(outlying.sum()), unit[:-1]), (columns.size, "feature")):
+        few += f"; {plural(count, one)} {'stands' if count == 1 else 'stand'} out" if count else ""
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
 
 
