@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from attn_diag.analyses.quality import beside_truth
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.diagnosis import (
+    LABELS,
     Bias,
     BiasEstimate,
     Certificate,
@@ -167,7 +168,7 @@ def judge(
         equal = "rows of O equal" if swamped_rows > 1 else "row of O equals"
         its = "their" if swamped_rows > 1 else "its"
         reasons.append(f"{swamped_rows} {equal} V of {its} top key exactly (swamped: a count, not a cause).")
-    unique = tuple(dict.fromkeys(labels))
+    unique = tuple(label for label in LABELS if label in labels)
     seen: Literal["none", "seen"] = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
     return Verdict(unique, evidence, tuple(reasons), tuple(_SUGGESTIONS[label] for label in unique))

@@ -137,9 +137,13 @@ class HeadDiagnosis:
     """95 % interval of ``noise_factor``; null where its rows have one argmax key in common, and before version 3."""
 
 
+# The gravest first.
+LABELS: tuple[Label, ...] = ("nonfinite", "wrong", "lossy", "biased", "ill_conditioned", "undecided", "clean")
+
+
 def severity(head: HeadDiagnosis) -> tuple[int, float]:
     """Sorts the worst first by label (no verdict after "undecided"), then by dQ's error."""
-    order = ("nonfinite", "wrong", "lossy", "biased", "ill_conditioned", "undecided", None, "clean")
+    order = (*LABELS[:-1], None, LABELS[-1])
     found = head.verdict.labels if head.verdict else (None,)
     dq = head.propagation.dq
     error = (dq.relative_error or dq.predicted_relative_error or 0.0) if dq else 0.0
