@@ -106,19 +106,22 @@ class Evidence:
     def dimensions(self, rows: Tensor) -> float:
         """How many numbers the errors of some rows are.
 
-        A row that sees k keys lies in what their k vectors span; delta's error moves a row of dQ along P K alone, and
-        that of one query row moves all keys of dK.
+        A row that sees k keys lies in what their k vectors span; one that is too large by a factor is off by a single
+        number, whatever makes the factor; delta's error moves a row of dQ along P K alone, and that of one query row
+        moves all keys of dK.
         """
         count = torch.full((len(rows),), self.directions, dtype=torch.float64, device=rows.device)
+        lines = [self.truth[rows]]
         if self.quantity in ("o", "dq"):
             block = reference_rows(replace(self.heads[0], do=None), rows)
-            probs = block.probs
-            count = torch.minimum(count, 1 / probs.square().sum(1).clamp(min=1e-12))
+            count = torch.minimum(count, 1 / block.probs.square().sum(1).clamp(min=1e-12))
             if self.quantity == "dq":
-                along, error = probs @ self.heads[0].k[block.keys], self.error[rows]
-                sizes = (along.square().sum(1) * error.square().sum(1)).clamp(min=1e-300)
-                share = (error * along).sum(1).square() / sizes
-                count = 1 / (share.square() + (1 - share).square() / count.clamp(min=1.0))
+                lines.append(block.probs @ self.heads[0].k[block.keys])
+        error = self.error[rows]
+        for along in lines:
+            sizes = (along.square().sum(1) * error.square().sum(1)).clamp(min=1e-300)
+            share = (error * along).sum(1).square() / sizes
+            count = torch.minimum(count, 1 / (share.square() + (1 - share).square() / count.clamp(min=1.0)))
         total = float(count.sum())
         if self.quantity in ("dk", "dv"):
             with_gradient = sum(int((h.do != 0).any(1).sum()) for h in self.heads if h.do is not None)
