@@ -9,6 +9,7 @@ import resource
 import shutil
 import sys
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,7 +63,7 @@ def opened(document: str) -> list[float] | None:
         found = []
         for _ in range(REPEATS):
             page = program.new_page()
-            found.append(round(timed(lambda page=page: _open(page, page_file.as_uri())), 3))
+            found.append(round(timed(partial(_open, page, page_file.as_uri())), 3))
             page.close()
         program.close()
     return found

@@ -347,6 +347,8 @@ def in_zip(rng: random.Random, data: bytes) -> bytes:
             parts = [(m.filename, archive.read(m), m.compress_type) for m in archive.infolist()]
     except Exception:  # whatever a mutated archive makes zipfile raise
         return in_pickle(rng, data) if data[:2] == b"\x80\x02" else in_bytes(rng, data)
+    if not parts:  # the mutation before has left it empty
+        return in_bytes(rng, data)
     at = rng.randrange(len(parts))
     if (pickled := [i for i, part in enumerate(parts) if part[0].endswith(".pkl")]) and rng.random() < 0.7:
         at = pickled[0]
