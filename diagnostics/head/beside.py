@@ -107,7 +107,8 @@ def beside_well_rounded(
     if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
         # A right backward that is fed with a coarse L is as far off.
         fed_with = 0.0 if fed is None else float((fed - reference)[rows].square().sum())
-        coarsest = max(float(beside(COARSEST).counterfactual.sum()), fed_with)
+        # Where dP and delta cancel exactly it may be none, and truncated sums break that.
+        coarsest = max(float(beside(COARSEST).counterfactual.sum()), fed_with, float(chosen.expected.sum()))
         chosen = replace(chosen, ceiling=BEYOND**2 * coarsest)
     stands_out = bool(chosen.outlying.any() or chosen.bad_features.any())
     open_case = stands_out and float(chosen.error.sum()) <= chosen.ceiling
