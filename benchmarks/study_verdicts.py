@@ -49,7 +49,7 @@ ACCUSED = {"nonfinite", "wrong", "lossy", "not as stated"}
 DOCUMENTED = "dS of cast P"
 # Defects of one call that one process does one after the other.
 _TOGETHER = 12
-_NOISY = 8
+_NOISY = 16
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Judged:
     factor: float
     """The largest factor of a quantity, over the worst healthy kernel's and over what these show of each other."""
     row_factor: float
-    """The largest of a row, likewise; 3 where healthy rows reach more than 3 and this one reaches as much."""
+    """The largest of a row, likewise; 3 where chance gives a row more than 3 on this head and this one reaches as much."""
     small_row_factor: float
     """The largest of rows whose error is less than a typical row's."""
     quantity: str

@@ -36,7 +36,7 @@ class Effect:
     small_row_factor: float
     """The largest of the other rows: errors that a typical row has anyway."""
     healthy_row_factor: float
-    """The largest of a healthy kernel beside the others."""
+    """The largest of a healthy kernel beside the others, and of independent roundings: what chance gives a row."""
     row: int
     """The row of ``row_factor``."""
     typical_factor: float
@@ -131,9 +131,10 @@ def _effect(
     smallest = _by_row(spacing).square() / 12
     # A row that is zero but for the rounding of fp32 sums of much larger terms is as good as zero.
     floor = torch.maximum(smallest, _by_row(finite).square().mean() * TINY**2)
-    if noisy:
+    draws = [_by_row(_error(truth, x)).square() / 2 for x in noisy]
+    if draws:
         # A stochastic rounding has twice the variance of one to nearest.
-        noise = torch.stack([_by_row(_error(truth, x)).square() for x in noisy]).mean(0) / 2
+        noise = torch.stack(draws).mean(0)
         smallest, floor = torch.maximum(smallest, noise), torch.maximum(floor, noise)
     rows = _by_row(error).square()
     healthy_rows = torch.stack([_by_row(_error(truth, x)).square() for x in healthy])
@@ -143,6 +144,8 @@ def _effect(
     made = (rows > 1.2 * healthy_rows[0]) & (moved > rows / 4)
     large = ~(rows <= healthy_rows.mean(1).max())
     beside = [_beside(healthy_rows, i, floor) for i in range(len(healthy))]
+    # Healthy kernels share most bits: only independent roundings show how far a row with few terms goes by chance.
+    by_chance = [_ratios(draw, healthy_rows, floor).max().item() for draw in draws]
     return Effect(
         name,
         batch,
@@ -151,7 +154,7 @@ def _effect(
         healthy_factor=max((factor for factor, _ in beside), default=1.0),
         row_factor=ratios.masked_fill(~large, 0).max().item(),
         small_row_factor=ratios.masked_fill(large, 0).max().item(),
-        healthy_row_factor=max((row for _, row in beside), default=1.0),
+        healthy_row_factor=max((*(row for _, row in beside), *by_chance), default=1.0),
         row=int(ratios.masked_fill(~large, 0).argmax()),
         typical_factor=usual.mean().sqrt().nan_to_num(math.inf).item(),
         rows_off=tuple((~(usual <= OFF**2) | made).nonzero()[:, 0].tolist()),
