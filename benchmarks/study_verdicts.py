@@ -38,6 +38,8 @@ from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 # A head is broken where a quantity has this factor, or a row that, or where something is not finite.
 BROKEN_FACTOR, BROKEN_ROW = 1.25, 3.0
 CLEAR_FACTOR = 1.5
+# Wrong mathematics with such an effect should not be called a coarse rounding.
+HUGE_FACTOR = 10.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SETTINGS = (
     "plain", "full", "odd", "d32", "d72", "gqa", "window", "softcap", "padded", "independent", "shared_prompt",
@@ -85,7 +87,7 @@ class Judged:
     factor: float
     """The largest factor of a quantity, over the worst healthy kernel's and over what these show of each other."""
     row_factor: float
-    """The largest of a row, likewise; 3 where chance gives a row more than 3 on this head and this one reaches as much."""
+    """The largest of a row, likewise; 3 where this one reaches what chance gives a row, if that is more than 3."""
     small_row_factor: float
     """The largest of rows whose error is less than a typical row's."""
     quantity: str
@@ -258,6 +260,7 @@ def summary(part: str, found: Sequence[Judged]) -> dict[str, Any]:
         for mine in [list(part_)]
     }  # fmt: skip
     clear = [j for j in found if not j.finite or j.factor > CLEAR_FACTOR]
+    coarse = [j for j in clear if DEFECTS[j.planted].pattern and j.factor > HUGE_FACTOR and j.said == "lossy"]
     return {
         "heads": len(found),
         "matrix": matrix(found),
@@ -266,8 +269,10 @@ def summary(part: str, found: Sequence[Judged]) -> dict[str, Any]:
         "accused": len(convicted),
         "culprit_named": sum(j.named for j in convicted),
         "false_statement": len(false),
+        "mathematics_called_lossy": len(coarse),
         "acquitted": [asdict(j) for j in acquitted],
         "false_statements": [asdict(j) for j in false],
+        "called_lossy": [asdict(j) for j in coarse],
         "by_defect": by_defect,
     }
 
@@ -306,7 +311,7 @@ def main() -> None:
         print(part, {n: x for n, x in numbers.items() if isinstance(x, int)})
         for size, counts in numbers["matrix"].items():
             print(f"  {size:14} {counts}")
-        for what in ("acquitted", "accused", "false_statements"):
+        for what in ("acquitted", "accused", "false_statements", "called_lossy"):
             for j in numbers[what] if isinstance(numbers.get(what), list) else []:
                 did = f"{j['quantity']} {j['factor']:.3g}, a row {j['row_factor']:.3g}"
                 said = f"{j['labels']} {'; '.join(j['false']) or j['reason'][:150]}"

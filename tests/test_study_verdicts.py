@@ -147,6 +147,14 @@ def pages(x: Inputs) -> Outputs:
     return attend(x, hooks={"v": lambda v, _: torch.cat((v[:, :, :128], v[:, :, 64:80], v[:, :, 144:]), 2)})
 
 
+@pytest.mark.parametrize("family", ["peaked", "low_rank", "outliers"])
+def test_mixed_up_rows_are_no_coarse_rounding(family: str) -> None:
+    """As flash-attn-4's dQ at D = 72 on an H200: 8-bit operands leave an error of that size in these heads."""
+    for head in judged("defects", "dq_unrelated_then_zero", family, "d72", "bf16"):
+        assert head.said == "wrong"
+        assert "rows 0-63 are right; rows 64-447 are unrelated to the gradient; rows 448-511 are zero" in head.reason
+
+
 def test_what_no_kernel_of_8_bits_leaves_is_wrong() -> None:
     x = draw("gaussian", "full", t_q=256, t_k=256, heads=1)
     out = inspected(x, pages(x)).captures[0].observations[0].heads[0].quantities[0]

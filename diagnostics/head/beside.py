@@ -116,17 +116,16 @@ def beside_well_rounded(
 
         def left_by(site: str) -> list[Tensor]:
             runs = [[c.outputs(site, draw=draw) for c in published] for draw in range(DRAWS)]
-            return [(total(run) - reference)[rows].square() for run in runs]
+            return [(total(run) - reference)[rows] for run in runs]
 
-        squares, usual = (
-            (made - reference)[rows].square() for made in (observed, total([c.outputs() for c in published]))
-        )
+        truth = reference[rows]
+        errors, usual = (made[rows] - truth for made in (observed, total([c.outputs() for c in published])))
         expected = torch.maximum(variance, ulp(reference, fmt).square() / 12)[rows]
-        limits, places, columns = _limits_and_marks(chosen, squares)
+        limits, places, columns = _limits_and_marks(chosen, errors)
 
         def explained(marked: Tensor) -> bool:
             return bool(marked.any()) and any(
-                explains(squares, usual, expected, left_by(site), marked, limits) for site in SITES
+                explains(errors, usual, expected, left_by(site), truth, marked, limits) for site in SITES
             )
 
         return replace(chosen, rounding=explained(places), features_rounding=explained(columns))
@@ -151,13 +150,13 @@ def _as_in_bf16(
     return bool(found.error.sum() <= LOSSY**2 * left.sum()) and float(beyond.mean()) <= 2 * FEW
 
 
-def _limits_and_marks(found: QuantitySample, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _limits_and_marks(found: QuantitySample, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Each row's limit, [n]; rows and elements that stand out, and features that do, bool [n, D]."""
     yardstick = np.maximum(np.maximum(found.counterfactual, found.expected), found.floor)
     times = np.where(found.bad_rows > 0, found.bad_rows, np.inf)
     limits = np.maximum(np.sqrt(found.error / np.maximum(yardstick, 1e-300)) / times, GROUP_LIMIT)
-    places = np.broadcast_to(found.bad_rows[:, None] > 0, squares.shape).copy()
+    places = np.broadcast_to(found.bad_rows[:, None] > 0, like.shape).copy()
     places[np.searchsorted(found.rows, found.bad_elements[:, 0]), found.bad_elements[:, 1]] = True
-    columns = np.broadcast_to(found.bad_features > 0, squares.shape).copy()
-    on_device = [torch.from_numpy(a).to(squares.device) for a in (limits, places, columns)]
+    columns = np.broadcast_to(found.bad_features > 0, like.shape).copy()
+    on_device = [torch.from_numpy(a).to(like.device) for a in (limits, places, columns)]
     return on_device[0], on_device[1], on_device[2]

@@ -7,7 +7,8 @@ leaves in an element, e and c the observed error and a well-rounded kernel's, n 
 holds the share ``made`` of all V / n, and the share ``seen`` of all (e^2 - c^2) / n. Where nothing but a place is
 wrong, seen is 1. What stands out by chance, the part ``made`` of squares of unit normal numbers that is largest, holds
 made + 2 z phi(z) of their sum, z = the quantile of 1 - made / 2.
-A rounding explains what stands out if seen is nearer to that than to 1, or if most of what it makes is there anyway.
+A rounding explains what stands out if seen is nearer to that than to 1, or if most of what it makes is there anyway;
+and if hardly more rows are turned away from the true ones than by its draws.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ DRAWS = 2
 # Where so much of what a rounding makes stands out, nothing is a place. So many rows may be beyond it by chance: of an
 # error of L every row has a single draw.
 _MOST, FEW = 0.5, 0.05
+# A row of which no more is left, as a cosine, is turned away from the truth.
+_TURNED = 0.5
 
 
 def coarser(head: AttentionHead, input_format: str, name: str, draw: int | None = None) -> tuple[AttentionHead, Recipe]:
@@ -81,23 +84,33 @@ def operands_noise(head: AttentionHead, rows: Tensor, mantissa: int = _MANTISSA)
 
 
 def explains(
-    errors: Tensor, others: Tensor, expected: Tensor, left: Sequence[Tensor], marked: Tensor, limits: Tensor
+    errors: Tensor,
+    others: Tensor,
+    expected: Tensor,
+    left: Sequence[Tensor],
+    truth: Tensor,
+    marked: Tensor,
+    limits: Tensor,
 ) -> bool:
     """Whether a rounding explains what stands out, see the module.
 
     Args:
-        errors: Squared errors, [n, D].
+        errors: Signed errors, [n, D].
         others: A well-rounded kernel's, [n, D].
-        expected: Its expected ones, [n, D].
-        left: Squared errors that the rounding leaves, draw by draw, each [n, D].
+        expected: Its expected squared ones, [n, D].
+        left: The errors that the rounding leaves, draw by draw, each [n, D].
+        truth: What is true, [n, D].
         marked: bool [n, D], the elements that stand out, or all of a row that does.
         limits: How many times a row's root mean square may exceed the noise's, [n].
     """
     from scipy.special import ndtri
 
+    if _turned(errors, truth) > FEW + 2 * max(_turned(draw, truth) for draw in left):
+        return False
+    squares, others = errors.square(), others.square()
     expected = expected.clamp(min=1e-300)
-    variance = torch.stack(list(left)).mean(0)
-    excess, relative = (errors - others) / expected, variance / expected
+    variance = torch.stack([draw.square() for draw in left]).mean(0)
+    excess, relative = (squares - others) / expected, variance / expected
     size, makes = float(excess.sum()), float(relative.sum())
     if not (size > 0 and 0 < makes < math.inf):
         return False
@@ -107,5 +120,11 @@ def explains(
     if made < _MOST and seen > (1 + largest) / 2:
         return False
     noise = torch.maximum(others, expected) + size / makes * variance
-    beyond = errors.sum(1) > limits.square() * noise.sum(1)
+    beyond = squares.sum(1) > limits.square() * noise.sum(1)
     return float(beyond.double().mean()) <= FEW
+
+
+def _turned(errors: Tensor, truth: Tensor) -> float:
+    """The fraction of rows that these errors turn away from the true ones."""
+    cosine = torch.nn.functional.cosine_similarity(truth + errors, truth, dim=1, eps=1e-300)
+    return float((cosine < _TURNED).double().mean())
