@@ -163,15 +163,73 @@ def test_bits_stay(checkpointing: bool | None, backend: str, tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_a_compiled_model_runs_as_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cuDNN"])
+@pytest.mark.parametrize("checkpointing", [None, False], ids=["", "checkpointed"])
+def test_a_compiled_model_is_captured_and_trains_as_it_did(
+    backend: str, checkpointing: bool | None, tmp_path: Path
+) -> None:
+    torch._dynamo.reset()
+
+    def run(folder: Path | None) -> tuple[list[Tensor], Any]:
+        tiny = nano_gpt(checkpointing)
+        tiny.model.cuda()
+        compiled: Any = torch.compile(tiny.model, fullgraph=True)
+        optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
+        bits: list[Tensor] = []
+        recorder = None if folder is None else attn_diag.capture(tiny.model, folder, steps={1, 3}, batch=None)
+        for number in range(5):
+            if number == 1 and recorder is not None:
+                recorder.start()
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(BACKENDS[backend]):
+                loss = tiny.loss(compiled)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            bits += [loss.detach().clone(), *(some(p.grad).clone() for p in tiny.model.parameters())]
+        if recorder is not None:
+            recorder.close()
+        return bits, recorder
+
+    alone, _ = run(None)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        watched, recorder = run(tmp_path)
+    assert same(alone, watched)
+    found = written(recorder)
+    assert [(c.metadata.step, c.metadata.layer) for c in found] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    for capture in found:
+        assert {"q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"} <= capture.tensors.keys()
+        assert backend in str(capture.metadata.kernel)
+        assert holds(capture)
+    heads = [h for c in attn_diag.inspect_captures(found).captures for h in c.observations[0].heads]
+    for head in heads:
+        assert some(some(head.propagation.dq).unexplained_with_casts) < (0.2 if backend == "efficient" else 0.05)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_cuda_graph_of_a_compiled_model_says_so_and_runs_as_it_did(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
     tiny = nano_gpt()
-    compiled: Any = torch.compile(tiny.model.cuda())
-    with torch.no_grad():
-        alone = compiled(tokens().cuda())
-        with attn_diag.capture(compiled, tmp_path):
-            watched = compiled(tokens().cuda())
-    assert torch.equal(alone, watched)
-    assert "the model is compiled" in caplog.text
+    tiny.model.cuda()
+    compiled: Any = torch.compile(tiny.model, mode="reduce-overhead")
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = tiny.loss(compiled)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        return loss.detach().clone()
+
+    for _ in range(5):
+        step()
+    with attn_diag.capture(tiny.model, tmp_path, steps={1}) as recorder:
+        for _ in range(3):
+            step()
+    assert not recorder.written
+    assert "CUDA graph" in caplog.text
+    assert recorder.step == 3
 
 
 def test_other_streams(tmp_path: Path) -> None:

@@ -96,15 +96,15 @@ def test_losses_gradients_and_weights_are_the_same_bits() -> None:
 
 
 def test_nothing_stays_behind() -> None:
-    before = functional.scaled_dot_product_attention
+    before = functional.multi_head_attention_forward
     model = nano_gpt().model
     monitor = Monitor(model)
-    assert functional.scaled_dot_product_attention is not before
+    assert functional.multi_head_attention_forward is not before
     assert hooks_of(model)
     train(model, 1)
     monitor.close()
     monitor.close()
-    assert functional.scaled_dot_product_attention is before
+    assert functional.multi_head_attention_forward is before
     assert not hooks_of(model)
     assert monitor.metrics()["attn/step"] == 0
 

@@ -81,7 +81,7 @@ class Breakpoint:
         self._handle.remove()
         self._judge_without_backward(watch)
         self._stop_if_found()
-        if not watch.calls_seen:
+        if watch.looked and not watch.calls_seen:
             watch.warn_once(UNSEEN)
 
     def disarm(self) -> None:

@@ -1,8 +1,9 @@
-"""Replaces the attention functions while somebody listens, and puts them back: nothing stays behind.
+"""Meets attention where it runs while somebody listens, and leaves everything as it was.
 
-A function is replaced under every name that loaded modules have for it, ``from … import`` included. Inside a compiled
-graph, or when nobody wants the call, the replacement only passes it on. Where one attention function calls another
-(nn.MultiheadAttention calls scaled_dot_product_attention) the innermost is the one that is told of.
+Operators are met in torch's dispatcher (``operators``), on the steps that somebody looks at. A function without an
+operator of its own is replaced under every name that loaded modules have for it, ``from … import`` included; inside a
+compiled graph, or when nobody wants the call, the replacement only passes it on. Where one attention function calls
+another (nn.MultiheadAttention calls scaled_dot_product_attention) the innermost is the one that is told of.
 """
 
 from __future__ import annotations
@@ -12,20 +13,18 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 
+from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
 from attn_diag.watching.live.sites import (
     EAGER,
     FLASH_ATTN,
     FLEX,
     MULTI_HEAD,
-    OWN,
     SDPA,
     TRANSFORMERS,
     AttentionSite,
@@ -44,16 +43,20 @@ _TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention")
 class Observer(Protocol):
     """What a watch is to the interception."""
 
-    def expects(self) -> Any | None:
-        """A token if the call that is about to run is wanted, else None."""
+    def meets(self) -> Any | None:
+        """The call that is about to run, if it counts; its ``wanted`` says whether to be told of it."""
         ...
 
-    def counts(self) -> None:
+    def counts(self, met: Any) -> None:
         """A call has run, wanted or not."""
         ...
 
-    def sees(self, token: Any, fields: Fields, result: Any) -> None:
+    def sees(self, met: Any, fields: Fields, result: Any) -> None:
         """A wanted call has run."""
+        ...
+
+    def went_back(self, back: OperatorBackward) -> None:
+        """A fused operator's backward has run."""
         ...
 
     def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,6 +77,9 @@ class _Pair:
 
 _lock = threading.RLock()
 _observers: list[Observer] = []
+# Those that have functions replaced; those that look at this step.
+_of_functions: list[Observer] = []
+_looking: list[Observer] = []
 # By identity: hashing or comparing whatever lies in other people's modules would run their code.
 _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
@@ -85,6 +91,8 @@ def _in_child() -> None:
     """A forked child (a DataLoader's worker) has none of the parent's threads, and locks that they will never open."""
     global _lock
     _lock = threading.RLock()
+    _of_functions.clear()
+    _looking.clear()
     while _observers:
         _observers.pop().forked()
 
@@ -93,30 +101,57 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
 
 
-def install(observer: Observer) -> None:
-    """Begin to tell ``observer`` of calls."""
+def install(observer: Observer, *, functions: bool = True) -> None:
+    """Begin to tell ``observer`` of calls.
+
+    Args:
+        observer: Who is told.
+        functions: Also of functions without an operator. A compiled model that calls one is compiled anew then.
+    """
     with _lock:
         _observers.append(observer)
         try:
-            _replace()
+            if functions:
+                _of_functions.append(observer)
+                _replace()
         except BaseException:
             remove(observer)
             raise
 
 
 def remove(observer: Observer) -> None:
-    """Stop telling it; the last one leaves every function as it was."""
+    """Stop telling it; the last one leaves every function and operator as it was."""
     with _lock:
-        if observer in _observers:
-            _observers.remove(observer)
-        if not _observers:
+        for those in (_observers, _of_functions):
+            if observer in those:
+                those.remove(observer)
+        look(observer, wanted=False)
+        if not _of_functions:
             _restore()
+
+
+def look(observer: Observer, *, wanted: bool) -> None:
+    """Have operators met from now on, or no more, as far as ``observer`` is concerned."""
+    with _lock:
+        if wanted and observer not in _looking:
+            _looking.append(observer)
+        elif not wanted and observer in _looking:
+            _looking.remove(observer)
+        if _looking:
+            _overrides.install()
+        else:
+            _overrides.remove()
+
+
+def looks(observer: Observer) -> bool:
+    """Whether it has operators met now."""
+    return observer in _looking
 
 
 def refresh() -> None:
     """Look for attention functions again if modules were imported since."""
     with _lock:
-        if _observers and len(sys.modules) != _modules_seen:
+        if _of_functions and len(sys.modules) != _modules_seen:
             _replace()
 
 
@@ -168,35 +203,9 @@ def _wrapper(site: AttentionSite, function: Function) -> Function:
     def observed(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _observers or _in_cuda_graph():
             return function(*args, **kwargs)
-        called = function
-        if site is SDPA and torch.overrides.has_torch_function((*args, *kwargs.values())):
-            called = _as_it_was(function)
-        return _run(site, called, args, kwargs)
+        return _run(site, function, args, kwargs)
 
     return observed
-
-
-def _as_it_was(function: Function) -> Function:
-    """``function`` with every name meaning it again while it runs.
-
-    Tensor subclasses and torch-function modes are told of the builtin, and some ask whether it *is*
-    torch.nn.functional.scaled_dot_product_attention: torch.nn.attention.bias attends to everything if it is not.
-    """
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with _lock:
-            replaced = [(space, name, pair) for space, name, pair in _replaced if space.get(name) is pair.wrapper]
-            for space, name, pair in replaced:
-                space[name] = pair.original
-            try:
-                return function(*args, **kwargs)
-            finally:
-                for space, name, pair in replaced:
-                    if space.get(name) is pair.original:
-                        space[name] = pair.wrapper
-
-    return called
 
 
 def _in_cuda_graph() -> bool:
@@ -204,31 +213,63 @@ def _in_cuda_graph() -> bool:
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
+def _met() -> list[tuple[Observer, Any]]:
+    found = [(observer, observer.guarded(observer.meets)()) for observer in tuple(_observers)]
+    return [(observer, met) for observer, met in found if met is not None]
+
+
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    observers = tuple(_observers)
-    tokens = [observer.guarded(observer.expects)() for observer in observers]
-    before = getattr(_thread, "calls", 0)
-    tap = Tap()
-    if site.tapped and any(token is not None for token in tokens):
-        with tap, inside(site, function, args, kwargs):
-            result = function(*args, **kwargs)
-    else:
-        result = function(*args, **kwargs)
-    if getattr(_thread, "calls", 0) != before:
-        return result  # an inner attention function was told of
-    fields: Fields | None = None
-    for observer, token in zip(observers, tokens, strict=True):
-        if token is None:
-            continue
-        if fields is None:
-            fields = observer.guarded(_read)(site, function, args, kwargs, result, tap)
-        if fields is None:
-            return result
-        observer.guarded(observer.sees)(token, fields, result)
-    _thread.calls = before + 1
-    for observer in observers:
-        observer.guarded(observer.counts)()
+    met = _met()
+    before, outer = getattr(_thread, "calls", 0), getattr(_thread, "tap", None)
+    _thread.tap = tap = Tap()
+    try:
+        if site.tapped and any(one.wanted for _, one in met):
+            with tap, inside(site, function, args, kwargs):
+                result = function(*args, **kwargs)
+        else:
+            with inside(site, function, args, kwargs):
+                result = function(*args, **kwargs)
+    finally:
+        _thread.tap = outer
+    if getattr(_thread, "calls", 0) == before:  # no inner attention function was told of
+        _tell(met, lambda: _read(site, function, args, kwargs, result, tap), result)
     return result
+
+
+def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], result: Any) -> None:
+    fields: Fields | None = None
+    for observer, one in met:
+        if one.wanted:
+            fields = observer.guarded(read)() if fields is None else fields
+            if fields is None:
+                return
+            observer.guarded(observer.sees)(one, fields, result)
+    _thread.calls = getattr(_thread, "calls", 0) + 1
+    for observer, one in met:
+        observer.guarded(observer.counts)(one)
+
+
+def _composite(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _looking or _in_cuda_graph():
+        return original(*args, **kwargs)
+    return _run(SDPA, original, args, kwargs)
+
+
+def _forward(call: OperatorCall) -> None:
+    """A fused operator has run: within a function or the composite operator, which know more, or alone."""
+    if (tap := getattr(_thread, "tap", None)) is not None:
+        tap.operator = call
+    elif _looking and not _in_cuda_graph():
+        _tell(_met(), lambda: {**call.fields(), "operator": call}, call.o)
+
+
+def _backward(back: OperatorBackward) -> None:
+    if not _in_cuda_graph():
+        for observer in tuple(_looking):
+            observer.guarded(observer.went_back)(back)
+
+
+_overrides = OperatorOverrides(_composite, _forward, _backward)
 
 
 def _read(
@@ -242,13 +283,11 @@ def _functions() -> Iterator[tuple[AttentionSite, Function]]:
     """Every attention function that is loaded now."""
     from torch.nn import functional
 
-    # Ours is imported when it is first used: by then the call would be over.
-    with suppress(ImportError):
-        import_module("attn_diag.kernels.attention")
-    yield SDPA, functional.scaled_dot_product_attention
+    # The builtin is met as an operator; somebody may have put another function in its place.
+    if functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
+        yield SDPA, functional.scaled_dot_product_attention
     yield MULTI_HEAD, functional.multi_head_attention_forward
     for module, site, names in (
-        ("attn_diag.kernels.attention", OWN, ("attention",)),
         ("torch.nn.attention.flex_attention", FLEX, ("flex_attention",)),
         ("flash_attn.flash_attn_interface", FLASH_ATTN, _FLASH_ATTN_NAMES),
         ("flash_attn_interface", FLASH_ATTN, _FLASH_ATTN_NAMES),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,8 +92,9 @@ class Projections:
     def watch(self, model: nn.Module, guarded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Begin."""
         self.watching = True
-        fast = [m for m in model.modules() if isinstance(m, FAST_PATHS)]
-        # A hook below one of these would take inference off its fast path; and the sites know their projections.
+        fast = [m for m in model.modules() if isinstance(m, FAST_PATHS) or (m is not model and is_compiled(m))]
+        # A hook below one of these would take inference off its fast path, and the sites know their projections; or
+        # have it compiled anew.
         left_out = {layer for module in fast for layer in module.modules()}
         self._names = {
             layer: clean(name) for name, layer in model.named_modules() if _is_linear(layer) and layer not in left_out
@@ -137,6 +140,16 @@ class Projections:
         self._recent.remove(seen)
         x = _by_rows(seen.x.detach(), batch, rows)
         return None if x is None else (found, x, seen.y)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile made it, compiled it in place, or made another module of it that is in use."""
+    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    if "torch._dynamo" not in sys.modules:
+        return False
+    held = (holder for holder in gc.get_referrers(module) if type(holder) is dict)
+    return any(holder.get("_orig_mod") is module for holder in held)
 
 
 def clean(name: str) -> str:

@@ -6,17 +6,18 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.linear_layers import CapturedProjection
+from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.sites import Graph, LayOut
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _MAX_STEPS = 6
-_NODES = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn", "ScaledDotProductFused",
-          "attn_diag_attention_forward")  # fmt: skip
+_NODES = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn", "ScaledDotProductFused")
 _PASSING = ("Slice", "Transpose", "Permute", "View", "UnsafeView", "ToCopy", "Clone", "Alias", "Unsqueeze", "Squeeze")
 
 
@@ -44,6 +45,7 @@ class Pending:
         finished: called with this when all have come.
 
     Attributes:
+        operator: the fused operator that ran, where its own backward is to bring them.
         copy_dq: dQ is the gradient at the projection too (a bias alone lies between).
     """
 
@@ -52,6 +54,8 @@ class Pending:
         self._missing: set[str] = set()
         self._handles: list[Any] = []
         self.copy_dq = False
+        self.operator: OperatorCall | None = None
+        self._last_row: Tensor | None = None
 
     def follow_projection(self, y: Tensor, projection: CapturedProjection) -> None:
         """Have the gradient at the projection's output too, where q is not just that output without a bias."""
@@ -83,6 +87,27 @@ class Pending:
                 hook = self._guarded(self._taker(name, lay_out))
                 self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
+    def follow_operator(self, operator: OperatorCall) -> None:
+        """Wait for the operator's backward."""
+        self._missing.add("kernel")
+        self.operator, self._last_row = operator, operator.o[..., -1, :].clone()
+        # Of its tensors only the storages' identities are needed now, and nothing of ours keeps them.
+        operator.o, operator.lse, operator.given = self._last_row, None, {}
+
+    def kept_by(self, back: OperatorBackward) -> bool:
+        """Whether a backward was given this forward's own o or LSE."""
+        return self.operator is not None and back.is_of(self.operator)
+
+    def looks_like(self, back: OperatorBackward) -> bool:
+        """Whether a backward was given what this forward returned, in another place: made again, or copied."""
+        o, row = back.given["o"], self._last_row
+        return row is not None and o.shape[:2] + o.shape[3:] == row.shape and torch.equal(o[..., -1, :], row)
+
+    def from_operator(self, back: OperatorBackward) -> None:
+        """Take the gradients from the operator's backward."""
+        self.operator = self._last_row = None
+        self._take(back.given["do"], back.gradients)
+
     def give_up(self) -> None:
         """Wait no longer, as the step is over."""
         self._unhook()
@@ -92,8 +117,11 @@ class Pending:
             self._finished(self)
 
     def _from_node(self, grads: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
+        self._take(outputs[0], grads)
+
+    def _take(self, do: Tensor | None, grads: Sequence[Tensor | None]) -> None:
         c = self.call
-        c.do = _trimmed(outputs[0], c.o)
+        c.do = _trimmed(do, c.o)
         c.dq, c.dk, c.dv = (_trimmed(g, like) for g, like in zip(grads, (c.q, c.k, c.v), strict=False))
         if self.copy_dq:
             c.dq_pre = c.dq

@@ -125,10 +125,10 @@ class Recorder:
         self._submit_open()
         self._writer.call(self._shelf.step_over)
         self._finish()
-        if not watch.calls_seen:
+        if watch.looked and not watch.calls_seen:
             watch.warn_once(UNSEEN)
         elif not self._chosen:
-            seen = ", ".join(map(str, watch.layers))
+            seen = ", ".join(map(str, watch.layers)) or f"none in the {watch.step} steps, of which none was chosen"
             _log.warning("nothing was captured: no call fitted steps, layers and calls; seen were layers %s", seen)
 
     def _finish(self) -> None:

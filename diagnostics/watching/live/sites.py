@@ -34,7 +34,7 @@ class AttentionSite:
     read: Callable[[Mapping[str, Any], Any, Tap], Fields | None]
     """Tells what a call was from its arguments, its result and the tap; None: no attention."""
     tapped: bool = True
-    """Whether the operators underneath may be watched."""
+    """Whether matrix products underneath are watched."""
 
 
 def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,24 +128,6 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         "refused": _refusals(a["dropout_p"]),
     }
     return found | _outer_projection() | (tap.fused(q, v) if q.dim() == 4 else {})
-
-
-def _read_own(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
-    from attn_diag.kernels import Recipe
-
-    names = [r.name if isinstance(r, Recipe) else r for r in (a["recipe"], a["backward_recipe"] or a["recipe"])]
-    o = result[0] if isinstance(result, tuple) else result
-    lay_out = _unchanged if a["layout"] == "BHTD" else _turned
-    q, k, v = (lay_out(a[name]) for name in "qkv")
-    found: Fields = {"q": q, "k": k, "v": v, "o": lay_out(o)} | {
-        "graph": _gradients(o, a["q"], a["k"], a["v"], lay_out),
-        "causal": a["causal"],
-        "scale": a["scale"],
-        "window": a["window"],
-        "softcap": a["softcap"],
-    }
-    fused = tap.fused(q, v)
-    return found | fused | {"kernel": f"attn_diag.attention, {names[0]} forward, {names[1]} backward"}
 
 
 def _read_multi_head(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
@@ -354,9 +336,8 @@ def _saved_lse(o: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     return fitting[0].detach() if len(fitting) == 1 else None
 
 
-SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa)
+SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa, tapped=False)
 MULTI_HEAD = AttentionSite("multi_head_attention_forward", _read_multi_head)
-OWN = AttentionSite("attn_diag.attention", _read_own)
 EAGER = AttentionSite("transformers eager", _read_eager, tapped=False)
 TRANSFORMERS = AttentionSite("transformers", _read_transformers, tapped=False)
 FLEX = AttentionSite("flex_attention", _read_flex, tapped=False)

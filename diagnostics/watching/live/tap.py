@@ -1,4 +1,4 @@
-"""What the operator underneath an attention function was given and returned, while one call runs."""
+"""What ran underneath an attention function while one call of it ran."""
 
 from __future__ import annotations
 
@@ -8,28 +8,25 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# operator -> (what reports call it, which of its results is the LSE)
-_FUSED = {
-    "aten::_scaled_dot_product_flash_attention": ("torch SDPA flash", 1),
-    "aten::_scaled_dot_product_efficient_attention": ("torch SDPA efficient", 1),
-    "aten::_scaled_dot_product_cudnn_attention": ("torch SDPA cuDNN", 1),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": ("torch SDPA flash on the CPU", 1),
-    "aten::_scaled_dot_product_fused_attention_overrideable": ("torch SDPA of the device's backend", 1),
-    "attn_diag::attention_forward": ("attn_diag.attention", 2),
-}
+from attn_diag.watching.live.operators import OperatorCall
+
 _PRODUCTS = ("aten::bmm", "aten::baddbmm")
 
 
 class Tap(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records fused attention operators, and batched matrix products, that run while it is entered.
+    """Records batched matrix products that run while it is entered, and is handed the fused operator that runs.
 
     It passes every operator on as it came, so results are the same bits, and it is entered for calls that somebody
     wants only: others cost nothing.
+
+    Attributes:
+        operator: the fused operator; None: none ran.
+        products: of each product its two factors and its result.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fused: tuple[str, Tensor, Tensor, Tensor, Tensor, Tensor | None] | None = None
+        self.operator: OperatorCall | None = None
         self.products: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __torch_dispatch__(
@@ -40,12 +37,7 @@ class Tap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func.name().partition(".")[0]
-        if name in _FUSED:
-            kernel, where = _FUSED[name]
-            q, k, v = args[:3]
-            self._fused = kernel, q, k, v, result[0], result[where]
-        elif name in _PRODUCTS:
+        if func.name().partition(".")[0] in _PRODUCTS:
             self.products.append((args[-2], args[-1], result))
         return result
 
@@ -55,12 +47,4 @@ class Tap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Returns:
             The kernel's name, q, k, v, o and its own LSE by the names of ``AttentionCall``; empty where there was none.
         """
-        if self._fused is None:
-            return {}
-        kernel, own_q, own_k, own_v, o, lse = self._fused
-        d, dv, rows = q.shape[-1], v.shape[-1], q.shape[-2]
-        if lse is not None:
-            lse = lse.squeeze(-1) if lse.dim() == 4 else lse
-            lse = lse[..., :rows] if lse.numel() else None
-        q, k, v, o = own_q[..., :d], own_k[..., :d], own_v[..., :dv], o[..., :dv]
-        return {"kernel": kernel, "q": q, "k": k, "v": v, "o": o, "lse": lse}
+        return {} if self.operator is None else self.operator.fused(q.shape[-1], v.shape[-1], q.shape[-2])

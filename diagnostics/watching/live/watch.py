@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import re
-import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Container
-from dataclasses import replace
-from types import CodeType, FrameType
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -19,27 +15,26 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from attn_diag.errors import InputError
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
-from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, clean
+from attn_diag.watching.live.clock import Clock
+from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, is_compiled
 from attn_diag.watching.live.losses import reason_of
+from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
+from attn_diag.watching.live.places import Caller, CallPlaces
 from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
-_MAX_FRAMES = 60
-# So many steps without any attention call are worth a word.
+# So many steps of an optimizer that may be another model's without any attention call are worth a word.
 _BLIND = 3
-
 # What a user is told where nothing can be seen, by whoever watches.
-COMPILED = (
-    "the model is compiled: attention inside compiled graphs is not seen. Compile all but the attention, or run the "
-    'steps in question under torch.compiler.set_stance("force_eager") (uncompiled, with other roundings)'
-)
 UNSEEN = (
-    "no attention call was seen. It may run inside a compiled graph or on the fast path of nn.TransformerEncoder in "
-    "eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that is not known here, or be another "
-    "model's than the one that was given (a copy's, say)"
+    'no attention call was seen. It may be replayed from a CUDA graph (torch.compile without mode="reduce-overhead" '
+    "records none), be FlexAttention or another Triton kernel inside a compiled graph (torch.compiler.disable leaves "
+    "it out), run on the fast path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled("
+    "False)), call a kernel that is not known here, or be another model's than the one that was given (a copy's, say)"
 )
+BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
 UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
 
@@ -52,6 +47,18 @@ def require_container(name: str, chosen: object) -> None:
     """
     if isinstance(chosen, (str, bytes)) or not (chosen is None or isinstance(chosen, Container)):
         raise InputError(f"{name} must be a set, list or range of numbers, such as {{2}}, got {chosen!r}")
+
+
+@dataclass(frozen=True)
+class Met:
+    """A call that is about to run, or has run, and counts."""
+
+    place: CallPlace
+    caller: Caller
+    recomputing: bool
+    """Whether a backward pass runs it once more."""
+    wanted: bool
+    """Whether the listener is to be told."""
 
 
 class Watch:
@@ -69,29 +76,24 @@ class Watch:
 
     Attributes:
         step: the number of the current one.
-        compiled: whether a part of the model is.
         calls_seen: how many, wanted or not.
     """
 
     def __init__(self, model: nn.Module | None, listener: Listener, first_step: int = 0) -> None:
         self.model, self.listener, self.step = model, listener, first_step
-        self.compiled = model is not None and any(_is_compiled(m) for m in model.modules())
         self.calls_seen = 0
-        self._blind_steps = 0
         self._first_step = first_step
-        self._names: dict[int, str] = {}
-        self._layers: dict[int | None, int] = {}
-        self._counts: dict[tuple[int | None, bool], int] = defaultdict(int)
+        self._places, self._clock = CallPlaces(model), Clock(model)
         self._with_gradients: set[tuple[int, int]] = set()
-        self._no_modules: set[CodeType] = set()
         self._trains = False
-        self._calls_this_step = 0
+        self._calls_this_step = self._forwards_this_step = 0
         self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
         self._projections = Projections()
         self._warned: set[str] = set()
-        self._owns = self._gone = False
+        self._gone = self._looked = False
+        self._blind_steps = 0
         self._told: set[tuple[int, int, bool]] = set()
 
     def start(self) -> Self:
@@ -101,26 +103,26 @@ class Watch:
         except BaseException:
             self.stop()
             raise
-        if self.compiled:
-            self.warn_once(COMPILED)
         return self
 
     def _install(self) -> None:
-        if self.model is not None:
-            self._names = {id(module): clean(name) for name, module in self.model.named_modules()}
-            # A hook inside a compiled module would have it compiled anew.
-            if not self.compiled:
-                self._projections.watch(self.model, self.guarded)
-                self._projections.recording = self._wants_step()
-                if not isinstance(self.model, FAST_PATHS):
-                    begins, ended = self.guarded(self._forward_begins), self.guarded(self._forward_ended)
-                    self._handles.append(self.model.register_forward_pre_hook(begins))
-                    self._handles.append(self.model.register_forward_hook(ended))
+        self._places.read()
+        whole = self.model is not None and is_compiled(self.model)
+        # A hook inside a compiled module would have it compiled anew.
+        if self.model is not None and not whole:
+            self._projections.watch(self.model, self.guarded)
+            if not isinstance(self.model, FAST_PATHS):
+                begins, ended = self.guarded(self._forward_begins), self.guarded(self._forward_ended)
+                self._handles.append(self.model.register_forward_pre_hook(begins))
+                self._handles.append(self.model.register_forward_hook(ended))
         self._handles.append(register_optimizer_step_post_hook(self.guarded(self._optimizer_stepped)))
-        intercept.install(self)
+        # So would a function that it calls, if that were another.
+        intercept.install(self, functions=not whole)
+        self._look()
 
     def stop(self) -> None:
         """Put everything back. Of calls whose backward is not over, what came is told."""
+        self._looked = self.looked
         intercept.remove(self)
         for handle in self._handles:
             handle.remove()
@@ -137,25 +139,32 @@ class Watch:
         """The step is over; an optimizer's ``step()`` does this by itself."""
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
+        self._looked = self.looked
         self._projections.forget()
         self._projections.settle()
-        # A user's function of the step is asked no more often than needed.
-        self._projections.recording = self._projections.watching and self._wants_step()
-        for counted in (self._counts, self._with_gradients, self._told):
+        for counted in (self._with_gradients, self._told):
             counted.clear()
-        self._calls_this_step = 0
+        self._places.step_ended()
+        self._calls_this_step = self._forwards_this_step = 0
+        self._look()
         intercept.refresh()
         self.guarded(self.listener.step_ended)(ended)
 
     @property
     def layers(self) -> list[int]:
         """Numbers of the layers seen so far."""
-        return sorted(self._layers.values())
+        return self._places.layers
+
+    @property
+    def looked(self) -> bool:
+        """Whether there was a step, or is one now, in which calls were looked for."""
+        return self._looked or intercept.looks(self)
 
     @property
     def never_stepped(self) -> bool:
         """Whether a module was called again and again, with gradients, and no step ever ended."""
-        return self._trains and self.step == self._first_step and max(self._counts.values(), default=0) > 1
+        often = max(self._places.most_calls, self._forwards_this_step) > 1
+        return self._trains and self.step == self._first_step and often
 
     def warn_once(self, message: str) -> None:
         """Warn the user, of the same thing only once."""
@@ -165,43 +174,52 @@ class Watch:
 
     # What the interception calls.
 
-    def expects(self) -> CallPlace | None:
-        """Say where the coming call stands, if the listener wants it."""
-        gradients, recomputing = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
-        owner = self._owner()
-        self._notice_training(owner)
-        if self._passes_over(owner):
-            return None
-        module, layer = self._names.get(id(owner)), self._layer(owner)
-        call = self._counts[_key(owner), recomputing]
-        if recomputing and (layer, call) in self._with_gradients:
-            return None  # checkpointing runs the forward again: its first run is already followed
-        place = CallPlace(self.step, layer, module, call, gradients)
-        return place if self.listener.wants(place) else None
-
-    def counts(self) -> None:
-        """Count one more call of the module that makes it."""
-        owner = self._owner()
-        if self._passes_over(owner):
-            return
+    def meets(self) -> Met | None:
+        """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted."""
+        caller = self._places.caller()
         recomputing = torch._C._current_graph_task_id() != -1
-        self._counts[_key(owner), recomputing] += 1
+        if recomputing and caller.site is not None and not caller.differentiated:
+            return None  # a compiled backward makes again what its forward did not keep
+        gradients = torch.is_grad_enabled() or caller.differentiated
+        self._notice_training(caller.owner or self.model, gradients=gradients)
+        other = caller.owner is None and (caller.site is None or caller.foreign)
+        if (self.model is not None and other) or (self._trains and not gradients):
+            return None
+        module, layer, call = self._places.of(caller, recomputing=recomputing)
+        if caller.site is not None and call and not self._trains:
+            self.end_step()  # as no hook of ours stands in a compiled model
+            module, layer, call = self._places.of(caller, recomputing=recomputing)
+        place = CallPlace(self.step, layer, module, call, gradients)
+        # Checkpointing runs the forward again: its first run is already followed.
+        followed = recomputing and (layer, call) in self._with_gradients
+        return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place))
+
+    def counts(self, met: Met) -> None:
+        """Count the call, which is over."""
+        self._places.count(met.caller, recomputing=met.recomputing)
         self._calls_this_step += 1
         self.calls_seen += 1
         self._projections.forget()  # also the projections of calls that nobody wanted
 
-    def sees(self, place: CallPlace, fields: Fields, result: Any) -> None:
+    def sees(self, met: Met, fields: Fields, result: Any) -> None:
         """Tell the listener of a wanted call that has run, and follow its gradients."""
+        place = met.place
         numbered = self._numbered(place)
         if numbered != place and not self.listener.wants(numbered):
             return
         place, fields = numbered, dict(fields)
-        graph: Graph = fields.pop("graph")
+        operator: OperatorCall | None = fields.pop("operator", None)
+        graph: Graph = fields.pop("graph", {})
         known = fields.pop("projection", None)
         detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
         call = AttentionCall(place=place, **detached)
+        if self._places.by_order(met.caller):
+            call.notes.append(BY_ORDER)
         o = result[0] if isinstance(result, tuple) else result
         call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
+        if operator is not None:
+            inside = met.caller.site is not None and place.gradients
+            call.awaits_backward = inside or any(t.requires_grad for t in operator.inputs)
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
         if known is not None:
             x, weight, biased = known
@@ -219,9 +237,22 @@ class Watch:
             self._with_gradients.add((place.layer, place.call))
             with self._lock:
                 self._pending[id(pending)] = pending
-            pending.follow(o, graph)
+            if operator is None:
+                pending.follow(o, graph)
+            else:
+                pending.follow_operator(operator)
         # Last: what is noted above belongs to what it takes, and it may let the tensors go.
         self.listener.forward(call)
+
+    def went_back(self, back: OperatorBackward) -> None:
+        """Give the call whose backward this is its gradients."""
+        with self._lock:
+            # The newest forward goes back first.
+            waiting = [p for p in reversed(self._pending.values()) if p.operator is not None]
+        for is_its in (Pending.kept_by, Pending.looks_like):
+            if (found := next((p for p in waiting if is_its(p, back)), None)) is not None:
+                found.from_operator(back)
+                return
 
     def failed(self, error: Exception) -> None:
         """Warn of our own failure; it is never an exception in somebody's training."""
@@ -250,8 +281,13 @@ class Watch:
 
         return Hook(run)
 
-    def _wants_step(self) -> bool:
-        return bool(self.guarded(self.listener.wants_step)(self.step))
+    def _look(self, *, at_least: bool = False) -> None:
+        """Keep what a wanted step needs; on others nothing costs anything."""
+        # A user's function of the step is asked no more often than needed.
+        wanted = bool(self.guarded(self.listener.wants_step)(self.step))
+        self._projections.recording = self._projections.watching and wanted
+        # Until it is known that a loop trains, calls tell of steps.
+        intercept.look(self, wanted=wanted or at_least or not self._trains)
 
     def _drop_pending(self) -> None:
         with self._lock:
@@ -267,84 +303,32 @@ class Watch:
             self._told.add(key)
         return place
 
-    def _passes_over(self, owner: nn.Module | None) -> bool:
-        if self.model is not None and owner is None:
-            return True
-        return self._trains and not torch.is_grad_enabled()
-
-    def _owner(self) -> nn.Module | None:
-        """Find the innermost module (of the model, where there is one) that is running."""
-        frame: FrameType | None = sys._getframe(2)
-        for _ in range(_MAX_FRAMES):
-            if frame is None:
-                break
-            code = frame.f_code
-            # Before Python 3.13 a look at a frame's variables keeps them alive: not those of training loops.
-            if code.co_varnames[:1] == ("self",) and code not in self._no_modules:
-                owner = frame.f_locals.get("self")
-                if not isinstance(owner, nn.Module):
-                    self._no_modules.add(code)
-                elif self.model is None or id(owner) in self._names:
-                    return owner
-            frame = frame.f_back
-        return None
-
-    def _layer(self, owner: nn.Module | None) -> int:
-        key = _key(owner)
-        if key not in self._layers:
-            number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self._names.get(id(owner), ""))
-            stated = getattr(owner, "layer_idx", None)
-            wanted = stated if isinstance(stated, int) else int(number[1]) if number else len(self._layers)
-            taken = set(self._layers.values())
-            self._layers[key] = wanted if wanted not in taken else max(taken) + 1
-        return self._layers[key]
-
     def _forward_begins(self, model: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002 - a hook's signature
-        self._notice_training(model)
-        if not self._trains and self._calls_this_step:
+        self._notice_training(model, gradients=torch.is_grad_enabled())
+        if not self._trains and self._forwards_this_step:
             self.end_step()
+        self._forwards_this_step += 1
 
-    def _notice_training(self, module: nn.Module | None) -> None:
-        if self._trains or module is None or not (module.training and torch.is_grad_enabled()):
+    def _notice_training(self, module: nn.Module | None, *, gradients: bool) -> None:
+        if self._trains or module is None or not (module.training and gradients):
             return
         if self._calls_this_step:
             self.end_step()
         self._trains, self.step = True, self._first_step
-        self._projections.recording = self._wants_step()
+        self._look(at_least=True)  # the forward that runs is seen to its end
 
     def _forward_ended(self, model: nn.Module, args: tuple[Any, ...], result: Any) -> None:  # noqa: ARG002
         # What the last linear layers hold, logits among it, is not kept through the backward.
         self._projections.forget()
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
-        if not self._is_ours(optimizer):
+        if not self._clock.is_ours(optimizer):
             return
         self._trains = True
-        # Several optimizers may step after one backward.
-        if self._calls_this_step:
-            self.end_step()
-        else:
-            intercept.refresh()
+        if not self._clock.ticks(optimizer, seen=bool(self._calls_this_step)):
+            return
+        if not self.calls_seen and intercept.looks(self):
             self._blind_steps += 1
-            if self._blind_steps == _BLIND and not self.calls_seen:
+            if self._clock.owns or self._blind_steps == _BLIND:
                 self.warn_once(UNSEEN)
-
-    def _is_ours(self, optimizer: Any) -> bool:
-        """Not the optimizer of another model (a GAN's critic), once one that holds our parameters is known.
-
-        One with master copies of the weights holds none of the model's own: it counts where there is no other.
-        """
-        if self.model is None:
-            return True
-        own = {id(p) for p in self.model.parameters()}
-        holds = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-        self._owns |= holds
-        return holds or not self._owns
-
-
-def _key(owner: nn.Module | None) -> int | None:
-    return None if owner is None else id(owner)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        self.end_step()

@@ -131,7 +131,7 @@ class Monitor:
         if watch is not None:
             if watch.never_stepped:
                 watch.warn_once(UNSTEPPED)
-            if not watch.calls_seen:
+            if watch.looked and not watch.calls_seen:
                 watch.warn_once(UNSEEN)
             watch.stop()
             self._open.clear()
@@ -235,8 +235,8 @@ class Monitor:
         if self._reduction is not None:
             done = self._reduce(self._reduction, done)
         if not done:
-            if self._watch is not None and not self._refused:
-                self._warn(UNFINISHED if self._watch.calls_seen else UNSEEN)
+            if self._watch is not None and self._watch.calls_seen and not self._refused:
+                self._warn(UNFINISHED)
             return
         found = {key: sums.metrics(self._past.get(key)) for key, sums in sorted(done.items(), key=_order)}
         for key, sums in done.items():

@@ -1,0 +1,253 @@
+"""Attention operators, met in torch's dispatcher: in eager code and, at run time, inside compiled graphs alike.
+
+While somebody listens, each operator has a kernel of ours in front of the one that was there (torch's own, or another's
+that replaced it). Ours calls that one, and tells of what it was given and returned. Nothing is traced, no graph is
+changed and nothing is compiled again. Where all of attention is one composite operator that autograd takes apart
+(``SCALED_DOT_PRODUCT``), it is met above autograd, in eager code alone; the fused operators are met below.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, get_kernel
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Called instead of an operator: the kernel that was there, and what it is to be called with.
+Meets = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+# Our kernel, from the one that was there and the operator's arguments.
+_Makes = Callable[[Any, Sequence[Any]], Callable[..., Any]]
+
+SCALED_DOT_PRODUCT = "aten::scaled_dot_product_attention"
+_DEVICES = ("CPU", "CUDA", "XPU", "PrivateUse1")
+# What operators call their arguments -> what we do.
+_NAMES = {
+    "query": "q", "key": "k", "value": "v", "out": "o", "logsumexp": "lse", "grad_out": "do", "grad_out_": "do",
+    "attn_mask": "mask", "attn_bias": "mask",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FusedOperator:
+    """An operator that does the whole forward, with another of its name that does the backward."""
+
+    name: str
+    kernel: str
+    """What reports call it."""
+    backward: str
+    lse: int = 1
+    """Which of its results is the LSE."""
+    causal: str = "top-left"
+    """What it means by ``is_causal`` where there are more or fewer keys than queries."""
+
+
+def _of_torch(name: str, kernel: str, causal: str = "top-left") -> FusedOperator:
+    return FusedOperator(f"aten::{name}", f"torch SDPA {kernel}", f"aten::{name}_backward", causal=causal)
+
+
+OPERATORS = (
+    _of_torch("_scaled_dot_product_flash_attention", "flash", "bottom-right"),
+    _of_torch("_scaled_dot_product_efficient_attention", "efficient"),
+    _of_torch("_scaled_dot_product_cudnn_attention", "cuDNN"),
+    _of_torch("_scaled_dot_product_flash_attention_for_cpu", "flash on the CPU"),
+    _of_torch("_scaled_dot_product_fused_attention_overrideable", "of the device's backend"),
+    FusedOperator("attn_diag::attention_forward", "attn_diag.attention", "attn_diag::attention_backward", lse=2),
+)
+
+
+@dataclass
+class OperatorCall:
+    """One forward of a fused operator: the tensors are its own, as it was given and returned them."""
+
+    operator: FusedOperator
+    given: Mapping[str, Any]
+    """Its arguments by name; tensors by ours."""
+    o: Tensor
+    lse: Tensor | None
+    kept: tuple[StorageWeakRef, ...] = field(init=False)
+    """The storages of o and LSE, while they live."""
+
+    def __post_init__(self) -> None:
+        tensors = (t for t in (self.o, self.lse) if t is not None)
+        self.kept = tuple(StorageWeakRef(t.untyped_storage()) for t in tensors)  # type: ignore[no-untyped-call]
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        return self.given["q"], self.given["k"], self.given["v"]
+
+    def fused(self, d: int, dv: int, rows: int) -> dict[str, Any]:
+        """The kernel's name, q, k, v, o and LSE by the names of ``AttentionCall``.
+
+        Args:
+            d: q's features without padding.
+            dv: v's.
+            rows: Query rows, without what pads the LSE.
+        """
+        q, k, v = self.inputs
+        lse = self.lse
+        if lse is not None:
+            lse = lse.squeeze(-1) if lse.dim() == 4 else lse
+            lse = lse[..., :rows] if lse.numel() else None
+        tensors = {"q": q[..., :d], "k": k[..., :d], "v": v[..., :dv], "o": self.o[..., :dv], "lse": lse}
+        return {"kernel": self.kernel, **tensors}
+
+    def fields(self) -> dict[str, Any]:
+        """Everything an ``AttentionCall`` holds, where nothing but the operator is known."""
+        q, _, v = self.inputs
+        given = self.given
+        causal, window = "none", None
+        if isinstance(given.get("causal"), str):
+            causal, left, right = given["causal"], given["left"], given["right"]
+            window = None if left < 0 and right < 0 else (left, right)
+        elif given["is_causal"]:
+            causal = self.operator.causal
+        dropout = given.get("dropout_p") or 0.0
+        return self.fused(q.shape[-1], v.shape[-1], q.shape[-2]) | {
+            "mask": given.get("mask"),
+            "causal": causal,
+            "window": window,
+            "scale": given.get("scale"),
+            "softcap": given.get("softcap"),
+            "refused": f"attention dropout {dropout:g} is on: run with dropout 0 to analyse it" if dropout else None,
+        }
+
+    @property
+    def kernel(self) -> str:
+        """What reports call it, and who stands in for it."""
+        if "recipe" in self.given:
+            forward, backward = (json.loads(self.given[n])["name"] for n in ("recipe", "backward_recipe"))
+            return f"{self.operator.kernel}, {forward} forward, {backward} backward"
+        if "flash_attention" in self.operator.name and self.o.is_cuda and (other := _flash_implementation()):
+            return f"{self.operator.kernel} ({other})"
+        return self.operator.kernel
+
+
+@dataclass(frozen=True)
+class OperatorBackward:
+    """One backward of a fused operator."""
+
+    operator: FusedOperator
+    given: Mapping[str, Any]
+    """Its arguments by name; q, k, v, o, lse and do by ours."""
+    gradients: Sequence[Tensor | None]
+    """dq, dk and dv."""
+
+    def is_of(self, call: OperatorCall) -> bool:
+        """Whether it was handed the forward's o or LSE (a graph may copy one of them)."""
+        own = {self.given[name].untyped_storage()._cdata for name in ("o", "lse")}
+        return any(kept.cdata in own and not kept.expired() for kept in call.kept)  # type: ignore[no-untyped-call]
+
+
+class OperatorOverrides:
+    """Our kernels in front of the operators' own, between ``install`` and ``remove``.
+
+    Args:
+        composite: Called instead of ``SCALED_DOT_PRODUCT``.
+        forward: Told of a fused operator that has run.
+        backward: Told of one's backward.
+    """
+
+    def __init__(
+        self,
+        composite: Meets,
+        forward: Callable[[OperatorCall], None],
+        backward: Callable[[OperatorBackward], None],
+    ) -> None:
+        self._composite, self._forward, self._backward = composite, forward, backward
+        self._libraries: list[Any] = []
+
+    def install(self) -> None:
+        """Put them there; what the build or the device lacks is left out."""
+        if self._libraries:
+            return
+        # Ours is registered when it is first used: by then the call would be over.
+        with suppress(ImportError):
+            import_module("attn_diag.kernels.attention")
+        found: list[tuple[str, str, Callable[..., Any]]] = []
+        for device in _DEVICES:
+            # Autograd's first, and removed last: an operator with a device's kernel alone would lose its gradient.
+            wanted: list[tuple[str, str, _Makes]] = [
+                (SCALED_DOT_PRODUCT, key, self._met) for key in (f"Autograd{device}", device)
+            ]
+            wanted += [(o.name, device, partial(self._ran, o)) for o in OPERATORS]
+            wanted += [(o.backward, device, partial(self._went_back, o)) for o in OPERATORS]
+            for name, key, ours in wanted:
+                if (kernel := _kernel(name, key)) is not None:
+                    found.append((name, key, ours(kernel, torch._C._get_schema(name, "").arguments)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that an operator is overridden
+            for name, key, kernel in found:
+                namespace, bare = name.split("::")
+                library: Any = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+                self._libraries.append(library)
+                library.impl(bare, kernel, key, with_keyset=True, allow_override=True)
+
+    def remove(self) -> None:
+        """Leave every operator as it was."""
+        while self._libraries:
+            self._libraries.pop()._destroy()
+
+    def _met(self, kernel: Any, arguments: Sequence[Any]) -> Callable[..., Any]:  # noqa: ARG002 - as the others
+        composite = self._composite
+
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            def original(*args: Any, **kwargs: Any) -> Any:
+                return kernel.call_boxed(keys, *args, **kwargs)
+
+            # A subclass (a DTensor, a fake one) takes the operator apart: what is inside is met on plain tensors.
+            if type(args[0]) not in (Tensor, torch.nn.Parameter):
+                return original(*args, **kwargs)
+            return composite(original, args, kwargs)
+
+        return run
+
+    def _ran(self, operator: FusedOperator, kernel: Any, arguments: Sequence[Any]) -> Callable[..., Any]:
+        forward = self._forward
+
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            result = kernel.call_boxed(keys, *args, **kwargs)
+            forward(OperatorCall(operator, _named(arguments, args, kwargs), result[0], result[operator.lse]))
+            return result
+
+        return run
+
+    def _went_back(self, operator: FusedOperator, kernel: Any, arguments: Sequence[Any]) -> Callable[..., Any]:
+        backward = self._backward
+
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            result = kernel.call_boxed(keys, *args, **kwargs)
+            backward(OperatorBackward(operator, _named(arguments, args, kwargs), result[:3]))
+            return result
+
+        return run
+
+
+def _kernel(name: str, key: str) -> Any | None:
+    try:
+        return get_kernel(name, key)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _named(arguments: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    found = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    found |= {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    return {ours: found[theirs] for theirs, ours in _NAMES.items() if theirs in found and ours not in found} | found
+
+
+def _flash_implementation() -> str | None:
+    """Who stands in for torch's flash attention (``activate_flash_attention_impl``)."""
+    from torch.nn import attention
+
+    current = getattr(attention, "current_flash_attention_impl", None)
+    return None if current is None else current()

@@ -1,0 +1,209 @@
+"""Who makes the attention call that is running: a module, read off the stack; in a compiled graph, the order of calls.
+
+A compiled graph has no modules any more. Each of its calls stands at its own place in generated code, so that a place
+that comes again begins another run of the graph; the n-th call of a run is that of the n-th attention module below the
+one that was compiled, or, where there are not as many, the n-th layer.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from attn_diag.watching.live.linear_layers import clean
+
+_MAX_FRAMES = 80
+_ATTENTION = re.compile("atten|attn", re.IGNORECASE)
+# The code of a graph; what the modules have that inductor writes; what calls graphs.
+_GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", "runtime_wrappers.py"
+_Site = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who makes a call."""
+
+    owner: nn.Module | None
+    """The innermost module, of the model where there is one, that runs."""
+    site: _Site | None
+    """Where in compiled code the call stands; None in eager code."""
+    differentiated: bool
+    """Whether it is the forward of an autograd function, where gradients are off although they will come."""
+    foreign: bool
+    """Whether a module runs, but none of the model's."""
+
+
+@dataclass
+class _Run:
+    """One run of the compiled code of a module."""
+
+    number: int
+    index: int = 0
+    sites: set[_Site] = field(default_factory=set)
+
+
+class CallPlaces:
+    """Names the modules of a model, and numbers the calls that they make in a step.
+
+    Args:
+        model: The model; None: all there is.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._any = model is None
+        self._names: dict[int, str] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._layers: dict[Any, int] = {}
+        self._counts: dict[tuple[Any, bool], int] = defaultdict(int)
+        self._runs: dict[tuple[Any, bool], _Run] = {}
+        self._attentions: dict[int, list[nn.Module]] = {}
+        self._unnamed: set[int] = set()
+        self._no_modules: set[CodeType] = set()
+        self._code: dict[int, CodeType] = {}
+        self._model = model
+
+    def read(self) -> None:
+        """Take the names of the model's modules."""
+        if self._model is not None:
+            for name, module in self._model.named_modules():
+                self._names[id(module)] = clean(name)
+                self._modules[id(module)] = module
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of the layers seen so far."""
+        return sorted(self._layers.values())
+
+    @property
+    def most_calls(self) -> int:
+        """How often the module that was called most often was called in this step."""
+        return max((*self._counts.values(), *(run.number + 1 for run in self._runs.values())), default=0)
+
+    def step_ended(self) -> None:
+        """Count anew."""
+        for (owner, recomputing), run in self._runs.items():
+            self._over(owner, run, recomputing=recomputing)
+        self._counts.clear()
+        self._runs.clear()
+
+    def caller(self) -> Caller:
+        """Read off the stack who makes the call that is running."""
+        frame: FrameType | None = sys._getframe(1)
+        site: list[tuple[int, int]] = []
+        compiled = differentiated = foreign = False
+        for _ in range(_MAX_FRAMES):
+            if frame is None:
+                break
+            code = frame.f_code
+            if code.co_filename.startswith(_GENERATED) or _IN_INDUCTORS in frame.f_globals:
+                compiled = True
+                self._code.setdefault(id(code), code)  # no other code gets its number
+                site.append((id(code), frame.f_lasti))
+            elif code.co_filename.endswith(_CALLS_GRAPHS):
+                compiled = True
+            first = code.co_varnames[:1]
+            if first == ("ctx",) and code.co_name == "forward":
+                differentiated = True
+            # Before Python 3.13 a look at a frame's variables keeps them alive: not those of training loops.
+            elif first == ("self",) and code not in self._no_modules:
+                owner = frame.f_locals.get("self")
+                if not isinstance(owner, nn.Module):
+                    self._no_modules.add(code)
+                elif (own := self._own(owner)) is not None:
+                    return Caller(own, tuple(site) if compiled else None, differentiated, foreign=False)
+                elif not isinstance(owner, GraphModule):
+                    foreign = True
+            frame = frame.f_back
+        return Caller(None, tuple(site) if compiled else None, differentiated, foreign)
+
+    def _own(self, module: nn.Module) -> nn.Module | None:
+        inner = getattr(module, "_orig_mod", module)  # of an OptimizedModule
+        if self._any:
+            return inner if isinstance(inner, nn.Module) else module
+        # A compiled object that was given is the module in it: both bear its name.
+        return next((self._modules[id(m)] for m in (inner, module) if id(m) in self._modules), None)
+
+    def of(self, caller: Caller, *, recomputing: bool) -> tuple[str | None, int, int]:
+        """The call's module by name, its layer's number, and how many calls that module made before in this step."""
+        key = (_key(caller.owner), recomputing)
+        if caller.site is None:
+            return self._names.get(id(caller.owner)), self._layer(caller.owner), self._counts[key]
+        run = self._run(key, caller)
+        within = self._within(caller.owner)
+        if run.index < len(within):
+            module = within[run.index]
+            return self._names.get(id(module)), self._layer(module), run.number
+        name = self._names.get(id(caller.owner))
+        return name, self._numbered((key[0], run.index), run.index), run.number
+
+    def by_order(self, caller: Caller) -> bool:
+        """Whether nothing but the order of its calls tells a layer from another."""
+        return caller.site is not None and len(self._within(caller.owner)) != 1
+
+    def count(self, caller: Caller, *, recomputing: bool) -> None:
+        """Note that the call is over."""
+        key = (_key(caller.owner), recomputing)
+        if caller.site is None:
+            self._counts[key] += 1
+            return
+        before, run = self._runs.get(key), self._run(key, caller)
+        if before is not None and before is not run:
+            self._over(key[0], before, recomputing=recomputing)
+        self._runs[key] = run
+        run.sites.add(caller.site)
+        run.index += 1
+
+    def _run(self, key: tuple[Any, bool], caller: Caller) -> _Run:
+        """The run that the call belongs to: of the graph as it is compiled now."""
+        assert caller.site is not None
+        run = self._runs.get(key)
+        if run is None:
+            return _Run(0)
+        again = bool(caller.site) and caller.site in run.sites
+        if run.index == len(self._within(caller.owner)):
+            if caller.site and any(site[0][0] == caller.site[0][0] for site in run.sites) and not again:
+                self._unnamed.add(id(self._root(caller.owner)))  # the same code has more calls than that
+            else:
+                again = True
+        return _Run(run.number + 1) if again else run
+
+    def _over(self, owner: Any, run: _Run, *, recomputing: bool) -> None:
+        if not recomputing and run.index != len(self._attentions.get(owner, ())):
+            self._unnamed.add(owner)
+
+    def _root(self, owner: nn.Module | None) -> nn.Module | None:
+        return owner if owner is not None else self._model
+
+    def _within(self, owner: nn.Module | None) -> list[nn.Module]:
+        """The attention modules that a compiled one holds, in the order in which it has them."""
+        root = self._root(owner)
+        if root is None or id(root) in self._unnamed:
+            return []
+        if id(root) not in self._attentions:
+            found = [m for m in root.modules() if _ATTENTION.search(type(m).__name__)]
+            inner = [m for m in found if not any(other is not m and other in found for other in m.modules())]
+            self._attentions[id(root)] = inner
+        return self._attentions[id(root)]
+
+    def _layer(self, owner: nn.Module | None) -> int:
+        number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self._names.get(id(owner), ""))
+        stated = getattr(owner, "layer_idx", None)
+        wanted = stated if isinstance(stated, int) else int(number[1]) if number else len(self._layers)
+        return self._numbered(_key(owner), wanted)
+
+    def _numbered(self, key: Any, wanted: int) -> int:
+        if key not in self._layers:
+            taken = set(self._layers.values())
+            self._layers[key] = wanted if wanted not in taken else max(taken) + 1
+        return self._layers[key]
+
+
+def _key(owner: nn.Module | None) -> int | None:
+    return None if owner is None else id(owner)
