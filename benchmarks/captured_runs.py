@@ -247,8 +247,9 @@ def warmed(setting: Setting, modules: Iterable[str]) -> None:
         for digest in ("torch_key", "triton_key"):
             getattr(codecache, digest, dict)()
         if setting.device == "cpu":
-            cpu_vec_isa.pick_vec_isa()  # type: ignore[no-untyped-call]
-    assert not torch.cuda.is_initialized(), "runs forked from here cannot use the device"
+            cpu_vec_isa.pick_vec_isa()
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    assert not used, "runs forked from here cannot use the device"
     gc.freeze()
 
 
