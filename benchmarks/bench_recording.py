@@ -15,8 +15,8 @@ Kills (SIGKILL) and interrupts (SIGINT) come up to a step's time after one of th
 A run that ended before its signal came counts as none, and another is drawn. ``--compile`` runs everything but the
 attention as one model compiled by inductor, as attention inside a compiled graph is not seen.
 
-The result is saved after every part and every minute. With ``--seconds`` no run is begun after that long: "runs" says
-how many there were, "finished" whether they are all.
+The result is saved after every part and every ten seconds. With ``--seconds`` no run is begun after that long: "runs"
+says how many there were, "finished" whether they are all.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def main() -> None:
     with get_context("fork").Pool(1) as pool:
         result: dict[str, Any] = pool.apply(made_by, (options.device,))
     result |= {"compiled": options.compile, "steps of a run": options.steps, "finished": False}
-    keeper = Keeper(lambda: save(result, options.json), options.seconds)
+    keeper = Keeper(lambda: save(result, options.json), options.seconds, every=10)
     right = undisturbed(setting)
     found = scenarios(setting, right)
     result |= found

@@ -237,8 +237,8 @@ def warmed(setting: Setting, modules: Iterable[str]) -> None:
     Imported are the ``modules`` that a run had in the end, in its order. Nothing here may touch the device.
     """
     for name in modules:
-        # Code that inductor has written is no module that can be found.
-        with suppress(ImportError):
+        # Code that inductor has written is no module that can be found; what else cannot be imported, a run imports.
+        with suppress(Exception):
             importlib.import_module(name)
     if setting.compiled:
         from torch._inductor import codecache, cpu_vec_isa

@@ -827,6 +827,19 @@ def test_a_folder_of_torch_dumps(tmp_path: Path) -> None:
     refused(written[0], "expected a file ending in .pt, .pth")
 
 
+def test_names_that_are_too_long_for_files(tmp_path: Path) -> None:
+    calls = {f"layers.{number}.{'9' * 400}": named(tensors, *QKVO) for number, tensors in enumerate(layer_tensors(2))}
+    torch.save(calls, tmp_path / "dump.pt")
+    written = convert(tmp_path / "dump.pt", tmp_path / "c")
+    assert [load(path).metadata.layer for path in written] == [0, 1]
+    dumper = SglangDumper(tmp_path / "d", 2025)
+    dumper.dump_heads(named(inputs(), "q", "k", "v"), layer_id=0, tag="a" * 140, more="b" * 20)
+    (tmp_path / ("deep" * 60)).mkdir()
+    with pytest.raises(InputError, match="File name too long; convert it alone"):
+        convert(tmp_path / "d", tmp_path / ("deep" * 60) / ("x" * 256))
+    assert len(convert(tmp_path / "d", tmp_path / "one.safetensors")) == 1
+
+
 def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
     first, second = layer_tensors(2)
     target = tmp_path / "c.safetensors"

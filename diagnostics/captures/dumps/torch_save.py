@@ -32,6 +32,8 @@ _STEP = re.compile(r"(?:^|[._])(?:steps?|iter(?:ation)?)[._]?(\d{1,9})(?!\d)")
 _PLACE = re.compile(r"(?!.*(?:step|iter|call|rank|batch|sample|seq))(?:.*\.)?(\d{1,9})", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.*[a-z])_?(\d+)", re.IGNORECASE)
 _LISTED = 8
+# Letters of a call's numbers in the name of its file.
+_LONGEST = 80
 _BY_POSITION = ("q", "k", "v", "o")
 # What may be shared by all calls of a file.
 _SHARED = ("mask", "q_positions")
@@ -114,7 +116,7 @@ def _dumped(
         more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
         notes.append(f"left out: {', '.join(left[:_LISTED])}{more}")
     return DumpedCall(
-        name=name if leaves else f"{name}_{re.sub(r'[^A-Za-z0-9._-]', '_', where) or 'call'}",
+        name=name if leaves else f"{name}_{re.sub(r'[^A-Za-z0-9._-]', '_', where)[:_LONGEST] or 'call'}",
         source=str(path) if leaves else f"{path}[{where}]",
         tensors={role: leaf.read() for role, leaf in chosen.items()},
         stated=stated,
