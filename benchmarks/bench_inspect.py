@@ -1,20 +1,31 @@
 """Time and memory of an inspection beside a naive float64 attention, as ratios in one run.
 
     python benchmarks/bench_inspect.py [--device cpu|cuda] [--json FILE]
+    python benchmarks/bench_inspect.py --folders [NAME …] [--json FILE]
 
 Naive: softmax(Q K^T) V with autograd in float64, forward and backward, T x T matrices and all. Time: once in a fresh
 process, imports and inputs aside, as a command or a breakpoint does it (median over processes); and the median of
 alternating runs in one process, where the allocator has kept the pages of the T x T matrices. Memory: peak resident
 size of a process of its own, less what it had after its imports (on CUDA: the allocator's peak). With --device cuda
 every real capture is also analysed on both devices, and the figures are compared.
+
+``--folders``: ``attn-diag inspect FOLDER --json … --html …`` on whole folders of captures instead, each in a process of
+its own: its seconds, and its peak resident size with all its imports. Every capture has O, dO and dQ, correctly
+rounded, of inputs of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import statistics
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from measuring import CAPTURES, captured, in_fresh_process, made_by, normal, options_of, save, timed
@@ -27,6 +38,11 @@ from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.results.diagnosis import Diagnosis
 
 SHAPES = {"12x1024x64": (1, 12, 1024, 64), "8x4096x128": (1, 8, 4096, 128), "1x16384x128": (1, 1, 16384, 128)}
+# Layers, steps, and the shape of each layer's capture.
+FOLDERS = {
+    **{f"144 heads x {steps} steps": (12, steps, (1, 12, 128, 64)) for steps in (1, 5, 10, 20, 50)},
+    "5000 small captures": (1, 5000, (1, 1, 32, 16)),
+}
 RUNS = 5
 WORKS = ("analysis", "streamed reference", "naive")
 
@@ -142,6 +158,53 @@ def peak_mb(name: str, work: str, device: str) -> float:
     return (resident("VmHWM") - before) * 1024 / 1e6
 
 
+def write_captures(folder: Path, layers: int, steps: int, shape: tuple[int, int, int, int]) -> int:
+    """Fill a folder; returns how many bytes the files have."""
+    for number in range(layers * steps):
+        step, layer = divmod(number, layers)
+        inputs = normal(*shape, seed=number)
+        o, dq = (found.bfloat16() for found in naive(*inputs))
+        tensors = dict(zip(("q", "k", "v", "do"), inputs, strict=True)) | {"o": o, "dq": dq}
+        capture = Capture.from_tensors(tensors, causal="top-left", layer=layer, step=step)
+        capture.save(folder / f"step{step:06d}_layer{layer:02d}.safetensors")
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def inspect_folder(folder: Path) -> dict[str, float]:
+    """What ``attn-diag inspect`` of a folder takes in this process, and what it writes beside it."""
+    from attn_diag.cli import main as command
+
+    written = [folder.with_name("out.json"), folder.with_name("out.html")]
+    sys.argv = ["attn-diag", "inspect", str(folder), "--device", "cpu"]
+    sys.argv += ["--json", str(written[0]), "--html", str(written[1])]
+
+    def run() -> None:
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+            try:
+                command()
+            except SystemExit as ended:
+                if ended.code not in (0, None):
+                    raise
+
+    seconds = timed(run)
+    sizes = {f"{file.suffix[1:]} [MB]": round(file.stat().st_size / 1e6, 2) for file in written}
+    return {"inspect [s]": round(seconds, 1), "peak [MB]": round(resident("VmHWM") * 1024 / 1e6), **sizes}
+
+
+def measure_folders(names: list[str], file: Path | None) -> None:
+    """One entry a folder, saved as they come."""
+    result: dict[str, Any] = made_by()
+    for name in names or FOLDERS:
+        layers, steps, shape = FOLDERS[name]
+        with TemporaryDirectory() as place:
+            (folder := Path(place) / "captures").mkdir()
+            size = write_captures(folder, layers, steps, shape)
+            found = in_fresh_process(__file__, "--folder", folder)
+        result[name] = {"captures": layers * steps, "files [MB]": round(size / 1e6, 1), **found}
+        print(name, result[name], flush=True)
+        save(result, file)
+
+
 def resident(field: str) -> int:
     """VmRSS (now) or VmHWM (peak) of this process in KiB; ru_maxrss would inherit the parent's peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -152,7 +215,15 @@ def main() -> None:
     parser = options_of(__doc__, device="cpu")
     for what in ("--peak", "--once"):
         parser.add_argument(what, nargs=2, metavar=("SHAPE", "WORK"), help="print this of one piece of work, and stop")
+    parser.add_argument("--folders", nargs="*", choices=FOLDERS, metavar="NAME", help="measure whole folders instead")
+    parser.add_argument("--folder", type=Path, help="print what inspecting this folder takes, and stop")
     options = parser.parse_args()
+    if options.folder:
+        print(json.dumps(inspect_folder(options.folder)))
+        return
+    if options.folders is not None:
+        measure_folders(options.folders, options.json)
+        return
     if options.peak or options.once:
         name, work = options.peak or options.once
         print((peak_mb if options.peak else time_once)(name, work, options.device))

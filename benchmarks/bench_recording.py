@@ -1,6 +1,6 @@
 """What runs that capture leave behind when they are killed, interrupted or forked, or lose their disk.
 
-    python benchmarks/bench_recording.py [--kills 1000] [--device cuda] [--compile] [--parallel 8] [--json FILE]
+    python benchmarks/bench_recording.py [--kills 1000] [--device cuda] [--compile] [--parallel 16] [--seconds 500]
 
 Each run is a process of its own: a small model trains some steps under ``attn_diag.capture`` (both layers, all steps)
 and announces, through a pipe, its loss after every step and every file in ``Recorder.written``. What it leaves is held
@@ -14,6 +14,9 @@ against a run that nothing happened to, and against one without capture:
 Kills (SIGKILL) and interrupts (SIGINT) come up to a step's time after one of the run's announcements, drawn at random.
 A run that ended before its signal came counts as none, and another is drawn. ``--compile`` runs everything but the
 attention as one model compiled by inductor, as attention inside a compiled graph is not seen.
+
+The result is saved after every part and every ten seconds. With ``--seconds`` no run is begun after that long: "runs"
+says how many there were, "finished" whether they are all.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -40,7 +43,7 @@ from typing import Any
 
 import torch
 from captured_runs import PATIENCE, Process, Say, Setting, Training, Undisturbed, captured, judged, scratch, undisturbed
-from measuring import made_by, options_of, save
+from measuring import Keeper, made_by, options_of, save
 
 import attn_diag
 from attn_diag.watching.live.claim import claim
@@ -54,10 +57,10 @@ def next_run(folder: Path, *, empty: bool) -> int:
     return int((next_one.folder == folder) != empty)
 
 
-def one_hit(how: signal.Signals, setting: Setting, right: Undisturbed, seed: int) -> Counter[str]:
-    """Runs until one of them gets its signal before it ends."""
+def one_hit(how: signal.Signals, setting: Setting, right: Undisturbed, until: float, seed: int) -> Counter[str]:
+    """Runs until one of them gets its signal before it ends; none begins after ``until``, of the monotonic clock."""
     chance, found = random.Random(seed), Counter[str]()
-    while not found["runs"]:
+    while not (found["runs"] or found["wrong: ended before it trained"]) and time.monotonic() < until:
         found.update(one_signal(how, setting, right, chance))
     return found
 
@@ -84,12 +87,27 @@ def one_signal(how: signal.Signals, setting: Setting, right: Undisturbed, chance
     return found
 
 
+def signalled(
+    how: signal.Signals, runs: int, setting: Setting, right: Undisturbed, until: float, parallel: int
+) -> Iterator[Counter[str]]:
+    """What becomes of so many runs that get a signal, as they end."""
+    # No process here may touch the device before it has forked its own.
+    with get_context("fork").Pool(parallel) if parallel > 1 else nullcontext() as pool:
+        every: Callable[..., Iterable[Counter[str]]] = map if pool is None else pool.imap_unordered
+        yield from every(partial(one_hit, how, setting, right, until), range(runs))
+
+
 def summed(counts: Iterable[Counter[str]]) -> dict[str, int]:
     """All runs' counts added up."""
     total: Counter[str] = Counter()
     for one in counts:
         total.update(one)
     return dict(sorted(total.items()))
+
+
+def wrongs(count: Mapping[str, int]) -> int:
+    """How much of it is wrong."""
+    return sum(number for name, number in count.items() if name.startswith("wrong"))
 
 
 # What befalls a run while it trains.
@@ -196,6 +214,7 @@ def main() -> None:
     parser.add_argument("--interrupts", type=int, default=100)
     parser.add_argument("--steps", type=int, default=15, help="of each run")
     parser.add_argument("--parallel", type=int, default=1, help="so many runs at a time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
     options = parser.parse_args()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # not a pool of processes that outlives a kill
@@ -203,23 +222,35 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     logging.getLogger("attn_diag").addHandler(logging.NullHandler())
     setting = Setting(options.device, options.compile, options.steps)
+    # A process that has asked the device what it is can fork none that uses it.
+    with get_context("fork").Pool(1) as pool:
+        result: dict[str, Any] = pool.apply(made_by, (options.device,))
+    result |= {"compiled": options.compile, "steps of a run": options.steps, "finished": False}
+    keeper = Keeper(lambda: save(result, options.json), options.seconds, every=10)
     right = undisturbed(setting)
-    result: dict[str, Any] = {"compiled": options.compile, "steps of a run": options.steps}
-    # No process here may touch the device before it has forked its own.
-    with get_context("fork").Pool(options.parallel) if options.parallel > 1 else nullcontext() as pool:
-        every: Callable[..., Iterable[Counter[str]]] = map if pool is None else pool.imap_unordered
-        for title, how, runs in (
-            ("killed", signal.SIGKILL, options.kills),
-            ("interrupted", signal.SIGINT, options.interrupts),
-        ):
-            result[title] = summed(every(partial(one_hit, how, setting, right), range(runs)))
-            print(json.dumps({title: result[title]}), file=sys.stderr, flush=True)
-    result |= scenarios(setting, right)
-    counts = [count for one in result.values() if isinstance(one, dict) for count in one.items()]
-    result["wrong in all"] = sum(count for name, count in counts if name.startswith("wrong"))
-    result = made_by(options.device) | result
+    found = scenarios(setting, right)
+    result |= found
+    keeper.save()
+    wrong = sum(wrongs(count) for count in found.values())
+    # An equal share of what time is left for each signal, in proportion to its runs.
+    share = (keeper.end - time.monotonic()) / max(options.kills + options.interrupts, 1)
+    until, all_run = time.monotonic() + share * options.interrupts, True
+    for title, how, runs, end in (
+        ("interrupted", signal.SIGINT, options.interrupts, until),
+        ("killed", signal.SIGKILL, options.kills, keeper.end),
+    ):
+        total: Counter[str] = Counter()
+        result["wrong in all"] = wrong
+        for one in signalled(how, runs, setting, right, end, options.parallel):
+            total.update(one)
+            result[title], result["wrong in all"] = dict(sorted(total.items())), wrong + wrongs(total)
+            keeper.goes_on()
+        wrong = result["wrong in all"]
+        all_run &= total["runs"] == runs
+        result["finished"] = all_run and title == "killed"
+        print(json.dumps({title: result.get(title)}), file=sys.stderr, flush=True)
+        keeper.save()
     print(json.dumps(result, indent=1))
-    save(result, options.json)
 
 
 if __name__ == "__main__":

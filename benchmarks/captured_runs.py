@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -14,8 +16,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -31,7 +33,7 @@ from attn_diag.watching.live.recorder import Recorder
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from tiny_models import nano_gpt
 
-# A child that takes longer than this to end is taken for hung.
+# A child that takes longer than this to end is taken for hung; to begin it may take five times as long (compiling).
 PATIENCE = 60.0
 
 Say = Callable[[str], None]
@@ -53,9 +55,11 @@ class Told:
 
     losses: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
     logged: int = 0
     hung: int = 0
+    failed: bool = False
     hit: bool = False
     seconds: float = 0.0
 
@@ -153,7 +157,13 @@ class Process:
                 os._exit(code)
         os.close(writing)
         self._lines = os.fdopen(reading)
-        self._before = list(iter(self._lines.readline, "begun\n"))
+        watchdog = threading.Timer(5 * PATIENCE, os.kill, (self.pid, signal.SIGKILL))
+        watchdog.start()
+        self._before = []
+        while (line := self._lines.readline()) not in ("begun\n", ""):
+            self._before.append(line)
+        watchdog.cancel()
+        self._failed = line == ""
         self._began = time.monotonic()
 
     def wait_for(self, lines: int) -> None:
@@ -164,7 +174,7 @@ class Process:
         """Wait for it, after sending a signal if one is given."""
         if how is not None:
             os.kill(self.pid, how)
-        told, watchdog = Told(), threading.Timer(PATIENCE, os.kill, (self.pid, signal.SIGKILL))
+        told, watchdog = Told(failed=self._failed), threading.Timer(PATIENCE, os.kill, (self.pid, signal.SIGKILL))
         watchdog.start()
         for line in (*self._before, *self._lines):
             kind, _, text = line.rstrip("\n").partition(" ")
@@ -176,8 +186,8 @@ class Process:
         watchdog.cancel()
         self._lines.close()
         told.seconds = time.monotonic() - self._began
-        told.hit |= code == -signal.SIGKILL == -(how or 0)
-        told.hung += code == -signal.SIGKILL and not told.hit
+        told.hit |= code == -signal.SIGKILL == -(how or 0) and not told.failed
+        told.hung += code == -signal.SIGKILL and not told.hit and not told.failed
         return told
 
 
@@ -202,6 +212,7 @@ def judged(folder: Path, told: Told, right: Undisturbed) -> Counter[str]:
     )
     there = {path.name: path for path in folder.glob("*.safetensors")} if folder.exists() else {}
     found["files"] = len(there)
+    found["wrong: ended before it trained"] = int(told.failed)
     found["wrong: announced and lost"] = len(set(told.files) - there.keys())
     for name, path in there.items():
         try:
@@ -220,10 +231,39 @@ def judged(folder: Path, told: Told, right: Undisturbed) -> Counter[str]:
     return found
 
 
+def warmed(setting: Setting, modules: Iterable[str]) -> None:
+    """Do once, before runs are forked, what each of them would do anew, four fifths of its time if it compiles.
+
+    Imported are the ``modules`` that a run had in the end, in its order. Nothing here may touch the device.
+    """
+    for name in modules:
+        # Code that inductor has written is no module that can be found; what else cannot be imported, a run imports.
+        with suppress(Exception):
+            importlib.import_module(name)
+    if setting.compiled:
+        from torch._inductor import codecache, cpu_vec_isa
+
+        # What keys of inductor's cache begin with: digests of torch's and triton's files, where this torch has them so.
+        for digest in ("torch_key", "triton_key"):
+            getattr(codecache, digest, dict)()
+        if setting.device == "cpu":
+            cpu_vec_isa.pick_vec_isa()
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    assert not used, "runs forked from here cannot use the device"
+    gc.freeze()
+
+
 def undisturbed(setting: Setting) -> Undisturbed:
-    """The run that nothing happens to, and the one without capture."""
+    """The run that nothing happens to, and the one without capture; later ones are forked with all they need."""
+
+    def telling(folder: Path, say: Say) -> None:
+        captured(setting, folder, None, say)
+        say(f"modules {json.dumps(list(sys.modules))}")
+
     losses = Process(lambda say: Training(setting).run(say)).end().losses
     with scratch() as name:
+        warmed(setting, Process(partial(telling, name / "first")).end().modules)
+        name /= "second"
         told = Process(partial(captured, setting, name, None)).end()
         files = {path.name: bits(path) for path in name.glob("*.safetensors")}
     assert len(files) == 2 * setting.steps, "a model of two layers"

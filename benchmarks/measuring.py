@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.files import write_atomically
 from attn_diag.head.machine import describe_tool
 
 CAPTURES = Path(__file__).parent.parent / "tests" / "captures"
@@ -38,9 +40,31 @@ def made_by(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def save(result: Mapping[str, Any], file: Path | None) -> None:
-    """Write a result as JSON, where there is a file for it."""
+    """Write a result as JSON, whole or not at all, where there is a file for it."""
     if file is not None:
-        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(result, indent=1) + "\n"
+        write_atomically(file, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
+
+
+class Keeper:
+    """Keeps what a long run has found so far, so that one that is cut off loses a minute at most."""
+
+    def __init__(self, write: Callable[[], object], seconds: float = math.inf, every: float = 60.0) -> None:
+        """``write`` saves what there is; after ``seconds`` there is to be no more; it is saved ``every`` so often."""
+        self._write, self._every = write, every
+        self._saved = time.monotonic()
+        self.end = self._saved + seconds
+
+    def goes_on(self) -> bool:
+        """Whether there is time for more; to be asked after every piece of work."""
+        if time.monotonic() - self._saved >= self._every:
+            self.save()
+        return time.monotonic() < self.end
+
+    def save(self) -> None:
+        """Save now."""
+        self._write()
+        self._saved = time.monotonic()
 
 
 def normal(*shape: int, seed: int = 0) -> list[Tensor]:

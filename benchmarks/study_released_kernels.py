@@ -8,6 +8,8 @@ Every kernel gets the same inputs (``verdicts.inputs``, and real captures).
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from measuring import CAPTURES, made_by, options_of, save
+from measuring import CAPTURES, Keeper, made_by, options_of, save
 from study_verdicts import DTYPES, inspected
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -158,20 +160,35 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", default=["plain", "full", "d128", "gqa", "d72", "d96", "d104"])
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--no-captures", action="store_true", help="leave out the inputs of real captures")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long, calls drawn at random")
     options = parser.parse_args()
     places = product(options.families, options.settings, options.dtypes)
     calls = [draw(family, setting, dtype=DTYPES[dtype]) for family, setting, dtype in places]
     calls += [] if options.no_captures else list(captures(CAPTURES).values())
     found: dict[str, list[Row]] = {name: [] for name in options.kernels}
     refused: dict[str, set[str]] = {name: set() for name in options.kernels}
-    for x, name in product(calls, options.kernels):
+    made, todo, done = made_by("cuda"), list(product(calls, options.kernels)), 0
+    if math.isfinite(options.seconds):
+        random.Random(0).shuffle(todo)
+
+    def write() -> dict[str, Any]:
+        result = {name: summary(name, mine) for name, mine in found.items() if mine}
+        counts = {"calls": done, "calls in all": len(todo)}
+        save({**made, **counts, "kernels": result, "refused": {n: sorted(r) for n, r in refused.items()}}, options.json)
+        return result
+
+    keeper = Keeper(write, options.seconds)
+    for x, name in todo:
         try:
             found[name] += rows(name, x)
         # A backend that refuses these inputs, or is not installed.
         except (RuntimeError, ValueError, AssertionError, ImportError) as error:
             refused[name].add(f"{x.name}: {[*str(error).splitlines(), ''][0][:100]}")
-    result = {name: summary(name, mine) for name, mine in found.items() if mine}
-    save({**made_by("cuda"), "kernels": result, "refused": {n: sorted(r) for n, r in refused.items()}}, options.json)
+        done += 1
+        if not keeper.goes_on():
+            print(f"stopped after {done} of {len(todo)} calls")
+            break
+    result = write()
     for name, of_kernel in result.items():
         for row in of_kernel["said"]:
             print(f"{name:20} {row['inputs']:24} {row['dtype']} H{row['head']} {row['labels']} {row['words']}")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import CAPTURES, made_by, options_of, save
+from measuring import CAPTURES, Keeper, made_by, options_of, save
 from verdicts.culprits import named
 from verdicts.defects import DEFECTS, home, other_roundings
 from verdicts.effects import Effect, effects, reference
@@ -290,23 +290,28 @@ def main() -> None:
     options = parser.parse_args()
     todo = list(places(options.parts, options.defects, options.families, options.seeds))
     random.Random(0).shuffle(todo)
-    start = time.perf_counter()
+    start, made = time.perf_counter(), made_by()
     found: dict[str, list[Judged]] = {part: [] for part in options.parts}
-    calls = 0
+    calls, total = 0, sum(len(place.names) for place in todo)
+
+    def write() -> dict[str, Any]:
+        result = {part: summary(part, heads) for part, heads in found.items()}
+        save({**made, "calls": calls, "calls in all": total, **result}, options.json)
+        save({part: [asdict(j) for j in heads] for part, heads in found.items()}, options.rows)
+        return result
+
+    keeper = Keeper(write, options.seconds)
     with ProcessPoolExecutor(options.processes) as pool:
         for place, judged in zip(todo, pool.map(of_place, todo), strict=False):
             found[place.part] += judged
             calls += len(place.names)
             print(f"\r{calls} calls, {time.perf_counter() - start:.0f} s", end="", file=sys.stderr)
-            if time.perf_counter() - start > options.seconds:
-                print(f"stopped after {calls} of {sum(len(p.names) for p in todo)} calls")
+            if not keeper.goes_on():
+                print(f"stopped after {calls} of {total} calls")
                 pool.shutdown(cancel_futures=True)
                 break
     print(file=sys.stderr)
-    result = {part: summary(part, heads) for part, heads in found.items()}
-    save({**made_by(), **result}, options.json)
-    if options.rows:
-        save({part: [asdict(j) for j in heads] for part, heads in found.items()}, options.rows)
+    result = write()
     for part, numbers in result.items():
         print(part, {n: x for n, x in numbers.items() if isinstance(x, int)})
         for size, counts in numbers["matrix"].items():

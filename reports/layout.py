@@ -152,6 +152,7 @@ def spark(estimate: BiasEstimate, cells: int) -> Spark | None:
     if len(points) < 2 or not any(p["sum"] for p in points):
         return None
     band = estimate.drift_band99 or 0.0
+    band = 0.0 if math.isnan(band) else band
     reach = max(band, max(abs(p["sum"]) for p in points))
     sums = [max((p["sum"] for p in group), key=abs) for group in _groups(points, cells)]
     beyond = [p["row"] for p in points if abs(p["sum"]) > band]
@@ -183,8 +184,9 @@ def bar_line(values: Sequence[float], *, zero: bool = False, bars: str = BLOCKS,
     if not finite:
         return gap * len(columns)
     low, high = (min(0.0, *finite) if zero else min(finite)), max(finite)
-    step = (high - low) / (len(bars) - 1) or 1.0
-    drawn = "".join(gap if math.isnan(v) else bars[round((v - low) / step)] for v in shown)
+    # Of halves: the difference of two finite numbers need not be finite.
+    half = (high / 2 - low / 2) / (len(bars) - 1) or 1.0
+    drawn = "".join(gap if math.isnan(v) else bars[round((v / 2 - low / 2) / half)] for v in shown)
     return f"{drawn}  {low:.2g} … {high:.2g}"
 
 

@@ -200,12 +200,13 @@ def _plot(curve: Curve) -> list[str]:
     columns = {column: point for column, point in columns.items() if math.isfinite(point.error)}
     errors = [0.0, *(p.error for p in columns.values())]
     low, high = min(errors), max(errors)
-    step = (high - low) / (_PLOT_ROWS - 1) or 1.0
+    # Of halves: the difference of two finite numbers need not be finite.
+    half = (high / 2 - low / 2) / (_PLOT_ROWS - 1) or 1.0
     rows = [[" "] * _PLOT_COLUMNS for _ in range(_PLOT_ROWS)]
-    zero = round((high - 0.0) / step) if high > low else _PLOT_ROWS // 2
+    zero = round(high / 2 / half) if high > low else _PLOT_ROWS // 2
     rows[zero] = ["·"] * _PLOT_COLUMNS
     for column, point in columns.items():
-        at = round((high - point.error) / step) if high > low else zero
+        at = round((high / 2 - point.error / 2) / half) if high > low else zero
         rows[at][column] = "o" if point.unit else "•"
     labels = {0: high, _PLOT_ROWS - 1: low, zero: 0.0}
     lines = [f"{_signed(labels[i]) if i in labels else '':>9} {''.join(row).rstrip()}" for i, row in enumerate(rows)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,11 +106,12 @@ def test_failed_save_leaves_nothing(error: Exception, tmp_path: Path, monkeypatc
         Capture(full()).save(tmp_path / "no" / "capture.safetensors")
 
 
-@pytest.mark.parametrize("how", ["pt", "pt-nested-metadata", "npz-uint16", "npz-ml_dtypes"])
+@pytest.mark.parametrize("how", ["pt", "pt-nested-metadata", "pt-tensors-in-metadata", "npz-uint16", "npz-ml_dtypes"])
 def test_other_formats_hold_the_same(how: str, tmp_path: Path) -> None:
     tensors = full()
     expected = Capture(tensors, Metadata(causal="bottom-right", scale=0.25))
-    stated = {"causal": "bottom-right", "scale": 0.25}
+    scale = torch.tensor([0.25]) if how == "pt-tensors-in-metadata" else 0.25
+    stated = {"causal": "bottom-right", "scale": scale}
     path = tmp_path / f"capture.{how[:3].rstrip('-')}"
     if path.suffix == ".pt":
         torch.save({**tensors, **(stated if how == "pt" else {"metadata": stated})}, path)
@@ -123,6 +125,43 @@ def test_other_formats_hold_the_same(how: str, tmp_path: Path) -> None:
     assert equal(expected, loaded)
     if path.suffix == ".npz":
         assert "q: 16-bit words taken as BF16" in loaded.assumed
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "why"),
+    [
+        ("q", np.ones((1, 2, 3, 4), np.longdouble), "q holds float128; expected numbers that torch has"),
+        ("o", np.ones((1, 2, 3, 4), np.clongdouble), "o holds complex256; expected numbers that torch has"),
+        ("k", np.ones((1, 2, 3, 4), "m8[s]"), "k holds timedelta64[s]; expected numbers"),
+        ("extra", np.array(["2026-11-23"], "M8[D]"), "extra holds datetime64[D]; expected numbers"),
+        ("v", np.array(["a", "b"]), "v holds text; expected numbers"),
+        ("scale", np.ones(3), "scale is metadata, one number (two for window), got a tensor [3]"),
+        ("scale", np.empty(0), "scale is metadata, one number (two for window), got a tensor [0]"),
+        ("scale", np.array("half"), "metadata scale='half' cannot be read as a number"),
+        ("window", np.array([np.inf, -1.0]), "metadata window='inf,-1.0' cannot be read as 'left,right'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_arrays_that_are_refused(name: str, array: Any, why: str, tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {"q": np.ones((1, 2, 3, 4)), "k": np.ones((1, 2, 3, 4)), "v": np.ones((1, 2, 3, 4))}
+    np.savez(tmp_path / "a.npz", **{**arrays, name: array})
+    with pytest.raises(InputError, match=re.escape(f"a.npz: {why}")):
+        load(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (torch.ones(3), "scale is metadata, one number (two for window), got a tensor [3]"),
+        (torch.eye(2).to_sparse(), "scale is sparse, nested or without data"),
+        (torch.tensor(1j), "metadata scale='1j' cannot be read as a number"),
+    ],
+    ids=["three", "sparse", "complex"],
+)
+def test_tensors_in_metadata_that_are_refused(value: Tensor, why: str, tmp_path: Path) -> None:
+    torch.save({**full(), "metadata": {"scale": value}}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=re.escape(why)):
+        load(tmp_path / "a.pt")
 
 
 def test_only_the_head_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

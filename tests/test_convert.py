@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,38 @@ def test_flashinfer_calls_that_are_refused(tmp_path: Path, function: str, kwargs
     errors: list[InputError] = []
     assert len(convert(tmp_path / "d", tmp_path / "c", skip=errors.append)) == 1
     assert [why in str(error) for error in errors] == [True]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "why"),
+    [
+        ({"sm_scale": "big"}, "sm_scale='big' cannot be read as a number"),
+        ({"sm_scale": [0.5]}, "sm_scale=[0.5] cannot be read as a number"),
+        ({"sm_scale": 2**2000}, "cannot be read as a number"),
+        ({"sm_scale": torch.ones(3)}, "sm_scale=tensor [3] float32 cannot be read as a number"),
+        ({"logits_soft_cap": {"a": 1}}, "logits_soft_cap={'a': 1} cannot be read as a number"),
+        ({"window_left": math.inf}, "window_left=inf cannot be read as an integer"),
+        ({"window_left": 2.5}, "window_left=2.5 cannot be read as an integer"),
+        ({"causal": "yes"}, "causal='yes' cannot be read as true or false"),
+        ({"kv_layout": "DHN"}, "kv_layout must be NHD or HND, got 'DHN'"),
+        ({"custom_mask": torch.ones(3, 3) > 0}, "custom_mask must be a bool tensor [24, 24], got tensor [3, 3] bool"),
+        ({"custom_mask": "causal"}, "custom_mask must be a bool tensor [24, 24], got 'causal'"),
+        ({"scale_k": "half"}, "the scale of k, 'half', cannot be read as numbers"),
+    ],
+)
+def test_flashinfer_arguments_that_are_refused(tmp_path: Path, kwargs: dict[str, Any], why: str) -> None:
+    flashinfer_dump(tmp_path / "d", "single_prefill_with_kv_cache", tokens_first(*inputs()), kwargs, None)
+    refused(tmp_path / "d", why)
+
+
+@pytest.mark.parametrize("key", ["input_metadata", "tensor_details", "versions"])
+def test_flashinfer_records_of_another_form(tmp_path: Path, key: str) -> None:
+    folder = flashinfer_dump(tmp_path / "d", "single_prefill_with_kv_cache", tokens_first(*inputs()), {}, None)
+    record = json.loads((folder / "metadata.jsonl").read_text())
+    (folder / "metadata.jsonl").write_text(json.dumps({**record, key: ["a"]}))
+    refused(tmp_path / "d", f"{key} must be a JSON object, got ['a']")
+    (folder / "metadata.jsonl").write_text(json.dumps({**record, key: None}))
+    assert len(convert(tmp_path / "d", tmp_path / "c")) == 1
 
 
 def test_flashinfer_calls_of_other_kinds_are_passed_over(tmp_path: Path) -> None:
@@ -616,7 +649,15 @@ def test_torch_gradients_and_metadata(tmp_path: Path) -> None:
         ({"o": torch.zeros(1, 4, 9, 16)}, "o must have shape [1, 4, 24, 16]"),
         ({"lse": torch.zeros(3, 3)}, "lse must have shape [B, H, T] = [1, 4, 24], got [3, 3]"),
         ({"causal": "sometimes"}, "causal must be true, false or one of none"),
-        ({"scale": "big"}, "scale='big' cannot be read"),
+        ({"scale": "big"}, "scale='big' cannot be read as a number"),
+        ({"cfg": {"scale": torch.empty(0)}}, "cfg.scale=tensor [0] float32 cannot be read as a number"),
+        ({"scale": math.inf}, "scale must be a finite number other than 0"),
+        ({"softcap": [1, 2]}, "softcap=[1, 2] cannot be read as a number"),
+        ({"window": (math.inf, -1)}, "window=(inf, -1) cannot be read as one or two integers"),
+        ({"window": (4.5, -1)}, "window=(4.5, -1) cannot be read as one or two integers"),
+        ({"window": "wide"}, "window='wide' cannot be read as one or two integers"),
+        ({"layer": 2.5}, "layer=2.5 cannot be read as an integer"),
+        ({"layer": "7" * 5000}, f"layer='{'7' * 79}… cannot be read as an integer"),
         ({"q": torch.ones(2, 2).to_sparse()}, "q is sparse, nested or without data"),
     ],
 )
@@ -626,6 +667,113 @@ def test_torch_dumps_that_are_refused(tmp_path: Path, extra: dict[str, Any], why
     torch.save({**content, **extra}, tmp_path / "dump.pt")
     refused(tmp_path / "dump.pt", why)
     refused(tmp_path / "dump.pt", str(tmp_path / "dump.pt"))
+
+
+def cyclic() -> list[Any]:
+    found: list[Any] = []
+    found.append({"x": found})
+    return found
+
+
+@functools.cache
+def odd_values() -> dict[str, Any]:
+    """What may stand where a tensor, or what a call is told by, should be."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of nested, quantized and sparse tensors
+        return {
+            "empty": torch.empty(0),
+            "no rows": torch.empty(1, 4, 0, 16).bfloat16(),
+            "no axes": torch.tensor(1.0),
+            "five axes": torch.ones(1, 1, 4, 24, 16),
+            "sparse": torch.eye(4).to_sparse(),
+            "csr": torch.eye(4).to_sparse_csr(),
+            "meta": torch.empty(1, 4, 24, 16, device="meta"),
+            "complex": torch.ones(1, 4, 24, 16, dtype=torch.complex64),
+            "quantized": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+            "bool": torch.ones(1, 4, 24, 16) > 0,
+            "nested": torch.nested.nested_tensor([torch.ones(3), torch.ones(5)]),
+            "uint16": torch.ones(24).to(torch.uint16),
+            "complex half": torch.ones(24).to(torch.complex32),
+            "bits": torch.ones(24).to(torch.uint8).view(torch.bits8),
+            "fp4": torch.ones(24).to(torch.uint8).view(torch.float4_e2m1fn_x2),
+            "other shape": torch.ones(1, 3, 23, 15),
+            "repeated": torch.ones(1).bfloat16().expand(1, 4, 24, 16),
+            "bomb": torch.ones(1).expand(1, 4, 2**34, 16),
+            "parameter": torch.nn.Parameter(torch.ones(1, 4, 24, 16)),
+            "NaN": torch.full((1, 4, 24, 16), math.nan),
+            "None": None,
+            "text": "q",
+            "escape": "\x1b[31m\n::error ::x",
+            "half a pair": "\ud800",
+            "number": 0.5,
+            "huge": 10**400,
+            "infinite": math.inf,
+            "not a number": math.nan,
+            "list": [1, 2],
+            "dict": {"a": 1},
+            "cyclic": cyclic(),
+            "cyclic dict": {"a": cyclic()},
+            "set": {1},
+            "bytes": b"q",
+            "dtype": torch.float32,
+        }
+
+
+PLACES = {
+    "torch": ("q", "o", "scale", "window", "is_causal", "layer", "notes", "metadata"),
+    "sglang": ("q", "attn_output", "positions", "seq_lens", "meta", "world_size"),
+    "flashinfer": ("arg_0", "result", "result_1", "kwarg_custom_mask", "kwarg_sm_scale", "kwarg_window_left"),
+}
+
+
+def faulty(folder: Path, kind: str, place: str, value: Any) -> Path:
+    """A dump that holds ``value`` in that place."""
+    (folder / "d").mkdir(parents=True)
+    q, k, v = inputs()
+    o, _ = attention(q, k, v)
+    first = tokens_first(q, k, v, o)
+    if kind == "torch":
+        torch.save({**named((q, k, v, o), *QKVO), place: value}, folder / "d" / "dump.pt")
+    elif kind == "sglang":
+        tensors: dict[str, Any] = named(first, "q", "k", "v", "attn_output")
+        meta = value if place == "meta" else {"world_size": value if place == "world_size" else 2}
+        tensors |= {place: value} if place not in ("meta", "world_size") else {}
+        for number, (name, held) in enumerate(tensors.items()):
+            path = folder / "d" / f"step=0___rank=0___dump_index={number}___name={name}___layer_id=2.pt"
+            torch.save({"value": held, "meta": meta}, path)
+    else:
+        made = flashinfer_dump(folder / "d", "single_prefill_with_kv_cache", first[:3], {}, first[3])
+        for file, names in {"inputs": ("arg_", "kwarg_"), "outputs": ("result",)}.items():
+            if place.startswith(names):
+                held = torch.load(made / f"{file}.pt")
+                held |= {"result_0": held.pop("result")} if place == "result_1" else {}
+                torch.save({**held, place: value}, made / f"{file}.pt")
+    return folder / "d"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("kind", "place"), [(kind, place) for kind, places in PLACES.items() for place in places])
+def test_whatever_stands_there_is_read_or_refused_in_one_line(tmp_path: Path, run: Run, kind: str, place: str) -> None:
+    codes = set()
+    for title, value in odd_values().items():
+        folder = tmp_path / title
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, on saving some of them
+            dump = faulty(folder, kind, place, value)
+        code, out, err = run("convert", dump, folder / "c")
+        codes.add(code)
+        assert code in (0, 2), title
+        assert ".safetensors" in out if code == 0 else re.fullmatch(r"attn-diag: .+\n", err), f"{title}: {err}"
+        assert not any(word in err for word in ("internal error", "damaged", "memory")), f"{title}: {err}"
+        assert [file.suffix for file in folder.glob("c/*") if file.is_file()] == [".safetensors"] * (code == 0), title
+        assert (folder / "c").exists() == (code == 0), title
+        for file in folder.glob("c/*"):
+            load(file)
+        if place in ("q", "scale", "window") and kind == "torch":
+            code, _, err = run("inspect", dump / "dump.pt", "--device", "cpu")
+            assert code in (0, 2), title
+            assert not any(word in err for word in ("internal error", "damaged", "memory")), f"{title}: {err}"
+    assert 2 in codes or place in ("notes", "world_size", "meta")
 
 
 def test_torch_ambiguous_names_and_mappings(tmp_path: Path) -> None:
@@ -677,6 +825,19 @@ def test_a_folder_of_torch_dumps(tmp_path: Path) -> None:
     refused(tmp_path / "empty", "no dump in this directory")
     refused(tmp_path / "nowhere", "no such file or directory")
     refused(written[0], "expected a file ending in .pt, .pth")
+
+
+def test_names_that_are_too_long_for_files(tmp_path: Path) -> None:
+    calls = {f"layers.{number}.{'9' * 400}": named(tensors, *QKVO) for number, tensors in enumerate(layer_tensors(2))}
+    torch.save(calls, tmp_path / "dump.pt")
+    written = convert(tmp_path / "dump.pt", tmp_path / "c")
+    assert [load(path).metadata.layer for path in written] == [0, 1]
+    dumper = SglangDumper(tmp_path / "d", 2025)
+    dumper.dump_heads(named(inputs(), "q", "k", "v"), layer_id=0, tag="a" * 140, more="b" * 20)
+    (tmp_path / ("deep" * 60)).mkdir()
+    with pytest.raises(InputError, match="File name too long; convert it alone"):
+        convert(tmp_path / "d", tmp_path / ("deep" * 60) / ("x" * 256))
+    assert len(convert(tmp_path / "d", tmp_path / "one.safetensors")) == 1
 
 
 def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:

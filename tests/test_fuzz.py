@@ -84,6 +84,18 @@ def repacked(data: bytes) -> bytes:
         return archive(*((m.filename, file.read(m)) for m in file.infolist()), kind=zipfile.ZIP_DEFLATED)
 
 
+def claiming(data: bytes, field: int) -> bytes:
+    """An archive whose last member says in the directory that it is 2 GB long: ``field`` 20 packed, 24 unpacked."""
+    place = data.rindex(b"PK\1\2") + field
+    return data[:place] + (2**31 - 1).to_bytes(4, "little") + data[place + 4 :]
+
+
+def plain_arrays() -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **{n: tensors()[n].float().numpy() for n in "qkvo"})  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
 def zeros(*shape: int) -> bytes:
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{n: np.zeros(shape, np.float16) for n in "qkvo"})  # type: ignore[arg-type]
@@ -108,6 +120,10 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "stride-0": ("a.pt", lambda: with_more(q=torch.zeros(1).bfloat16().expand(1, 1, 2**30, 16)), "repeats its values"),
     "stride-0-rows": ("a.pt", lambda: saved({n: torch.zeros(1).expand(1, 1, 2**20, 1) for n in "qkv"}), "query rows"),
     "deflated": ("a.pt", lambda: repacked(with_more(more=torch.zeros(2**22))), "compressed"),
+    "packed-size": ("a.pt", lambda: claiming(with_more(), 20), "compressed, or overlap"),
+    "unpacked-size": ("a.pt", lambda: claiming(with_more(), 24), "compressed, or overlap"),
+    "packed-array": ("a.npz", lambda: claiming(plain_arrays(), 20), "longer than the file can hold"),
+    "unpacked-array": ("a.npz", lambda: claiming(plain_arrays(), 24), "longer than the file can hold"),
     "zeros": ("a.npz", lambda: zeros(1, 1, 2**20, 2), "query rows"),
     "errors": (
         "a.json",

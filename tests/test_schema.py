@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,19 @@ def test_version_2_is_read_and_shown() -> None:
     assert found.report().startswith("LOSSY in H0: delta's error is 6.13 times")
     assert attn_diag.Diagnosis.from_json(embedded_diagnosis(html_document(found))).labels == {"lossy"}
     assert errors(json.loads(found.to_json()), 2) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_in_parts_it_is_the_same(count: int) -> None:
+    """A capture at a time, whatever stands in names and however long the summary is."""
+    found = inspected("gpt2_step637_L2H6")
+    hostile = 'a\n  "captures": []\n  ]'
+    captures = tuple(replace(found.captures[0], source=f"{hostile}{number}") for number in range(count))
+    summary = replace(found.summary, sentence=hostile, warnings=(hostile,) * 3)
+    found = replace(found, captures=captures, summary=summary, tool=replace(found.tool, device=hostile))
+    parts = list(found.json_parts())
+    assert b"".join(parts) == found.to_json_bytes()
+    assert count < 3 or max(map(len, parts)) < len(found.to_json_bytes()) / 2
 
 
 @pytest.mark.parametrize("place", ["figures", "attribution", "microscope", "bias"])

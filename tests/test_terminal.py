@@ -19,12 +19,13 @@ from rich.cells import cell_len
 import attn_diag
 from attn_diag.reports import story
 from attn_diag.reports.head_map import log_levels
-from attn_diag.reports.layout import ASCII, BLOCKS, spark
+from attn_diag.reports.layout import ASCII, BLOCKS, bar_line, spark
 from attn_diag.reports.renderers import plain_text
 from attn_diag.reports.words import drift_words
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, Drift, Label
+from attn_diag.results.microscope import Point
 from attn_diag.results.quality import Answer, Quantity
-from attn_diag.results.wording import SYMBOLS
+from attn_diag.results.wording import SYMBOLS, share
 
 WIDTHS = [60, 80, 120]
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -325,6 +326,22 @@ def test_sparkline() -> None:
     assert spark(BiasEstimate(), 10) is None
     mutant = some(spark(running([0.0, 2.0, 5.0, 8.0], 4.0, True), 40))
     assert mutant.levels != drawn.levels
+
+
+@pytest.mark.parametrize("values", [(-1.7e308, 1.7e308, 1.0), (0.0, 5e-324), (math.inf, -1e308), (1e308, 1e308)])
+def test_numbers_at_the_ends_of_the_range_are_drawn(values: tuple[float, ...]) -> None:
+    """A saved diagnosis can hold any number."""
+    assert len(bar_line(values).split("  ")[0]) == len(values)
+    for band in (math.nan, math.inf, 0.0):
+        drawn = spark(running([*values, 1.0], band, True), 40)
+        assert drawn is None or set(drawn.levels) <= set(range(8))
+    points = tuple(Point(i, i, value, 0.0, unit=False) for i, value in enumerate(values, start=1))
+    element = some(first_head(inspected("gpt2_step637_L2H6", details=1)).microscope)
+    curve = dataclasses.replace(some(element.curve), keys=len(points), points=points)
+    assert f"t = 1 … {len(points)}" in dataclasses.replace(element, curve=curve).report()
+    assert [share(value) for value in (math.inf, -math.inf, math.nan, 1e305, 0.99999)] == [
+        "inf %", "-inf %", "nan %", "inf %", "99.99 %",
+    ]  # fmt: skip
 
 
 def test_levels_of_a_map() -> None:

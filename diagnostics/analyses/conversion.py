@@ -148,7 +148,13 @@ class _Writer:
         target = self.out if self.one_file else self.out / f"{call.name}{_SUFFIX}"
         if target in self.written:
             raise InputError(f"{call.source}: {target} was written from another call of this dump already")
-        if target.exists() and not self.force:
+        try:
+            exists = target.exists()
+        except OSError as error:  # a name too long
+            raise InputError(
+                f"{call.source}: cannot write {target}: {error.strerror}; convert it alone, to a .safetensors file"
+            ) from None
+        if exists and not self.force:
             raise InputError(f"{target} exists; choose another place, or say --force to overwrite it")
         capture, notes = _captured(call, self.wanted)
         if not self.one_file:

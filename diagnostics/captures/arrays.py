@@ -22,6 +22,8 @@ Read = tuple[dict[str, TensorSource], dict[str, str], list[str]]
 _FLOATING = ("q", "k", "v", "do", "x", "w_q", *OBSERVED)
 # Of what an .npz states; notes and the like.
 _LONGEST_TEXT = 2**20
+# Bytes that one of a deflated file can stand for, at most.
+_DEFLATED = 1032
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,12 @@ def read_npz(path: Path) -> Read:
     tensors: dict[str, TensorSource] = {}
     text: dict[str, str] = {}
     notes: list[str] = []
+    size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
+            if member.compress_size > size or member.file_size > _DEFLATED * member.compress_size:
+                raise InputError(f"{name} is truncated or damaged: it says that it is longer than the file can hold")
             base = name.rpartition(".")[2]
             with archive.open(member) as file:
                 shape, dtype = _npy_header(file)
@@ -74,7 +79,12 @@ def read_npz(path: Path) -> Read:
                 )
             if words:
                 notes.append(f"{name}: 16-bit words taken as BF16")
-            kind = _tensor_from_numpy(np.empty(0, dtype), words=words).dtype
+            try:
+                kind = _tensor_from_numpy(np.empty(0, dtype), words=words).dtype
+            except TypeError:
+                raise InputError(
+                    f"{name} holds {dtype.name}; expected numbers that torch has, such as float32"
+                ) from None
             tensors[name] = _NpzSource(path, member, tuple(shape), kind, words)
     return tensors, text, notes
 

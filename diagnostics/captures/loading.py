@@ -106,10 +106,7 @@ def load(path: str | Path, **options: Any) -> Capture:
         tensors, text, notes = reader(path)
         # A scale or window kept as an array is metadata all the same, and must not be overlooked.
         for name in KEYS & tensors.keys():
-            value = tensors.pop(name)
-            if math.prod(value.shape) > 2:
-                raise InputError(f"{name} is metadata, one number (two for window), got a tensor {list(value.shape)}")
-            text[name] = _as_text(value[...].flatten().tolist())
+            text[name] = _as_text(_numbers(tensors.pop(name), name))
         given = {name: value for name, value in options.items() if value is not None}
         metadata = Metadata.parse(text).override(**given)
         assumed = [
@@ -203,12 +200,24 @@ def _read_pt(path: Path) -> Read:
         if isinstance(value, Tensor | Odd):
             tensors[str(name)] = dense(value, str(name))
         elif name == "metadata" and isinstance(value, dict):
-            text |= {str(key): _as_text(item) for key, item in value.items() if item is not None}
+            text |= {str(key): _as_text(_plain(item, str(key))) for key, item in value.items() if item is not None}
         elif isinstance(value, str | int | float) or (name in KEYS and value is not None):
             text[str(name)] = _as_text(value)
         elif value is not None:
             refuse_unsupported(str(name))
     return tensors, text, []
+
+
+def _plain(value: object, name: str) -> object:
+    """A metadata value; that of a tensor of one or two numbers are these."""
+    return _numbers(dense(value, name), name) if isinstance(value, Tensor | Odd) else value
+
+
+def _numbers(value: TensorSource, name: str) -> list[Any]:
+    """The one or two numbers of a tensor that is metadata."""
+    if not 1 <= math.prod(value.shape) <= 2:
+        raise InputError(f"{name} is metadata, one number (two for window), got a tensor {list(value.shape)}")
+    return value[...].flatten().tolist()
 
 
 def _as_text(value: object) -> str:

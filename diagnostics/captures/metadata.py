@@ -127,11 +127,17 @@ class Metadata:
             if item.name == "extra" or value is None:
                 continue
             text[item.name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        return text
+        # Half a surrogate pair, as a dump's names may hold it, cannot be written.
+        return {_writable(key): _writable(value) for key, value in text.items()}
 
     def override(self, **options: Any) -> Metadata:
         """With those options that are not None put in place."""
         return replace(self, **{name: value for name, value in options.items() if value is not None})
+
+
+def _writable(text: str) -> str:
+    """``text`` with an escape for what has no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def parse_window(text: str) -> tuple[int, int]:

@@ -89,7 +89,7 @@ class Delivery:
 
 def _write_json(result: Result, path: str) -> None:
     with Path(path).open("wb") as file:
-        file.write(result.to_json_bytes())
+        file.writelines(result.json_parts())
         file.write(b"\n")
 
 

@@ -75,6 +75,10 @@ class Result:
         """The same in UTF-8 for a file, with all names as they are: of thousands of heads every copy counts."""
         return _adapter(type(self)).dump_json(self, indent=indent)
 
+    def json_parts(self) -> Iterator[bytes]:
+        """What ``to_json_bytes()`` returns, in parts that need not be in memory together."""
+        yield self.to_json_bytes()
+
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Read what ``to_json`` wrote, in this version of the schema or an older one.

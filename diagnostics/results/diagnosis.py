@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
@@ -319,6 +319,10 @@ def _integer(value: object) -> object:
     return value
 
 
+# In the JSON of a diagnosis; only its own key stands behind a line break and two spaces.
+_NO_CAPTURES, _END = b'\n  "captures": []', b"\n  ]"
+
+
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Result):
     """The result of ``attn_diag.inspect``. ``print(d.report())`` shows it; ``d.to_json()`` exports it."""
@@ -335,6 +339,21 @@ class Diagnosis(Result):
     schema_version: Annotated[Literal[1, 2, 3], BeforeValidator(_integer)] = 3
     """Version of its schema; 1, 2: read from an older document, without what is new since."""
     made_by: ClassVar[str] = "`attn-diag inspect CAPTURE --json FILE` (or --html)"
+
+    def json_parts(self) -> Iterator[bytes]:
+        """What ``to_json_bytes()`` returns, a capture at a time: of thousands of heads it is a gigabyte."""
+        start, place, end = replace(self, captures=()).to_json_bytes().partition(_NO_CAPTURES)
+        if not self.captures:
+            yield start + place + end
+            return
+        # Each capture in a document of its own, which has the same indentation; the summary may be long.
+        small = replace(self, captures=(), summary=Summary("", {}))
+        before, _, after = small.to_json_bytes().partition(_NO_CAPTURES)
+        around = slice(len(before) + len(_NO_CAPTURES) - 1, -len(after) - len(_END))
+        for number, capture in enumerate(self.captures):
+            yield b"," if number else start + _NO_CAPTURES[:-1]
+            yield replace(small, captures=(capture,)).to_json_bytes()[around]
+        yield _END + end
 
     def entries(self) -> Iterator[tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]]:
         """Every judged entry: the heads of every observation (not the pooled ones)."""

@@ -41,7 +41,8 @@ def times(factor: float | None) -> str:
 
 def share(fraction: float) -> str:
     """A fraction as percent with two digits, never rounded up: 100 % is said of every bit alone."""
-    return f"{math.floor(1e4 * fraction) / 100:g} %"
+    parts = 1e4 * fraction
+    return f"{(math.floor(parts) if math.isfinite(parts) else parts) / 100:g} %"
 
 
 def signed(value: float | None, digits: int = 2) -> str:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import FP8
 from attn_diag.captures.dumps.call import DumpedCall
+from attn_diag.captures.dumps.scalars import scalar, shown
 from attn_diag.captures.files import named_errors
 from attn_diag.captures.loading import require_regular_file
 from attn_diag.captures.pickles import unpickle
@@ -102,15 +103,25 @@ def read_call(folder: Path) -> DumpedCall:
 
 def _provenance(record: Mapping[str, Any], function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel, device and torch, as metadata."""
-    details = record.get("tensor_details", {})
-    device = next((d["device"] for key in ("arg_0", "kwarg_q") if (d := details.get(key)) is not None), None)
-    kernel = f"flashinfer.{function} ({arguments.get('backend', 'auto')})"
+    details = _object(record, "tensor_details")
+    devices = [_object(details, key).get("device") for key in ("arg_0", "kwarg_q") if key in details]
+    backend = arguments.get("backend", "auto")
+    kernel = f"flashinfer.{function} ({backend if isinstance(backend, str) else shown(backend)})"
+    device = next((device for device in devices if isinstance(device, str)), None)
     return {"kernel": kernel, "device": device, "torch": _version(record, "torch")}
 
 
 def _version(record: Mapping[str, Any], package: str) -> str | None:
-    version: str | None = record.get("versions", {}).get(package)
-    return version
+    version = _object(record, "versions").get(package)
+    return version if isinstance(version, str) else None
+
+
+def _object(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What a record says under ``key``, if anything. Raises InputError where that is no JSON object."""
+    found = record.get(key)
+    if found is not None and not isinstance(found, dict):
+        raise InputError(f"{key} must be a JSON object, got {shown(found)}")
+    return found or {}
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -140,7 +151,7 @@ def _tensors(folder: Path, kind: str) -> dict[str, Tensor] | None:
 def _arguments(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the function was called with, by the names of its parameters; defaults as its signature states them."""
     names, arguments = _parameters(str(record.get("function_signature", "")))
-    given = {**record.get("input_metadata", {}), **tensors}
+    given = {**_object(record, "input_metadata"), **tensors}
     for key, value in given.items():
         kind, _, name = key.partition("_")
         if kind == "kwarg" and "__" not in name:
@@ -172,16 +183,21 @@ def _call(
     for name in ("q", "k", "v"):
         if not isinstance(arguments.get(name), Tensor):
             raise InputError(f"the dump has no tensor {name}")
-    if (rotary := arguments.get("pos_encoding_mode") or "NONE") != "NONE":
+    if (rotary := arguments.get("pos_encoding_mode")) not in (None, "NONE"):
         raise InputError(
-            f"pos_encoding_mode={rotary}: the kernel itself rotates q and k (or adds ALiBi), so the dump does not hold "
-            "what was multiplied; dump a call with NONE"
+            f"pos_encoding_mode={shown(rotary)}: the kernel itself rotates q and k (or adds ALiBi), so the dump does "
+            "not hold what was multiplied; dump a call with NONE"
         )
-    if isinstance(arguments.get("packed_custom_mask"), Tensor):
+    if arguments.get("packed_custom_mask") is not None:
         raise InputError("packed_custom_mask is not supported; dump a call with custom_mask (bool [qo_len, kv_len])")
     decode = function == "single_decode_with_kv_cache"
     q, k, v = (arguments[name] for name in ("q", "k", "v"))
-    if arguments.get("kv_layout", "NHD") == "HND":
+    for name, tensor, axes in (("q", q, "HD" if decode else "THD"), ("k", k, "THD"), ("v", v, "THD")):
+        _require_axes(name, tensor, axes)
+    layout = arguments.get("kv_layout", "NHD")
+    if not isinstance(layout, str) or layout not in ("NHD", "HND"):
+        raise InputError(f"kv_layout must be NHD or HND, got {shown(layout)}")
+    if layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     if q.dtype not in FP8:
         # Exact: BF16 and FP16 hold every FP8 number. The factors come below.
@@ -192,21 +208,40 @@ def _call(
     if o is not None:
         tensors["o"] = (o[None] if decode else o)[None]
     if lse is not None:
+        _require_axes("the LSE", lse, "H" if decode else "TH")
         tensors["lse"] = (lse[None] if decode else lse).T[None]
     for name in ("q", "k", "v"):
         factor = arguments.get(f"scale_{name}", arguments.get(f"{name}_scale"))
         if factor is None and tensors[name].dtype in FP8:
             factor = 1.0
         if factor is not None:
-            factor = torch.as_tensor(factor, dtype=torch.float32).flatten()
+            factor = _factors(name, factor)
             tensors[f"{name}_descale"] = factor if factor.numel() == 1 else factor[None]
-    causal = "bottom-right" if arguments.get("causal") else "none"
-    if isinstance(mask := arguments.get("custom_mask"), Tensor):
-        tensors["mask"], causal = mask.bool().reshape(q.shape[0], k.shape[0]), "none"
-    left = arguments.get("window_left", -1)
+    causal = "bottom-right" if scalar("flag", arguments.get("causal"), "causal") else "none"
+    if (mask := arguments.get("custom_mask")) is not None:
+        tensors["mask"], causal = _mask(mask, q.shape[0], k.shape[0]), "none"
     return tensors, {
         "causal": causal,
-        "scale": arguments.get("sm_scale"),
-        "softcap": arguments.get("logits_soft_cap") or None,
-        "window": (left, -1) if left >= 0 else None,
+        "scale": scalar("scale", arguments.get("sm_scale"), "sm_scale"),
+        "softcap": scalar("softcap", arguments.get("logits_soft_cap"), "logits_soft_cap"),
+        "window": scalar("window_left", arguments.get("window_left")),
     }
+
+
+def _require_axes(name: str, tensor: Tensor, axes: str) -> None:
+    if tensor.ndim != len(axes):
+        raise InputError(f"{name} must have shape [{', '.join(axes)}], got {list(tensor.shape)}")
+
+
+def _factors(name: str, factor: object) -> Tensor:
+    """The factors of FP8 values, float32."""
+    try:
+        return torch.as_tensor(factor, dtype=torch.float32).flatten()
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise InputError(f"the scale of {name}, {shown(factor)}, cannot be read as numbers") from None
+
+
+def _mask(mask: object, rows: int, keys: int) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.uint8) or mask.numel() != rows * keys:
+        raise InputError(f"custom_mask must be a bool tensor [{rows}, {keys}], got {shown(mask)}")
+    return mask.bool().reshape(rows, keys)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from attn_diag.captures.dumps.call import DumpedCall
 from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, matches, refuse_packed
+from attn_diag.captures.dumps.scalars import shown
 from attn_diag.captures.files import named_errors
 from attn_diag.captures.pickles import unpickle
 from attn_diag.errors import InputError
@@ -37,6 +38,7 @@ _HOOKED = "non_intrusive__"
 _OF_RADIX = {"inputs.0": "q", "inputs.1": "k", "inputs.2": "v", "output": "o"}
 _NO_CONTEXT = ("name", "dump_index", "recompute_status", "step", "forward_pass_id", "rank", "layer_id")
 _LENGTHS = ("seq_lens", "extend_seq_lens")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -192,13 +194,14 @@ def _occurrences(
         of_call = {r: m[number - 1 - call if m[0].name.startswith("grad__") else call] for r, m in found.items()}
         first = of_call["q"]
         content = first.content()
-        meta = content.get("meta", {}) if isinstance(content, dict) else {}
+        meta = content.get("meta") if isinstance(content, dict) else None
+        size = meta.get("world_size") if isinstance(meta, dict) else None
         notes = ["converted from SGLang's dumper"]
         notes.append(", ".join(f"{role} from {file.path.name}" for role, file in of_call.items()))
         notes += ["tokens taken as one sequence"]
         if number > 1:
             notes.append(f"call {call} of {number} in this forward pass, by the order of the dump")
-        extra = {"world_size": str(meta["world_size"])} if "world_size" in meta else {}
+        extra = {"world_size": str(size)} if isinstance(size, int) and 0 < size < 2**31 else {}
         yield DumpedCall(
             name="_".join([*prefix.split(), *first.call, *([f"call{call}"] if number > 1 else [])]),
             source=f"{where}, {first.name}",
@@ -221,6 +224,8 @@ def _refuse_packed(files: Sequence[DumpFile]) -> None:
             )
         if last == "positions":
             positions = file.read().flatten()
+            if positions.dtype not in _INTEGERS:
+                raise InputError(f"{file.path}: positions must be integers, got {shown(positions)}")
             if not torch.equal(positions, torch.arange(len(positions)).to(positions.dtype)):
                 raise InputError(
                     f"{file.path}: the positions are not 0, 1, 2, …: several packed requests, or keys in the KV cache "

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attn_diag.captures.dumps.call import DumpedCall
 from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, matches, refuse_packed, role_of
+from attn_diag.captures.dumps.scalars import scalar
 from attn_diag.captures.files import named_errors
 from attn_diag.captures.loading import dense, require_regular_file
 from attn_diag.captures.metadata import refuse_unsupported
@@ -25,11 +26,14 @@ from attn_diag.captures.pickles import Odd, unpickle
 from attn_diag.errors import InputError
 
 SUFFIXES = (".pt", ".pth")
-_LAYER = re.compile(r"(?:^|[._])(?:layers?|blocks?|h)[._]?(\d+)")
-_STEP = re.compile(r"(?:^|[._])(?:steps?|iter(?:ation)?)[._]?(\d+)")
-_PLACE = re.compile(r"(?!.*(?:step|iter|call|rank|batch|sample|seq))(?:.*\.)?(\d+)", re.IGNORECASE)
+# Numbers of layers and steps; longer ones are none.
+_LAYER = re.compile(r"(?:^|[._])(?:layers?|blocks?|h)[._]?(\d{1,9})(?!\d)")
+_STEP = re.compile(r"(?:^|[._])(?:steps?|iter(?:ation)?)[._]?(\d{1,9})(?!\d)")
+_PLACE = re.compile(r"(?!.*(?:step|iter|call|rank|batch|sample|seq))(?:.*\.)?(\d{1,9})", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.*[a-z])_?(\d+)", re.IGNORECASE)
 _LISTED = 8
+# Letters of a call's numbers in the name of its file.
+_LONGEST = 80
 _BY_POSITION = ("q", "k", "v", "o")
 # What may be shared by all calls of a file.
 _SHARED = ("mask", "q_positions")
@@ -112,7 +116,7 @@ def _dumped(
         more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
         notes.append(f"left out: {', '.join(left[:_LISTED])}{more}")
     return DumpedCall(
-        name=name if leaves else f"{name}_{re.sub(r'[^A-Za-z0-9._-]', '_', where) or 'call'}",
+        name=name if leaves else f"{name}_{re.sub(r'[^A-Za-z0-9._-]', '_', where)[:_LONGEST] or 'call'}",
         source=str(path) if leaves else f"{path}[{where}]",
         tensors={role: leaf.read() for role, leaf in chosen.items()},
         stated=stated,
@@ -126,10 +130,11 @@ def _walk(content: object) -> tuple[list[Leaf], list[_Scalar]]:
     scalars: list[_Scalar] = []
 
     def visit(value: object, parts: tuple[str, ...]) -> None:
-        if isinstance(value, Tensor) and _is_scalar(parts) and value.numel() <= 2:
-            value = value.flatten().tolist() if value.numel() > 1 else value.item()
+        small = not isinstance(value, Tensor) or value.numel() <= 2
+        stated = small and not isinstance(value, Odd | dict | None) and _is_scalar(parts)
         if isinstance(value, Tensor | Odd):
-            leaves.append(_leaf(value, parts))
+            if not stated:
+                leaves.append(_leaf(value, parts))
         elif isinstance(value, dict):
             for key, item in value.items():
                 visit(item, (*parts, *_split(str(key))))
@@ -139,7 +144,7 @@ def _walk(content: object) -> tuple[list[Leaf], list[_Scalar]]:
                 visit(item, (*parts, names[number] if names else str(number)))
         elif value and parts:  # dropout_p=0.0 asks for nothing
             refuse_unsupported(parts[-1])
-        if not isinstance(value, Tensor | Odd | dict) and value is not None and parts and _is_scalar(parts):
+        if stated:
             key = next(key for key, aliases in _SCALARS.items() if parts[-1].lower() in aliases)
             scalars.append(_Scalar(key, value, parts[:-1]))
 
@@ -229,28 +234,6 @@ def _grouped(
 def _stated(scalars: list[_Scalar]) -> dict[str, Any]:
     """Metadata keywords from what a file states. Raises InputError for values that cannot be read."""
     stated: dict[str, Any] = {}
-    for scalar in sorted(scalars, key=lambda s: len(s.folder)):
-        try:
-            stated[scalar.key] = _READ[scalar.key](scalar.value)
-        except (TypeError, ValueError, OverflowError):
-            raise InputError(f"{scalar.key}={scalar.value!r} cannot be read") from None
+    for one in sorted(scalars, key=lambda s: len(s.folder)):
+        stated[one.key] = scalar(one.key, one.value, ".".join((*one.folder, one.key)))
     return {key: value for key, value in stated.items() if value is not None}
-
-
-def _window(value: Any) -> tuple[int, int] | None:
-    """(left, right) as FlashAttention has it; one number W is Hugging Face's: the last W keys."""
-    if isinstance(value, list | tuple):
-        left, right = (-1 if n is None else int(n) for n in value)
-        return None if (left, right) == (-1, -1) else (left, right)
-    return (int(value) - 1, -1)
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "scale": float,
-    "causal": lambda value: value,
-    "window": _window,
-    # 0 is how kernels say that there is none.
-    "softcap": lambda value: float(value) or None,
-    **dict.fromkeys(("layer", "step", "head_offset"), int),
-    **dict.fromkeys(("layout", "lse_base"), str),
-}
