@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Protocol
@@ -41,7 +42,7 @@ _TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention")
 
 
 class Observer(Protocol):
-    """What a watch is to the interception."""
+    """What a watch is to the interception. Nothing here raises."""
 
     def meets(self) -> Any | None:
         """The call that is about to run, if it counts; its ``wanted`` says whether to be told of it."""
@@ -59,8 +60,8 @@ class Observer(Protocol):
         """A fused operator's backward has run."""
         ...
 
-    def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
-        """``what``, with its failures kept from the training loop."""
+    def failed(self, error: Exception) -> None:
+        """A call could not be read."""
         ...
 
     def forked(self) -> None:
@@ -214,8 +215,7 @@ def _in_cuda_graph() -> bool:
 
 
 def _met() -> list[tuple[Observer, Any]]:
-    found = [(observer, observer.guarded(observer.meets)()) for observer in tuple(_observers)]
-    return [(observer, met) for observer, met in found if met is not None]
+    return [(observer, met) for observer in tuple(_observers) if (met := observer.meets()) is not None]
 
 
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,11 +223,11 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
     before, outer = getattr(_thread, "calls", 0), getattr(_thread, "tap", None)
     _thread.tap = tap = Tap()
     try:
-        if site.tapped and any(one.wanted for _, one in met):
-            with tap, inside(site, function, args, kwargs):
-                result = function(*args, **kwargs)
+        if not site.tapped:
+            result = function(*args, **kwargs)
         else:
-            with inside(site, function, args, kwargs):
+            products = tap.products() if any(one.wanted for _, one in met) else nullcontext()
+            with products, inside(function, args, kwargs):
                 result = function(*args, **kwargs)
     finally:
         _thread.tap = outer
@@ -237,20 +237,25 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
 
 
 def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], result: Any) -> None:
-    fields: Fields | None = None
-    for observer, one in met:
-        if one.wanted:
-            fields = observer.guarded(read)() if fields is None else fields
-            if fields is None:
-                return
-            observer.guarded(observer.sees)(one, fields, result)
+    wanting = [(observer, one) for observer, one in met if one.wanted]
+    if wanting:
+        try:
+            fields = read()
+        except Exception as error:  # never an exception in somebody's training
+            for observer, _ in wanting:
+                observer.failed(error)
+            return
+        if fields is None:
+            return
+        for observer, one in wanting:
+            observer.sees(one, fields, result)
     _thread.calls = getattr(_thread, "calls", 0) + 1
     for observer, one in met:
-        observer.guarded(observer.counts)(one)
+        observer.counts(one)
 
 
 def _composite(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _looking or _in_cuda_graph():
+    if not _looking or (args[0].is_cuda and _in_cuda_graph()):
         return original(*args, **kwargs)
     return _run(SDPA, original, args, kwargs)
 
@@ -259,14 +264,13 @@ def _forward(call: OperatorCall) -> None:
     """A fused operator has run: within a function or the composite operator, which know more, or alone."""
     if (tap := getattr(_thread, "tap", None)) is not None:
         tap.operator = call
-    elif _looking and not _in_cuda_graph():
+    elif _looking and not (call.o.is_cuda and _in_cuda_graph()):
         _tell(_met(), lambda: {**call.fields(), "operator": call}, call.o)
 
 
 def _backward(back: OperatorBackward) -> None:
-    if not _in_cuda_graph():
-        for observer in tuple(_looking):
-            observer.guarded(observer.went_back)(back)
+    for observer in tuple(_looking):
+        observer.went_back(back)
 
 
 _overrides = OperatorOverrides(_composite, _forward, _backward)

@@ -12,15 +12,14 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
-from torch.multiprocessing.reductions import StorageWeakRef
 
 # Called instead of an operator: the kernel that was there, and what it is to be called with.
 Meets = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -64,21 +63,31 @@ OPERATORS = (
 )
 
 
-@dataclass
 class OperatorCall:
-    """One forward of a fused operator: the tensors are its own, as it was given and returned them."""
+    """One forward of a fused operator: the tensors are its own, as it was given and returned them.
 
-    operator: FusedOperator
-    given: Mapping[str, Any]
-    """Its arguments by name; tensors by ours."""
-    o: Tensor
-    lse: Tensor | None
-    kept: tuple[StorageWeakRef, ...] = field(init=False)
-    """The storages of o and LSE, while they live."""
+    Attributes:
+        operator: which.
+        o: what it returned.
+        lse: likewise.
+    """
 
-    def __post_init__(self) -> None:
-        tensors = (t for t in (self.o, self.lse) if t is not None)
-        self.kept = tuple(StorageWeakRef(t.untyped_storage()) for t in tensors)  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        operator: FusedOperator,
+        arguments: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        o: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        self.operator, self.o, self.lse = operator, o, lse
+        self._call = arguments, args, kwargs
+
+    @cached_property
+    def given(self) -> Mapping[str, Any]:
+        """Its arguments by name; tensors by ours."""
+        return _named(*self._call)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,20 +141,27 @@ class OperatorCall:
         return self.operator.kernel
 
 
-@dataclass(frozen=True)
 class OperatorBackward:
-    """One backward of a fused operator."""
+    """One backward of a fused operator.
 
-    operator: FusedOperator
-    given: Mapping[str, Any]
-    """Its arguments by name; q, k, v, o, lse and do by ours."""
-    gradients: Sequence[Tensor | None]
-    """dq, dk and dv."""
+    Attributes:
+        gradients: dq, dk and dv.
+    """
 
-    def is_of(self, call: OperatorCall) -> bool:
-        """Whether it was handed the forward's o or LSE (a graph may copy one of them)."""
-        own = {self.given[name].untyped_storage()._cdata for name in ("o", "lse")}
-        return any(kept.cdata in own and not kept.expired() for kept in call.kept)  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        arguments: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        self.gradients = gradients
+        self._call = arguments, args, kwargs
+
+    @cached_property
+    def given(self) -> Mapping[str, Any]:
+        """Its arguments by name; q, k, v, o, lse and do by ours."""
+        return _named(*self._call)
 
 
 class OperatorOverrides:
@@ -180,7 +196,7 @@ class OperatorOverrides:
                 (SCALED_DOT_PRODUCT, key, self._met) for key in (f"Autograd{device}", device)
             ]
             wanted += [(o.name, device, partial(self._ran, o)) for o in OPERATORS]
-            wanted += [(o.backward, device, partial(self._went_back, o)) for o in OPERATORS]
+            wanted += [(o.backward, device, self._went_back) for o in OPERATORS]
             for name, key, ours in wanted:
                 if (kernel := _kernel(name, key)) is not None:
                     found.append((name, key, ours(kernel, torch._C._get_schema(name, "").arguments)))
@@ -216,17 +232,17 @@ class OperatorOverrides:
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             result = kernel.call_boxed(keys, *args, **kwargs)
-            forward(OperatorCall(operator, _named(arguments, args, kwargs), result[0], result[operator.lse]))
+            forward(OperatorCall(operator, arguments, args, kwargs, result[0], result[operator.lse]))
             return result
 
         return run
 
-    def _went_back(self, operator: FusedOperator, kernel: Any, arguments: Sequence[Any]) -> Callable[..., Any]:
+    def _went_back(self, kernel: Any, arguments: Sequence[Any]) -> Callable[..., Any]:
         backward = self._backward
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             result = kernel.call_boxed(keys, *args, **kwargs)
-            backward(OperatorBackward(operator, _named(arguments, args, kwargs), result[:3]))
+            backward(OperatorBackward(arguments, args, kwargs, result[:3]))
             return result
 
         return run

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.linear_layers import CapturedProjection
@@ -45,7 +46,6 @@ class Pending:
         finished: called with this when all have come.
 
     Attributes:
-        operator: the fused operator that ran, where its own backward is to bring them.
         copy_dq: dQ is the gradient at the projection too (a bias alone lies between).
     """
 
@@ -54,7 +54,7 @@ class Pending:
         self._missing: set[str] = set()
         self._handles: list[Any] = []
         self.copy_dq = False
-        self.operator: OperatorCall | None = None
+        self._kept: list[StorageWeakRef] = []
         self._last_row: Tensor | None = None
 
     def follow_projection(self, y: Tensor, projection: CapturedProjection) -> None:
@@ -90,13 +90,20 @@ class Pending:
     def follow_operator(self, operator: OperatorCall) -> None:
         """Wait for the operator's backward."""
         self._missing.add("kernel")
-        self.operator, self._last_row = operator, operator.o[..., -1, :].clone()
-        # Of its tensors only the storages' identities are needed now, and nothing of ours keeps them.
-        operator.o, operator.lse, operator.given = self._last_row, None, {}
+        tensors = [t for t in (operator.o, operator.lse) if t is not None]
+        # Their identities are needed, and nothing of ours keeps them alive.
+        self._kept = [StorageWeakRef(t.untyped_storage()) for t in tensors]  # type: ignore[no-untyped-call]
+        self._last_row = operator.o[..., -1, :].clone()
+
+    @property
+    def waits_for_operator(self) -> bool:
+        """Whether an operator's backward is to bring the gradients."""
+        return self._last_row is not None
 
     def kept_by(self, back: OperatorBackward) -> bool:
-        """Whether a backward was given this forward's own o or LSE."""
-        return self.operator is not None and back.is_of(self.operator)
+        """Whether a backward was given this forward's own o or LSE (a graph may copy one of them)."""
+        own = {back.given[name].untyped_storage()._cdata for name in ("o", "lse")}
+        return any(kept.cdata in own and not kept.expired() for kept in self._kept)  # type: ignore[no-untyped-call]
 
     def looks_like(self, back: OperatorBackward) -> bool:
         """Whether a backward was given what this forward returned, in another place: made again, or copied."""
@@ -105,7 +112,7 @@ class Pending:
 
     def from_operator(self, back: OperatorBackward) -> None:
         """Take the gradients from the operator's backward."""
-        self.operator = self._last_row = None
+        self._kept, self._last_row = [], None
         self._take(back.given["do"], back.gradients)
 
     def give_up(self) -> None:

@@ -33,14 +33,15 @@ class AttentionSite:
     name: str
     read: Callable[[Mapping[str, Any], Any, Tap], Fields | None]
     """Tells what a call was from its arguments, its result and the tap; None: no attention."""
-    tapped: bool = True
-    """Whether matrix products underneath are watched."""
+    tapped: bool = False
+    """Whether it may be made of matrix products, or of another attention function."""
 
 
 def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Name the call's arguments, defaults filled in."""
-    signature = _SDPA if site is SDPA else _signature(function)
-    bound = signature.bind(*args, **kwargs)
+    if site is SDPA:
+        return {**_SDPA, **dict(zip(_SDPA, args, strict=False)), **kwargs}
+    bound = _signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 
@@ -50,14 +51,9 @@ def _signature(function: Function) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _sdpa_signature(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> None:  # fmt: skip
-    """The builtin has no signature that inspect could read."""
-
-
-_SDPA = inspect.signature(_sdpa_signature)
+# scaled_dot_product_attention's arguments with their defaults: the builtin has no signature that inspect could read.
+_SDPA = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
+         "scale": None, "enable_gqa": False}  # fmt: skip
 
 
 def _unchanged(t: Tensor) -> Tensor:
@@ -115,27 +111,30 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
     lead = (None,) * (4 - q.dim())
     # Two or three axes are one head of several sequences, or of one.
     spread = (slice(None), None) if q.dim() == 3 else lead
-    found: Fields = {
+    fused = tap.fused(q, v) if q.dim() == 4 else {}
+    tensors = fused or {
         "kernel": "torch SDPA math",
         "q": as_autocast(q[spread]),
         "k": as_autocast(k[spread]),
         "v": as_autocast(v[spread]),
         "o": result[spread],
+    }
+    found: Fields = tensors | {
         "graph": _gradients(result, q, k, v, lambda t: t[spread]),
         "mask": mask if mask is None or q.dim() != 3 or mask.dim() < 3 else mask[:, None],
         "causal": causal,
         "scale": a["scale"],
         "refused": _refusals(a["dropout_p"]),
     }
-    return found | _outer_projection() | (tap.fused(q, v) if q.dim() == 4 else {})
+    return found | _outer_projection()
 
 
 def _read_multi_head(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
     """The path with ``need_weights=True``: two batched products around a softmax; scale is already in q."""
     query, heads = a["query"], a["num_heads"]
-    if len(tap.products) < 2 or query.dim() != 3:
+    if len(tap.products_seen) < 2 or query.dim() != 3:
         return None
-    (q, k_t, _), (_, v, o) = tap.products[0], tap.products[-1]
+    (q, k_t, _), (_, v, o) = tap.products_seen[0], tap.products_seen[-1]
     batch = query.shape[1]
 
     def spread(x: Tensor) -> Tensor:
@@ -170,11 +169,8 @@ _outer = threading.local()
 
 
 @contextmanager
-def inside(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """While a call runs that may end in another attention function, keep what only the outer one knows."""
-    if site is not MULTI_HEAD:
-        yield
-        return
+def inside(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """While multi_head_attention_forward runs, which may end in another function, keep what only it knows."""
     _outer.call = (function, args, kwargs)
     try:
         yield
@@ -336,9 +332,9 @@ def _saved_lse(o: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     return fitting[0].detach() if len(fitting) == 1 else None
 
 
-SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa, tapped=False)
-MULTI_HEAD = AttentionSite("multi_head_attention_forward", _read_multi_head)
-EAGER = AttentionSite("transformers eager", _read_eager, tapped=False)
-TRANSFORMERS = AttentionSite("transformers", _read_transformers, tapped=False)
-FLEX = AttentionSite("flex_attention", _read_flex, tapped=False)
-FLASH_ATTN = AttentionSite("flash_attn", _read_flash_attn, tapped=False)
+SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa)
+MULTI_HEAD = AttentionSite("multi_head_attention_forward", _read_multi_head, tapped=True)
+EAGER = AttentionSite("transformers eager", _read_eager)
+TRANSFORMERS = AttentionSite("transformers", _read_transformers)
+FLEX = AttentionSite("flex_attention", _read_flex)
+FLASH_ATTN = AttentionSite("flash_attn", _read_flash_attn)

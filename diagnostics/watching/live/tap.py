@@ -13,21 +13,35 @@ from attn_diag.watching.live.operators import OperatorCall
 _PRODUCTS = ("aten::bmm", "aten::baddbmm")
 
 
-class Tap(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records batched matrix products that run while it is entered, and is handed the fused operator that runs.
-
-    It passes every operator on as it came, so results are the same bits, and it is entered for calls that somebody
-    wants only: others cost nothing.
+class Tap:
+    """Is handed the fused operator that runs, and records batched matrix products where it is asked to.
 
     Attributes:
         operator: the fused operator; None: none ran.
-        products: of each product its two factors and its result.
+        products_seen: of each product its two factors and its result.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.operator: OperatorCall | None = None
-        self.products: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.products_seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def products(self) -> TorchDispatchMode:
+        """A context that records products; it passes all operators on as they came."""
+        return _Products(self.products_seen)
+
+    def fused(self, q: Tensor, v: Tensor) -> dict[str, Any]:
+        """Inputs (cast by autocast) and results of the operator underneath, without its padding of q's and v's D.
+
+        Returns:
+            The kernel's name, q, k, v, o and its own LSE by the names of ``AttentionCall``; empty where there was none.
+        """
+        return {} if self.operator is None else self.operator.fused(q.shape[-1], v.shape[-1], q.shape[-2])
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, seen: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
 
     def __torch_dispatch__(
         self,
@@ -38,13 +52,5 @@ class Tap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.name().partition(".")[0] in _PRODUCTS:
-            self.products.append((args[-2], args[-1], result))
+            self._seen.append((args[-2], args[-1], result))
         return result
-
-    def fused(self, q: Tensor, v: Tensor) -> dict[str, Any]:
-        """Inputs (cast by autocast) and results of the operator underneath, without its padding of q's and v's D.
-
-        Returns:
-            The kernel's name, q, k, v, o and its own LSE by the names of ``AttentionCall``; empty where there was none.
-        """
-        return {} if self.operator is None else self.operator.fused(q.shape[-1], v.shape[-1], q.shape[-2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Container
@@ -49,6 +50,22 @@ def require_container(name: str, chosen: object) -> None:
         raise InputError(f"{name} must be a set, list or range of numbers, such as {{2}}, got {chosen!r}")
 
 
+def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a watch's method log its failures instead of raising them; it returns None then."""
+
+    @functools.wraps(method)
+    def run(watch: Watch, *args: Any) -> Any:
+        if watch.gone or torch.compiler.is_compiling():
+            return None  # nothing of ours belongs in a graph that is traced, nor in a forked child
+        try:
+            return method(watch, *args)
+        except Exception as error:
+            watch.failed(error)
+            return None
+
+    return run
+
+
 @dataclass(frozen=True)
 class Met:
     """A call that is about to run, or has run, and counts."""
@@ -77,6 +94,7 @@ class Watch:
     Attributes:
         step: the number of the current one.
         calls_seen: how many, wanted or not.
+        gone: whether this is a forked child's copy.
     """
 
     def __init__(self, model: nn.Module | None, listener: Listener, first_step: int = 0) -> None:
@@ -92,7 +110,7 @@ class Watch:
         self._handles: list[Any] = []
         self._projections = Projections()
         self._warned: set[str] = set()
-        self._gone = self._looked = False
+        self.gone = self._looked = False
         self._blind_steps = 0
         self._told: set[tuple[int, int, bool]] = set()
 
@@ -132,7 +150,7 @@ class Watch:
 
     def forked(self) -> None:
         """Be gone, in a forked child. Hooks stay, and do nothing: to take them away is to free what they hold."""
-        self._gone = True
+        self.gone = True
         self.listener.forked()
 
     def end_step(self) -> None:
@@ -174,6 +192,7 @@ class Watch:
 
     # What the interception calls.
 
+    @_harmless
     def meets(self) -> Met | None:
         """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted."""
         caller = self._places.caller()
@@ -194,6 +213,7 @@ class Watch:
         followed = recomputing and (layer, call) in self._with_gradients
         return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place))
 
+    @_harmless
     def counts(self, met: Met) -> None:
         """Count the call, which is over."""
         self._places.count(met.caller, recomputing=met.recomputing)
@@ -201,6 +221,7 @@ class Watch:
         self.calls_seen += 1
         self._projections.forget()  # also the projections of calls that nobody wanted
 
+    @_harmless
     def sees(self, met: Met, fields: Fields, result: Any) -> None:
         """Tell the listener of a wanted call that has run, and follow its gradients."""
         place = met.place
@@ -244,11 +265,12 @@ class Watch:
         # Last: what is noted above belongs to what it takes, and it may let the tensors go.
         self.listener.forward(call)
 
+    @_harmless
     def went_back(self, back: OperatorBackward) -> None:
         """Give the call whose backward this is its gradients."""
         with self._lock:
             # The newest forward goes back first.
-            waiting = [p for p in reversed(self._pending.values()) if p.operator is not None]
+            waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
         for is_its in (Pending.kept_by, Pending.looks_like):
             if (found := next((p for p in waiting if is_its(p, back)), None)) is not None:
                 found.from_operator(back)
@@ -269,17 +291,8 @@ class Watch:
 
     def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``what`` so that our own failures are logged instead of raised; it returns None then."""
-
-        def run(*args: Any) -> Any:
-            if self._gone or torch.compiler.is_compiling():
-                return None  # nothing of ours belongs in a graph that is traced, nor in a forked child
-            try:
-                return what(*args)
-            except Exception as error:
-                self.failed(error)
-                return None
-
-        return Hook(run)
+        harmless = _harmless(lambda _, *args: what(*args))
+        return Hook(lambda *args: harmless(self, *args))
 
     def _look(self, *, at_least: bool = False) -> None:
         """Keep what a wanted step needs; on others nothing costs anything."""
