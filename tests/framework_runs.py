@@ -63,8 +63,8 @@ def hugging_face(folder: Path, callbacks: Sequence[Any], *, nan: bool = False, *
         broken(model, "transformer.h.1.attn.c_attn.weight")
     chosen = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS, "logging_steps": 2,
-        "eval_strategy": "steps", "eval_steps": 2, "save_steps": 3, "report_to": [], "use_cpu": True, "lr_scheduler_type": "constant",
-        "disable_tqdm": True,
+        "eval_strategy": "steps", "eval_steps": 2, "save_steps": 3, "report_to": [], "use_cpu": True,
+        "lr_scheduler_type": "constant", "disable_tqdm": True,
     } | options  # fmt: skip
     data = Tokens(named=True)
     arguments = TrainingArguments(str(folder), **chosen)
