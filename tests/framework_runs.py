@@ -61,7 +61,7 @@ def hugging_face(folder: Path, callbacks: Sequence[Any], *, nan: bool = False, *
     model = transformers_model("gpt2", "sdpa").model
     if nan:
         broken(model, "transformer.h.1.attn.c_attn.weight")
-    chosen = {
+    chosen: dict[str, Any] = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS, "logging_steps": 2,
         "eval_strategy": "steps", "eval_steps": 2, "save_steps": 3, "report_to": [], "use_cpu": True,
         "lr_scheduler_type": "constant", "disable_tqdm": True,
@@ -142,7 +142,8 @@ def tensorboard_of(folder: Path) -> tuple[Logged, dict[str, list[tuple[int, str]
     """Scalars and texts by name, with their steps."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    scalars, texts = defaultdict(list), defaultdict(list)
+    scalars: Logged = defaultdict(list)
+    texts: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for file in sorted(folder.rglob("events.out.tfevents.*")):
         events = EventAccumulator(str(file))
         events.Reload()
@@ -153,7 +154,7 @@ def tensorboard_of(folder: Path) -> tuple[Logged, dict[str, list[tuple[int, str]
     return scalars, texts
 
 
-def wandb_of(folder: Path) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
+def wandb_of(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """Rows of the history, and alerts (title, text), of the newest offline run."""
     import wandb
     from wandb.proto import wandb_internal_pb2

@@ -139,6 +139,7 @@ def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = hugging_face(tmp_path / "watched", [callback], report_to=["tensorboard"])
     trainer.train()
     assert same(parameters(bare.model), parameters(trainer.model))
+    assert callback.monitor is not None
     assert steps(callback.monitor) == [0, 2, 4]
     assert {layer.layer for check in callback.monitor.history for layer in check.layers} == {1}
     # Two layers in each of six steps: the capture has options of its own.
@@ -247,7 +248,8 @@ def test_trl(tmp_path: Path) -> None:
     words = ["<unk>", "<pad>", "<eos>", *(f"w{i}" for i in range(50))]
     plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=plain, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
     data = Dataset.from_dict({"text": [" ".join(f"w{i * j % 50}" for j in range(1, 19)) for i in range(32)]})
 
     def train(callbacks: list[Any]) -> Any:
