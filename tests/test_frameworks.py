@@ -277,24 +277,30 @@ def test_trl(tmp_path: Path) -> None:
 
 
 def two_ranks(folder: Path) -> None:
-    """Of one training by two processes; each has made its own monitor."""
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(folder / "tensorboard")
+    """Of trainings by two processes under all three; each process has made its own monitor."""
+    places = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    os.environ |= places | {"TORCHELASTIC_RUN_ID": "tests", "TENSORBOARD_LOGGING_DIR": str(folder / "hugging_face")}
     callback = attn_diag.trainer_monitor(every=2)
-    trainer = hugging_face(folder, [callback], report_to=["tensorboard"], ddp_backend="gloo", max_steps=4)
-    trainer.train()
-    assert distributed.is_initialized()
-    assert steps(callback.monitor) == [0, 2]
-    rows = [row["attn/max_logit/max"] for row in trainer.state.log_history if "attn/step" in row]
-    found: list[Any] = [None, None]
-    distributed.all_gather_object(found, rows)
-    assert found[0] == found[1], "both have the sums over both"
+    hugging_face(folder, [callback], report_to=["tensorboard"], ddp_backend="gloo").train()
+    assert distributed.get_world_size() == 2
+    watching, _ = accelerate(folder / "accelerate", 2, log_with="tensorboard")
+    lightning_s = attn_diag.lightning_monitor(every=2)
+    logger = import_module("lightning.pytorch.loggers").TensorBoardLogger(str(folder / "lightning"))
+    options: dict[str, Any] = {"loggers": logger, "strategy": "ddp", "devices": 2}
+    trainer, module, data = lightning("lightning.pytorch", folder, [lightning_s], **options)
+    trainer.fit(module, data, data)
+    mine = [monitor and monitor.metrics() for monitor in (callback.monitor, watching.monitor, lightning_s.monitor)]
+    both: list[Any] = [None, None]
+    distributed.all_gather_object(both, mine)
+    assert both[0] == both[1] == mine, "both have the sums over both"
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
 def test_the_first_of_two_processes_logs(tmp_path: Path, programs: Programs) -> None:
     programs.ranks(__file__, tmp_path)
-    scalars, _ = tensorboard_of(tmp_path / "tensorboard")
-    assert scalars["train/attn/step"] == [(1, 0.0), (3, 2.0)]
+    for framework, name, first in (("hugging_face", "train/", 1), ("accelerate", "", 0), ("lightning", "", 0)):
+        scalars, _ = tensorboard_of(tmp_path / framework)
+        assert scalars[f"{name}attn/step"] == [(first, 0.0), (first + 2, 2.0), (first + 4, 4.0)], framework
 
 
 # Lightning.
