@@ -49,6 +49,9 @@ from .watching.debugging.breaking import last_finding as last_finding
 from .watching.debugging.finding import Finding as Finding
 from .watching.drift.trace import check_qkv as check_qkv
 from .watching.drift.trace import trace_dtypes as trace_dtypes
+from .watching.frameworks.one_line import accelerate_monitor as accelerate_monitor
+from .watching.frameworks.one_line import lightning_monitor as lightning_monitor
+from .watching.frameworks.one_line import trainer_monitor as trainer_monitor
 from .watching.live.recorder import capture as capture
 from .watching.live.recorder import last as last
 from .watching.monitoring.monitor import Monitor as Monitor

@@ -131,7 +131,10 @@ def test_activation_checkpointing_gives_the_same(reentrant: bool) -> None:
 def test_options_choose_steps_layers_and_samples() -> None:
     model = nano_gpt(layers=3).model
     with Monitor(model, every=3, layers={1}, rows=7, sequences=2, first_step=5) as monitor:
+        assert monitor.step == 5
         train(model, 6)
+        assert monitor.step == 11
+    assert monitor.step == 11, "closed, it is where it was"
     assert [c.step for c in monitor.history] == [6, 9]
     assert [layer.layer for layer in monitor.history[0].layers] == [1]
     assert monitor.history[0].layers[0].module == "h.1.attn"

@@ -113,7 +113,7 @@ class Monitor:
             if check.step < first_step:
                 self.history.append(check)
                 self._alarm_state.update(check)
-        self._raised_at_newest = 0
+        self._raised_at_newest, self._ended_at = 0, first_step
         self._taken: set[Key] = set()
         self._open: dict[Key, Sample] = {}
         self._done: dict[Key, HeadSums] = {}
@@ -129,6 +129,7 @@ class Monitor:
         """Stop watching; what has been computed can still be read."""
         watch, self._watch = self._watch, None
         if watch is not None:
+            self._ended_at = watch.step
             if watch.never_stepped:
                 watch.warn_once(UNSTEPPED)
             if watch.looked and not watch.calls_seen:
@@ -138,6 +139,11 @@ class Monitor:
             self._done.clear()
             self._read(wait=True)
             self._past.clear()
+
+    @property
+    def step(self) -> int:
+        """The current step; once closed, the one that it came to."""
+        return self._ended_at if self._watch is None else self._watch.step
 
     def end_step(self) -> None:
         """Say that a step is over, where no torch.optim optimizer does."""
