@@ -162,15 +162,15 @@ def test_bits_stay(checkpointing: bool | None, backend: str, tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == 12
 
 
+@pytest.mark.usefixtures("_deterministic")
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.mark.parametrize("backend", ["flash", "efficient", "cuDNN"])
 @pytest.mark.parametrize("checkpointing", [None, False], ids=["", "checkpointed"])
 def test_a_compiled_model_is_captured_and_trains_as_it_did(
     backend: str, checkpointing: bool | None, tmp_path: Path
 ) -> None:
-    torch._dynamo.reset()
-
     def run(folder: Path | None) -> tuple[list[Tensor], Any]:
+        torch._dynamo.reset()
         tiny = nano_gpt(checkpointing)
         tiny.model.cuda()
         compiled: Any = torch.compile(tiny.model, fullgraph=True)
@@ -191,6 +191,7 @@ def test_a_compiled_model_is_captured_and_trains_as_it_did(
         return bits, recorder
 
     alone, _ = run(None)
+    assert same(alone, run(None)[0]), "the run itself is not repeatable"
     with torch._dynamo.config.patch(error_on_recompile=True):
         watched, recorder = run(tmp_path)
     assert same(alone, watched)

@@ -74,7 +74,7 @@ class Recorder:
         self._losses = Losses()
         self.dropped = self._losses.counts
         self._asked, self._if_taken = Path(path), if_taken
-        self._model, self._first_step = model, first_step
+        self._model, self._first_step, self._step = model, first_step, first_step
         self._steps, self._layers, self._calls = steps, layers, calls
         self._part, self._ring = Part(heads, batch), ring
         self._max_bytes, self._bytes, self._full = max_bytes, 0, False
@@ -120,6 +120,7 @@ class Recorder:
         if watch.never_stepped:
             watch.warn_once(UNSTEPPED)
         watch.stop()
+        self._step = watch.step
         with _lock:
             _open.remove(self)
         self._submit_open()
@@ -186,8 +187,8 @@ class Recorder:
 
     @property
     def step(self) -> int:
-        """The current step."""
-        return self._first_step if self._watch is None else self._watch.step
+        """The current step; once closed, the one that was."""
+        return self._step if self._watch is None else self._watch.step
 
     def end_step(self) -> None:
         """Say that a step is over, where no torch.optim optimizer does."""
