@@ -52,6 +52,7 @@ from .watching.drift.trace import trace_dtypes as trace_dtypes
 from .watching.frameworks.one_line import accelerate_monitor as accelerate_monitor
 from .watching.frameworks.one_line import lightning_monitor as lightning_monitor
 from .watching.frameworks.one_line import trainer_monitor as trainer_monitor
+from .watching.live.observed import observe as observe
 from .watching.live.recorder import capture as capture
 from .watching.live.recorder import last as last
 from .watching.monitoring.monitor import Monitor as Monitor

@@ -202,11 +202,18 @@ def _restore() -> None:
 def _wrapper(site: AttentionSite, function: Function) -> Function:
     @functools.wraps(function)
     def observed(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _observers or _in_cuda_graph():
+        if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        return _run(site, function, args, kwargs)
+        return passed_on(site, function, args, kwargs)
 
     return observed
+
+
+def passed_on(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of the user's own, and tell of it."""
+    if not _observers or _in_cuda_graph():
+        return function(*args, **kwargs)
+    return _run(site, function, args, kwargs)
 
 
 def _in_cuda_graph() -> bool:

@@ -56,16 +56,17 @@ _SDPA = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_
          "scale": None, "enable_gqa": False}  # fmt: skip
 
 
-def _unchanged(t: Tensor) -> Tensor:
+def unchanged(t: Tensor) -> Tensor:
+    """[B, H, T, D] as it is."""
     return t
 
 
-def _turned(t: Tensor) -> Tensor:
+def turned(t: Tensor) -> Tensor:
     """[B, H, T, D] of [B, T, H, D]."""
     return t.transpose(1, 2)
 
 
-def _gradients(o: Tensor, q: Tensor, k: Tensor, v: Tensor, lay_out: LayOut = _unchanged) -> Graph:
+def gradients(o: Tensor, q: Tensor, k: Tensor, v: Tensor, lay_out: LayOut = unchanged) -> Graph:
     """Where the gradients arrive, all laid out alike."""
     inputs: Graph = {"dq": (q, lay_out), "dk": (k, lay_out), "dv": (v, lay_out)}
     return {"do": (o, lay_out), **_unshared(inputs.items())}
@@ -120,7 +121,7 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         "o": result[spread],
     }
     found: Fields = tensors | {
-        "graph": _gradients(result, q, k, v, lambda t: t[spread]),
+        "graph": gradients(result, q, k, v, lambda t: t[spread]),
         "mask": mask if mask is None or q.dim() != 3 or mask.dim() < 3 else mask[:, None],
         "causal": causal,
         "scale": a["scale"],
@@ -218,10 +219,10 @@ def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | 
     # FlexAttention's LSE comes where others return their weights; transformers rounds it to the dtype of v.
     wide = (torch.float32, torch.float64)
     lse = next((t for t in more_results if isinstance(t, Tensor) and t.shape == q.shape[:3] and t.dtype in wide), None)
-    found: Fields = {"q": as_autocast(q), "k": as_autocast(k), "v": as_autocast(v), "o": _turned(o)} | {
+    found: Fields = {"q": as_autocast(q), "k": as_autocast(k), "v": as_autocast(v), "o": turned(o)} | {
         "kernel": f"transformers {getattr(getattr(module, 'config', None), '_attn_implementation', None)}",
         "lse": lse,
-        "graph": _gradients(o, q, k, v) | {"do": (o, _turned)},
+        "graph": gradients(o, q, k, v) | {"do": (o, turned)},
         "scale": options.get("scaling"),
         "softcap": options.get("softcap"),
         "refused": _refusals(
@@ -255,7 +256,7 @@ def _read_flex(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  #
         if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
     return {"kernel": "torch FlexAttention", "q": q, "k": k, "v": v, "o": o} | {
-        "graph": _gradients(o, q, k, v),
+        "graph": gradients(o, q, k, v),
         "lse": getattr(aux, "lse", aux),
         "mask": mask,
         "scale": a["scale"],
@@ -302,13 +303,13 @@ def _read_flash_attn(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | No
     if "qkv" in a:
         inputs = [(a["qkv"], _part(number)) for number in range(3)]
     elif "kv" in a:
-        inputs = [(a["q"], _turned), (a["kv"], _part(0)), (a["kv"], _part(1))]
+        inputs = [(a["q"], turned), (a["kv"], _part(0)), (a["kv"], _part(1))]
     else:
-        inputs = [(a[name], _turned) for name in "qkv"]
+        inputs = [(a[name], turned) for name in "qkv"]
     q, k, v = (lay_out(t) for t, lay_out in inputs)
     window = tuple(a.get("window_size") or (-1, -1))
-    return {"kernel": "flash_attn", "q": q, "k": k, "v": v, "o": _turned(o)} | {
-        "graph": {"do": (o, _turned), **_unshared(zip(("dq", "dk", "dv"), inputs, strict=True))},
+    return {"kernel": "flash_attn", "q": q, "k": k, "v": v, "o": turned(o)} | {
+        "graph": {"do": (o, turned), **_unshared(zip(("dq", "dk", "dv"), inputs, strict=True))},
         "lse": _saved_lse(o, tuple(q.shape[:3])),
         "causal": "bottom-right" if a.get("causal") else "none",
         "scale": a.get("softmax_scale"),

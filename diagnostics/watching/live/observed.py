@@ -1,0 +1,128 @@
+"""``attn_diag.observe``: an attention function that nobody knows is seen as the known ones are."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, overload
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.metadata import Causal
+from attn_diag.errors import InputError
+from attn_diag.watching.live import intercept
+from attn_diag.watching.live.sites import AttentionSite, Fields, gradients, turned, unchanged
+from attn_diag.watching.live.tap import Tap
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Layout = Literal["BHTD", "BTHD"]
+# What functions call these -> what we do.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "q": ("q", "query"),
+    "k": ("k", "key"),
+    "v": ("v", "value"),
+    "mask": ("mask", "attn_mask", "attention_mask"),
+    "causal": ("causal", "is_causal"),
+    "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
+    "window": ("window", "window_size", "sliding_window"),
+    "softcap": ("softcap",),
+}
+
+
+@overload
+def observe(function: Callable[Given, Result], /) -> Callable[Given, Result]: ...
+@overload
+def observe(
+    *, layout: Layout = ..., causal: Causal | bool | None = ..., scale: float | None = ...,
+    window: tuple[int, int] | None = ..., softcap: float | None = ...,
+) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...  # fmt: skip
+def observe(
+    function: Callable[Given, Result] | None = None,
+    /,
+    *,
+    layout: Layout = "BHTD",
+    causal: Causal | bool | None = None,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+) -> Any:
+    """Have an attention function of your own seen by ``capture``, ``Monitor``, ``break_if`` and ``last``.
+
+        @attn_diag.observe(causal=True)
+        def my_attention(q, k, v): ...
+
+    Its arguments q, k and v (or query, key and value) are the operands, and it returns O, or a tuple that begins with
+    O; an LSE [B, H, Tq] in fp32 may follow. What it is given under their usual names (mask or attn_mask, causal or
+    is_causal, scale, softmax_scale or sm_scale, window, softcap) is read off each call; what it fixes itself is stated
+    here. Where several fused operators or known functions run inside, those are told of instead. The function and its
+    gradients keep their bits; while nothing listens a call costs a microsecond. Inside a compiled graph it is a part of
+    that graph, and not seen.
+
+    Args:
+        function: Of q, k and v.
+        layout: Of q, k, v and O: "BHTD" or "BTHD".
+        causal: "none", "top-left" or "bottom-right"; True is "top-left".
+        scale: alpha; None: 1 / sqrt(D).
+        window: How many keys to the left and to the right a row sees.
+        softcap: c of c tanh(S / c).
+
+    Returns:
+        The function, observed; without ``function`` what makes it so.
+
+    Raises:
+        InputError: The function has no arguments for q, k and v, or an option is not one of those.
+    """
+    if function is None:
+        return functools.partial(
+            observe, **{"layout": layout, "causal": causal, "scale": scale, "window": window, "softcap": softcap}
+        )
+    if layout not in get_args(Layout):
+        raise InputError(f'layout must be "BHTD" or "BTHD", got {layout!r}')
+    stated = {"causal": _alignment(causal), "scale": scale, "window": window, "softcap": softcap}
+    names = _names_of(function)
+    lay_out = unchanged if layout == "BHTD" else turned
+    label = f"{function.__module__}.{function.__qualname__}"
+
+    def read(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
+        given = {name: a[theirs] for name, theirs in names.items() if a.get(theirs) is not None}
+        o, *more = result if isinstance(result, tuple) else (result,)
+        q, k, v = (given.pop(name) for name in "qkv")
+        rows = lay_out(q).shape[:3]
+        lse = next((t for t in more if isinstance(t, Tensor) and t.shape == rows and t.dtype == torch.float32), None)
+        if "causal" in given:
+            given["causal"] = _alignment(given["causal"])
+        options = {name: value for name, value in (stated | given).items() if value is not None}
+        tensors = {"q": lay_out(q), "k": lay_out(k), "v": lay_out(v), "o": lay_out(o), "lse": lse}
+        return {"kernel": label, "graph": gradients(o, q, k, v, lay_out)} | tensors | options
+
+    site = AttentionSite(label, read)
+
+    @functools.wraps(function)
+    def observed(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return cast(Result, intercept.passed_on(site, function, args, kwargs))
+
+    return observed
+
+
+def _names_of(function: Callable[..., Any]) -> dict[str, str]:
+    parameters = inspect.signature(function).parameters
+    found = {ours: next((n for n in theirs if n in parameters), None) for ours, theirs in _NAMES.items()}
+    if missing := [name for name in "qkv" if found[name] is None]:
+        raise InputError(
+            f"{function.__qualname__} must have arguments q, k and v (or query, key and value) to be observed; it has "
+            f"{', '.join(parameters) or 'none'}, and none for {', '.join(missing)}: wrap it in a function that has"
+        )
+    return {ours: theirs for ours, theirs in found.items() if theirs is not None}
+
+
+def _alignment(causal: Causal | bool | None) -> Causal | None:
+    if isinstance(causal, bool):
+        return "top-left" if causal else "none"
+    if causal is not None and causal not in get_args(Causal):
+        raise InputError(f"causal must be True, False or one of {', '.join(get_args(Causal))}, got {causal!r}")
+    return causal

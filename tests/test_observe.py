@@ -1,0 +1,117 @@
+"""Attention functions that nobody knows, under ``attn_diag.observe``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import holds, some
+from tiny_models import only
+from torch import Tensor, nn
+
+import attn_diag
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor) -> Tensor:
+    return (q @ k.mT * scale).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+@attn_diag.observe(causal=True)
+def of_heads(query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float) -> Tensor:
+    rows = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    return plain(query, key, value, softmax_scale, ~rows)
+
+
+@attn_diag.observe(layout="BTHD")
+def of_tokens(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    rows = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(0 if is_causal else k.shape[2])
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~rows, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).detach()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return of_heads(q, k, v, softmax_scale=0.25)
+
+
+def operands(*shape: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
+
+
+def test_a_plain_attention_of_a_model_is_captured(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(2, 12, 32)
+    alone = layer(x)
+    with attn_diag.capture(layer, tmp_path) as recorder:
+        watched = layer(x)
+        torch.autograd.backward(watched.square().sum())
+    assert torch.equal(alone, watched)
+    capture = only(recorder)
+    assert (capture.metadata.causal, capture.metadata.scale) == ("top-left", 0.25)
+    assert "of_heads" in str(capture.metadata.kernel)
+    assert {"q", "k", "v", "o", "do", "dq", "dk", "dv", "x", "w_q"} <= capture.tensors.keys()
+    assert holds(capture)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tokens_first_and_an_lse(is_causal: bool, tmp_path: Path) -> None:
+    q, k, v = operands(2, 12, 4, 8)
+    with attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        o, lse = of_tokens(q, k, v, is_causal=is_causal)
+        torch.autograd.backward(o.square().sum())
+    capture = only(recorder)
+    assert capture.metadata.causal == ("top-left" if is_causal else "none")
+    assert torch.equal(capture.tensors["lse"][...], lse)
+    assert torch.equal(capture.tensors["dk"][...], some(k.grad).transpose(1, 2))
+    assert holds(capture)
+
+
+def test_what_runs_inside_is_told_of_instead(tmp_path: Path) -> None:
+    @attn_diag.observe
+    def wrapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    with attn_diag.capture(None, tmp_path) as recorder:
+        wrapped(*operands(1, 2, 8, 8))
+    assert "SDPA" in str(only(recorder).metadata.kernel)
+
+
+def test_the_debugger_stops_behind_a_wrong_one() -> None:
+    found: list[Any] = []
+
+    @attn_diag.observe
+    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return o.index_fill(2, torch.arange(40, 64), 0.0)
+
+    with attn_diag.break_if(wrong=True, hook=found.append):
+        wrong(*(t.detach().bfloat16() for t in operands(1, 2, 64, 16)))
+    assert len(found) == 1
+
+
+def test_it_stays_itself_and_is_passed_by_in_a_graph() -> None:
+    assert of_heads.__name__ == "of_heads"
+    compiled: Any = torch.compile(of_heads, fullgraph=True, backend="eager")
+    q, k, v = operands(1, 2, 8, 8)
+    assert torch.equal(compiled(q, k, v, softmax_scale=0.5), of_heads(q, k, v, softmax_scale=0.5))
+
+
+def test_what_cannot_be_observed_says_what_is_missing() -> None:
+    def packed(qkv: Tensor) -> Tensor:
+        return qkv
+
+    with pytest.raises(attn_diag.InputError, match=r"it has qkv, and none for q, k, v"):
+        attn_diag.observe(packed)
+    with pytest.raises(attn_diag.InputError, match="layout must be"):
+        attn_diag.observe(layout="HTD")(of_heads)  # type: ignore[call-overload]
+    with pytest.raises(attn_diag.InputError, match="causal must be"):
+        attn_diag.observe(causal="left")(of_heads)  # type: ignore[call-overload]
