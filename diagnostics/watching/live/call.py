@@ -69,6 +69,8 @@ class AttentionCall:
     """The rows [Hq * D, C] of the projection's weight."""
     dq_pre: Tensor | None = None
     """After the backward, the gradient at the projection's output, [B, Hq, Tq, D], where q is not x w_q^T itself."""
+    head_offset: int = 0
+    """The number of the first head in the whole model, where tensor parallelism gives this rank some of them."""
     refused: str | None = None
     """Why attn-diag cannot analyse the call (dropout, sinks)."""
     awaits_backward: bool = False

@@ -55,10 +55,19 @@ class CapturedProjection:
     exact: bool
     """Whether q is exactly its output (nothing in between)."""
 
-    def weight(self) -> Tensor | None:
-        """Return w_q [Hq * D, C]; None where this rank holds a shard only, as FSDP leaves it between uses."""
-        weight: Tensor = self.layer.weight.detach()
-        if hasattr(weight, "to_local") or weight.dim() != 2:
+    def weight(self, y: Tensor) -> Tensor | None:
+        """Return w_q [Hq * D, C] of the heads that ran; None where this rank holds less, as FSDP may leave it.
+
+        Args:
+            y: The layer's output.
+        """
+        weight: Any = self.layer.weight.detach()
+        if hasattr(weight, "to_local"):
+            # Tensor parallelism multiplies by what FSDP would gather first.
+            weight = weight.to_local()
+            if y.shape[-1] not in weight.shape:
+                return None
+        if weight.dim() != 2:
             return None
         # transformers' Conv1D keeps its weight as [C, N].
         weight = weight.T if _is_conv1d(self.layer) else weight
@@ -138,7 +147,7 @@ class Projections:
         if seen is None:
             return None
         self._recent.remove(seen)
-        x = _by_rows(seen.x.detach(), batch, rows)
+        x = _by_rows(_whole(seen.x.detach()), batch, rows)
         return None if x is None else (found, x, seen.y)
 
 
@@ -150,6 +159,33 @@ def is_compiled(module: nn.Module) -> bool:
         return False
     held = (holder for holder in gc.get_referrers(module) if type(holder) is dict)
     return any(holder.get("_orig_mod") is module for holder in held)
+
+
+def first_head(module: nn.Module, q: Tensor) -> int:
+    """The number of q's first head in the whole model: tensor parallelism gives each rank some of them.
+
+    Args:
+        module: The attention module, whose projections' weights say how they are sharded.
+        q: What ran, [B, Hq, T, D].
+    """
+    own = q.shape[1] * q.shape[3]
+    for layer in module.modules():
+        weight: Any = getattr(layer, "weight", None)
+        if not _is_linear(layer) or not hasattr(weight, "to_local") or type(layer).__name__.startswith("FSDP"):
+            continue
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mine, first = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        if mine[0] % own == 0 and mine[0] < weight.shape[0]:
+            return first[0] * q.shape[1] // mine[0]
+    return 0
+
+
+def _whole(t: Any) -> Any:
+    """The tensor that every rank has of a replicated DTensor; any other as it is."""
+    if hasattr(t, "to_local") and all(placement.is_replicate() for placement in t.placements):
+        return t.to_local()
+    return t
 
 
 def clean(name: str) -> str:

@@ -60,6 +60,7 @@ class CallPlaces:
         self._any = model is None
         self._names: dict[int, str] = {}
         self._modules: dict[int, nn.Module] = {}
+        self._by_name: dict[str | None, nn.Module] = {}
         self._layers: dict[Any, int] = {}
         self._counts: dict[tuple[Any, bool], int] = defaultdict(int)
         self._runs: dict[tuple[Any, bool], _Run] = {}
@@ -75,6 +76,7 @@ class CallPlaces:
             for name, module in self._model.named_modules():
                 self._names[id(module)] = clean(name)
                 self._modules[id(module)] = module
+            self._by_name = {self._names[number]: module for number, module in self._modules.items()}
 
     @property
     def layers(self) -> list[int]:
@@ -142,6 +144,10 @@ class CallPlaces:
             return self._names.get(id(module)), self._layer(module), run.number
         name = self._names.get(id(caller.owner))
         return name, self._numbered((key[0], run.index), run.index), run.number
+
+    def named(self, name: str | None) -> nn.Module | None:
+        """The model's module of that name."""
+        return self._by_name.get(name)
 
     def by_order(self, caller: Caller) -> bool:
         """Whether nothing but the order of its calls tells a layer from another."""

@@ -265,7 +265,7 @@ class Recorder:
         metadata = call.metadata()
         extra = {**metadata["extra"], "run": self._run, "world_size": str(world_size())}
         extra["batch_items"] = ",".join(map(str, self._part.items(call)))
-        return {**metadata, "head_offset": self._part.heads(call)[0], "rank": rank(), "extra": extra}
+        return {**metadata, "head_offset": call.head_offset + self._part.heads(call)[0], "rank": rank(), "extra": extra}
 
     def _name(self, call: AttentionCall) -> str:
         where = call.place

@@ -17,7 +17,7 @@ from attn_diag.errors import InputError
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
-from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, is_compiled
+from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first_head, is_compiled
 from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
@@ -234,6 +234,8 @@ class Watch:
         known = fields.pop("projection", None)
         detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
         call = AttentionCall(place=place, **detached)
+        if (module := self._places.named(place.module)) is not None:
+            call.head_offset = first_head(module, call.q)
         if self._places.by_order(met.caller):
             call.notes.append(BY_ORDER)
         o = result[0] if isinstance(result, tuple) else result
@@ -249,7 +251,7 @@ class Watch:
                 pending.copy_dq = biased
         elif place.module is not None and (found := self._projections.find(place.module, call.q)) is not None:
             projection, x, y = found
-            call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), projection.weight()
+            call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), projection.weight(y)
             if call.w_q is None:
                 call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
             if pending is not None:
