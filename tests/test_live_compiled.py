@@ -193,6 +193,67 @@ def test_inference_makes_a_step_of_every_forward(tmp_path: Path) -> None:
     assert sorted(captures(tmp_path)) == [(0, 0), (0, 1), (2, 0), (2, 1)]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool, tmp_path: Path) -> None:
+    """The backward is given what was made again, at other addresses."""
+    tiny = nano_gpt(reentrant)
+    with attn_diag.capture(tiny.model, tmp_path):
+        train(tiny, not_lowered(tiny.model), contextlib.nullcontext(), count=1)
+    found = captures(tmp_path)
+    assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(set(QUANTITIES) <= c.tensors.keys() for c in found.values())
+
+
+def test_what_is_not_this_models_training_is_passed_over(tmp_path: Path) -> None:
+    """Neither evaluation nor a compiled teacher."""
+    tiny, teacher = nano_gpt(), nano_gpt()
+    run, taught = not_lowered(tiny.model), not_lowered(teacher.model)
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+    with attn_diag.capture(tiny.model, tmp_path, calls=None) as recorder:
+        for _ in range(2):
+            torch.autograd.backward(tiny.loss(run) + teacher.loss(taught))
+            optimizer.step()
+            with torch.no_grad():
+                tiny.loss(run)
+    assert len(recorder.written) == 4
+    assert {c.metadata.extra["call"] for c in map(attn_diag.load, recorder.written)} == {"0"}
+
+
+class Attention(nn.Module):
+    """Calls it so often."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.qkv, self.calls = nn.Linear(16, 48), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        for _ in range(self.calls):
+            q = nn.functional.scaled_dot_product_attention(q, k, v)
+        return q.transpose(1, 2).flatten(-2)
+
+
+class Mixer(Attention):
+    """Its name tells nothing."""
+
+
+@pytest.mark.parametrize(("layers", "named"), [((Attention, 1), True), ((Attention, 2), False), ((Mixer, 1), False)])
+def test_a_layer_has_a_name_only_where_it_is_known(
+    layers: tuple[type[Attention], int], named: bool, tmp_path: Path
+) -> None:
+    kind, calls = layers
+    model = nn.Sequential(*(kind(calls) for _ in range(2)))
+    run = not_lowered(model)
+    with attn_diag.capture(model, tmp_path, calls=None) as recorder:
+        for _ in range(2):
+            torch.autograd.backward(run(torch.ones(2, 6, 16)).sum())
+    found = [attn_diag.load(path).metadata for path in recorder.written]
+    assert sorted((c.layer, c.extra["call"]) for c in found) == [
+        (layer, call) for layer in range(2 * calls) for call in "01"
+    ]
+    assert {c.extra["module"] for c in found} == ({"0", "1"} if named else {""})
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
 def test_transformers(kind: str, tmp_path: Path) -> None:
     tiny = transformers_model(kind, "sdpa")

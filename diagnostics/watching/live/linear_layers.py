@@ -72,7 +72,8 @@ class CapturedProjection:
         # transformers' Conv1D keeps its weight as [C, N].
         weight = weight.T if _is_conv1d(self.layer) else weight
         rows = self.slice.columns(weight.shape[0], weight.device)
-        return weight[rows]
+        own: Tensor = weight[rows]
+        return own
 
     @property
     def biased(self) -> bool:

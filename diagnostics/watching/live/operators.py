@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -181,6 +181,7 @@ class OperatorOverrides:
     ) -> None:
         self._composite, self._forward, self._backward = composite, forward, backward
         self._libraries: list[Any] = []
+        self._overridden: set[str] = set()
 
     def install(self) -> None:
         """Put them there; what the build or the device lacks is left out."""
@@ -191,10 +192,9 @@ class OperatorOverrides:
             import_module("attn_diag.kernels.attention")
         found: list[tuple[str, str, Callable[..., Any]]] = []
         for device in _DEVICES:
-            # Autograd's first, and removed last: an operator with a device's kernel alone would lose its gradient.
-            wanted: list[tuple[str, str, _Makes]] = [
-                (SCALED_DOT_PRODUCT, key, self._met) for key in (f"Autograd{device}", device)
-            ]
+            # Above autograd alone: with a kernel of a device's the operator would be one that nobody may take apart, in
+            # a graph that is exported meanwhile, and without that of autograd one that has no gradient.
+            wanted: list[tuple[str, str, _Makes]] = [(SCALED_DOT_PRODUCT, f"Autograd{device}", self._met)]
             wanted += [(o.name, device, partial(self._ran, o)) for o in OPERATORS]
             wanted += [(o.backward, device, self._went_back) for o in OPERATORS]
             for name, key, ours in wanted:
@@ -207,11 +207,15 @@ class OperatorOverrides:
                 library: Any = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
                 self._libraries.append(library)
                 library.impl(bare, kernel, key, with_keyset=True, allow_override=True)
+        self._overridden = {name for name, _, _ in found}
+        _forget(self._overridden)
 
     def remove(self) -> None:
         """Leave every operator as it was."""
         while self._libraries:
             self._libraries.pop()._destroy()
+        _forget(self._overridden)
+        self._overridden = set()
 
     def _met(self, kernel: Any, arguments: Sequence[Any]) -> Callable[..., Any]:  # noqa: ARG002 - as the others
         composite = self._composite
@@ -253,6 +257,18 @@ def _kernel(name: str, key: str) -> Any | None:
         return get_kernel(name, key)
     except (RuntimeError, ValueError):
         return None
+
+
+def _forget(names: Iterable[str]) -> None:
+    """Have torch's Python dispatcher look again where an operator's kernels are.
+
+    It remembers, under symbolic shapes, that an operator has a kernel for autograd of its own. Once that is gone, what
+    is traced would have no gradient.
+    """
+    for name in names:
+        namespace, bare = name.split("::")
+        operator = getattr(getattr(torch.ops, namespace), bare).default
+        operator._dispatch_cache.clear()
 
 
 def _named(arguments: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

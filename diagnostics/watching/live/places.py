@@ -7,6 +7,7 @@ one that was compiled, or, where there are not as many, the n-th layer.
 
 from __future__ import annotations
 
+import dis
 import re
 import sys
 from collections import defaultdict
@@ -18,11 +19,15 @@ from torch import nn
 from torch.fx import GraphModule
 
 from attn_diag.watching.live.linear_layers import clean
+from attn_diag.watching.live.operators import OPERATORS
 
 _MAX_FRAMES = 80
 _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
 # The code of a graph; what the modules have that inductor writes; what calls graphs.
 _GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", "runtime_wrappers.py"
+# How the names of fused operators begin.
+_FUSED = tuple(operator.name.split("::")[1].removesuffix("_for_cpu") for operator in OPERATORS)
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 _Site = tuple[tuple[int, int], ...]
 
 
@@ -66,6 +71,7 @@ class CallPlaces:
         self._runs: dict[tuple[Any, bool], _Run] = {}
         self._attentions: dict[int, list[nn.Module]] = {}
         self._unnamed: set[int] = set()
+        self._calls: dict[int, int] = {}
         self._no_modules: set[CodeType] = set()
         self._code: dict[int, CodeType] = {}
         self._model = model
@@ -118,9 +124,11 @@ class CallPlaces:
                 owner = frame.f_locals.get("self")
                 if not isinstance(owner, nn.Module):
                     self._no_modules.add(code)
+                elif isinstance(owner, GraphModule) and compiled:
+                    pass  # the graph itself
                 elif (own := self._own(owner)) is not None:
                     return Caller(own, tuple(site) if compiled else None, differentiated, foreign=False)
-                elif not isinstance(owner, GraphModule):
+                else:
                     foreign = True
             frame = frame.f_back
         return Caller(None, tuple(site) if compiled else None, differentiated, foreign)
@@ -137,6 +145,8 @@ class CallPlaces:
         key = (_key(caller.owner), recomputing)
         if caller.site is None:
             return self._names.get(id(caller.owner)), self._layer(caller.owner), self._counts[key]
+        if caller.site and self._calls_in(caller.site[0][0]) > len(self._within(caller.owner)):
+            self._unnamed.add(id(self._root(caller.owner)))
         run = self._run(key, caller)
         within = self._within(caller.owner)
         if run.index < len(within):
@@ -172,13 +182,16 @@ class CallPlaces:
         run = self._runs.get(key)
         if run is None:
             return _Run(0)
-        again = bool(caller.site) and caller.site in run.sites
-        if run.index == len(self._within(caller.owner)):
-            if caller.site and any(site[0][0] == caller.site[0][0] for site in run.sites) and not again:
-                self._unnamed.add(id(self._root(caller.owner)))  # the same code has more calls than that
-            else:
-                again = True
+        whole = len(self._within(caller.owner))
+        again = (bool(caller.site) and caller.site in run.sites) or run.index == whole > 0
         return _Run(run.number + 1) if again else run
+
+    def _calls_in(self, code: int) -> int:
+        """How many attention calls the code of a graph makes."""
+        if code not in self._calls:
+            named = (str(step.argval) for step in dis.get_instructions(self._code[code]) if step.opname in _LOADS)
+            self._calls[code] = sum(name.startswith(_FUSED) and not name.endswith("_backward") for name in named)
+        return self._calls[code]
 
     def _over(self, owner: Any, run: _Run, *, recomputing: bool) -> None:
         if not recomputing and run.index != len(self._attentions.get(owner, ())):
