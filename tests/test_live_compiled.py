@@ -230,7 +230,8 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         for _ in range(self.calls):
             q = nn.functional.scaled_dot_product_attention(q, k, v)
-        return q.transpose(1, 2).flatten(-2)
+        o: Tensor = q.transpose(1, 2).flatten(-2)
+        return o
 
 
 class Mixer(Attention):

@@ -60,7 +60,8 @@ def one_rank(folder: Path) -> None:
     distributed.init_process_group("gloo")
     for how in WAYS:
         bits = []
-        for around in (contextlib.nullcontext(), None):
+        arounds: list[Any] = [contextlib.nullcontext(), None]
+        for around in arounds:
             torch._dynamo.reset()
             tiny = transformers_model("llama", "sdpa")
             run = sharded(how, tiny)

@@ -90,7 +90,7 @@ def test_the_debugger_stops_behind_a_wrong_one() -> None:
 
     @attn_diag.observe
     def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        o: Tensor = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
         return o.index_fill(2, torch.arange(40, 64), 0.0)
 
     with attn_diag.break_if(wrong=True, hook=found.append):
