@@ -27,7 +27,6 @@ Meets = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _Makes = Callable[[Any, Sequence[Any]], Callable[..., Any]]
 
 SCALED_DOT_PRODUCT = "aten::scaled_dot_product_attention"
-_DEVICES = ("CPU", "CUDA", "XPU", "PrivateUse1")
 # What operators call their arguments -> what we do.
 _NAMES = {
     "query": "q", "key": "k", "value": "v", "out": "o", "logsumexp": "lse", "grad_out": "do", "grad_out_": "do",
@@ -43,23 +42,27 @@ class FusedOperator:
     kernel: str
     """What reports call it."""
     backward: str
+    devices: tuple[str, ...]
+    """Those it has kernels for, as the dispatcher names them."""
     lse: int = 1
     """Which of its results is the LSE."""
     causal: str = "top-left"
     """What it means by ``is_causal`` where there are more or fewer keys than queries."""
 
 
-def _of_torch(name: str, kernel: str, causal: str = "top-left") -> FusedOperator:
-    return FusedOperator(f"aten::{name}", f"torch SDPA {kernel}", f"aten::{name}_backward", causal=causal)
+def _of_torch(name: str, kernel: str, *devices: str, causal: str = "top-left") -> FusedOperator:
+    return FusedOperator(f"aten::{name}", f"torch SDPA {kernel}", f"aten::{name}_backward", devices, causal=causal)
 
 
 OPERATORS = (
-    _of_torch("_scaled_dot_product_flash_attention", "flash", "bottom-right"),
-    _of_torch("_scaled_dot_product_efficient_attention", "efficient"),
-    _of_torch("_scaled_dot_product_cudnn_attention", "cuDNN"),
-    _of_torch("_scaled_dot_product_flash_attention_for_cpu", "flash on the CPU"),
-    _of_torch("_scaled_dot_product_fused_attention_overrideable", "of the device's backend"),
-    FusedOperator("attn_diag::attention_forward", "attn_diag.attention", "attn_diag::attention_backward", lse=2),
+    _of_torch("_scaled_dot_product_flash_attention", "flash", "CUDA", causal="bottom-right"),
+    _of_torch("_scaled_dot_product_efficient_attention", "efficient", "CUDA"),
+    _of_torch("_scaled_dot_product_cudnn_attention", "cuDNN", "CUDA"),
+    _of_torch("_scaled_dot_product_flash_attention_for_cpu", "flash on the CPU", "CPU"),
+    _of_torch("_scaled_dot_product_fused_attention_overrideable", "of the device's backend", "XPU", "PrivateUse1"),
+    FusedOperator(
+        "attn_diag::attention_forward", "attn_diag.attention", "attn_diag::attention_backward", ("CPU", "CUDA"), lse=2
+    ),
 )
 
 
@@ -191,15 +194,17 @@ class OperatorOverrides:
         with suppress(ImportError):
             import_module("attn_diag.kernels.attention")
         found: list[tuple[str, str, Callable[..., Any]]] = []
-        for device in _DEVICES:
-            # Above autograd alone: with a kernel of a device's the operator would be one that nobody may take apart, in
-            # a graph that is exported meanwhile, and without that of autograd one that has no gradient.
-            wanted: list[tuple[str, str, _Makes]] = [(SCALED_DOT_PRODUCT, f"Autograd{device}", self._met)]
-            wanted += [(o.name, device, partial(self._ran, o)) for o in OPERATORS]
-            wanted += [(o.backward, device, self._went_back) for o in OPERATORS]
-            for name, key, ours in wanted:
-                if (kernel := _kernel(name, key)) is not None:
-                    found.append((name, key, ours(kernel, torch._C._get_schema(name, "").arguments)))
+        # Above autograd alone: with a kernel of a device's the operator would be one that nobody may take apart, in a
+        # graph that is exported meanwhile, and without that of autograd one that has no gradient.
+        devices = {device: None for operator in OPERATORS for device in operator.devices}
+        wanted: list[tuple[str, str, _Makes]] = [(SCALED_DOT_PRODUCT, f"Autograd{d}", self._met) for d in devices]
+        for operator in OPERATORS:
+            for device in operator.devices:
+                wanted.append((operator.name, device, partial(self._ran, operator)))
+                wanted.append((operator.backward, device, self._went_back))
+        for name, key, ours in wanted:
+            if (kernel := _kernel(name, key)) is not None:
+                found.append((name, key, ours(kernel, torch._C._get_schema(name, "").arguments)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that an operator is overridden
             for name, key, kernel in found:
@@ -211,7 +216,7 @@ class OperatorOverrides:
         _forget(self._overridden)
 
     def remove(self) -> None:
-        """Leave every operator as it was."""
+        """Leave every operator as it was (each registration leaves some hundred bytes in torch)."""
         while self._libraries:
             self._libraries.pop()._destroy()
         _forget(self._overridden)
