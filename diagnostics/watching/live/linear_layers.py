@@ -153,13 +153,16 @@ class Projections:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile made it, compiled it in place, or made another module of it that is in use."""
-    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-        return True
-    if "torch._dynamo" not in sys.modules:
-        return False
-    held = (holder for holder in gc.get_referrers(module) if type(holder) is dict)
-    return any(holder.get("_orig_mod") is module for holder in held)
+    """Whether torch.compile made it, or compiled it in place."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_run_compiled(model: nn.Module) -> bool:
+    """Whether it is compiled, or torch.compile made another module of it that is in use; looks through all objects."""
+    if is_compiled(model) or "torch._dynamo" not in sys.modules:
+        return is_compiled(model)
+    held = (holder for holder in gc.get_referrers(model) if type(holder) is dict)
+    return any(holder.get("_orig_mod") is model for holder in held)
 
 
 def first_head(module: nn.Module, q: Tensor) -> int:

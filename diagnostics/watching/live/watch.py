@@ -17,7 +17,7 @@ from attn_diag.errors import InputError
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
-from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first_head, is_compiled
+from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
@@ -125,7 +125,7 @@ class Watch:
 
     def _install(self) -> None:
         self._places.read()
-        whole = self.model is not None and is_compiled(self.model)
+        whole = self.model is not None and is_run_compiled(self.model)
         # A hook inside a compiled module would have it compiled anew.
         if self.model is not None and not whole:
             self._projections.watch(self.model, self.guarded)
