@@ -47,11 +47,18 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
     first = samples[0]
     if len(samples) == 1:
         return first
-    clusters, start = [], 0
+    # A copy of a sequence tells nothing new: its rows count with those that they copy.
+    first_of: dict[bytes, tuple[int, int]] = {}
+    clusters, copied, start, rows = [], [], 0, 0
     for s in samples:
         own = np.arange(len(s.rows)) if s.clusters is None else s.clusters
-        clusters.append(own + start)
-        start += int(own.max()) + 1 if len(own) else 0
+        alike = s.reference.tobytes() + s.counterfactual.tobytes()
+        at, row = first_of.setdefault(alike, (start, rows))
+        clusters.append(own + at)
+        copied.append(np.arange(row, row + len(own)))
+        if row == rows:
+            start += int(own.max()) + 1 if len(own) else 0
+            rows += len(own)
     arrays = {
         name: np.concatenate([getattr(s, name) for s in samples])
         for name in ("rows", "error", "counterfactual", "floor", "reference", "expected", "bad_rows", "not_zero")
@@ -64,6 +71,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         in_outlying_element=np.concatenate([s.in_outlying_element for s in samples]),
         largest=max((s.largest for s in samples), key=lambda found: found[3]),
         clusters=np.concatenate(clusters),
+        copied=np.concatenate(copied) if rows < len(arrays["rows"]) else None,
         carriers=first.carriers,
         site=next((s.site for s in samples if s.site is not None), None),
         compared=first.compared,

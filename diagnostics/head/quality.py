@@ -80,6 +80,8 @@ class QuantitySample:
     site: str | None = None
     """The field of a recipe that explains the error where another published kernel's recipe does; None: not looked for,
     or none does."""
+    copied: npt.NDArray[np.int64] | None = None
+    """[n], of several sequences, some of them copies of each other: the same number for rows that are copies."""
     compared: bool = True
     """Whether there is a published recipe to compare with; else only what no sane kernel leaves stands out."""
     ceiling: float = math.inf
@@ -109,7 +111,9 @@ class QuantitySample:
         """The same with every row's errors in units of its own expected noise, so that no row outweighs the others."""
         unit = np.maximum(self.expected, 1e-300)
         other, floor = self.counterfactual / unit, self.floor / unit
-        return paired_ratio(self.error / unit, other if other.sum() > floor.sum() else floor, None, self.carriers)
+        return paired_ratio(
+            self.error / unit, other if other.sum() > floor.sum() else floor, self.copied, self.carriers
+        )
 
 
 @dataclass(frozen=True)
