@@ -194,8 +194,9 @@ class CallPlaces:
         return self._calls[code]
 
     def _over(self, owner: Any, run: _Run, *, recomputing: bool) -> None:
-        if not recomputing and run.index != len(self._attentions.get(owner, ())):
-            self._unnamed.add(owner)
+        root = id(self._model) if owner is None else owner
+        if not recomputing and run.index != len(self._attentions.get(root, ())):
+            self._unnamed.add(root)
 
     def _root(self, owner: nn.Module | None) -> nn.Module | None:
         return owner if owner is not None else self._model

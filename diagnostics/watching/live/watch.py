@@ -81,10 +81,9 @@ class Met:
 class Watch:
     """Tells a listener of the attention calls of a model between ``start`` and ``stop``.
 
-    A step ends with a torch.optim optimizer's ``step()`` after an attention call (not that of one that holds other
-    models' parameters, once one that holds ours has stepped), or with ``end_step()``. In a loop that has neither, every
-    forward of the model is a step. Once a loop trains, calls without gradients (evaluation) are neither told of nor
-    counted, and the steps before, if there were any, count as none.
+    A step ends with a torch.optim optimizer's ``step()`` (see ``Clock``), or with ``end_step()``. In a loop that has
+    neither, every forward of the model is a step. Once a loop trains, calls without gradients (evaluation) are neither
+    told of nor counted, and the steps before, if there were any, count as none.
 
     Args:
         model: whose calls; None: every call.
