@@ -9,7 +9,8 @@ order; the exact factor makes the parts add up):
     casts         dS' = cast(exp(S - L_obs) o (dP - delta_obs));  dQ' = cast(alpha dS' K);  dK' = cast(alpha dS'^T Q)
                   P' = cast(exp(S - L_obs));  dV' = cast(P'^T dO)
 
-With softcap P in the delta terms becomes P o (1 - (S/c)^2). The delta identity is Qiu & Yao's, arXiv
+FlashAttention-2 and FlexAttention cast dS, cuDNN casts alpha dS: other bits where alpha is no power of two. What a
+kernel does is read off its dQ. With softcap P in the delta terms becomes P o (1 - (S/c)^2). The delta identity is Qiu & Yao's, arXiv
 2510.04212, section 3.2. dW_Q = sum over rows of dQ (x) x carries every part over linearly, and so does the transposed
 Jacobian of what may lie between (``head.pullback``).
 """
@@ -35,7 +36,8 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class ForwardErrors:
     """What the backward was fed: delta and LSE of one observation and head, [Tq] float64, and the cast's format.
 
-    ``delta_error`` = observed - reference; ``lse`` and ``lse_error`` None where LSE was not captured.
+    ``delta_error`` = observed - reference; ``lse`` and ``lse_error`` None where LSE was not captured. ``dq`` [Tq, D]
+    is what it returned, None where unknown.
     """
 
     delta: Tensor
@@ -43,6 +45,7 @@ class ForwardErrors:
     lse: Tensor | None
     lse_error: Tensor | None
     cast: FloatFormat
+    dq: Tensor | None = None
 
 
 @dataclass
@@ -78,6 +81,8 @@ class BackwardCollector:
         assert head.do is not None
         self._head, self._errors = head, errors
         self._want_casts = want_casts
+        # Whether alpha dS is cast, which the first block tells.
+        self._alpha_first = None if errors.dq is not None and math.frexp(head.scale)[0] != 0.5 else False
         new = head.q.new_zeros
         self.dq_cast = new(head.q.shape) if want_casts else None
         self.dk_delta = new(head.k.shape) if want_keys else None
@@ -112,13 +117,29 @@ class BackwardCollector:
         factor = block.inverse_row_sum
         if self._errors.lse_error is not None:
             factor = factor * torch.exp(-self._errors.lse_error[rows])
-        dscores = _kernel_cast_(dscores.mul_(factor[:, None]), self._errors.cast)
+        dscores = self._cast_dscores_(dscores.mul_(factor[:, None]), rows, keys)
         if self.dq_cast is not None:
-            self.dq_cast[rows] = (dscores @ self._head.k[keys]).mul_(self._head.scale)
+            self.dq_cast[rows] = dscores @ self._head.k[keys]
         if self.dk_cast is not None and self.dv_cast is not None:
-            self.dk_cast[keys] += dscores.T @ scaled_q
+            self.dk_cast[keys] += dscores.T @ self._head.q[rows]
             probs = _kernel_cast_(block.unnormalised_probs * factor[:, None], self._errors.cast)
             self.dv_cast[keys] += probs.T @ self._head.do[rows]
+
+
+    def _cast_dscores_(self, dscores: Tensor, rows: slice | Tensor, keys: slice) -> Tensor:
+        """alpha times dS [R, K] as it was cast; in place."""
+
+        def cast_(values: Tensor, *, alpha_first: bool) -> Tensor:
+            alpha, fmt = self._head.scale, self._errors.cast
+            return _kernel_cast_(values.mul_(alpha), fmt) if alpha_first else _kernel_cast_(values, fmt).mul_(alpha)
+
+        if self._alpha_first is None and self._errors.dq is not None:
+            off = [
+                (cast_(dscores.clone(), alpha_first=first) @ self._head.k[keys] - self._errors.dq[rows]).norm()
+                for first in (False, True)
+            ]
+            self._alpha_first = bool(off[1] < off[0]) if off[0] != off[1] else None  # no gradient in these rows
+        return cast_(dscores, alpha_first=bool(self._alpha_first))
 
 
 def _kernel_cast_(x: Tensor, fmt: FloatFormat) -> Tensor:
