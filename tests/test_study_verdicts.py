@@ -230,7 +230,9 @@ def test_a_kernel_whose_ds_multiplies_the_cast_p_is_told_by_its_site(alpha: str)
     q, k, v, do = (t[None, None].bfloat16() for t in (head.q, head.k, head.v, head.do))
     outputs = {n: t[None, None].bfloat16() for n in ("o", "dq", "dk", "dv") if (t := getattr(made, n)) is not None}
     lse = made.lse[None, None].float()
-    found = attn_diag.inspect(q, k, v, do=do, causal="top-left", lse=lse, **outputs).captures[0].observations[0].heads[0]
+    found = (
+        attn_diag.inspect(q, k, v, do=do, causal="top-left", lse=lse, **outputs).captures[0].observations[0].heads[0]
+    )
     sites = {verdict.quantity: (verdict.answer, verdict.site) for verdict in found.quantities}
     assert sites["dq"] == sites["dk"] == ("undecided", "dscores_from")
     assert sites["o"] == sites["dv"] == ("good", None)

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ def run_counterfactual(
     name, _, alpha = recipe.partition(":")
     if name in PRESETS:
         chosen = preset(name, fmt.name, head.q.shape[1])
-        chosen = replace(chosen, alpha_in_backward=alpha) if alpha else chosen
+        changed: dict[str, Any] = {"alpha_in_backward": alpha} if alpha else {}
+        chosen = replace(chosen, **changed)
     else:
         head, chosen = coarser(head, fmt.name, recipe, draw)
     gradients = next((stored[n] for n in ("dq", "dk", "dv") if n in stored), fmt)

@@ -10,9 +10,11 @@ order; the exact factor makes the parts add up):
                   P' = cast(exp(S - L_obs));  dV' = cast(P'^T dO)
 
 FlashAttention-2 and FlexAttention cast dS, cuDNN casts alpha dS: other bits where alpha is no power of two. What a
-kernel does is read off its dQ. With softcap P in the delta terms becomes P o (1 - (S/c)^2). The delta identity is Qiu & Yao's, arXiv
-2510.04212, section 3.2. dW_Q = sum over rows of dQ (x) x carries every part over linearly, and so does the transposed
-Jacobian of what may lie between (``head.pullback``).
+kernel does is read off its dQ.
+
+With softcap P in the delta terms becomes P o (1 - (S/c)^2). The delta identity is Qiu & Yao's, arXiv 2510.04212,
+section 3.2. dW_Q = sum over rows of dQ (x) x carries every part over linearly, and so does the transposed Jacobian of
+what may lie between (``head.pullback``).
 """
 
 from __future__ import annotations
@@ -124,7 +126,6 @@ class BackwardCollector:
             self.dk_cast[keys] += dscores.T @ self._head.q[rows]
             probs = _kernel_cast_(block.unnormalised_probs * factor[:, None], self._errors.cast)
             self.dv_cast[keys] += probs.T @ self._head.do[rows]
-
 
     def _cast_dscores_(self, dscores: Tensor, rows: slice | Tensor, keys: slice) -> Tensor:
         """alpha times dS [R, K] as it was cast; in place."""

@@ -11,7 +11,7 @@ import dis
 import re
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -43,6 +43,15 @@ class Caller:
     """Whether it is the forward of an autograd function, where gradients are off although they will come."""
     foreign: bool
     """Whether a module runs, but none of the model's."""
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """Who made a call, and when, as far as it is known while it runs."""
+
+    caller: Caller
+    recomputing: bool
+    """Whether a backward pass runs it once more."""
 
 
 @dataclass
@@ -100,6 +109,12 @@ class CallPlaces:
             self._over(owner, run, recomputing=recomputing)
         self._counts.clear()
         self._runs.clear()
+
+    def seen_from_here(self, caller: Caller) -> Caller:
+        """A caller that other watches than this model's have read."""
+        if caller.owner is None or (own := self._own(caller.owner)) is caller.owner:
+            return caller
+        return replace(caller, owner=own, foreign=own is None)
 
     def caller(self) -> Caller:
         """Read off the stack who makes the call that is running."""
@@ -188,6 +203,8 @@ class CallPlaces:
 
     def _calls_in(self, code: int) -> int:
         """How many attention calls the code of a graph makes."""
+        if code not in self._code:
+            return 0  # another watch has read it
         if code not in self._calls:
             named = (str(step.argval) for step in dis.get_instructions(self._code[code]) if step.opname in _LOADS)
             self._calls[code] = sum(name.startswith(_FUSED) and not name.endswith("_backward") for name in named)
