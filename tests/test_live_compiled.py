@@ -280,3 +280,18 @@ def test_a_monitor_checks_a_compiled_model() -> None:
         for a, b in zip(one.layers, other.layers, strict=True):
             for name in ("max_logit", "conditioning"):
                 assert np.allclose(a.values[name], b.values[name], rtol=1e-2, equal_nan=True), name
+
+
+def test_nothing_is_kept_of_what_runs_in_a_cuda_graphs_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """torch raises where anything but the graph's own outputs lives there after a warm-up."""
+    space: dict[str, Any] = {}
+    exec(compile("def run(call, *args): return call(*args)", "torch/_inductor/cudagraph_trees.py", "exec"), space)
+    tiny = nano_gpt()
+    inner: Any = torch.compile(tiny.model, fullgraph=True, backend="aot_eager")
+    with attn_diag.capture(tiny.model, tmp_path) as recorder:
+        for _ in range(2):
+            logits = space["run"](inner, torch.zeros(2, 20, dtype=torch.long))
+            torch.autograd.backward(logits.float().square().mean())
+            torch.optim.SGD(tiny.model.parameters(), lr=0.0).step()
+    assert not recorder.written
+    assert "CUDA graph" in caplog.text

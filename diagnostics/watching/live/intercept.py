@@ -20,9 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attn_diag.watching.live.cuda_graphs import GraphRecordings
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
-from attn_diag.watching.live.places import MadeBy
 from attn_diag.watching.live.sites import (
     EAGER,
     FLASH_ATTN,
@@ -46,16 +44,7 @@ _TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention")
 class Observer(Protocol):
     """What a watch is to the interception. Nothing here raises."""
 
-    @property
-    def sequences(self) -> int | None:
-        """So many of a batch it looks at; None: all."""
-        ...
-
-    def made_by(self) -> MadeBy | None:
-        """Who makes the call that is running, if it is of interest."""
-        ...
-
-    def meets(self, made_by: MadeBy | None = None) -> Any | None:
+    def meets(self) -> Any | None:
         """The call that is about to run, if it counts; its ``wanted`` says whether to be told of it."""
         ...
 
@@ -85,31 +74,6 @@ class _Pair:
     site: AttentionSite
     original: Function
     wrapper: Function
-
-
-class _Graphs:
-    """What is in CUDA graphs."""
-
-    recordings = 0
-
-    def recording_begins(self) -> None:
-        with _lock:
-            self.recordings += 1
-            _meet_operators()
-
-    def recording_ended(self) -> None:
-        with _lock:
-            self.recordings -= 1
-            _meet_operators()
-
-    def listens(self) -> bool:
-        return bool(_looking)
-
-    def replayed(self, call: OperatorCall, made_by: MadeBy) -> None:
-        _tell(_met(made_by), lambda: {**call.fields(), "operator": call}, call.o)
-
-    def went_back(self, back: OperatorBackward) -> None:
-        _tell_of_backward(back)
 
 
 _lock = threading.RLock()
@@ -147,7 +111,6 @@ def install(observer: Observer, *, functions: bool = True) -> None:
     """
     with _lock:
         _observers.append(observer)
-        _recordings.install()
         try:
             if functions:
                 _of_functions.append(observer)
@@ -166,8 +129,6 @@ def remove(observer: Observer) -> None:
         look(observer, wanted=False)
         if not _of_functions:
             _restore()
-        if not _observers:
-            _recordings.remove()
 
 
 def look(observer: Observer, *, wanted: bool) -> None:
@@ -177,14 +138,10 @@ def look(observer: Observer, *, wanted: bool) -> None:
             _looking.append(observer)
         elif not wanted and observer in _looking:
             _looking.remove(observer)
-        _meet_operators()
-
-
-def _meet_operators() -> None:
-    if _looking or _graphs.recordings:
-        _overrides.install()
-    else:
-        _overrides.remove()
+        if _looking:
+            _overrides.install()
+        else:
+            _overrides.remove()
 
 
 def looks(observer: Observer) -> bool:
@@ -264,8 +221,8 @@ def _in_cuda_graph() -> bool:
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-def _met(made_by: MadeBy | None = None) -> list[tuple[Observer, Any]]:
-    return [(observer, met) for observer in tuple(_observers) if (met := observer.meets(made_by)) is not None]
+def _met() -> list[tuple[Observer, Any]]:
+    return [(observer, met) for observer in tuple(_observers) if (met := observer.meets()) is not None]
 
 
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,52 +271,16 @@ def _forward(call: OperatorCall) -> None:
     """A fused operator has run: within a function or the composite operator, which know more, or alone."""
     if (tap := getattr(_thread, "tap", None)) is not None:
         tap.operator = call
-    elif call.o.is_cuda and _in_cuda_graph():
-        _harmless(_record_forward, call)
-    elif _looking:
+    elif _looking and not (call.o.is_cuda and _in_cuda_graph()):
         _tell(_met(), lambda: {**call.fields(), "operator": call}, call.o)
 
 
 def _backward(back: OperatorBackward) -> None:
-    if back.given["do"].is_cuda and _in_cuda_graph():
-        _harmless(lambda: _recordings.backward(back, _sequences()))
-    else:
-        _tell_of_backward(back)
-
-
-def _tell_of_backward(back: OperatorBackward) -> None:
     for observer in tuple(_looking):
         observer.went_back(back)
 
 
-def _record_forward(call: OperatorCall) -> None:
-    made_by = next((found for observer in tuple(_observers) if (found := observer.made_by()) is not None), None)
-    if made_by is not None:
-        _recordings.forward(call, made_by, _sequences())
-
-
-def _sequences() -> int | None:
-    """So many of a batch as somebody looks at."""
-    wanted = [observer.sequences for observer in tuple(_observers)]
-    return None if None in wanted else max((n for n in wanted if n is not None), default=None)
-
-
-def _harmless(what: Callable[..., None], *args: Any) -> None:
-    try:
-        what(*args)
-    except Exception as error:  # never an exception in somebody's training
-        for observer in tuple(_observers):
-            observer.failed(error)
-
-
 _overrides = OperatorOverrides(_composite, _forward, _backward)
-_graphs = _Graphs()
-_recordings = GraphRecordings(_graphs)
-
-
-def unknown_graphs() -> bool:
-    """Whether CUDA graphs are replayed whose operators were not met when they were recorded."""
-    return _recordings.unknown > 0
 
 
 def _read(

@@ -133,15 +133,6 @@ class OperatorCall:
             "refused": f"attention dropout {dropout:g} is on: run with dropout 0 to analyse it" if dropout else None,
         }
 
-    def with_tensors(self, copy: Callable[[Tensor | None], Tensor | None]) -> OperatorCall:
-        """The same call with other tensors in place of its own."""
-        o = copy(self.o)
-        assert o is not None
-        found = OperatorCall(self.operator, (), (), {}, o, copy(self.lse))
-        plain = {name: value for name, value in self.given.items() if not isinstance(value, Tensor)}
-        found.given = plain | {name: copy(self.given.get(name)) for name in ("q", "k", "v", "mask")}
-        return found
-
     @property
     def kernel(self) -> str:
         """What reports call it, and who stands in for it."""
@@ -174,14 +165,6 @@ class OperatorBackward:
     def given(self) -> Mapping[str, Any]:
         """Its arguments by name; q, k, v, o, lse and do by ours."""
         return _named(*self._call)
-
-    def with_tensors(
-        self, copy: Callable[[Tensor | None], Tensor | None], o: Tensor | None, lse: Tensor | None
-    ) -> OperatorBackward:
-        """The same backward of a forward that returned ``o`` and ``lse``, with other tensors in place of its own."""
-        found = OperatorBackward((), (), {}, [copy(gradient) for gradient in self.gradients])
-        found.given = {"o": o, "lse": o if lse is None else lse, "do": copy(self.given["do"])}
-        return found
 
 
 class OperatorOverrides:

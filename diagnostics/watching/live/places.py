@@ -11,7 +11,7 @@ import dis
 import re
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -25,6 +25,8 @@ _MAX_FRAMES = 80
 _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
 # The code of a graph; what the modules have that inductor writes; what calls graphs.
 _GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", "runtime_wrappers.py"
+# What runs a graph that is to become a CUDA graph.
+_CUDA_GRAPHS = "cudagraph_trees.py"
 # How the names of fused operators begin.
 _FUSED = tuple(operator.name.split("::")[1].removesuffix("_for_cpu") for operator in OPERATORS)
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
@@ -43,15 +45,8 @@ class Caller:
     """Whether it is the forward of an autograd function, where gradients are off although they will come."""
     foreign: bool
     """Whether a module runs, but none of the model's."""
-
-
-@dataclass(frozen=True)
-class MadeBy:
-    """Who made a call, and when, as far as it is known while it runs."""
-
-    caller: Caller
-    recomputing: bool
-    """Whether a backward pass runs it once more."""
+    pooled: bool = False
+    """Whether what is allocated now is a CUDA graph's: torch forbids that anything of ours stays there."""
 
 
 @dataclass
@@ -110,12 +105,6 @@ class CallPlaces:
         self._counts.clear()
         self._runs.clear()
 
-    def seen_from_here(self, caller: Caller) -> Caller:
-        """A caller that other watches than this model's have read."""
-        if caller.owner is None or (own := self._own(caller.owner)) is caller.owner:
-            return caller
-        return replace(caller, owner=own, foreign=own is None)
-
     def caller(self) -> Caller:
         """Read off the stack who makes the call that is running."""
         frame: FrameType | None = sys._getframe(1)
@@ -131,6 +120,8 @@ class CallPlaces:
                 site.append((id(code), frame.f_lasti))
             elif code.co_filename.endswith(_CALLS_GRAPHS):
                 compiled = True
+            elif code.co_filename.endswith(_CUDA_GRAPHS):
+                return Caller(None, tuple(site), differentiated, foreign, pooled=True)
             first = code.co_varnames[:1]
             if first == ("ctx",) and code.co_name == "forward":
                 differentiated = True
@@ -203,8 +194,6 @@ class CallPlaces:
 
     def _calls_in(self, code: int) -> int:
         """How many attention calls the code of a graph makes."""
-        if code not in self._code:
-            return 0  # another watch has read it
         if code not in self._calls:
             named = (str(step.argval) for step in dis.get_instructions(self._code[code]) if step.opname in _LOADS)
             self._calls[code] = sum(name.startswith(_FUSED) and not name.endswith("_backward") for name in named)

@@ -21,7 +21,7 @@ from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first
 from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
-from attn_diag.watching.live.places import Caller, CallPlaces, MadeBy
+from attn_diag.watching.live.places import Caller, CallPlaces
 from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
 
 # Not warnings: where those are errors, they would reach the training loop.
@@ -30,15 +30,10 @@ _log = logging.getLogger("attn_diag")
 _BLIND = 3
 # What a user is told where nothing can be seen, by whoever watches.
 UNSEEN = (
-    "no attention call was seen. It may be FlexAttention or another Triton kernel inside a compiled graph "
-    "(torch.compiler.disable leaves it out), run on the fast path of nn.TransformerEncoder in eval mode ("
-    "torch.backends.mha.set_fastpath_enabled(False)), call a kernel that is not known here, or be another model's than "
-    "the one that was given (a copy's, say)"
-)
-REPLAYED = (
-    "CUDA graphs are replayed that were recorded before anybody watched, or in capture mode 'global' (what torch.cuda."
-    "graph takes unless capture_error_mode='thread_local' is given): what they hold is not seen. Begin to watch before "
-    "the first step"
+    'no attention call was seen. It may be replayed from a CUDA graph (torch.compile without mode="reduce-overhead" '
+    "records none), be FlexAttention or another Triton kernel inside a compiled graph (torch.compiler.disable leaves "
+    "it out), run on the fast path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled("
+    "False)), call a kernel that is not known here, or be another model's than the one that was given (a copy's, say)"
 )
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
@@ -188,11 +183,6 @@ class Watch:
         often = max(self._places.most_calls, self._forwards_this_step) > 1
         return self._trains and self.step == self._first_step and often
 
-    @property
-    def unseen(self) -> str:
-        """Why nothing was seen, in words."""
-        return REPLAYED if intercept.unknown_graphs() else UNSEEN
-
     def warn_once(self, message: str) -> None:
         """Warn the user, of the same thing only once."""
         if message not in self._warned:
@@ -202,33 +192,18 @@ class Watch:
     # What the interception calls.
 
     @_harmless
-    def made_by(self) -> MadeBy | None:
-        """Say who makes the call that is running; None: not the model."""
-        found = MadeBy(self._places.caller(), torch._C._current_graph_task_id() != -1)
-        return None if self._other(found.caller) else found
-
-    @property
-    def sequences(self) -> int | None:
-        """How many sequences of a batch the listener looks at; None: all."""
-        return self.listener.sequences
-
-    def _other(self, caller: Caller) -> bool:
-        """Whether it is another model's call."""
-        nobody = caller.owner is None and (caller.site is None or caller.foreign)
-        return self.model is not None and nobody
-
-    @_harmless
-    def meets(self, made_by: MadeBy | None = None) -> Met | None:
+    def meets(self) -> Met | None:
         """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted."""
-        if made_by is None:
-            caller, recomputing = self._places.caller(), torch._C._current_graph_task_id() != -1
-        else:
-            caller, recomputing = self._places.seen_from_here(made_by.caller), made_by.recomputing
+        caller = self._places.caller()
+        recomputing = torch._C._current_graph_task_id() != -1
+        if caller.pooled:
+            return None
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
         gradients = torch.is_grad_enabled() or caller.differentiated
         self._notice_training(caller.owner or self.model, gradients=gradients)
-        if self._other(caller) or (self._trains and not gradients):
+        other = caller.owner is None and (caller.site is None or caller.foreign)
+        if (self.model is not None and other) or (self._trains and not gradients):
             return None
         module, layer, call = self._places.of(caller, recomputing=recomputing)
         if caller.site is not None and call and not self._trains:
@@ -371,5 +346,5 @@ class Watch:
         if not self.calls_seen and intercept.looks(self):
             self._blind_steps += 1
             if self._clock.owns or self._blind_steps == _BLIND:
-                self.warn_once(self.unseen)
+                self.warn_once(UNSEEN)
         self.end_step()
