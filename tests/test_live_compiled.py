@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from builders import some
-from tiny_models import Tiny, nano_gpt, transformers_model
+from functorch.compile import make_boxed_func
+from tiny_models import Tiny, nano_gpt, steps, transformers_model
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import attn_diag
@@ -286,12 +288,13 @@ def test_nothing_is_kept_of_what_runs_in_a_cuda_graphs_memory(tmp_path: Path, ca
     """torch raises where anything but the graph's own outputs lives there after a warm-up."""
     space: dict[str, Any] = {}
     exec(compile("def run(call, *args): return call(*args)", "torch/_inductor/cudagraph_trees.py", "exec"), space)
+
+    def warming_up(graph: Any, _: Any) -> Any:
+        return make_boxed_func(lambda *args: space["run"](graph, *args))
+
     tiny = nano_gpt()
-    inner: Any = torch.compile(tiny.model, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(tiny.model, fullgraph=True, backend=aot_autograd(fw_compiler=warming_up))
     with attn_diag.capture(tiny.model, tmp_path) as recorder:
-        for _ in range(2):
-            logits = space["run"](inner, torch.zeros(2, 20, dtype=torch.long))
-            torch.autograd.backward(logits.float().square().mean())
-            torch.optim.SGD(tiny.model.parameters(), lr=0.0).step()
+        steps(Tiny(tiny.model, lambda _: tiny.loss(compiled), ()), 2)
     assert not recorder.written
     assert "CUDA graph" in caplog.text
