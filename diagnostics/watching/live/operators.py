@@ -73,7 +73,10 @@ class OperatorCall:
         operator: which.
         o: what it returned.
         lse: likewise.
+        module: The name of the module that makes the call, from the one that was compiled on; empty: not known.
     """
+
+    module = ""
 
     def __init__(
         self,

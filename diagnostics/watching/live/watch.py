@@ -192,9 +192,13 @@ class Watch:
     # What the interception calls.
 
     @_harmless
-    def meets(self) -> Met | None:
-        """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted."""
-        caller = self._places.caller()
+    def meets(self, module: str = "") -> Met | None:
+        """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted.
+
+        Args:
+            module: Its name from the compiled module on, where a graph says it.
+        """
+        caller = self._places.caller(module)
         recomputing = torch._C._current_graph_task_id() != -1
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
@@ -203,11 +207,11 @@ class Watch:
         other = caller.owner is None and (caller.site is None or caller.foreign)
         if (self.model is not None and other) or (self._trains and not gradients):
             return None
-        module, layer, call = self._places.of(caller, recomputing=recomputing)
+        name, layer, call = self._places.of(caller, recomputing=recomputing)
         if caller.site is not None and call and not self._trains:
             self.end_step()  # as no hook of ours stands in a compiled model
-            module, layer, call = self._places.of(caller, recomputing=recomputing)
-        place = CallPlace(self.step, layer, module, call, gradients)
+            name, layer, call = self._places.of(caller, recomputing=recomputing)
+        place = CallPlace(self.step, layer, name, call, gradients)
         # Checkpointing runs the forward again: its first run is already followed.
         followed = recomputing and (layer, call) in self._with_gradients
         return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place))
