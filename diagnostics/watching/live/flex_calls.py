@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from attn_diag.watching.live.flex_graphs import BACKWARD, FORWARD, NAMESPACE, read_function
-from attn_diag.watching.live.operators import FusedOperator, OperatorBackward, OperatorCall
+from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.sites import FLEX
 from attn_diag.watching.live.tap import Tap
 
-_FLEX = FusedOperator(f"{NAMESPACE}::{FORWARD}", "torch FlexAttention", f"{NAMESPACE}::{BACKWARD}", ("CPU", "CUDA"))
 
-
-def _arguments(name: str) -> Any:
-    return torch._C._get_schema(name, "").arguments
+@cache
+def _names(operator: str) -> tuple[str, ...]:
+    return tuple(argument.name for argument in torch._C._get_schema(f"{NAMESPACE}::{operator}", "").arguments)
 
 
 class FlexCall(OperatorCall):
@@ -29,8 +28,13 @@ class FlexCall(OperatorCall):
     """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
-        super().__init__(_FLEX, _arguments(_FLEX.name), args, {}, args[4], args[5])
-        self.module = args[13]
+        self.given = dict(zip(_names(FORWARD), args, strict=True))
+        self.o, self.lse, self.module = self.given["o"], self.given["lse"], self.given["module"]
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        return self.given["q"], self.given["k"], self.given["v"]
 
     @cached_property
     def base_e_lse(self) -> Tensor | None:
@@ -51,7 +55,8 @@ class FlexCall(OperatorCall):
             # By their number torch tells a mask_mod's arguments from a score_mod's.
             blocks = SimpleNamespace(shape=g["blocks"].shape, mask_mod=lambda b, h, row, key: hides(b, h, row, key))
         given = {"query": g["q"], "key": g["k"], "value": g["v"], "block_mask": blocks, "scale": g["scale"]}
-        found = FLEX.read({**given, "score_mod": functions.get("score")}, (self.o, self.base_e_lse), Tap())
+        with _vmap_allowed():
+            found = FLEX.read({**given, "score_mod": functions.get("score")}, (self.o, self.base_e_lse), Tap())
         assert found is not None
         del found["graph"]
         if unreadable:
@@ -59,10 +64,23 @@ class FlexCall(OperatorCall):
         return found
 
 
-def flex_backward(args: tuple[Any, ...]) -> OperatorBackward:
+def _vmap_allowed() -> Any:
+    """Masks are written out by torch.vmap. It is off below a dispatch mode, and torch runs new graphs in one."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name in dir(torch._C.DispatchKey):
+        if name.startswith("FuncTorch"):
+            exclude = exclude.remove(getattr(torch._C.DispatchKey, name))
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
+
+
+class FlexBackward(OperatorBackward):
     """One backward.
 
     Args:
         args: Of the operator behind it.
     """
-    return OperatorBackward(_arguments(_FLEX.backward), args, {}, args[7:10])
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.given = dict(zip(_names(BACKWARD), args, strict=True))
+        self.gradients = [self.given[name] for name in ("dq", "dk", "dv")]
+        self.of_lse = self.given["of_lse"]

@@ -15,7 +15,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,10 @@ _FORWARD = (
 )
 _BACKWARD = (
     "(Tensor(a!) token, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, "
-    "Tensor? dq, Tensor? dk, Tensor? dv) -> ()"
+    "Tensor? dq, Tensor? dk, Tensor? dv, bool of_lse) -> ()"
 )
+# Which of the arguments of the first is the module's name.
+MODULE = 13
 _USED_IN = "torch.nn.attention.flex_attention"
 _PASS = "post_grad_custom_pre_pass"
 _log = logging.getLogger("attn_diag")
@@ -168,22 +170,29 @@ def _combined(theirs: Any, passes: Any) -> Any:
 
 def mark(graph: Graph) -> None:
     """Put our operators behind FlexAttention's nodes; where one of them is not what we know, it stays alone."""
-    forwards = [node for node in graph.nodes if _calls(node, "flex_attention")]
-    backwards = [node for node in graph.nodes if _calls(node, "flex_attention_backward")]
-    if not (forwards or backwards) or not _for_python():
-        return
-    # A backward graph makes again what its forward, which was told of, did not keep.
-    forwards = [] if backwards else forwards
-    roots = {_path(node)[0] for node in forwards}
-    for put, nodes in ((_put_forward, forwards), (_put_backward, backwards)):
-        for node in nodes:
-            made = _Insertion(graph, node)
-            try:
-                put(made, node, named=len(roots) == 1)
-            except Exception as error:  # never an exception in somebody's compilation
-                made.undo()
-                _log.warning("a call of FlexAttention will not be seen in this graph: %s", error)
-    graph.lint()
+    try:
+        _unname_regions(graph)
+        forwards = [node for node in graph.nodes if _calls(node, "flex_attention")]
+        backwards = [node for node in graph.nodes if _calls(node, "flex_attention_backward")]
+        if not (forwards or backwards) or not _for_python():
+            return
+        named = len({_path(node)[0] for node in forwards}) == 1
+        # A backward graph makes again what its forward, which was told of, did not keep.
+        for node in [] if backwards else forwards:
+            _put(graph, node, partial(_put_forward, named=named))
+        for node in backwards:
+            _put(graph, node, _put_backward)
+    except Exception as error:  # never an exception in somebody's compilation
+        _log.warning("FlexAttention will not be seen in a graph: %s", error)
+
+
+def _put(graph: Graph, node: Node, put: Callable[[_Insertion, Node], None]) -> None:
+    made = _Insertion(graph, node)
+    try:
+        put(made, node)
+    except Exception:
+        made.undo()
+        raise
 
 
 def _for_python() -> bool:
@@ -195,7 +204,18 @@ def _for_python() -> bool:
 
 
 def _calls(node: Node, name: str) -> bool:
-    return node.op == "call_function" and node.target is getattr(torch.ops.higher_order, name)
+    return node.op == "call_function" and node.target is getattr(torch.ops.higher_order, name, node)
+
+
+def _unname_regions(graph: Graph) -> None:
+    """A region that is compiled once for several modules bears the name of one of them."""
+    owner: Any = graph.owning_module
+    for node in graph.nodes:
+        if _calls(node, "invoke_subgraph"):
+            given: Any = node.args[0]
+            for inner in owner.get_submodule(given.target).graph.nodes:
+                if inner.target is _operator(FORWARD):
+                    inner.update_arg(MODULE, "")
 
 
 class _Insertion:
@@ -231,21 +251,30 @@ class _Insertion:
 
 
 def _put_forward(made: _Insertion, node: Node, *, named: bool) -> None:
-    q, k, v, score_graph, block_mask, scale, options, score_others, mask_others, *_ = node.args
+    given: Any = node.args
+    q, k, v, score_graph, block_mask, scale, options, score_others, mask_others, *_ = given
     o = made.result(node, 0)
-    lse = made.result(node, 1) if options.get("OUTPUT_LOGSUMEXP") else None  # type: ignore[union-attr]
+    lse = made.result(node, 1) if options.get("OUTPUT_LOGSUMEXP") else None
     # The kernel of FlashAttention has it in base e.
-    unit = 1.0 if options.get("BACKEND") == "FLASH" else math.log(2)  # type: ignore[union-attr]
-    score, mask = _written(node, score_graph, score_others), _written(node, block_mask[-1], mask_others)  # type: ignore[index]
-    blocks = block_mask[2] if mask[0] else None  # type: ignore[index]
-    args = (made.token(q), q, k, v, o, lse, blocks, *score[1:], *mask[1:], scale, unit)  # type: ignore[arg-type]
+    unit = 1.0 if options.get("BACKEND") == "FLASH" else math.log(2)
+    score, mask = _written(node, score_graph, score_others), _written(node, block_mask[-1], mask_others)
+    blocks = block_mask[2] if mask[0] else None
+    args = (made.token(q), q, k, v, o, lse, blocks, *score[1:], *mask[1:], scale, unit)
     made.call(_operator(FORWARD), (*args, _path(node)[1] if named else "", score[0], mask[0]), None)
 
 
-def _put_backward(made: _Insertion, node: Node, *, named: bool) -> None:  # noqa: ARG001 - as the other
-    q, k, v, o, lse, do = node.args[:6]
+def _put_backward(made: _Insertion, node: Node) -> None:
+    given: Any = node.args
+    q, k, v, o, lse, do, of_lse, *_ = given
     gradients = tuple(made.result(node, number) for number in range(3))
-    made.call(_operator(BACKWARD), (made.token(q), q, k, v, o, lse, do, *gradients), None)  # type: ignore[arg-type]
+    differentiated = isinstance(of_lse, Node) and not _is_zero(of_lse)
+    made.call(_operator(BACKWARD), (made.token(q), q, k, v, o, lse, do, *gradients, differentiated), None)
+
+
+def _is_zero(node: Node) -> bool:
+    if str(node.target) == "aten.full.default":
+        return bool(node.args[1] == 0)
+    return str(node.target).startswith(("aten.zeros", "aten.new_zeros"))
 
 
 def _operator(name: str) -> Any:
@@ -293,7 +322,7 @@ def read_function(text: str, tensors: Sequence[Any], numbers: Sequence[int]) -> 
         return None
     space: dict[str, Any] = dict(_KNOWN)
     # Inductor's own code stands in the same file, and is run too.
-    exec(own["code"].replace(_CAST, _BATCHED_CAST), space)  # noqa: S102
+    exec(own["code"].replace(_CAST, _BATCHED_CAST), space)
     of = {"t": iter(tensors), "n": iter(numbers)}
     others = [next(of[kind]) for kind in own["order"]]
 

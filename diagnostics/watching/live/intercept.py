@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from attn_diag.watching.live import flex_graphs
-from attn_diag.watching.live.flex_calls import FlexCall, flex_backward
+from attn_diag.watching.live.flex_calls import FlexBackward, FlexCall
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
 from attn_diag.watching.live.sites import (
     EAGER,
@@ -92,6 +92,8 @@ _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
 _modules_seen = 0
 _thread = threading.local()
+# How many calls there were of FlexAttention, or of what may be it.
+flex_calls = 0
 
 
 def _in_child() -> None:
@@ -239,6 +241,8 @@ def _met(module: str = "") -> list[tuple[Observer, Any]]:
 
 
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    global flex_calls
+    flex_calls += site in (FLEX, TRANSFORMERS)
     met = _met()
     before, outer = getattr(_thread, "calls", 0), getattr(_thread, "tap", None)
     _thread.tap = tap = Tap()
@@ -294,11 +298,13 @@ def _backward(back: OperatorBackward) -> None:
 
 
 def _flex_forward(args: tuple[Any, ...]) -> None:
+    global flex_calls
+    flex_calls += 1
     _forward(FlexCall(args))
 
 
 def _flex_backward(args: tuple[Any, ...]) -> None:
-    _backward(flex_backward(args))
+    _backward(FlexBackward(args))
 
 
 _overrides = OperatorOverrides(_composite, _forward, _backward)

@@ -152,7 +152,10 @@ class OperatorBackward:
 
     Attributes:
         gradients: dq, dk and dv.
+        of_lse: whether the LSE has a gradient too, so that dq and dk are not those of o alone.
     """
+
+    of_lse = False
 
     def __init__(
         self,

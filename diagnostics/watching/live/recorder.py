@@ -19,6 +19,7 @@ from torch import nn
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
+from attn_diag.watching.live import flex_graphs
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
@@ -83,6 +84,7 @@ class Recorder:
         self._writer = self._new_writer()
         self._run, self._chosen = "", False
         self._watch: Watch | None = None
+        flex_graphs.prepare(self)  # the model may be compiled before start()
 
     # A context, or start() and close().
 
@@ -114,6 +116,7 @@ class Recorder:
     def close(self) -> None:
         """Remove every hook and wait until what was captured is written."""
         watch, self._watch = self._watch, None
+        flex_graphs.leave(self)
         if watch is None:
             self._finish()  # again, where Ctrl-C ended the wait
             return

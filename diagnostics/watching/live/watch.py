@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.errors import InputError
-from attn_diag.watching.live import intercept
+from attn_diag.watching.live import flex_graphs, intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
 from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first_head, is_run_compiled
@@ -31,9 +31,14 @@ _BLIND = 3
 # What a user is told where nothing can be seen, by whoever watches.
 UNSEEN = (
     'no attention call was seen. It may be replayed from a CUDA graph (torch.compile without mode="reduce-overhead" '
-    "records none), be FlexAttention or another Triton kernel inside a compiled graph (torch.compiler.disable leaves "
-    "it out), run on the fast path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled("
-    "False)), call a kernel that is not known here, or be another model's than the one that was given (a copy's, say)"
+    "records none), be a Triton kernel inside a compiled graph (torch.compiler.disable leaves it out), run on the fast "
+    "path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that "
+    "is not known here, or be another model's than the one that was given (a copy's, say)"
+)
+FLEX_UNSEEN = (
+    "FlexAttention in a compiled graph is not seen: the graph was compiled before watching began (make the capture or "
+    "Monitor before the model's first call, or call torch._dynamo.reset() once it is made), for a CUDA graph (mode="
+    '"reduce-overhead"), or is of a model that is not watched'
 )
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
@@ -111,6 +116,7 @@ class Watch:
         self._warned: set[str] = set()
         self.gone = self._looked = False
         self._blind_steps = 0
+        self._flex_calls: int | None = intercept.flex_calls
         self._told: set[tuple[int, int, bool]] = set()
 
     def start(self) -> Self:
@@ -154,6 +160,7 @@ class Watch:
 
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""
+        self._tell_of_unseen_flex()
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
         self._looked = self.looked
@@ -273,6 +280,9 @@ class Watch:
     @_harmless
     def went_back(self, back: OperatorBackward) -> None:
         """Give the call whose backward this is its gradients."""
+        if back.of_lse:
+            self.warn_once("gradients are left out where the LSE has one too")
+            return
         with self._lock:
             # The newest forward goes back first.
             waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
@@ -306,6 +316,13 @@ class Watch:
         self._projections.recording = self._projections.watching and wanted
         # Until it is known that a loop trains, calls tell of steps.
         intercept.look(self, wanted=wanted or at_least or not self._trains)
+
+    def _tell_of_unseen_flex(self) -> None:
+        """After the first step in which it was looked for."""
+        if self._flex_calls is not None and intercept.looks(self):
+            if self._flex_calls == intercept.flex_calls and flex_graphs.blind():
+                self.warn_once(FLEX_UNSEEN)
+            self._flex_calls = None
 
     def _drop_pending(self) -> None:
         with self._lock:
