@@ -64,7 +64,7 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def graphs(seen: list[torch.fx.Graph]) -> Any:
     """A backend that does what inductor does until its own passes begin, and runs what it is then given."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
