@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,8 @@ class FlexCall(OperatorCall):
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.given = dict(zip(_names(FORWARD), args, strict=True))
-        self.o, self.lse, self.module = self.given["o"], self.given["lse"], self.given["module"]
+        self.about: dict[str, Any] = json.loads(self.given["about"])
+        self.o, self.lse, self.module = self.given["o"], self.given["lse"], self.about["module"]
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,24 +41,24 @@ class FlexCall(OperatorCall):
     @cached_property
     def base_e_lse(self) -> Tensor | None:
         """[B, Hq, Tq]; the kernel's own is in base 2."""
-        return None if self.lse is None else self.lse * self.given["lse_unit"]
+        return None if self.lse is None else self.lse * self.about["lse_unit"]
 
     def fields(self) -> dict[str, Any]:
         """Everything an ``AttentionCall`` holds; what hides keys is written out as a mask."""
         g, unreadable = self.given, []
         functions = dict[str, Any]()
-        for name in ("score", "mask"):
-            if text := g[f"{name}_mod"]:
-                made = read_function(text, g[f"{name}_tensors"], g[f"{name}_numbers"])
-                functions[name] = made
-                unreadable += [f"{name}_mod"] if made is None else []
+        tensors, numbers = iter(g["tensors"]), iter(g["numbers"])
+        for name in ("score_mod", "mask_mod"):
+            if (written := self.about[name]) is not None:
+                functions[name] = made = read_function(written, tensors, numbers)
+                unreadable += [name] if made is None else []
         blocks = None
-        if (hides := functions.get("mask")) is not None:
+        if (hides := functions.get("mask_mod")) is not None:
             # By their number torch tells a mask_mod's arguments from a score_mod's.
             blocks = SimpleNamespace(shape=g["blocks"].shape, mask_mod=lambda b, h, row, key: hides(b, h, row, key))
         given = {"query": g["q"], "key": g["k"], "value": g["v"], "block_mask": blocks, "scale": g["scale"]}
         with _vmap_allowed():
-            found = FLEX.read({**given, "score_mod": functions.get("score")}, (self.o, self.base_e_lse), Tap())
+            found = FLEX.read({**given, "score_mod": functions.get("score_mod")}, (self.o, self.base_e_lse), Tap())
         assert found is not None
         del found["graph"]
         if unreadable:

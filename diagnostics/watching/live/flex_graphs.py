@@ -14,7 +14,7 @@ import math
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,15 @@ NAMESPACE, FORWARD, BACKWARD = "attn_diag", "flex_forward", "flex_backward"
 # An operator that changes something is never taken out of a graph: theirs is a token of no elements. Of the tensors no
 # order of axes is asked, as for that inductor would copy them.
 _FORWARD = (
-    "(Tensor(a!) token, Tensor q, Tensor k, Tensor v, Tensor o, Tensor? lse, Tensor? blocks, Tensor[] score_tensors, "
-    "SymInt[] score_numbers, Tensor[] mask_tensors, SymInt[] mask_numbers, float scale, float lse_unit, str module, "
-    "str score_mod, str mask_mod) -> ()"
+    "(Tensor(a!) token, Tensor q, Tensor k, Tensor v, Tensor o, Tensor? lse, Tensor? blocks, Tensor[] tensors, "
+    "SymInt[] numbers, float scale, str about) -> ()"
 )
 _BACKWARD = (
     "(Tensor(a!) token, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, "
     "Tensor? dq, Tensor? dk, Tensor? dv, bool of_lse) -> ()"
 )
-# Which of the arguments of the first is the module's name.
-MODULE = 13
+# Which argument of the first is a text: in JSON, what else is to be known of the call.
+_ABOUT = 10
 _USED_IN = "torch.nn.attention.flex_attention"
 _PASS = "post_grad_custom_pre_pass"
 _log = logging.getLogger("attn_diag")
@@ -215,7 +214,7 @@ def _unname_regions(graph: Graph) -> None:
             given: Any = node.args[0]
             for inner in owner.get_submodule(given.target).graph.nodes:
                 if inner.target is _operator(FORWARD):
-                    inner.update_arg(MODULE, "")
+                    inner.update_arg(_ABOUT, json.dumps(json.loads(inner.args[_ABOUT]) | {"module": ""}))
 
 
 class _Insertion:
@@ -257,10 +256,15 @@ def _put_forward(made: _Insertion, node: Node, *, named: bool) -> None:
     lse = made.result(node, 1) if options.get("OUTPUT_LOGSUMEXP") else None
     # The kernel of FlashAttention has it in base e.
     unit = 1.0 if options.get("BACKEND") == "FLASH" else math.log(2)
-    score, mask = _written(node, score_graph, score_others), _written(node, block_mask[-1], mask_others)
-    blocks = block_mask[2] if mask[0] else None
-    args = (made.token(q), q, k, v, o, lse, blocks, *score[1:], *mask[1:], scale, unit)
-    made.call(_operator(FORWARD), (*args, _path(node)[1] if named else "", score[0], mask[0]), None)
+    functions = [_written(node, score_graph, score_others), _written(node, block_mask[-1], mask_others)]
+    others = [*score_others] * bool(functions[0]) + [*mask_others] * bool(functions[1])
+    tensors = [other for other in others if _is_tensor(other)]
+    numbers = [other for other in others if not _is_tensor(other)]
+    blocks = block_mask[2] if functions[1] else None
+    module = _path(node)[1] if named else ""
+    about = {"module": module, "lse_unit": unit, "score_mod": functions[0], "mask_mod": functions[1]}
+    args = (made.token(q), q, k, v, o, lse, blocks, tensors, numbers, scale, json.dumps(about))
+    made.call(_operator(FORWARD), args, None)
 
 
 def _put_backward(made: _Insertion, node: Node) -> None:
@@ -291,10 +295,10 @@ _KNOWN = {
 _CAST, _BATCHED_CAST = "torch.ops.prims.convert_element_type.default(", "torch.ops.aten.to.dtype("
 
 
-def _written(node: Node, of: Any, others: Sequence[Any]) -> tuple[str, list[Any], list[Any]]:
-    """A score_mod's or mask_mod's graph as a text that a graph read from disk can hold, its tensors and its numbers.
+def _written(node: Node, of: Any, others: Sequence[Any]) -> dict[str, str] | None:
+    """A score_mod's or mask_mod's graph as code, which a graph read from disk can hold, and what it captured.
 
-    Empty: it leaves scores as they are, or hides none.
+    None: it leaves scores as they are, or hides none. Without code it cannot be written so.
     """
     owner: Any = node.graph.owning_module
     graph: Graph = owner.get_submodule(of.target).graph
@@ -302,29 +306,33 @@ def _written(node: Node, of: Any, others: Sequence[Any]) -> tuple[str, list[Any]
     made = made[0] if isinstance(made, (tuple, list)) else made
     first = next(iter(graph.nodes))
     if made is first or (isinstance(made, Node) and str(made.target) in _TRIVIAL):
-        return "", [], []
-    tensors = [other for other in others if _is_tensor(other)]
+        return None
     code = graph.python_code("self")
-    own = {"code": code.src, "order": "".join("t" if _is_tensor(other) else "n" for other in others)}
-    if any(n.op == "get_attr" for n in graph.nodes) or not code.globals.keys() <= _KNOWN.keys():
-        own["code"] = ""
-    return json.dumps(own), tensors, [other for other in others if not _is_tensor(other)]
+    alone = not any(n.op == "get_attr" for n in graph.nodes) and code.globals.keys() <= _KNOWN.keys()
+    captured = "".join("t" if _is_tensor(other) else "n" for other in others)
+    return {"code": code.src if alone else "", "captured": captured}
 
 
 def _is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def read_function(text: str, tensors: Sequence[Any], numbers: Sequence[int]) -> Callable[..., Any] | None:
-    """The score_mod or mask_mod of such a text, with what it captured; None where it cannot be written as one."""
-    own = json.loads(text)
-    if not own["code"]:
+def read_function(
+    written: Mapping[str, str], tensors: Iterator[Any], numbers: Iterator[int]
+) -> Callable[..., Any] | None:
+    """The score_mod or mask_mod that was written so; None where it could not be.
+
+    Args:
+        written: It.
+        tensors: Those that it captured come next here.
+        numbers: Likewise.
+    """
+    others = [next(tensors if kind == "t" else numbers) for kind in written["captured"]]
+    if not written["code"]:
         return None
     space: dict[str, Any] = dict(_KNOWN)
     # Inductor's own code stands in the same file, and is run too.
-    exec(own["code"].replace(_CAST, _BATCHED_CAST), space)
-    of = {"t": iter(tensors), "n": iter(numbers)}
-    others = [next(of[kind]) for kind in own["order"]]
+    exec(written["code"].replace(_CAST, _BATCHED_CAST), space)
 
     def call(*args: Any) -> Any:
         made = space["forward"](None, *args, *others)
