@@ -7,7 +7,8 @@ import torch
 from builders import some
 from torch import Tensor
 
-from attn_diag.head.propagation import AtomSums, BackwardCollector, ForwardErrors, GradientSums, dq_parts, key_parts
+from attn_diag.head.gradient_sums import AtomSums, GradientSums
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors, dq_parts, key_parts
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reference.rounding import BF16, FP64, round_nearest_even
 

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
+from attn_diag.watching.live import flex_graphs
+from attn_diag.watching.live.flex_calls import FlexBackward, FlexCall
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
 from attn_diag.watching.live.sites import (
     EAGER,
@@ -44,8 +46,12 @@ _TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention")
 class Observer(Protocol):
     """What a watch is to the interception. Nothing here raises."""
 
-    def meets(self) -> Any | None:
-        """The call that is about to run, if it counts; its ``wanted`` says whether to be told of it."""
+    def meets(self, module: str = "") -> Any | None:
+        """The call that is about to run, if it counts; its ``wanted`` says whether to be told of it.
+
+        Args:
+            module: Who makes it, from the compiled module on, where a graph says it.
+        """
         ...
 
     def counts(self, met: Any) -> None:
@@ -86,6 +92,8 @@ _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
 _modules_seen = 0
 _thread = threading.local()
+# How many calls there were of FlexAttention, or of what may be it.
+flex_calls = 0
 
 
 def _in_child() -> None:
@@ -111,6 +119,7 @@ def install(observer: Observer, *, functions: bool = True) -> None:
     """
     with _lock:
         _observers.append(observer)
+        flex_graphs.prepare(observer)
         try:
             if functions:
                 _of_functions.append(observer)
@@ -126,6 +135,7 @@ def remove(observer: Observer) -> None:
         for those in (_observers, _of_functions):
             if observer in those:
                 those.remove(observer)
+        flex_graphs.leave(observer)
         look(observer, wanted=False)
         if not _of_functions:
             _restore()
@@ -140,8 +150,10 @@ def look(observer: Observer, *, wanted: bool) -> None:
             _looking.remove(observer)
         if _looking:
             _overrides.install()
+            flex_graphs.listen(_flex_forward, _flex_backward)
         else:
             _overrides.remove()
+            flex_graphs.listen(None, None)
 
 
 def looks(observer: Observer) -> bool:
@@ -154,6 +166,9 @@ def refresh() -> None:
     with _lock:
         if _of_functions and len(sys.modules) != _modules_seen:
             _replace()
+            # FlexAttention may be among what was imported.
+            for observer in _observers:
+                flex_graphs.prepare(observer)
 
 
 def _replace() -> None:
@@ -221,11 +236,13 @@ def _in_cuda_graph() -> bool:
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-def _met() -> list[tuple[Observer, Any]]:
-    return [(observer, met) for observer in tuple(_observers) if (met := observer.meets()) is not None]
+def _met(module: str = "") -> list[tuple[Observer, Any]]:
+    return [(observer, met) for observer in tuple(_observers) if (met := observer.meets(module)) is not None]
 
 
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    global flex_calls
+    flex_calls += site in (FLEX, TRANSFORMERS)
     met = _met()
     before, outer = getattr(_thread, "calls", 0), getattr(_thread, "tap", None)
     _thread.tap = tap = Tap()
@@ -272,12 +289,22 @@ def _forward(call: OperatorCall) -> None:
     if (tap := getattr(_thread, "tap", None)) is not None:
         tap.operator = call
     elif _looking and not (call.o.is_cuda and _in_cuda_graph()):
-        _tell(_met(), lambda: {**call.fields(), "operator": call}, call.o)
+        _tell(_met(call.module), lambda: {**call.fields(), "operator": call}, call.o)
 
 
 def _backward(back: OperatorBackward) -> None:
     for observer in tuple(_looking):
         observer.went_back(back)
+
+
+def _flex_forward(args: tuple[Any, ...]) -> None:
+    global flex_calls
+    flex_calls += 1
+    _forward(FlexCall(args))
+
+
+def _flex_backward(args: tuple[Any, ...]) -> None:
+    _backward(FlexBackward(args))
 
 
 _overrides = OperatorOverrides(_composite, _forward, _backward)

@@ -19,6 +19,7 @@ from torch import nn
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
+from attn_diag.watching.live import flex_graphs
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
@@ -83,6 +84,7 @@ class Recorder:
         self._writer = self._new_writer()
         self._run, self._chosen = "", False
         self._watch: Watch | None = None
+        flex_graphs.prepare(self)  # the model may be compiled before start()
 
     # A context, or start() and close().
 
@@ -114,6 +116,7 @@ class Recorder:
     def close(self) -> None:
         """Remove every hook and wait until what was captured is written."""
         watch, self._watch = self._watch, None
+        flex_graphs.leave(self)
         if watch is None:
             self._finish()  # again, where Ctrl-C ended the wait
             return
@@ -313,9 +316,10 @@ def capture(
     the same bits. In models that torch.compile compiled, whole or in part, the fused operators are seen (SDPA's and
     ``attn_diag.attention``'s), without x and w_q; layers are named by the order of their calls then, which the file's
     notes say, and nothing is compiled anew unless a function around the model is what was compiled. What is replayed
-    from a CUDA graph, FlexAttention inside a graph and math are not seen there. A function of your own is seen with
-    ``attn_diag.observe``. Where a kernel has no autograd node of its own (math, eager, FlexAttention), gradients are
-    the tensors' own: the totals, where q, k or v is used elsewhere too; the file's notes say so.
+    from a CUDA graph and math are not seen there; FlexAttention is, by its module's name, if this was made before the
+    model was compiled. A function of your own is seen with ``attn_diag.observe``. Where a kernel has no autograd node
+    of its own (math, eager, FlexAttention), gradients are the tensors' own: the totals, where q, k or v is used
+    elsewhere too; the file's notes say so.
 
     Args:
         model: whose calls; None: all calls of the process, without layers' names, x and w_q.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.errors import InputError
-from attn_diag.watching.live import intercept
+from attn_diag.watching.live import flex_graphs, intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
 from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first_head, is_run_compiled
@@ -31,9 +31,15 @@ _BLIND = 3
 # What a user is told where nothing can be seen, by whoever watches.
 UNSEEN = (
     'no attention call was seen. It may be replayed from a CUDA graph (torch.compile without mode="reduce-overhead" '
-    "records none), be FlexAttention or another Triton kernel inside a compiled graph (torch.compiler.disable leaves "
-    "it out), run on the fast path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled("
-    "False)), call a kernel that is not known here, or be another model's than the one that was given (a copy's, say)"
+    "records none), be a Triton kernel inside a compiled graph (torch.compiler.disable leaves it out), run on the fast "
+    "path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that "
+    "is not known here, or be another model's than the one that was given (a copy's, say)"
+)
+FLEX_UNSEEN = (
+    "FlexAttention in a compiled graph is not seen: torch.compiler.disable leaves it out of the graph; with "
+    "ATTN_DIAG_EXPERIMENTAL=flex-graphs in the environment it is seen in graphs that are compiled after the capture or "
+    'Monitor was made (or after torch._dynamo.reset()), unless for a CUDA graph (mode="reduce-overhead") or of a model '
+    "that is not watched"
 )
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
@@ -111,6 +117,7 @@ class Watch:
         self._warned: set[str] = set()
         self.gone = self._looked = False
         self._blind_steps = 0
+        self._flex_calls: int | None = intercept.flex_calls
         self._told: set[tuple[int, int, bool]] = set()
 
     def start(self) -> Self:
@@ -154,6 +161,7 @@ class Watch:
 
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""
+        self._tell_of_unseen_flex()
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
         self._looked = self.looked
@@ -192,9 +200,13 @@ class Watch:
     # What the interception calls.
 
     @_harmless
-    def meets(self) -> Met | None:
-        """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted."""
-        caller = self._places.caller()
+    def meets(self, module: str = "") -> Met | None:
+        """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted.
+
+        Args:
+            module: Its name from the compiled module on, where a graph says it.
+        """
+        caller = self._places.caller(module)
         recomputing = torch._C._current_graph_task_id() != -1
         if caller.pooled:
             return None
@@ -205,11 +217,11 @@ class Watch:
         other = caller.owner is None and (caller.site is None or caller.foreign)
         if (self.model is not None and other) or (self._trains and not gradients):
             return None
-        module, layer, call = self._places.of(caller, recomputing=recomputing)
+        name, layer, call = self._places.of(caller, recomputing=recomputing)
         if caller.site is not None and call and not self._trains:
             self.end_step()  # as no hook of ours stands in a compiled model
-            module, layer, call = self._places.of(caller, recomputing=recomputing)
-        place = CallPlace(self.step, layer, module, call, gradients)
+            name, layer, call = self._places.of(caller, recomputing=recomputing)
+        place = CallPlace(self.step, layer, name, call, gradients)
         # Checkpointing runs the forward again: its first run is already followed.
         followed = recomputing and (layer, call) in self._with_gradients
         return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place))
@@ -271,6 +283,9 @@ class Watch:
     @_harmless
     def went_back(self, back: OperatorBackward) -> None:
         """Give the call whose backward this is its gradients."""
+        if back.of_lse:
+            self.warn_once("gradients are left out where the LSE has one too")
+            return
         with self._lock:
             # The newest forward goes back first.
             waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
@@ -304,6 +319,13 @@ class Watch:
         self._projections.recording = self._projections.watching and wanted
         # Until it is known that a loop trains, calls tell of steps.
         intercept.look(self, wanted=wanted or at_least or not self._trains)
+
+    def _tell_of_unseen_flex(self) -> None:
+        """After the first step in which it was looked for."""
+        if self._flex_calls is not None and intercept.looks(self):
+            if self._flex_calls == intercept.flex_calls and flex_graphs.blind():
+                self.warn_once(FLEX_UNSEEN)
+            self._flex_calls = None
 
     def _drop_pending(self) -> None:
         with self._lock:
