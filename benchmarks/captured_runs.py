@@ -248,7 +248,7 @@ def warmed(setting: Setting, modules: Iterable[str]) -> None:
             getattr(codecache, digest, dict)()
         if setting.device == "cpu":
             cpu_vec_isa.pick_vec_isa()
-    usable = Process(lambda say: None if torch.cuda._is_in_bad_fork() else say("begun"))  # type: ignore[no-untyped-call]
+    usable = Process(lambda say: None if torch.cuda._is_in_bad_fork() else say("begun"))
     assert not usable.end().failed, "runs forked from here cannot use the device"
     gc.freeze()
 

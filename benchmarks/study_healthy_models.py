@@ -44,7 +44,12 @@ def model_of(name: str, attention: str) -> torch.nn.Module:
     """A randomly initialised one."""
     import transformers
 
-    plain = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1376}
+    plain: dict[str, Any] = {
+        "hidden_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "intermediate_size": 1376,
+    }
     if name.startswith("GPT2"):
         plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         made: Any = transformers.GPT2LMHeadModel

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from builders import some
-from functorch.compile import make_boxed_func
 from tiny_models import Tiny, nano_gpt, steps, transformers_model
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import attn_diag
 from attn_diag.captures.capture import Capture

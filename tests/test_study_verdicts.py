@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -225,7 +226,8 @@ def test_a_softcap_that_was_not_stated_is_named() -> None:
 def test_a_kernel_whose_ds_multiplies_the_cast_p_is_told_by_its_site(alpha: str) -> None:
     """torch's efficient kernel casts alpha dS, others dS: with D = 72 these are other bits."""
     head = planted_inputs(width=72)
-    made = emulate_head(replace(preset("efficient", "bf16", 72), alpha_in_backward=alpha), head)
+    change: dict[str, Any] = {"alpha_in_backward": alpha}
+    made = emulate_head(replace(preset("efficient", "bf16", 72), **change), head)
     assert head.do is not None
     q, k, v, do = (t[None, None].bfloat16() for t in (head.q, head.k, head.v, head.do))
     outputs = {n: t[None, None].bfloat16() for n in ("o", "dq", "dk", "dv") if (t := getattr(made, n)) is not None}

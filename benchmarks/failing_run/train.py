@@ -104,7 +104,7 @@ class Trainer:
         for batch in batches:
             with torch.autocast(self.device.type, torch.bfloat16):
                 loss = self.run(batch[:, :-1], batch[:, 1:]) * (len(batch) / sequences)
-            loss.backward()
+            torch.autograd.backward(loss)
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         for group in self.optimizer.param_groups:
