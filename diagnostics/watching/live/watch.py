@@ -241,6 +241,8 @@ class Watch:
         call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
         if operator is not None:
             inside = met.caller.site is not None and place.gradients
+            # A ring may run below autograd.
+            inside |= call.own is not None and place.gradients
             call.awaits_backward = inside or any(t.requires_grad for t in operator.inputs)
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
         if known is not None:
