@@ -257,9 +257,7 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
     return result
 
 
-def _run_ring_backward(
-    site: RingBackward, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_ring_backward(site: RingBackward, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hop's backward is given the merged O and LSE, and returns its part of the gradients."""
     _thread.hops = deque(maxlen=0)
     try:

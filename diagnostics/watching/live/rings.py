@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -162,7 +163,7 @@ def _ranges(keys: Tensor) -> str:
     if len(keys) > 2 and len(steps.unique()) == 1 and int(steps[0]) > 1:
         return f"{int(keys[0])}-{int(keys[-1])} by {int(steps[0])}"
     ends = [0, *(int(i) + 1 for i in (steps != 1).nonzero()[:, 0]), len(keys)]
-    return ",".join(f"{int(keys[i])}-{int(keys[j - 1])}" for i, j in zip(ends, ends[1:], strict=False))
+    return ",".join(f"{int(keys[i])}-{int(keys[j - 1])}" for i, j in pairwise(ends))
 
 
 def _of_torch(causal: bool) -> Order:
