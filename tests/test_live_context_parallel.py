@@ -163,6 +163,29 @@ class Packaged(torch.autograd.Function):
         return PACKAGE.stripe_flash_attn_backward(None, do, *ctx.saved_tensors, softmax_scale=scale, causal=True)
 
 
+class Exchange(torch.autograd.Function):
+    """[B, H, T / ranks, D] of all heads into [B, H / ranks, T, D] of all rows (``rows``), or back."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, rows: bool) -> Tensor:
+        ctx.rows, ranks = rows, distributed.get_world_size()
+        split, join = (1, 2) if rows else (2, 1)
+        parts = torch.stack(t.chunk(ranks, split))
+        found = torch.empty_like(parts)
+        distributed.all_to_all_single(found, parts)
+        return torch.cat(found.unbind(), join)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return Exchange.apply(gradient, not ctx.rows), None
+
+
+def ulysses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (Exchange.apply(t, True) for t in (q, k, v))
+    result: Tensor = Exchange.apply(functional.scaled_dot_product_attention(q, k, v, is_causal=True), False)
+    return result
+
+
 class Attention(nn.Module):
     def __init__(self, run: Any) -> None:
         super().__init__()
@@ -220,6 +243,8 @@ def whole(causal: bool) -> Any:
 
 
 def ring(how: str) -> Any:
+    if how == "ulysses":
+        return ulysses
     if how == "observed":
         return lambda q, k, v: stripes(q, k, v)[0]
     if how == "ring_flash_attn's":
@@ -235,8 +260,8 @@ def one_rank(folder: Path) -> None:
     distributed.init_process_group("gloo")
     sys.modules[PACKAGE.__name__] = PACKAGE
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    for how in (*RINGS, "unknown"):
-        order = RINGS[how][1] if how in RINGS else "striped"
+    for how in (*RINGS, "unknown", "ulysses"):
+        order = RINGS[how][1] if how in RINGS else "contiguous" if how == "ulysses" else "striped"
         _attention._cp_options.enable_load_balance = order == "zigzag"
         rows = positions(order, rank, ranks, LENGTH // ranks)
         bits = []
@@ -280,9 +305,10 @@ def allowed(head: HeadDiagnosis) -> float:
     return ROUNDINGS * (1 + some(head.conditioning))
 
 
-@pytest.mark.parametrize("how", RINGS)
+@pytest.mark.parametrize("how", [*RINGS, "ulysses"])
 def test_merged_ranks_are_the_unsharded_model(how: str, folder: Path) -> None:
-    expected, found = heads(captures(folder / f"whole {RINGS[how][0]}")), heads(captures(folder / how))
+    causal = how not in RINGS or RINGS[how][0]
+    expected, found = heads(captures(folder / f"whole {causal}")), heads(captures(folder / how))
     assert expected.keys() == found.keys()
     assert len(expected) == STEPS * LAYERS * HEADS
     for key, one in expected.items():
@@ -290,7 +316,7 @@ def test_merged_ranks_are_the_unsharded_model(how: str, folder: Path) -> None:
         assert (other.rows_all, other.not_judged) == (one.rows_all, one.not_judged)
         assert other.row_maxima.window.fraction == one.row_maxima.window.fraction, key
         assert other.conditioning == pytest.approx(one.conditioning, rel=ROUNDINGS), key
-        for quantity in ("dq", "dk", "dv", "dw_q"):
+        for quantity in ("dq", "dk", "dv", *(("dw_q",) if how in RINGS else ())):
             error = some(some(getattr(other.propagation, quantity)).relative_error)
             assert error < allowed(other), (key, quantity)
 
@@ -328,6 +354,13 @@ def test_files_name_rows_and_hops(how: str, folder: Path) -> None:
             "striped": "rank 1: 1-23 by 2; rank 0: 0-22 by 2",
         }[order]
     }
+
+
+def test_ulysses_numbers_heads_for_the_whole_model(folder: Path) -> None:
+    for capture in captures(folder / "ulysses"):
+        m = capture.metadata
+        assert (m.head_offset, capture.q_heads, capture.q_length) == (some(m.rank) * HEADS // 2, HEADS // 2, LENGTH)
+        assert m.notes is None
 
 
 def test_rows_in_another_place_are_found_out(folder: Path) -> None:

@@ -23,6 +23,7 @@ from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.places import Caller, CallPlaces
 from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
+from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
@@ -107,7 +108,7 @@ class Watch:
         self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._projections = Projections()
+        self._projections, self._spread = Projections(), SpreadHeads()
         self._warned: set[str] = set()
         self.gone = self._looked = False
         self._blind_steps = 0
@@ -235,6 +236,10 @@ class Watch:
         call = AttentionCall(place=place, **detached)
         if (module := self._places.named(place.module)) is not None:
             call.head_offset = first_head(module, call.q)
+            made = self._projections.made_in(place.module or "")
+            if (spread := self._spread.first(place.module or "", call.q, call.k, made)) is not None:
+                call.head_offset, sure = spread
+                call.notes += [] if sure else [ASSUMED]
         if self._places.by_order(met.caller):
             call.notes.append(BY_ORDER)
         o = result[0] if isinstance(result, tuple) else result
