@@ -98,19 +98,28 @@ def _call_of(capture: Capture) -> tuple[object, ...] | None:
     m = capture.metadata
     if "run" not in m.extra or m.rank is None:
         return None
-    return m.extra["run"], m.extra.get("module"), m.layer, m.step, m.extra.get("call")
+    return m.extra["run"], m.extra.get("stage"), m.extra.get("module"), m.layer, m.step, m.extra.get("call")
 
 
 def _world_size(capture: Capture) -> int:
-    stated = capture.metadata.extra.get("world_size", "")
-    return int(stated) if stated.isdecimal() else 0
+    return _number(capture, "world_size", 0)
+
+
+def _number(capture: Capture, name: str, default: int) -> int:
+    stated = capture.metadata.extra.get(name, "")
+    return int(stated) if stated.isdecimal() else default
+
+
+def _sharing(capture: Capture) -> int:
+    """How many ranks make the call: not those that have other stages of a pipeline."""
+    return _world_size(capture) // max(1, _number(capture, "stage_ranks", 1))
 
 
 def _alone(capture: Capture) -> Capture:
-    size = _world_size(capture)
-    if size <= 1:
+    if _sharing(capture) <= 1:
         return capture
-    return replace(capture, assumed=(*capture.assumed, f"rank {capture.metadata.rank} alone, of {size}"))
+    words = f"rank {capture.metadata.rank} alone, of {_world_size(capture)}"
+    return replace(capture, assumed=(*capture.assumed, words))
 
 
 def _merge(group: list[Capture]) -> tuple[list[Capture], list[str]]:
@@ -120,7 +129,9 @@ def _merge(group: list[Capture]) -> tuple[list[Capture], list[str]]:
     if len(set(ranks)) < len(ranks):
         twice = next(rank for rank in ranks if ranks.count(rank) > 1)
         return group, [f"{_sources(group)}: not merged: several say rank {twice}; name only one of them"]
-    missing = [rank for rank in range(_world_size(group[0])) if rank not in ranks]
+    # Which ranks have the same stage of a pipeline is not known, only how many.
+    few = len(ranks) < _sharing(group[0])
+    missing = [rank for rank in range(_world_size(group[0])) if rank not in ranks] if few else []
     said: list[str] = []
     if missing:
         said.append(f"{_sources(group)}: {_named(missing)} of {_world_size(group[0])} missing; the others are used")

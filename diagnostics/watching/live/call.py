@@ -14,6 +14,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
 from attn_diag.errors import InputError
 from attn_diag.reference import Masking
+from attn_diag.watching.live.pipeline import Stage
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class AttentionCall:
     own: OwnRows | None = None
     """Where other ranks have other rows: which are these. dk and dv are those of the rank's own keys then, summed over
     the rows of all ranks, while k and v are all the keys that the rows may see."""
+    stage: Stage | None = None
+    """Of a pipeline, where there is one: it is a model of its own."""
     refused: str | None = None
     """Why attn-diag cannot analyse the call (dropout, sinks)."""
     awaits_backward: bool = False
@@ -121,6 +124,9 @@ class AttentionCall:
             extra = {**extra, "module": self.place.module}
         if self.own is not None:
             extra = {**extra, "sequence_ranks": ",".join(map(str, self.own.ranks)), "hops": self.own.hops}
+        if self.stage is not None:
+            named = {"stage": f"{self.stage.number + 1} of {self.stage.count}", "stage_ranks": str(self.stage.ranks)}
+            extra = {**extra, **named}
         return {
             "causal": self.causal,
             "scale": self.scale,

@@ -21,6 +21,7 @@ from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first
 from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
+from attn_diag.watching.live.pipeline import Stage, stage_running
 from attn_diag.watching.live.places import Caller, CallPlaces
 from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
 from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
@@ -77,6 +78,8 @@ class Met:
     """Whether a backward pass runs it once more."""
     wanted: bool
     """Whether the listener is to be told."""
+    stage: Stage | None = None
+    """Of a pipeline, where there is one."""
 
 
 class Watch:
@@ -195,6 +198,8 @@ class Watch:
     @_harmless
     def meets(self) -> Met | None:
         """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted."""
+        if (stage := stage_running()) is not None and stage.rehearses:
+            return None
         caller = self._places.caller()
         recomputing = torch._C._current_graph_task_id() != -1
         if recomputing and caller.site is not None and not caller.differentiated:
@@ -211,7 +216,7 @@ class Watch:
         place = CallPlace(self.step, layer, module, call, gradients)
         # Checkpointing runs the forward again: its first run is already followed.
         followed = recomputing and (layer, call) in self._with_gradients
-        return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place))
+        return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place), stage=stage)
 
     @_harmless
     def counts(self, met: Met) -> None:
@@ -233,7 +238,7 @@ class Watch:
         graph: Graph = fields.pop("graph", {})
         known = fields.pop("projection", None)
         detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
-        call = AttentionCall(place=place, **detached)
+        call = AttentionCall(place=place, stage=met.stage, **detached)
         if (module := self._places.named(place.module)) is not None:
             call.head_offset = first_head(module, call.q)
             made = self._projections.made_in(place.module or "")
@@ -325,6 +330,8 @@ class Watch:
         return place
 
     def _forward_begins(self, model: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002 - a hook's signature
+        if (stage := stage_running()) is not None and stage.rehearses:
+            return
         self._notice_training(model, gradients=torch.is_grad_enabled())
         if not self._trains and self._forwards_this_step:
             self.end_step()
