@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 _STAGES = "torch.distributed.pipelining.stage"
 # Before the first step a stage runs once on made-up numbers, to learn its shapes; with gradients since torch 2.13.
@@ -29,7 +31,9 @@ def stage_running() -> Stage | None:
     """The stage that makes the call; None outside of pipelines."""
     if (module := sys.modules.get(_STAGES)) is None:
         return None
-    frame, stage, rehearses, left = sys._getframe(1), None, False, _MAX_FRAMES
+    frame: FrameType | None = sys._getframe(1)
+    stage: Any = None
+    rehearses, left = False, _MAX_FRAMES
     while frame is not None and left:
         code, left = frame.f_code, left - 1
         if code.co_filename == module.__file__:

@@ -129,7 +129,7 @@ def _reader(ring: _Ring) -> Callable[[Mapping[str, Any], Any, Tap], Fields]:
         causal, q = bool(given["causal"]), ring.lay_out(given["q"])
         k, v, own = merged(q, hops, ring.order(causal), given["group"], causal=causal)
         whole = OperatorCall(
-            hops[0].operator, (), (), hops[0].given | {"q": q, "k": k, "v": v}, ring.lay_out(result[0]), result[1]
+            hops[0].operator, (), (), {**hops[0].given, "q": q, "k": k, "v": v}, ring.lay_out(result[0]), result[1]
         )
         dropout = given.get("dropout_p") or 0.0
         refused = f"attention dropout {dropout:g} is on: run with dropout 0 to analyse it" if dropout else None
@@ -160,7 +160,7 @@ def _named(a: Mapping[str, Any]) -> dict[str, Any]:
 def _ranges(keys: Tensor) -> str:
     """Keys as first-last, one for each run; of stripes the first, the last and their distance."""
     steps = keys.diff()
-    if len(keys) > 2 and len(steps.unique()) == 1 and int(steps[0]) > 1:
+    if len(keys) > 2 and int(steps[0]) > 1 and bool((steps == steps[0]).all()):
         return f"{int(keys[0])}-{int(keys[-1])} by {int(steps[0])}"
     ends = [0, *(int(i) + 1 for i in (steps != 1).nonzero()[:, 0]), len(keys)]
     return ",".join(f"{int(keys[i])}-{int(keys[j - 1])}" for i, j in pairwise(ends))

@@ -65,7 +65,8 @@ def _place(q: Tensor, y: Tensor, ranks: int) -> int | None:
     own_rows = rows // ranks
     if y.dim() != 3 or tuple(y.shape[:2]) != (batch, own_rows):
         return None
-    own = y[0, :_ROWS, : ranks * heads * dim].unflatten(-1, (ranks, heads, dim)).double().norm(dim=-1).permute(1, 2, 0)
+    first = y[0, :_ROWS, : ranks * heads * dim].double()
+    own = first.reshape(len(first), ranks, heads, dim).norm(dim=-1).permute(1, 2, 0)
     starts = range(0, ranks * own_rows, own_rows)
     seen = torch.stack([q[0, :, start : start + own.shape[2]].double().norm(dim=-1) for start in starts])
     off = (seen - own).flatten(1).norm(dim=1) / seen.flatten(1).norm(dim=1)
