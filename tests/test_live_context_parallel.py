@@ -36,11 +36,12 @@ RINGS: dict[str, tuple[bool, Order]] = {
     "observed": (True, "striped"),
     "ring_flash_attn's": (True, "striped"),
 }
+Function: Any = torch.autograd.Function
 CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-class TorchRing(torch.autograd.Function):
+class TorchRing(Function):  # type: ignore[misc]
     """torch's own ring, with the operators of the CPU, for which its dispatcher has no entry."""
 
     @staticmethod
@@ -48,7 +49,7 @@ class TorchRing(torch.autograd.Function):
         from torch.distributed.tensor.experimental._context_parallel import _attention
 
         o, lse = _attention._templated_ring_attention(
-            distributed.group.WORLD, 2, CPU, q, k, v, is_causal=causal, dropout_p=0.0, scale=None
+            some(distributed.group.WORLD), 2, CPU, q, k, v, is_causal=causal, dropout_p=0.0, scale=None
         )
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.causal = causal
@@ -60,8 +61,8 @@ class TorchRing(torch.autograd.Function):
 
         q, k, v, o, lse = ctx.saved_tensors
         found = _attention._templated_ring_attention_backward(
-            distributed.group.WORLD, 2, CPU_BACKWARD, grad_out=do, grad_out_name="grad_out", query=q, key=k, value=v,
-            out=o, logsumexp=lse, is_causal=ctx.causal, dropout_p=0.0, scale=None,
+            some(distributed.group.WORLD), 2, CPU_BACKWARD, grad_out=do, grad_out_name="grad_out", query=q, key=k,
+            value=v, out=o, logsumexp=lse, is_causal=ctx.causal, dropout_p=0.0, scale=None,
         )  # fmt: skip
         return *found, None
 
@@ -76,7 +77,8 @@ def hops(group: Any, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Tensor, T
     for number in range(ranks):
         source = (place - number) % ranks
         first = int(source > place)
-        yield source, first, *(t[source][:, :, : k.shape[2] - first] for t in gathered)
+        keys, values = (t[source][:, :, : k.shape[2] - first] for t in gathered)
+        yield source, first, keys, values
 
 
 def stripes_forward(q: Tensor, k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor]:
@@ -106,7 +108,7 @@ def stripes_backward(
     return dq, dk, dv
 
 
-class Stripes(torch.autograd.Function):
+class Stripes(Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor]:
         o, lse = stripes_forward(q, k, v, group)
@@ -117,7 +119,8 @@ class Stripes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, *_: Any) -> Any:
-        return *stripes_backward(do, *ctx.saved_tensors, ctx.group), None
+        q, k, v, o, lse = ctx.saved_tensors
+        return *stripes_backward(do, q, k, v, o, lse, ctx.group), None
 
 
 @attn_diag.observe(causal=True, ring="striped")
@@ -132,7 +135,8 @@ def stripe_flash_attn_forward(
     """As in ring_flash_attn 0.1.8: [B, T, H, D]."""
     assert causal
     assert softmax_scale == q.shape[-1] ** -0.5
-    o, lse = stripes_forward(*(t.transpose(1, 2) for t in (q, k, v)), process_group)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    o, lse = stripes_forward(q, k, v, process_group)
     return o.transpose(1, 2), lse
 
 
@@ -148,7 +152,7 @@ PACKAGE: Any = ModuleType("ring_flash_attn.stripe_flash_attn")
 PACKAGE.__dict__.update({f.__name__: f for f in (stripe_flash_attn_forward, stripe_flash_attn_backward)})
 
 
-class Packaged(torch.autograd.Function):
+class Packaged(Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = q.shape[-1] ** -0.5
@@ -163,7 +167,7 @@ class Packaged(torch.autograd.Function):
         return PACKAGE.stripe_flash_attn_backward(None, do, *ctx.saved_tensors, softmax_scale=scale, causal=True)
 
 
-class Exchange(torch.autograd.Function):
+class Exchange(Function):  # type: ignore[misc]
     """[B, H, T / ranks, D] of all heads into [B, H / ranks, T, D] of all rows (``rows``), or back."""
 
     @staticmethod
@@ -367,7 +371,7 @@ def test_rows_in_another_place_are_found_out(folder: Path) -> None:
     """That the captures agree with float64 is because of the rows that they name."""
     capture = captures(folder / "torch's, balanced")[0]
     others = positions("contiguous", 0, 2, LENGTH // 2)
-    wrong = replace(capture, tensors=capture.tensors | {"q_positions": others})
+    wrong = replace(capture, tensors={**capture.tensors, "q_positions": others})
     (found,) = attn_diag.inspect_captures([wrong]).captures
     assert not found.assumptions.ok
 
@@ -382,7 +386,7 @@ def test_keys_that_changed_on_their_way_are_told_of(folder: Path) -> None:
     one, other = [c for c in captures(folder / "torch's, balanced") if (c.metadata.layer, c.metadata.step) == (0, 0)]
     k = other.tensors["k"][...].clone()
     k[0, 1, 3, 2] += 1
-    found = attn_diag.inspect_captures([one, replace(other, tensors=other.tensors | {"k": k})])
+    found = attn_diag.inspect_captures([one, replace(other, tensors={**other.tensors, "k": k})])
     assert len(found.captures) == 2
     assert "keys changed on their way" in " ".join(found.summary.warnings)
 

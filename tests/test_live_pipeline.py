@@ -60,6 +60,8 @@ def one_rank(folder: Path) -> None:
     distributed.init_process_group("gloo")
     rank, (x, target) = distributed.get_rank(), batch()
     numbers = [2 * rank, 2 * rank + 1]
+    inputs: Any = [] if rank else [x]
+    targets: Any = {"target": target} if rank else {}
     for how in WAYS:
         bits = []
         arounds: list[Any] = [contextlib.nullcontext(), None]
@@ -69,7 +71,7 @@ def one_rank(folder: Path) -> None:
             schedule, optimizer = Schedule1F1B(stage, BATCH, loss_fn=loss_of), optimizer_of(model)
             with around or attn_diag.capture(model, folder / how, calls=None):
                 for _ in range(STEPS):
-                    schedule.step(*([] if rank else [x]), **({"target": target} if rank else {}))
+                    schedule.step(*inputs, **targets)
                     optimizer.step()
                     optimizer.zero_grad()
             bits.append([p.detach().clone() for p in model.parameters()])
@@ -100,7 +102,7 @@ def captures(folder: Path) -> list[Capture]:
 
 def test_the_stages_files_together_are_those_of_the_unsplit_model(folder: Path) -> None:
     # 16 fp32 roundings (2**-24), and what they do to the steps that follow.
-    near = {"rel": 1e-6, "abs": 16 * 2.0**-24}
+    near: Any = {"rel": 1e-6, "abs": 16 * 2.0**-24}
     whole, stages = captures(folder / "whole"), captures(folder / "named")
     places = [
         {(c.metadata.step, c.metadata.layer, c.metadata.extra["call"]): c for c in those} for those in (whole, stages)

@@ -88,12 +88,17 @@ class Pending:
                 hook = self._guarded(self._taker(name, lay_out))
                 self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def follow_operator(self, operator: OperatorCall) -> None:
-        """Wait for the operator's backward."""
+    def follow_operator(self, operator: OperatorCall, *, reused: bool = False) -> None:
+        """Wait for the operator's backward.
+
+        Args:
+            operator: what ran.
+            reused: whether a graph may put something else where o and lse were, as it does with the parts of a ring.
+        """
         self._missing.add("kernel")
         tensors = [t for t in (operator.o, operator.lse) if t is not None]
         # Their identities are needed, and nothing of ours keeps them alive.
-        self._kept = [StorageWeakRef(t.untyped_storage()) for t in tensors]  # type: ignore[no-untyped-call]
+        self._kept = [StorageWeakRef(t.untyped_storage()) for t in tensors if not reused]  # type: ignore[no-untyped-call]
         self._version = operator.o._version
         self._last_row = operator.o[..., -1, :].clone()
 

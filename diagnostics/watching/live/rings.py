@@ -26,6 +26,8 @@ from attn_diag.watching.live.tap import Tap
 # shared evenly; or every n-th.
 Order = Literal["contiguous", "zigzag", "striped"]
 
+# Tensors with numbers in them; the last is still on its way.
+_REAL = ("Tensor", "Parameter", "AsyncCollectiveTensor")
 WINDOW = "a window in ring attention: each hop counts it from its own first key"
 # What ring functions call their arguments -> what we do.
 _NAMES = {
@@ -72,7 +74,7 @@ def ring_functions(modules: Mapping[str, Any]) -> list[tuple[AttentionSite, Call
 def is_traced(site: AttentionSite, arguments: Iterable[Any]) -> bool:
     """Whether a ring is given stand-ins for tensors, as it is traced into a graph."""
     ours = site.ring or isinstance(site, RingBackward)
-    return ours and any(isinstance(t, Tensor) and type(t) not in (Tensor, torch.nn.Parameter) for t in arguments)
+    return ours and any(isinstance(t, Tensor) and type(t).__name__ not in _REAL for t in arguments)
 
 
 def positions(order: Order, place: int, ranks: int, rows: int) -> Tensor:

@@ -274,7 +274,7 @@ class Watch:
             if operator is None:
                 pending.follow(o, graph)
             else:
-                pending.follow_operator(operator)
+                pending.follow_operator(operator, reused=self._places.crowded(met.caller))
         # Last: what is noted above belongs to what it takes, and it may let the tensors go.
         self.listener.forward(call)
 
