@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -399,6 +400,37 @@ def test_hops_of_a_ring_that_nobody_knows_are_right_for_their_own_keys(folder: P
         assert "dq" not in capture.tensors
         (diagnosis,) = attn_diag.inspect_captures([capture]).captures
         assert diagnosis.assumptions.ok
+
+
+class Halves(Function):  # type: ignore[misc]
+    """Two hops on one rank."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [CPU(q, a, b) for a, b in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)]
+        (one, one_lse), (other, other_lse) = parts
+        o = one - torch.sigmoid(other_lse - one_lse)[..., None] * (one - other)
+        lse = torch.logaddexp(one_lse, other_lse)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        q, k, v, o, lse = ctx.saved_tensors
+        halves = zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)
+        (dq, *one), (more, *other) = (CPU_BACKWARD(do, q, a, b, o, lse, 0.0, False) for a, b in halves)
+        return dq + more, *(torch.cat(pair, 2) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+def test_in_a_graph_no_hop_gets_the_gradients_of_the_merged_o(tmp_path: Path) -> None:
+    """Inductor puts the merged O where that of the first hop was."""
+    model = Model(Halves.apply)
+    model.compile(backend="inductor", fullgraph=True)
+    train(model, torch.arange(LENGTH), attn_diag.capture(model, tmp_path, batch=None, calls=None))
+    found = captures(tmp_path)
+    assert len(found) == STEPS * LAYERS * 2
+    assert all(c.k_length == LENGTH // 2 and "dq" not in c.tensors for c in found)
 
 
 if __name__ == "__main__":
