@@ -70,7 +70,8 @@ def merged_over_ranks(captures: Iterable[Capture]) -> tuple[list[Capture], list[
     """Merge the captures that several ranks wrote of one call.
 
     Merged are captures of the same ``run``, ``module``, ``layer``, ``step`` and ``call`` that state different ranks,
-    where everything but the batch (or, by ``head_offset``, the heads) agrees. A capture without ``run`` never is.
+    where everything but the batch (or, by ``head_offset``, the heads; by ``sequence_ranks`` and ``q_positions``, the
+    rows) agrees. A capture without ``run`` never is, nor are those of different stages of a pipeline.
 
     Returns:
         The captures, merged ones at the place of the first; and what is to be said about it: ranks that are missing by

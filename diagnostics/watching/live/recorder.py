@@ -314,7 +314,9 @@ def capture(
     ``attn_diag.attention``'s), without x and w_q; layers are named by the order of their calls then, which the file's
     notes say, and nothing is compiled anew unless a function around the model is what was compiled. What is replayed
     from a CUDA graph, FlexAttention inside a graph and math are not seen there. A function of your own is seen with
-    ``attn_diag.observe``. Where a kernel has no autograd node of its own (math, eager, FlexAttention), gradients are
+    ``attn_diag.observe``. Ring attention is one call: the rank's rows with the merged O and LSE, and all keys that they
+    may see, from its hops; its ``own_dk`` and ``own_dv`` are judged together with the other ranks' files. Where a
+    kernel has no autograd node of its own (math, eager, FlexAttention), gradients are
     the tensors' own: the totals, where q, k or v is used elsewhere too; the file's notes say so.
 
     Args:
