@@ -88,12 +88,14 @@ def positions(order: Order, place: int, ranks: int, rows: int) -> Tensor:
 
 
 def merged(
-    q: Tensor, hops: Sequence[OperatorCall], order: Order, group: Any, *, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, hops: Sequence[OperatorCall], order: Order, group: Any, *, causal: bool
 ) -> tuple[Tensor, Tensor, OwnRows]:
     """K and V of all hops in the order of the sequence, and which rows of it the rank has.
 
     Args:
-        q: The rank's rows, [B, H, T, D].
+        q: The rank's rows, [B, Hq, T, D].
+        k: The rank's keys, [B, Hk, T, D]; hops may have each of their heads several times.
+        v: Likewise.
         hops: What ran, in its order: the rank's own keys first, then those of the rank before it, and so on.
         order: Which rows each rank has.
         group: The ring's process group.
@@ -121,15 +123,24 @@ def merged(
     if not torch.equal(at[into_order][:whole], torch.arange(whole)) or len(at) < whole:
         raise InputError(f"the {len(hops)} hops of a ring in {order} order saw {len(at)} keys, not the {whole} needed")
     index = into_order[:whole].to(q.device)
-    k, v = (torch.cat([hop.inputs[i] for hop in hops], 2).index_select(2, index) for i in (1, 2))
-    return k, v, OwnRows(mine, tuple(ranks), "; ".join(told))
+    parts = [[_unrepeated(hop.inputs[i], own) for hop in hops] for i, own in ((1, k), (2, v))]
+    if parts[0][0].shape[1] != hops[0].inputs[1].shape[1] and not torch.equal(parts[0][0], k.to(parts[0][0].dtype)):
+        raise InputError("a ring put its key heads in another order before its hops")
+    keys, values = (torch.cat(those, 2).index_select(2, index) for those in parts)
+    return keys, values, OwnRows(mine, tuple(ranks), "; ".join(told))
+
+
+def _unrepeated(given: Tensor, own: Tensor) -> Tensor:
+    """Without copies of heads, and what pads D."""
+    return given[:, :: max(1, given.shape[1] // own.shape[1]), :, : own.shape[-1]]
 
 
 def _reader(ring: _Ring) -> Callable[[Mapping[str, Any], Any, Tap], Fields]:
     def read(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields:
         given, hops = _named(a), tap.hops
-        causal, q = bool(given["causal"]), ring.lay_out(given["q"])
-        k, v, own = merged(q, hops, ring.order(causal), given["group"], causal=causal)
+        causal = bool(given["causal"])
+        q, k, v = (ring.lay_out(given[name]) for name in "qkv")
+        k, v, own = merged(q, k, v, hops, ring.order(causal), given["group"], causal=causal)
         whole = OperatorCall(
             hops[0].operator, (), (), {**hops[0].given, "q": q, "k": k, "v": v}, ring.lay_out(result[0]), result[1]
         )
