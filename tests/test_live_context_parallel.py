@@ -412,7 +412,8 @@ class Halves(Function):  # type: ignore[misc]
         o = one - torch.sigmoid(other_lse - one_lse)[..., None] * (one - other)
         lse = torch.logaddexp(one_lse, other_lse)
         ctx.save_for_backward(q, k, v, o, lse)
-        return o
+        result: Tensor = o
+        return result
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:

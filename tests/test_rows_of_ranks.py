@@ -10,8 +10,8 @@ from test_ranks import HK, HQ, RUN, B, D, T, of_heads, of_items, whole_batch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.joined import RowsSource
 from attn_diag.captures.merge import merged_over_ranks
-from attn_diag.captures.sequence import RowsSource
 from attn_diag.watching.live.rings import Order, positions
 
 LAYOUTS = ("BHTD", "BTHD")

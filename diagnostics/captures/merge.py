@@ -9,61 +9,18 @@ side. Nothing is read to merge but what must be equal on all ranks (w_q, shared 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
-from typing import Any
-
-import torch
-from torch import Tensor
+from dataclasses import fields, replace
 
 from attn_diag.captures.capture import INPUTS, OBSERVED, Capture, TensorSource
+from attn_diag.captures.joined import JoinedSource, equal_bits
 from attn_diag.captures.metadata import Metadata
-from attn_diag.captures.sequence import equal_bits, joined_rows
+from attn_diag.captures.sequence import joined_rows
 from attn_diag.errors import InputError
 
 # What may differ between the ranks of one call.
 _OF_A_RANK = ("rank", "head_offset", "device", "hardware", "notes", "extra")
 _PER_ROW = ("lse", "delta")
 _OF_ALL_SEQUENCES = ("w_q", "q_positions")
-
-
-@dataclass(frozen=True)
-class JoinedSource:
-    """Tensors put side by side along ``axis``; an index that picks one place of that axis reads one of them only."""
-
-    parts: tuple[TensorSource, ...]
-    axis: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of all axes; that of ``axis`` is the sum over the parts."""
-        first = tuple(self.parts[0].shape)
-        return (*first[: self.axis], sum(self._sizes), *first[self.axis + 1 :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the stored values."""
-        return self.parts[0].dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        place = index if isinstance(index, tuple) else (index,)
-        if Ellipsis not in place and len(place) > self.axis and isinstance(place[self.axis], int):
-            part, within = self._find(place[self.axis])
-            return part[(*place[: self.axis], within, *place[self.axis + 1 :])]
-        whole = torch.cat([part[...] for part in self.parts], self.axis)
-        return whole if index is Ellipsis else whole[index]
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [part.shape[self.axis] for part in self.parts]
-
-    def _find(self, position: int) -> tuple[TensorSource, int]:
-        total = sum(self._sizes)
-        if not -total <= position < total:
-            raise IndexError(f"index {position} of axis {self.axis} with {total} places")
-        position %= total
-        number = next(i for i, end in enumerate(accumulate(self._sizes)) if position < end)
-        return self.parts[number], position - sum(self._sizes[:number])
 
 
 def merged_over_ranks(captures: Iterable[Capture]) -> tuple[list[Capture], list[str]]:

@@ -8,52 +8,14 @@ there they are judged as any capture's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from attn_diag.captures.capture import TensorSource
+from attn_diag.captures.joined import RowsSource, equal_bits
 from attn_diag.errors import InputError
 
 _OWN = {"own_dk": "dk", "own_dv": "dv"}
-
-
-@dataclass(frozen=True)
-class RowsSource:
-    """Rows of several tensors along ``axis``, in another order."""
-
-    parts: tuple[TensorSource, ...]
-    axis: int
-    order: Tensor
-    """Which row, of the parts' after each other, comes where."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of all axes."""
-        first = tuple(self.parts[0].shape)
-        return (*first[: self.axis], len(self.order), *first[self.axis + 1 :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the stored values."""
-        return self.parts[0].dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        place = index if isinstance(index, tuple) else (index,)
-        before = place[: self.axis]
-        if Ellipsis in before or not all(isinstance(i, (int, slice)) for i in before):
-            whole = self._rows((), self.axis)
-            return whole[index]
-        # Of the axes before the rows' only what is asked for is read.
-        rows = self._rows(before, self.axis - sum(isinstance(i, int) for i in before))
-        rest = (*(slice(None) for i in before if isinstance(i, slice)), *place[self.axis :])
-        return rows[rest] if place[self.axis :] else rows
-
-    def _rows(self, index: tuple[Any, ...], axis: int) -> Tensor:
-        parts = [part[index] if index else part[...] for part in self.parts]
-        return torch.cat(parts, axis).index_select(axis, self.order)
 
 
 def joined_rows(
@@ -112,13 +74,6 @@ def joined_rows(
         else:
             raise InputError(f"nobody knows how the {name} of several ranks belong together")
     return tensors, whole
-
-
-def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """Equal bit for bit; NaN equals NaN."""
-    one, other = one.contiguous(), other.contiguous()
-    same = one.shape == other.shape and one.dtype == other.dtype
-    return same and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def _require_same_keys(

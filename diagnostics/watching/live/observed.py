@@ -113,7 +113,7 @@ def observe(
         if ring is not None:
             causal = options.get("causal", "none") != "none"
             refused = WINDOW if "window" in options else "a mask in ring attention" if "mask" in options else None
-            keys, values, own = merged(*map(lay_out, (q, k, v)), tap.hops, ring, group, causal=causal)
+            keys, values, own = merged(lay_out(q), lay_out(k), lay_out(v), tap.hops, ring, group, causal=causal)
             # The first hop sees all rows, in the dtype to which the function may have cast them.
             found["q"] = found["q"].to(keys.dtype)
             found |= {"k": keys, "v": values, "own": own, "refused": refused}
