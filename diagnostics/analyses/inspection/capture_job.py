@@ -280,6 +280,7 @@ class CaptureJob:
             captured=c.observations.get(name, ()),
             with_do="do" in c.tensors,
             covered=covers(format_of(c.tensors["q"].dtype)),
+            of_a_rank="own_dk" in c.tensors,
         )
         entries = [
             pool(

@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import torch
 from attn_diag.watching.live import flex_graphs
 from attn_diag.watching.live.flex_calls import FlexBackward, FlexCall
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
+from attn_diag.watching.live.rings import TORCH_RING, RingBackward, is_traced, ring_functions
 from attn_diag.watching.live.sites import (
     EAGER,
     FLASH_ATTN,
@@ -40,7 +42,7 @@ from attn_diag.watching.live.tap import Tap
 
 Namespace = dict[str, Any]
 _FLASH_ATTN_NAMES = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
-_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention")
+_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention", TORCH_RING)
 
 
 class Observer(Protocol):
@@ -226,9 +228,16 @@ def _wrapper(site: AttentionSite, function: Function) -> Function:
 
 def passed_on(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of the user's own, and tell of it."""
-    if not _observers or _in_cuda_graph():
+    if not _observers or _in_cuda_graph() or _in_ring() or is_traced(site, (*args, *kwargs.values())):
         return function(*args, **kwargs)
+    if isinstance(site, RingBackward):
+        return _run_ring_backward(site, function, args, kwargs)
     return _run(site, function, args, kwargs)
+
+
+def _in_ring() -> bool:
+    """Whether what runs is a hop of a ring attention, which alone is told of."""
+    return getattr(_thread, "hops", None) is not None
 
 
 def _in_cuda_graph() -> bool:
@@ -246,6 +255,9 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
     met = _met()
     before, outer = getattr(_thread, "calls", 0), getattr(_thread, "tap", None)
     _thread.tap = tap = Tap()
+    if site.ring:
+        # Hops hold their keys: not of a ring that nobody wants.
+        _thread.hops = tap.hops if any(one.wanted for _, one in met) else deque(maxlen=0)
     try:
         if not site.tapped:
             result = function(*args, **kwargs)
@@ -255,8 +267,27 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
                 result = function(*args, **kwargs)
     finally:
         _thread.tap = outer
+        if site.ring:
+            _thread.hops = None
     if getattr(_thread, "calls", 0) == before:  # no inner attention function was told of
         _tell(met, lambda: _read(site, function, args, kwargs, result, tap), result)
+    return result
+
+
+def _run_ring_backward(site: RingBackward, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hop's backward is given the merged O and LSE, and returns its part of the gradients."""
+    _thread.hops = deque(maxlen=0)
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        _thread.hops = None
+    for observer in tuple(_looking):
+        try:
+            back = site.back(bind(function, site, args, kwargs), result)
+        except Exception as error:  # never an exception in somebody's training
+            observer.failed(error)
+            continue
+        observer.went_back(back)
     return result
 
 
@@ -279,22 +310,25 @@ def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], re
 
 
 def _composite(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _looking or (args[0].is_cuda and _in_cuda_graph()):
+    if not _looking or _in_ring() or (args[0].is_cuda and _in_cuda_graph()):
         return original(*args, **kwargs)
     return _run(SDPA, original, args, kwargs)
 
 
 def _forward(call: OperatorCall) -> None:
     """A fused operator has run: within a function or the composite operator, which know more, or alone."""
-    if (tap := getattr(_thread, "tap", None)) is not None:
+    if (hops := getattr(_thread, "hops", None)) is not None:
+        hops.append(call)
+    elif (tap := getattr(_thread, "tap", None)) is not None:
         tap.operator = call
     elif _looking and not (call.o.is_cuda and _in_cuda_graph()):
         _tell(_met(call.module), lambda: {**call.fields(), "operator": call}, call.o)
 
 
 def _backward(back: OperatorBackward) -> None:
-    for observer in tuple(_looking):
-        observer.went_back(back)
+    if not _in_ring():
+        for observer in tuple(_looking):
+            observer.went_back(back)
 
 
 def _flex_forward(args: tuple[Any, ...]) -> None:
@@ -322,8 +356,11 @@ def _functions() -> Iterator[tuple[AttentionSite, Function]]:
     from torch.nn import functional
 
     # The builtin is met as an operator; somebody may have put another function in its place.
-    if functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
-        yield SDPA, functional.scaled_dot_product_attention
+    sdpa = functional.scaled_dot_product_attention
+    # Not that of context_parallel: it ends in a ring, and is only put back where it is found as it was left.
+    if sdpa is not torch._C._nn.scaled_dot_product_attention and getattr(sdpa, "__module__", "") != TORCH_RING:
+        yield SDPA, sdpa
+    yield from ring_functions(sys.modules)
     yield MULTI_HEAD, functional.multi_head_attention_forward
     for module, site, names in (
         ("torch.nn.attention.flex_attention", FLEX, ("flex_attention",)),

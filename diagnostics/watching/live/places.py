@@ -171,7 +171,7 @@ class CallPlaces:
         if caller.site is None or known is not None:
             return self._names.get(id(known)), self._layer(known), self._counts[_key(known), recomputing]
         key = (_key(caller.owner), recomputing)
-        if caller.site and self._calls_in(caller.site[0][0]) > len(self._within(caller.owner)):
+        if caller.site and self.crowded(caller):
             self._unnamed.add(id(self._root(caller.owner)))
         run = self._run(key, caller)
         within = self._within(caller.owner)
@@ -188,6 +188,12 @@ class CallPlaces:
     def by_order(self, caller: Caller) -> bool:
         """Whether nothing but the order of its calls tells a layer from another."""
         return caller.site is not None and caller.module is None and len(self._within(caller.owner)) != 1
+
+    def crowded(self, caller: Caller) -> bool:
+        """Whether a compiled graph makes more calls than it has attention modules, so that a module makes several."""
+        if not caller.site:
+            return caller.site is not None
+        return self._calls_in(caller.site[0][0]) > len(self._within(caller.owner))
 
     def count(self, caller: Caller, *, recomputing: bool) -> None:
         """Note that the call is over."""

@@ -316,10 +316,11 @@ def capture(
     the same bits. In models that torch.compile compiled, whole or in part, the fused operators are seen (SDPA's and
     ``attn_diag.attention``'s), without x and w_q; layers are named by the order of their calls then, which the file's
     notes say, and nothing is compiled anew unless a function around the model is what was compiled. What is replayed
-    from a CUDA graph and math are not seen there; FlexAttention is, by its module's name, if this was made before the
-    model was compiled. A function of your own is seen with ``attn_diag.observe``. Where a kernel has no autograd node
-    of its own (math, eager, FlexAttention), gradients are the tensors' own: the totals, where q, k or v is used
-    elsewhere too; the file's notes say so.
+    from a CUDA graph, FlexAttention inside a graph (but see README, Limits) and math are not seen there. A function of
+    your own is seen with ``attn_diag.observe``. Ring attention is one call: the rank's rows with the merged O and LSE,
+    and all keys that they may see, from its hops; its ``own_dk`` and ``own_dv`` are judged together with the other
+    ranks' files. Where a kernel has no autograd node of its own (math, eager, FlexAttention), gradients are the
+    tensors' own: the totals, where q, k or v is used elsewhere too; the file's notes say so.
 
     Args:
         model: whose calls; None: all calls of the process, without layers' names, x and w_q.
@@ -373,4 +374,4 @@ def trigger(reason: str) -> None:
         recorder.dump(reason)
 
 
-_LATE = ("do", "dq", "dk", "dv", "dq_pre")
+_LATE = ("do", "dq", "dk", "dv", "own_dk", "own_dv", "dq_pre")

@@ -21,8 +21,10 @@ from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first
 from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
+from attn_diag.watching.live.pipeline import Stage, stage_running
 from attn_diag.watching.live.places import Caller, CallPlaces
 from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
+from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
@@ -82,6 +84,8 @@ class Met:
     """Whether a backward pass runs it once more."""
     wanted: bool
     """Whether the listener is to be told."""
+    stage: Stage | None = None
+    """Of a pipeline, where there is one."""
 
 
 class Watch:
@@ -113,7 +117,7 @@ class Watch:
         self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._projections = Projections()
+        self._projections, self._spread = Projections(), SpreadHeads()
         self._warned: set[str] = set()
         self.gone = self._looked = False
         self._blind_steps = 0
@@ -206,6 +210,8 @@ class Watch:
         Args:
             module: Its name from the compiled module on, where a graph says it.
         """
+        if (stage := stage_running()) is not None and stage.rehearses:
+            return None
         caller = self._places.caller(module)
         recomputing = torch._C._current_graph_task_id() != -1
         if caller.pooled:
@@ -224,7 +230,7 @@ class Watch:
         place = CallPlace(self.step, layer, name, call, gradients)
         # Checkpointing runs the forward again: its first run is already followed.
         followed = recomputing and (layer, call) in self._with_gradients
-        return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place))
+        return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place), stage=stage)
 
     @_harmless
     def counts(self, met: Met) -> None:
@@ -246,15 +252,21 @@ class Watch:
         graph: Graph = fields.pop("graph", {})
         known = fields.pop("projection", None)
         detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
-        call = AttentionCall(place=place, **detached)
+        call = AttentionCall(place=place, stage=met.stage, **detached)
         if (module := self._places.named(place.module)) is not None:
             call.head_offset = first_head(module, call.q)
+            made = self._projections.made_in(place.module or "")
+            if (spread := self._spread.first(place.module or "", call.q, call.k, made)) is not None:
+                call.head_offset, sure = spread
+                call.notes += [] if sure else [ASSUMED]
         if self._places.by_order(met.caller):
             call.notes.append(BY_ORDER)
         o = result[0] if isinstance(result, tuple) else result
         call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
         if operator is not None:
             inside = met.caller.site is not None and place.gradients
+            # A ring may run below autograd.
+            inside |= call.own is not None and place.gradients
             call.awaits_backward = inside or any(t.requires_grad for t in operator.inputs)
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
         if known is not None:
@@ -276,7 +288,7 @@ class Watch:
             if operator is None:
                 pending.follow(o, graph)
             else:
-                pending.follow_operator(operator)
+                pending.follow_operator(operator, reused=self._places.crowded(met.caller))
         # Last: what is noted above belongs to what it takes, and it may let the tensors go.
         self.listener.forward(call)
 
@@ -342,6 +354,8 @@ class Watch:
         return place
 
     def _forward_begins(self, model: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002 - a hook's signature
+        if (stage := stage_running()) is not None and stage.rehearses:
+            return
         self._notice_training(model, gradients=torch.is_grad_enabled())
         if not self._trains and self._forwards_this_step:
             self.end_step()
