@@ -1,7 +1,7 @@
 """Meets attention where it runs while somebody listens, and leaves everything as it was.
 
 Operators are met in torch's dispatcher (``operators``), on the steps that somebody looks at. A function without an
-operator of its own is replaced under every name that loaded modules have for it, ``from … import`` included; inside a
+operator of its own, of torch or of the packages in ``kernels``, is replaced under every name that loaded modules have for it, ``from … import`` included; inside a
 compiled graph, or when nobody wants the call, the replacement only passes it on. Where one attention function calls
 another (nn.MultiheadAttention calls scaled_dot_product_attention) the innermost is the one that is told of.
 """
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from attn_diag.watching.live.kernels import OPERATORS
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
 from attn_diag.watching.live.sites import (
     EAGER,
@@ -38,6 +39,11 @@ from attn_diag.watching.live.tap import Tap
 
 Namespace = dict[str, Any]
 _FLASH_ATTN_NAMES = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
+# Versions that register operators are met by those.
+_FLASH_ATTN = (
+    ("flash_attn.flash_attn_interface", "flash_attn::_flash_attn_forward"),
+    ("flash_attn_interface", "flash_attn_3::fwd"),
+)
 _TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention")
 
 
@@ -71,7 +77,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class _Pair:
-    site: AttentionSite
+    site: AttentionSite | None
     original: Function
     wrapper: Function
 
@@ -107,14 +113,15 @@ def install(observer: Observer, *, functions: bool = True) -> None:
 
     Args:
         observer: Who is told.
-        functions: Also of functions without an operator. A compiled model that calls one is compiled anew then.
+        functions: Also of functions without an operator that a graph may hold. A compiled model that calls one is
+            compiled anew then.
     """
     with _lock:
         _observers.append(observer)
         try:
             if functions:
                 _of_functions.append(observer)
-                _replace()
+            _replace()
         except BaseException:
             remove(observer)
             raise
@@ -129,6 +136,8 @@ def remove(observer: Observer) -> None:
         look(observer, wanted=False)
         if not _of_functions:
             _restore()
+            if _observers:
+                _replace()
 
 
 def look(observer: Observer, *, wanted: bool) -> None:
@@ -152,22 +161,28 @@ def looks(observer: Observer) -> bool:
 def refresh() -> None:
     """Look for attention functions again if modules were imported since."""
     with _lock:
-        if _of_functions and len(sys.modules) != _modules_seen:
+        if _observers and len(sys.modules) != _modules_seen:
             _replace()
 
 
 def _replace() -> None:
     global _modules_seen
+    _modules_seen = len(sys.modules)
     ours = {id(pair.wrapper) for pair in _wrappers.values()}
-    for site, function in _functions():
-        if id(function) not in ours:
-            _wrap(site, function)
+    for function, wrapper in _kernels():
+        if id(function) not in ours | _wrappers.keys():
+            _wrappers[id(function)] = _Pair(None, function, wrapper())
+    if _of_functions:
+        for site, function in _functions():
+            if id(function) not in ours:
+                _wrap(site, function)
+    if not _wrappers:
+        return
     for space in _namespaces():
         for name, value in list(space.items()):
             if (pair := _pair_of(value)) is not None:
                 _replaced.append((space, name, pair))
                 space[name] = pair.wrapper
-    _modules_seen = len(sys.modules)
 
 
 def _wrap(site: AttentionSite, function: Function) -> _Pair:
@@ -181,7 +196,7 @@ def _pair_of(value: Any) -> _Pair | None:
     found = _wrappers.get(id(value))
     if found is None and type(value) is FunctionType:
         inner = _wrappers.get(id(vars(value).get("_torchdynamo_orig_callable")))
-        found = None if inner is None else _wrap(inner.site, value)
+        found = None if inner is None or inner.site is None else _wrap(inner.site, value)
     return found
 
 
@@ -228,7 +243,8 @@ def _met() -> list[tuple[Observer, Any]]:
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     met = _met()
     before, outer = getattr(_thread, "calls", 0), getattr(_thread, "tap", None)
-    _thread.tap = tap = Tap()
+    tap = Tap()
+    _thread.tap = tap if site.over_operator else None
     try:
         if not site.tapped:
             result = function(*args, **kwargs)
@@ -271,8 +287,8 @@ def _forward(call: OperatorCall) -> None:
     """A fused operator has run: within a function or the composite operator, which know more, or alone."""
     if (tap := getattr(_thread, "tap", None)) is not None:
         tap.operator = call
-    elif _looking and not (call.o.is_cuda and _in_cuda_graph()):
-        _tell(_met(), lambda: {**call.fields(), "operator": call}, call.o)
+    elif _looking and not (call.is_cuda and _in_cuda_graph()):
+        _tell(_met(), lambda: {**call.fields(), "operator": call}, None)
 
 
 def _backward(back: OperatorBackward) -> None:
@@ -298,10 +314,10 @@ def _functions() -> Iterator[tuple[AttentionSite, Function]]:
     if functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
         yield SDPA, functional.scaled_dot_product_attention
     yield MULTI_HEAD, functional.multi_head_attention_forward
+    unregistered = [module for module, name in _FLASH_ATTN if not torch._C._dispatch_has_kernel(name)]
     for module, site, names in (
         ("torch.nn.attention.flex_attention", FLEX, ("flex_attention",)),
-        ("flash_attn.flash_attn_interface", FLASH_ATTN, _FLASH_ATTN_NAMES),
-        ("flash_attn_interface", FLASH_ATTN, _FLASH_ATTN_NAMES),
+        *((module, FLASH_ATTN, _FLASH_ATTN_NAMES) for module in unregistered),
     ):
         loaded = sys.modules.get(module)
         for name in names:
@@ -314,6 +330,17 @@ def _functions() -> Iterator[tuple[AttentionSite, Function]]:
         # sdpa ends in scaled_dot_product_attention, which knows more.
         if key != "sdpa" and callable(function):
             yield TRANSFORMERS, function
+
+
+def _kernels() -> Iterator[tuple[Function, Callable[[], Function]]]:
+    """Kernels that are Python functions and loaded now, and what makes that which is to stand in their place."""
+    for operator in OPERATORS:
+        if operator.is_function:
+            for name in filter(None, (operator.name, operator.backward)):
+                module, _, bare = name.partition(":")
+                if (function := getattr(sys.modules.get(module), bare, None)) is not None:
+                    backward = name == operator.backward
+                    yield function, functools.partial(_overrides.of_function, operator, function, backward=backward)
 
 
 def _transformers_implementations() -> Namespace:

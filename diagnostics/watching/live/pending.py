@@ -102,18 +102,18 @@ class Pending:
 
     def kept_by(self, back: OperatorBackward) -> bool:
         """Whether a backward was given this forward's own o or LSE (a graph may copy one of them)."""
-        own = {back.given[name].untyped_storage()._cdata for name in ("o", "lse")}
+        own = {t.untyped_storage()._cdata for t in (back.o, back.lse)}
         return any(kept.cdata in own and not kept.expired() for kept in self._kept)  # type: ignore[no-untyped-call]
 
     def looks_like(self, back: OperatorBackward) -> bool:
         """Whether a backward was given what this forward returned, in another place: made again, or copied."""
-        o, row = back.given["o"], self._last_row
+        o, row = back.o, self._last_row
         return row is not None and o.shape[:2] + o.shape[3:] == row.shape and torch.equal(o[..., -1, :], row)
 
     def from_operator(self, back: OperatorBackward) -> None:
         """Take the gradients from the operator's backward."""
         self._kept, self._last_row = [], None
-        self._take(back.given["do"], back.gradients)
+        self._take(back.do, back.gradients)
 
     def give_up(self) -> None:
         """Wait no longer, as the step is over."""

@@ -242,7 +242,8 @@ class Watch:
         o = result[0] if isinstance(result, tuple) else result
         call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
         if operator is not None:
-            inside = met.caller.site is not None and place.gradients
+            # An autograd function's forward, compiled or not, gives the operator tensors that need none.
+            inside = (met.caller.site is not None or met.caller.differentiated) and place.gradients
             call.awaits_backward = inside or any(t.requires_grad for t in operator.inputs)
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
         if known is not None:
@@ -271,6 +272,9 @@ class Watch:
     @_harmless
     def went_back(self, back: OperatorBackward) -> None:
         """Give the call whose backward this is its gradients."""
+        if back.of_lse:
+            self.warn_once("gradients are left out where the LSE has one too")
+            return
         with self._lock:
             # The newest forward goes back first.
             waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
