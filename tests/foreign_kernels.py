@@ -348,6 +348,7 @@ def _flash_attn_fwd(
     window_size_right: int | None = None, learnable_sink: Any = None, score_mod: Any = None, return_lse: bool = False,
     out: Any = None, lse: Any = None,
 ) -> Any:  # fmt: skip
+    del qv, learnable_sink, score_mod, return_lse, out
     torch._dynamo.graph_break()
     if cu_seqlens_q is not None:
         return torch.zeros_like(q), None, None, None, None
@@ -360,6 +361,7 @@ def _flash_attn_bwd(
     causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
     window_size_right: int | None = None, dq: Any = None, dk: Any = None, dv: Any = None, dlse: Any = None,
 ) -> Any:  # fmt: skip
+    del dq, dk, dv, dlse
     torch._dynamo.graph_break()
     options = _cute(q, softmax_scale, causal, softcap, window_size_left, window_size_right)
     return backward(dout, q, k, v, out, lse, **options)

@@ -1,9 +1,10 @@
 """Meets attention where it runs while somebody listens, and leaves everything as it was.
 
 Operators are met in torch's dispatcher (``operators``), on the steps that somebody looks at. A function without an
-operator of its own, of torch or of the packages in ``kernels``, is replaced under every name that loaded modules have for it, ``from … import`` included; inside a
-compiled graph, or when nobody wants the call, the replacement only passes it on. Where one attention function calls
-another (nn.MultiheadAttention calls scaled_dot_product_attention) the innermost is the one that is told of.
+operator of its own, of torch or of the packages in ``kernels``, is replaced under every name that loaded modules have
+for it, ``from … import`` included; inside a compiled graph, or when nobody wants the call, the replacement only passes
+it on. Where one attention function calls another (nn.MultiheadAttention calls scaled_dot_product_attention) the
+innermost is the one that is told of.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attn_diag.watching.live.kernels import OPERATORS
+from attn_diag.watching.live.kernels import OPERATORS, FusedOperator
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
 from attn_diag.watching.live.sites import (
     EAGER,
@@ -169,9 +170,10 @@ def _replace() -> None:
     global _modules_seen
     _modules_seen = len(sys.modules)
     ours = {id(pair.wrapper) for pair in _wrappers.values()}
-    for function, wrapper in _kernels():
-        if id(function) not in ours | _wrappers.keys():
-            _wrappers[id(function)] = _Pair(None, function, wrapper())
+    for operator, function, backward in _kernels():
+        if id(function) not in ours:
+            standing_in = _standing_in(operator, function, backward)
+            _wrappers.setdefault(id(function), _Pair(None, function, standing_in))
     if _of_functions:
         for site, function in _functions():
             if id(function) not in ours:
@@ -332,15 +334,21 @@ def _functions() -> Iterator[tuple[AttentionSite, Function]]:
             yield TRANSFORMERS, function
 
 
-def _kernels() -> Iterator[tuple[Function, Callable[[], Function]]]:
-    """Kernels that are Python functions and loaded now, and what makes that which is to stand in their place."""
+def _kernels() -> Iterator[tuple[FusedOperator, Function, bool]]:
+    """Kernels that are Python functions and loaded now, forwards and backwards, and which of the two."""
     for operator in OPERATORS:
         if operator.is_function:
             for name in filter(None, (operator.name, operator.backward)):
                 module, _, bare = name.partition(":")
                 if (function := getattr(sys.modules.get(module), bare, None)) is not None:
-                    backward = name == operator.backward
-                    yield function, functools.partial(_overrides.of_function, operator, function, backward=backward)
+                    yield operator, function, name == operator.backward
+
+
+@functools.cache
+def _standing_in(operator: FusedOperator, function: Function, backward: bool) -> Function:
+    """The same each time: what a graph breaks at is guarded, and would be compiled anew."""
+    wrapper: Function = _overrides.of_function(operator, function, backward=backward)
+    return wrapper
 
 
 def _transformers_implementations() -> Namespace:

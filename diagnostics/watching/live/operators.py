@@ -341,8 +341,9 @@ def _forget(names: Iterable[str]) -> None:
     """
     for name in names:
         namespace, bare = name.split("::")
-        operator = getattr(getattr(torch.ops, namespace), bare).default
-        operator._dispatch_cache.clear()
+        with suppress(AttributeError):  # whoever registered it has taken it away
+            operator = getattr(getattr(torch.ops, namespace), bare).default
+            operator._dispatch_cache.clear()
 
 
 def _itself(function: Callable[..., None]) -> Callable[..., None]:
