@@ -72,7 +72,7 @@ def backward(
     ds = probs * (wide_do @ wide_v.mT - delta) * slope * options["scale"]
 
     def grouped(t: Tensor) -> Tensor:
-        return t.unflatten(1, (-1, group)).sum(2)
+        return t.reshape(t.shape[0], -1, group, *t.shape[2:]).sum(2)
 
     found = (ds @ wide_k, grouped(ds.mT @ wide_q), grouped(probs.mT @ wide_do))
     dq, dk, dv = (t.transpose(1, 2).to(q.dtype).contiguous() for t in found)
@@ -214,7 +214,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
 ) -> Any:  # fmt: skip
-    return FlashAttn2.apply(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)  # type: ignore[no-untyped-call]
+    return FlashAttn2.apply(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
 
 
 @contextlib.contextmanager
@@ -260,13 +260,13 @@ def _fa3_forward(a: Given) -> Any:
 
 
 # Of 2026 on, custom operators around these (hopper/flash_attn_interface.py), which a graph may hold.
-FA3_OUTER = FA3_FORWARD.replace("(k_new!)", "").replace("(v_new!)", "").replace("(out!)", "")
-FA3_OUTER = (
-    FA3_OUTER.replace(" q_v ", " qv ")
-    .replace(" out ", " out_ ")
-    .replace(" is_", " ")
-    .replace("num_splits = 0", "num_splits = 1")
-)
+FA3_OUTER = FA3_FORWARD
+for _theirs, _outer in (
+    ("(k_new!)", ""), ("(v_new!)", ""), ("(out!)", ""), (" q_v ", " qv "), (" out ", " out_ "),
+    (" is_causal", " causal"), (" is_rotary_interleaved = False", " rotary_interleaved = True"),
+    ("num_splits = 0", "num_splits = 1"),
+):  # fmt: skip
+    FA3_OUTER = FA3_OUTER.replace(_theirs, _outer)
 FA3_OUTER_BACKWARD = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? cu_seqlens_q=None, "
     "Tensor? cu_seqlens_k=None, Tensor? sequed_q=None, Tensor? sequed_k=None, SymInt? max_seqlen_q=None, "
@@ -314,7 +314,7 @@ def flash_attn_3_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
 ) -> Any:  # fmt: skip
-    return FlashAttn3.apply(q, k, v, softmax_scale, causal, window_size, softcap)  # type: ignore[no-untyped-call]
+    return FlashAttn3.apply(q, k, v, softmax_scale, causal, window_size, softcap)
 
 
 @contextlib.contextmanager
@@ -339,72 +339,3 @@ def flash_attn_3(outer: bool = True) -> Iterator[Callable[..., Any]]:
         modules(flash_attn_3={}, flash_attn_interface={"flash_attn_func": flash_attn_3_func}),
     ):
         yield flash_attn_3_func
-
-
-# FlashAttention-4 4.0.0b36 (flash_attn/cute/interface.py): Python functions, which torch cannot trace.
-def _flash_attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, qv: Any = None, cu_seqlens_q: Any = None, softmax_scale: float | None = None,
-    causal: bool = False, softcap: float | None = None, window_size_left: int | None = None,
-    window_size_right: int | None = None, learnable_sink: Any = None, score_mod: Any = None, return_lse: bool = False,
-    out: Any = None, lse: Any = None,
-) -> Any:  # fmt: skip
-    del qv, learnable_sink, score_mod, return_lse, out
-    torch._dynamo.graph_break()
-    if cu_seqlens_q is not None:
-        return torch.zeros_like(q), None, None, None, None
-    o, lse = forward(q, k, v, **_cute(q, softmax_scale, causal, softcap, window_size_left, window_size_right))
-    return o, lse, None, None, None
-
-
-def _flash_attn_bwd(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float | None = None,
-    causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
-    window_size_right: int | None = None, dq: Any = None, dk: Any = None, dv: Any = None, dlse: Any = None,
-) -> Any:  # fmt: skip
-    del dq, dk, dv, dlse
-    torch._dynamo.graph_break()
-    options = _cute(q, softmax_scale, causal, softcap, window_size_left, window_size_right)
-    return backward(dout, q, k, v, out, lse, **options)
-
-
-def _cute(q: Tensor, scale: float | None, causal: bool, softcap: float | None, *window: int | None) -> Given:
-    left, right = (-1 if end is None else end for end in window)
-    options = {"scale": scale or q.shape[-1] ** -0.5, "causal": "bottom-right" if causal else "none"}
-    return {**options, "left": left, "right": right, "softcap": softcap or 0.0}
-
-
-class FlashAttn4(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options: Given) -> Any:
-        interface = sys.modules["flash_attn.cute.interface"]
-        o, lse, *_ = interface._flash_attn_fwd(q, k, v, return_lse=return_lse, **options)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options, ctx.return_lse = options, return_lse
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor, dlse: Any) -> Any:  # type: ignore[override]
-        q, k, v, o, lse = ctx.saved_tensors
-        interface = sys.modules["flash_attn.cute.interface"]
-        dlse = dlse if ctx.return_lse else None
-        grads = interface._flash_attn_bwd(q, k, v, o, do, lse, dlse=dlse, **ctx.options)
-        return *grads, None, None
-
-
-def flash_attn_4_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, return_lse: bool = False, **more: Any,
-) -> Any:  # fmt: skip
-    ends = [None if end < 0 else end for end in window_size]
-    options = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap, **more}
-    options |= {"window_size_left": ends[0], "window_size_right": ends[1]}
-    o, lse = FlashAttn4.apply(q, k, v, return_lse, options)  # type: ignore[no-untyped-call]
-    return (o, lse) if return_lse else o
-
-
-@contextlib.contextmanager
-def flash_attn_4() -> Iterator[Callable[..., Any]]:
-    content = {"_flash_attn_fwd": _flash_attn_fwd, "_flash_attn_bwd": _flash_attn_bwd}
-    with modules(flash_attn={}, flash_attn__cute={}, flash_attn__cute__interface=content):
-        yield flash_attn_4_func

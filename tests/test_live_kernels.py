@@ -12,19 +12,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import foreign_functions
 import foreign_kernels
-import foreign_packages
 import pytest
 import torch
 from builders import holds
+from foreign_functions import sage, transformer_engine
 from foreign_kernels import RAN
-from foreign_packages import sage, transformer_engine, xformers
+from foreign_xformers import xformers
 from tiny_models import only
 from torch import Tensor, nn
 
 import attn_diag
 from attn_diag.captures.capture import Capture
 from attn_diag.watching.live.kernels import OPERATORS
+from attn_diag.watching.live.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
 DIM, HEADS, LENGTH = 16, 4, 128
@@ -47,7 +49,7 @@ PACKAGES = {
     "flash_attn 2": Package("flash_attn 2", foreign_kernels.flash_attn_2),
     "flash_attn 3": Package("flash_attn 3", foreign_kernels.flash_attn_3),
     "flash_attn 3 of 2025": Package("flash_attn 3", partial(foreign_kernels.flash_attn_3, outer=False), traced=False),
-    "FlashAttention-4": Package("FlashAttention-4", foreign_kernels.flash_attn_4, traced=False),
+    "FlashAttention-4": Package("FlashAttention-4", foreign_functions.flash_attn_4, traced=False),
     "xformers flash": Package("xformers flash", partial(xformers, "flash"), lacks="softcap"),
     "xformers flash 3": Package("xformers flash 3", partial(xformers, "flash3"), lacks="softcap"),
     # torch 2.13 cannot trace the backward of its own: the graph breaks there.
@@ -165,7 +167,7 @@ def captured(package: Package, function: Callable[..., Any], case: str, compiled
     return only(recorder)
 
 
-def run_once(call: Callable[[], Any], folder: Path) -> attn_diag.Recorder:
+def run_once(call: Callable[[], Any], folder: Path) -> Recorder:
     with attn_diag.capture(None, folder, batch=None) as recorder:
         call()
     return recorder
@@ -264,10 +266,11 @@ def test_evaluation_is_passed_over(tmp_path: Path) -> None:
 
 def test_gradients_of_the_lse_leave_those_of_o_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def call() -> None:
-        o, lse = function(*tensors(), return_lse=True)
+        q, k, v = tensors()
+        o, lse = foreign_functions.flash_attn_4_func(q, k, v, return_lse=True)
         torch.autograd.backward(o.float().sum() + lse.sum())
 
-    with there(PACKAGES["FlashAttention-4"]) as function:
+    with there(PACKAGES["FlashAttention-4"]):
         capture = only(run_once(call, tmp_path))
     assert "dq" not in capture.tensors
     assert "where the LSE has one too" in caplog.text
@@ -302,7 +305,7 @@ def test_sage_attention_in_the_place_of_torchs(tmp_path: Path, monkeypatch: pyte
     """As its authors propose. It hands no mask on: the capture has none either."""
     mask = torch.ones(24, 24, dtype=torch.bool).tril()
     with there(Package("SageAttention", sage)):
-        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", foreign_packages.sageattn)
+        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", foreign_functions.sageattn)
         q, k, v = tensors(layout="BHTD", grad=False)
         plain = only(
             run_once(lambda: nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask), tmp_path / "a")

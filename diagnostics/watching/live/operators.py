@@ -57,7 +57,7 @@ class OperatorCall:
     ) -> None:
         self.operator = operator
         results = result if isinstance(result, (list, tuple)) else (result,)
-        self._o: Tensor = next(iter(results), None)
+        self._o: Any = next(iter(results), None)
         lse = results[operator.lse] if len(results) > operator.lse else None
         # Transformer Engine's comes with others, which autograd keeps.
         lse = next(iter(lse), None) if isinstance(lse, (list, tuple)) else lse
@@ -261,12 +261,11 @@ class OperatorOverrides:
         make = self._went_back if backward else self._ran
         ours = make(operator, function, defaults)
 
-        @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs) if torch.compiler.is_compiling() else ours(*args, **kwargs)
 
         self._codes.add(run.__code__)
-        return run
+        return functools.wraps(function)(run)
 
     def _met(self, kernel: Any, arguments: _Arguments) -> Callable[..., Any]:  # noqa: ARG002 - as the others
         composite = self._composite
