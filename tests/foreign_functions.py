@@ -55,7 +55,7 @@ class FlashAttn4(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, dlse: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor, dlse: Any) -> Any:
         q, k, v, o, lse = ctx.saved_tensors
         interface = sys.modules["flash_attn.cute.interface"]
         dlse = dlse if ctx.return_lse else None
@@ -70,7 +70,7 @@ def flash_attn_4_func(
     ends = [None if end < 0 else end for end in window_size]
     options = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap, **more}
     options |= {"window_size_left": ends[0], "window_size_right": ends[1]}
-    o, lse = FlashAttn4.apply(q, k, v, return_lse, options)
+    o, lse = FlashAttn4.apply(q, k, v, return_lse, options)  # type: ignore[no-untyped-call]
     return (o, lse) if return_lse else o
 
 
@@ -186,7 +186,7 @@ class FusedAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor) -> Any:
         module: Any = sys.modules["transformer_engine.pytorch.attention.backends"]
         layouts = {"do_format": ctx.options["o_format"], "dqkv_layout": ctx.options["qkv_layout"]}
         dq, dk, dv, *_ = module.fused_attn_bwd(
@@ -207,7 +207,7 @@ def transformer_engine(layout: str) -> Iterator[Callable[..., Any]]:
         masking = "causal_bottom_right" if causal else "no_mask"
         options = {"attn_scale": softmax_scale, "attn_mask_type": masking, "window_size": window_size, **more}
         turned = [_tokens(t, layout).contiguous() for t in (q, k, v)]
-        o: Tensor = FusedAttention.apply(*turned, layout, options)
+        o: Tensor = FusedAttention.apply(*turned, layout, options)  # type: ignore[no-untyped-call]
         return _tokens(o, layout)
 
     with modules(

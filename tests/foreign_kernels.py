@@ -198,7 +198,7 @@ class FlashAttn2(torch.autograd.Function):
         return o[..., : ctx.d]
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor) -> Any:
         q, k, v, o, lse, rng = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         do = torch.nn.functional.pad(do, [0, -ctx.d % 8]) if ctx.d % 8 else do
@@ -214,7 +214,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
 ) -> Any:  # fmt: skip
-    return FlashAttn2.apply(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return FlashAttn2.apply(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -300,7 +300,7 @@ class FlashAttn3(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor) -> Any:
         grads = [torch.empty_like(t) for t in ctx.saved_tensors[:3]]
         ops, none = torch.ops.flash_attn_3, (None,) * 6
         if hasattr(ops, "_flash_attn_backward"):
@@ -314,7 +314,7 @@ def flash_attn_3_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
 ) -> Any:  # fmt: skip
-    return FlashAttn3.apply(q, k, v, softmax_scale, causal, window_size, softcap)
+    return FlashAttn3.apply(q, k, v, softmax_scale, causal, window_size, softcap)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

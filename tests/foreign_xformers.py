@@ -133,7 +133,7 @@ class MemoryEfficient(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor) -> Any:
         q, k, v, o, lse = ctx.saved_tensors
         options, ops = ctx.options, torch.ops
         scale, causal, (left, right) = options["scale"], options["causal"], options["window"]
@@ -168,7 +168,7 @@ def xformers(kind: str) -> Iterator[Callable[..., Any]]:
         window_size: tuple[int, int] = (-1, -1), bias: Any = None,
     ) -> Any:  # fmt: skip
         options = {"scale": softmax_scale, "causal": causal, "window": window_size, "bias": bias}
-        return MemoryEfficient.apply(q, k, v, kind, options)
+        return MemoryEfficient.apply(q, k, v, kind, options)  # type: ignore[no-untyped-call]
 
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context

@@ -1,10 +1,9 @@
 """Meets attention where it runs while somebody listens, and leaves everything as it was.
 
 Operators are met in torch's dispatcher (``operators``), on the steps that somebody looks at. A function without an
-operator of its own, of torch or of the packages in ``kernels``, is replaced under every name that loaded modules have
-for it, ``from … import`` included; inside a compiled graph, or when nobody wants the call, the replacement only passes
-it on. Where one attention function calls another (nn.MultiheadAttention calls scaled_dot_product_attention) the
-innermost is the one that is told of.
+operator of its own is replaced under every name that loaded modules have for it, ``from … import`` included; inside a
+compiled graph, or when nobody wants the call, the replacement only passes it on. Where one attention function calls
+another (nn.MultiheadAttention calls scaled_dot_product_attention) the innermost is the one that is told of.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from attn_diag.watching.live.kernels import OPERATORS, FusedOperator
-from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
+from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
+from attn_diag.watching.live.operators import OperatorOverrides
 from attn_diag.watching.live.sites import (
     EAGER,
     FLASH_ATTN,
@@ -170,17 +169,13 @@ def _replace() -> None:
     global _modules_seen
     _modules_seen = len(sys.modules)
     ours = {id(pair.wrapper) for pair in _wrappers.values()}
-    for operator, function, backward in _kernels():
-        if id(function) not in ours:
-            standing_in = _standing_in(operator, function, backward)
-            _wrappers.setdefault(id(function), _Pair(None, function, standing_in))
+    for function, wrapper in _overrides.functions():
+        _wrappers.setdefault(id(function), _Pair(None, function, wrapper))
     if _of_functions:
         for site, function in _functions():
             if id(function) not in ours:
                 _wrap(site, function)
-    if not _wrappers:
-        return
-    for space in _namespaces():
+    for space in _namespaces() if _wrappers else ():
         for name, value in list(space.items()):
             if (pair := _pair_of(value)) is not None:
                 _replaced.append((space, name, pair))
@@ -332,23 +327,6 @@ def _functions() -> Iterator[tuple[AttentionSite, Function]]:
         # sdpa ends in scaled_dot_product_attention, which knows more.
         if key != "sdpa" and callable(function):
             yield TRANSFORMERS, function
-
-
-def _kernels() -> Iterator[tuple[FusedOperator, Function, bool]]:
-    """Kernels that are Python functions and loaded now, forwards and backwards, and which of the two."""
-    for operator in OPERATORS:
-        if operator.is_function:
-            for name in filter(None, (operator.name, operator.backward)):
-                module, _, bare = name.partition(":")
-                if (function := getattr(sys.modules.get(module), bare, None)) is not None:
-                    yield operator, function, name == operator.backward
-
-
-@functools.cache
-def _standing_in(operator: FusedOperator, function: Function, backward: bool) -> Function:
-    """The same each time: what a graph breaks at is guarded, and would be compiled anew."""
-    wrapper: Function = _overrides.of_function(operator, function, backward=backward)
-    return wrapper
 
 
 def _transformers_implementations() -> Namespace:

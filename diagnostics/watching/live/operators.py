@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from importlib import import_module
 from types import CodeType
 from typing import Any
@@ -26,159 +25,15 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from attn_diag.watching.live.kernels import OPERATORS, FusedOperator, refusal
+from attn_diag.watching.live.kernels import OPERATORS, FusedOperator
+from attn_diag.watching.live.operator_calls import Arguments, OperatorBackward, OperatorCall
 
 # Called instead of an operator: the kernel that was there, and what it is to be called with.
 Meets = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 # Our kernel, from the one that was there and the operator's arguments with their defaults.
-_Arguments = Mapping[str, Any]
-_Makes = Callable[[Any, _Arguments], Callable[..., Any]]
+_Makes = Callable[[Any, Arguments], Callable[..., Any]]
 
 SCALED_DOT_PRODUCT = "aten::scaled_dot_product_attention"
-
-
-class OperatorCall:
-    """One forward of a fused operator: the tensors are its own, as it was given and returned them, as [B, H, T, D].
-
-    Args:
-        operator: Which.
-        arguments: Its arguments with their defaults.
-        args: What it was given.
-        kwargs: Likewise.
-        result: What it returned.
-
-    Attributes:
-        operator: Which.
-        lse: What it returned; None where it does not.
-    """
-
-    def __init__(
-        self, operator: FusedOperator, arguments: _Arguments, args: tuple[Any, ...], kwargs: _Arguments, result: Any
-    ) -> None:
-        self.operator = operator
-        results = result if isinstance(result, (list, tuple)) else (result,)
-        self._o: Any = next(iter(results), None)
-        lse = results[operator.lse] if len(results) > operator.lse else None
-        # Transformer Engine's comes with others, which autograd keeps.
-        lse = next(iter(lse), None) if isinstance(lse, (list, tuple)) else lse
-        self.lse: Tensor | None = lse
-        self._call = arguments, args, kwargs
-
-    @cached_property
-    def given(self) -> Mapping[str, Any]:
-        """Its arguments by name, ours where we have one; tensors as it was given them."""
-        return self.operator.given(*self._call)
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether it ran on a GPU."""
-        return bool(getattr(self._o, "is_cuda", False))
-
-    @cached_property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v."""
-        q, k, v = (self.operator.laid_out(self.given[name], name, self.given) for name in "qkv")
-        return q, k, v
-
-    @cached_property
-    def o(self) -> Tensor:
-        """What it returned."""
-        return self.operator.laid_out(self._o, "o", self.given)
-
-    def fused(self, d: int, dv: int, rows: int) -> dict[str, Any]:
-        """The kernel's name, q, k, v, o and LSE by the names of ``AttentionCall``.
-
-        Args:
-            d: q's features without padding.
-            dv: v's.
-            rows: Query rows, without what pads the LSE.
-        """
-        q, k, v = self.inputs
-        lse = self.lse
-        if lse is not None:
-            lse = lse.squeeze(-1) if lse.dim() == 4 else lse
-            lse = lse[..., :rows] if lse.numel() else None
-        tensors = {"q": q[..., :d], "k": k[..., :d], "v": v[..., :dv], "o": self.o[..., :dv], "lse": lse}
-        return {"kernel": self.kernel, **tensors}
-
-    def fields(self) -> dict[str, Any]:
-        """Everything an ``AttentionCall`` holds, where nothing but the operator is known."""
-        q, _, v = self.inputs
-        given = self.given
-        causal = given.get("is_causal") or "none"
-        left, right = (-1 if end is None or end < 0 else end for end in (given.get("left"), given.get("right")))
-        return self.fused(q.shape[-1], v.shape[-1], q.shape[-2]) | {
-            "mask": given.get("mask"),
-            "causal": self.operator.causal if causal is True else causal,
-            "window": None if left < 0 and right < 0 else (left, right),
-            "scale": given.get("scale"),
-            "softcap": given.get("softcap") or None,
-            "refused": refusal(given),
-        }
-
-    @property
-    def kernel(self) -> str:
-        """What reports call it, and who stands in for it."""
-        if "recipe" in self.given:
-            forward, backward = (json.loads(self.given[n])["name"] for n in ("recipe", "backward_recipe"))
-            return f"{self.operator.kernel}, {forward} forward, {backward} backward"
-        if "flash_attention" in self.operator.name and self.is_cuda and (other := _flash_implementation()):
-            return f"{self.operator.kernel} ({other})"
-        return self.operator.kernel
-
-
-class OperatorBackward:
-    """One backward of a fused operator.
-
-    Args:
-        operator: Whose.
-        arguments: The backward's arguments with their defaults.
-        args: What it was given.
-        kwargs: Likewise.
-        result: What it returned.
-    """
-
-    def __init__(
-        self, operator: FusedOperator, arguments: _Arguments, args: tuple[Any, ...], kwargs: _Arguments, result: Any
-    ) -> None:
-        self._operator, self._call, self._result = operator, (arguments, args, kwargs), result
-
-    @cached_property
-    def _given(self) -> Mapping[str, Any]:
-        return self._operator.given(*self._call)
-
-    @cached_property
-    def gradients(self) -> list[Tensor | None]:
-        """dq, dk and dv."""
-        names = ("dq", "dk", "dv")
-        # Some write them into tensors that they are given.
-        written = [self._given.get(name) for name in names]
-        grads = self._result[:3] if all(grad is None for grad in written) else written
-        return [None if t is None else self._laid_out(name, t) for name, t in zip(names, grads, strict=True)]
-
-    @property
-    def o(self) -> Tensor:
-        """What the forward returned, as it was given it."""
-        return self._laid_out("o", self._given["o"])
-
-    @property
-    def lse(self) -> Tensor:
-        """Likewise."""
-        lse: Tensor = self._given["lse"]
-        return lse
-
-    @property
-    def do(self) -> Tensor:
-        """The gradient of o."""
-        return self._laid_out("do", self._given["do"])
-
-    @property
-    def of_lse(self) -> bool:
-        """Whether the LSE has a gradient too, so that dq and dk are not those of o alone."""
-        return self._given.get("dlse") is not None
-
-    def _laid_out(self, name: str, tensor: Tensor) -> Tensor:
-        return self._operator.laid_out(tensor, name, self._given)
 
 
 class OperatorOverrides:
@@ -202,6 +57,7 @@ class OperatorOverrides:
         self._modules_seen = 0
         self._within = threading.local()
         self._codes: set[CodeType] = set()
+        self._standing_in: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def install(self) -> None:
         """Put them there; what the build or the device lacks is left out, until it is imported."""
@@ -227,9 +83,7 @@ class OperatorOverrides:
                 wanted.append((operator.backward, device, partial(self._went_back, operator)))
         for name, key, ours in wanted:
             if (name, key) not in self._overridden and (kernel := _kernel(name, key)) is not None:
-                schema = torch._C._get_schema(name, "").arguments
-                defaults = {a.name: a.default_value if a.has_default_value() else None for a in schema}
-                found.append((name, key, ours(partial(_boxed, kernel), defaults)))
+                found.append((name, key, ours(partial(_boxed, kernel), _arguments(name))))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that an operator is overridden
             for name, key, kernel in found:
@@ -247,14 +101,23 @@ class OperatorOverrides:
         _forget({name for name, _ in self._overridden})
         self._overridden.clear()
 
-    def of_function(self, operator: FusedOperator, function: Callable[..., Any], *, backward: bool) -> Any:
-        """Make what is to stand in a Python function's place: in a graph that is traced it is the function itself.
+    def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+        """Kernels that are Python functions, of packages that are loaded now, and what is to stand in their place.
 
-        Args:
-            operator: The kernel that it, or its backward, is.
-            function: The function.
-            backward: Which of the two.
+        In a graph that is traced that is the function itself.
         """
+        for operator in OPERATORS:
+            for name in (operator.name, operator.backward) if operator.is_function else ():
+                module, _, bare = name.partition(":")
+                function = getattr(sys.modules.get(module), bare, None)
+                if function is not None and getattr(function, "__code__", None) not in self._codes:
+                    # The same each time: what a graph breaks at is guarded, and would be compiled anew.
+                    if id(function) not in self._standing_in:
+                        ours = self._of_function(operator, function, backward=name == operator.backward)
+                        self._standing_in[id(function)] = function, ours
+                    yield self._standing_in[id(function)]
+
+    def _of_function(self, operator: FusedOperator, function: Callable[..., Any], *, backward: bool) -> Any:
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         defaults = {p.name: None if p.default is p.empty else p.default for p in named}
@@ -267,7 +130,7 @@ class OperatorOverrides:
         self._codes.add(run.__code__)
         return functools.wraps(function)(run)
 
-    def _met(self, kernel: Any, arguments: _Arguments) -> Callable[..., Any]:  # noqa: ARG002 - as the others
+    def _met(self, kernel: Any, arguments: Arguments) -> Callable[..., Any]:  # noqa: ARG002 - as the others
         composite = self._composite
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -278,13 +141,13 @@ class OperatorOverrides:
 
         return run
 
-    def _ran(self, operator: FusedOperator, kernel: Any, arguments: _Arguments) -> Callable[..., Any]:
+    def _ran(self, operator: FusedOperator, kernel: Any, arguments: Arguments) -> Callable[..., Any]:
         def tell(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             self._forward(OperatorCall(operator, arguments, args, kwargs, result))
 
         return self._outermost(operator, kernel, tell)
 
-    def _went_back(self, operator: FusedOperator, kernel: Any, arguments: _Arguments) -> Callable[..., Any]:
+    def _went_back(self, operator: FusedOperator, kernel: Any, arguments: Arguments) -> Callable[..., Any]:
         def tell(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             self._backward(OperatorBackward(operator, arguments, args, kwargs, result))
 
@@ -332,6 +195,11 @@ def _kernel(name: str, key: str) -> Any | None:
         return None
 
 
+def _arguments(name: str) -> Arguments:
+    schema = torch._C._get_schema(name, "").arguments
+    return {a.name: a.default_value if a.has_default_value() else None for a in schema}
+
+
 def _forget(names: Iterable[str]) -> None:
     """Have torch's Python dispatcher look again where an operator's kernels are.
 
@@ -347,11 +215,3 @@ def _forget(names: Iterable[str]) -> None:
 
 def _itself(function: Callable[..., None]) -> Callable[..., None]:
     return function
-
-
-def _flash_implementation() -> str | None:
-    """Who stands in for torch's flash attention (``activate_flash_attention_impl``)."""
-    from torch.nn import attention
-
-    current = getattr(attention, "current_flash_attention_impl", None)
-    return None if current is None else current()

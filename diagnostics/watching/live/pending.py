@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.linear_layers import CapturedProjection
-from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
+from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.sites import Graph, LayOut
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -19,7 +19,7 @@ from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
 from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
-from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
+from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.places import Caller, CallPlaces
 from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
