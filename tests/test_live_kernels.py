@@ -240,9 +240,12 @@ def test_everything_is_put_back() -> None:
     with there(PACKAGES["FlashAttention-4"]):
         interface = sys.modules["flash_attn.cute.interface"]
         originals = interface._flash_attn_fwd, interface._flash_attn_bwd
+        cache = vars(interface._flash_attn_fwd).setdefault("compile_cache", {})
         with attn_diag.Monitor(nn.Linear(1, 1)):
             assert interface._flash_attn_fwd not in originals
             assert interface._flash_attn_fwd.__name__ == "_flash_attn_fwd"
+            # The real one keeps what it compiled on itself, under its own name.
+            assert interface._flash_attn_fwd.compile_cache is cache
         assert (interface._flash_attn_fwd, interface._flash_attn_bwd) == originals
 
 
