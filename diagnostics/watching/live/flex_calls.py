@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.watching.live.flex_graphs import BACKWARD, FORWARD, NAMESPACE, read_function
-from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
+from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.sites import FLEX
 from attn_diag.watching.live.tap import Tap
 
@@ -31,12 +31,13 @@ class FlexCall(OperatorCall):
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.given = dict(zip(_names(FORWARD), args, strict=True))
         self.about: dict[str, Any] = json.loads(self.given["about"])
+        self.inputs = self.given["q"], self.given["k"], self.given["v"]
         self.o, self.lse, self.module = self.given["o"], self.given["lse"], self.about["module"]
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v."""
-        return self.given["q"], self.given["k"], self.given["v"]
+    def is_cuda(self) -> bool:
+        """Whether it ran on a GPU."""
+        return self.o.is_cuda
 
     @cached_property
     def base_e_lse(self) -> Tensor | None:
@@ -75,14 +76,8 @@ def _vmap_allowed() -> Any:
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
-class FlexBackward(OperatorBackward):
-    """One backward.
-
-    Args:
-        args: Of the operator behind it.
-    """
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.given = dict(zip(_names(BACKWARD), args, strict=True))
-        self.gradients = [self.given[name] for name in ("dq", "dk", "dv")]
-        self.of_lse = self.given["of_lse"]
+def flex_backward(args: tuple[Any, ...]) -> OperatorBackward:
+    """One backward, from the arguments of the operator behind it."""
+    given = dict(zip(_names(BACKWARD), args, strict=True))
+    gradients = [given[name] for name in ("dq", "dk", "dv")]
+    return OperatorBackward.known(given["o"], given["lse"], given["do"], gradients, of_lse=given["of_lse"])

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FunctionType
@@ -22,14 +22,13 @@ from typing import Any, Protocol
 import torch
 
 from attn_diag.watching.live import flex_graphs
-from attn_diag.watching.live.flex_calls import FlexBackward, FlexCall
-from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
-from attn_diag.watching.live.rings import TORCH_RING, RingBackward, is_traced, ring_functions
+from attn_diag.watching.live.flex_calls import FlexCall, flex_backward
+from attn_diag.watching.live.functions import Namespace, attention_functions, namespaces
+from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
+from attn_diag.watching.live.operators import OperatorOverrides
+from attn_diag.watching.live.rings import RingBackward, is_traced
 from attn_diag.watching.live.sites import (
-    EAGER,
-    FLASH_ATTN,
     FLEX,
-    MULTI_HEAD,
     SDPA,
     TRANSFORMERS,
     AttentionSite,
@@ -39,10 +38,6 @@ from attn_diag.watching.live.sites import (
     inside,
 )
 from attn_diag.watching.live.tap import Tap
-
-Namespace = dict[str, Any]
-_FLASH_ATTN_NAMES = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
-_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention", TORCH_RING)
 
 
 class Observer(Protocol):
@@ -79,7 +74,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class _Pair:
-    site: AttentionSite
+    site: AttentionSite | None
     original: Function
     wrapper: Function
 
@@ -117,7 +112,8 @@ def install(observer: Observer, *, functions: bool = True) -> None:
 
     Args:
         observer: Who is told.
-        functions: Also of functions without an operator. A compiled model that calls one is compiled anew then.
+        functions: Also of functions without an operator that a graph may hold. A compiled model that calls one is
+            compiled anew then.
     """
     with _lock:
         _observers.append(observer)
@@ -125,7 +121,7 @@ def install(observer: Observer, *, functions: bool = True) -> None:
         try:
             if functions:
                 _of_functions.append(observer)
-                _replace()
+            _replace()
         except BaseException:
             remove(observer)
             raise
@@ -141,6 +137,8 @@ def remove(observer: Observer) -> None:
         look(observer, wanted=False)
         if not _of_functions:
             _restore()
+            if _observers:
+                _replace()
 
 
 def look(observer: Observer, *, wanted: bool) -> None:
@@ -166,7 +164,7 @@ def looks(observer: Observer) -> bool:
 def refresh() -> None:
     """Look for attention functions again if modules were imported since."""
     with _lock:
-        if _of_functions and len(sys.modules) != _modules_seen:
+        if _observers and len(sys.modules) != _modules_seen:
             _replace()
             # FlexAttention may be among what was imported.
             for observer in _observers:
@@ -175,16 +173,19 @@ def refresh() -> None:
 
 def _replace() -> None:
     global _modules_seen
+    _modules_seen = len(sys.modules)
     ours = {id(pair.wrapper) for pair in _wrappers.values()}
-    for site, function in _functions():
-        if id(function) not in ours:
-            _wrap(site, function)
-    for space in _namespaces():
+    for function, wrapper in _overrides.functions():
+        _wrappers.setdefault(id(function), _Pair(None, function, wrapper))
+    if _of_functions:
+        for site, function in attention_functions():
+            if id(function) not in ours:
+                _wrap(site, function)
+    for space in namespaces() if _wrappers else ():
         for name, value in list(space.items()):
             if (pair := _pair_of(value)) is not None:
                 _replaced.append((space, name, pair))
                 space[name] = pair.wrapper
-    _modules_seen = len(sys.modules)
 
 
 def _wrap(site: AttentionSite, function: Function) -> _Pair:
@@ -198,7 +199,7 @@ def _pair_of(value: Any) -> _Pair | None:
     found = _wrappers.get(id(value))
     if found is None and type(value) is FunctionType:
         inner = _wrappers.get(id(vars(value).get("_torchdynamo_orig_callable")))
-        found = None if inner is None else _wrap(inner.site, value)
+        found = None if inner is None or inner.site is None else _wrap(inner.site, value)
     return found
 
 
@@ -209,7 +210,7 @@ def _restore() -> None:
     _replaced.clear()
     # A module that was imported meanwhile may have taken a wrapper along.
     ours = {id(pair.wrapper): pair for pair in _wrappers.values()}
-    for space in _namespaces():
+    for space in namespaces():
         for name, value in list(space.items()):
             if id(value) in ours:
                 space[name] = ours[id(value)].original
@@ -254,7 +255,8 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
     flex_calls += site in (FLEX, TRANSFORMERS)
     met = _met()
     before, outer = getattr(_thread, "calls", 0), getattr(_thread, "tap", None)
-    _thread.tap = tap = Tap()
+    tap = Tap()
+    _thread.tap = tap if site.over_operator else None
     if site.ring:
         # Hops hold their keys: not of a ring that nobody wants.
         _thread.hops = tap.hops if any(one.wanted for _, one in met) else deque(maxlen=0)
@@ -321,8 +323,8 @@ def _forward(call: OperatorCall) -> None:
         hops.append(call)
     elif (tap := getattr(_thread, "tap", None)) is not None:
         tap.operator = call
-    elif _looking and not (call.o.is_cuda and _in_cuda_graph()):
-        _tell(_met(call.module), lambda: {**call.fields(), "operator": call}, call.o)
+    elif _looking and not (call.is_cuda and _in_cuda_graph()):
+        _tell(_met(call.module), lambda: {**call.fields(), "operator": call}, None)
 
 
 def _backward(back: OperatorBackward) -> None:
@@ -338,7 +340,7 @@ def _flex_forward(args: tuple[Any, ...]) -> None:
 
 
 def _flex_backward(args: tuple[Any, ...]) -> None:
-    _backward(FlexBackward(args))
+    _backward(flex_backward(args))
 
 
 _overrides = OperatorOverrides(_composite, _forward, _backward)
@@ -349,53 +351,3 @@ def _read(
 ) -> Fields | None:
     with torch.no_grad():
         return site.read(bind(function, site, args, kwargs), result, tap)
-
-
-def _functions() -> Iterator[tuple[AttentionSite, Function]]:
-    """Every attention function that is loaded now."""
-    from torch.nn import functional
-
-    # The builtin is met as an operator; somebody may have put another function in its place.
-    sdpa = functional.scaled_dot_product_attention
-    # Not that of context_parallel: it ends in a ring, and is only put back where it is found as it was left.
-    if sdpa is not torch._C._nn.scaled_dot_product_attention and getattr(sdpa, "__module__", "") != TORCH_RING:
-        yield SDPA, sdpa
-    yield from ring_functions(sys.modules)
-    yield MULTI_HEAD, functional.multi_head_attention_forward
-    for module, site, names in (
-        ("torch.nn.attention.flex_attention", FLEX, ("flex_attention",)),
-        ("flash_attn.flash_attn_interface", FLASH_ATTN, _FLASH_ATTN_NAMES),
-        ("flash_attn_interface", FLASH_ATTN, _FLASH_ATTN_NAMES),
-    ):
-        loaded = sys.modules.get(module)
-        for name in names:
-            if (function := getattr(loaded, name, None)) is not None:
-                yield site, function
-    for name, loaded in list(sys.modules.items()):
-        if name.startswith("transformers.") and (eager := vars(loaded).get("eager_attention_forward")) is not None:
-            yield EAGER, eager
-    for key, function in _transformers_implementations().items():
-        # sdpa ends in scaled_dot_product_attention, which knows more.
-        if key != "sdpa" and callable(function):
-            yield TRANSFORMERS, function
-
-
-def _transformers_implementations() -> Namespace:
-    """AttentionInterface's table of implementations by name.
-
-    Their names stay what they are, so that AttentionMaskInterface goes on making the mask that each expects.
-    """
-    loaded = sys.modules.get("transformers.modeling_utils")
-    table: Namespace = getattr(getattr(loaded, "AttentionInterface", None), "_global_mapping", {})
-    return table
-
-
-def _namespaces() -> Iterator[Namespace]:
-    """Every place where user code may have one of the functions by name."""
-    yield _transformers_implementations()
-    for name, module in list(sys.modules.items()):
-        inside_torch = name == "torch" or name.startswith("torch.")
-        if not inside_torch or name in _TORCH_HOMES:
-            space = getattr(module, "__dict__", None)
-            if isinstance(space, dict):
-                yield space

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.linear_layers import CapturedProjection
-from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
+from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.sites import Graph, LayOut
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -109,20 +109,20 @@ class Pending:
 
     def kept_by(self, back: OperatorBackward) -> bool:
         """Whether a backward was given this forward's own o or LSE (a graph may copy one of them)."""
-        if back.given["o"]._version != self._version:
+        if back.o._version != self._version:
             return False  # something was added to O in its place, as a ring may do to the first of its parts
-        own = {back.given[name].untyped_storage()._cdata for name in ("o", "lse")}
+        own = {t.untyped_storage()._cdata for t in (back.o, back.lse)}
         return any(kept.cdata in own and not kept.expired() for kept in self._kept)  # type: ignore[no-untyped-call]
 
     def looks_like(self, back: OperatorBackward) -> bool:
         """Whether a backward was given what this forward returned, in another place: made again, or copied."""
-        o, row = back.given["o"], self._last_row
+        o, row = back.o, self._last_row
         return row is not None and o.shape[:2] + o.shape[3:] == row.shape and torch.equal(o[..., -1, :], row)
 
     def from_operator(self, back: OperatorBackward) -> None:
         """Take the gradients from the operator's backward."""
         self._kept, self._last_row = [], None
-        self._take(back.given["do"], back.gradients)
+        self._take(back.do, back.gradients)
 
     def give_up(self) -> None:
         """Wait no longer, as the step is over."""

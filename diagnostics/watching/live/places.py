@@ -19,8 +19,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from attn_diag.watching.live.flex_graphs import FORWARD
+from attn_diag.watching.live.kernels import OPERATORS
 from attn_diag.watching.live.linear_layers import clean
-from attn_diag.watching.live.operators import OPERATORS
 
 _MAX_FRAMES = 80
 _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
@@ -29,7 +29,10 @@ _GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", 
 # What runs a graph that is to become a CUDA graph.
 _CUDA_GRAPHS = "cudagraph_trees.py"
 # How the names of fused operators begin.
-_FUSED = (FORWARD, *(operator.name.split("::")[1].removesuffix("_for_cpu") for operator in OPERATORS))
+_FUSED = (
+    FORWARD,
+    *(o.name.split("::")[1].removesuffix("_for_cpu") for o in OPERATORS if not o.is_function),
+)
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 _Site = tuple[tuple[int, int], ...]
 
@@ -131,7 +134,8 @@ class CallPlaces:
                 return Caller(None, tuple(site), differentiated, foreign, pooled=True)
             first = code.co_varnames[:1]
             if first == ("ctx",) and code.co_name == "forward":
-                differentiated = True
+                # Without gradients the function runs too, and autograd has no use for it.
+                differentiated |= bool(getattr(frame.f_locals.get("ctx"), "next_functions", True))
             # Before Python 3.13 a look at a frame's variables keeps them alive: not those of training loops.
             elif first == ("self",) and code not in self._no_modules:
                 owner = frame.f_locals.get("self")

@@ -310,13 +310,14 @@ def capture(
             train(model)
 
     Seen are F.scaled_dot_product_attention (also by way of nn.MultiheadAttention and Hugging Face transformers),
-    FlexAttention, flash_attn, transformers' own implementations (eager and registered ones) and
-    ``attn_diag.attention``; of each q, k, v, o, the LSE where its kernel gives one, after the backward pass dO, dQ,
-    dK, dV and, where the query projection is found, x, w_q and the gradient at its output. Outputs and gradients stay
-    the same bits. In models that torch.compile compiled, whole or in part, the fused operators are seen (SDPA's and
-    ``attn_diag.attention``'s), without x and w_q; layers are named by the order of their calls then, which the file's
-    notes say, and nothing is compiled anew unless a function around the model is what was compiled. What is replayed
-    from a CUDA graph, FlexAttention inside a graph (but see README, Limits) and math are not seen there. A function of
+    FlexAttention, transformers' own implementations (eager and registered ones), ``attn_diag.attention`` and the
+    kernels of flash_attn, FlashAttention-4, xformers, SageAttention and Transformer Engine; of each q, k, v, o, the
+    LSE where its kernel gives one, after the backward pass dO, dQ, dK, dV and, where the query projection is found,
+    x, w_q and the gradient at its output. Outputs and gradients stay the same bits. In models that torch.compile
+    compiled, whole or in part, the fused operators are seen (SDPA's, ``attn_diag.attention``'s and those that the
+    packages register), without x and w_q; layers are named by the order of their calls then, which the file's notes
+    say, and nothing is compiled anew unless a function around the model is what was compiled. What is replayed from
+    a CUDA graph, FlexAttention inside a graph (but see README, Limits) and math are not seen there. A function of
     your own is seen with ``attn_diag.observe``. Ring attention is one call: the rank's rows with the merged O and LSE,
     and all keys that they may see, from its hops; its ``own_dk`` and ``own_dv`` are judged together with the other
     ranks' files. Where a kernel has no autograd node of its own (math, eager, FlexAttention), gradients are the

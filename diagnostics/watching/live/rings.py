@@ -18,7 +18,7 @@ from torch import Tensor
 from attn_diag.errors import InputError
 from attn_diag.results.wording import plural
 from attn_diag.watching.live.call import OwnRows
-from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
+from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.sites import AttentionSite, Fields, LayOut, turned, unchanged
 from attn_diag.watching.live.tap import Tap
 
@@ -45,8 +45,8 @@ class RingBackward(AttentionSite):
     def back(self, a: Mapping[str, Any], result: Sequence[Tensor]) -> OperatorBackward:
         """What a fused operator's backward would have told of it."""
         given = _named(a)
-        given |= {name: self.lay_out(given[name]) for name in ("o", "do")}
-        return OperatorBackward((), (), given, [self.lay_out(t) for t in result[:3]])
+        o, do = self.lay_out(given["o"]), self.lay_out(given["do"])
+        return OperatorBackward.known(o, given["lse"], do, [self.lay_out(t) for t in result[:3]])
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,7 @@ def _reader(ring: _Ring) -> Callable[[Mapping[str, Any], Any, Tap], Fields]:
         causal = bool(given["causal"])
         q, k, v = (ring.lay_out(given[name]) for name in "qkv")
         k, v, own = merged(q, k, v, hops, ring.order(causal), given["group"], causal=causal)
-        whole = OperatorCall(
-            hops[0].operator, (), (), {**hops[0].given, "q": q, "k": k, "v": v}, ring.lay_out(result[0]), result[1]
-        )
+        whole = hops[0].of_others(q, k, v, ring.lay_out(result[0]), result[1])
         dropout = given.get("dropout_p") or 0.0
         refused = f"attention dropout {dropout:g} is on: run with dropout 0 to analyse it" if dropout else None
         if tuple(given.get("window_size") or (-1, -1)) != (-1, -1):

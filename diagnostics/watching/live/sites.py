@@ -37,6 +37,8 @@ class AttentionSite:
     """Whether it may be made of matrix products, or of another attention function."""
     ring: bool = False
     """Whether fused operators inside are hops of one ring attention, of which only the whole is told."""
+    over_operator: bool = False
+    """Whether it knows more than a fused operator that runs underneath; else that one is told of instead."""
 
 
 def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,7 +337,7 @@ def _saved_lse(o: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     return fitting[0].detach() if len(fitting) == 1 else None
 
 
-SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa)
+SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa, over_operator=True)
 MULTI_HEAD = AttentionSite("multi_head_attention_forward", _read_multi_head, tapped=True)
 EAGER = AttentionSite("transformers eager", _read_eager)
 TRANSFORMERS = AttentionSite("transformers", _read_transformers)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_diag.watching.live.operators import OperatorCall
+from attn_diag.watching.live.operator_calls import OperatorCall
 
 _PRODUCTS = ("aten::bmm", "aten::baddbmm")
 

@@ -19,7 +19,7 @@ from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
 from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
-from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
+from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.pipeline import Stage, stage_running
 from attn_diag.watching.live.places import Caller, CallPlaces
@@ -264,7 +264,8 @@ class Watch:
         o = result[0] if isinstance(result, tuple) else result
         call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
         if operator is not None:
-            inside = met.caller.site is not None and place.gradients
+            # An autograd function's forward, compiled or not, gives the operator tensors that need none.
+            inside = (met.caller.site is not None or met.caller.differentiated) and place.gradients
             # A ring may run below autograd.
             inside |= call.own is not None and place.gradients
             call.awaits_backward = inside or any(t.requires_grad for t in operator.inputs)

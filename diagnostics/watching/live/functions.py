@@ -1,0 +1,80 @@
+"""Attention functions without an operator of their own, and the names under which loaded modules have them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from attn_diag.watching.live.rings import TORCH_RING, ring_functions
+from attn_diag.watching.live.sites import (
+    EAGER,
+    FLASH_ATTN,
+    FLEX,
+    MULTI_HEAD,
+    SDPA,
+    TRANSFORMERS,
+    AttentionSite,
+    Function,
+)
+
+Namespace = dict[str, Any]
+_FLASH_ATTN_NAMES = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
+# Versions that register operators are met by those.
+_FLASH_ATTN = (
+    ("flash_attn.flash_attn_interface", "flash_attn::_flash_attn_forward"),
+    ("flash_attn_interface", "flash_attn_3::fwd"),
+)
+_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention", TORCH_RING)
+
+
+def attention_functions() -> Iterator[tuple[AttentionSite, Function]]:
+    """Every attention function that is loaded now."""
+    from torch.nn import functional
+
+    # The builtin is met as an operator; somebody may have put another function in its place.
+    sdpa = functional.scaled_dot_product_attention
+    # Not that of context_parallel: it ends in a ring, and is only put back where it is found as it was left.
+    if sdpa is not torch._C._nn.scaled_dot_product_attention and getattr(sdpa, "__module__", "") != TORCH_RING:
+        yield SDPA, sdpa
+    yield from ring_functions(sys.modules)
+    yield MULTI_HEAD, functional.multi_head_attention_forward
+    unregistered = [module for module, name in _FLASH_ATTN if not torch._C._dispatch_has_kernel(name)]
+    for module, site, names in (
+        ("torch.nn.attention.flex_attention", FLEX, ("flex_attention",)),
+        *((module, FLASH_ATTN, _FLASH_ATTN_NAMES) for module in unregistered),
+    ):
+        loaded = sys.modules.get(module)
+        for name in names:
+            if (function := getattr(loaded, name, None)) is not None:
+                yield site, function
+    for name, loaded in list(sys.modules.items()):
+        if name.startswith("transformers.") and (eager := vars(loaded).get("eager_attention_forward")) is not None:
+            yield EAGER, eager
+    for key, function in _transformers_implementations().items():
+        # sdpa ends in scaled_dot_product_attention, which knows more.
+        if key != "sdpa" and callable(function):
+            yield TRANSFORMERS, function
+
+
+def _transformers_implementations() -> Namespace:
+    """AttentionInterface's table of implementations by name.
+
+    Their names stay what they are, so that AttentionMaskInterface goes on making the mask that each expects.
+    """
+    loaded = sys.modules.get("transformers.modeling_utils")
+    table: Namespace = getattr(getattr(loaded, "AttentionInterface", None), "_global_mapping", {})
+    return table
+
+
+def namespaces() -> Iterator[Namespace]:
+    """Every place where user code may have one of the functions by name."""
+    yield _transformers_implementations()
+    for name, module in list(sys.modules.items()):
+        inside_torch = name == "torch" or name.startswith("torch.")
+        if not inside_torch or name in _TORCH_HOMES:
+            space = getattr(module, "__dict__", None)
+            if isinstance(space, dict):
+                yield space

@@ -1,0 +1,186 @@
+"""A forward and a backward of a fused operator: what it was given and returned, in our words and our layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any, Self
+
+from torch import Tensor
+
+from attn_diag.watching.live.kernels import FusedOperator, refusal
+
+# Arguments by name, or their defaults.
+Arguments = Mapping[str, Any]
+
+
+class OperatorCall:
+    """One forward of a fused operator: the tensors are its own, as it was given and returned them, as [B, H, T, D].
+
+    Args:
+        operator: Which.
+        arguments: Its arguments with their defaults.
+        args: What it was given.
+        kwargs: Likewise.
+        result: What it returned.
+
+    Attributes:
+        operator: Which.
+        lse: What it returned; None where it does not.
+        module: The name of the module that makes the call, from the one that was compiled on; empty: not known.
+    """
+
+    module = ""
+
+    def __init__(
+        self, operator: FusedOperator, arguments: Arguments, args: tuple[Any, ...], kwargs: Arguments, result: Any
+    ) -> None:
+        self.operator = operator
+        results = result if isinstance(result, (list, tuple)) else (result,)
+        self._o: Any = next(iter(results), None)
+        lse = results[operator.lse] if len(results) > operator.lse else None
+        # Transformer Engine's comes with others, which autograd keeps.
+        lse = next(iter(lse), None) if isinstance(lse, (list, tuple)) else lse
+        self.lse: Tensor | None = lse
+        self._call = arguments, args, kwargs
+
+    @cached_property
+    def given(self) -> Mapping[str, Any]:
+        """Its arguments by name, ours where we have one; tensors as it was given them."""
+        return self.operator.given(*self._call)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it ran on a GPU."""
+        return bool(getattr(self._o, "is_cuda", False))
+
+    @cached_property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        q, k, v = (self.operator.laid_out(self.given[name], name, self.given) for name in "qkv")
+        return q, k, v
+
+    @cached_property
+    def o(self) -> Tensor:
+        """What it returned."""
+        return self.operator.laid_out(self._o, "o", self.given)
+
+    def of_others(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None) -> Self:
+        """The same call with other tensors, [B, H, T, D] and [B, H, T], in place of its own."""
+        found = copy(self)
+        found.inputs, found.o, found.lse = (q, k, v), o, lse
+        return found
+
+    def fused(self, d: int, dv: int, rows: int) -> dict[str, Any]:
+        """The kernel's name, q, k, v, o and LSE by the names of ``AttentionCall``.
+
+        Args:
+            d: q's features without padding.
+            dv: v's.
+            rows: Query rows, without what pads the LSE.
+        """
+        q, k, v = self.inputs
+        lse = self.lse
+        if lse is not None:
+            lse = lse.squeeze(-1) if lse.dim() == 4 else lse
+            lse = lse[..., :rows] if lse.numel() else None
+        tensors = {"q": q[..., :d], "k": k[..., :d], "v": v[..., :dv], "o": self.o[..., :dv], "lse": lse}
+        return {"kernel": self.kernel, **tensors}
+
+    def fields(self) -> dict[str, Any]:
+        """Everything an ``AttentionCall`` holds, where nothing but the operator is known."""
+        q, _, v = self.inputs
+        given = self.given
+        causal = given.get("is_causal") or "none"
+        left, right = (-1 if end is None or end < 0 else end for end in (given.get("left"), given.get("right")))
+        return self.fused(q.shape[-1], v.shape[-1], q.shape[-2]) | {
+            "mask": given.get("mask"),
+            "causal": self.operator.causal if causal is True else causal,
+            "window": None if left < 0 and right < 0 else (left, right),
+            "scale": given.get("scale"),
+            "softcap": given.get("softcap") or None,
+            "refused": refusal(given),
+        }
+
+    @property
+    def kernel(self) -> str:
+        """What reports call it, and who stands in for it."""
+        if "recipe" in self.given:
+            forward, backward = (json.loads(self.given[n])["name"] for n in ("recipe", "backward_recipe"))
+            return f"{self.operator.kernel}, {forward} forward, {backward} backward"
+        if "flash_attention" in self.operator.name and self.is_cuda and (other := _flash_implementation()):
+            return f"{self.operator.kernel} ({other})"
+        return self.operator.kernel
+
+
+class OperatorBackward:
+    """One backward of a fused operator.
+
+    Args:
+        operator: Whose.
+        arguments: The backward's arguments with their defaults.
+        args: What it was given.
+        kwargs: Likewise.
+        result: What it returned.
+    """
+
+    def __init__(
+        self, operator: FusedOperator, arguments: Arguments, args: tuple[Any, ...], kwargs: Arguments, result: Any
+    ) -> None:
+        self._operator, self._call, self._result = operator, (arguments, args, kwargs), result
+
+    @classmethod
+    def known(
+        cls, o: Tensor, lse: Tensor, do: Tensor, gradients: Sequence[Tensor | None], *, of_lse: bool = False
+    ) -> Self:
+        """One of these tensors, [B, H, T, D] and [B, H, T]."""
+        found = cls.__new__(cls)
+        found.o, found.lse, found.do, found.gradients, found.of_lse = o, lse, do, list(gradients), of_lse
+        return found
+
+    @cached_property
+    def _given(self) -> Mapping[str, Any]:
+        return self._operator.given(*self._call)
+
+    @cached_property
+    def gradients(self) -> list[Tensor | None]:
+        """dq, dk and dv."""
+        names = ("dq", "dk", "dv")
+        # Some write them into tensors that they are given.
+        written = [self._given.get(name) for name in names]
+        grads = self._result[:3] if all(grad is None for grad in written) else written
+        return [None if t is None else self._laid_out(name, t) for name, t in zip(names, grads, strict=True)]
+
+    @cached_property
+    def o(self) -> Tensor:
+        """What the forward returned, as it was given it."""
+        return self._laid_out("o", self._given["o"])
+
+    @cached_property
+    def lse(self) -> Tensor:
+        """Likewise."""
+        lse: Tensor = self._given["lse"]
+        return lse
+
+    @cached_property
+    def do(self) -> Tensor:
+        """The gradient of o."""
+        return self._laid_out("do", self._given["do"])
+
+    @cached_property
+    def of_lse(self) -> bool:
+        """Whether the LSE has a gradient too, so that dq and dk are not those of o alone."""
+        return self._given.get("dlse") is not None
+
+    def _laid_out(self, name: str, tensor: Tensor) -> Tensor:
+        return self._operator.laid_out(tensor, name, self._given)
+
+
+def _flash_implementation() -> str | None:
+    """Who stands in for torch's flash attention (``activate_flash_attention_impl``)."""
+    from torch.nn import attention
+
+    current = getattr(attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
