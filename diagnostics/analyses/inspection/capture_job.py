@@ -34,8 +34,14 @@ from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import HeadReference, format_of, ulp
 from attn_diag.results.diagnosis import (
-    Assumptions, CaptureDiagnosis, HeadDiagnosis, KvBias, KvHeadDiagnosis,
-    NonFinite, ObservationDiagnosis, Propagation,
+    Assumptions,
+    CaptureDiagnosis,
+    HeadDiagnosis,
+    KvBias,
+    KvHeadDiagnosis,
+    NonFinite,
+    ObservationDiagnosis,
+    Propagation,
 )  # fmt: skip
 from attn_diag.results.hardware import summary_of
 from attn_diag.results.quality import QuantityVerdict
