@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
+from attn_diag.watching.live.products import Product, ProductOverrides
 from attn_diag.watching.live.sites import (
     EAGER,
     FLASH_ATTN,
@@ -60,6 +61,10 @@ class Observer(Protocol):
         """A fused operator's backward has run."""
         ...
 
+    def multiplied(self, product: Product) -> None:
+        """A matrix product has run."""
+        ...
+
     def failed(self, error: Exception) -> None:
         """A call could not be read."""
         ...
@@ -78,9 +83,10 @@ class _Pair:
 
 _lock = threading.RLock()
 _observers: list[Observer] = []
-# Those that have functions replaced; those that look at this step.
+# Those that have functions replaced; those that look at this step; those that look at its matrix products too.
 _of_functions: list[Observer] = []
 _looking: list[Observer] = []
+_of_products: list[Observer] = []
 # By identity: hashing or comparing whatever lies in other people's modules would run their code.
 _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
@@ -94,6 +100,7 @@ def _in_child() -> None:
     _lock = threading.RLock()
     _of_functions.clear()
     _looking.clear()
+    _of_products.clear()
     while _observers:
         _observers.pop().forked()
 
@@ -127,6 +134,7 @@ def remove(observer: Observer) -> None:
             if observer in those:
                 those.remove(observer)
         look(observer, wanted=False)
+        look_at_products(observer, wanted=False)
         if not _of_functions:
             _restore()
 
@@ -142,6 +150,19 @@ def look(observer: Observer, *, wanted: bool) -> None:
             _overrides.install()
         else:
             _overrides.remove()
+
+
+def look_at_products(observer: Observer, *, wanted: bool) -> None:
+    """Have matrix products met from now on, or no more, as far as ``observer`` is concerned."""
+    with _lock:
+        if wanted and observer not in _of_products:
+            _of_products.append(observer)
+        elif not wanted and observer in _of_products:
+            _of_products.remove(observer)
+        if _of_products:
+            _products.install()
+        else:
+            _products.remove()
 
 
 def looks(observer: Observer) -> bool:
@@ -280,7 +301,14 @@ def _backward(back: OperatorBackward) -> None:
         observer.went_back(back)
 
 
+def _product(product: Product) -> None:
+    if not (product.y.is_cuda and _in_cuda_graph()):
+        for observer in tuple(_of_products):
+            observer.multiplied(product)
+
+
 _overrides = OperatorOverrides(_composite, _forward, _backward)
+_products = ProductOverrides(_product)
 
 
 def _read(

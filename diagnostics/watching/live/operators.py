@@ -24,7 +24,7 @@ from torch.library import Library, get_kernel
 # Called instead of an operator: the kernel that was there, and what it is to be called with.
 Meets = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 # Our kernel, from the one that was there and the operator's arguments.
-_Makes = Callable[[Any, Sequence[Any]], Callable[..., Any]]
+Makes = Callable[[Any, Sequence[Any]], Callable[..., Any]]
 
 SCALED_DOT_PRODUCT = "aten::scaled_dot_product_attention"
 # What operators call their arguments -> what we do.
@@ -167,6 +167,42 @@ class OperatorBackward:
         return _named(*self._call)
 
 
+class Kernels:
+    """Kernels of ours in front of operators' own, between ``put`` and ``remove``."""
+
+    def __init__(self) -> None:
+        self._libraries: list[Any] = []
+        self._names: set[str] = set()
+
+    @property
+    def there(self) -> bool:
+        """Whether they are there now."""
+        return bool(self._libraries)
+
+    def put(self, wanted: Iterable[tuple[str, str, Makes]]) -> None:
+        """Put them there: of each operator by name, for a dispatch key; what is not in this build is left out."""
+        found: list[tuple[str, str, Callable[..., Any]]] = []
+        for name, key, ours in wanted:
+            if (kernel := _kernel(name, key)) is not None:
+                found.append((name, key, ours(kernel, torch._C._get_schema(*_parted(name)).arguments)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that an operator is overridden
+            for name, key, kernel in found:
+                namespace, bare = name.split("::")
+                library: Any = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+                self._libraries.append(library)
+                library.impl(bare, kernel, key, with_keyset=True, allow_override=True)
+        self._names = {name for name, _, _ in found}
+        _forget(self._names)
+
+    def remove(self) -> None:
+        """Take them away."""
+        while self._libraries:
+            self._libraries.pop()._destroy()
+        _forget(self._names)
+        self._names = set()
+
+
 class OperatorOverrides:
     """Our kernels in front of the operators' own, between ``install`` and ``remove``.
 
@@ -183,44 +219,28 @@ class OperatorOverrides:
         backward: Callable[[OperatorBackward], None],
     ) -> None:
         self._composite, self._forward, self._backward = composite, forward, backward
-        self._libraries: list[Any] = []
-        self._overridden: set[str] = set()
+        self._kernels = Kernels()
 
     def install(self) -> None:
         """Put them there; what the build or the device lacks is left out."""
-        if self._libraries:
+        if self._kernels.there:
             return
         # Ours is registered when it is first used: by then the call would be over.
         with suppress(ImportError):
             import_module("attn_diag.kernels.attention")
-        found: list[tuple[str, str, Callable[..., Any]]] = []
         # Above autograd alone: with a kernel of a device's the operator would be one that nobody may take apart, in a
         # graph that is exported meanwhile, and without that of autograd one that has no gradient.
         devices = {device: None for operator in OPERATORS for device in operator.devices}
-        wanted: list[tuple[str, str, _Makes]] = [(SCALED_DOT_PRODUCT, f"Autograd{d}", self._met) for d in devices]
+        wanted: list[tuple[str, str, Makes]] = [(SCALED_DOT_PRODUCT, f"Autograd{d}", self._met) for d in devices]
         for operator in OPERATORS:
             for device in operator.devices:
                 wanted.append((operator.name, device, partial(self._ran, operator)))
                 wanted.append((operator.backward, device, self._went_back))
-        for name, key, ours in wanted:
-            if (kernel := _kernel(name, key)) is not None:
-                found.append((name, key, ours(kernel, torch._C._get_schema(name, "").arguments)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that an operator is overridden
-            for name, key, kernel in found:
-                namespace, bare = name.split("::")
-                library: Any = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-                self._libraries.append(library)
-                library.impl(bare, kernel, key, with_keyset=True, allow_override=True)
-        self._overridden = {name for name, _, _ in found}
-        _forget(self._overridden)
+        self._kernels.put(wanted)
 
     def remove(self) -> None:
         """Leave every operator as it was (each registration leaves some hundred bytes in torch)."""
-        while self._libraries:
-            self._libraries.pop()._destroy()
-        _forget(self._overridden)
-        self._overridden = set()
+        self._kernels.remove()
 
     def _met(self, kernel: Any, arguments: Sequence[Any]) -> Callable[..., Any]:  # noqa: ARG002 - as the others
         composite = self._composite
@@ -271,9 +291,16 @@ def _forget(names: Iterable[str]) -> None:
     is traced would have no gradient.
     """
     for name in names:
-        namespace, bare = name.split("::")
-        operator = getattr(getattr(torch.ops, namespace), bare).default
+        whole, overload = _parted(name)
+        namespace, bare = whole.split("::")
+        operator = getattr(getattr(getattr(torch.ops, namespace), bare), overload or "default")
         operator._dispatch_cache.clear()
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """The operator's name and its overload's."""
+    whole, _, overload = name.partition(".")
+    return whole, overload
 
 
 def _named(arguments: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

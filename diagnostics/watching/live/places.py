@@ -22,6 +22,8 @@ from attn_diag.watching.live.linear_layers import clean
 from attn_diag.watching.live.operators import OPERATORS
 
 _MAX_FRAMES = 80
+# Frames of torch's between a graph and an operator that it calls.
+_MAX_BETWEEN = 3
 _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
 # The code of a graph; what the modules have that inductor writes; what calls graphs.
 _GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", "runtime_wrappers.py"
@@ -110,7 +112,7 @@ class CallPlaces:
             if frame is None:
                 break
             code = frame.f_code
-            if code.co_filename.startswith(_GENERATED) or _IN_INDUCTORS in frame.f_globals:
+            if _is_graphs(frame):
                 compiled = True
                 self._code.setdefault(id(code), code)  # no other code gets its number
                 site.append((id(code), frame.f_lasti))
@@ -189,8 +191,7 @@ class CallPlaces:
     def _calls_in(self, code: int) -> int:
         """How many attention calls the code of a graph makes."""
         if code not in self._calls:
-            named = (str(step.argval) for step in dis.get_instructions(self._code[code]) if step.opname in _LOADS)
-            self._calls[code] = sum(name.startswith(_FUSED) and not name.endswith("_backward") for name in named)
+            self._calls[code] = attention_calls(self._code[code])
         return self._calls[code]
 
     def _over(self, owner: Any, run: _Run, *, recomputing: bool) -> None:
@@ -223,6 +224,27 @@ class CallPlaces:
             taken = set(self._layers.values())
             self._layers[key] = wanted if wanted not in taken else max(taken) + 1
         return self._layers[key]
+
+
+def graph_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """The code of a graph, and the place in it, where an operator is called that was called out of ``frame``."""
+    for _ in range(_MAX_BETWEEN):
+        if frame is None:
+            return None
+        if _is_graphs(frame):
+            return frame.f_code, frame.f_lasti
+        frame = frame.f_back
+    return None
+
+
+def attention_calls(code: CodeType) -> int:
+    """How many attention calls the code of a graph makes."""
+    named = (str(step.argval) for step in dis.get_instructions(code) if step.opname in _LOADS)
+    return sum(name.startswith(_FUSED) and not name.endswith("_backward") for name in named)
+
+
+def _is_graphs(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_GENERATED) or _IN_INDUCTORS in frame.f_globals
 
 
 def _key(owner: nn.Module | None) -> int | None:

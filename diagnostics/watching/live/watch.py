@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
@@ -17,15 +18,19 @@ from attn_diag.errors import InputError
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
+from attn_diag.watching.live.graph_projections import GraphProjections
 from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.places import Caller, CallPlaces
+from attn_diag.watching.live.products import Product
 from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
+# Loaded once something is compiled that inductor, or what is built on AOTAutograd, runs.
+_COMPILER = "torch._functorch.aot_autograd"
 # So many steps of an optimizer that may be another model's without any attention call are worth a word.
 _BLIND = 3
 # What a user is told where nothing can be seen, by whoever watches.
@@ -36,6 +41,7 @@ UNSEEN = (
     "False)), call a kernel that is not known here, or be another model's than the one that was given (a copy's, say)"
 )
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
+NO_PROJECTION = "x and w_q are left out: no matrix product of the compiled code was found that makes q"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
 UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
 
@@ -107,9 +113,9 @@ class Watch:
         self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._projections = Projections()
+        self._projections, self._in_graphs = Projections(), GraphProjections()
         self._warned: set[str] = set()
-        self.gone = self._looked = False
+        self.gone = self._looked = self._compiled = False
         self._blind_steps = 0
         self._told: set[tuple[int, int, bool]] = set()
 
@@ -125,6 +131,7 @@ class Watch:
     def _install(self) -> None:
         self._places.read()
         whole = self.model is not None and is_run_compiled(self.model)
+        self._compiled = whole or _COMPILER in sys.modules
         # A hook inside a compiled module would have it compiled anew.
         if self.model is not None and not whole:
             self._projections.watch(self.model, self.guarded)
@@ -146,6 +153,7 @@ class Watch:
         self._handles.clear()
         self._projections.close()
         self._drop_pending()
+        self._in_graphs.step_ended()
 
     def forked(self) -> None:
         """Be gone, in a forked child. Hooks stay, and do nothing: to take them away is to free what they hold."""
@@ -157,6 +165,7 @@ class Watch:
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
         self._looked = self.looked
+        self._in_graphs.step_ended()
         self._projections.forget()
         self._projections.settle()
         for counted in (self._with_gradients, self._told):
@@ -195,6 +204,9 @@ class Watch:
     def meets(self) -> Met | None:
         """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted."""
         caller = self._places.caller()
+        if caller.site is not None and not self._compiled:
+            self._compiled = True
+            self._look_at_products()
         recomputing = torch._C._current_graph_task_id() != -1
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
@@ -219,6 +231,7 @@ class Watch:
         self._calls_this_step += 1
         self.calls_seen += 1
         self._projections.forget()  # also the projections of calls that nobody wanted
+        self._in_graphs.attention_ran()
 
     @_harmless
     def sees(self, met: Met, fields: Fields, result: Any) -> None:
@@ -255,6 +268,12 @@ class Watch:
                 call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
             if pending is not None:
                 pending.follow_projection(y, projection)
+        elif module is not None and (in_graph := self._in_graphs.find(module, call.q)) is not None:
+            call.x, call.x_dtype, call.w_q = in_graph.x, in_graph.x.dtype, in_graph.w_q
+            if pending is not None:
+                self._in_graphs.follow(pending, in_graph, str(place.module))
+        elif met.caller.site is not None and self.model is not None:
+            call.notes.append(NO_PROJECTION)
         if pending is not None:
             self._with_gradients.add((place.layer, place.call))
             with self._lock:
@@ -267,8 +286,14 @@ class Watch:
         self.listener.forward(call)
 
     @_harmless
+    def multiplied(self, product: Product) -> None:
+        """Note a matrix product: it may be a compiled query projection."""
+        self._in_graphs.ran(product)
+
+    @_harmless
     def went_back(self, back: OperatorBackward) -> None:
         """Give the call whose backward this is its gradients."""
+        self._in_graphs.attention_goes_back()
         with self._lock:
             # The newest forward goes back first.
             waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
@@ -300,8 +325,13 @@ class Watch:
         # A user's function of the step is asked no more often than needed.
         wanted = bool(self.guarded(self.listener.wants_step)(self.step))
         self._projections.recording = self._projections.watching and wanted
+        self._in_graphs.recording = wanted and self.model is not None
+        self._look_at_products()
         # Until it is known that a loop trains, calls tell of steps.
         intercept.look(self, wanted=wanted or at_least or not self._trains)
+
+    def _look_at_products(self) -> None:
+        intercept.look_at_products(self, wanted=self._in_graphs.recording and self._compiled)
 
     def _drop_pending(self) -> None:
         with self._lock:
