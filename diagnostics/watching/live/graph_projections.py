@@ -210,7 +210,6 @@ class GraphProjections:
         for ran in those:
             self._places.setdefault(ran.site, None)
 
-    @torch.no_grad()
     def _take_gradient(self, product: Product, site: _Site | None) -> None:
         for one in tuple(self._waiting):
             if one.pending.call.dq is None:
@@ -243,6 +242,7 @@ def _same(b: Tensor, weight: Tensor, first: Tensor) -> bool:
     return b.device == weight.device and torch.equal(first, weight[:ROWS].to(b.dtype))
 
 
+@torch.no_grad()
 def _reads(product: Product, one: _Waiting) -> _Reads | None:
     """Tell where in a product the gradient is that a call waits for; None: it has nothing to do with it."""
     weight = own_weight(one.projection.layer)

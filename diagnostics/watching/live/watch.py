@@ -25,7 +25,7 @@ from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.places import Caller, CallPlaces
 from attn_diag.watching.live.products import Product
-from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
+from attn_diag.watching.live.sites import Fields, Graph
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
@@ -258,12 +258,12 @@ class Watch:
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
         if known is not None:
             x, weight, biased = known
-            call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), weight.detach()
+            call.x, call.x_dtype, call.w_q = x.detach(), call.q.dtype, weight.detach()
             if pending is not None:
                 pending.copy_dq = biased
         elif place.module is not None and (found := self._projections.find(place.module, call.q)) is not None:
             projection, x, y = found
-            call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), projection.weight(y)
+            call.x, call.x_dtype, call.w_q = x.detach(), y.dtype, projection.weight(y)
             if call.w_q is None:
                 call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
             if pending is not None:

@@ -1,0 +1,297 @@
+"""The query projection inside compiled graphs: x, w_q and dq_pre give the weight's own gradient, and nothing changes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import some
+from tiny_models import HEADS, WIDTH, Tiny, nano_gpt, next_token_loss, tokens, transformers_model
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional
+
+import attn_diag
+from attn_diag.captures.capture import Capture
+from attn_diag.watching.live import intercept
+from attn_diag.watching.live.watch import NO_PROJECTION
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+PROJECTION = ("x", "w_q", "dq_pre")
+DIM = WIDTH // HEADS
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    assert not intercept._products._kernels.there
+
+
+def whole(model: nn.Module) -> Any:
+    return torch.compile(model, fullgraph=True)
+
+
+def not_lowered(model: nn.Module) -> Any:
+    return torch.compile(model, fullgraph=True, backend="aot_eager")
+
+
+def dynamic(model: nn.Module) -> Any:
+    return torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+
+
+def traced_alone(model: nn.Module) -> Any:
+    return torch.compile(model, fullgraph=True, backend="eager")
+
+
+def by_blocks(model: nn.Module, **options: Any) -> nn.Module:
+    for module in list(model.modules()):
+        if type(module).__name__.endswith(("Block", "DecoderLayer", "GPTNeoXLayer")):
+            module.compile(**options)
+    return model
+
+
+def blocks(model: nn.Module) -> nn.Module:
+    return by_blocks(model, fullgraph=True)
+
+
+def blocks_not_lowered(model: nn.Module) -> nn.Module:
+    return by_blocks(model, fullgraph=True, backend="aot_eager")
+
+
+def captures(folder: Path) -> dict[tuple[int | None, int | None], Capture]:
+    found = [attn_diag.load(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {(c.metadata.step, c.metadata.layer): c for c in found}
+
+
+Gradients = dict[str, Tensor]
+
+
+def train(
+    tiny: Tiny, run: Any, watching: contextlib.AbstractContextManager[Any], *, autocast: bool, count: int = 6
+) -> tuple[list[Tensor], list[Gradients]]:
+    """Losses and parameters of all steps, and their gradients; one step runs before anything is watched."""
+    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-2)
+    bits: list[Tensor] = []
+    gradients: list[Gradients] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = tiny.loss(run)
+        torch.autograd.backward(loss)
+        gradients.append({name: p.grad.clone() for name, p in tiny.model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        bits.extend([loss.detach().clone(), *(p.detach().clone() for p in tiny.model.parameters())])
+
+    step()
+    with watching:
+        for _ in range(count):
+            step()
+    return bits, gradients[1:]
+
+
+def weight_gradient(gradients: Gradients, module: str) -> Tensor:
+    """That of w_q [Hq * D, C], out of the gradients of a model's weights."""
+    for name, gradient in gradients.items():
+        if name.startswith(f"{module}.") and name.endswith(".weight"):
+            match name.removeprefix(f"{module}.").removesuffix(".weight"):
+                case "q_proj":
+                    return gradient
+                case "c_attn":
+                    return (gradient if "transformer" not in name else gradient.T)[:WIDTH]
+                case "query_key_value":
+                    return gradient.view(HEADS, 3, DIM, WIDTH)[:, 0].flatten(0, 1)
+    raise AssertionError(module)
+
+
+def assert_explains(capture: Capture, gradients: Gradients) -> None:
+    """dq_pre^T x is the weight's gradient, up to the order of an FP32 sum and one rounding to the working format."""
+    there = {name: t[...] for name, t in capture.tensors.items()}
+    assert set(PROJECTION) <= there.keys()
+    expected = weight_gradient(gradients, str(capture.metadata.extra["module"])).double()
+    after, x = there["dq_pre"].transpose(1, 2).flatten(2).flatten(0, 1).double(), there["x"].flatten(0, 1).double()
+    assert after.dtype == x.dtype
+    # n terms in FP32, in any order, are off by at most n 2**-24 of the sum of their sizes.
+    slack = len(x) * 2.0**-24 * (after.abs().T @ x.abs())
+    if there["x"].dtype == torch.bfloat16:
+        slack += 2.0**-8 * expected.abs()
+    assert ((after.T @ x - expected).abs() <= slack).all()
+
+
+MODELS: dict[str, Callable[[], Tiny]] = {
+    "nano": nano_gpt,
+    "checkpointed": lambda: nano_gpt(False),
+    "reentrant": lambda: nano_gpt(True),
+    **{kind: lambda kind=kind: transformers_model(kind, "sdpa") for kind in ("llama", "qwen3", "gpt_neox", "gpt2")},  # type: ignore[misc]
+}
+# In BF16 where True.
+CASES: list[tuple[str, Callable[[nn.Module], Any], bool]] = [
+    ("nano", whole, True), ("nano", blocks, False), ("nano", dynamic, True), ("nano", traced_alone, True),
+    ("checkpointed", whole, True), ("checkpointed", not_lowered, False), ("reentrant", blocks_not_lowered, False),
+    ("llama", whole, False), ("llama", whole, True), ("llama", blocks, True), ("llama", dynamic, False),
+    ("llama", traced_alone, False), ("qwen3", not_lowered, True), ("qwen3", blocks_not_lowered, False),
+    ("gpt_neox", whole, False), ("gpt_neox", not_lowered, True), ("gpt2", blocks_not_lowered, True),
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def nothing_compiled(recorder: Any) -> Iterator[None]:
+    with torch._dynamo.config.patch(error_on_recompile=True), recorder:
+        yield
+
+
+@pytest.mark.parametrize(
+    ("model", "way", "autocast"), CASES, ids=[f"{m}-{way.__name__}-{'bf16' if a else 'fp32'}" for m, way, a in CASES]
+)
+def test_the_weights_gradient_is_explained(
+    model: str, way: Callable[[nn.Module], Any], autocast: bool, tmp_path: Path
+) -> None:
+    alone = MODELS[model]()
+    expected = train(alone, way(alone.model), contextlib.nullcontext(), autocast=autocast)[0]
+    breaks = dict(counters["graph_break"])
+    torch._dynamo.reset()
+    counters.clear()
+    tiny = MODELS[model]()
+    run = way(tiny.model)
+    recorder = attn_diag.capture(tiny.model, tmp_path, steps={1, 3, 5}, batch=None)
+    bits, gradients = train(tiny, run, nothing_compiled(recorder), autocast=autocast)
+    assert len(bits) == len(expected)
+    assert all(map(torch.equal, bits, expected))
+    assert counters["graph_break"] == breaks
+    found = captures(tmp_path)
+    assert sorted(found) == [(step, layer) for step in (1, 3, 5) for layer in (0, 1)]
+    for (step, _), capture in found.items():
+        assert_explains(capture, gradients[some(step)])
+        assert NO_PROJECTION not in str(capture.metadata.notes)
+
+
+def test_the_tensors_are_those_of_the_eager_model(tmp_path: Path) -> None:
+    """Up to what a compiler may round otherwise; the weight exactly, in its own dtype."""
+    for autocast in (False, True):
+        found = []
+        for compiled in (False, True):
+            tiny = transformers_model("llama", "sdpa")
+            folder = tmp_path / f"{autocast}{compiled}"
+            run = not_lowered(tiny.model) if compiled else tiny.model
+            train(tiny, run, attn_diag.capture(tiny.model, folder, batch=None), autocast=autocast, count=1)
+            found.append(captures(folder))
+        for key, eager in found[0].items():
+            for name in PROJECTION:
+                one, other = (c.tensors[name][...] for c in (eager, found[1][key]))
+                assert one.dtype == other.dtype
+                off = (one.double() - other.double()).norm() / one.double().norm()
+                assert off < (2.0**-6 if autocast else 1e-4), (key, name)
+
+
+@pytest.mark.parametrize("model", ["nano", "llama"])
+def test_inspect_gives_dw_q(model: str, tmp_path: Path) -> None:
+    tiny = MODELS[model]()
+    train(tiny, not_lowered(tiny.model), attn_diag.capture(tiny.model, tmp_path, steps={1}), autocast=True, count=2)
+    found = attn_diag.inspect_captures(captures(tmp_path).values())
+    for head in (head for entry in found.captures for head in entry.observations[0].heads):
+        assert some(head.propagation.dw_q).relative_error > 0
+
+
+def test_products_are_met_on_wanted_steps_alone(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    run = not_lowered(tiny.model)
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+    torch.autograd.backward(tiny.loss(run))
+    met = []
+    with attn_diag.capture(tiny.model, tmp_path, steps={1, 3}):
+        for _ in range(5):
+            torch.autograd.backward(tiny.loss(run))
+            met.append(intercept._products._kernels.there)
+            optimizer.step()
+    assert met == [False, True, False, True, False]
+
+
+class Attention(nn.Module):
+    """Rotates q, and has its projection made in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.q_proj, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.register_buffer("angles", torch.rand(20, DIM // 2))
+
+    def project(self, x: Tensor) -> Tensor:
+        match self.way:
+            case "a bias that is added later":
+                # What inductor makes of a layer with a bias that is used in pointwise operations, on a GPU.
+                return functional.linear(x, self.q_proj.weight) + self.q_proj.bias
+            case "a weight that is computed":
+                return functional.linear(x, self.q_proj.weight * 2)
+            case "two products":
+                return self.q_proj(x.detach().cos()) * 1e-3 + self.q_proj(x)  # type: ignore[no-any-return]
+            case _:
+                return self.q_proj(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, (k, v) = self.project(x), self.kv(x).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for t in (q, k, v))
+        left, right = q.chunk(2, -1)
+        cos, sin = self.angles.cos(), self.angles.sin()
+        q = torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Stack(nn.Module):
+    def __init__(self, way: str, *, shared: bool = False) -> None:
+        super().__init__()
+        self.wte, self.head = nn.Embedding(61, WIDTH), nn.Linear(WIDTH, 61)
+        self.h = nn.ModuleList([Attention(way) for _ in range(1 if shared else 2)])
+        self.repeats = 2 if shared else 1
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids)
+        for layer in list(self.h) * self.repeats:
+            x = x + layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def stack(way: str, *, shared: bool = False) -> Tiny:
+    torch.manual_seed(0)
+    model = Stack(way, shared=shared)
+    return Tiny(model, lambda run: next_token_loss(run, tokens()), ())
+
+
+WAYS = ("a layer", "a bias that is added later", "a weight that is computed", "two products")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_it_is_not_found_the_file_says_so(way: str, tmp_path: Path) -> None:
+    """Never another layer's x: what is there explains the weight's gradient."""
+    tiny = stack(way)
+    capture = attn_diag.capture(tiny.model, tmp_path, batch=None)
+    gradients = train(tiny, not_lowered(tiny.model), capture, autocast=False, count=2)[1]
+    found = captures(tmp_path)
+    assert len(found) == 4
+    for (step, _), one in found.items():
+        if way == "a weight that is computed":
+            assert not set(PROJECTION) & one.tensors.keys()
+            assert NO_PROJECTION in str(one.metadata.notes)
+        elif way != "two products":
+            assert_explains(one, gradients[some(step)])
+
+
+def test_a_layer_that_is_called_twice_has_the_x_of_its_call(tmp_path: Path) -> None:
+    tiny = stack("a layer", shared=True)
+    with attn_diag.capture(tiny.model, tmp_path, batch=None, calls=None) as recorder:
+        gradients = train(tiny, not_lowered(tiny.model), contextlib.nullcontext(), autocast=False, count=0)[1]
+    assert gradients == []
+    found = [attn_diag.load(path) for path in recorder.written]
+    assert len(found) == 2
+    weight = stack("a layer", shared=True).model.h[0].q_proj  # type: ignore[index]
+    for capture in found:
+        if "x" in capture.tensors:
+            y = functional.linear(capture.tensors["x"][...], weight.weight, weight.bias)
+            q = capture.tensors["q"][...].transpose(1, 2)
+            assert torch.allclose(y.unflatten(-1, (HEADS, DIM)).norm(dim=-1), q.norm(dim=-1), rtol=1e-4)
