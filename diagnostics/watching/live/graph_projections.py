@@ -21,7 +21,6 @@ from attn_diag.watching.live.linear_layers import (
     ROWS,
     CapturedProjection,
     Slice,
-    by_rows,
     is_linear,
     own_weight,
     same_norms,
@@ -143,14 +142,18 @@ class GraphProjections:
         new = [(ran, ran.y[None, :rows]) for ran in near if ran.y is not None]
         likely = [(name, layer, ran, y) for ran, y in new for name, layer in layers if _multiplies(ran, layer)]
         projection = search([(one, one[0], one[3]) for one in likely], q)
-        self._dismiss(ran for ran, _ in new)
+        sites = [ran.site for ran in near]
+        self._dismiss(ran for ran, _ in new if sites.count(ran.site) == 1)
         if projection is None:
             return None
         name, layer, ran, y = projection.layer
         keeps_norms = projection.exact or same_norms(projection.slice.of(y), q[:1, :, :ROWS])
-        self._places[ran.site] = _MakesQ(name, projection.slice, projection.exact, keeps_norms)
-        self._verified.add((ran.site, id(layer)))
-        return self._known(ran, module, q)
+        made = _MakesQ(name, projection.slice, projection.exact, keeps_norms)
+        # A place where several products are made is never sure.
+        if sites.count(ran.site) == 1:
+            self._places[ran.site] = made
+            self._verified.add((ran.site, id(layer)))
+        return _found(ran, layer, made, q)
 
     def follow(self, pending: Pending, found: FoundProjection, module: str) -> None:
         """Have the gradient at the projection's output too, where q is not just that output without a bias."""
@@ -162,8 +165,8 @@ class GraphProjections:
         first = x[:ROWS].clone()  # the whole would wait for the backward too
         self._waiting.append(_Waiting(module, pending, found.projection, found.keeps_norms, len(x), first))
 
-    def attention_ran(self) -> None:
-        """Let go of what ran before it."""
+    def forget(self) -> None:
+        """Let go of the products that ran: attention did, or nobody wants them."""
         self._recent.clear()
 
     def attention_goes_back(self) -> None:
@@ -175,9 +178,7 @@ class GraphProjections:
             one.pending.projection_arrived(None)
 
     def step_ended(self) -> None:
-        """Let go of everything."""
-        self._dismiss(self._recent)
-        self._recent.clear()
+        """Wait for no gradients any more. What ran may belong to the next step: some begin with an attention call."""
         self._waiting.clear()
 
     def _goes_forward(self, code: CodeType) -> bool:
@@ -200,10 +201,7 @@ class GraphProjections:
             if not _multiplies(ran, layer):
                 return None
             self._verified.add((ran.site, id(layer)))
-        x = by_rows(ran.x, q.shape[0], q.shape[2])
-        assert x is not None
-        projection = CapturedProjection(layer, made.slice, made.exact)
-        return FoundProjection(projection, x, projection.weight(ran.b), made.keeps_norms)
+        return _found(ran, layer, made, q)
 
     def _dismiss(self, those: Iterable[_Ran]) -> None:
         """Look at these places no more, unless they make a q."""
@@ -220,11 +218,17 @@ class GraphProjections:
             elif (reads := _reads(product, one)) is None:
                 if place is not None:
                     one.tried.append(place)
-            elif place is not None:
+            elif place is not None and place not in one.tried:
                 self._gradients |= dict.fromkeys(one.tried) | {place: reads}
             if reads is not None:
                 self._waiting.remove(one)
                 one.pending.projection_arrived(reads(product))
+
+
+def _found(ran: _Ran, layer: nn.Module, made: _MakesQ, q: Tensor) -> FoundProjection:
+    projection = CapturedProjection(layer, made.slice, made.exact)
+    x = ran.x.reshape(q.shape[0], q.shape[2], -1)
+    return FoundProjection(projection, x, projection.weight(ran.b), made.keeps_norms)
 
 
 def _multiplies(ran: _Ran, layer: nn.Module) -> bool:

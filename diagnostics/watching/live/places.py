@@ -12,9 +12,11 @@ import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -22,8 +24,9 @@ from attn_diag.watching.live.linear_layers import clean
 from attn_diag.watching.live.operators import OPERATORS
 
 _MAX_FRAMES = 80
-# Frames of torch's between a graph and an operator that it calls.
-_MAX_BETWEEN = 3
+# Frames of torch's between a graph and an operator that it calls: some more when the graph runs for the first time.
+_MAX_BETWEEN = 10
+_TORCH = str(Path(torch.__file__).parent)
 _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
 # The code of a graph; what the modules have that inductor writes; what calls graphs.
 _GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", "runtime_wrappers.py"
@@ -233,6 +236,8 @@ def graph_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
             return None
         if _is_graphs(frame):
             return frame.f_code, frame.f_lasti
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            return None  # somebody's own operator, that may call several
         frame = frame.f_back
     return None
 

@@ -311,8 +311,9 @@ def capture(
     ``attn_diag.attention``; of each q, k, v, o, the LSE where its kernel gives one, after the backward pass dO, dQ,
     dK, dV and, where the query projection is found, x, w_q and the gradient at its output. Outputs and gradients stay
     the same bits. In models that torch.compile compiled, whole or in part, the fused operators are seen (SDPA's and
-    ``attn_diag.attention``'s), without x and w_q; layers are named by the order of their calls then, which the file's
-    notes say, and nothing is compiled anew unless a function around the model is what was compiled. What is replayed
+    ``attn_diag.attention``'s), and x, w_q and that gradient where the projection is a matrix product of the graph's, or
+    else the file's notes say that they are left out; layers are named by the order of their calls then, which the notes
+    say too, and nothing is compiled anew unless a function around the model is what was compiled. What is replayed
     from a CUDA graph, FlexAttention inside a graph and math are not seen there. A function of your own is seen with
     ``attn_diag.observe``. Where a kernel has no autograd node of its own (math, eager, FlexAttention), gradients are
     the tensors' own: the totals, where q, k or v is used elsewhere too; the file's notes say so.

@@ -154,6 +154,7 @@ class Watch:
         self._projections.close()
         self._drop_pending()
         self._in_graphs.step_ended()
+        self._in_graphs.forget()
 
     def forked(self) -> None:
         """Be gone, in a forked child. Hooks stay, and do nothing: to take them away is to free what they hold."""
@@ -231,7 +232,7 @@ class Watch:
         self._calls_this_step += 1
         self.calls_seen += 1
         self._projections.forget()  # also the projections of calls that nobody wanted
-        self._in_graphs.attention_ran()
+        self._in_graphs.forget()
 
     @_harmless
     def sees(self, met: Met, fields: Fields, result: Any) -> None:
@@ -326,6 +327,8 @@ class Watch:
         wanted = bool(self.guarded(self.listener.wants_step)(self.step))
         self._projections.recording = self._projections.watching and wanted
         self._in_graphs.recording = wanted and self.model is not None
+        if not wanted:
+            self._in_graphs.forget()
         self._look_at_products()
         # Until it is known that a loop trains, calls tell of steps.
         intercept.look(self, wanted=wanted or at_least or not self._trains)
@@ -369,6 +372,7 @@ class Watch:
         if not self._clock.is_ours(optimizer):
             return
         self._trains = True
+        self._in_graphs.forget()
         if not self._clock.ticks(optimizer, seen=bool(self._calls_this_step)):
             return
         if not self.calls_seen and intercept.looks(self):
