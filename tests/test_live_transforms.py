@@ -83,7 +83,10 @@ def exported() -> Any:
 
 
 def traced() -> Any:
-    made = make_fx(lambda q: torch.autograd.grad(loss(q), q)[0], tracing_mode="symbolic")(Q.clone().requires_grad_())
+    how = make_fx(
+        lambda q: torch.autograd.grad(loss(q), q)[0], tracing_mode="symbolic", _allow_non_fake_inputs=True
+    )  # for the weight
+    made = how(Q.clone().requires_grad_())
     return made(Q.clone().requires_grad_()), targets(made.graph)
 
 
