@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,19 @@ class _MakesQ:
     """Whether q's rows are as long as those of the layer's output."""
 
 
+class _Factor(NamedTuple):
+    """A factor [N, C] of a product, that may have been freed since."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    address: int
+
+    @classmethod
+    def of(cls, t: Tensor) -> _Factor:
+        return cls(t.shape, t.stride(), t.dtype, t.data_ptr())
+
+
 @dataclass(frozen=True, eq=False)
 class _Ran:
     """A product that may have made the next q; what is copied stays as it was."""
@@ -59,8 +73,7 @@ class _Ran:
     site: _Site
     x: Tensor
     """[M, C], copied."""
-    b: Tensor
-    """[C, N], the graph's own."""
+    factor: _Factor
     weight: Tensor
     """The first ``ROWS`` rows of b^T, copied."""
     y: Tensor | None
@@ -126,7 +139,8 @@ class GraphProjections:
         if known is None or (known is ... and not self._goes_forward(code)):
             return
         y = product.y[:ROWS].clone() if known is ... else None
-        self._recent.append(_Ran(site, product.a.clone(), product.b, product.b.T[:ROWS].clone(), y))
+        factor = product.b.T
+        self._recent.append(_Ran(site, product.a.clone(), _Factor.of(factor), factor[:ROWS].clone(), y))
 
     @torch.no_grad()
     def find(self, module: nn.Module, q: Tensor) -> FoundProjection | None:
@@ -228,7 +242,7 @@ class GraphProjections:
 def _found(ran: _Ran, layer: nn.Module, made: _MakesQ, q: Tensor) -> FoundProjection:
     projection = CapturedProjection(layer, made.slice, made.exact)
     x = ran.x.reshape(q.shape[0], q.shape[2], -1)
-    return FoundProjection(projection, x, projection.weight(ran.b), made.keeps_norms)
+    return FoundProjection(projection, x, projection.weight(ran.factor.shape[0]), made.keeps_norms)
 
 
 def _multiplies(ran: _Ran, layer: nn.Module) -> bool:
@@ -236,14 +250,15 @@ def _multiplies(ran: _Ran, layer: nn.Module) -> bool:
     weight = own_weight(layer)
     if weight is None or type(weight) is not Tensor:
         return False
-    return weight.shape == ran.b.shape[::-1] and _same(ran.b.T, weight, ran.weight)
+    return _same(ran.factor, weight, ran.weight)
 
 
-def _same(b: Tensor, weight: Tensor, first: Tensor) -> bool:
-    """Whether a factor [N, C] that began with these rows is a weight or a cast of it; the usual case asks no device."""
-    if b.dtype == weight.dtype and b.data_ptr() == weight.data_ptr() and b.stride() == weight.stride():
+def _same(factor: _Factor, weight: Tensor, first: Tensor) -> bool:
+    """Whether a factor that began with these rows is a weight, or a cast of it; the usual case asks no device."""
+    if factor == _Factor.of(weight):
         return True
-    return b.device == weight.device and torch.equal(first, weight[:ROWS].to(b.dtype))
+    alike = factor.shape == weight.shape and first.device == weight.device
+    return alike and torch.equal(first, weight[:ROWS].to(first.dtype))
 
 
 @torch.no_grad()
@@ -254,7 +269,7 @@ def _reads(product: Product, one: _Waiting) -> _Reads | None:
         return None
     a, b = product.a, product.b
     m, (n, c) = one.rows, weight.shape
-    if (a.shape, b.shape) == ((m, n), (n, c)) and _same(b, weight, b[:ROWS]) and _fits(a, one, by_x=False):
+    if (a.shape, b.shape) == ((m, n), (n, c)) and _same(_Factor.of(b), weight, b[:ROWS]) and _fits(a, one, by_x=False):
         return lambda product: product.a
     if (a.shape, b.shape) == ((n, m), (m, c)) and _near(b[:ROWS], one.x) and _fits(a.T, one, by_x=True):
         return lambda product: product.a.T

@@ -56,15 +56,15 @@ class CapturedProjection:
     exact: bool
     """Whether q is exactly its output (nothing in between)."""
 
-    def weight(self, y: Tensor) -> Tensor | None:
+    def weight(self, width: int) -> Tensor | None:
         """Return w_q [Hq * D, C] of the heads that ran; None where this rank holds less, as FSDP may leave it.
 
         Args:
-            y: The layer's output.
+            width: Columns of the layer's output.
         """
         weight = own_weight(self.layer)
         # Tensor parallelism multiplies by what FSDP would gather first.
-        if weight is None or (hasattr(self.layer.weight, "to_local") and y.shape[-1] not in weight.shape):
+        if weight is None or (hasattr(self.layer.weight, "to_local") and width not in weight.shape):
             return None
         rows = self.slice.columns(weight.shape[0], weight.device)
         own: Tensor = weight[rows]

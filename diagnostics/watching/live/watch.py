@@ -264,7 +264,7 @@ class Watch:
                 pending.copy_dq = biased
         elif place.module is not None and (found := self._projections.find(place.module, call.q)) is not None:
             projection, x, y = found
-            call.x, call.x_dtype, call.w_q = x.detach(), y.dtype, projection.weight(y)
+            call.x, call.x_dtype, call.w_q = x.detach(), y.dtype, projection.weight(y.shape[-1])
             if call.w_q is None:
                 call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
             if pending is not None:
