@@ -218,6 +218,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # not a pool of processes that outlives a kill
+    # Inductor asks at its import whether there is a device; the driver itself, once asked, is of no use to forks.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     logging.getLogger("attn_diag").addHandler(logging.NullHandler())

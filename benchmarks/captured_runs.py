@@ -248,8 +248,8 @@ def warmed(setting: Setting, modules: Iterable[str]) -> None:
             getattr(codecache, digest, dict)()
         if setting.device == "cpu":
             cpu_vec_isa.pick_vec_isa()
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    assert not used, "runs forked from here cannot use the device"
+    usable = Process(lambda say: None if torch.cuda._is_in_bad_fork() else say("begun"))
+    assert not usable.end().failed, "runs forked from here cannot use the device"
     gc.freeze()
 
 

@@ -286,17 +286,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long, calls drawn at random")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many of the calls drawn: an earlier run's")
     parser.add_argument("--rows", type=Path, help="write every head there")
     options = parser.parse_args()
     todo = list(places(options.parts, options.defects, options.families, options.seeds))
     random.Random(0).shuffle(todo)
+    skipped = 0
+    while skipped < options.skip and todo:
+        skipped += len(todo.pop(0).names)
     start, made = time.perf_counter(), made_by()
     found: dict[str, list[Judged]] = {part: [] for part in options.parts}
-    calls, total = 0, sum(len(place.names) for place in todo)
+    calls, total = 0, skipped + sum(len(place.names) for place in todo)
 
     def write() -> dict[str, Any]:
         result = {part: summary(part, heads) for part, heads in found.items()}
-        save({**made, "calls": calls, "calls in all": total, **result}, options.json)
+        save({**made, "calls": calls, "calls skipped": skipped, "calls in all": total, **result}, options.json)
         save({part: [asdict(j) for j in heads] for part, heads in found.items()}, options.rows)
         return result
 

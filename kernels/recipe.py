@@ -271,11 +271,13 @@ PRESETS = {
         Recipe(
             "cudnn",
             "cuDNN (torch SDPA's default on an H200): fp32 scores, 128-key tiles ascending, O rounded once",
+            alpha_in_backward="before-cast",
         ),
         Recipe(
             "efficient",
             "torch SDPA's memory-efficient kernel: as cuDNN, in 64-key tiles; its dS multiplies the cast P",
             dscores_from="cast-probs",
+            alpha_in_backward="before-cast",
             schedule=Schedule(query_block=64, key_tile=64),
         ),
         Recipe(

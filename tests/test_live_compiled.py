@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from builders import some
-from tiny_models import Tiny, nano_gpt, transformers_model
+from tiny_models import Tiny, nano_gpt, steps, transformers_model
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import attn_diag
 from attn_diag.captures.capture import Capture
@@ -284,3 +286,19 @@ def test_a_monitor_checks_a_compiled_model() -> None:
         for a, b in zip(one.layers, other.layers, strict=True):
             for name in ("max_logit", "conditioning"):
                 assert np.allclose(a.values[name], b.values[name], rtol=1e-2, equal_nan=True), name
+
+
+def test_nothing_is_kept_of_what_runs_in_a_cuda_graphs_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """torch raises where anything but the graph's own outputs lives there after a warm-up."""
+    space: dict[str, Any] = {}
+    exec(compile("def run(call, *args): return call(*args)", "torch/_inductor/cudagraph_trees.py", "exec"), space)
+
+    def warming_up(graph: Any, _: Any) -> Any:
+        return make_boxed_func(lambda *args: space["run"](graph, *args))
+
+    tiny = nano_gpt()
+    compiled: Any = torch.compile(tiny.model, fullgraph=True, backend=aot_autograd(fw_compiler=warming_up))
+    with attn_diag.capture(tiny.model, tmp_path) as recorder:
+        steps(Tiny(tiny.model, lambda _: tiny.loss(compiled), ()), 2)
+    assert not recorder.written
+    assert "CUDA graph" in caplog.text

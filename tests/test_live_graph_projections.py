@@ -17,8 +17,8 @@ from torch.nn import functional
 
 import attn_diag
 from attn_diag.captures.capture import Capture
-from attn_diag.watching.live import intercept
-from attn_diag.watching.live.watch import NO_PROJECTION
+from attn_diag.watching.live import products
+from attn_diag.watching.live.query_projections import NO_PROJECTION
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
 PROJECTION = ("x", "w_q", "dq_pre")
@@ -35,7 +35,7 @@ def _fresh_compiler() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch._dynamo.reset()
-    assert not intercept._products._kernels.there
+    assert not products.are_met()
 
 
 def whole(model: nn.Module) -> Any:
@@ -227,7 +227,7 @@ def test_products_are_met_on_wanted_steps_alone(tmp_path: Path) -> None:
     with attn_diag.capture(tiny.model, tmp_path, steps={1, 3}):
         for _ in range(5):
             torch.autograd.backward(tiny.loss(run))
-            met.append(intercept._products._kernels.there)
+            met.append(products.are_met())
             optimizer.step()
     assert met == [False, True, False, True, False]
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import attn_diag
-from attn_diag.watching.live.products import Product, ProductOverrides
+from attn_diag.watching.live import products
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of tracers and exporters
 
@@ -129,15 +129,14 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 def test_it_gives_the_same_before_during_and_after(way: str, tmp_path: Path) -> None:
     expected = WAYS[way]()
-    products: list[Product] = []
-    overrides = ProductOverrides(products.append)
+    met: list[products.Product] = []
     with attn_diag.capture(None, tmp_path, calls=None):
-        overrides.install()
+        products.listen(met.append, wanted=True)
         try:
             assert same(expected, WAYS[way]())
         finally:
-            overrides.remove()
-    assert products
+            products.listen(met.append, wanted=False)
+    assert met
     torch._dynamo.reset()
     assert same(expected, WAYS[way]())
 

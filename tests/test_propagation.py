@@ -7,7 +7,8 @@ import torch
 from builders import some
 from torch import Tensor
 
-from attn_diag.head.propagation import AtomSums, BackwardCollector, ForwardErrors, GradientSums, dq_parts, key_parts
+from attn_diag.head.gradient_sums import AtomSums, GradientSums
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors, dq_parts, key_parts
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reference.rounding import BF16, FP64, round_nearest_even
 
@@ -18,8 +19,8 @@ def make_head(softcap: float | None = None) -> AttentionHead:
     return AttentionHead(q, k, v, do, 24**-0.5, Masking("bottom-right"), softcap)
 
 
-def backward(head: AttentionHead, delta: Tensor, lse: Tensor, cast: bool = False) -> dict[str, Tensor]:
-    """A fused backward spelled out: P = exp(S - L), dS = P o (dP - delta), optionally cast to BF16."""
+def backward(head: AttentionHead, delta: Tensor, lse: Tensor, cast: str = "exact") -> dict[str, Tensor]:
+    """A fused backward spelled out: P = exp(S - L), dS = P o (dP - delta), optionally cast to BF16 (or alpha dS)."""
     do = some(head.do)
     scores = head.scale * head.q @ head.k.T
     slope = torch.ones_like(scores)
@@ -29,15 +30,20 @@ def backward(head: AttentionHead, delta: Tensor, lse: Tensor, cast: bool = False
     hidden = torch.arange(95) > torch.arange(63)[:, None] + 32
     probs = torch.exp(scores.masked_fill(hidden, -torch.inf) - lse[:, None])
     dscores = probs * (do @ head.v.T - delta[:, None]) * slope
-    if cast:
-        probs, dscores = round_nearest_even(probs, BF16), round_nearest_even(dscores, BF16)
-    return {"dq": head.scale * dscores @ head.k, "dk": head.scale * dscores.T @ head.q, "dv": probs.T @ do}
+    if cast != "exact":
+        probs = round_nearest_even(probs, BF16)
+    scaled = {
+        "exact": lambda: head.scale * dscores,
+        "dS cast": lambda: head.scale * round_nearest_even(dscores, BF16),
+        "alpha dS cast": lambda: round_nearest_even(head.scale * dscores, BF16),
+    }[cast]()
+    return {"dq": scaled @ head.k, "dk": scaled.T @ head.q, "dv": probs.T @ do}
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("cast", [False, True], ids=["exact", "bf16-casts"])
+@pytest.mark.parametrize("cast", ["exact", "dS cast", "alpha dS cast"])
 @pytest.mark.parametrize("with_lse", [False, True], ids=["delta", "delta-and-lse"])
-def test_parts_add_up_to_the_error(softcap: float | None, cast: bool, with_lse: bool) -> None:
+def test_parts_add_up_to_the_error(softcap: float | None, cast: str, with_lse: bool) -> None:
     head = make_head(softcap)
     reference = reference_head(head)
     generator = torch.Generator().manual_seed(1)
@@ -46,7 +52,7 @@ def test_parts_add_up_to_the_error(softcap: float | None, cast: bool, with_lse: 
     delta, lse = some(reference.delta) + delta_error, reference.lse + lse_error
     observed = backward(head, delta, lse, cast)
     known: tuple[Tensor | None, Tensor | None] = (lse, lse_error) if with_lse else (None, None)
-    errors = ForwardErrors(delta, delta_error, *known, BF16 if cast else FP64)
+    errors = ForwardErrors(delta, delta_error, *known, FP64 if cast == "exact" else BF16, observed["dq"])
     collected = BackwardCollector(head, errors, want_casts=True, want_keys=True)
     probs_k = torch.zeros_like(head.q)
 
@@ -66,7 +72,7 @@ def test_parts_add_up_to_the_error(softcap: float | None, cast: bool, with_lse: 
         assert (parts.observed - some(parts.predicted)).norm() <= 1e-11 * parts.reference.norm(), name
     result = GradientSums.of(dq).result()
     assert sum(s for s in some(result.shares).values() if s is not None) == pytest.approx(1.0, abs=1e-9)
-    if not cast and not with_lse:
+    if cast == "exact" and not with_lse:
         assert result.unexplained_fraction == pytest.approx(0.0, abs=1e-9)
 
 

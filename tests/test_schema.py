@@ -114,6 +114,13 @@ def test_the_schema_rejects(change: str) -> None:
     assert errors(document, 3) != []
 
 
+def test_lists_that_stand_side_by_side_have_one_length() -> None:
+    document = written("gpt2_step637_L2H6")
+    head_of(document)["figures"]["strip"].update(unit=[])
+    with pytest.raises(attn_diag.InputError, match="side by side must have one length"):
+        attn_diag.Diagnosis.from_json(json.dumps(document))
+
+
 @pytest.mark.parametrize("file", VERSION_1, ids=lambda file: file.stem)
 def test_version_1_is_read_and_shown(file: Path) -> None:
     text = file.read_text()

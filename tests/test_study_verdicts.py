@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from planted_heads import inputs as planted_inputs
 from study_verdicts import Judged, Place, inspected, matrix, of_place
 from torch import Tensor
 from verdicts.culprits import named
@@ -16,6 +18,7 @@ from verdicts.inputs import Inputs, draw
 from verdicts.kernels import HEALTHY, Hook, Outputs, Seen, attend
 
 import attn_diag
+from attn_diag.kernels import emulate_head, preset
 from attn_diag.results.quality import Pattern, Quantity, QuantityVerdict
 
 
@@ -217,3 +220,21 @@ def test_a_softcap_that_was_not_stated_is_named() -> None:
     said = found.captures[0].assumptions.message
     assert "softcap=30 fits" in said
     assert "scale=" not in said
+
+
+@pytest.mark.parametrize("alpha", ["before-cast", "after-product"])
+def test_a_kernel_whose_ds_multiplies_the_cast_p_is_told_by_its_site(alpha: str) -> None:
+    """torch's efficient kernel casts alpha dS, others dS: with D = 72 these are other bits."""
+    head = planted_inputs(width=72)
+    change: dict[str, Any] = {"alpha_in_backward": alpha}
+    made = emulate_head(replace(preset("efficient", "bf16", 72), **change), head)
+    assert head.do is not None
+    q, k, v, do = (t[None, None].bfloat16() for t in (head.q, head.k, head.v, head.do))
+    outputs = {n: t[None, None].bfloat16() for n in ("o", "dq", "dk", "dv") if (t := getattr(made, n)) is not None}
+    lse = made.lse[None, None].float()
+    found = (
+        attn_diag.inspect(q, k, v, do=do, causal="top-left", lse=lse, **outputs).captures[0].observations[0].heads[0]
+    )
+    sites = {verdict.quantity: (verdict.answer, verdict.site) for verdict in found.quantities}
+    assert sites["dq"] == sites["dk"] == ("undecided", "dscores_from")
+    assert sites["o"] == sites["dv"] == ("good", None)

@@ -23,7 +23,7 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,7 +69,12 @@ class Trainer:
         torch.manual_seed(options.seed)  # on the CPU: the same weights on every device
         o = options
         self.model = GPT(o.vocabulary, o.context, o.layers, o.heads, o.width, arm(o.arm).attend).to(self.device)
-        if options.compile:
+        self.run: Callable[..., Tensor] = self.model
+        if options.compile == "whole":
+            # Inductor's embedding adds its gradients up in no order of its own otherwise.
+            torch.use_deterministic_algorithms(True)
+            self.run = torch.compile(self.model, dynamic=False)
+        elif options.compile:
             self.model.compile_all_but_attention()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=self.device.type == "cuda"
@@ -98,8 +103,8 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for batch in batches:
             with torch.autocast(self.device.type, torch.bfloat16):
-                loss = self.model(batch[:, :-1], batch[:, 1:]) * (len(batch) / sequences)
-            loss.backward()
+                loss = self.run(batch[:, :-1], batch[:, 1:]) * (len(batch) / sequences)
+            torch.autograd.backward(loss)
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         for group in self.optimizer.param_groups:
@@ -240,7 +245,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--capture-layers", type=int, nargs="*", metavar="LAYER", help="default: all")
     p.add_argument("--print-every", type=int, default=20, metavar="STEPS")
     p.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    p.add_argument("--compile", action="store_true", help="torch.compile all but the attention")
+    p.add_argument(
+        "--compile", nargs="?", choices=("whole",), const=True, default=False,
+        help="torch.compile all but the attention, or the whole model, attention included",
+    )  # fmt: skip
     sizes = p.add_argument_group("sizes and rates")
     for name, default in SIZES.items():
         sizes.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)

@@ -257,7 +257,7 @@ def _answered(found: QuantityVerdict, answer: Answer, words: str, *patterns: Pat
 
 
 def not_judged(
-    judged: Collection[str], *, captured: Collection[str], with_do: bool, covered: bool = True
+    judged: Collection[str], *, captured: Collection[str], with_do: bool, covered: bool = True, of_a_rank: bool = False
 ) -> tuple[str, ...]:
     """The quantities of ``CAPTURED`` that are not among ``judged``, with the reason.
 
@@ -266,12 +266,15 @@ def not_judged(
         captured: Those that the observation holds.
         with_do: Whether dO was captured.
         covered: Whether there is a published recipe for the inputs' format.
+        of_a_rank: Whether dK and dV are those of one rank's keys, summed over rows that other ranks have.
     """
     missing = [name for name in CAPTURED if name not in judged]
 
     def why(name: str) -> str:
         if name not in ("o", "lse") and not with_do:
             return "no dO"
+        if name in ("dk", "dv") and of_a_rank:
+            return "summed over the rows of other ranks: give their files too"
         if name not in captured:
             return "not captured"
         return "not compared" if covered else "no well-rounded kernel of this format to compare with"

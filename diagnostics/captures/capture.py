@@ -57,7 +57,8 @@ class Capture:
 
     ``q k v`` are required, [B, H, T, D] (or [B, T, H, D] with ``metadata.layout`` "BTHD"), k and v with Hk heads, Hq a
     multiple of Hk; FP8 ones need ``q_descale``, ``k_descale`` and ``v_descale``, [B, heads] or one number each. ``do``
-    like o; ``x`` [B, Tq, C]; ``w_q`` [D * heads, C]; ``mask`` broadcastable to [B, H, Tq, Tk]; ``q_positions`` [Tq].
+    like o; ``x`` [B, Tq, C]; ``w_q`` [D * heads, C]; ``mask`` broadcastable to [B, H, Tq, Tk]; ``q_positions`` [Tq]
+    (where other ranks have other rows, ``own_dk`` and ``own_dv`` are the sums of the rank's own keys, [B, Hk, Tq, D]).
     ``o dq dk dv`` are laid out like the inputs, so is ``dq_pre``, the gradient of the query projection's output (before
     RoPE and QK-norm); ``lse delta`` are [B, Hq, Tq] in either layout. A bare output belongs to the observation
     "observed", "flash.o" to "flash".

@@ -1,6 +1,7 @@
 """Captures that the ranks of one distributed run wrote of the same attention call, merged into one.
 
 Data-parallel ranks hold other sequences of one batch: their batch items are stacked in the order of the ranks.
+Context-parallel ranks (``sequence_ranks``) hold other rows of the same sequences: put in order, they are the whole.
 Tensor-parallel ranks (another ``head_offset``) hold other heads of the same sequences: their heads are put side by
 side. Nothing is read to merge but what must be equal on all ranks (w_q, shared masks, x of tensor-parallel ranks).
 """
@@ -8,15 +9,12 @@ side. Nothing is read to merge but what must be equal on all ranks (w_q, shared 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
-from typing import Any
-
-import torch
-from torch import Tensor
+from dataclasses import fields, replace
 
 from attn_diag.captures.capture import INPUTS, OBSERVED, Capture, TensorSource
+from attn_diag.captures.joined import JoinedSource, equal_bits
 from attn_diag.captures.metadata import Metadata
+from attn_diag.captures.sequence import joined_rows
 from attn_diag.errors import InputError
 
 # What may differ between the ranks of one call.
@@ -25,50 +23,12 @@ _PER_ROW = ("lse", "delta")
 _OF_ALL_SEQUENCES = ("w_q", "q_positions")
 
 
-@dataclass(frozen=True)
-class JoinedSource:
-    """Tensors put side by side along ``axis``; an index that picks one place of that axis reads one of them only."""
-
-    parts: tuple[TensorSource, ...]
-    axis: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of all axes; that of ``axis`` is the sum over the parts."""
-        first = tuple(self.parts[0].shape)
-        return (*first[: self.axis], sum(self._sizes), *first[self.axis + 1 :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the stored values."""
-        return self.parts[0].dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        place = index if isinstance(index, tuple) else (index,)
-        if Ellipsis not in place and len(place) > self.axis and isinstance(place[self.axis], int):
-            part, within = self._find(place[self.axis])
-            return part[(*place[: self.axis], within, *place[self.axis + 1 :])]
-        whole = torch.cat([part[...] for part in self.parts], self.axis)
-        return whole if index is Ellipsis else whole[index]
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [part.shape[self.axis] for part in self.parts]
-
-    def _find(self, position: int) -> tuple[TensorSource, int]:
-        total = sum(self._sizes)
-        if not -total <= position < total:
-            raise IndexError(f"index {position} of axis {self.axis} with {total} places")
-        position %= total
-        number = next(i for i, end in enumerate(accumulate(self._sizes)) if position < end)
-        return self.parts[number], position - sum(self._sizes[:number])
-
-
 def merged_over_ranks(captures: Iterable[Capture]) -> tuple[list[Capture], list[str]]:
     """Merge the captures that several ranks wrote of one call.
 
     Merged are captures of the same ``run``, ``module``, ``layer``, ``step`` and ``call`` that state different ranks,
-    where everything but the batch (or, by ``head_offset``, the heads) agrees. A capture without ``run`` never is.
+    where everything but the batch (or, by ``head_offset``, the heads; by ``sequence_ranks`` and ``q_positions``, the
+    rows) agrees. A capture without ``run`` never is, nor are those of different stages of a pipeline.
 
     Returns:
         The captures, merged ones at the place of the first; and what is to be said about it: ranks that are missing by
@@ -96,19 +56,28 @@ def _call_of(capture: Capture) -> tuple[object, ...] | None:
     m = capture.metadata
     if "run" not in m.extra or m.rank is None:
         return None
-    return m.extra["run"], m.extra.get("module"), m.layer, m.step, m.extra.get("call")
+    return m.extra["run"], m.extra.get("stage"), m.extra.get("module"), m.layer, m.step, m.extra.get("call")
 
 
 def _world_size(capture: Capture) -> int:
-    stated = capture.metadata.extra.get("world_size", "")
-    return int(stated) if stated.isdecimal() else 0
+    return _number(capture, "world_size", 0)
+
+
+def _number(capture: Capture, name: str, default: int) -> int:
+    stated = capture.metadata.extra.get(name, "")
+    return int(stated) if stated.isdecimal() else default
+
+
+def _sharing(capture: Capture) -> int:
+    """How many ranks make the call: not those that have other stages of a pipeline."""
+    return _world_size(capture) // max(1, _number(capture, "stage_ranks", 1))
 
 
 def _alone(capture: Capture) -> Capture:
-    size = _world_size(capture)
-    if size <= 1:
+    if _sharing(capture) <= 1:
         return capture
-    return replace(capture, assumed=(*capture.assumed, f"rank {capture.metadata.rank} alone, of {size}"))
+    words = f"rank {capture.metadata.rank} alone, of {_world_size(capture)}"
+    return replace(capture, assumed=(*capture.assumed, words))
 
 
 def _merge(group: list[Capture]) -> tuple[list[Capture], list[str]]:
@@ -118,10 +87,14 @@ def _merge(group: list[Capture]) -> tuple[list[Capture], list[str]]:
     if len(set(ranks)) < len(ranks):
         twice = next(rank for rank in ranks if ranks.count(rank) > 1)
         return group, [f"{_sources(group)}: not merged: several say rank {twice}; name only one of them"]
-    missing = [rank for rank in range(_world_size(group[0])) if rank not in ranks]
+    # Which ranks have the same stage of a pipeline is not known, only how many.
+    few = len(ranks) < _sharing(group[0])
+    missing = [rank for rank in range(_world_size(group[0])) if rank not in ranks] if few else []
     said: list[str] = []
     if missing:
         said.append(f"{_sources(group)}: {_named(missing)} of {_world_size(group[0])} missing; the others are used")
+    group, unjoined = _join_sequences(group)
+    said += unjoined
     # The largest set of captures that agree comes first.
     alike: list[list[Capture]] = []
     for capture in group:
@@ -142,6 +115,33 @@ def _merge(group: list[Capture]) -> tuple[list[Capture], list[str]]:
             results += members
             said.append(f"{_sources(members)}: not merged: {error}")
     return results, said
+
+
+def _join_sequences(group: list[Capture]) -> tuple[list[Capture], list[str]]:
+    """With one capture for each group of ranks that share their sequences' rows, and what could not be joined."""
+    by_ranks: dict[str, list[Capture]] = {}
+    for capture in group:
+        ranks = capture.metadata.extra.get("sequence_ranks")
+        by_ranks.setdefault(f"{ranks} {capture.metadata.head_offset}" if ranks else f"alone {id(capture)}", []).append(
+            capture
+        )
+    joined: list[Capture] = []
+    said: list[str] = []
+    for members in by_ranks.values():
+        sharing = len(members[0].metadata.extra.get("sequence_ranks", "").split(","))
+        if len(members) == 1:
+            joined += members
+            continue
+        try:
+            tensors, whole = joined_rows([c.tensors for c in members], members[0].metadata.layout, sharing)
+            words = f"rows of {_named(map(_rank, members))} put together" + ("" if whole else ", others are missing")
+            assumed = dict.fromkeys(note for capture in members for note in capture.assumed)
+            metadata = replace(_metadata_of(members), rank=_rank(members[0]))
+            joined.append(Capture(tensors, metadata, _sources(members), (*assumed, words)))
+        except InputError as error:
+            joined += members
+            said.append(f"{_sources(members)}: rows not put together: {error}")
+    return joined, said
 
 
 def _difference(one: Capture, other: Capture) -> str | None:
@@ -183,7 +183,7 @@ def _merge_alike(members: list[Capture], missing: list[int]) -> Capture:
 def _require_other_sequences(members: list[Capture]) -> None:
     """Raise InputError where two ranks saw the same sequences: they then hold other heads, and do not say which."""
     first = [capture.tensors["x"][0] for capture in members if "x" in capture.tensors]
-    if any(_equal(a, b) for i, a in enumerate(first) for b in first[:i]):
+    if any(equal_bits(a, b) for i, a in enumerate(first) for b in first[:i]):
         raise InputError("x is the same on two ranks (tensor parallelism?): state head_offset in the metadata")
 
 
@@ -212,7 +212,7 @@ def _stack_shared(name: str, members: list[Capture]) -> TensorSource:
     whole = 4 if name == "mask" else 2
     per_item = len(sources[0].shape) == whole
     shared = all(not per_item or source.shape[0] == 1 for source in sources)
-    if shared and all(_equal(sources[0][...], source[...]) for source in sources[1:]):
+    if shared and all(equal_bits(sources[0][...], source[...]) for source in sources[1:]):
         return sources[0]
     if not per_item:
         raise InputError(f"{name} differs between the ranks and has no batch axis ({list(sources[0].shape)})")
@@ -261,7 +261,7 @@ def _same(name: str, sources: Sequence[TensorSource]) -> TensorSource:
     # By sequence: x of the whole batch may be large.
     pieces = range(sources[0].shape[0]) if name == "x" else (Ellipsis,)
     for source in sources[1:]:
-        if not all(_equal(sources[0][piece], source[piece]) for piece in pieces):
+        if not all(equal_bits(sources[0][piece], source[piece]) for piece in pieces):
             raise InputError(f"{name} differs between ranks that hold different heads of the same sequences")
     return sources[0]
 
@@ -269,18 +269,11 @@ def _same(name: str, sources: Sequence[TensorSource]) -> TensorSource:
 def _require_equal(name: str, members: list[Capture]) -> None:
     first = members[0].tensors[name][...]
     for capture in members[1:]:
-        if not _equal(first, capture.tensors[name][...]):
+        if not equal_bits(first, capture.tensors[name][...]):
             raise InputError(
                 f"{name} of rank {_rank(capture)} differs from that of rank {_rank(members[0])}, though both say "
                 f"head_offset {capture.metadata.head_offset}: state head_offset if they hold different heads"
             )
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Equal bit for bit; NaN equals NaN."""
-    one, other = one.contiguous(), other.contiguous()
-    same = one.shape == other.shape and one.dtype == other.dtype
-    return same and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def _metadata_of(members: list[Capture]) -> Metadata:

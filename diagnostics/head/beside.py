@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarser import COARSEST, DRAWS, FEW, SITES, explains
-from attn_diag.head.counterfactual import ALTERNATIVES, RECIPE, Counterfactuals
+from attn_diag.head.counterfactual import ALTERNATIVES, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.quality import (
     AS_GOOD,
     BEYOND,
@@ -96,14 +96,15 @@ def beside_well_rounded(
         truncated = beside(RECIPE, tensor_core=True)
         chosen = max(chosen, truncated, key=lambda s: float(s.counterfactual.sum()))
         found = chosen.ratio()
-    coarse = accused or (found is not None and found.factor > AS_GOOD) or bool(chosen.outlying.any())
+    coarse = accused or (found is not None and found.high > AS_GOOD) or bool(chosen.outlying.any())
     if quantity in ("dq", "dk") and found is not None and coarse:
-        casting = beside("efficient")
-        same = casting.ratio()
-        pairs = zip(left("efficient"), left(ALTERNATIVES[0]), strict=True)
-        nearer = any(one < _EXPLAINED * other for one, other in pairs)
-        if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
-            return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
+        for recipe in FROM_CAST_P[: 1 if all(c.alpha_exact for c in published) else None]:
+            casting = beside(recipe)
+            same = casting.ratio()
+            pairs = zip(left(recipe), left(ALTERNATIVES[0]), strict=True)
+            nearer = any(one < _EXPLAINED * other for one, other in pairs)
+            if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
+                return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
     if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
         # A right backward that is fed with a coarse L is as far off.
         fed_with = 0.0 if fed is None else float((fed - reference)[rows].square().sum())

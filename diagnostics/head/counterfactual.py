@@ -15,9 +15,11 @@ sites independent:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBl
 RECIPE = "fa2"
 # Recipes that round as well; where a head's errors lean on few elements, the one that is furthest off is the yardstick.
 ALTERNATIVES = (RECIPE, "cudnn", "flex")
+# Those whose dS multiplies the cast P: torch's, which casts alpha dS, and one that multiplies by alpha afterwards.
+FROM_CAST_P = ("efficient", "efficient:after-product")
 FORMATS = ("bf16", "fp16")
 # An fp32 score is off by about half a unit in its last place, and so by this times its size; P relatively as much.
 _FP32_SCORE = 2.0**-23
@@ -58,7 +62,7 @@ def run_counterfactual(
         head: The head.
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
-        recipe: Which published recipe, or one of ``coarser``'s.
+        recipe: Which published recipe, one of ``FROM_CAST_P``, or one of ``coarser``'s.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -66,8 +70,11 @@ def run_counterfactual(
     Returns:
         o, lse and, with dO, delta, dq, dk and dv by name; float64.
     """
-    if recipe in PRESETS:
-        chosen = preset(recipe, fmt.name, head.q.shape[1])
+    name, _, alpha = recipe.partition(":")
+    if name in PRESETS:
+        chosen = preset(name, fmt.name, head.q.shape[1])
+        changed: dict[str, Any] = {"alpha_in_backward": alpha} if alpha else {}
+        chosen = replace(chosen, **changed)
     else:
         head, chosen = coarser(head, fmt.name, recipe, draw)
     gradients = next((stored[n] for n in ("dq", "dk", "dv") if n in stored), fmt)
@@ -97,6 +104,8 @@ class Counterfactuals:
         self._found: dict[tuple[str, bool, int | None], dict[str, Tensor]] = {}
         self.scores = len(head.q) * len(head.k)
         """How many scores there are."""
+        self.alpha_exact = math.frexp(head.scale)[0] == 0.5
+        """Whether multiplying by alpha rounds nothing."""
         self.small = self.scores <= _TENSOR_CORE_SCORES
         """Whether the tensor core's sums take a second or two at most."""
 

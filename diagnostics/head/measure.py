@@ -11,9 +11,10 @@ from torch import Tensor
 
 from attn_diag.head.certification import Certify, RoundedBound, rounding_of_products, sum_of
 from attn_diag.head.figure_sums import FigureSums
+from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.judging import KeyTerms, measure_effects, measure_quality, paired_deltas, rows_without_keys
 from attn_diag.head.projection import HeadProjection
-from attn_diag.head.propagation import GradientParts, GradientSums, dq_parts, project
+from attn_diag.head.propagation import GradientParts, dq_parts, project
 from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, all_finite
 from attn_diag.head.row_maxima import DEFINITIONS, Repeats, swamped_elements

@@ -9,25 +9,25 @@ order; the exact factor makes the parts add up):
     casts         dS' = cast(exp(S - L_obs) o (dP - delta_obs));  dQ' = cast(alpha dS' K);  dK' = cast(alpha dS'^T Q)
                   P' = cast(exp(S - L_obs));  dV' = cast(P'^T dO)
 
-With softcap P in the delta terms becomes P o (1 - (S/c)^2). The delta identity is Qiu & Yao's, arXiv
-2510.04212, section 3.2. dW_Q = sum over rows of dQ (x) x carries every part over linearly, and so does the transposed
-Jacobian of what may lie between (``head.pullback``).
+FlashAttention-2 and FlexAttention cast dS, cuDNN casts alpha dS: other bits where alpha is no power of two. What a
+kernel does is read off its dQ.
+
+With softcap P in the delta terms becomes P o (1 - (S/c)^2). The delta identity is Qiu & Yao's, arXiv 2510.04212,
+section 3.2. dW_Q = sum over rows of dQ (x) x carries every part over linearly, and so does the transposed Jacobian of
+what may lie between (``head.pullback``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, round_nearest_even
-from attn_diag.results.diagnosis import GradientError
 
-_FLIPS = 499
-_ATOM_BLOCK = 512
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,7 +35,8 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class ForwardErrors:
     """What the backward was fed: delta and LSE of one observation and head, [Tq] float64, and the cast's format.
 
-    ``delta_error`` = observed - reference; ``lse`` and ``lse_error`` None where LSE was not captured.
+    ``delta_error`` = observed - reference; ``lse`` and ``lse_error`` None where LSE was not captured. ``dq`` [Tq, D]
+    is what it returned, None where unknown.
     """
 
     delta: Tensor
@@ -43,6 +44,7 @@ class ForwardErrors:
     lse: Tensor | None
     lse_error: Tensor | None
     cast: FloatFormat
+    dq: Tensor | None = None
 
 
 @dataclass
@@ -78,6 +80,8 @@ class BackwardCollector:
         assert head.do is not None
         self._head, self._errors = head, errors
         self._want_casts = want_casts
+        # Whether alpha dS is cast, which the first block tells.
+        self._alpha_first = None if errors.dq is not None and math.frexp(head.scale)[0] != 0.5 else False
         new = head.q.new_zeros
         self.dq_cast = new(head.q.shape) if want_casts else None
         self.dk_delta = new(head.k.shape) if want_keys else None
@@ -112,13 +116,28 @@ class BackwardCollector:
         factor = block.inverse_row_sum
         if self._errors.lse_error is not None:
             factor = factor * torch.exp(-self._errors.lse_error[rows])
-        dscores = _kernel_cast_(dscores.mul_(factor[:, None]), self._errors.cast)
+        dscores = self._cast_dscores_(dscores.mul_(factor[:, None]), rows, keys)
         if self.dq_cast is not None:
-            self.dq_cast[rows] = (dscores @ self._head.k[keys]).mul_(self._head.scale)
+            self.dq_cast[rows] = dscores @ self._head.k[keys]
         if self.dk_cast is not None and self.dv_cast is not None:
-            self.dk_cast[keys] += dscores.T @ scaled_q
+            self.dk_cast[keys] += dscores.T @ self._head.q[rows]
             probs = _kernel_cast_(block.unnormalised_probs * factor[:, None], self._errors.cast)
             self.dv_cast[keys] += probs.T @ self._head.do[rows]
+
+    def _cast_dscores_(self, dscores: Tensor, rows: slice | Tensor, keys: slice) -> Tensor:
+        """alpha times dS [R, K] as it was cast; in place."""
+
+        def cast_(values: Tensor, *, alpha_first: bool) -> Tensor:
+            alpha, fmt = self._head.scale, self._errors.cast
+            return _kernel_cast_(values.mul_(alpha), fmt) if alpha_first else _kernel_cast_(values, fmt).mul_(alpha)
+
+        if self._alpha_first is None and self._errors.dq is not None:
+            off = [
+                (cast_(dscores.clone(), alpha_first=first) @ self._head.k[keys] - self._errors.dq[rows]).norm()
+                for first in (False, True)
+            ]
+            self._alpha_first = bool(off[1] < off[0]) if off[0] != off[1] else None  # no gradient in these rows
+        return cast_(dscores, alpha_first=bool(self._alpha_first))
 
 
 def _kernel_cast_(x: Tensor, fmt: FloatFormat) -> Tensor:
@@ -183,126 +202,6 @@ def key_parts(
     return results
 
 
-@dataclass
-class GradientSums:
-    """Squared norms and inner products of one gradient's error parts, and of its atoms; they add over heads."""
-
-    reference: float = 0.0
-    error: float = 0.0
-    observed: bool = True
-    predicted_by_delta: float | None = None
-    left_by_delta: float = 0.0
-    left_by_all: float | None = None
-    dots: dict[str, float | None] = field(default_factory=dict)
-    floor: float | None = None
-    atoms: AtomSums | None = None
-
-    @classmethod
-    def of(cls, p: GradientParts, floor: float | None = None, atoms: AtomSums | None = None) -> GradientSums:
-        """Of one gradient tensor (Frobenius inner products)."""
-        delta = p.parts.get("delta")
-        sums = cls(
-            reference=_dot(p.reference, p.reference),
-            observed=p.observed is not None,
-            predicted_by_delta=None if delta is None else _dot(delta, delta),
-            floor=floor,
-            atoms=atoms,
-        )
-        if p.observed is None:
-            return sums
-        error = p.observed - p.reference
-        sums.error = _dot(error, error)
-        sums.dots = {name: None if part is None else _dot(part, error) for name, part in p.parts.items()}
-        if delta is not None:
-            sums.left_by_delta = _dot(rest := error - delta, rest)
-        if p.predicted is not None:
-            sums.left_by_all = _dot(rest := p.observed - p.predicted, rest)
-        return sums
-
-    @classmethod
-    def pool(cls, parts: list[GradientSums]) -> GradientSums:
-        """The sums over several heads; a part unknown in one of them is unknown in all."""
-        first = parts[0]
-        return cls(
-            reference=sum(p.reference for p in parts),
-            error=sum(p.error for p in parts),
-            observed=all(p.observed for p in parts),
-            predicted_by_delta=_sum([p.predicted_by_delta for p in parts]),
-            left_by_delta=sum(p.left_by_delta for p in parts),
-            left_by_all=_sum([p.left_by_all for p in parts]),
-            dots={name: _sum([p.dots.get(name) for p in parts]) for name in first.dots},
-            floor=_sum([p.floor for p in parts]),
-            atoms=AtomSums.pool([p.atoms for p in parts]),
-        )
-
-    def result(self) -> GradientError:
-        """The figures of a report."""
-        observed = self.observed and self.error > 0
-        return GradientError(
-            relative_error=_norm_ratio(self.error, self.reference) if self.observed else None,
-            predicted_relative_error=_norm_ratio(self.predicted_by_delta, self.reference),
-            unexplained_fraction=_norm_ratio(self.left_by_delta, self.error)
-            if observed and self.predicted_by_delta is not None
-            else None,
-            shares={n: None if d is None else d / self.error for n, d in self.dots.items()} if observed else None,
-            unexplained_with_casts=_norm_ratio(self.left_by_all, self.error) if observed else None,
-            over_noise_floor=_norm_ratio(self.error, self.floor) if self.observed else None,
-            **(self.atoms.result() if self.atoms is not None else {}),
-        )
-
-
-@dataclass
-class AtomSums:
-    """Sums over the rank-1 atoms a_t of delta's error; they add over heads (whose blocks of dW_Q or dK differ)."""
-
-    total: float
-    squares: float
-    norms: float
-    fourths: float
-    flipped: Tensor
-
-    @classmethod
-    def of(cls, left: Tensor, right: Tensor, seed: int = 0) -> AtomSums:
-        """Atoms left_t (x) right_t; ``left`` [n, D], ``right`` [n, C], n rows.
-
-        ||sum s_t a_t||^2 = s^T G s with G = (left left^T) o (right right^T), evaluated in row blocks for
-        the plain sum and for random signs s (fixed seed).
-        """
-        n = len(left)
-        generator = torch.Generator().manual_seed(seed)
-        signs = torch.randint(0, 2, (n, _FLIPS), generator=generator, dtype=torch.int8).to(left.device)
-        squares = left.square().sum(1) * right.square().sum(1)
-        flipped = left.new_zeros(_FLIPS)
-        flips = signs.double().mul_(2).sub_(1)
-        for start in range(0, n, _ATOM_BLOCK):
-            part = slice(start, start + _ATOM_BLOCK)
-            gram = (left[part] @ left.T).mul_(right[part] @ right.T)
-            flipped += (gram @ flips).mul_(flips[part]).sum(0)
-        total = _dot(together := left.T @ right, together)
-        norms = squares.sqrt().sum()
-        return cls(total, float(squares.sum()), float(norms), float(squares.square().sum()), flipped.cpu())
-
-    @classmethod
-    def pool(cls, parts: list[AtomSums | None]) -> AtomSums | None:
-        """The sums over heads; None if one of them has none."""
-        known = [p for p in parts if p is not None]
-        if not known or len(known) < len(parts):
-            return None
-        sums = {name: sum(getattr(p, name) for p in known) for name in ("total", "squares", "norms", "fourths")}
-        return cls(**sums, flipped=torch.stack([p.flipped for p in known]).sum(0))
-
-    def result(self) -> dict[str, float | None]:
-        """coherence, its null, cancellation and participation."""
-        if not self.squares or not self.fourths:  # below the smallest number
-            return {}
-        return {
-            "coherence": self.total / self.squares,
-            "coherence_null95": float(self.flipped.quantile(0.95)) / self.squares,
-            "cancellation": math.sqrt(self.total) / self.norms,
-            "participation": self.squares * self.squares / self.fourths,
-        }
-
-
 def project(parts: GradientParts, x: Tensor) -> GradientParts:
     """dQ's parts carried over to dW_Q: every [n, D] tensor t becomes t^T x, [D, C]; ``x`` [n, C] float64."""
     names = list(parts.parts)
@@ -327,17 +226,3 @@ def _total(tensors: Iterable[Tensor | None]) -> Tensor | None:
     found = list(tensors)
     known = [t for t in found if t is not None]
     return torch.stack(known).sum(0) if known and len(known) == len(found) else None
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a.reshape(-1), b.reshape(-1)))
-
-
-def _sum(values: list[float | None]) -> float | None:
-    return None if any(v is None for v in values) else sum(v for v in values if v is not None)
-
-
-def _norm_ratio(numerator: float | None, denominator: float | None) -> float | None:
-    if numerator is None or not denominator:
-        return None
-    return math.sqrt(numerator / denominator)

@@ -59,6 +59,8 @@ class ScaleFit:
 
 def one_over_root(scale: float, uncertain: float) -> str | None:
     """A scale as "1/sqrt(65)"; None where no whole number lies within its uncertainty, or several do."""
+    if scale < 0.01:  # no whole number can be told from the next
+        return None
     whole = scale**-2
     either = max(uncertain / scale, 4e-5) * 2 * whole
     return f"1/sqrt({round(whole)})" if abs(whole - round(whole)) <= either < 0.25 else None

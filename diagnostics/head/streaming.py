@@ -64,6 +64,7 @@ class StreamedHead:
                 lse=None if lse is None else lse.nan_to_num(0.0, 0.0, 0.0),
                 lse_error=None if lse is None else torch.zeros_like(lse),
                 cast=inputs.input_format,
+                dq=seen.outputs.get("dq"),
             )
             self.backward[seen.name] = BackwardCollector(
                 inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys

@@ -28,6 +28,16 @@ Number = Annotated[
 """A float; where it is not finite it is a string in JSON."""
 
 
+class SideBySide:
+    """A dataclass whose tuples stand side by side: those that are known have one length."""
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(value) for name, value in vars(self).items() if isinstance(value, tuple)}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+            raise ValueError(f"lists that stand side by side must have one length, got {found}")
+
+
 @dataclass(frozen=True)
 class Tool:
     """What produced the numbers."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_diag.results.base import Number
+from attn_diag.results.base import Number, SideBySide
 
 
 @dataclass(frozen=True)
-class RowRuns:
+class RowRuns(SideBySide):
     """Which rows of the capture the row numbers stand for, in runs of consecutive rows.
 
     Row ``first[i]`` + j of a figure is query row ``row[i]`` + j of batch item ``batch[i]``, until the next run begins.
@@ -32,7 +32,7 @@ class RowRuns:
 
 
 @dataclass(frozen=True)
-class RowStrip:
+class RowStrip(SideBySide):
     """Repeated maxima along the rows, in at most 512 groups of consecutive analysed rows."""
 
     first_rows: tuple[int, ...]
@@ -44,7 +44,7 @@ class RowStrip:
 
 
 @dataclass(frozen=True)
-class UnitPositions:
+class UnitPositions(SideBySide):
     """Where P_bar rounds to 1, in rows where it does so more than once: pairs (row, key), at most 512 of ``total``.
 
     Of one row at most 16 pairs are candidates; where there are too many they are taken evenly along the rows.
@@ -79,7 +79,7 @@ class UlpHistogram:
 
 
 @dataclass(frozen=True)
-class Alignment:
+class Alignment(SideBySide):
     """How dO and the error of O agree in sign, feature by feature, [Dv]."""
 
     aligned: tuple[Number | None, ...]
@@ -89,7 +89,7 @@ class Alignment:
 
 
 @dataclass(frozen=True)
-class PredictedError:
+class PredictedError(SideBySide):
     """Norms of a gradient's error beside what delta alone predicts, in at most 128 groups.
 
     dQ: by group of consecutive analysed rows; dW_Q: by row of this head's W_Q, that is by feature of q, in groups of

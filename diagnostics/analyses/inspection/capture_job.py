@@ -20,10 +20,11 @@ from attn_diag.head.baseline import Engine, Recognised, engine_backend, run_reci
 from attn_diag.head.certification import Certify
 from attn_diag.head.counterfactual import covers
 from attn_diag.head.figure_sums import head_figures
+from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.judging import KeyTerms, key_quality
 from attn_diag.head.measure import HeadMeasurement, measure_head
 from attn_diag.head.open import OpenCapture
-from attn_diag.head.propagation import GradientSums, key_parts
+from attn_diag.head.propagation import key_parts
 from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.head.shared import SharedRows, shared_rows
@@ -279,6 +280,7 @@ class CaptureJob:
             captured=c.observations.get(name, ()),
             with_do="do" in c.tensors,
             covered=covers(format_of(c.tensors["q"].dtype)),
+            of_a_rank="own_dk" in c.tensors,
         )
         entries = [
             pool(

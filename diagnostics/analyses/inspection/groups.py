@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.measure import HeadMeasurement
-from attn_diag.head.propagation import GradientSums
 from attn_diag.head.quality import QuantitySample
 from attn_diag.head.read import NonFiniteCensus
 from attn_diag.statistics.means import SignedErrors

@@ -14,8 +14,9 @@ from attn_diag.analyses.inspection.clusters import Clusters, joined_sequences
 from attn_diag.analyses.verdict import beyond_reference, judge
 from attn_diag.head.certification import pool_certificates
 from attn_diag.head.figure_sums import errors_by_feature
+from attn_diag.head.gradient_sums import AtomSums, GradientSums
 from attn_diag.head.measure import HeadMeasurement
-from attn_diag.head.propagation import AtomSums, GradientSums, add_parts
+from attn_diag.head.propagation import add_parts
 from attn_diag.reference import UNIT
 from attn_diag.results.diagnosis import (
     Bias,

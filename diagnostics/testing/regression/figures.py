@@ -12,9 +12,9 @@ from torch import Tensor
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
 from attn_diag.captures.selection import Selection
+from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.machine import pick_device
 from attn_diag.head.measure import HeadMeasurement
-from attn_diag.head.propagation import GradientSums
 from attn_diag.kernels import Recipe
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, format_of, reference_head, ulp
 from attn_diag.results.baseline import SequenceMean

@@ -14,6 +14,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
 from attn_diag.errors import InputError
 from attn_diag.reference import Masking
+from attn_diag.watching.live.pipeline import Stage
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,18 @@ class CallPlace:
     """How many calls this module made before in this step (micro-batches, or several attentions)."""
     gradients: bool
     """Whether the call takes part in autograd."""
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Which rows of its sequences a rank has, where a group of ranks shares them (context parallelism)."""
+
+    positions: Tensor
+    """Their places in the sequence, ascending; int64 [Tq] on the host. Keys are in the sequence's order."""
+    ranks: tuple[int, ...]
+    """The group."""
+    hops: str
+    """Whose keys, and which of them, came in which order."""
 
 
 @dataclass
@@ -71,6 +84,11 @@ class AttentionCall:
     """After the backward, the gradient at the projection's output, [B, Hq, Tq, D], where q is not x w_q^T itself."""
     head_offset: int = 0
     """The number of the first head in the whole model, where tensor parallelism gives this rank some of them."""
+    own: OwnRows | None = None
+    """Where other ranks have other rows: which are these. dk and dv are those of the rank's own keys then, summed over
+    the rows of all ranks, while k and v are all the keys that the rows may see."""
+    stage: Stage | None = None
+    """Of a pipeline, where there is one: it is a model of its own."""
     refused: str | None = None
     """Why attn-diag cannot analyse the call (dropout, sinks)."""
     awaits_backward: bool = False
@@ -80,7 +98,7 @@ class AttentionCall:
     @property
     def masking(self) -> Masking:
         """Which keys a row may see by causality and window; what ``mask`` hides of them comes on top."""
-        return Masking(self.causal, self.window)
+        return Masking(self.causal, self.window, positions=None if self.own is None else self.own.positions)
 
     def let_go(self) -> None:
         """Forget the forward's data, once copied: else it would live on, checkpointed or not, until the backward."""
@@ -88,15 +106,27 @@ class AttentionCall:
         self.lse = self.mask = self.x = self.w_q = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are there, by their names in capture format 1."""
+        """Return the tensors that are there, by their names in capture format 1.
+
+        Where other ranks have other rows, dK and dV are sums over those too: "own_dk" and "own_dv".
+        """
         names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        found = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.own is None:
+            return found
+        renamed = {"dk": "own_dk", "dv": "own_dv"}
+        return {"q_positions": self.own.positions} | {renamed.get(name, name): t for name, t in found.items()}
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata of capture format 1 (keywords of ``Metadata``) that the call itself knows."""
         extra: Mapping[str, str] = {"call": str(self.place.call)}
         if self.place.module is not None:
             extra = {**extra, "module": self.place.module}
+        if self.own is not None:
+            extra = {**extra, "sequence_ranks": ",".join(map(str, self.own.ranks)), "hops": self.own.hops}
+        if self.stage is not None:
+            named = {"stage": f"{self.stage.number + 1} of {self.stage.count}", "stage_ranks": str(self.stage.ranks)}
+            extra = {**extra, **named}
         return {
             "causal": self.causal,
             "scale": self.scale,
@@ -167,6 +197,9 @@ class Part:
         parts: dict[str, Tensor] = {}
         for name, t in given.items():
             part = t
+            if name == "q_positions":
+                parts[name] = t.to(call.q.device)  # as everything that is taken
+                continue
             if name == "w_q":
                 parts[name] = _clone(t[first * call.q.shape[3] : last * call.q.shape[3]])
                 continue
@@ -177,7 +210,7 @@ class Part:
                     part = part.narrow(axis, 0, 1) if part.stride(axis) == 0 else part
             if part.shape[0] == batch and (name != "mask" or batch > 1):
                 part = part[items[0] : items[-1] + 1] if together else torch.stack([part[b] for b in items])
-            if name in ("k", "v", "dk", "dv"):
+            if name in ("k", "v", "dk", "dv", "own_dk", "own_dv"):
                 part = part[:, first // group : last // group]
             elif name != "x" and part.shape[1] == heads:
                 part = part[:, first:last]

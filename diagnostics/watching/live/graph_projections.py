@@ -108,14 +108,9 @@ class _Waiting:
 
 
 class GraphProjections:
-    """Finds them.
-
-    Attributes:
-        recording: Whether products are looked at.
-    """
+    """Finds them; to be told of every product that runs."""
 
     def __init__(self) -> None:
-        self.recording = False
         self._recent: deque[_Ran] = deque(maxlen=_KEPT)
         # None: the place makes none.
         self._places: dict[_Site, _MakesQ | None] = {}

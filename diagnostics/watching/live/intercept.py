@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from typing import Any, Protocol
 
 import torch
 
-from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides
-from attn_diag.watching.live.products import Product, ProductOverrides
+from attn_diag.watching.live import flex_graphs
+from attn_diag.watching.live.flex_calls import FlexBackward, FlexCall
+from attn_diag.watching.live.operators import OperatorBackward, OperatorCall, OperatorOverrides, in_cuda_graph
+from attn_diag.watching.live.rings import TORCH_RING, RingBackward, is_traced, ring_functions
 from attn_diag.watching.live.sites import (
     EAGER,
     FLASH_ATTN,
@@ -39,14 +42,18 @@ from attn_diag.watching.live.tap import Tap
 
 Namespace = dict[str, Any]
 _FLASH_ATTN_NAMES = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
-_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention")
+_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention", TORCH_RING)
 
 
 class Observer(Protocol):
     """What a watch is to the interception. Nothing here raises."""
 
-    def meets(self) -> Any | None:
-        """The call that is about to run, if it counts; its ``wanted`` says whether to be told of it."""
+    def meets(self, module: str = "") -> Any | None:
+        """The call that is about to run, if it counts; its ``wanted`` says whether to be told of it.
+
+        Args:
+            module: Who makes it, from the compiled module on, where a graph says it.
+        """
         ...
 
     def counts(self, met: Any) -> None:
@@ -59,10 +66,6 @@ class Observer(Protocol):
 
     def went_back(self, back: OperatorBackward) -> None:
         """A fused operator's backward has run."""
-        ...
-
-    def multiplied(self, product: Product) -> None:
-        """A matrix product has run."""
         ...
 
     def failed(self, error: Exception) -> None:
@@ -83,15 +86,16 @@ class _Pair:
 
 _lock = threading.RLock()
 _observers: list[Observer] = []
-# Those that have functions replaced; those that look at this step; those that look at its matrix products too.
+# Those that have functions replaced; those that look at this step.
 _of_functions: list[Observer] = []
 _looking: list[Observer] = []
-_of_products: list[Observer] = []
 # By identity: hashing or comparing whatever lies in other people's modules would run their code.
 _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
 _modules_seen = 0
 _thread = threading.local()
+# How many calls there were of FlexAttention, or of what may be it.
+flex_calls = 0
 
 
 def _in_child() -> None:
@@ -100,7 +104,6 @@ def _in_child() -> None:
     _lock = threading.RLock()
     _of_functions.clear()
     _looking.clear()
-    _of_products.clear()
     while _observers:
         _observers.pop().forked()
 
@@ -118,6 +121,7 @@ def install(observer: Observer, *, functions: bool = True) -> None:
     """
     with _lock:
         _observers.append(observer)
+        flex_graphs.prepare(observer)
         try:
             if functions:
                 _of_functions.append(observer)
@@ -133,8 +137,8 @@ def remove(observer: Observer) -> None:
         for those in (_observers, _of_functions):
             if observer in those:
                 those.remove(observer)
+        flex_graphs.leave(observer)
         look(observer, wanted=False)
-        look_at_products(observer, wanted=False)
         if not _of_functions:
             _restore()
 
@@ -148,21 +152,10 @@ def look(observer: Observer, *, wanted: bool) -> None:
             _looking.remove(observer)
         if _looking:
             _overrides.install()
+            flex_graphs.listen(_flex_forward, _flex_backward)
         else:
             _overrides.remove()
-
-
-def look_at_products(observer: Observer, *, wanted: bool) -> None:
-    """Have matrix products met from now on, or no more, as far as ``observer`` is concerned."""
-    with _lock:
-        if wanted and observer not in _of_products:
-            _of_products.append(observer)
-        elif not wanted and observer in _of_products:
-            _of_products.remove(observer)
-        if _of_products:
-            _products.install()
-        else:
-            _products.remove()
+            flex_graphs.listen(None, None)
 
 
 def looks(observer: Observer) -> bool:
@@ -175,6 +168,9 @@ def refresh() -> None:
     with _lock:
         if _of_functions and len(sys.modules) != _modules_seen:
             _replace()
+            # FlexAttention may be among what was imported.
+            for observer in _observers:
+                flex_graphs.prepare(observer)
 
 
 def _replace() -> None:
@@ -232,24 +228,31 @@ def _wrapper(site: AttentionSite, function: Function) -> Function:
 
 def passed_on(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of the user's own, and tell of it."""
-    if not _observers or _in_cuda_graph():
+    if not _observers or in_cuda_graph() or _in_ring() or is_traced(site, (*args, *kwargs.values())):
         return function(*args, **kwargs)
+    if isinstance(site, RingBackward):
+        return _run_ring_backward(site, function, args, kwargs)
     return _run(site, function, args, kwargs)
 
 
-def _in_cuda_graph() -> bool:
-    """Whether a CUDA graph is being recorded: what we add would be recorded too, and replayed."""
-    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+def _in_ring() -> bool:
+    """Whether what runs is a hop of a ring attention, which alone is told of."""
+    return getattr(_thread, "hops", None) is not None
 
 
-def _met() -> list[tuple[Observer, Any]]:
-    return [(observer, met) for observer in tuple(_observers) if (met := observer.meets()) is not None]
+def _met(module: str = "") -> list[tuple[Observer, Any]]:
+    return [(observer, met) for observer in tuple(_observers) if (met := observer.meets(module)) is not None]
 
 
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    global flex_calls
+    flex_calls += site in (FLEX, TRANSFORMERS)
     met = _met()
     before, outer = getattr(_thread, "calls", 0), getattr(_thread, "tap", None)
     _thread.tap = tap = Tap()
+    if site.ring:
+        # Hops hold their keys: not of a ring that nobody wants.
+        _thread.hops = tap.hops if any(one.wanted for _, one in met) else deque(maxlen=0)
     try:
         if not site.tapped:
             result = function(*args, **kwargs)
@@ -259,8 +262,27 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
                 result = function(*args, **kwargs)
     finally:
         _thread.tap = outer
+        if site.ring:
+            _thread.hops = None
     if getattr(_thread, "calls", 0) == before:  # no inner attention function was told of
         _tell(met, lambda: _read(site, function, args, kwargs, result, tap), result)
+    return result
+
+
+def _run_ring_backward(site: RingBackward, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hop's backward is given the merged O and LSE, and returns its part of the gradients."""
+    _thread.hops = deque(maxlen=0)
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        _thread.hops = None
+    for observer in tuple(_looking):
+        try:
+            back = site.back(bind(function, site, args, kwargs), result)
+        except Exception as error:  # never an exception in somebody's training
+            observer.failed(error)
+            continue
+        observer.went_back(back)
     return result
 
 
@@ -283,32 +305,38 @@ def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], re
 
 
 def _composite(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _looking or (args[0].is_cuda and _in_cuda_graph()):
+    if not _looking or _in_ring() or (args[0].is_cuda and in_cuda_graph()):
         return original(*args, **kwargs)
     return _run(SDPA, original, args, kwargs)
 
 
 def _forward(call: OperatorCall) -> None:
     """A fused operator has run: within a function or the composite operator, which know more, or alone."""
-    if (tap := getattr(_thread, "tap", None)) is not None:
+    if (hops := getattr(_thread, "hops", None)) is not None:
+        hops.append(call)
+    elif (tap := getattr(_thread, "tap", None)) is not None:
         tap.operator = call
-    elif _looking and not (call.o.is_cuda and _in_cuda_graph()):
-        _tell(_met(), lambda: {**call.fields(), "operator": call}, call.o)
+    elif _looking and not (call.o.is_cuda and in_cuda_graph()):
+        _tell(_met(call.module), lambda: {**call.fields(), "operator": call}, call.o)
 
 
 def _backward(back: OperatorBackward) -> None:
-    for observer in tuple(_looking):
-        observer.went_back(back)
+    if not _in_ring():
+        for observer in tuple(_looking):
+            observer.went_back(back)
 
 
-def _product(product: Product) -> None:
-    if not (product.y.is_cuda and _in_cuda_graph()):
-        for observer in tuple(_of_products):
-            observer.multiplied(product)
+def _flex_forward(args: tuple[Any, ...]) -> None:
+    global flex_calls
+    flex_calls += 1
+    _forward(FlexCall(args))
+
+
+def _flex_backward(args: tuple[Any, ...]) -> None:
+    _backward(FlexBackward(args))
 
 
 _overrides = OperatorOverrides(_composite, _forward, _backward)
-_products = ProductOverrides(_product)
 
 
 def _read(
@@ -323,8 +351,11 @@ def _functions() -> Iterator[tuple[AttentionSite, Function]]:
     from torch.nn import functional
 
     # The builtin is met as an operator; somebody may have put another function in its place.
-    if functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
-        yield SDPA, functional.scaled_dot_product_attention
+    sdpa = functional.scaled_dot_product_attention
+    # Not that of context_parallel: it ends in a ring, and is only put back where it is found as it was left.
+    if sdpa is not torch._C._nn.scaled_dot_product_attention and getattr(sdpa, "__module__", "") != TORCH_RING:
+        yield SDPA, sdpa
+    yield from ring_functions(sys.modules)
     yield MULTI_HEAD, functional.multi_head_attention_forward
     for module, site, names in (
         ("torch.nn.attention.flex_attention", FLEX, ("flex_attention",)),

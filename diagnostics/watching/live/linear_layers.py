@@ -129,6 +129,11 @@ class Projections:
         """Let go of the activations that are held."""
         self._recent.clear()
 
+    def made_in(self, module: str) -> list[Tensor]:
+        """What the linear layers of ``module`` have just made, the newest first."""
+        prefix = f"{module}." if module else ""
+        return [seen.y for seen in reversed(self._recent) if seen.name.startswith(prefix)]
+
     def find(self, module: str, q: Tensor) -> tuple[CapturedProjection, Tensor, Tensor] | None:
         """Find the projection that made ``q`` [B, H, T, D] in ``module``, its input [B, T, C], and its own output."""
         batch, _, rows, _ = q.shape

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from attn_diag.captures.metadata import Causal
 from attn_diag.errors import InputError
+from attn_diag.results.wording import plural
 from attn_diag.watching.live import intercept
+from attn_diag.watching.live.rings import WINDOW, Order, merged
 from attn_diag.watching.live.sites import AttentionSite, Fields, gradients, turned, unchanged
 from attn_diag.watching.live.tap import Tap
 
@@ -29,6 +31,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
     "window": ("window", "window_size", "sliding_window"),
     "softcap": ("softcap",),
+    "group": ("group", "process_group"),
 }
 
 
@@ -37,7 +40,7 @@ def observe(function: Callable[Given, Result], /) -> Callable[Given, Result]: ..
 @overload
 def observe(
     *, layout: Layout = ..., causal: Causal | bool | None = ..., scale: float | None = ...,
-    window: tuple[int, int] | None = ..., softcap: float | None = ...,
+    window: tuple[int, int] | None = ..., softcap: float | None = ..., ring: Order | None = ...,
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...  # fmt: skip
 def observe(
     function: Callable[Given, Result] | None = None,
@@ -48,6 +51,7 @@ def observe(
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
+    ring: Order | None = None,
 ) -> Any:
     """Have an attention function of your own seen by ``capture``, ``Monitor``, ``break_if`` and ``last``.
 
@@ -68,6 +72,11 @@ def observe(
         scale: alpha; None: 1 / sqrt(D).
         window: How many keys to the left and to the right a row sees.
         softcap: c of c tanh(S / c).
+        ring: For ring attention: q, k and v are this rank's rows, and the function calls a fused operator for each
+            rank's keys, its own first, then those of the rank before it, and so on. Told of is the whole, with all
+            keys, not a hop. Which rows each rank has: "contiguous" (the first ones rank 0), "zigzag" (of twice as many
+            pieces as ranks, rank 0 has the first and the last) or "striped" (rank 0 has every n-th). The ring's process
+            group is read off the argument ``group`` or ``process_group``; else all ranks are one ring.
 
     Returns:
         The function, observed; without ``function`` what makes it so.
@@ -77,28 +86,41 @@ def observe(
     """
     if function is None:
         return functools.partial(
-            observe, **{"layout": layout, "causal": causal, "scale": scale, "window": window, "softcap": softcap}
+            observe,
+            **{"layout": layout, "causal": causal, "scale": scale, "window": window, "softcap": softcap, "ring": ring},
         )
     if layout not in get_args(Layout):
         raise InputError(f'layout must be "BHTD" or "BTHD", got {layout!r}')
+    if ring is not None and ring not in get_args(Order):
+        raise InputError(f"ring must be one of {', '.join(get_args(Order))}, or None, got {ring!r}")
     stated = {"causal": _alignment(causal), "scale": scale, "window": window, "softcap": softcap}
     names = _names_of(function)
     lay_out = unchanged if layout == "BHTD" else turned
     label = f"{function.__module__}.{function.__qualname__}"
 
-    def read(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
+    def read(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         given = {name: a[theirs] for name, theirs in names.items() if a.get(theirs) is not None}
         o, *more = result if isinstance(result, tuple) else (result,)
         q, k, v = (given.pop(name) for name in "qkv")
+        group = given.pop("group", None)
         rows = lay_out(q).shape[:3]
         lse = next((t for t in more if isinstance(t, Tensor) and t.shape == rows and t.dtype == torch.float32), None)
         if "causal" in given:
             given["causal"] = _alignment(given["causal"])
         options = {name: value for name, value in (stated | given).items() if value is not None}
         tensors = {"q": lay_out(q), "k": lay_out(k), "v": lay_out(v), "o": lay_out(o), "lse": lse}
-        return {"kernel": label, "graph": gradients(o, q, k, v, lay_out)} | tensors | options
+        found = {"kernel": label, "graph": gradients(o, q, k, v, lay_out)} | tensors | options
+        if ring is not None:
+            causal = options.get("causal", "none") != "none"
+            refused = WINDOW if "window" in options else "a mask in ring attention" if "mask" in options else None
+            keys, values, own = merged(lay_out(q), lay_out(k), lay_out(v), tap.hops, ring, group, causal=causal)
+            # The first hop sees all rows, in the dtype to which the function may have cast them.
+            found["q"] = found["q"].to(keys.dtype)
+            found |= {"k": keys, "v": values, "own": own, "refused": refused}
+            found["kernel"] = f"{label} of {tap.hops[0].kernel}, {plural(len(tap.hops), 'hop')}"
+        return found
 
-    site = AttentionSite(label, read)
+    site = AttentionSite(label, read, ring=ring is not None)
 
     @functools.wraps(function)
     def observed(*args: Given.args, **kwargs: Given.kwargs) -> Result:

@@ -73,7 +73,10 @@ class OperatorCall:
         operator: which.
         o: what it returned.
         lse: likewise.
+        module: The name of the module that makes the call, from the one that was compiled on; empty: not known.
     """
+
+    module = ""
 
     def __init__(
         self,
@@ -149,7 +152,10 @@ class OperatorBackward:
 
     Attributes:
         gradients: dq, dk and dv.
+        of_lse: whether the LSE has a gradient too, so that dq and dk are not those of o alone.
     """
+
+    of_lse = False
 
     def __init__(
         self,
@@ -275,6 +281,11 @@ class OperatorOverrides:
             return result
 
         return run
+
+
+def in_cuda_graph() -> bool:
+    """Whether a CUDA graph is being recorded: what we add would be recorded too, and replayed."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _kernel(name: str, key: str) -> Any | None:

@@ -55,6 +55,7 @@ class Pending:
         self._handles: list[Any] = []
         self.copy_dq = False
         self._kept: list[StorageWeakRef] = []
+        self._version = 0
         self._last_row: Tensor | None = None
         self._slice: Slice | None = None
 
@@ -100,12 +101,18 @@ class Pending:
                 hook = self._guarded(self._taker(name, lay_out))
                 self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def follow_operator(self, operator: OperatorCall) -> None:
-        """Wait for the operator's backward."""
+    def follow_operator(self, operator: OperatorCall, *, reused: bool = False) -> None:
+        """Wait for the operator's backward.
+
+        Args:
+            operator: what ran.
+            reused: whether a graph may put something else where o and lse were, as it does with the parts of a ring.
+        """
         self._missing.add("kernel")
         tensors = [t for t in (operator.o, operator.lse) if t is not None]
         # Their identities are needed, and nothing of ours keeps them alive.
-        self._kept = [StorageWeakRef(t.untyped_storage()) for t in tensors]  # type: ignore[no-untyped-call]
+        self._kept = [StorageWeakRef(t.untyped_storage()) for t in tensors if not reused]  # type: ignore[no-untyped-call]
+        self._version = operator.o._version
         self._last_row = operator.o[..., -1, :].clone()
 
     @property
@@ -115,6 +122,8 @@ class Pending:
 
     def kept_by(self, back: OperatorBackward) -> bool:
         """Whether a backward was given this forward's own o or LSE (a graph may copy one of them)."""
+        if back.given["o"]._version != self._version:
+            return False  # something was added to O in its place, as a ring may do to the first of its parts
         own = {back.given[name].untyped_storage()._cdata for name in ("o", "lse")}
         return any(kept.cdata in own and not kept.expired() for kept in self._kept)  # type: ignore[no-untyped-call]
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from attn_diag.watching.live.flex_graphs import FORWARD
 from attn_diag.watching.live.linear_layers import clean
 from attn_diag.watching.live.operators import OPERATORS
 
@@ -30,8 +31,10 @@ _TORCH = str(Path(torch.__file__).parent)
 _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
 # The code of a graph; what the modules have that inductor writes; what calls graphs.
 _GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", "runtime_wrappers.py"
+# What runs a graph that is to become a CUDA graph.
+_CUDA_GRAPHS = "cudagraph_trees.py"
 # How the names of fused operators begin.
-_FUSED = tuple(operator.name.split("::")[1].removesuffix("_for_cpu") for operator in OPERATORS)
+_FUSED = (FORWARD, *(operator.name.split("::")[1].removesuffix("_for_cpu") for operator in OPERATORS))
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 _Site = tuple[tuple[int, int], ...]
 
@@ -48,6 +51,10 @@ class Caller:
     """Whether it is the forward of an autograd function, where gradients are off although they will come."""
     foreign: bool
     """Whether a module runs, but none of the model's."""
+    module: nn.Module | None = None
+    """Whose call it is, where a compiled graph says it."""
+    pooled: bool = False
+    """Whether what is allocated now is a CUDA graph's: torch forbids that anything of ours stays there."""
 
 
 @dataclass
@@ -106,8 +113,12 @@ class CallPlaces:
         self._counts.clear()
         self._runs.clear()
 
-    def caller(self) -> Caller:
-        """Read off the stack who makes the call that is running."""
+    def caller(self, module: str = "") -> Caller:
+        """Read off the stack who makes the call that is running.
+
+        Args:
+            module: Its name from the compiled module on, where a graph says it.
+        """
         frame: FrameType | None = sys._getframe(1)
         site: list[tuple[int, int]] = []
         compiled = differentiated = foreign = False
@@ -121,6 +132,8 @@ class CallPlaces:
                 site.append((id(code), frame.f_lasti))
             elif code.co_filename.endswith(_CALLS_GRAPHS):
                 compiled = True
+            elif code.co_filename.endswith(_CUDA_GRAPHS):
+                return Caller(None, tuple(site), differentiated, foreign, pooled=True)
             first = code.co_varnames[:1]
             if first == ("ctx",) and code.co_name == "forward":
                 differentiated = True
@@ -132,11 +145,23 @@ class CallPlaces:
                 elif isinstance(owner, GraphModule) and compiled:
                     pass  # the graph itself
                 elif (own := self._own(owner)) is not None:
-                    return Caller(own, tuple(site) if compiled else None, differentiated, foreign=False)
+                    stated = self._below(own, module)
+                    return Caller(own, tuple(site) if compiled else None, differentiated, foreign=False, module=stated)
                 else:
                     foreign = True
             frame = frame.f_back
-        return Caller(None, tuple(site) if compiled else None, differentiated, foreign)
+        stated = self._below(self._model, module)
+        return Caller(None, tuple(site) if compiled else None, differentiated, foreign, stated)
+
+    def _below(self, module: nn.Module | None, name: str) -> nn.Module | None:
+        """The module of that name in another; None where it has none, or it is not the model's."""
+        if module is None or not name:
+            return None
+        try:
+            found = module.get_submodule(name)
+        except AttributeError:
+            return None
+        return found if self._any or id(found) in self._modules else None
 
     def _own(self, module: nn.Module) -> nn.Module | None:
         inner = getattr(module, "_orig_mod", module)  # of an OptimizedModule
@@ -147,10 +172,11 @@ class CallPlaces:
 
     def of(self, caller: Caller, *, recomputing: bool) -> tuple[str | None, int, int]:
         """The call's module by name, its layer's number, and how many calls that module made before in this step."""
+        known = caller.owner if caller.site is None else caller.module
+        if caller.site is None or known is not None:
+            return self._names.get(id(known)), self._layer(known), self._counts[_key(known), recomputing]
         key = (_key(caller.owner), recomputing)
-        if caller.site is None:
-            return self._names.get(id(caller.owner)), self._layer(caller.owner), self._counts[key]
-        if caller.site and self._calls_in(caller.site[0][0]) > len(self._within(caller.owner)):
+        if caller.site and self.crowded(caller):
             self._unnamed.add(id(self._root(caller.owner)))
         run = self._run(key, caller)
         within = self._within(caller.owner)
@@ -166,14 +192,20 @@ class CallPlaces:
 
     def by_order(self, caller: Caller) -> bool:
         """Whether nothing but the order of its calls tells a layer from another."""
-        return caller.site is not None and len(self._within(caller.owner)) != 1
+        return caller.site is not None and caller.module is None and len(self._within(caller.owner)) != 1
+
+    def crowded(self, caller: Caller) -> bool:
+        """Whether a compiled graph makes more calls than it has attention modules, so that a module makes several."""
+        if not caller.site:
+            return caller.site is not None
+        return self._calls_in(caller.site[0][0]) > len(self._within(caller.owner))
 
     def count(self, caller: Caller, *, recomputing: bool) -> None:
         """Note that the call is over."""
-        key = (_key(caller.owner), recomputing)
-        if caller.site is None:
-            self._counts[key] += 1
+        if caller.site is None or caller.module is not None:
+            self._counts[_key(caller.owner if caller.site is None else caller.module), recomputing] += 1
             return
+        key = (_key(caller.owner), recomputing)
         before, run = self._runs.get(key), self._run(key, caller)
         if before is not None and before is not run:
             self._over(key[0], before, recomputing=recomputing)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from attn_diag.watching.live.operators import Kernels, Makes
+from attn_diag.watching.live.operators import Kernels, Makes, in_cuda_graph
 from attn_diag.watching.live.places import graph_site
 
 # By name: which of its arguments is the first factor.
@@ -29,38 +31,54 @@ class Product(NamedTuple):
     """The code of the graph, and the place in it, that calls the product; None in eager code."""
 
 
-class ProductOverrides:
-    """Our kernels in front of those of products, between ``install`` and ``remove``.
-
-    Args:
-        told: Told of a product that has run.
-    """
-
-    def __init__(self, told: Callable[[Product], None]) -> None:
-        self._told = told
-        self._kernels = Kernels()
-
-    def install(self) -> None:
-        """Put them there."""
-        if not self._kernels.there:
-            self._kernels.put((name, key, self._makes(first)) for name, first in _PRODUCTS.items() for key in _KEYS)
-
-    def remove(self) -> None:
-        """Leave every operator as it was."""
-        self._kernels.remove()
-
-    def _makes(self, first: int) -> Makes:
-        told = self._told
-
-        def makes(kernel: Any, arguments: Sequence[Any]) -> Callable[..., Any]:  # noqa: ARG001 - as of all kernels
-            def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-                y = kernel.call_boxed(keys, *args, **kwargs)
-                told(Product(args[first], args[first + 1], y, graph_site(sys._getframe(1))))
-                return y
-
-            return run
-
-        return makes
-
-
+Told = Callable[[Product], None]
 _KEYS = ("CPU", "CUDA")
+_listeners: list[Told] = []
+_lock = threading.Lock()
+
+
+def _in_child() -> None:
+    """A forked child has locks that nobody will ever open."""
+    global _lock
+    _lock = threading.Lock()
+    _listeners.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def listen(told: Told, *, wanted: bool) -> None:
+    """Tell ``told`` of every product from now on, or no more; while nobody is told, the operators are as they were."""
+    with _lock:
+        if wanted and told not in _listeners:
+            _listeners.append(told)
+        elif not wanted and told in _listeners:
+            _listeners.remove(told)
+        if not _listeners:
+            _kernels.remove()
+        elif not _kernels.there:
+            _kernels.put((name, key, _makes(first)) for name, first in _PRODUCTS.items() for key in _KEYS)
+
+
+def are_met() -> bool:
+    """Whether products are met now."""
+    return _kernels.there
+
+
+def _makes(first: int) -> Makes:
+    def makes(kernel: Any, arguments: Sequence[Any]) -> Callable[..., Any]:  # noqa: ARG001 - as of all kernels
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            y = kernel.call_boxed(keys, *args, **kwargs)
+            if not (y.is_cuda and in_cuda_graph()):
+                product = Product(args[first], args[first + 1], y, graph_site(sys._getframe(1)))
+                for told in tuple(_listeners):
+                    told(product)
+            return y
+
+        return run
+
+    return makes
+
+
+_kernels = Kernels()

@@ -19,6 +19,7 @@ from torch import nn
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
+from attn_diag.watching.live import flex_graphs
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
@@ -83,6 +84,7 @@ class Recorder:
         self._writer = self._new_writer()
         self._run, self._chosen = "", False
         self._watch: Watch | None = None
+        flex_graphs.prepare(self)  # the model may be compiled before start()
 
     # A context, or start() and close().
 
@@ -114,6 +116,7 @@ class Recorder:
     def close(self) -> None:
         """Remove every hook and wait until what was captured is written."""
         watch, self._watch = self._watch, None
+        flex_graphs.leave(self)
         if watch is None:
             self._finish()  # again, where Ctrl-C ended the wait
             return
@@ -311,12 +314,14 @@ def capture(
     ``attn_diag.attention``; of each q, k, v, o, the LSE where its kernel gives one, after the backward pass dO, dQ,
     dK, dV and, where the query projection is found, x, w_q and the gradient at its output. Outputs and gradients stay
     the same bits. In models that torch.compile compiled, whole or in part, the fused operators are seen (SDPA's and
-    ``attn_diag.attention``'s), and x, w_q and that gradient where the projection is a matrix product of the graph's, or
-    else the file's notes say that they are left out; layers are named by the order of their calls then, which the notes
-    say too, and nothing is compiled anew unless a function around the model is what was compiled. What is replayed
-    from a CUDA graph, FlexAttention inside a graph and math are not seen there. A function of your own is seen with
-    ``attn_diag.observe``. Where a kernel has no autograd node of its own (math, eager, FlexAttention), gradients are
-    the tensors' own: the totals, where q, k or v is used elsewhere too; the file's notes say so.
+    ``attn_diag.attention``'s), and x, w_q and that gradient where the projection is a matrix product of the graph's;
+    layers are named by the order of their calls then, which the file's notes say as well as what is missing, and
+    nothing is compiled anew unless a function around the model is what was compiled. What is replayed from a CUDA
+    graph, FlexAttention inside a graph (but see README, Limits) and math are not seen there. A function of your own is
+    seen with ``attn_diag.observe``. Ring attention is one call: the rank's rows with the merged O and LSE, and all keys
+    that they may see, from its hops; its ``own_dk`` and ``own_dv`` are judged together with the other ranks' files.
+    Where a kernel has no autograd node of its own (math, eager, FlexAttention), gradients are the tensors' own: the
+    totals, where q, k or v is used elsewhere too; the file's notes say so.
 
     Args:
         model: whose calls; None: all calls of the process, without layers' names, x and w_q.
@@ -370,4 +375,4 @@ def trigger(reason: str) -> None:
         recorder.dump(reason)
 
 
-_LATE = ("do", "dq", "dk", "dv", "dq_pre")
+_LATE = ("do", "dq", "dk", "dv", "own_dk", "own_dv", "dq_pre")

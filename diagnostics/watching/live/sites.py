@@ -35,6 +35,8 @@ class AttentionSite:
     """Tells what a call was from its arguments, its result and the tap; None: no attention."""
     tapped: bool = False
     """Whether it may be made of matrix products, or of another attention function."""
+    ring: bool = False
+    """Whether fused operators inside are hops of one ring attention, of which only the whole is told."""
 
 
 def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,13 @@ class Tap:
 
     Attributes:
         operator: the fused operator; None: none ran.
+        hops: of a ring, all fused operators in the order in which they ran.
         products_seen: of each product its two factors and its result.
     """
 
     def __init__(self) -> None:
         self.operator: OperatorCall | None = None
+        self.hops: list[OperatorCall] = []
         self.products_seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def products(self) -> TorchDispatchMode:

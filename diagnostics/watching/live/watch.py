@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
@@ -15,33 +14,37 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.errors import InputError
-from attn_diag.watching.live import intercept
+from attn_diag.watching.live import flex_graphs, intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
-from attn_diag.watching.live.graph_projections import GraphProjections
-from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first_head, is_run_compiled
+from attn_diag.watching.live.linear_layers import FAST_PATHS, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
+from attn_diag.watching.live.pipeline import Stage, stage_running
 from attn_diag.watching.live.places import Caller, CallPlaces
-from attn_diag.watching.live.products import Product
+from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
+from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
-# Loaded once something is compiled that inductor, or what is built on AOTAutograd, runs.
-_COMPILER = "torch._functorch.aot_autograd"
 # So many steps of an optimizer that may be another model's without any attention call are worth a word.
 _BLIND = 3
 # What a user is told where nothing can be seen, by whoever watches.
 UNSEEN = (
     'no attention call was seen. It may be replayed from a CUDA graph (torch.compile without mode="reduce-overhead" '
-    "records none), be FlexAttention or another Triton kernel inside a compiled graph (torch.compiler.disable leaves "
-    "it out), run on the fast path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled("
-    "False)), call a kernel that is not known here, or be another model's than the one that was given (a copy's, say)"
+    "records none), be a Triton kernel inside a compiled graph (torch.compiler.disable leaves it out), run on the fast "
+    "path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that "
+    "is not known here, or be another model's than the one that was given (a copy's, say)"
+)
+FLEX_UNSEEN = (
+    "FlexAttention in a compiled graph is not seen: torch.compiler.disable leaves it out of the graph; with "
+    "ATTN_DIAG_EXPERIMENTAL=flex-graphs in the environment it is seen in graphs that are compiled after the capture or "
+    'Monitor was made (or after torch._dynamo.reset()), unless for a CUDA graph (mode="reduce-overhead") or of a model '
+    "that is not watched"
 )
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
-NO_PROJECTION = "x and w_q are left out: no matrix product of the compiled code was found that makes q"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
 UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
 
@@ -82,6 +85,8 @@ class Met:
     """Whether a backward pass runs it once more."""
     wanted: bool
     """Whether the listener is to be told."""
+    stage: Stage | None = None
+    """Of a pipeline, where there is one."""
 
 
 class Watch:
@@ -113,10 +118,11 @@ class Watch:
         self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._projections, self._in_graphs = Projections(), GraphProjections()
+        self._projections, self._spread = QueryProjections(model, self.guarded), SpreadHeads()
         self._warned: set[str] = set()
-        self.gone = self._looked = self._compiled = False
+        self.gone = self._looked = False
         self._blind_steps = 0
+        self._flex_calls: int | None = intercept.flex_calls
         self._told: set[tuple[int, int, bool]] = set()
 
     def start(self) -> Self:
@@ -131,14 +137,12 @@ class Watch:
     def _install(self) -> None:
         self._places.read()
         whole = self.model is not None and is_run_compiled(self.model)
-        self._compiled = whole or _COMPILER in sys.modules
+        self._projections.watch(whole=whole)
         # A hook inside a compiled module would have it compiled anew.
-        if self.model is not None and not whole:
-            self._projections.watch(self.model, self.guarded)
-            if not isinstance(self.model, FAST_PATHS):
-                begins, ended = self.guarded(self._forward_begins), self.guarded(self._forward_ended)
-                self._handles.append(self.model.register_forward_pre_hook(begins))
-                self._handles.append(self.model.register_forward_hook(ended))
+        if self.model is not None and not whole and not isinstance(self.model, FAST_PATHS):
+            begins, ended = self.guarded(self._forward_begins), self.guarded(self._forward_ended)
+            self._handles.append(self.model.register_forward_pre_hook(begins))
+            self._handles.append(self.model.register_forward_hook(ended))
         self._handles.append(register_optimizer_step_post_hook(self.guarded(self._optimizer_stepped)))
         # So would a function that it calls, if that were another.
         intercept.install(self, functions=not whole)
@@ -153,8 +157,6 @@ class Watch:
         self._handles.clear()
         self._projections.close()
         self._drop_pending()
-        self._in_graphs.step_ended()
-        self._in_graphs.forget()
 
     def forked(self) -> None:
         """Be gone, in a forked child. Hooks stay, and do nothing: to take them away is to free what they hold."""
@@ -163,12 +165,11 @@ class Watch:
 
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""
+        self._tell_of_unseen_flex()
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
         self._looked = self.looked
-        self._in_graphs.step_ended()
-        self._projections.forget()
-        self._projections.settle()
+        self._projections.step_ended()
         for counted in (self._with_gradients, self._told):
             counted.clear()
         self._places.step_ended()
@@ -202,13 +203,20 @@ class Watch:
     # What the interception calls.
 
     @_harmless
-    def meets(self) -> Met | None:
-        """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted."""
-        caller = self._places.caller()
-        if caller.site is not None and not self._compiled:
-            self._compiled = True
-            self._look_at_products()
+    def meets(self, module: str = "") -> Met | None:
+        """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted.
+
+        Args:
+            module: Its name from the compiled module on, where a graph says it.
+        """
+        if (stage := stage_running()) is not None and stage.rehearses:
+            return None
+        caller = self._places.caller(module)
+        if caller.site is not None:
+            self._projections.graph_runs()
         recomputing = torch._C._current_graph_task_id() != -1
+        if caller.pooled:
+            return None
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
         gradients = torch.is_grad_enabled() or caller.differentiated
@@ -216,14 +224,14 @@ class Watch:
         other = caller.owner is None and (caller.site is None or caller.foreign)
         if (self.model is not None and other) or (self._trains and not gradients):
             return None
-        module, layer, call = self._places.of(caller, recomputing=recomputing)
+        name, layer, call = self._places.of(caller, recomputing=recomputing)
         if caller.site is not None and call and not self._trains:
             self.end_step()  # as no hook of ours stands in a compiled model
-            module, layer, call = self._places.of(caller, recomputing=recomputing)
-        place = CallPlace(self.step, layer, module, call, gradients)
+            name, layer, call = self._places.of(caller, recomputing=recomputing)
+        place = CallPlace(self.step, layer, name, call, gradients)
         # Checkpointing runs the forward again: its first run is already followed.
         followed = recomputing and (layer, call) in self._with_gradients
-        return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place))
+        return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place), stage=stage)
 
     @_harmless
     def counts(self, met: Met) -> None:
@@ -232,7 +240,6 @@ class Watch:
         self._calls_this_step += 1
         self.calls_seen += 1
         self._projections.forget()  # also the projections of calls that nobody wanted
-        self._in_graphs.forget()
 
     @_harmless
     def sees(self, met: Met, fields: Fields, result: Any) -> None:
@@ -246,35 +253,24 @@ class Watch:
         graph: Graph = fields.pop("graph", {})
         known = fields.pop("projection", None)
         detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
-        call = AttentionCall(place=place, **detached)
+        call = AttentionCall(place=place, stage=met.stage, **detached)
         if (module := self._places.named(place.module)) is not None:
             call.head_offset = first_head(module, call.q)
+            made = self._projections.in_layers.made_in(place.module or "")
+            if (spread := self._spread.first(place.module or "", call.q, call.k, made)) is not None:
+                call.head_offset, sure = spread
+                call.notes += [] if sure else [ASSUMED]
         if self._places.by_order(met.caller):
             call.notes.append(BY_ORDER)
         o = result[0] if isinstance(result, tuple) else result
         call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
         if operator is not None:
             inside = met.caller.site is not None and place.gradients
+            # A ring may run below autograd.
+            inside |= call.own is not None and place.gradients
             call.awaits_backward = inside or any(t.requires_grad for t in operator.inputs)
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
-        if known is not None:
-            x, weight, biased = known
-            call.x, call.x_dtype, call.w_q = x.detach(), call.q.dtype, weight.detach()
-            if pending is not None:
-                pending.copy_dq = biased
-        elif place.module is not None and (found := self._projections.find(place.module, call.q)) is not None:
-            projection, x, y = found
-            call.x, call.x_dtype, call.w_q = x.detach(), y.dtype, projection.weight(y.shape[-1])
-            if call.w_q is None:
-                call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
-            if pending is not None:
-                pending.follow_projection(y, projection)
-        elif module is not None and (in_graph := self._in_graphs.find(module, call.q)) is not None:
-            call.x, call.x_dtype, call.w_q = in_graph.x, in_graph.x.dtype, in_graph.w_q
-            if pending is not None:
-                self._in_graphs.follow(pending, in_graph, str(place.module))
-        elif met.caller.site is not None and self.model is not None:
-            call.notes.append(NO_PROJECTION)
+        self._projections.take(call, pending, known, module, compiled=met.caller.site is not None)
         if pending is not None:
             self._with_gradients.add((place.layer, place.call))
             with self._lock:
@@ -282,19 +278,17 @@ class Watch:
             if operator is None:
                 pending.follow(o, graph)
             else:
-                pending.follow_operator(operator)
+                pending.follow_operator(operator, reused=self._places.crowded(met.caller))
         # Last: what is noted above belongs to what it takes, and it may let the tensors go.
         self.listener.forward(call)
 
     @_harmless
-    def multiplied(self, product: Product) -> None:
-        """Note a matrix product: it may be a compiled query projection."""
-        self._in_graphs.ran(product)
-
-    @_harmless
     def went_back(self, back: OperatorBackward) -> None:
         """Give the call whose backward this is its gradients."""
-        self._in_graphs.attention_goes_back()
+        self._projections.goes_back()
+        if back.of_lse:
+            self.warn_once("gradients are left out where the LSE has one too")
+            return
         with self._lock:
             # The newest forward goes back first.
             waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
@@ -325,16 +319,16 @@ class Watch:
         """Keep what a wanted step needs; on others nothing costs anything."""
         # A user's function of the step is asked no more often than needed.
         wanted = bool(self.guarded(self.listener.wants_step)(self.step))
-        self._projections.recording = self._projections.watching and wanted
-        self._in_graphs.recording = wanted and self.model is not None
-        if not wanted:
-            self._in_graphs.forget()
-        self._look_at_products()
+        self._projections.look(wanted=wanted)
         # Until it is known that a loop trains, calls tell of steps.
         intercept.look(self, wanted=wanted or at_least or not self._trains)
 
-    def _look_at_products(self) -> None:
-        intercept.look_at_products(self, wanted=self._in_graphs.recording and self._compiled)
+    def _tell_of_unseen_flex(self) -> None:
+        """After the first step in which it was looked for."""
+        if self._flex_calls is not None and intercept.looks(self):
+            if self._flex_calls == intercept.flex_calls and flex_graphs.blind():
+                self.warn_once(FLEX_UNSEEN)
+            self._flex_calls = None
 
     def _drop_pending(self) -> None:
         with self._lock:
@@ -351,6 +345,8 @@ class Watch:
         return place
 
     def _forward_begins(self, model: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002 - a hook's signature
+        if (stage := stage_running()) is not None and stage.rehearses:
+            return
         self._notice_training(model, gradients=torch.is_grad_enabled())
         if not self._trains and self._forwards_this_step:
             self.end_step()
@@ -372,7 +368,7 @@ class Watch:
         if not self._clock.is_ours(optimizer):
             return
         self._trains = True
-        self._in_graphs.forget()
+        self._projections.forget()
         if not self._clock.ticks(optimizer, seen=bool(self._calls_this_step)):
             return
         if not self.calls_seen and intercept.looks(self):

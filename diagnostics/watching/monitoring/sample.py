@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import Masking
-from attn_diag.watching.live.call import AttentionCall
+from attn_diag.watching.live.call import AttentionCall, OwnRows
 
 # 2**10 powers of the Gram matrix; see ``spectral_norms`` for what that leaves.
 _SQUARINGS = 10
@@ -46,6 +46,8 @@ class Sample:
     """Causality and window, with the sampled rows' positions on the device."""
     scale: float
     softcap: float | None
+    own: OwnRows | None = None
+    """Where other ranks have other rows of the sequence."""
 
     @classmethod
     def of(cls, call: AttentionCall, sequences: int = 1, rows: int = 1024) -> Sample:
@@ -53,7 +55,10 @@ class Sample:
         length, device = call.q.shape[2], call.q.device
         count = min(rows, length)
         positions = evenly(torch.arange(count, device=device), length, count)
-        positions += call.masking.shift(length, call.k.shape[2])
+        if call.own is None:
+            positions += call.masking.shift(length, call.k.shape[2])
+        else:
+            positions = call.own.positions.to(device)[positions]
         pick = _Picker(min(sequences, len(call.q)), length, count, device)
         mask = call.mask
         if mask is not None:
@@ -76,6 +81,7 @@ class Sample:
             masking=replace(call.masking, positions=positions),
             scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
             softcap=call.softcap,
+            own=call.own,
         )
         return sample.with_gradient(call)
 
@@ -90,7 +96,10 @@ class Sample:
 
     def position(self, index: int) -> int:
         """Compute ``masking.positions`` of one sampled row on the host, without asking the device."""
-        return evenly(index, self.q_length, self.q.shape[2]) + self.masking.shift(self.q_length, self.k.shape[2])
+        row = evenly(index, self.q_length, self.q.shape[2])
+        if self.own is not None:
+            return int(self.own.positions[row])
+        return row + self.masking.shift(self.q_length, self.k.shape[2])
 
 
 Index = TypeVar("Index", int, Tensor)

@@ -1,0 +1,88 @@
+"""Calls of FlexAttention in a compiled graph, as the operators behind them tell of them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache, cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.watching.live.flex_graphs import BACKWARD, FORWARD, NAMESPACE, read_function
+from attn_diag.watching.live.operators import OperatorBackward, OperatorCall
+from attn_diag.watching.live.sites import FLEX
+from attn_diag.watching.live.tap import Tap
+
+
+@cache
+def _names(operator: str) -> tuple[str, ...]:
+    return tuple(argument.name for argument in torch._C._get_schema(f"{NAMESPACE}::{operator}", "").arguments)
+
+
+class FlexCall(OperatorCall):
+    """One forward.
+
+    Args:
+        args: Of the operator behind it.
+    """
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.given = dict(zip(_names(FORWARD), args, strict=True))
+        self.about: dict[str, Any] = json.loads(self.given["about"])
+        self.o, self.lse, self.module = self.given["o"], self.given["lse"], self.about["module"]
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        return self.given["q"], self.given["k"], self.given["v"]
+
+    @cached_property
+    def base_e_lse(self) -> Tensor | None:
+        """[B, Hq, Tq]; the kernel's own is in base 2."""
+        return None if self.lse is None else self.lse * self.about["lse_unit"]
+
+    def fields(self) -> dict[str, Any]:
+        """Everything an ``AttentionCall`` holds; what hides keys is written out as a mask."""
+        g, unreadable = self.given, []
+        functions = dict[str, Any]()
+        tensors, numbers = iter(g["tensors"]), iter(g["numbers"])
+        for name in ("score_mod", "mask_mod"):
+            if (written := self.about[name]) is not None:
+                functions[name] = made = read_function(written, tensors, numbers)
+                unreadable += [name] if made is None else []
+        blocks = None
+        if (hides := functions.get("mask_mod")) is not None:
+            # By their number torch tells a mask_mod's arguments from a score_mod's.
+            blocks = SimpleNamespace(shape=g["blocks"].shape, mask_mod=lambda b, h, row, key: hides(b, h, row, key))
+        given = {"query": g["q"], "key": g["k"], "value": g["v"], "block_mask": blocks, "scale": g["scale"]}
+        with _vmap_allowed():
+            found = FLEX.read({**given, "score_mod": functions.get("score_mod")}, (self.o, self.base_e_lse), Tap())
+        assert found is not None
+        del found["graph"]
+        if unreadable:
+            found["refused"] = f"a {' and a '.join(unreadable)} that cannot be written out"
+        return found
+
+
+def _vmap_allowed() -> Any:
+    """Masks are written out by torch.vmap. It is off below a dispatch mode, and torch runs new graphs in one."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name in dir(torch._C.DispatchKey):
+        if name.startswith("FuncTorch"):
+            exclude = exclude.remove(getattr(torch._C.DispatchKey, name))
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
+
+
+class FlexBackward(OperatorBackward):
+    """One backward.
+
+    Args:
+        args: Of the operator behind it.
+    """
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.given = dict(zip(_names(BACKWARD), args, strict=True))
+        self.gradients = [self.given[name] for name in ("dq", "dk", "dv")]
+        self.of_lse = self.given["of_lse"]
