@@ -31,7 +31,11 @@ Compile = Callable[[nn.Module], Any]
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
+    # With several, inductor's gradients of embeddings differ from run to run in their last bits.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     torch._dynamo.reset()
 
 

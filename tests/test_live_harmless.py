@@ -40,7 +40,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attn_diag
 from attn_diag.errors import InputError
-from attn_diag.watching.live import intercept, linear_layers, pending, recorder, watch
+from attn_diag.watching.live import intercept, linear_layers, pending, products, recorder, watch
 
 KINDS: dict[str, Callable[[], Tiny]] = {
     "nano_gpt": nano_gpt,
@@ -81,7 +81,7 @@ def traces() -> list[str]:
             if key.startswith("_global_") and "hooks" in key and value:
                 found.append(key)
     found += [thread.name for thread in threading.enumerate() if "attn-diag" in thread.name]
-    found += ["operators"] if intercept._overrides._libraries else []
+    found += ["operators"] if intercept._overrides._kernels.there or products.are_met() else []
     found += ["observer"] * len(intercept._observers) + ["open capture"] * len(recorder._open)
     return found
 
@@ -170,12 +170,12 @@ def test_nothing_stays_after_an_exception(where: str, error: type[BaseException]
     assert recording.written
 
 
-@pytest.mark.parametrize("part", ["Watch", "claim", "Projections", "install"])
+@pytest.mark.parametrize("part", ["Watch", "claim", "QueryProjections", "install"])
 def test_nothing_stays_where_it_cannot_start(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise _StopError
 
-    home: Any = {"Watch": recorder, "claim": recorder, "Projections": watch, "install": intercept}[part]
+    home: Any = {"Watch": recorder, "claim": recorder, "QueryProjections": watch, "install": intercept}[part]
     monkeypatch.setattr(home, part, fail)
     tiny = nano_gpt()
     with pytest.raises(_StopError), attn_diag.capture(tiny.model, tmp_path):

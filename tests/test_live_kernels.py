@@ -146,7 +146,7 @@ def test_what_ran_is_captured(name: str, case: str, compiled: bool, tmp_path: Pa
     assert capture.metadata.causal == ("bottom-right" if options.get("causal") else "none")
     assert capture.metadata.softcap == (options.get("softcap"))
     # What is padded is no projection's output.
-    assert ("w_q" in capture.tensors) == (not compiled and case != "D of 20")
+    assert ("w_q" in capture.tensors) == (case != "D of 20")
     heads = attn_diag.inspect_captures([capture]).captures[0].observations[0].heads
     labels = [head.verdict.labels for head in heads if head.verdict is not None]
     # The first keys carry most of a causal dK's error: there a short sequence leaves a head open.

@@ -97,7 +97,7 @@ def test_merged_ranks_are_the_unsharded_model(how: str, folder: Path) -> None:
         # Under FSDP both ranks have the same sequences here.
         assert some(other.row_maxima.window).fraction == some(one.row_maxima.window).fraction, key
         assert other.conditioning == pytest.approx(one.conditioning, rel=1e-3), key
-        for quantity in ("dq", *(("dw_q",) if how == "tensor" else ())):
+        for quantity in ("dq", "dw_q"):
             expected, found = (some(getattr(h.propagation, quantity)) for h in (one, other))
             assert some(found.relative_error) < 1e-5, (key, quantity)
             assert (found.coherence is None) == (expected.coherence is None)

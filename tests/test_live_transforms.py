@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import attn_diag
+from attn_diag.watching.live import products
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of tracers and exporters
 
@@ -36,10 +37,12 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
 
 
 Q, K, V = operands()
+WEIGHT, BIAS = torch.eye(8) + Q[0, 0, 0, 0] * torch.ones(8, 8), V[0, 0, 0]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """Behind a linear layer."""
+    return functional.scaled_dot_product_attention(functional.linear(q, WEIGHT, BIAS), k, v, is_causal=True)
 
 
 def loss(q: Tensor) -> Tensor:
@@ -80,7 +83,10 @@ def exported() -> Any:
 
 
 def traced() -> Any:
-    made = make_fx(lambda q: torch.autograd.grad(loss(q), q)[0], tracing_mode="symbolic")(Q.clone().requires_grad_())
+    how = make_fx(
+        lambda q: torch.autograd.grad(loss(q), q)[0], tracing_mode="symbolic", _allow_non_fake_inputs=True
+    )  # for the weight
+    made = how(Q.clone().requires_grad_())
     return made(Q.clone().requires_grad_()), targets(made.graph)
 
 
@@ -123,8 +129,14 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 def test_it_gives_the_same_before_during_and_after(way: str, tmp_path: Path) -> None:
     expected = WAYS[way]()
+    met: list[products.Product] = []
     with attn_diag.capture(None, tmp_path, calls=None):
-        assert same(expected, WAYS[way]())
+        products.listen(met.append, wanted=True)
+        try:
+            assert same(expected, WAYS[way]())
+        finally:
+            products.listen(met.append, wanted=False)
+    assert met
     torch._dynamo.reset()
     assert same(expected, WAYS[way]())
 

@@ -42,7 +42,7 @@ from attn_diag.results.diagnosis import (
     NonFinite,
     ObservationDiagnosis,
     Propagation,
-)  # fmt: skip
+)
 from attn_diag.results.hardware import summary_of
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.statistics.means import SignedErrors
@@ -112,9 +112,7 @@ class CaptureJob:
         self.assumptions = self.opened.assumptions(self.captured)
         if self.opened.projection is not None and self.opened.projection.note is not None:
             self.notes.append(self.opened.projection.note)
-        for name in self.captured:
-            if name in self.recognised:
-                continue
+        for name in [n for n in self.captured if n not in self.recognised]:
             found = self.opened.recognise(name, self.batches[0], self.heads[0])
             if found is not None and self.assumptions.ok:
                 self.recognised[name] = found

@@ -25,7 +25,7 @@ from attn_diag.watching.live import flex_graphs
 from attn_diag.watching.live.flex_calls import FlexCall, flex_backward
 from attn_diag.watching.live.functions import Namespace, attention_functions, namespaces
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
-from attn_diag.watching.live.operators import OperatorOverrides
+from attn_diag.watching.live.operators import OperatorOverrides, in_cuda_graph
 from attn_diag.watching.live.rings import RingBackward, is_traced
 from attn_diag.watching.live.sites import (
     FLEX,
@@ -229,7 +229,7 @@ def _wrapper(site: AttentionSite, function: Function) -> Function:
 
 def passed_on(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of the user's own, and tell of it."""
-    if not _observers or _in_cuda_graph() or _in_ring() or is_traced(site, (*args, *kwargs.values())):
+    if not _observers or in_cuda_graph() or _in_ring() or is_traced(site, (*args, *kwargs.values())):
         return function(*args, **kwargs)
     if isinstance(site, RingBackward):
         return _run_ring_backward(site, function, args, kwargs)
@@ -239,11 +239,6 @@ def passed_on(site: AttentionSite, function: Function, args: tuple[Any, ...], kw
 def _in_ring() -> bool:
     """Whether what runs is a hop of a ring attention, which alone is told of."""
     return getattr(_thread, "hops", None) is not None
-
-
-def _in_cuda_graph() -> bool:
-    """Whether a CUDA graph is being recorded: what we add would be recorded too, and replayed."""
-    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _met(module: str = "") -> list[tuple[Observer, Any]]:
@@ -312,7 +307,7 @@ def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], re
 
 
 def _composite(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _looking or _in_ring() or (args[0].is_cuda and _in_cuda_graph()):
+    if not _looking or _in_ring() or (args[0].is_cuda and in_cuda_graph()):
         return original(*args, **kwargs)
     return _run(SDPA, original, args, kwargs)
 
@@ -323,7 +318,7 @@ def _forward(call: OperatorCall) -> None:
         hops.append(call)
     elif (tap := getattr(_thread, "tap", None)) is not None:
         tap.operator = call
-    elif _looking and not (call.is_cuda and _in_cuda_graph()):
+    elif _looking and not (call.is_cuda and in_cuda_graph()):
         _tell(_met(call.module), lambda: {**call.fields(), "operator": call}, None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 _SAME_NORM = 0.02
 _QUERY_NAMES = ("q_proj", "query", "wq", "to_q", "q", "q_lin", "c_q", "q_a_proj", "q_b_proj")
 _FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "wqkv", "in_proj", "query_key_value", "w_pack", "attn_qkv")
-_ROWS = 8
+# Of a sequence, so many are compared.
+ROWS = 8
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _KEPT = 12
 
@@ -55,22 +56,16 @@ class CapturedProjection:
     exact: bool
     """Whether q is exactly its output (nothing in between)."""
 
-    def weight(self, y: Tensor) -> Tensor | None:
+    def weight(self, width: int) -> Tensor | None:
         """Return w_q [Hq * D, C] of the heads that ran; None where this rank holds less, as FSDP may leave it.
 
         Args:
-            y: The layer's output.
+            width: Columns of the layer's output.
         """
-        weight: Any = self.layer.weight.detach()
-        if hasattr(weight, "to_local"):
-            # Tensor parallelism multiplies by what FSDP would gather first.
-            weight = weight.to_local()
-            if y.shape[-1] not in weight.shape:
-                return None
-        if weight.dim() != 2:
+        weight = own_weight(self.layer)
+        # Tensor parallelism multiplies by what FSDP would gather first.
+        if weight is None or (hasattr(self.layer.weight, "to_local") and width not in weight.shape):
             return None
-        # transformers' Conv1D keeps its weight as [C, N].
-        weight = weight.T if _is_conv1d(self.layer) else weight
         rows = self.slice.columns(weight.shape[0], weight.device)
         own: Tensor = weight[rows]
         return own
@@ -107,7 +102,7 @@ class Projections:
         # have it compiled anew.
         left_out = {layer for module in fast for layer in module.modules()}
         self._names = {
-            layer: clean(name) for name, layer in model.named_modules() if _is_linear(layer) and layer not in left_out
+            layer: clean(name) for name, layer in model.named_modules() if is_linear(layer) and layer not in left_out
         }
         self._handles = {layer: layer.register_forward_hook(guarded(self._ran)) for layer in self._names}
 
@@ -145,7 +140,8 @@ class Projections:
         prefix = f"{module}." if module else ""
         near = [s for s in reversed(self._recent) if s.name.startswith(prefix) and s.y.numel() % (batch * rows) == 0]
         if module not in self._known:
-            self._known[module] = _search(near, q)
+            there = [(s.layer, s.name, y[:1, :ROWS]) for s in near if (y := by_rows(s.y, batch, rows)) is not None]
+            self._known[module] = search(there, q)
         found = self._known[module]
         if found is None:
             return None
@@ -153,7 +149,7 @@ class Projections:
         if seen is None:
             return None
         self._recent.remove(seen)
-        x = _by_rows(_whole(seen.x.detach()), batch, rows)
+        x = by_rows(_whole(seen.x.detach()), batch, rows)
         return None if x is None else (found, x, seen.y)
 
 
@@ -180,7 +176,7 @@ def first_head(module: nn.Module, q: Tensor) -> int:
     own = q.shape[1] * q.shape[3]
     for layer in module.modules():
         weight: Any = getattr(layer, "weight", None)
-        if not _is_linear(layer) or not hasattr(weight, "to_local") or type(layer).__name__.startswith("FSDP"):
+        if not is_linear(layer) or not hasattr(weight, "to_local") or type(layer).__name__.startswith("FSDP"):
             continue
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -205,7 +201,18 @@ def clean(name: str) -> str:
 _WRAPPING = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def _is_linear(layer: nn.Module) -> bool:
+def own_weight(layer: nn.Module) -> Tensor | None:
+    """The weight [N, C] that this rank has of a linear layer; None where it is none."""
+    weight: Any = layer.weight.detach()  # type: ignore[operator]
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    if weight.dim() != 2:
+        return None
+    # transformers' Conv1D keeps its weight as [C, N].
+    return weight.T if _is_conv1d(layer) else weight  # type: ignore[no-any-return]
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether it multiplies by a weight: a Linear, or transformers' Conv1D."""
     return isinstance(layer, nn.Linear) or _is_conv1d(layer)
 
 
@@ -213,7 +220,7 @@ def _is_conv1d(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
-def _by_rows(t: Tensor, batch: int, rows: int) -> Tensor | None:
+def by_rows(t: Tensor, batch: int, rows: int) -> Tensor | None:
     """[B, T, N] of [B, T, N] or [B * T, N]; None where it is neither."""
     if t.dim() == 2 and t.shape[0] == batch * rows:
         return t.reshape(batch, rows, -1)
@@ -231,28 +238,35 @@ def _slices(width: int, heads: int, dim: int) -> list[Slice]:
 
 
 @torch.no_grad()
-def _search(near: list[_Seen], q: Tensor) -> CapturedProjection | None:
-    """Tell the projection by equal values; else by equal norms of rows, which rotations keep; else by usual names."""
-    batch, heads, rows, dim = q.shape
-    candidates = []
+def search(near: Sequence[tuple[Any, str, Tensor]], q: Tensor) -> CapturedProjection | None:
+    """Tell the projection by equal values; else by equal norms of rows, which rotations keep; else by usual names.
+
+    Args:
+        near: Linear layers (or what stands for one), the newest first: each with its name and the first rows of its
+            output, [1, R, N], ``ROWS`` or all there are.
+        q: What attention was given, [B, H, T, D].
+    """
+    heads, dim = q.shape[1], q.shape[3]
     # Usual names first: at initialisation several projections may be zero, and equal.
-    for seen in sorted(near, key=lambda seen: seen.name.rpartition(".")[2].lower() not in _QUERY_NAMES + _FUSED_NAMES):
-        y = _by_rows(seen.y, batch, rows)
-        if y is not None:
-            candidates += [(seen, y, part) for part in _slices(y.shape[-1], heads, dim)]
-    wanted = q[:1, :, :_ROWS]
+    ordered = sorted(near, key=lambda one: one[1].rpartition(".")[2].lower() not in _QUERY_NAMES + _FUSED_NAMES)
+    candidates = [(layer, name, y, part) for layer, name, y in ordered for part in _slices(y.shape[-1], heads, dim)]
+    wanted = q[:1, :, :ROWS]
     # Each comparison waits for the device: the usual case needs one.
-    for seen, y, part in candidates:
-        if torch.equal(part.of(y[:1, :_ROWS]).to(q.dtype), wanted):
-            return CapturedProjection(seen.layer, part, exact=True)
-    norm = wanted.double().norm(dim=-1)
-    for seen, y, part in candidates:
-        off = (part.of(y[:1, :_ROWS]).double().norm(dim=-1) - norm).norm() / norm.norm()
-        if off < _SAME_NORM:
-            return CapturedProjection(seen.layer, part, exact=False)
-    for seen, y, part in candidates:
-        last = seen.name.rpartition(".")[2].lower()
+    for layer, _, y, part in candidates:
+        if torch.equal(part.of(y).to(q.dtype), wanted):
+            return CapturedProjection(layer, part, exact=True)
+    for layer, _, y, part in candidates:
+        if same_norms(part.of(y), wanted):
+            return CapturedProjection(layer, part, exact=False)
+    for layer, name, y, part in candidates:
+        last = name.rpartition(".")[2].lower()
         whole = y.shape[-1] == heads * dim
         if (last in _QUERY_NAMES and whole) or (last in _FUSED_NAMES and not whole):
-            return CapturedProjection(seen.layer, part, exact=False)
+            return CapturedProjection(layer, part, exact=False)
     return None
+
+
+def same_norms(one: Tensor, other: Tensor) -> bool:
+    """Whether their rows are as long as each other's: a rotation may lie between."""
+    norm = other.double().norm(dim=-1)
+    return bool((one.double().norm(dim=-1) - norm).norm() / norm.norm() < _SAME_NORM)

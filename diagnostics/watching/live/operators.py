@@ -31,9 +31,48 @@ from attn_diag.watching.live.operator_calls import Arguments, OperatorBackward, 
 # Called instead of an operator: the kernel that was there, and what it is to be called with.
 Meets = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 # Our kernel, from the one that was there and the operator's arguments with their defaults.
-_Makes = Callable[[Any, Arguments], Callable[..., Any]]
+Makes = Callable[[Any, Arguments], Callable[..., Any]]
 
 SCALED_DOT_PRODUCT = "aten::scaled_dot_product_attention"
+
+
+class Kernels:
+    """Kernels of ours in front of operators' own, between ``put`` and ``remove``."""
+
+    def __init__(self) -> None:
+        self._libraries: list[Any] = []
+        self._there: set[tuple[str, str]] = set()
+
+    @property
+    def there(self) -> bool:
+        """Whether they are there now."""
+        return bool(self._libraries)
+
+    def put(self, wanted: Iterable[tuple[str, str, Makes]]) -> None:
+        """Put them there, where they are not yet: of each operator by name, for a dispatch key.
+
+        What is not in this build is left out.
+        """
+        found: list[tuple[str, str, Callable[..., Any]]] = []
+        for name, key, ours in wanted:
+            if (name, key) not in self._there and (kernel := _kernel(name, key)) is not None:
+                found.append((name, key, ours(partial(_boxed, kernel), _arguments(name))))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that an operator is overridden
+            for name, key, kernel in found:
+                namespace, bare = name.split("::")
+                library: Any = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+                self._libraries.append(library)
+                library.impl(bare, kernel, key, with_keyset=True, allow_override=True)
+                self._there.add((name, key))
+        _forget(name for name, _, _ in found)
+
+    def remove(self) -> None:
+        """Leave every operator as it was (each registration leaves some hundred bytes in torch)."""
+        while self._libraries:
+            self._libraries.pop()._destroy()
+        _forget({name for name, _ in self._there})
+        self._there.clear()
 
 
 class OperatorOverrides:
@@ -52,8 +91,7 @@ class OperatorOverrides:
         backward: Callable[[OperatorBackward], None],
     ) -> None:
         self._composite, self._forward, self._backward = composite, forward, backward
-        self._libraries: list[Any] = []
-        self._overridden: set[tuple[str, str]] = set()
+        self._kernels = Kernels()
         self._modules_seen = 0
         self._within = threading.local()
         self._codes: set[CodeType] = set()
@@ -61,7 +99,7 @@ class OperatorOverrides:
 
     def install(self) -> None:
         """Put them there; what the build or the device lacks is left out, until it is imported."""
-        if self._libraries and len(sys.modules) == self._modules_seen:
+        if self._kernels.there and len(sys.modules) == self._modules_seen:
             return
         # Ours is registered when it is first used: by then the call would be over.
         with suppress(ImportError):
@@ -70,36 +108,21 @@ class OperatorOverrides:
         if (dynamo := sys.modules.get("torch._dynamo.eval_frame")) is not None:
             for code in self._codes:
                 dynamo.skip_code(code)
-        found: list[tuple[str, str, Callable[..., Any]]] = []
         # Above autograd alone: with a kernel of a device's the operator would be one that nobody may take apart, in a
         # graph that is exported meanwhile, and without that of autograd one that has no gradient.
         devices = {device: None for operator in OPERATORS for device in operator.devices}
-        wanted: list[tuple[str, str, _Makes]] = [(SCALED_DOT_PRODUCT, f"Autograd{d}", self._met) for d in devices]
+        wanted: list[tuple[str, str, Makes]] = [(SCALED_DOT_PRODUCT, f"Autograd{d}", self._met) for d in devices]
         for operator in OPERATORS:
             if operator.needs and operator.needs not in sys.modules:
                 continue
             for device in operator.devices:
                 wanted.append((operator.name, device, partial(self._ran, operator)))
                 wanted.append((operator.backward, device, partial(self._went_back, operator)))
-        for name, key, ours in wanted:
-            if (name, key) not in self._overridden and (kernel := _kernel(name, key)) is not None:
-                found.append((name, key, ours(partial(_boxed, kernel), _arguments(name))))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that an operator is overridden
-            for name, key, kernel in found:
-                namespace, bare = name.split("::")
-                library: Any = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-                self._libraries.append(library)
-                library.impl(bare, kernel, key, with_keyset=True, allow_override=True)
-                self._overridden.add((name, key))
-        _forget(name for name, _, _ in found)
+        self._kernels.put(wanted)
 
     def remove(self) -> None:
-        """Leave every operator as it was (each registration leaves some hundred bytes in torch)."""
-        while self._libraries:
-            self._libraries.pop()._destroy()
-        _forget({name for name, _ in self._overridden})
-        self._overridden.clear()
+        """Leave every operator as it was."""
+        self._kernels.remove()
 
     def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Kernels that are Python functions, of packages that are loaded now, and what is to stand in their place.
@@ -187,6 +210,11 @@ def _boxed(kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     return kernel.call_boxed(keys, *args, **kwargs)
 
 
+def in_cuda_graph() -> bool:
+    """Whether a CUDA graph is being recorded: what we add would be recorded too, and replayed."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 def _kernel(name: str, key: str) -> Any | None:
     # Most packages are not there, and an exception for each costs ten times as much.
     if not name or not torch._C._dispatch_has_kernel(name):
@@ -198,7 +226,7 @@ def _kernel(name: str, key: str) -> Any | None:
 
 
 def _arguments(name: str) -> Arguments:
-    schema = torch._C._get_schema(name, "").arguments
+    schema = torch._C._get_schema(*_parted(name)).arguments
     return {a.name: a.default_value if a.has_default_value() else None for a in schema}
 
 
@@ -209,10 +237,17 @@ def _forget(names: Iterable[str]) -> None:
     is traced would have no gradient.
     """
     for name in names:
-        namespace, bare = name.split("::")
+        whole, overload = _parted(name)
+        namespace, bare = whole.split("::")
         with suppress(AttributeError):  # whoever registered it has taken it away
-            operator = getattr(getattr(torch.ops, namespace), bare).default
+            operator = getattr(getattr(getattr(torch.ops, namespace), bare), overload or "default")
             operator._dispatch_cache.clear()
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """The operator's name and its overload's."""
+    whole, _, overload = name.partition(".")
+    return whole, overload
 
 
 def _itself(function: Callable[..., None]) -> Callable[..., None]:

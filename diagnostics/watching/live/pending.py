@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live.call import AttentionCall
-from attn_diag.watching.live.linear_layers import CapturedProjection
+from attn_diag.watching.live.linear_layers import CapturedProjection, Slice
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.sites import Graph, LayOut
 
@@ -57,6 +57,7 @@ class Pending:
         self._kept: list[StorageWeakRef] = []
         self._version = 0
         self._last_row: Tensor | None = None
+        self._slice: Slice | None = None
 
     def follow_projection(self, y: Tensor, projection: CapturedProjection) -> None:
         """Have the gradient at the projection's output too, where q is not just that output without a bias."""
@@ -73,6 +74,18 @@ class Pending:
             self._arrived("dq_pre")
 
         self._handles.append(y.register_hook(self._guarded(arrived)))  # type: ignore[no-untyped-call]
+
+    def wait_for_projection(self, part: Slice) -> None:
+        """Wait for ``projection_arrived``; q is this part of the projection's output."""
+        self._missing.add("dq_pre")
+        self._slice = part
+
+    def projection_arrived(self, gradient: Tensor | None) -> None:
+        """Take the gradient [B * T, N] at the projection's output; None: it is not to be had."""
+        if gradient is not None and self._slice is not None:
+            batch, _, rows, _ = self.call.q.shape
+            self.call.dq_pre = self._slice.of(gradient.detach().reshape(batch, rows, -1))
+        self._arrived("dq_pre")
 
     def follow(self, o: Tensor, graph: Graph) -> None:
         """Hook the kernel's own autograd node; where there is none, the tensors."""
@@ -139,6 +152,9 @@ class Pending:
         c = self.call
         c.do = _trimmed(do, c.o)
         c.dq, c.dk, c.dv = (_trimmed(g, like) for g, like in zip(grads, (c.q, c.k, c.v), strict=False))
+        if self._slice is not None:
+            # A graph writes over its buffers before what is waited for comes.
+            c.do, c.dq, c.dk, c.dv = (None if t is None else t.clone() for t in (c.do, c.dq, c.dk, c.dv))
         if self.copy_dq:
             c.dq_pre = c.dq
         self._arrived("kernel")

@@ -12,9 +12,11 @@ import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -23,6 +25,9 @@ from attn_diag.watching.live.kernels import OPERATORS
 from attn_diag.watching.live.linear_layers import clean
 
 _MAX_FRAMES = 80
+# Frames of torch's between a graph and an operator that it calls: some more when the graph runs for the first time.
+_MAX_BETWEEN = 10
+_TORCH = str(Path(torch.__file__).parent)
 _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
 # The code of a graph; what the modules have that inductor writes; what calls graphs.
 _GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", "runtime_wrappers.py"
@@ -124,7 +129,7 @@ class CallPlaces:
             if frame is None:
                 break
             code = frame.f_code
-            if code.co_filename.startswith(_GENERATED) or _IN_INDUCTORS in frame.f_globals:
+            if _is_graphs(frame):
                 compiled = True
                 self._code.setdefault(id(code), code)  # no other code gets its number
                 site.append((id(code), frame.f_lasti))
@@ -225,8 +230,7 @@ class CallPlaces:
     def _calls_in(self, code: int) -> int:
         """How many attention calls the code of a graph makes."""
         if code not in self._calls:
-            named = (str(step.argval) for step in dis.get_instructions(self._code[code]) if step.opname in _LOADS)
-            self._calls[code] = sum(name.startswith(_FUSED) and not name.endswith("_backward") for name in named)
+            self._calls[code] = attention_calls(self._code[code])
         return self._calls[code]
 
     def _over(self, owner: Any, run: _Run, *, recomputing: bool) -> None:
@@ -259,6 +263,43 @@ class CallPlaces:
             taken = set(self._layers.values())
             self._layers[key] = wanted if wanted not in taken else max(taken) + 1
         return self._layers[key]
+
+
+def graph_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """The code of a graph, and the place in it, where an operator is called that was called out of ``frame``."""
+    for _ in range(_MAX_BETWEEN):
+        if frame is None:
+            return None
+        if _is_graphs(frame):
+            return frame.f_code, frame.f_lasti
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            return None  # somebody's own operator, that may call several
+        frame = frame.f_back
+    return None
+
+
+def in_cuda_graphs_memory() -> bool:
+    """Whether what is allocated now is a CUDA graph's: torch forbids that anything of ours stays there."""
+    if "torch._inductor.cudagraph_trees" not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MAX_BETWEEN + _MAX_BETWEEN):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith(_CUDA_GRAPHS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def attention_calls(code: CodeType) -> int:
+    """How many attention calls the code of a graph makes."""
+    named = (str(step.argval) for step in dis.get_instructions(code) if step.opname in _LOADS)
+    return sum(name.startswith(_FUSED) and not name.endswith("_backward") for name in named)
+
+
+def _is_graphs(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_GENERATED) or _IN_INDUCTORS in frame.f_globals
 
 
 def _key(owner: nn.Module | None) -> int | None:

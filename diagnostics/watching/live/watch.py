@@ -17,13 +17,14 @@ from attn_diag.errors import InputError
 from attn_diag.watching.live import flex_graphs, intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
-from attn_diag.watching.live.linear_layers import FAST_PATHS, Projections, first_head, is_run_compiled
+from attn_diag.watching.live.linear_layers import FAST_PATHS, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.pipeline import Stage, stage_running
 from attn_diag.watching.live.places import Caller, CallPlaces
-from attn_diag.watching.live.sites import Fields, Graph, autocast_dtype
+from attn_diag.watching.live.query_projections import QueryProjections
+from attn_diag.watching.live.sites import Fields, Graph
 from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
 
 # Not warnings: where those are errors, they would reach the training loop.
@@ -117,7 +118,7 @@ class Watch:
         self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._projections, self._spread = Projections(), SpreadHeads()
+        self._projections, self._spread = QueryProjections(model, self.guarded), SpreadHeads()
         self._warned: set[str] = set()
         self.gone = self._looked = False
         self._blind_steps = 0
@@ -136,13 +137,12 @@ class Watch:
     def _install(self) -> None:
         self._places.read()
         whole = self.model is not None and is_run_compiled(self.model)
+        self._projections.watch(whole=whole)
         # A hook inside a compiled module would have it compiled anew.
-        if self.model is not None and not whole:
-            self._projections.watch(self.model, self.guarded)
-            if not isinstance(self.model, FAST_PATHS):
-                begins, ended = self.guarded(self._forward_begins), self.guarded(self._forward_ended)
-                self._handles.append(self.model.register_forward_pre_hook(begins))
-                self._handles.append(self.model.register_forward_hook(ended))
+        if self.model is not None and not whole and not isinstance(self.model, FAST_PATHS):
+            begins, ended = self.guarded(self._forward_begins), self.guarded(self._forward_ended)
+            self._handles.append(self.model.register_forward_pre_hook(begins))
+            self._handles.append(self.model.register_forward_hook(ended))
         self._handles.append(register_optimizer_step_post_hook(self.guarded(self._optimizer_stepped)))
         # So would a function that it calls, if that were another.
         intercept.install(self, functions=not whole)
@@ -169,8 +169,7 @@ class Watch:
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
         self._looked = self.looked
-        self._projections.forget()
-        self._projections.settle()
+        self._projections.step_ended()
         for counted in (self._with_gradients, self._told):
             counted.clear()
         self._places.step_ended()
@@ -213,6 +212,8 @@ class Watch:
         if (stage := stage_running()) is not None and stage.rehearses:
             return None
         caller = self._places.caller(module)
+        if caller.site is not None:
+            self._projections.graph_runs()
         recomputing = torch._C._current_graph_task_id() != -1
         if caller.pooled:
             return None
@@ -255,7 +256,7 @@ class Watch:
         call = AttentionCall(place=place, stage=met.stage, **detached)
         if (module := self._places.named(place.module)) is not None:
             call.head_offset = first_head(module, call.q)
-            made = self._projections.made_in(place.module or "")
+            made = self._projections.in_layers.made_in(place.module or "")
             if (spread := self._spread.first(place.module or "", call.q, call.k, made)) is not None:
                 call.head_offset, sure = spread
                 call.notes += [] if sure else [ASSUMED]
@@ -270,18 +271,7 @@ class Watch:
             inside |= call.own is not None and place.gradients
             call.awaits_backward = inside or any(t.requires_grad for t in operator.inputs)
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
-        if known is not None:
-            x, weight, biased = known
-            call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), weight.detach()
-            if pending is not None:
-                pending.copy_dq = biased
-        elif place.module is not None and (found := self._projections.find(place.module, call.q)) is not None:
-            projection, x, y = found
-            call.x, call.x_dtype, call.w_q = x.detach(), autocast_dtype(x), projection.weight(y)
-            if call.w_q is None:
-                call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
-            if pending is not None:
-                pending.follow_projection(y, projection)
+        self._projections.take(call, pending, known, module, compiled=met.caller.site is not None)
         if pending is not None:
             self._with_gradients.add((place.layer, place.call))
             with self._lock:
@@ -296,6 +286,7 @@ class Watch:
     @_harmless
     def went_back(self, back: OperatorBackward) -> None:
         """Give the call whose backward this is its gradients."""
+        self._projections.goes_back()
         if back.of_lse:
             self.warn_once("gradients are left out where the LSE has one too")
             return
@@ -329,7 +320,7 @@ class Watch:
         """Keep what a wanted step needs; on others nothing costs anything."""
         # A user's function of the step is asked no more often than needed.
         wanted = bool(self.guarded(self.listener.wants_step)(self.step))
-        self._projections.recording = self._projections.watching and wanted
+        self._projections.look(wanted=wanted)
         # Until it is known that a loop trains, calls tell of steps.
         intercept.look(self, wanted=wanted or at_least or not self._trains)
 
@@ -378,6 +369,7 @@ class Watch:
         if not self._clock.is_ours(optimizer):
             return
         self._trains = True
+        self._projections.forget()
         if not self._clock.ticks(optimizer, seen=bool(self._calls_this_step)):
             return
         if not self.calls_seen and intercept.looks(self):

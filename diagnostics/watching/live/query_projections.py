@@ -1,0 +1,117 @@
+"""What an attention call's q was made with, wherever its projection runs: x, w_q and the gradient at its output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from attn_diag.watching.live import products
+from attn_diag.watching.live.call import AttentionCall
+from attn_diag.watching.live.graph_projections import GraphProjections
+from attn_diag.watching.live.linear_layers import Projections
+from attn_diag.watching.live.pending import Pending
+
+NO_PROJECTION = "x and w_q are left out: no matrix product of the compiled code was found that makes q"
+# Loaded once something is compiled that inductor, or what is built on AOTAutograd, runs.
+_COMPILER = "torch._functorch.aot_autograd"
+
+
+class QueryProjections:
+    """Finds them by hooks on layers that run eagerly, and among the matrix products of compiled graphs.
+
+    Args:
+        model: Whose; None: nobody's.
+        guarded: Keeps our failures from the training loop.
+
+    Attributes:
+        in_layers: Those that run eagerly.
+    """
+
+    def __init__(self, model: nn.Module | None, guarded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._model, self._guarded = model, guarded
+        self.in_layers, self._in_graphs = Projections(), GraphProjections()
+        self._told = guarded(self._in_graphs.ran)
+        self._compiled = self._wanted = False
+
+    def watch(self, *, whole: bool) -> None:
+        """Begin; ``whole``: the model is compiled, so that its layers are left alone."""
+        self._compiled = whole or _COMPILER in sys.modules
+        if self._model is not None and not whole:
+            self.in_layers.watch(self._model, self._guarded)
+
+    def look(self, *, wanted: bool) -> None:
+        """Look from now on, or no more."""
+        self.in_layers.recording = self.in_layers.watching and wanted
+        self._wanted = wanted and self._model is not None
+        if not wanted:
+            self._in_graphs.forget()
+        products.listen(self._told, wanted=self._wanted and self._compiled)
+
+    def graph_runs(self) -> None:
+        """A compiled graph has made a call: there are such."""
+        if not self._compiled:
+            self._compiled = True
+            products.listen(self._told, wanted=self._wanted)
+
+    def forget(self) -> None:
+        """Let go of what ran before an attention call, or after the last one."""
+        self.in_layers.forget()
+        self._in_graphs.forget()
+
+    def goes_back(self) -> None:
+        """The backward of an attention call is over."""
+        self._in_graphs.attention_goes_back()
+
+    def step_ended(self) -> None:
+        """Let go of the step's layers; a graph may be running that belongs to the next step."""
+        self._in_graphs.step_ended()
+        self.in_layers.forget()
+        self.in_layers.settle()
+
+    def close(self) -> None:
+        """Remove every hook."""
+        products.listen(self._told, wanted=False)
+        self.in_layers.close()
+        self._in_graphs.step_ended()
+        self._in_graphs.forget()
+
+    def take(
+        self,
+        call: AttentionCall,
+        pending: Pending | None,
+        known: tuple[Tensor, Tensor, bool] | None,
+        module: nn.Module | None,
+        *,
+        compiled: bool,
+    ) -> None:
+        """Give a call x and w_q, and have the gradient at the projection's output follow.
+
+        Args:
+            call: What has run.
+            pending: Its backward; None: there is none to come.
+            known: What the attention function says itself: x, w_q, and whether a bias is added.
+            module: The attention module, where it has a name.
+            compiled: Whether it ran in a compiled graph.
+        """
+        name = call.place.module
+        if known is not None:
+            x, weight, biased = known
+            call.x, call.x_dtype, call.w_q = x.detach(), call.q.dtype, weight.detach()
+            if pending is not None:
+                pending.copy_dq = biased
+        elif name is not None and (found := self.in_layers.find(name, call.q)) is not None:
+            projection, x, y = found
+            call.x, call.x_dtype, call.w_q = x.detach(), y.dtype, projection.weight(y.shape[-1])
+            if call.w_q is None:
+                call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
+            if pending is not None:
+                pending.follow_projection(y, projection)
+        elif name is not None and module is not None and (in_graph := self._in_graphs.find(module, call.q)) is not None:
+            call.x, call.x_dtype, call.w_q = in_graph.x, in_graph.x.dtype, in_graph.w_q
+            if pending is not None:
+                self._in_graphs.follow(pending, in_graph, name)
+        elif compiled and self._model is not None:
+            call.notes.append(NO_PROJECTION)
