@@ -237,6 +237,105 @@ def test_a_cuda_graph_of_a_compiled_model_says_so_and_runs_as_it_did(
     assert recorder.step == 3
 
 
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The CUDA graphs that are replayed, one by one."""
+    monkeypatch.setenv("ATTN_DIAG_EXPERIMENTAL", "cuda-graphs")
+    found: list[Any] = []
+    theirs = torch.cuda.CUDAGraph.replay
+
+    def replay(graph: Any) -> None:
+        found.append(graph)
+        theirs(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+    return found
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("checkpointing", [None, False], ids=["", "checkpointed"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_cuda_graphs_of_a_compiled_model_are_seen(
+    checkpointing: bool | None, micro_batches: int, tmp_path: Path, replays: list[Any]
+) -> None:
+    def run(folder: Path | None) -> tuple[list[Tensor], Any]:
+        torch._dynamo.reset()
+        tiny = nano_gpt(checkpointing)
+        tiny.model.cuda()
+        compiled: Any = torch.compile(tiny.model, mode="reduce-overhead", fullgraph=True)
+        optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
+        bits: list[Tensor] = []
+        recorder = None
+        if folder is not None:
+            recorder = attn_diag.capture(tiny.model, folder, steps={5, 7}, batch=(1,), calls=None).start()
+            monitor = attn_diag.Monitor(tiny.model, every=3)
+        for _ in range(8):
+            optimizer.zero_grad()
+            for _ in range(micro_batches):
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = tiny.loss(compiled)
+                torch.autograd.backward(loss)
+                bits.append(loss.detach().clone())
+            optimizer.step()
+            bits += [some(p.grad).clone() for p in tiny.model.parameters()]
+        if recorder is not None:
+            recorder.close()
+            monitor.close()
+            assert [check.step for check in monitor.history] == [0, 3, 6]
+            assert {layer.module for check in monitor.history for layer in check.layers} == {"h.0.attn", "h.1.attn"}
+        return bits, recorder
+
+    alone, _ = run(None)
+    assert same(alone, run(None)[0]), "the run itself is not repeatable"
+    before = len(replays)
+    watched, recorder = run(tmp_path)
+    assert same(alone, watched)
+    assert len(replays) - before >= 8
+    found = written(recorder)
+    where = [(c.metadata.step, c.metadata.layer, int(c.metadata.extra["call"])) for c in found]
+    assert sorted(where) == [(s, layer, m) for s in (5, 7) for layer in (0, 1) for m in range(micro_batches)]
+    for capture in found:
+        assert {"q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"} <= capture.tensors.keys()
+        assert capture.metadata.extra["module"] == f"h.{capture.metadata.layer}.attn"
+        assert holds(capture)
+        assert all(not torch.equal(capture.tensors["q"][...], c.tensors["q"][...]) for c in found if c is not capture)
+    heads = [h for c in attn_diag.inspect_captures(found).captures for h in c.observations[0].heads]
+    for head in heads:
+        assert some(some(head.propagation.dq).unexplained_with_casts) < 0.05
+
+
+@pytest.mark.parametrize("mode", ["thread_local", "global"])
+@pytest.mark.usefixtures("replays")
+def test_a_graph_of_ones_own(mode: str, tmp_path: Path) -> None:
+    q, k, v = (t.detach().requires_grad_() for t in inputs(4, 64))
+    upstream = torch.randn_like(q)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def work() -> tuple[Tensor, ...]:
+        o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return o, *torch.autograd.grad(o, (q, k, v), upstream)
+
+    with attn_diag.capture(None, tmp_path, batch=None, calls=None) as recorder:
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode=mode):
+            results = work()
+        for number in range(3):
+            with torch.no_grad():
+                q.copy_(torch.randn_like(q))
+            graph.replay()
+            expected = [r.clone() for r in results]
+            recorder.drain()
+            assert len(recorder.written) == (2 + number if mode == "thread_local" else 1)
+            if mode == "thread_local":
+                capture = written(recorder)[-1]
+                for name, result in zip(("o", "dq", "dk", "dv"), expected, strict=True):
+                    assert torch.equal(capture.tensors[name][...], result.cpu())
+                assert torch.equal(capture.tensors["q"][...], q.detach().cpu())
+
+
 def test_other_streams(tmp_path: Path) -> None:
     """Two calls at once on two streams, whose tensors are freed and overwritten as soon as they may be."""
     streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]

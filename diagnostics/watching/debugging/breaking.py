@@ -96,6 +96,8 @@ class Breakpoint:
 
     # What the watch calls.
 
+    sequences = None
+
     def wants_step(self, step: int) -> bool:
         """Look at every so many steps."""
         return not self._disarmed.is_set() and step % self._every == 0

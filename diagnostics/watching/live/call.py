@@ -167,6 +167,11 @@ class Part:
     def __init__(self, heads: Iterable[int] | None, batch: Iterable[int] | None) -> None:
         self._heads, self._batch = _indices("heads", heads), _indices("batch", batch)
 
+    @property
+    def sequences(self) -> int | None:
+        """All that is kept is of the first so many items of a batch; None: no such number."""
+        return None if self._batch is None else self._batch[-1] + 1
+
     def missing(self, call: AttentionCall) -> str | None:
         """Say in words what a call lacks of this part; None where it has something of it."""
         for name, wanted, there in (("heads", self._heads, call.q.shape[1]), ("batch", self._batch, len(call.q))):
@@ -220,6 +225,11 @@ class Part:
 
 class Listener(Protocol):
     """Who is told of calls. Its exceptions never reach the training loop: they are warned about, once."""
+
+    @property
+    def sequences(self) -> int | None:
+        """So many sequences, the first of a batch, are all that it looks at; None: it looks at every one."""
+        ...
 
     def wants(self, place: CallPlace) -> bool:
         """Whether to be told of the call that is about to run. Asked for every call: no work, no synchronisation."""

@@ -22,10 +22,12 @@ from typing import Any, Protocol
 import torch
 
 from attn_diag.watching.live import flex_graphs
+from attn_diag.watching.live.cuda_graphs import GraphRecordings
 from attn_diag.watching.live.flex_calls import FlexCall, flex_backward
 from attn_diag.watching.live.functions import Namespace, attention_functions, namespaces
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.operators import OperatorOverrides, in_cuda_graph
+from attn_diag.watching.live.places import MadeBy
 from attn_diag.watching.live.rings import RingBackward, is_traced
 from attn_diag.watching.live.sites import (
     FLEX,
@@ -43,11 +45,21 @@ from attn_diag.watching.live.tap import Tap
 class Observer(Protocol):
     """What a watch is to the interception. Nothing here raises."""
 
-    def meets(self, module: str = "") -> Any | None:
+    @property
+    def sequences(self) -> int | None:
+        """So many sequences, the first of a batch, are all that it looks at; None: it looks at every one."""
+        ...
+
+    def made_by(self) -> MadeBy | None:
+        """Who makes the call that is running, if it may be of interest."""
+        ...
+
+    def meets(self, module: str = "", made_by: MadeBy | None = None) -> Any | None:
         """The call that is about to run, if it counts; its ``wanted`` says whether to be told of it.
 
         Args:
             module: Who makes it, from the compiled module on, where a graph says it.
+            made_by: Who made it when it was recorded, where it is not what runs now.
         """
         ...
 
@@ -118,6 +130,7 @@ def install(observer: Observer, *, functions: bool = True) -> None:
     with _lock:
         _observers.append(observer)
         flex_graphs.prepare(observer)
+        recordings.install()
         try:
             if functions:
                 _of_functions.append(observer)
@@ -139,6 +152,8 @@ def remove(observer: Observer) -> None:
             _restore()
             if _observers:
                 _replace()
+        if not _observers:
+            recordings.remove()
 
 
 def look(observer: Observer, *, wanted: bool) -> None:
@@ -148,12 +163,25 @@ def look(observer: Observer, *, wanted: bool) -> None:
             _looking.append(observer)
         elif not wanted and observer in _looking:
             _looking.remove(observer)
+        meet_operators()
         if _looking:
-            _overrides.install()
             flex_graphs.listen(_flex_forward, _flex_backward)
         else:
-            _overrides.remove()
             flex_graphs.listen(None, None)
+
+
+def meet_operators() -> None:
+    """Have operators met where somebody looks, or what runs is recorded."""
+    with _lock:
+        if _looking or recordings.running:
+            _overrides.install()
+        else:
+            _overrides.remove()
+
+
+def tell_of_warm_ups() -> None:
+    """Tell of what ran while torch warmed up CUDA graphs."""
+    recordings.tell_of_warm_ups()
 
 
 def looks(observer: Observer) -> bool:
@@ -241,8 +269,8 @@ def _in_ring() -> bool:
     return getattr(_thread, "hops", None) is not None
 
 
-def _met(module: str = "") -> list[tuple[Observer, Any]]:
-    return [(observer, met) for observer in tuple(_observers) if (met := observer.meets(module)) is not None]
+def _met(module: str = "", made_by: MadeBy | None = None) -> list[tuple[Observer, Any]]:
+    return [(observer, met) for observer in tuple(_observers) if (met := observer.meets(module, made_by)) is not None]
 
 
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,14 +346,28 @@ def _forward(call: OperatorCall) -> None:
         hops.append(call)
     elif (tap := getattr(_thread, "tap", None)) is not None:
         tap.operator = call
+    elif call.is_cuda and recordings.takes():
+        recordings.forward(call)
     elif _looking and not (call.is_cuda and in_cuda_graph()):
-        _tell(_met(call.module), lambda: {**call.fields(), "operator": call}, None)
+        _ran(call)
+
+
+def _ran(call: OperatorCall, made_by: MadeBy | None = None) -> None:
+    _tell(_met(call.module, made_by), lambda: {**call.fields(), "operator": call}, None)
 
 
 def _backward(back: OperatorBackward) -> None:
-    if not _in_ring():
-        for observer in tuple(_looking):
-            observer.went_back(back)
+    if _in_ring():
+        return
+    if back.is_cuda and recordings.takes():
+        recordings.backward(back)
+    else:
+        _went_back(back)
+
+
+def _went_back(back: OperatorBackward) -> None:
+    for observer in tuple(_looking):
+        observer.went_back(back)
 
 
 def _flex_forward(args: tuple[Any, ...]) -> None:
@@ -339,6 +381,7 @@ def _flex_backward(args: tuple[Any, ...]) -> None:
 
 
 _overrides = OperatorOverrides(_composite, _forward, _backward)
+recordings = GraphRecordings(_observers, _looking, meet_operators, _ran, _went_back)
 
 
 def _read(

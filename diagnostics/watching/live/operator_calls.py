@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any, Self
@@ -73,6 +73,16 @@ class OperatorCall:
         found.inputs, found.o, found.lse = (q, k, v), o, lse
         return found
 
+    def copied(self, copy_of: Callable[[Tensor], Tensor]) -> OperatorCall:
+        """The same call, holding copies instead of any tensor of its own."""
+        lse, mask = self.lse, self.given.get("mask")
+        others = [copy_of(t) for t in (*self.inputs, self.o)]
+        found = self.of_others(others[0], others[1], others[2], others[3], None if lse is None else copy_of(lse))
+        plain = {name: x for name, x in self.given.items() if isinstance(x, (bool, int, float, str, type(None)))}
+        found.given = plain | {"mask": None if mask is None else copy_of(mask), "refused": refusal(self.given)}
+        found._o, found._call = found.o, ({}, (), {})
+        return found
+
     def fused(self, d: int, dv: int, rows: int) -> dict[str, Any]:
         """The kernel's name, q, k, v, o and LSE by the names of ``AttentionCall``.
 
@@ -139,6 +149,16 @@ class OperatorBackward:
         found = cls.__new__(cls)
         found.o, found.lse, found.do, found.gradients, found.of_lse = o, lse, do, list(gradients), of_lse
         return found
+
+    def copied(self, copy_of: Callable[[Tensor], Tensor], o: Tensor, lse: Tensor) -> OperatorBackward:
+        """The same backward, of a forward that returned ``o`` and ``lse``, holding copies of its other tensors."""
+        gradients = [None if t is None else copy_of(t) for t in self.gradients]
+        return self.known(o, lse, copy_of(self.do), gradients, of_lse=self.of_lse)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it ran on a GPU."""
+        return self.do.is_cuda
 
     @cached_property
     def _given(self) -> Mapping[str, Any]:

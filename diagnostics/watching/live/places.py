@@ -11,7 +11,7 @@ import dis
 import re
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -58,6 +58,15 @@ class Caller:
     """Whose call it is, where a compiled graph says it."""
     pooled: bool = False
     """Whether what is allocated now is a CUDA graph's: torch forbids that anything of ours stays there."""
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """Who made a call, and when, as far as it is known while it runs."""
+
+    caller: Caller
+    recomputing: bool
+    """Whether a backward pass runs it once more."""
 
 
 @dataclass
@@ -124,7 +133,7 @@ class CallPlaces:
         """
         frame: FrameType | None = sys._getframe(1)
         site: list[tuple[int, int]] = []
-        compiled = differentiated = foreign = False
+        compiled = differentiated = foreign = pooled = False
         for _ in range(_MAX_FRAMES):
             if frame is None:
                 break
@@ -136,7 +145,7 @@ class CallPlaces:
             elif code.co_filename.endswith(_CALLS_GRAPHS):
                 compiled = True
             elif code.co_filename.endswith(_CUDA_GRAPHS):
-                return Caller(None, tuple(site), differentiated, foreign, pooled=True)
+                compiled = pooled = True
             first = code.co_varnames[:1]
             if first == ("ctx",) and code.co_name == "forward":
                 # Without gradients the function runs too, and autograd has no use for it.
@@ -150,12 +159,19 @@ class CallPlaces:
                     pass  # the graph itself
                 elif (own := self._own(owner)) is not None:
                     stated = self._below(own, module)
-                    return Caller(own, tuple(site) if compiled else None, differentiated, foreign=False, module=stated)
+                    at = tuple(site) if compiled else None
+                    return Caller(own, at, differentiated, foreign=False, module=stated, pooled=pooled)
                 else:
                     foreign = True
             frame = frame.f_back
         stated = self._below(self._model, module)
-        return Caller(None, tuple(site) if compiled else None, differentiated, foreign, stated)
+        return Caller(None, tuple(site) if compiled else None, differentiated, foreign, stated, pooled)
+
+    def seen_from_here(self, caller: Caller) -> Caller:
+        """A caller that another watch has read, perhaps of a model that is not this one's."""
+        if caller.owner is None or (own := self._own(caller.owner)) is caller.owner:
+            return caller
+        return replace(caller, owner=own, foreign=own is None)
 
     def _below(self, module: nn.Module | None, name: str) -> nn.Module | None:
         """The module of that name in another; None where it has none, or it is not the model's."""
@@ -229,6 +245,8 @@ class CallPlaces:
 
     def _calls_in(self, code: int) -> int:
         """How many attention calls the code of a graph makes."""
+        if code not in self._code:
+            return 0  # another watch has read it
         if code not in self._calls:
             self._calls[code] = attention_calls(self._code[code])
         return self._calls[code]
@@ -283,7 +301,7 @@ def in_cuda_graphs_memory() -> bool:
     if "torch._inductor.cudagraph_trees" not in sys.modules:
         return False
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MAX_BETWEEN + _MAX_BETWEEN):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             return False
         if frame.f_code.co_filename.endswith(_CUDA_GRAPHS):

@@ -209,6 +209,11 @@ class Recorder:
 
     # What the watch calls.
 
+    @property
+    def sequences(self) -> int | None:
+        """All that is kept is of the first so many items of a batch; None: no such number."""
+        return self._part.sequences
+
     def wants_step(self, step: int) -> bool:
         """Whether this step is captured."""
         if self._full:

@@ -22,7 +22,7 @@ from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.pipeline import Stage, stage_running
-from attn_diag.watching.live.places import Caller, CallPlaces
+from attn_diag.watching.live.places import Caller, CallPlaces, MadeBy
 from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
 from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
@@ -203,26 +203,43 @@ class Watch:
     # What the interception calls.
 
     @_harmless
-    def meets(self, module: str = "") -> Met | None:
+    def made_by(self) -> MadeBy | None:
+        """Say who makes the call that is running; None: not the model."""
+        found = MadeBy(self._places.caller(), torch._C._current_graph_task_id() != -1)
+        return None if self._other(found.caller) else found
+
+    @property
+    def sequences(self) -> int | None:
+        """So many sequences, the first of a batch, are all that the listener looks at; None: it looks at every one."""
+        return self.listener.sequences
+
+    def _other(self, caller: Caller) -> bool:
+        """Whether it is another model's call."""
+        nobody = caller.owner is None and (caller.site is None or caller.foreign)
+        return self.model is not None and nobody
+
+    @_harmless
+    def meets(self, module: str = "", made_by: MadeBy | None = None) -> Met | None:
         """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted.
 
         Args:
             module: Its name from the compiled module on, where a graph says it.
+            made_by: Who made the call when it was recorded, where it is not what runs now.
         """
         if (stage := stage_running()) is not None and stage.rehearses:
             return None
-        caller = self._places.caller(module)
+        if made_by is None:
+            made_by = MadeBy(self._places.caller(module), torch._C._current_graph_task_id() != -1)
+            if made_by.caller.pooled:
+                return None
+        caller, recomputing = self._places.seen_from_here(made_by.caller), made_by.recomputing
         if caller.site is not None:
             self._projections.graph_runs()
-        recomputing = torch._C._current_graph_task_id() != -1
-        if caller.pooled:
-            return None
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
         gradients = torch.is_grad_enabled() or caller.differentiated
         self._notice_training(caller.owner or self.model, gradients=gradients)
-        other = caller.owner is None and (caller.site is None or caller.foreign)
-        if (self.model is not None and other) or (self._trains and not gradients):
+        if self._other(caller) or (self._trains and not gradients):
             return None
         name, layer, call = self._places.of(caller, recomputing=recomputing)
         if caller.site is not None and call and not self._trains:
@@ -366,6 +383,7 @@ class Watch:
         self._projections.forget()
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
+        intercept.tell_of_warm_ups()
         if not self._clock.is_ours(optimizer):
             return
         self._trains = True

@@ -183,6 +183,11 @@ class Monitor:
 
     # What the watch calls.
 
+    @property
+    def sequences(self) -> int:
+        """So many of a batch are sampled."""
+        return self._sequences
+
     def wants_step(self, step: int) -> bool:
         """Check every so many steps."""
         return step % self.every == 0
