@@ -20,7 +20,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def printed(source: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     script = folder / "script.py"
     script.write_text(source)
-    runpy.run_path(str(script))
+    left = runpy.run_path(str(script))
+    if "monitor" in left:
+        left["monitor"].close()  # as the end of the process would
     return capsys.readouterr().out.splitlines()
 
 

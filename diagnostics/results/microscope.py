@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from attn_diag.results.base import Number, Result, SideBySide, Tool
+from attn_diag.results.base import Number, Result, Tool
 
 Tie = Literal["exact", "broken", "none"]
 Direction = Literal["exact", "toward zero", "away from zero"]
@@ -248,7 +248,7 @@ class ClosedFormTotals:
 
 
 @dataclass(frozen=True)
-class ClosedFormRows(SideBySide):
+class ClosedFormRows:
     """The closed form row by row, over the rows that were usable; one number a row."""
 
     row: tuple[int, ...]
