@@ -35,6 +35,12 @@ def test_one_row_without_its_rescaling_is_found_by_its_lse() -> None:
         assert not head.false
 
 
+def test_sums_that_a_tensor_core_truncates_are_no_fault_of_several_sequences_either() -> None:
+    """Each leaves it open whether dQ is above 1.25 times a well-rounded kernel's; together they said so."""
+    for head in of_place(Place("healthy", "one_hot", "padded", "bf16", 1, ("truncated sums",))):
+        assert head.said == "undecided"
+
+
 def test_a_rounded_delta_shows_where_dq_must_be_zero() -> None:
     head, _ = judged("defects", "delta_16bit", "gaussian", "plain", "bf16")
     assert head.said == "undecided"

@@ -91,12 +91,13 @@ def beside_well_rounded(
         chosen = max([chosen, *others], key=lambda s: float(s.counterfactual.sum()))
         found = chosen.ratio()
     typical = chosen.typical_ratio()
-    accused = found is not None and typical is not None and max(found.low, typical.low) > LOSSY
-    if accused and found is not None and found.factor < _TRUNCATED and all(c.small for c in published):
+    # Not its lower end: what one sequence leaves open, several together may not.
+    above = found is not None and typical is not None and max(found.factor, typical.factor) > LOSSY
+    if above and found is not None and found.factor < _TRUNCATED and all(c.small for c in published):
         truncated = beside(RECIPE, tensor_core=True)
         chosen = max(chosen, truncated, key=lambda s: float(s.counterfactual.sum()))
         found = chosen.ratio()
-    coarse = accused or (found is not None and found.high > AS_GOOD) or bool(chosen.outlying.any())
+    coarse = above or (found is not None and found.high > AS_GOOD) or bool(chosen.outlying.any())
     if quantity in ("dq", "dk") and found is not None and coarse:
         for recipe in FROM_CAST_P[: 1 if all(c.alpha_exact for c in published) else None]:
             casting = beside(recipe)
