@@ -5,7 +5,7 @@ with accumulated micro-batches, evaluation in between, clipping and a loss scale
 
     python examples/nanogpt.py
 
-In train.py itself run with ``--compile=False``, or see README.md, "Limits", for what is seen of a compiled model.
+In train.py itself run with ``--compile=False``, or see docs/watching.md for what is seen of a compiled model.
 With DDP all processes make the monitor, and get the same figures; the one that is master logs them.
 """
 

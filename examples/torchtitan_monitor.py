@@ -6,7 +6,7 @@ Written against torchtitan v0.2.2 (tag of 20 February 2026), whose Llama 3 atten
 ``F.scaled_dot_product_attention``. At b5bcd76 (21 August 2026) ``Trainer`` lies in ``torchtitan.trainer``, has the
 same ``train_step(data_iterator)``, ``step``, ``model_parts`` and ``metrics_processor``, and takes a configuration of
 its own class; there language models attend by FlexAttention compiled, or packed, and CUDA graphs are on
-(``--training.disable_cuda_graphs``): README.md, "Limits", says what of that is seen.
+(``--training.disable_cuda_graphs``): docs/watching.md says what of that is seen.
 
 For data parallelism (DDP, FSDP, HSDP), with and without activation checkpointing; without ``--compile.enable``.
 """

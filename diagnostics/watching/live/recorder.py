@@ -323,7 +323,7 @@ def capture(
     packages register), and x, w_q and that gradient where the projection is a matrix product of the graph's; layers
     are named by the order of their calls then, which the file's notes say as well as what is missing, and nothing is
     compiled anew unless a function around the model is what was compiled. What is replayed from a CUDA graph,
-    FlexAttention inside a graph (but see README, Limits) and math are not seen there. A function of your own is seen
+    FlexAttention inside a graph (but see docs/watching.md) and math are not seen there. A function of your own is seen
     with ``attn_diag.observe``. Ring attention is one call: the rank's rows with the merged O and LSE, and all keys that
     they may see, from its hops; its ``own_dk`` and ``own_dv`` are judged together with the other ranks' files. Where a
     kernel has no autograd node of its own (math, eager, FlexAttention), gradients are the tensors' own: the totals,
