@@ -1,7 +1,7 @@
 """Models of Hugging Face's classes train 500 healthy steps under the monitor: does it see them, and is it silent?
 
-Six layers of width 512 on real tokens, BF16 autocast, eager and compiled (whole model). Every run is repeated without
-the monitor, under deterministic algorithms: losses and parameters have to be the same bits.
+Six layers of width 512 on real tokens, BF16 autocast, eager and compiled (whole model), under deterministic algorithms.
+Every run is made twice without the monitor: where these two are the same bits, so has to be the one with it.
 
     python benchmarks/study_healthy_models.py --tokens tokens.npy.xz --processes 4 --json FILE
 """
@@ -108,7 +108,7 @@ def trained(
 
 
 def both(name: str, attention: str, mode: str, steps: int, tokens: Path, device: str) -> dict[str, Any]:
-    """A run with and one without the monitor, and whether they are the same."""
+    """Two runs without the monitor and one with it, and whether they are the same."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -116,11 +116,12 @@ def both(name: str, attention: str, mode: str, steps: int, tokens: Path, device:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     what = {"model": name, "attention": attention, "mode": mode, "steps": steps}
     try:
-        alone, watched = (trained(name, attention, mode, steps, tokens, device, watched=w) for w in (False, True))
+        runs = [trained(name, attention, mode, steps, tokens, device, watched=w) for w in (False, False, True)]
     except Exception as error:
         return what | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    same = alone.pop("bits") == watched.pop("bits")
-    return what | watched | {"seconds alone": alone["seconds"], "same bits": same, "said": said}
+    first, again, with_monitor = (run.pop("bits") for run in runs)
+    bits = {"repeats itself": first == again, "same bits": first == with_monitor}
+    return what | runs[-1] | {"seconds alone": runs[1]["seconds"], **bits, "said": said}
 
 
 def main() -> None:
