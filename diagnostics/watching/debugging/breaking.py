@@ -340,7 +340,7 @@ def last_finding() -> Finding | None:
 
 def users_frame() -> FrameType | None:
     """Find the innermost frame of this thread that is neither ours nor torch's; None in a thread of autograd's own."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe().f_back
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
         frame = frame.f_back
     return frame

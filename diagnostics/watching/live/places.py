@@ -131,7 +131,7 @@ class CallPlaces:
         Args:
             module: Its name from the compiled module on, where a graph says it.
         """
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe().f_back
         site: list[tuple[int, int]] = []
         compiled = differentiated = foreign = pooled = False
         for _ in range(_MAX_FRAMES):
@@ -300,7 +300,7 @@ def in_cuda_graphs_memory() -> bool:
     """Whether what is allocated now is a CUDA graph's: torch forbids that anything of ours stays there."""
     if "torch._inductor.cudagraph_trees" not in sys.modules:
         return False
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe().f_back
     for _ in range(_MAX_FRAMES):
         if frame is None:
             return False

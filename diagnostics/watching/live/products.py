@@ -72,7 +72,7 @@ def _makes(first: int) -> Makes:
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             y = kernel(keys, *args, **kwargs)
             if not (y.is_cuda and (in_cuda_graph() or in_cuda_graphs_memory())):
-                product = Product(args[first], args[first + 1], y, graph_site(sys._getframe(1)))
+                product = Product(args[first], args[first + 1], y, graph_site(sys._getframe().f_back))
                 for told in tuple(_listeners):
                     told(product)
             return y
