@@ -47,7 +47,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FlexAttention refuses gradients on a CPU, though its dense code has them, and keeps no LSE there."""
-    monkeypatch.setenv("ATTN_DIAG_EXPERIMENTAL", "flex-graphs")
     options = flex._apply_kernel_options
 
     def with_lse(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from functools import cache, cached_property
+from collections.abc import Callable
+from copy import copy
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +41,17 @@ class FlexCall(OperatorCall):
         """Whether it ran on a GPU."""
         return self.o.is_cuda
 
-    @cached_property
+    def copied(self, copy_of: Callable[[Tensor], Tensor], copy_whole: Callable[[Tensor], Tensor]) -> FlexCall:
+        """The same call, holding copies instead of any tensor of its own; see ``OperatorCall``."""
+        names = ("q", "k", "v", "o", "lse", "blocks")
+        copies = {name: None if self.given[name] is None else copy_of(self.given[name]) for name in names}
+        found = copy(self)
+        found.given = self.given | copies | {"token": None, "tensors": [copy_whole(t) for t in self.given["tensors"]]}
+        found.inputs, found.differentiable = (copies["q"], copies["k"], copies["v"]), self.differentiable
+        found.o, found.lse = copies["o"], copies["lse"]
+        return found
+
+    @property
     def base_e_lse(self) -> Tensor | None:
         """[B, Hq, Tq]; the kernel's own is in base 2."""
         return None if self.lse is None else self.lse * self.about["lse_unit"]

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import operator
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,8 +55,7 @@ _ours: Any = None
 def prepare(holder: object) -> None:
     """Have FlexAttention seen in what is compiled from now on, while ``holder`` lives or until ``leave``."""
     global _before, _ours
-    # No GPU has run it yet: whoever wants it says so.
-    if holder not in _holders and "flex-graphs" in os.environ.get("ATTN_DIAG_EXPERIMENTAL", ""):
+    if holder not in _holders:
         _holders.add(holder)
         weakref.finalize(holder, _restore).atexit = False
     # Inductor takes a second to load, and whoever uses FlexAttention has loaded this.
@@ -160,11 +158,10 @@ def _put(graph: Graph, node: Node, put: Callable[[_Insertion, Node], None]) -> N
 
 
 def _for_python() -> bool:
-    """Not what is replayed from a CUDA graph, nor what leaves Python: it must run without us."""
-    config = _inductor()
+    """Not what leaves Python: it must run without us."""
     virtualized = importlib.import_module("torch._inductor.virtualized")
     exported = bool(getattr(virtualized.V, "aot_compilation", False))
-    return not (exported or config.cpp_wrapper or config.triton.cudagraphs)
+    return not (exported or _inductor().cpp_wrapper)
 
 
 def _calls(node: Node, name: str) -> bool:

@@ -26,7 +26,7 @@ from attn_diag.watching.live.cuda_graphs import GraphRecordings
 from attn_diag.watching.live.flex_calls import FlexCall, flex_backward
 from attn_diag.watching.live.functions import Namespace, attention_functions, namespaces
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
-from attn_diag.watching.live.operators import OperatorOverrides, in_cuda_graph
+from attn_diag.watching.live.operators import OperatorOverrides
 from attn_diag.watching.live.places import MadeBy
 from attn_diag.watching.live.rings import RingBackward, is_traced
 from attn_diag.watching.live.sites import (
@@ -39,6 +39,7 @@ from attn_diag.watching.live.sites import (
     bind,
     inside,
 )
+from attn_diag.watching.live.stream_capture import in_cuda_graph
 from attn_diag.watching.live.tap import Tap
 
 
@@ -50,8 +51,8 @@ class Observer(Protocol):
         """So many sequences, the first of a batch, are all that it looks at; None: it looks at every one."""
         ...
 
-    def made_by(self) -> MadeBy | None:
-        """Who makes the call that is running, if it may be of interest."""
+    def made_by(self, module: str = "") -> MadeBy | None:
+        """Who makes the call that is running, if it may be of interest; ``module`` as of ``meets``."""
         ...
 
     def meets(self, module: str = "", made_by: MadeBy | None = None) -> Any | None:
@@ -164,10 +165,6 @@ def look(observer: Observer, *, wanted: bool) -> None:
         elif not wanted and observer in _looking:
             _looking.remove(observer)
         meet_operators()
-        if _looking:
-            flex_graphs.listen(_flex_forward, _flex_backward)
-        else:
-            flex_graphs.listen(None, None)
 
 
 def meet_operators() -> None:
@@ -175,8 +172,10 @@ def meet_operators() -> None:
     with _lock:
         if _looking or recordings.running:
             _overrides.install()
+            flex_graphs.listen(_flex_forward, _flex_backward)
         else:
             _overrides.remove()
+            flex_graphs.listen(None, None)
 
 
 def tell_of_warm_ups() -> None:
@@ -335,7 +334,7 @@ def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], re
 
 
 def _composite(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _looking or _in_ring() or (args[0].is_cuda and in_cuda_graph()):
+    if not _looking or _in_ring() or in_cuda_graph():
         return original(*args, **kwargs)
     return _run(SDPA, original, args, kwargs)
 

@@ -67,6 +67,8 @@ class MadeBy:
     caller: Caller
     recomputing: bool
     """Whether a backward pass runs it once more."""
+    gradients: bool
+    """Whether autograd may ask for gradients of it."""
 
 
 @dataclass

@@ -26,6 +26,7 @@ from attn_diag.watching.live.places import Caller, CallPlaces, MadeBy
 from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
 from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
+from attn_diag.watching.live.stream_capture import in_cuda_graph
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
@@ -203,10 +204,15 @@ class Watch:
     # What the interception calls.
 
     @_harmless
-    def made_by(self) -> MadeBy | None:
-        """Say who makes the call that is running; None: not the model."""
-        found = MadeBy(self._places.caller(), torch._C._current_graph_task_id() != -1)
+    def made_by(self, module: str = "") -> MadeBy | None:
+        """Say who makes the call that is running; None: not the model. ``module`` as of ``meets``."""
+        found = self._made_by(module)
         return None if self._other(found.caller) else found
+
+    def _made_by(self, module: str) -> MadeBy:
+        caller = self._places.caller(module)
+        recomputing = torch._C._current_graph_task_id() != -1
+        return MadeBy(caller, recomputing, torch.is_grad_enabled() or caller.differentiated)
 
     @property
     def sequences(self) -> int | None:
@@ -229,7 +235,7 @@ class Watch:
         if (stage := stage_running()) is not None and stage.rehearses:
             return None
         if made_by is None:
-            made_by = MadeBy(self._places.caller(module), torch._C._current_graph_task_id() != -1)
+            made_by = self._made_by(module)
             if made_by.caller.pooled:
                 return None
         caller, recomputing = self._places.seen_from_here(made_by.caller), made_by.recomputing
@@ -237,7 +243,7 @@ class Watch:
             self._projections.graph_runs()
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
-        gradients = torch.is_grad_enabled() or caller.differentiated
+        gradients = made_by.gradients
         self._notice_training(caller.owner or self.model, gradients=gradients)
         if self._other(caller) or (self._trains and not gradients):
             return None
@@ -286,7 +292,7 @@ class Watch:
             inside = (met.caller.site is not None or met.caller.differentiated) and place.gradients
             # A ring may run below autograd.
             inside |= call.own is not None and place.gradients
-            call.awaits_backward = inside or any(t.requires_grad for t in operator.inputs)
+            call.awaits_backward = inside or operator.differentiable
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
         self._projections.take(call, pending, known, module, compiled=met.caller.site is not None)
         if pending is not None:
@@ -383,6 +389,12 @@ class Watch:
         self._projections.forget()
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
+        if in_cuda_graph():  # it steps when that is replayed
+            intercept.recordings.at_replays(self, self.guarded(lambda: self._stepped(optimizer)))
+        else:
+            self._stepped(optimizer)
+
+    def _stepped(self, optimizer: Any) -> None:
         intercept.tell_of_warm_ups()
         if not self._clock.is_ours(optimizer):
             return
