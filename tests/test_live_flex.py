@@ -92,20 +92,17 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "checkpointed", "key_heads"),
+    ("case", "key_heads"),
     [
-        ("plain", False, HEADS), ("plain", True, 2), ("scale", False, 2), ("block mask", True, HEADS),
-        ("captured mask", False, HEADS), ("score_mod", True, 2),
+        ("plain", HEADS), ("plain", 2), ("scale", 2), ("block mask", HEADS), ("captured mask", HEADS), ("score_mod", 2),
     ],
 )  # fmt: skip
-def test_a_compiled_model_is_captured_and_trains_as_it_did(
-    case: str, checkpointed: bool, key_heads: int, tmp_path: Path
-) -> None:
+def test_a_compiled_model_is_captured_and_trains_as_it_did(case: str, key_heads: int, tmp_path: Path) -> None:
     options = CASES[case]()
-    alone = Layers(key_heads, checkpointed=checkpointed)
+    alone = Layers(key_heads)
     expected = train(alone, torch.compile(alone, backend=graphs([]), fullgraph=True), options)
     torch._dynamo.reset()
-    model = Layers(key_heads, checkpointed=checkpointed)
+    model = Layers(key_heads)
     seen: list[torch.fx.Graph] = []
     run = torch.compile(model, backend=graphs(seen), fullgraph=True)
     recorder = attn_diag.capture(model, tmp_path, steps={1, 3}, batch=None)
@@ -132,6 +129,30 @@ def test_a_compiled_model_is_captured_and_trains_as_it_did(
             assert torch.equal(kept if kept.dtype == torch.bool else kept.isfinite(), seen_keys.expand(kept.shape))
     else:
         assert all(masked(capture) is None for capture in found)
+
+
+def test_a_graph_that_checkpoints_has_no_gradients_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = Layers(checkpointed=True)
+    expected = train(alone, torch.compile(alone, backend=graphs([]), fullgraph=True), {})
+    torch._dynamo.reset()
+    model = Layers(checkpointed=True)
+    recorder = attn_diag.capture(model, tmp_path, steps={1}, batch=None)
+    assert same(train(model, torch.compile(model, backend=graphs([]), fullgraph=True), {}, recorder), expected)
+    assert caplog.text.count("block.compile()") == 1
+    for capture in written(recorder):
+        assert not {"do", "dq", "dk", "dv"} & capture.tensors.keys()
+        assert holds(capture)
+    caplog.clear()
+    torch._dynamo.reset()
+    model = Layers(checkpointed=True)
+    for block in model.blocks:
+        block.compile(backend=graphs([]), fullgraph=True)
+    recorder = attn_diag.capture(model, tmp_path / "blocks", steps={1}, batch=None)
+    assert same(train(model, model, {}, recorder), expected)
+    assert all(capture.tensors.keys() >= QUANTITIES for capture in written(recorder))
+    assert "FlexAttention" not in caplog.text
 
 
 def test_numbers_of_a_closure_and_dynamic_shapes(tmp_path: Path) -> None:
@@ -342,12 +363,11 @@ def stand_ins(graph: torch.fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
-def test_training_by_inductor(checkpointed: bool, dynamic: bool | None, tmp_path: Path) -> None:
+def test_training_by_inductor(dynamic: bool | None, tmp_path: Path) -> None:
     def run(watching: Any) -> list[Tensor]:
         torch._dynamo.reset()
-        model = Layers(2, checkpointed=checkpointed)
+        model = Layers(2)
         compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
         return train(model, compiled, {}, watching(model) if watching else None)
 

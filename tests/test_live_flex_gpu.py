@@ -52,9 +52,9 @@ WAYS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("way", "masks", "checkpointed", "key_heads"),
     [
-        ("whole", "plain", False, 4), ("whole", "plain", True, 2), ("whole", "block mask", True, 4),
-        ("whole", "captured", False, 2), ("whole", "score_mod", False, 4), ("dynamic", "block mask", False, 2),
-        ("blocks", "captured", False, 4), ("blocks", "plain", True, 4),
+        ("whole", "plain", False, 4), ("whole", "plain", True, 2), ("whole", "block mask", False, 4),
+        ("whole", "block mask", True, 4), ("whole", "captured", False, 2), ("whole", "score_mod", False, 4),
+        ("dynamic", "block mask", False, 2), ("blocks", "captured", False, 4), ("blocks", "plain", True, 4),
     ],
 )  # fmt: skip
 def test_a_compiled_model_is_captured_and_trains_as_it_did(
@@ -75,10 +75,13 @@ def test_a_compiled_model_is_captured_and_trains_as_it_did(
     found = written(recorder)
     assert [(c.metadata.step, c.metadata.layer) for c in found] == [(1, 0), (1, 1), (3, 0), (3, 1)]
     for capture in found:
-        assert capture.tensors.keys() >= QUANTITIES
         assert ("mask" in capture.tensors) == ("block_mask" in options)
         assert capture.metadata.extra["module"] == f"blocks.{capture.metadata.layer}"
         assert holds(capture)
+        if checkpointed and way == "whole":  # its backward is left as it is
+            assert not {"do", "dq"} & capture.tensors.keys()
+            continue
+        assert capture.tensors.keys() >= QUANTITIES
         errors = gradient_errors(capture)
         # exp2 and log2 of 2 ulp in fp32, of an LSE below 10; gradients of factors rounded to BF16 a few times.
         assert errors.pop("lse") < 1e-4

@@ -272,8 +272,9 @@ def test_cuda_graphs_of_a_compiled_model_are_seen(
         for _ in range(8):
             optimizer.zero_grad()
             for _ in range(micro_batches):
+                ids = tokens(seed=len(bits))
                 with torch.autocast("cuda", torch.bfloat16):
-                    loss = tiny.loss(compiled)
+                    loss = next_token_loss(compiled, ids.cuda())
                 torch.autograd.backward(loss)
                 bits.append(loss.detach().clone())
                 for parameter in tiny.model.parameters():  # the graph's own memory, which its next replay overwrites

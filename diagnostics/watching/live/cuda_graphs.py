@@ -244,7 +244,9 @@ def _outside_the_graphs_memory(like: Tensor) -> Tensor:
     def make() -> None:
         stay_out_of_graphs()
         with torch.no_grad(), torch.cuda.device(like.device):
-            made.append(torch.empty_like(like))
+            # No torch.empty: under deterministic algorithms that is filled, on a stream that nobody waits for.
+            storage = torch.UntypedStorage(like.numel() * like.element_size(), device=like.device)
+            made.append(torch.empty(0, dtype=like.dtype, device=like.device).set_(storage).view(like.shape))
 
     thread = threading.Thread(target=make)
     thread.start()

@@ -43,6 +43,10 @@ _USED_IN = "torch.nn.attention.flex_attention"
 _PASS = "post_grad_custom_pre_pass"
 _log = logging.getLogger("attn_diag")
 
+CHECKPOINTED = (
+    "FlexAttention's backward is not seen in a compiled graph that checkpoints it: nothing can be read there without "
+    "other bits. Compile the blocks inside the checkpoint (block.compile()) instead of the model around it"
+)
 Told = Callable[[tuple[Any, ...]], None]
 _told: tuple[Told, Told] | None = None
 _library: Any = None
@@ -139,8 +143,12 @@ def mark(graph: Graph) -> None:
         if not (forwards or backwards) or not _for_python():
             return
         named = len({_path(node)[0] for node in forwards}) == 1
-        # A backward graph makes again what its forward, which was told of, did not keep.
-        for node in [] if backwards else forwards:
+        if forwards and backwards:
+            # It makes again what its forward, which was told of, did not keep. With one more that reads dO, inductor
+            # made delta, in the kernel that casts dO, from what dO was before the cast: other bits (H200, torch 2.11).
+            _log.warning(CHECKPOINTED)
+            return
+        for node in forwards:
             _put(graph, node, partial(_put_forward, named=named))
         for node in backwards:
             _put(graph, node, _put_backward)

@@ -34,16 +34,15 @@ _log = logging.getLogger("attn_diag")
 _BLIND = 3
 # What a user is told where nothing can be seen, by whoever watches.
 UNSEEN = (
-    'no attention call was seen. It may be replayed from a CUDA graph (torch.compile without mode="reduce-overhead" '
-    "records none), be a Triton kernel inside a compiled graph (torch.compiler.disable leaves it out), run on the fast "
-    "path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that "
-    "is not known here, or be another model's than the one that was given (a copy's, say)"
+    "no attention call was seen. It may be replayed from a CUDA graph that was recorded before (make the capture or "
+    "Monitor before the first step, or call torch._dynamo.reset() after it), be a Triton kernel inside a compiled graph "
+    "(torch.compiler.disable leaves it out), run on the fast path of nn.TransformerEncoder in eval mode "
+    "(torch.backends.mha.set_fastpath_enabled(False)), call a kernel that is not known here, or be another model's than "
+    "the one that was given (a copy's, say)"
 )
 FLEX_UNSEEN = (
-    "FlexAttention in a compiled graph is not seen: torch.compiler.disable leaves it out of the graph; with "
-    "ATTN_DIAG_EXPERIMENTAL=flex-graphs in the environment it is seen in graphs that are compiled after the capture or "
-    'Monitor was made (or after torch._dynamo.reset()), unless for a CUDA graph (mode="reduce-overhead") or of a model '
-    "that is not watched"
+    "FlexAttention in a compiled graph is not seen that was compiled before the capture or Monitor was made: make it "
+    "before the first step, or call torch._dynamo.reset() after it"
 )
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
@@ -310,15 +309,15 @@ class Watch:
     def went_back(self, back: OperatorBackward) -> None:
         """Give the call whose backward this is its gradients."""
         self._projections.goes_back()
-        if back.of_lse:
-            self.warn_once("gradients are left out where the LSE has one too")
-            return
         with self._lock:
             # The newest forward goes back first.
             waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
         for is_its in (Pending.kept_by, Pending.looks_like):
             if (found := next((p for p in waiting if is_its(p, back)), None)) is not None:
-                found.from_operator(back)
+                if back.of_lse:
+                    self.warn_once("gradients are left out where the LSE has one too")
+                else:
+                    found.from_operator(back)
                 return
 
     def failed(self, error: Exception) -> None:
