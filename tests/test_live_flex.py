@@ -303,6 +303,18 @@ def test_the_users_own_pass_goes_first_and_stays(tmp_path: Path) -> None:
     assert len(recorder.written) == 2
 
 
+def test_a_function_that_is_compiled_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph returns the LSE, and cannot know that nobody differentiates it."""
+    monkeypatch.setitem(globals(), "compiled_flex", torch.compile(flex.flex_attention, backend=graphs([])))
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, DIM, requires_grad=True) for _ in range(3))
+    with attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        o, _ = globals()["compiled_flex"](q, k, v, return_lse=True)
+        torch.autograd.backward(o.square().sum())
+    (capture,) = written(recorder)
+    assert capture.tensors.keys() >= QUANTITIES
+    assert max(gradient_errors(capture).values()) < 1e-5
+
+
 def test_a_region_compiled_once_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers().eval()
     region = torch.compiler.nested_compile_region(FlexSelfAttention.forward)
