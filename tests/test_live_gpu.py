@@ -106,9 +106,13 @@ def test_compiled_flex_attention(masked: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("how", ["sdpa", "eager", "flex_attention"])
-def test_transformers(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "compiled"),
+    [("sdpa", False), ("eager", False), ("flex_attention", False), ("sdpa", True), ("flex_attention", True)],
+)
+def test_transformers(how: str, compiled: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
+    torch._dynamo.reset()
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, attn_implementation=how,
@@ -117,11 +121,14 @@ def test_transformers(how: str, tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(config).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     ids = torch.randint(64, (2, 256), device="cuda")
-    with attn_diag.capture(model, tmp_path, batch=None) as recorder:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        torch.autograd.backward(loss)
-        optimizer.step()
+    with attn_diag.capture(model, tmp_path, steps={1}, batch=None) as recorder:
+        run: Any = torch.compile(model) if compiled else model
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = run(input_ids=ids, labels=ids).loss
+            torch.autograd.backward(loss)
+            optimizer.step()
     captures = written(recorder)
     assert len(captures) == 2
     for layer, capture in enumerate(captures):
