@@ -322,10 +322,11 @@ def capture(
     compiled, whole or in part, the fused operators are seen (SDPA's, ``attn_diag.attention``'s and those that the
     packages register), and x, w_q and that gradient where the projection is a matrix product of the graph's; layers
     are named by the order of their calls then, which the file's notes say as well as what is missing, and nothing is
-    compiled anew unless a function around the model is what was compiled. What is replayed from a CUDA graph,
-    FlexAttention inside a graph (but see docs/watching.md) and math are not seen there. A function of your own is seen
-    with ``attn_diag.observe``. Ring attention is one call: the rank's rows with the merged O and LSE, and all keys that
-    they may see, from its hops; its ``own_dk`` and ``own_dv`` are judged together with the other ranks' files. Where a
+    compiled anew unless a function around the model is what was compiled. FlexAttention is seen in graphs that are
+    compiled after this, what a CUDA graph replays where that was recorded after this; math in a graph is not
+    (docs/watching.md). A function or operator of your own is seen with ``attn_diag.observe``. Ring attention is one
+    call: the rank's rows with the merged O and LSE, and all keys that they may see, from its hops; its ``own_dk`` and
+    ``own_dv`` are judged together with the other ranks' files. Where a
     kernel has no autograd node of its own (math, eager, FlexAttention), gradients are the tensors' own: the totals,
     where q, k or v is used elsewhere too; the file's notes say so.
 
