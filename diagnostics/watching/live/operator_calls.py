@@ -39,7 +39,7 @@ class OperatorCall:
     ) -> None:
         self.operator = operator
         results = result if isinstance(result, (list, tuple)) else (result,)
-        self._o: Any = next(iter(results), None)
+        self._o: Any = results[operator.o] if len(results) > operator.o else None
         lse = results[operator.lse] if len(results) > operator.lse else None
         # Transformer Engine's comes with others, which autograd keeps.
         lse = next(iter(lse), None) if isinstance(lse, (list, tuple)) else lse
@@ -143,14 +143,14 @@ class OperatorBackward:
 
     @classmethod
     def known(
-        cls, o: Tensor, lse: Tensor, do: Tensor, gradients: Sequence[Tensor | None], *, of_lse: bool = False
+        cls, o: Tensor, lse: Tensor | None, do: Tensor, gradients: Sequence[Tensor | None], *, of_lse: bool = False
     ) -> Self:
         """One of these tensors, [B, H, T, D] and [B, H, T]."""
         found = cls.__new__(cls)
         found.o, found.lse, found.do, found.gradients, found.of_lse = o, lse, do, list(gradients), of_lse
         return found
 
-    def copied(self, copy_of: Callable[[Tensor], Tensor], o: Tensor, lse: Tensor) -> OperatorBackward:
+    def copied(self, copy_of: Callable[[Tensor], Tensor], o: Tensor, lse: Tensor | None) -> OperatorBackward:
         """The same backward, of a forward that returned ``o`` and ``lse``, holding copies of its other tensors."""
         gradients = [None if t is None else copy_of(t) for t in self.gradients]
         return self.known(o, lse, copy_of(self.do), gradients, of_lse=self.of_lse)
@@ -170,7 +170,8 @@ class OperatorBackward:
         names = ("dq", "dk", "dv")
         # Some write them into tensors that they are given.
         written = [self._given.get(name) for name in names]
-        grads = self._result[:3] if all(grad is None for grad in written) else written
+        returned = [self._result[n] if n < len(self._result) else None for n in self._operator.gradients]
+        grads = returned if all(grad is None for grad in written) else written
         return [None if t is None else self._laid_out(name, t) for name, t in zip(names, grads, strict=True)]
 
     @cached_property
@@ -179,9 +180,9 @@ class OperatorBackward:
         return self._laid_out("o", self._given["o"])
 
     @cached_property
-    def lse(self) -> Tensor:
-        """Likewise."""
-        lse: Tensor = self._given["lse"]
+    def lse(self) -> Tensor | None:
+        """Likewise; None where it is given none."""
+        lse: Tensor | None = self._given.get("lse")
         return lse
 
     @cached_property

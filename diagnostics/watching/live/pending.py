@@ -124,7 +124,7 @@ class Pending:
         """Whether a backward was given this forward's own o or LSE (a graph may copy one of them)."""
         if back.o._version != self._version:
             return False  # something was added to O in its place, as a ring may do to the first of its parts
-        own = {t.untyped_storage()._cdata for t in (back.o, back.lse)}
+        own = {t.untyped_storage()._cdata for t in (back.o, back.lse) if t is not None}
         return any(kept.cdata in own and not kept.expired() for kept in self._kept)  # type: ignore[no-untyped-call]
 
     def looks_like(self, back: OperatorBackward) -> bool:

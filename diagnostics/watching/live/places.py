@@ -11,6 +11,7 @@ import dis
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,7 +22,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from attn_diag.watching.live.flex_graphs import FORWARD
-from attn_diag.watching.live.kernels import OPERATORS
+from attn_diag.watching.live.kernels import is_forward
 from attn_diag.watching.live.linear_layers import clean
 
 _MAX_FRAMES = 80
@@ -33,11 +34,6 @@ _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
 _GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", "runtime_wrappers.py"
 # What runs a graph that is to become a CUDA graph.
 _CUDA_GRAPHS = "cudagraph_trees.py"
-# How the names of fused operators begin.
-_FUSED = (
-    FORWARD,
-    *(o.name.split("::")[1].removesuffix("_for_cpu") for o in OPERATORS if not o.is_function),
-)
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 _Site = tuple[tuple[int, int], ...]
 
@@ -83,6 +79,11 @@ class CallPlaces:
 
     Args:
         model: The model; None: all there is.
+
+    Attributes:
+        met: identities of modules that made calls, where it is known which.
+        most: where only the order of calls tells: how many a run of what was compiled made at most.
+        compiled: identities of what was compiled.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -98,6 +99,10 @@ class CallPlaces:
         self._calls: dict[int, int] = {}
         self._no_modules: set[CodeType] = set()
         self._code: dict[int, CodeType] = {}
+        self._told_by: dict[tuple[int, _Site], nn.Module] = {}
+        self.met: set[int | None] = set()
+        self.most: dict[int, int] = {}
+        self.compiled: set[int] = set()
         self._model = model
 
     def read(self) -> None:
@@ -206,6 +211,31 @@ class CallPlaces:
         name = self._names.get(id(caller.owner))
         return name, self._numbered((key[0], run.index), run.index), run.number
 
+    def told_by(self, caller: Caller, find: Callable[[list[nn.Module]], nn.Module | None]) -> Caller:
+        """The caller with its module, where a graph makes fewer calls than it has attention modules.
+
+        Their order tells nothing then: some are no operators in it (or it is one part of several).
+
+        Args:
+            caller: As read off the stack.
+            find: Tells which of several attention modules makes the call that has run.
+        """
+        root = self._root(caller.owner)
+        if not caller.site or caller.module is not None or root is None:
+            return caller
+        key = id(root), caller.site
+        if key not in self._told_by:
+            attentions = self._attentions_of(root)
+            if self._calls_in(caller.site[0][0]) >= len(attentions) or (found := find(attentions)) is None:
+                return caller
+            self._told_by[key] = found
+            self._unnamed.add(id(root))
+        return replace(caller, module=self._told_by[key])
+
+    def name_of(self, module: nn.Module) -> str | None:
+        """The name of a module of the model's."""
+        return self._names.get(id(module))
+
     def named(self, name: str | None) -> nn.Module | None:
         """The model's module of that name."""
         return self._by_name.get(name)
@@ -222,8 +252,13 @@ class CallPlaces:
 
     def count(self, caller: Caller, *, recomputing: bool) -> None:
         """Note that the call is over."""
+        root = id(self._root(caller.owner))
+        if caller.site is not None:
+            self.compiled.add(root)
         if caller.site is None or caller.module is not None:
-            self._counts[_key(caller.owner if caller.site is None else caller.module), recomputing] += 1
+            known = _key(caller.owner if caller.site is None else caller.module)
+            self._counts[known, recomputing] += 1
+            self.met.add(known)
             return
         key = (_key(caller.owner), recomputing)
         before, run = self._runs.get(key), self._run(key, caller)
@@ -232,6 +267,8 @@ class CallPlaces:
         self._runs[key] = run
         run.sites.add(caller.site)
         run.index += 1
+        if not recomputing and run.index > self.most.get(root, 0):
+            self.most[root] = run.index
 
     def _run(self, key: tuple[Any, bool], caller: Caller) -> _Run:
         """The run that the call belongs to: of the graph as it is compiled now."""
@@ -262,10 +299,11 @@ class CallPlaces:
     def _within(self, owner: nn.Module | None) -> list[nn.Module]:
         """The attention modules that a compiled one holds, in the order in which it has them."""
         root = self._root(owner)
-        if root is None or id(root) in self._unnamed:
-            return []
+        return [] if root is None or id(root) in self._unnamed else self._attentions_of(root)
+
+    def _attentions_of(self, root: nn.Module) -> list[nn.Module]:
         if id(root) not in self._attentions:
-            found = [m for m in root.modules() if _ATTENTION.search(type(m).__name__)]
+            found = [m for m in root.modules() if is_attention_by_name(m)]
             inner = [m for m in found if not any(other is not m and other in found for other in m.modules())]
             self._attentions[id(root)] = inner
         return self._attentions[id(root)]
@@ -281,6 +319,11 @@ class CallPlaces:
             taken = set(self._layers.values())
             self._layers[key] = wanted if wanted not in taken else max(taken) + 1
         return self._layers[key]
+
+
+def is_attention_by_name(module: nn.Module) -> bool:
+    """Whether its class is called so."""
+    return _ATTENTION.search(type(module).__name__) is not None
 
 
 def graph_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
@@ -313,7 +356,7 @@ def in_cuda_graphs_memory() -> bool:
 def attention_calls(code: CodeType) -> int:
     """How many attention calls the code of a graph makes."""
     named = (str(step.argval) for step in dis.get_instructions(code) if step.opname in _LOADS)
-    return sum(name.startswith(_FUSED) and not name.endswith("_backward") for name in named)
+    return sum(is_forward(name) or name.startswith(FORWARD) for name in named)
 
 
 def _is_graphs(frame: FrameType) -> bool:

@@ -24,7 +24,7 @@ from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.run import rank, run_id, world_size
-from attn_diag.watching.live.watch import UNSEEN, UNSTEPPED, Watch, require_container
+from attn_diag.watching.live.watch import UNSTEPPED, Watch, require_container
 from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, newest
 
 _log = logging.getLogger("attn_diag")
@@ -129,9 +129,7 @@ class Recorder:
         self._submit_open()
         self._writer.call(self._shelf.step_over)
         self._finish()
-        if watch.looked and not watch.calls_seen:
-            watch.warn_once(UNSEEN)
-        elif not self._chosen:
+        if not watch.tell_of_nothing() and not self._chosen:
             seen = ", ".join(map(str, watch.layers)) or f"none in the {watch.step} steps, of which none was chosen"
             _log.warning("nothing was captured: no call fitted steps, layers and calls; seen were layers %s", seen)
 

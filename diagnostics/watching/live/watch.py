@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.errors import InputError
-from attn_diag.watching.live import flex_graphs, intercept
+from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
 from attn_diag.watching.live.linear_layers import FAST_PATHS, first_head, is_run_compiled
@@ -26,24 +26,10 @@ from attn_diag.watching.live.places import Caller, CallPlaces, MadeBy
 from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
 from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
+from attn_diag.watching.live.unseen import Unseen
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
-# So many steps of an optimizer that may be another model's without any attention call are worth a word.
-_BLIND = 3
-# What a user is told where nothing can be seen, by whoever watches.
-UNSEEN = (
-    'no attention call was seen. It may be replayed from a CUDA graph (torch.compile without mode="reduce-overhead" '
-    "records none), be a Triton kernel inside a compiled graph (torch.compiler.disable leaves it out), run on the fast "
-    "path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that "
-    "is not known here, or be another model's than the one that was given (a copy's, say)"
-)
-FLEX_UNSEEN = (
-    "FlexAttention in a compiled graph is not seen: torch.compiler.disable leaves it out of the graph; with "
-    "ATTN_DIAG_EXPERIMENTAL=flex-graphs in the environment it is seen in graphs that are compiled after the capture or "
-    'Monitor was made (or after torch._dynamo.reset()), unless for a CUDA graph (mode="reduce-overhead") or of a model '
-    "that is not watched"
-)
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
 UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
@@ -121,8 +107,7 @@ class Watch:
         self._projections, self._spread = QueryProjections(model, self.guarded), SpreadHeads()
         self._warned: set[str] = set()
         self.gone = self._looked = False
-        self._blind_steps = 0
-        self._flex_calls: int | None = intercept.flex_calls
+        self._unseen = Unseen(model, self._places, self.warn_once)
         self._told: set[tuple[int, int, bool]] = set()
 
     def start(self) -> Self:
@@ -136,6 +121,7 @@ class Watch:
 
     def _install(self) -> None:
         self._places.read()
+        self._unseen.begin()
         whole = self.model is not None and is_run_compiled(self.model)
         self._projections.watch(whole=whole)
         # A hook inside a compiled module would have it compiled anew.
@@ -165,7 +151,8 @@ class Watch:
 
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""
-        self._tell_of_unseen_flex()
+        if intercept.looks(self):
+            self._unseen.step_ends()
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
         self._looked = self.looked
@@ -194,6 +181,12 @@ class Watch:
         often = max(self._places.most_calls, self._forwards_this_step) > 1
         return self._trains and self.step == self._first_step and often
 
+    def tell_of_nothing(self) -> bool:
+        """Say, at the end, if there was no call although there was a look; whether so."""
+        if blind := self.looked and not self.calls_seen:
+            self._unseen.nothing()
+        return blind
+
     def warn_once(self, message: str) -> None:
         """Warn the user, of the same thing only once."""
         if message not in self._warned:
@@ -219,12 +212,15 @@ class Watch:
         return self.model is not None and nobody
 
     @_harmless
-    def meets(self, module: str = "", made_by: MadeBy | None = None) -> Met | None:
+    def meets(
+        self, module: str = "", made_by: MadeBy | None = None, operator: OperatorCall | None = None
+    ) -> Met | None:
         """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted.
 
         Args:
             module: Its name from the compiled module on, where a graph says it.
             made_by: Who made the call when it was recorded, where it is not what runs now.
+            operator: The fused operator that has run, where nothing but that is known.
         """
         if (stage := stage_running()) is not None and stage.rehearses:
             return None
@@ -235,6 +231,9 @@ class Watch:
         caller, recomputing = self._places.seen_from_here(made_by.caller), made_by.recomputing
         if caller.site is not None:
             self._projections.graph_runs()
+            if operator is not None:
+                q = operator.inputs[0]
+                caller = self._places.told_by(caller, lambda modules: self._projections.maker(modules, q))
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
         gradients = torch.is_grad_enabled() or caller.differentiated
@@ -341,13 +340,6 @@ class Watch:
         # Until it is known that a loop trains, calls tell of steps.
         intercept.look(self, wanted=wanted or at_least or not self._trains)
 
-    def _tell_of_unseen_flex(self) -> None:
-        """After the first step in which it was looked for."""
-        if self._flex_calls is not None and intercept.looks(self):
-            if self._flex_calls == intercept.flex_calls and flex_graphs.blind():
-                self.warn_once(FLEX_UNSEEN)
-            self._flex_calls = None
-
     def _drop_pending(self) -> None:
         with self._lock:
             pending, self._pending = list(self._pending.values()), {}
@@ -390,8 +382,6 @@ class Watch:
         self._projections.forget()
         if not self._clock.ticks(optimizer, seen=bool(self._calls_this_step)):
             return
-        if not self.calls_seen and intercept.looks(self):
-            self._blind_steps += 1
-            if self._clock.owns or self._blind_steps == _BLIND:
-                self.warn_once(UNSEEN)
+        if intercept.looks(self):
+            self.guarded(self._unseen.optimizer_stepped)(bool(self.calls_seen), self._clock.owns)
         self.end_step()
