@@ -62,7 +62,7 @@ def modules(recorder: Recorder, step: int = 0) -> list[str]:
 def t5(encoder_alone: bool = False) -> Tiny:
     import transformers
 
-    shape = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    shape: dict[str, Any] = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     config = transformers.T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(config)
@@ -253,7 +253,7 @@ def test_observe_shows_it(way: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     observed = attn_diag.observe(plain)
     if way == "whole":
         assert "@torch.compiler.disable above @attn_diag.observe" in said
-        observed = torch.compiler.disable(observed)
+        observed = torch.compiler.disable(observed)  # type: ignore[no-untyped-call]
     model, loss = stack(OwnAttention(fused), OwnAttention(observed))
     assert modules(watched(model, loss, compiled(model, way), tmp_path / "after")) == ["0", "1"]
     assert not words(caplog)

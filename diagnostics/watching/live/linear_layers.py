@@ -173,10 +173,14 @@ def first_head(module: nn.Module, q: Tensor) -> int:
         module: The attention module, whose projections' weights say how they are sharded.
         q: What ran, [B, Hq, T, D].
     """
+    if "torch.distributed.tensor" not in sys.modules:
+        return 0  # there are no DTensors then
     own = q.shape[1] * q.shape[3]
     for layer in module.modules():
-        weight: Any = getattr(layer, "weight", None)
-        if not is_linear(layer) or not hasattr(weight, "to_local") or type(layer).__name__.startswith("FSDP"):
+        if not is_linear(layer):
+            continue
+        weight: Any = layer.weight
+        if not hasattr(weight, "to_local") or type(layer).__name__.startswith("FSDP"):
             continue
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.linear_layers import CapturedProjection, Slice
-from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
+from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall, cut
 from attn_diag.watching.live.sites import Graph, LayOut
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -185,7 +185,7 @@ class Pending:
 
 def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:
     """A gradient without the kernel's padding of D."""
-    return None if grad is None else grad.detach()[..., : like.shape[-1]]
+    return None if grad is None else cut(grad.detach() if grad.requires_grad else grad, like.shape[-1])
 
 
 def _attention_node(o: Tensor) -> Any | None:

@@ -32,6 +32,7 @@ _GIB = 2**30
 # Device memory that may wait for the host at one time.
 _IN_FLIGHT = 4 * _GIB
 _LAST_TIMEOUT = 60.0
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 
 Steps = Container[int] | Callable[[int], bool]
 
@@ -83,6 +84,8 @@ class Recorder:
         self._shelf = Shelf(self._asked, ring, max_bytes, self._losses)
         self._writer = self._new_writer()
         self._run, self._chosen = "", False
+        # This rank, and of how many: asked once a step.
+        self._where: tuple[int, int] | None = None
         self._watch: Watch | None = None
         flex_graphs.prepare(self)  # the model may be compiled before start()
 
@@ -261,6 +264,7 @@ class Recorder:
         """Hand over the calls without a backward, which are complete as they are."""
         self._submit_open()
         self._writer.call(self._shelf.step_over)
+        self._where = None
         if self._ring:
             # The limit is that of every step here, and of the ring.
             self._bytes, self._full = 0, False
@@ -269,14 +273,18 @@ class Recorder:
 
     def _metadata(self, call: AttentionCall) -> dict[str, Any]:
         metadata = call.metadata()
-        extra = {**metadata["extra"], "run": self._run, "world_size": str(world_size())}
+        if self._where is None:
+            self._where = rank(), world_size()
+        number, count = self._where
+        extra = {**metadata["extra"], "run": self._run, "world_size": str(count)}
         extra["batch_items"] = ",".join(map(str, self._part.items(call)))
-        return {**metadata, "head_offset": call.head_offset + self._part.heads(call)[0], "rank": rank(), "extra": extra}
+        return {**metadata, "head_offset": call.head_offset + self._part.heads(call)[0], "rank": number, "extra": extra}
 
     def _name(self, call: AttentionCall) -> str:
         where = call.place
-        module = "" if where.module is None else "_" + re.sub(r"[^A-Za-z0-9.]+", "-", where.module or "model")
-        return f"step{where.step:06d}_layer{where.layer:02d}{module}_call{where.call}_rank{rank()}.safetensors"
+        module = "" if where.module is None else "_" + _NOT_IN_NAMES.sub("-", where.module or "model")
+        number = rank() if self._where is None else self._where[0]
+        return f"step{where.step:06d}_layer{where.layer:02d}{module}_call{where.call}_rank{number}.safetensors"
 
     def _submit_open(self) -> None:
         taken, self._taken = self._taken, {}

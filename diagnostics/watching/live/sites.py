@@ -79,6 +79,8 @@ def gradients(o: Tensor, q: Tensor, k: Tensor, v: Tensor, lay_out: LayOut = unch
 def _unshared(inputs: Iterable[tuple[str, tuple[Tensor, LayOut]]]) -> Graph:
     """Without tensors given twice: theirs is one gradient for both."""
     every = dict(inputs)
+    if len({id(t) for t, _ in every.values()}) == len(every):
+        return every
     return {
         name: (t, lay_out)
         for name, (t, lay_out) in every.items()

@@ -6,8 +6,9 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -50,19 +51,22 @@ def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(watch: Watch, *args: Any) -> Any:
-        if watch.gone or torch.compiler.is_compiling():
-            return None  # nothing of ours belongs in a graph that is traced, nor in a forked child
-        try:
-            return method(watch, *args)
-        except Exception as error:
-            watch.failed(error)
-            return None
+        return _run_harmlessly(watch, method, watch, *args)
 
     return run
 
 
-@dataclass(frozen=True)
-class Met:
+def _run_harmlessly(watch: Watch, what: Callable[..., Any], *args: Any) -> Any:
+    if watch.gone or torch.compiler.is_compiling():
+        return None  # nothing of ours belongs in a graph that is traced, nor in a forked child
+    try:
+        return what(*args)
+    except Exception as error:
+        watch.failed(error)
+        return None
+
+
+class Met(NamedTuple):
     """A call that is about to run, or has run, and counts."""
 
     place: CallPlace
@@ -228,7 +232,10 @@ class Watch:
             made_by = MadeBy(self._places.caller(module), torch._C._current_graph_task_id() != -1)
             if made_by.caller.pooled:
                 return None
-        caller, recomputing = self._places.seen_from_here(made_by.caller), made_by.recomputing
+            caller = made_by.caller
+        else:
+            caller = self._places.seen_from_here(made_by.caller)
+        recomputing = made_by.recomputing
         if caller.site is not None:
             self._projections.graph_runs()
             if operator is not None:
@@ -247,7 +254,7 @@ class Watch:
         place = CallPlace(self.step, layer, name, call, gradients)
         # Checkpointing runs the forward again: its first run is already followed.
         followed = recomputing and (layer, call) in self._with_gradients
-        return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place), stage=stage)
+        return Met(place, caller, recomputing, not followed and self.listener.wants(place), stage)
 
     @_harmless
     def counts(self, met: Met) -> None:
@@ -268,7 +275,9 @@ class Watch:
         operator: OperatorCall | None = fields.pop("operator", None)
         graph: Graph = fields.pop("graph", {})
         known = fields.pop("projection", None)
-        detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
+        detached: dict[str, Any] = {
+            name: v.detach() if isinstance(v, Tensor) and v.requires_grad else v for name, v in fields.items()
+        }
         call = AttentionCall(place=place, stage=met.stage, **detached)
         if (module := self._places.named(place.module)) is not None:
             call.head_offset = first_head(module, call.q)
@@ -303,12 +312,14 @@ class Watch:
     def went_back(self, back: OperatorBackward) -> None:
         """Give the call whose backward this is its gradients."""
         self._projections.goes_back()
-        if back.of_lse:
-            self.warn_once("gradients are left out where the LSE has one too")
-            return
         with self._lock:
             # The newest forward goes back first.
             waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
+        if not waiting:
+            return
+        if back.of_lse:
+            self.warn_once("gradients are left out where the LSE has one too")
+            return
         for is_its in (Pending.kept_by, Pending.looks_like):
             if (found := next((p for p in waiting if is_its(p, back)), None)) is not None:
                 found.from_operator(back)
@@ -329,8 +340,7 @@ class Watch:
 
     def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``what`` so that our own failures are logged instead of raised; it returns None then."""
-        harmless = _harmless(lambda _, *args: what(*args))
-        return Hook(lambda *args: harmless(self, *args))
+        return Hook(partial(_run_harmlessly, self, what))
 
     def _look(self, *, at_least: bool = False) -> None:
         """Keep what a wanted step needs; on others nothing costs anything."""
