@@ -29,10 +29,10 @@ class FlexCall(OperatorCall):
     """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
-        self.given = dict(zip(_names(FORWARD), args, strict=True))
-        self.about: dict[str, Any] = json.loads(self.given["about"])
-        self.inputs = self.given["q"], self.given["k"], self.given["v"]
-        self.o, self.lse, self.module = self.given["o"], self.given["lse"], self.about["module"]
+        given = dict(zip(_names(FORWARD), args, strict=True))
+        self.about: dict[str, Any] = json.loads(given["about"])
+        self._given, self._inputs = given, (given["q"], given["k"], given["v"])
+        self._laid_out_o, self.lse, self.module = given["o"], given["lse"], self.about["module"]
 
     @property
     def is_cuda(self) -> bool:
