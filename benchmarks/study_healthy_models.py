@@ -66,7 +66,7 @@ def trained(
 ) -> dict[str, Any]:
     """One run."""
     torch._dynamo.reset()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only=True cuDNN's attention is not deterministic
     torch.set_float32_matmul_precision("high")
     data = torch.from_numpy(train.load_tokens(tokens, VOCABULARY).astype("int32")).to(device)
     model = model_of(name, attention).to(device)
@@ -119,6 +119,8 @@ def both(name: str, attention: str, mode: str, steps: int, tokens: Path, device:
         runs = [trained(name, attention, mode, steps, tokens, device, watched=w) for w in (False, False, True)]
     except Exception as error:
         return what | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    finally:
+        logging.getLogger("attn_diag").removeHandler(handler)
     first, again, with_monitor = (run.pop("bits") for run in runs)
     bits = {"repeats itself": first == again, "same bits": first == with_monitor}
     return what | runs[-1] | {"seconds alone": runs[1]["seconds"], **bits, "said": said}

@@ -21,7 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import attn_diag
-from attn_diag.watching.live import cuda_graphs, intercept
+from attn_diag.watching.live import cuda_graphs, intercept, products, watch
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
@@ -46,7 +46,7 @@ class Graph:
     def replay(self) -> None:
         recorded, self.copies = self.copies, []
         # Its operators are met once more, for the copies of what they give now; nothing of that is told.
-        intercept.recordings._records[-1] = []
+        intercept.recordings._records[-1] = cuda_graphs._Record()
         Graph.recording = self
         intercept.meet_operators()
         self.work()
@@ -67,11 +67,10 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             Graph.recording.copies += [copy for those, _ in copies._pairs.values() for copy in those]
         make(copies)
 
-    monkeypatch.setenv("ATTN_DIAG_EXPERIMENTAL", "cuda-graphs")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(cuda_graphs, "_outside_the_graphs_memory", torch.empty_like)
     monkeypatch.setattr(cuda_graphs._Copies, "make", made)
-    for module in (cuda_graphs, intercept):
+    for module in (cuda_graphs, intercept, products, watch):
         monkeypatch.setattr(module, "in_cuda_graph", lambda: Graph.recording is not None)
     for kind in (OperatorCall, OperatorBackward):
         monkeypatch.setattr(kind, "is_cuda", True)
@@ -159,10 +158,31 @@ def test_replays_are_told_of(checkpointing: bool | None, tmp_path: Path) -> None
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_graph_in_the_mode_that_forbids_allocation_is_left_alone(tmp_path: Path) -> None:
-    with attn_diag.capture(None, tmp_path):
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_a_whole_step_of_ones_own_steps_when_it_is_replayed(mode: str, tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+
+    def work() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(tiny.loss(tiny.model))
+        optimizer.step()
+
+    with attn_diag.capture(tiny.model, tmp_path, steps={1, 3}, batch=None) as recorder:
+        work()
         graph = Graph()
-        graph.capture_begin()
+        graph.work = work
+        graph.capture_begin(capture_error_mode=mode)
+        work()
         graph.capture_end()
-        assert not intercept.recordings.running
-        assert not hasattr(graph, cuda_graphs._RECORD)
+        assert recorder.step == 1
+        for _ in range(4):
+            graph.replay()
+        assert recorder.step == 5
+    found = written(recorder)
+    assert not recorder.dropped
+    assert [(c.metadata.step, c.metadata.layer) for c in found] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    for capture in found:
+        assert capture.tensors.keys() >= QUANTITIES
+        assert capture.metadata.extra["module"] == f"h.{capture.metadata.layer}.attn"
+        assert holds(capture)

@@ -47,7 +47,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FlexAttention refuses gradients on a CPU, though its dense code has them, and keeps no LSE there."""
-    monkeypatch.setenv("ATTN_DIAG_EXPERIMENTAL", "flex-graphs")
     options = flex._apply_kernel_options
 
     def with_lse(*args: Any, **kwargs: Any) -> Any:
@@ -93,20 +92,17 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "checkpointed", "key_heads"),
+    ("case", "key_heads"),
     [
-        ("plain", False, HEADS), ("plain", True, 2), ("scale", False, 2), ("block mask", True, HEADS),
-        ("captured mask", False, HEADS), ("score_mod", True, 2),
+        ("plain", HEADS), ("plain", 2), ("scale", 2), ("block mask", HEADS), ("captured mask", HEADS), ("score_mod", 2),
     ],
 )  # fmt: skip
-def test_a_compiled_model_is_captured_and_trains_as_it_did(
-    case: str, checkpointed: bool, key_heads: int, tmp_path: Path
-) -> None:
+def test_a_compiled_model_is_captured_and_trains_as_it_did(case: str, key_heads: int, tmp_path: Path) -> None:
     options = CASES[case]()
-    alone = Layers(key_heads, checkpointed=checkpointed)
+    alone = Layers(key_heads)
     expected = train(alone, torch.compile(alone, backend=graphs([]), fullgraph=True), options)
     torch._dynamo.reset()
-    model = Layers(key_heads, checkpointed=checkpointed)
+    model = Layers(key_heads)
     seen: list[torch.fx.Graph] = []
     run = torch.compile(model, backend=graphs(seen), fullgraph=True)
     recorder = attn_diag.capture(model, tmp_path, steps={1, 3}, batch=None)
@@ -133,6 +129,30 @@ def test_a_compiled_model_is_captured_and_trains_as_it_did(
             assert torch.equal(kept if kept.dtype == torch.bool else kept.isfinite(), seen_keys.expand(kept.shape))
     else:
         assert all(masked(capture) is None for capture in found)
+
+
+def test_a_graph_that_checkpoints_has_no_gradients_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = Layers(checkpointed=True)
+    expected = train(alone, torch.compile(alone, backend=graphs([]), fullgraph=True), {})
+    torch._dynamo.reset()
+    model = Layers(checkpointed=True)
+    recorder = attn_diag.capture(model, tmp_path, steps={1}, batch=None)
+    assert same(train(model, torch.compile(model, backend=graphs([]), fullgraph=True), {}, recorder), expected)
+    assert caplog.text.count("block.compile()") == 1
+    for capture in written(recorder):
+        assert not {"do", "dq", "dk", "dv"} & capture.tensors.keys()
+        assert holds(capture)
+    caplog.clear()
+    torch._dynamo.reset()
+    model = Layers(checkpointed=True)
+    for block in model.blocks:
+        block.compile(backend=graphs([]), fullgraph=True)
+    recorder = attn_diag.capture(model, tmp_path / "blocks", steps={1}, batch=None)
+    assert same(train(model, model, {}, recorder), expected)
+    assert all(capture.tensors.keys() >= QUANTITIES for capture in written(recorder))
+    assert "FlexAttention" not in caplog.text
 
 
 def test_numbers_of_a_closure_and_dynamic_shapes(tmp_path: Path) -> None:
@@ -283,6 +303,18 @@ def test_the_users_own_pass_goes_first_and_stays(tmp_path: Path) -> None:
     assert len(recorder.written) == 2
 
 
+def test_a_function_that_is_compiled_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph returns the LSE, and cannot know that nobody differentiates it."""
+    monkeypatch.setitem(globals(), "compiled_flex", torch.compile(flex.flex_attention, backend=graphs([])))
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, DIM, requires_grad=True) for _ in range(3))
+    with attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        o, _ = globals()["compiled_flex"](q, k, v, return_lse=True)
+        torch.autograd.backward(o.square().sum())
+    (capture,) = written(recorder)
+    assert capture.tensors.keys() >= QUANTITIES
+    assert max(gradient_errors(capture).values()) < 1e-5
+
+
 def test_a_region_compiled_once_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers().eval()
     region = torch.compiler.nested_compile_region(FlexSelfAttention.forward)
@@ -343,12 +375,11 @@ def stand_ins(graph: torch.fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
-def test_training_by_inductor(checkpointed: bool, dynamic: bool | None, tmp_path: Path) -> None:
+def test_training_by_inductor(dynamic: bool | None, tmp_path: Path) -> None:
     def run(watching: Any) -> list[Tensor]:
         torch._dynamo.reset()
-        model = Layers(2, checkpointed=checkpointed)
+        model = Layers(2)
         compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
         return train(model, compiled, {}, watching(model) if watching else None)
 

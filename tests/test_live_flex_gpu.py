@@ -35,11 +35,6 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True)
-def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_DIAG_EXPERIMENTAL", "flex-graphs")
-
-
 def in_pieces(model: Layers) -> nn.Module:
     for block in model.blocks:
         block.compile(fullgraph=True)
@@ -57,9 +52,9 @@ WAYS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("way", "masks", "checkpointed", "key_heads"),
     [
-        ("whole", "plain", False, 4), ("whole", "plain", True, 2), ("whole", "block mask", True, 4),
-        ("whole", "captured", False, 2), ("whole", "score_mod", False, 4), ("dynamic", "block mask", False, 2),
-        ("blocks", "captured", False, 4), ("blocks", "plain", True, 4),
+        ("whole", "plain", False, 4), ("whole", "plain", True, 2), ("whole", "block mask", False, 4),
+        ("whole", "block mask", True, 4), ("whole", "captured", False, 2), ("whole", "score_mod", False, 4),
+        ("dynamic", "block mask", False, 2), ("blocks", "captured", False, 4), ("blocks", "plain", True, 4),
     ],
 )  # fmt: skip
 def test_a_compiled_model_is_captured_and_trains_as_it_did(
@@ -80,10 +75,13 @@ def test_a_compiled_model_is_captured_and_trains_as_it_did(
     found = written(recorder)
     assert [(c.metadata.step, c.metadata.layer) for c in found] == [(1, 0), (1, 1), (3, 0), (3, 1)]
     for capture in found:
-        assert capture.tensors.keys() >= QUANTITIES
         assert ("mask" in capture.tensors) == ("block_mask" in options)
         assert capture.metadata.extra["module"] == f"blocks.{capture.metadata.layer}"
         assert holds(capture)
+        if checkpointed and way == "whole":  # its backward is left as it is
+            assert not {"do", "dq"} & capture.tensors.keys()
+            continue
+        assert capture.tensors.keys() >= QUANTITIES
         errors = gradient_errors(capture)
         # exp2 and log2 of 2 ulp in fp32, of an LSE below 10; gradients of factors rounded to BF16 a few times.
         assert errors.pop("lse") < 1e-4
@@ -104,16 +102,30 @@ def test_what_was_compiled_before_says_so(tmp_path: Path, caplog: pytest.LogCapt
     assert len(recorder.written) == 2
 
 
-def test_a_cuda_graph_says_so_and_runs_as_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def run(folder: Path | None) -> list[Tensor]:
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("masks", MASKS)
+def test_cuda_graphs(masks: str, tmp_path: Path) -> None:
+    options = MASKS[masks]()
+
+    def run(folder: Path | None) -> tuple[list[Tensor], Any]:
         torch._dynamo.reset()
         model = Layers().cuda()
-        recorder = None if folder is None else attn_diag.capture(model, folder)
-        return train(model, torch.compile(model, mode="reduce-overhead"), {}, recorder, steps=5, length=LENGTH)
+        recorder = None if folder is None else attn_diag.capture(model, folder, steps={0, 3, 5}, batch=(0,))
+        compiled = torch.compile(model, mode="reduce-overhead")
+        return train(model, compiled, options, recorder, steps=6, length=LENGTH), recorder
 
-    assert same(run(None), run(tmp_path))
-    assert "FlexAttention in a compiled graph is not seen" in caplog.text
-    assert not list(tmp_path.glob("*.safetensors"))
+    alone, _ = run(None)
+    assert same(alone, run(None)[0]), "the run itself is not repeatable"
+    watched, recorder = run(tmp_path)
+    assert same(alone, watched)
+    found = written(recorder)
+    assert [(c.metadata.step, c.metadata.layer) for c in found] == [(s, layer) for s in (0, 3, 5) for layer in (0, 1)]
+    for capture in found:
+        assert capture.tensors.keys() >= QUANTITIES
+        assert holds(capture)
+        errors = gradient_errors(capture)
+        assert errors.pop("lse") < 1e-4
+        assert max(errors.values()) < 2**-6, errors
 
 
 def test_transformers(tmp_path: Path) -> None:
@@ -155,12 +167,14 @@ def test_operators_launch_and_copy_nothing(tmp_path: Path) -> None:
             recorder.start()
         train(model, run, {}, steps=2, length=LENGTH)
         x = x_of(0, LENGTH, "cuda")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            with torch.autocast("cuda", torch.bfloat16):
-                made = run(x, {})
-            torch.autograd.backward(made.float().square().mean())
-            torch.cuda.synchronize()
-        kernels.append(sorted((event.key, event.count) for event in profile.key_averages()))
+        for _ in range(2):  # the profiler too has a first time
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                with torch.autocast("cuda", torch.bfloat16):
+                    made = run(x, {})
+                torch.autograd.backward(made.float().square().mean())
+                torch.cuda.synchronize()
+        found = ((event.key, event.count) for event in profile.key_averages())
+        kernels.append(sorted(one for one in found if "Activity Buffer" not in one[0]))
         if recorder is not None:
             recorder.close()
     assert kernels[0] == kernels[1]

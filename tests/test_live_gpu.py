@@ -106,9 +106,13 @@ def test_compiled_flex_attention(masked: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("how", ["sdpa", "eager", "flex_attention"])
-def test_transformers(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "compiled"),
+    [("sdpa", False), ("eager", False), ("flex_attention", False), ("sdpa", True), ("flex_attention", True)],
+)
+def test_transformers(how: str, compiled: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
+    torch._dynamo.reset()
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, attn_implementation=how,
@@ -117,11 +121,14 @@ def test_transformers(how: str, tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(config).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     ids = torch.randint(64, (2, 256), device="cuda")
-    with attn_diag.capture(model, tmp_path, batch=None) as recorder:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        torch.autograd.backward(loss)
-        optimizer.step()
+    with attn_diag.capture(model, tmp_path, steps={1}, batch=None) as recorder:
+        run: Any = torch.compile(model) if compiled else model
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = run(input_ids=ids, labels=ids).loss
+            torch.autograd.backward(loss)
+            optimizer.step()
     captures = written(recorder)
     assert len(captures) == 2
     for layer, capture in enumerate(captures):
@@ -240,7 +247,6 @@ def test_a_cuda_graph_of_a_compiled_model_says_so_and_runs_as_it_did(
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The CUDA graphs that are replayed, one by one."""
-    monkeypatch.setenv("ATTN_DIAG_EXPERIMENTAL", "cuda-graphs")
     found: list[Any] = []
     theirs = torch.cuda.CUDAGraph.replay
 
@@ -273,10 +279,13 @@ def test_cuda_graphs_of_a_compiled_model_are_seen(
         for _ in range(8):
             optimizer.zero_grad()
             for _ in range(micro_batches):
+                ids = tokens(seed=len(bits))
                 with torch.autocast("cuda", torch.bfloat16):
-                    loss = tiny.loss(compiled)
+                    loss = next_token_loss(compiled, ids.cuda())
                 torch.autograd.backward(loss)
                 bits.append(loss.detach().clone())
+                for parameter in tiny.model.parameters():  # the graph's own memory, which its next replay overwrites
+                    parameter.grad = some(parameter.grad).clone()
             optimizer.step()
             bits += [some(p.grad).clone() for p in tiny.model.parameters()]
         if recorder is not None:
@@ -328,12 +337,11 @@ def test_a_graph_of_ones_own(mode: str, tmp_path: Path) -> None:
             graph.replay()
             expected = [r.clone() for r in results]
             recorder.drain()
-            assert len(recorder.written) == (2 + number if mode == "thread_local" else 1)
-            if mode == "thread_local":
-                capture = written(recorder)[-1]
-                for name, result in zip(("o", "dq", "dk", "dv"), expected, strict=True):
-                    assert torch.equal(capture.tensors[name][...], result.cpu())
-                assert torch.equal(capture.tensors["q"][...], q.detach().cpu())
+            assert len(recorder.written) == 2 + number
+            capture = written(recorder)[-1]
+            for name, result in zip(("o", "dq", "dk", "dv"), expected, strict=True):
+                assert torch.equal(capture.tensors[name][...], result.cpu())
+            assert torch.equal(capture.tensors["q"][...], q.detach().cpu())
 
 
 def test_other_streams(tmp_path: Path) -> None:
@@ -359,16 +367,69 @@ def test_other_streams(tmp_path: Path) -> None:
         assert torch.equal(found[number].tensors["dk"][...], dk)
 
 
-def test_a_cuda_graph_is_left_alone(tmp_path: Path) -> None:
+def test_a_graph_without_gradients(tmp_path: Path) -> None:
     q, k, v = (t.detach() for t in inputs(4, 64))
-    functional.scaled_dot_product_attention(q, k, v)
-    graph = torch.cuda.CUDAGraph()
-    with attn_diag.capture(None, tmp_path) as recorder:
-        with torch.cuda.graph(graph):
+    expected = functional.scaled_dot_product_attention(q, k, v)
+    before, during = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(before):
+        functional.scaled_dot_product_attention(q, k, v)
+    with attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        with torch.cuda.graph(during):
             o = functional.scaled_dot_product_attention(q, k, v)
-        graph.replay()
-    assert not recorder.written
-    assert torch.equal(o, functional.scaled_dot_product_attention(q, k, v))
+        before.replay()
+        during.replay()
+    assert torch.equal(only(recorder).tensors["o"][...], expected.cpu())
+    assert torch.equal(o, expected)
+    during.replay()
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.filterwarnings("ignore")  # of torch, about streams
+def test_a_whole_step_of_ones_own_steps_when_it_is_replayed(tmp_path: Path) -> None:
+    def run(folder: Path | None) -> tuple[list[Tensor], Any]:
+        tiny = nano_gpt()
+        tiny.model.cuda()
+        ids = tokens().cuda()
+        optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3, capturable=True)
+        recorder = None if folder is None else attn_diag.capture(tiny.model, folder, steps={4, 6}, batch=None).start()
+        monitor = None if folder is None else attn_diag.Monitor(tiny.model, every=2)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+        def step() -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                loss = next_token_loss(tiny.model, ids)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            return loss
+
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            loss = step()
+        losses = []
+        for _ in range(5):
+            graph.replay()
+            losses.append(loss.detach().clone())
+        if recorder is not None and monitor is not None:
+            recorder.close()
+            monitor.close()
+            assert recorder.step == monitor.step == 8
+            assert [check.step for check in monitor.history] == [0, 2, 4, 6]
+        return losses + [p.detach().clone() for p in tiny.model.parameters()], recorder
+
+    alone, _ = run(None)
+    assert same(alone, run(None)[0]), "the run itself is not repeatable"
+    watched, recorder = run(tmp_path)
+    assert same(alone, watched)
+    found = written(recorder)
+    assert [(c.metadata.step, c.metadata.layer) for c in found] == [(4, 0), (4, 1), (6, 0), (6, 1)]
+    for capture in found:
+        assert {"q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"} <= capture.tensors.keys()
+        assert holds(capture, "cuda")
 
 
 def test_a_model_that_moves(tmp_path: Path) -> None:

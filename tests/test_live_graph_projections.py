@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +232,23 @@ def test_products_are_met_on_wanted_steps_alone(tmp_path: Path) -> None:
             met.append(products.are_met())
             optimizer.step()
     assert met == [False, True, False, True, False]
+
+
+def test_a_product_that_no_python_calls() -> None:
+    """As in autograd's threads for a GPU, whose stacks begin in torch."""
+    met: list[products.Product] = []
+    a, b, made = torch.ones(2, 3), torch.ones(3, 2), torch.zeros(2, 2)
+    products.listen(met.append, wanted=True)
+    try:
+        _thread.start_new_thread(torch.mm, (a, b), {"out": made})
+        for _ in range(1000):
+            if met:
+                break
+            time.sleep(0.01)
+    finally:
+        products.listen(met.append, wanted=False)
+    assert [one.site for one in met] == [None]
+    assert bool((made == 3).all())
 
 
 class Attention(nn.Module):

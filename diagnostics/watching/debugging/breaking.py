@@ -21,8 +21,8 @@ from attn_diag.printing import say
 from attn_diag.results.diagnosis import Diagnosis, Label, severity
 from attn_diag.statistics.means import require_level
 from attn_diag.watching.debugging.finding import Conditions, Finding
-from attn_diag.watching.live.call import AttentionCall, CallPlace
-from attn_diag.watching.live.watch import Watch, require_container
+from attn_diag.watching.live.call import AttentionCall, CallPlace, require_container
+from attn_diag.watching.live.watch import Watch
 
 _log = logging.getLogger("attn_diag")
 _last: Finding | None = None
@@ -339,7 +339,7 @@ def last_finding() -> Finding | None:
 
 def users_frame() -> FrameType | None:
     """Find the innermost frame of this thread that is neither ours nor torch's; None in a thread of autograd's own."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe().f_back
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
         frame = frame.f_back
     return frame

@@ -183,7 +183,7 @@ class History:
 
     def user_frame(self) -> FrameType | None:
         """The innermost frame that is neither torch's nor this package's."""
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe().f_back
         users = self._users
         while frame is not None:
             code = frame.f_code

@@ -80,7 +80,7 @@ class TrainerMonitor(TrainerCallback):
 
         A callback is told neither of its trainer nor of other callbacks: the handler is found where it calls us.
         """
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe().f_back
         for _ in range(_MAX_FRAMES):
             if frame is None:
                 break

@@ -2,18 +2,17 @@
 
 A replay runs no code of ours. So copies of what an operator was given and returned are recorded with it, into memory of
 our own, as the graph's is used again before a replay is over. They stay in the graph, whoever listens. Met are graphs
-that are recorded while somebody listens, in another capture mode than "global" (which forbids any allocation
-meanwhile): those of torch.compile, as with mode="reduce-overhead". What torch.compile runs before, to warm up, lives in
-the graph's memory already, where torch forbids that anything of ours stays: that too is copied, and told of at the end
-of the step. No GPU has run this yet: whoever wants it says so.
+that are recorded while somebody listens: those of torch.compile, as with mode="reduce-overhead", and a user's own. What
+torch.compile runs before, to warm up, lives in the graph's memory already, where torch forbids that anything of ours
+stays: that too is copied, and told of at the end of the step.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -21,13 +20,20 @@ import torch
 from torch import Tensor
 
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
-from attn_diag.watching.live.operators import in_cuda_graph
 from attn_diag.watching.live.places import MadeBy, in_cuda_graphs_memory
+from attn_diag.watching.live.stream_capture import in_cuda_graph, stay_out_of_graphs
 
 _METHODS = ("capture_begin", "capture_end", "replay")
 # The attribute of a graph that was recorded while we were there: what to do after a replay, in the order of its calls.
 _RECORD = "_attn_diag_record"
-_Record = list[Callable[[], None]]
+
+
+@dataclass
+class _Record:
+    tells: list[Callable[[], None]] = field(default_factory=list)
+    """Of calls and of backwards, for whoever looks."""
+    others: list[tuple[Audience, Callable[[], None]]] = field(default_factory=list)
+    """For one that is there, whether it looks or not."""
 
 
 class Audience(Protocol):
@@ -38,8 +44,12 @@ class Audience(Protocol):
         """So many sequences, the first of a batch, are all that it looks at; None: it looks at every one."""
         ...
 
-    def made_by(self) -> MadeBy | None:
-        """Who makes the call that is running, if it may be of interest."""
+    def made_by(self, module: str = "") -> MadeBy | None:
+        """Who makes the call that is running, if it may be of interest.
+
+        Args:
+            module: Who makes it, from the compiled module on, where a graph says it.
+        """
         ...
 
     def failed(self, error: Exception) -> None:
@@ -71,7 +81,7 @@ class GraphRecordings:
         self._theirs: dict[str, Callable[..., Any]] = {}
         # By thread; a backward that is recorded with its forward runs in another one.
         self._records: dict[int, _Record] = {}
-        self._warm_ups: _Record = []
+        self._warm_ups = _Record()
         # Forwards by where their O is: their backward is given it there.
         self._by_address: WeakValueDictionary[int, OperatorCall] = WeakValueDictionary()
 
@@ -82,7 +92,7 @@ class GraphRecordings:
 
     def install(self) -> None:
         """Begin."""
-        if self._theirs or "cuda-graphs" not in os.environ.get("ATTN_DIAG_EXPERIMENTAL", ""):
+        if self._theirs:
             return
         graphs: Any = torch.cuda.CUDAGraph
         for name in _METHODS:
@@ -94,7 +104,7 @@ class GraphRecordings:
         graphs: Any = torch.cuda.CUDAGraph
         while self._theirs:
             setattr(graphs, *self._theirs.popitem())
-        self._warm_ups.clear()
+        self._warm_ups = _Record()
 
     def takes(self) -> bool:
         """Whether what runs on a GPU now is copied, to be told of later."""
@@ -102,9 +112,14 @@ class GraphRecordings:
 
     def tell_of_warm_ups(self) -> None:
         """Tell of what ran since the last time."""
-        warm_ups, self._warm_ups = self._warm_ups, []
-        for tell in warm_ups:
+        warm_ups, self._warm_ups = self._warm_ups, _Record()
+        for tell in warm_ups.tells:
             tell()
+
+    def at_replays(self, observer: Audience, what: Callable[[], None]) -> None:
+        """Do something for an observer, as long as it is there, whenever the graph that is recorded is replayed."""
+        if (record := self._record()) is not None:
+            record.others.append((observer, what))
 
     def forward(self, call: OperatorCall) -> None:
         """Have a forward told of later, at each replay of the graph that is recorded."""
@@ -126,14 +141,15 @@ class GraphRecordings:
         return _Copies(None if None in wanted else max((n for n in wanted if n is not None), default=None))
 
     def _record_forward(self, call: OperatorCall) -> None:
-        made_by = next((found for observer in tuple(self._observers) if (found := observer.made_by())), None)
+        everybody = tuple(self._observers)
+        made_by = next((found for observer in everybody if (found := observer.made_by(call.module))), None)
         if made_by is None or (record := self._record()) is None:
             return
         address, copies = call.o.data_ptr(), self._copies()
-        told = call.copied(copies.of)
+        told = call.copied(copies.of, copies.whole)
         copies.make()
         self._by_address[address] = told
-        record.append(lambda: self._forward(told, made_by))
+        record.tells.append(lambda: self._forward(told, made_by))
 
     def _record_backward(self, back: OperatorBackward) -> None:
         if (record := self._record()) is None:
@@ -146,7 +162,7 @@ class GraphRecordings:
         lse = copies.of(lse) if lse is not None and forward is None else lse
         told = back.copied(copies.of, o, lse)
         copies.make()
-        record.append(lambda: self._backward(told))
+        record.tells.append(lambda: self._backward(told))
 
     def _record(self) -> _Record | None:
         """Of the graph that is being recorded, or of what runs to warm up."""
@@ -158,9 +174,8 @@ class GraphRecordings:
     def _capture_begin(
         self, theirs: Callable[..., Any], graph: Any, pool: Any = None, capture_error_mode: str = "global", **more: Any
     ) -> Any:
-        if capture_error_mode != "global":
-            self._records[threading.get_ident()] = []
-            self._changed()
+        self._records[threading.get_ident()] = _Record()
+        self._changed()
         return theirs(graph, pool=pool, capture_error_mode=capture_error_mode, **more)
 
     def _capture_end(self, theirs: Callable[..., Any], graph: Any) -> Any:
@@ -174,11 +189,14 @@ class GraphRecordings:
 
     def _replay(self, theirs: Callable[..., Any], graph: Any) -> Any:
         result = theirs(graph)
-        record: _Record = getattr(graph, _RECORD, [])
+        record: _Record | None = getattr(graph, _RECORD, None)
         if self._looking:
             self.tell_of_warm_ups()  # they came before
-            for tell in record:
+            for tell in [] if record is None else record.tells:
                 tell()
+        for observer, what in [] if record is None else record.others:
+            if observer in self._observers:
+                what()
         return result
 
 
@@ -198,9 +216,12 @@ class _Copies:
         self._pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
 
     def of(self, t: Tensor) -> Tensor:
-        """Where the copy will be."""
+        """Where the copy of the first sequences will be."""
+        return self.whole(t[: self._sequences] if t.dim() > 2 else t)  # a mask [Tq, Tk] is that of all
+
+    def whole(self, t: Tensor) -> Tensor:
+        """Where the copy of all of it will be."""
         part = t.detach()
-        part = part[: self._sequences] if part.dim() > 2 else part  # a mask [Tq, Tk] is that of all
         for axis in range(part.dim()):  # what is repeated along an axis is there once
             part = part.narrow(axis, 0, 1) if part.stride(axis) == 0 and part.shape[axis] else part
         copy = _outside_the_graphs_memory(part)
@@ -222,8 +243,11 @@ def _outside_the_graphs_memory(like: Tensor) -> Tensor:
     made: list[Tensor] = []
 
     def make() -> None:
+        stay_out_of_graphs()
         with torch.no_grad(), torch.cuda.device(like.device):
-            made.append(torch.empty_like(like))
+            # No torch.empty: under deterministic algorithms that is filled, on a stream that nobody waits for.
+            storage = torch.UntypedStorage(like.numel() * like.element_size(), device=like.device)
+            made.append(torch.empty(0, dtype=like.dtype, device=like.device).set_(storage).view(like.shape))
 
     thread = threading.Thread(target=make)
     thread.start()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from functools import cache, cached_property
+from collections.abc import Callable
+from copy import copy
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,13 +35,30 @@ class FlexCall(OperatorCall):
         self.about: dict[str, Any] = json.loads(given["about"])
         self._given, self._inputs = given, (given["q"], given["k"], given["v"])
         self._laid_out_o, self.lse, self.module = given["o"], given["lse"], self.about["module"]
+        self._differentiable = None
 
     @property
     def is_cuda(self) -> bool:
         """Whether it ran on a GPU."""
         return self.o.is_cuda
 
-    @cached_property
+    def copied(self, copy_of: Callable[[Tensor], Tensor], copy_whole: Callable[[Tensor], Tensor]) -> FlexCall:
+        """The same call, holding copies instead of any tensor of its own; see ``OperatorCall``."""
+        q, k, v = (copy_of(t) for t in self.inputs)
+        others = {name: None if (t := self.given[name]) is None else copy_of(t) for name in ("o", "lse", "blocks")}
+        copies = {"q": q, "k": k, "v": v, **others}
+        found = copy(self)
+        found._given = {
+            **self.given,
+            **copies,
+            "token": None,
+            "tensors": [copy_whole(t) for t in self.given["tensors"]],
+        }
+        found._inputs, found._differentiable = (q, k, v), self.differentiable
+        found._laid_out_o, found.lse = copies["o"], copies["lse"]
+        return found
+
+    @property
     def base_e_lse(self) -> Tensor | None:
         """[B, Hq, Tq]; the kernel's own is in base 2."""
         return None if self.lse is None else self.lse * self.about["lse_unit"]

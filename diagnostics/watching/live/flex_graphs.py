@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import operator
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +43,10 @@ _USED_IN = "torch.nn.attention.flex_attention"
 _PASS = "post_grad_custom_pre_pass"
 _log = logging.getLogger("attn_diag")
 
+CHECKPOINTED = (
+    "FlexAttention's backward is not seen in a compiled graph that checkpoints it: nothing can be read there without "
+    "other bits. Compile the blocks inside the checkpoint (block.compile()) instead of the model around it"
+)
 Told = Callable[[tuple[Any, ...]], None]
 _told: tuple[Told, Told] | None = None
 _library: Any = None
@@ -56,8 +59,7 @@ _ours: Any = None
 def prepare(holder: object) -> None:
     """Have FlexAttention seen in what is compiled from now on, while ``holder`` lives or until ``leave``."""
     global _before, _ours
-    # No GPU has run it yet: whoever wants it says so.
-    if holder not in _holders and "flex-graphs" in os.environ.get("ATTN_DIAG_EXPERIMENTAL", ""):
+    if holder not in _holders:
         _holders.add(holder)
         weakref.finalize(holder, _restore).atexit = False
     # Inductor takes a second to load, and whoever uses FlexAttention has loaded this.
@@ -141,8 +143,12 @@ def mark(graph: Graph) -> None:
         if not (forwards or backwards) or not _for_python():
             return
         named = len({_path(node)[0] for node in forwards}) == 1
-        # A backward graph makes again what its forward, which was told of, did not keep.
-        for node in [] if backwards else forwards:
+        if forwards and backwards:
+            # It makes again what its forward, which was told of, did not keep. With one more that reads dO, inductor
+            # made delta, in the kernel that casts dO, from what dO was before the cast: other bits (H200, torch 2.11).
+            _log.warning(CHECKPOINTED)
+            return
+        for node in forwards:
             _put(graph, node, partial(_put_forward, named=named))
         for node in backwards:
             _put(graph, node, _put_backward)
@@ -160,11 +166,10 @@ def _put(graph: Graph, node: Node, put: Callable[[_Insertion, Node], None]) -> N
 
 
 def _for_python() -> bool:
-    """Not what is replayed from a CUDA graph, nor what leaves Python: it must run without us."""
-    config = _inductor()
+    """Not what leaves Python: it must run without us."""
     virtualized = importlib.import_module("torch._inductor.virtualized")
     exported = bool(getattr(virtualized.V, "aot_compilation", False))
-    return not (exported or config.cpp_wrapper or config.triton.cudagraphs)
+    return not (exported or _inductor().cpp_wrapper)
 
 
 def _calls(node: Node, name: str) -> bool:

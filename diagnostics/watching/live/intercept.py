@@ -26,7 +26,7 @@ from attn_diag.watching.live.cuda_graphs import GraphRecordings
 from attn_diag.watching.live.flex_calls import FlexCall, flex_backward
 from attn_diag.watching.live.functions import Namespace, attention_functions, namespaces
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
-from attn_diag.watching.live.operators import OperatorOverrides, in_cuda_graph
+from attn_diag.watching.live.operators import OperatorOverrides
 from attn_diag.watching.live.places import MadeBy
 from attn_diag.watching.live.rings import RingBackward, is_traced
 from attn_diag.watching.live.sites import (
@@ -39,6 +39,7 @@ from attn_diag.watching.live.sites import (
     bind,
     inside,
 )
+from attn_diag.watching.live.stream_capture import in_cuda_graph
 from attn_diag.watching.live.tap import Tap
 
 
@@ -50,8 +51,8 @@ class Observer(Protocol):
         """So many sequences, the first of a batch, are all that it looks at; None: it looks at every one."""
         ...
 
-    def made_by(self) -> MadeBy | None:
-        """Who makes the call that is running, if it may be of interest."""
+    def made_by(self, module: str = "") -> MadeBy | None:
+        """Who makes the call that is running, if it may be of interest; ``module`` as of ``meets``."""
         ...
 
     def meets(
@@ -167,10 +168,6 @@ def look(observer: Observer, *, wanted: bool) -> None:
         elif not wanted and observer in _looking:
             _looking.remove(observer)
         meet_operators()
-        if _looking:
-            flex_graphs.listen(_flex_forward, _flex_backward)
-        else:
-            flex_graphs.listen(None, None)
 
 
 def meet_operators() -> None:
@@ -178,8 +175,10 @@ def meet_operators() -> None:
     with _lock:
         if _looking or recordings.running:
             _overrides.install()
+            flex_graphs.listen(_flex_forward, _flex_backward)
         else:
             _overrides.remove()
+            flex_graphs.listen(None, None)
 
 
 def tell_of_warm_ups() -> None:
@@ -283,9 +282,9 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
     global flex_calls
     flex_calls += site in (FLEX, TRANSFORMERS)
     met = _met()
-    before, outer = getattr(_thread, "calls", 0), getattr(_thread, "tap", None)
+    before, outer = getattr(_thread, "calls", 0), (getattr(_thread, "tap", None), getattr(_thread, "site", None))
     tap = Tap()
-    _thread.tap = tap if site.over_operator else None
+    _thread.tap, _thread.site = tap if site.over_operator else None, site
     if site.ring:
         # Hops hold their keys: not of a ring that nobody wants.
         _thread.hops = tap.hops if any(one.wanted for _, one in met) else deque(maxlen=0)
@@ -297,7 +296,7 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
             with products, inside(function, args, kwargs):
                 result = function(*args, **kwargs)
     finally:
-        _thread.tap = outer
+        _thread.tap, _thread.site = outer
         if site.ring:
             _thread.hops = None
     if getattr(_thread, "calls", 0) == before:  # no inner attention function was told of
@@ -341,7 +340,7 @@ def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], re
 
 
 def _composite(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _looking or _in_ring() or (args[0].is_cuda and in_cuda_graph()):
+    if not _looking or _in_ring() or in_cuda_graph():
         return original(*args, **kwargs)
     return _run(SDPA, original, args, kwargs)
 
@@ -379,7 +378,9 @@ def _went_back(back: OperatorBackward) -> None:
 def _flex_forward(args: tuple[Any, ...]) -> None:
     global flex_calls
     flex_calls += 1
-    _forward(FlexCall(args))
+    # A function around a compiled FlexAttention alone knows whether somebody uses the LSE that it gives.
+    if getattr(_thread, "site", None) is None:
+        _forward(FlexCall(args))
 
 
 def _flex_backward(args: tuple[Any, ...]) -> None:

@@ -48,6 +48,7 @@ class OperatorCall:
         self._given: Mapping[str, Any] | None = None
         self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
         self._laid_out_o: Tensor | None = None
+        self._differentiable: bool | None = None
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -80,20 +81,32 @@ class OperatorCall:
             self._laid_out_o = self.operator.laid_out(self._o, "o", self.given)
         return self._laid_out_o
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether it was given what autograd is to find a gradient of."""
+        if self._differentiable is None:
+            self._differentiable = any(t.requires_grad for t in self.inputs)
+        return self._differentiable
+
     def of_others(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None) -> Self:
         """The same call with other tensors, [B, H, T, D] and [B, H, T], in place of its own."""
         found = copy(self)
         found._inputs, found._laid_out_o, found.lse = (q, k, v), o, lse
         return found
 
-    def copied(self, copy_of: Callable[[Tensor], Tensor]) -> OperatorCall:
-        """The same call, holding copies instead of any tensor of its own."""
+    def copied(self, copy_of: Callable[[Tensor], Tensor], copy_whole: Callable[[Tensor], Tensor]) -> OperatorCall:  # noqa: ARG002
+        """The same call, holding copies instead of any tensor of its own.
+
+        Args:
+            copy_of: Copies of a tensor [B, H, …] what is wanted of it.
+            copy_whole: Copies a tensor whose axes mean something else.
+        """
         lse, mask = self.lse, self.given.get("mask")
         others = [copy_of(t) for t in (*self.inputs, self.o)]
         found = self.of_others(others[0], others[1], others[2], others[3], None if lse is None else copy_of(lse))
         plain = {name: x for name, x in self.given.items() if isinstance(x, (bool, int, float, str, type(None)))}
         found._given = plain | {"mask": None if mask is None else copy_of(mask), "refused": refusal(self.given)}
-        found._o, found._call = found.o, ({}, (), {})
+        found._o, found._call, found._differentiable = found.o, ({}, (), {}), self.differentiable
         return found
 
     def fused(self, d: int, dv: int, rows: int) -> dict[str, Any]:

@@ -211,11 +211,6 @@ def _boxed(kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     return kernel.call_boxed(keys, *args, **kwargs)
 
 
-def in_cuda_graph() -> bool:
-    """Whether a CUDA graph is being recorded: what we add would be recorded too, and replayed."""
-    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
 def _kernel(name: str, key: str) -> Any | None:
     # Most packages are not there, and an exception for each costs ten times as much.
     if not name or not torch._C._dispatch_has_kernel(name):

@@ -31,7 +31,7 @@ def stage_running() -> Stage | None:
     """The stage that makes the call; None outside of pipelines."""
     if (module := sys.modules.get(_STAGES)) is None:
         return None
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe().f_back
     stage: Any = None
     rehearses, left = False, _MAX_FRAMES
     while frame is not None and left:

@@ -85,6 +85,8 @@ class MadeBy(NamedTuple):
     caller: Caller
     recomputing: bool
     """Whether a backward pass runs it once more."""
+    gradients: bool
+    """Whether autograd may ask for gradients of it."""
 
 
 @dataclass
@@ -158,7 +160,7 @@ class CallPlaces:
         Args:
             module: Its name from the compiled module on, where a graph says it.
         """
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe().f_back
         site: list[tuple[int, int]] = []
         compiled = differentiated = foreign = pooled = False
         for _ in range(_MAX_FRAMES):
@@ -370,7 +372,7 @@ def in_cuda_graphs_memory() -> bool:
     """Whether what is allocated now is a CUDA graph's: torch forbids that anything of ours stays there."""
     if "torch._inductor.cudagraph_trees" not in sys.modules:
         return False
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe().f_back
     for _ in range(_MAX_FRAMES):
         if frame is None:
             return False

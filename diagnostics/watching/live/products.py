@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attn_diag.watching.live.operator_calls import Arguments
-from attn_diag.watching.live.operators import Kernels, Makes, in_cuda_graph
+from attn_diag.watching.live.operators import Kernels, Makes
 from attn_diag.watching.live.places import graph_site, in_cuda_graphs_memory
+from attn_diag.watching.live.stream_capture import in_cuda_graph
 
 # By name: which of its arguments is the first factor.
 _PRODUCTS = {"aten::mm": 0, "aten::mm.out": 0, "aten::addmm": 1, "aten::addmm.out": 1, "aten::addmm_": 1}
@@ -77,7 +78,7 @@ def _makes(first: int) -> Makes:
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             y = kernel(keys, *args, **kwargs)
             if not (y.is_cuda and (in_cuda_graph() or in_cuda_graphs_memory())):
-                product = Product(args[first], args[first + 1], y, graph_site(sys._getframe(1)))
+                product = Product(args[first], args[first + 1], y, graph_site(sys._getframe().f_back))
                 for told in tuple(_listeners):
                     told(product)
             return y

@@ -20,11 +20,11 @@ from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.watching.live import flex_graphs
-from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
+from attn_diag.watching.live.call import AttentionCall, CallPlace, Part, require_container
 from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.run import rank, run_id, world_size
-from attn_diag.watching.live.watch import UNSTEPPED, Watch, require_container
+from attn_diag.watching.live.watch import UNSTEPPED, Watch
 from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, newest
 
 _log = logging.getLogger("attn_diag")

@@ -343,5 +343,5 @@ SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa, over_operator=T
 MULTI_HEAD = AttentionSite("multi_head_attention_forward", _read_multi_head, tapped=True)
 EAGER = AttentionSite("transformers eager", _read_eager)
 TRANSFORMERS = AttentionSite("transformers", _read_transformers)
-FLEX = AttentionSite("flex_attention", _read_flex)
+FLEX = AttentionSite("flex_attention", _read_flex, over_operator=True)
 FLASH_ATTN = AttentionSite("flash_attn", _read_flash_attn)

@@ -26,16 +26,15 @@ _STEPS = 3
 _MOST_NAMES = 6
 # What a user is told where nothing can be seen, by whoever watches.
 NOTHING = (
-    'no attention call was seen. It may be replayed from a CUDA graph (torch.compile without mode="reduce-overhead" '
-    "records none), be a Triton kernel inside a compiled graph (torch.compiler.disable leaves it out), run on the fast "
-    "path of nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that "
-    "is not known here, or be another model's than the one that was given (a copy's, say)"
+    "no attention call was seen. It may be replayed from a CUDA graph that was recorded before (make the capture or "
+    "Monitor before the first step, or call torch._dynamo.reset() after it), be a Triton kernel inside a compiled "
+    "graph (torch.compiler.disable leaves it out), run on the fast path of nn.TransformerEncoder in eval mode "
+    "(torch.backends.mha.set_fastpath_enabled(False)), call a kernel that is not known here, or be another model's "
+    "than the one that was given (a copy's, say)"
 )
 FLEX = (
-    "FlexAttention in a compiled graph is not seen: torch.compiler.disable leaves it out of the graph; with "
-    "ATTN_DIAG_EXPERIMENTAL=flex-graphs in the environment it is seen in graphs that are compiled after the capture or "
-    'Monitor was made (or after torch._dynamo.reset()), unless for a CUDA graph (mode="reduce-overhead") or of a model '
-    "that is not watched"
+    "FlexAttention in a compiled graph is not seen that was compiled before the capture or Monitor was made: make it "
+    "before the first step, or call torch._dynamo.reset() after it"
 )
 IN_EAGER = (
     "it calls no attention function or operator that is known. Have the function of q, k and v that it calls seen: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from attn_diag.errors import InputError
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
@@ -27,6 +26,7 @@ from attn_diag.watching.live.places import Caller, CallPlaces, MadeBy
 from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
 from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
+from attn_diag.watching.live.stream_capture import in_cuda_graph
 from attn_diag.watching.live.unseen import Unseen
 
 # Not warnings: where those are errors, they would reach the training loop.
@@ -34,16 +34,6 @@ _log = logging.getLogger("attn_diag")
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
 UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
-
-
-def require_container(name: str, chosen: object) -> None:
-    """Check a choice of numbers (of steps, layers, calls) when it is made, not in the middle of a training run.
-
-    Raises:
-        InputError: it is one number, or a text.
-    """
-    if isinstance(chosen, (str, bytes)) or not (chosen is None or isinstance(chosen, Container)):
-        raise InputError(f"{name} must be a set, list or range of numbers, such as {{2}}, got {chosen!r}")
 
 
 def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,10 +190,15 @@ class Watch:
     # What the interception calls.
 
     @_harmless
-    def made_by(self) -> MadeBy | None:
-        """Say who makes the call that is running; None: not the model."""
-        found = MadeBy(self._places.caller(), torch._C._current_graph_task_id() != -1)
+    def made_by(self, module: str = "") -> MadeBy | None:
+        """Say who makes the call that is running; None: not the model. ``module`` as of ``meets``."""
+        found = self._made_by(module)
         return None if self._other(found.caller) else found
+
+    def _made_by(self, module: str) -> MadeBy:
+        caller = self._places.caller(module)
+        recomputing = torch._C._current_graph_task_id() != -1
+        return MadeBy(caller, recomputing, torch.is_grad_enabled() or caller.differentiated)
 
     @property
     def sequences(self) -> int | None:
@@ -229,7 +224,7 @@ class Watch:
         if (stage := stage_running()) is not None and stage.rehearses:
             return None
         if made_by is None:
-            made_by = MadeBy(self._places.caller(module), torch._C._current_graph_task_id() != -1)
+            made_by = self._made_by(module)
             if made_by.caller.pooled:
                 return None
             caller = made_by.caller
@@ -243,7 +238,7 @@ class Watch:
                 caller = self._places.told_by(caller, lambda modules: self._projections.maker(modules, q))
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
-        gradients = torch.is_grad_enabled() or caller.differentiated
+        gradients = made_by.gradients
         self._notice_training(caller.owner or self.model, gradients=gradients)
         if self._other(caller) or (self._trains and not gradients):
             return None
@@ -294,7 +289,7 @@ class Watch:
             inside = (met.caller.site is not None or met.caller.differentiated) and place.gradients
             # A ring may run below autograd.
             inside |= call.own is not None and place.gradients
-            call.awaits_backward = inside or any(t.requires_grad for t in operator.inputs)
+            call.awaits_backward = inside or operator.differentiable
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
         self._projections.take(call, pending, known, module, compiled=met.caller.site is not None)
         if pending is not None:
@@ -317,12 +312,12 @@ class Watch:
             waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
         if not waiting:
             return
-        if back.of_lse:
-            self.warn_once("gradients are left out where the LSE has one too")
-            return
         for is_its in (Pending.kept_by, Pending.looks_like):
             if (found := next((p for p in waiting if is_its(p, back)), None)) is not None:
-                found.from_operator(back)
+                if back.of_lse:
+                    self.warn_once("gradients are left out where the LSE has one too")
+                else:
+                    found.from_operator(back)
                 return
 
     def failed(self, error: Exception) -> None:
@@ -385,6 +380,12 @@ class Watch:
         self._projections.forget()
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
+        if in_cuda_graph():  # it steps when that is replayed
+            intercept.recordings.at_replays(self, self.guarded(lambda: self._stepped(optimizer)))
+        else:
+            self._stepped(optimizer)
+
+    def _stepped(self, optimizer: Any) -> None:
         intercept.tell_of_warm_ups()
         if not self._clock.is_ours(optimizer):
             return

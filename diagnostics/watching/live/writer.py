@@ -17,6 +17,7 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.watching.live.claim import Claim
 from attn_diag.watching.live.losses import Losses, reason_of
+from attn_diag.watching.live.stream_capture import stay_out_of_graphs
 
 # So many bytes at most wait for the end of a step to be handed over.
 _TOGETHER = 2**26
@@ -136,6 +137,7 @@ class Writer:
             if taken.ready is not None:
                 device = next(iter(taken.tensors.values())).device
                 if device not in self._streams:
+                    stay_out_of_graphs()
                     self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 stream = self._streams[device]
                 with torch.cuda.stream(stream):

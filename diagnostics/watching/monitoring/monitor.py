@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from attn_diag.errors import InputError
-from attn_diag.watching.live.call import AttentionCall, CallPlace
+from attn_diag.watching.live.call import AttentionCall, CallPlace, require_container
 from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.run import rank
-from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch, require_container
+from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
 from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, flat_metrics, table, with_growth
