@@ -39,7 +39,7 @@ from torch._inductor import config
 from torch.nn.attention import flex_attention as flex
 
 import attn_diag
-from attn_diag.watching.live.watch import FLEX_UNSEEN
+from attn_diag.watching.live.unseen import FLEX as FLEX_UNSEEN
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
 

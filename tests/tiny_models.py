@@ -60,15 +60,26 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "bert.encoder.layer.{}.attention.self",
     ),
 }  # fmt: skip
+# Of which fewer tests are run.
+_MORE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gemma": ("Gemma", _ROTARY | {"head_dim": 8}, "model.layers.{}.self_attn"),
+    "olmo": ("Olmo", _ROTARY, "model.layers.{}.self_attn"),
+    "phi": ("Phi", _ROTARY, "model.layers.{}.self_attn"),
+    "albert": (
+        "Albert",
+        _SHAPE | {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "albert.encoder.albert_layer_groups.0.albert_layers.0.attention",
+    ),
+}  # fmt: skip
 
 
 def transformers_model(kind: str, implementation: str, *, padded: bool = False) -> Tiny:
     """A randomly initialised model of two layers. ``implementation``: sdpa, eager, or a registered name."""
     import transformers
 
-    family, options, name = TRANSFORMERS[kind]
+    family, options, name = (TRANSFORMERS | _MORE)[kind]
     config = getattr(transformers, f"{family}Config")(**options, attn_implementation=implementation)
-    head = "ForMaskedLM" if kind == "bert" else "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+    head = "ForMaskedLM" if kind in ("bert", "albert") else "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, f"{family}{head}")(config)
     # Ordinary initialisations leave biases zero and scores all alike.

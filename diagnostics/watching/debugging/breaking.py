@@ -21,8 +21,8 @@ from attn_diag.printing import say
 from attn_diag.results.diagnosis import Diagnosis, Label, severity
 from attn_diag.statistics.means import require_level
 from attn_diag.watching.debugging.finding import Conditions, Finding
-from attn_diag.watching.live.call import AttentionCall, CallPlace
-from attn_diag.watching.live.watch import UNSEEN, Watch, require_container
+from attn_diag.watching.live.call import AttentionCall, CallPlace, require_container
+from attn_diag.watching.live.watch import Watch
 
 _log = logging.getLogger("attn_diag")
 _last: Finding | None = None
@@ -81,8 +81,7 @@ class Breakpoint:
         self._handle.remove()
         self._judge_without_backward(watch)
         self._stop_if_found()
-        if watch.looked and not watch.calls_seen:
-            watch.warn_once(UNSEEN)
+        watch.tell_of_nothing()
 
     def disarm(self) -> None:
         """Stop no more; at a prompt: ``attn_diag.last_finding().disarm()``."""

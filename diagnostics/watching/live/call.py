@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,19 @@ class OwnRows:
     """The group."""
     hops: str
     """Whose keys, and which of them, came in which order."""
+
+
+class _Gone(NamedTuple):
+    """What is left of a tensor that was let go."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    is_cuda: bool
+
+    @classmethod
+    def of(cls, t: Tensor) -> _Gone:
+        return cls(t.shape, t.dtype, t.device, t.is_cuda)
 
 
 @dataclass
@@ -102,7 +115,8 @@ class AttentionCall:
 
     def let_go(self) -> None:
         """Forget the forward's data, once copied: else it would live on, checkpointed or not, until the backward."""
-        self.q, self.k, self.v, self.o = (torch.empty_like(t, device="meta") for t in (self.q, self.k, self.v, self.o))
+        # Tensors on "meta" would take microseconds, and what is asked for afterwards is what these were.
+        self.q, self.k, self.v, self.o = (cast(Tensor, _Gone.of(t)) for t in (self.q, self.k, self.v, self.o))
         self.lse = self.mask = self.x = self.w_q = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -258,6 +272,16 @@ class Listener(Protocol):
     def forked(self) -> None:
         """In a forked child, which nothing is told of any more: close, without waiting for a lock."""
         ...
+
+
+def require_container(name: str, chosen: object) -> None:
+    """Check a choice of numbers (of steps, layers, calls) when it is made, not in the middle of a training run.
+
+    Raises:
+        InputError: it is one number, or a text.
+    """
+    if isinstance(chosen, (str, bytes)) or not (chosen is None or isinstance(chosen, Container)):
+        raise InputError(f"{name} must be a set, list or range of numbers, such as {{2}}, got {chosen!r}")
 
 
 def _indices(name: str, chosen: Iterable[int] | None) -> list[int] | None:

@@ -158,8 +158,9 @@ class GraphRecordings:
         forward = self._by_address.get(back.o.data_ptr())
         # Which forward's it is, is told by that one's own tensors.
         o = copies.of(back.o) if forward is None else forward.o
-        lse = copies.of(back.lse) if forward is None else forward.lse
-        told = back.copied(copies.of, o, o if lse is None else lse)
+        lse = back.lse if forward is None else forward.lse
+        lse = copies.of(lse) if lse is not None and forward is None else lse
+        told = back.copied(copies.of, o, lse)
         copies.make()
         record.tells.append(lambda: self._backward(told))
 

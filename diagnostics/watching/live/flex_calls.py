@@ -31,10 +31,11 @@ class FlexCall(OperatorCall):
     """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
-        self.given = dict(zip(_names(FORWARD), args, strict=True))
-        self.about: dict[str, Any] = json.loads(self.given["about"])
-        self.inputs = self.given["q"], self.given["k"], self.given["v"]
-        self.o, self.lse, self.module = self.given["o"], self.given["lse"], self.about["module"]
+        given = dict(zip(_names(FORWARD), args, strict=True))
+        self.about: dict[str, Any] = json.loads(given["about"])
+        self._given, self._inputs = given, (given["q"], given["k"], given["v"])
+        self._laid_out_o, self.lse, self.module = given["o"], given["lse"], self.about["module"]
+        self._differentiable = None
 
     @property
     def is_cuda(self) -> bool:
@@ -43,12 +44,18 @@ class FlexCall(OperatorCall):
 
     def copied(self, copy_of: Callable[[Tensor], Tensor], copy_whole: Callable[[Tensor], Tensor]) -> FlexCall:
         """The same call, holding copies instead of any tensor of its own; see ``OperatorCall``."""
-        names = ("q", "k", "v", "o", "lse", "blocks")
-        copies = {name: None if self.given[name] is None else copy_of(self.given[name]) for name in names}
+        q, k, v = (copy_of(t) for t in self.inputs)
+        others = {name: None if (t := self.given[name]) is None else copy_of(t) for name in ("o", "lse", "blocks")}
+        copies = {"q": q, "k": k, "v": v, **others}
         found = copy(self)
-        found.given = self.given | copies | {"token": None, "tensors": [copy_whole(t) for t in self.given["tensors"]]}
-        found.inputs, found.differentiable = (copies["q"], copies["k"], copies["v"]), self.differentiable
-        found.o, found.lse = copies["o"], copies["lse"]
+        found._given = {
+            **self.given,
+            **copies,
+            "token": None,
+            "tensors": [copy_whole(t) for t in self.given["tensors"]],
+        }
+        found._inputs, found._differentiable = (q, k, v), self.differentiable
+        found._laid_out_o, found.lse = copies["o"], copies["lse"]
         return found
 
     @property

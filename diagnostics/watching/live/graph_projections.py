@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ from attn_diag.watching.live.places import attention_calls
 from attn_diag.watching.live.products import Product
 
 _KEPT = 12
+# Of so many before those all is forgotten but whose they are.
+_KEPT_NAMES = 64
 # What a forward did not keep is computed anew, and may be rounded otherwise: BF16 changes it by less than this.
 _SAME = 0.02
 # So many rows of a gradient are compared: those of a prompt, that has no loss, are zero.
@@ -71,8 +73,10 @@ class _Ran:
     """A product that may have made the next q; what is copied stays as it was."""
 
     site: _Site
+    rows: int
+    """M."""
     x: Tensor
-    """[M, C], copied."""
+    """[M, C], copied; empty where it has been forgotten."""
     factor: _Factor
     weight: Tensor
     """The first ``ROWS`` rows of b^T, copied."""
@@ -112,6 +116,7 @@ class GraphProjections:
 
     def __init__(self) -> None:
         self._recent: deque[_Ran] = deque(maxlen=_KEPT)
+        self._older: deque[_Ran] = deque(maxlen=_KEPT_NAMES)
         # None: the place makes none.
         self._places: dict[_Site, _MakesQ | None] = {}
         self._verified: set[tuple[_Site, int]] = set()
@@ -135,13 +140,17 @@ class GraphProjections:
             return
         y = product.y[:ROWS].clone() if known is ... else None
         factor = product.b.T
-        self._recent.append(_Ran(site, product.a.clone(), _Factor.of(factor), factor[:ROWS].clone(), y))
+        if len(self._recent) == _KEPT:
+            oldest = self._recent[0]
+            self._older.append(replace(oldest, x=oldest.x.new_empty(0)))
+        x = product.a.clone()
+        self._recent.append(_Ran(site, len(x), x, _Factor.of(factor), factor[:ROWS].clone(), y))
 
     @torch.no_grad()
     def find(self, module: nn.Module, q: Tensor) -> FoundProjection | None:
         """Find the projection of ``module`` that made ``q`` [B, H, T, D]."""
         batch, _, rows, _ = q.shape
-        near = [ran for ran in reversed(self._recent) if len(ran.x) == batch * rows]
+        near = [ran for ran in reversed(self._recent) if ran.rows == batch * rows]
         for ran in near:
             if (found := self._known(ran, module, q)) is not None:
                 return found
@@ -164,6 +173,24 @@ class GraphProjections:
             self._verified.add((ran.site, id(layer)))
         return _found(ran, layer, made, q)
 
+    @torch.no_grad()
+    def maker(self, modules: Iterable[nn.Module], q: Tensor) -> nn.Module | None:
+        """Which of several modules made ``q`` [B, H, T, D]: whose projection gives that, or rows as long."""
+        batch, _, rows, _ = q.shape
+        near = [ran for ran in (*reversed(self._recent), *reversed(self._older)) if ran.rows == batch * rows]
+        if not near or not bool(q[:1, :, :ROWS].any()):
+            return None
+        for module in modules:
+            if any(self._layer_of(ran, module) is not None for ran in near):
+                return module
+            layers = [layer for layer in module.modules() if is_linear(layer)]
+            new = [(ran, ran.y[None, :rows]) for ran in near if ran.y is not None]
+            for y in [y for ran, y in new if any(_multiplies(ran, layer) for layer in layers)]:
+                made = search([(y, "", y)], q)
+                if made is not None and (made.exact or same_norms(made.slice.of(y), q[:1, :, :ROWS])):
+                    return module
+        return None
+
     def follow(self, pending: Pending, found: FoundProjection, module: str) -> None:
         """Have the gradient at the projection's output too, where q is not just that output without a bias."""
         if found.projection.exact:
@@ -177,11 +204,12 @@ class GraphProjections:
     def forget(self) -> None:
         """Let go of the products that ran: attention did, or nobody wants them."""
         self._recent.clear()
+        self._older.clear()
 
     def attention_goes_back(self) -> None:
         """What the layers above wait for would have come by now."""
         self._dismiss(self._recent)
-        self._recent.clear()
+        self.forget()
         for one in [one for one in self._waiting if one.pending.call.dq is not None]:
             self._waiting.remove(one)
             one.pending.projection_arrived(None)
@@ -200,9 +228,14 @@ class GraphProjections:
 
     def _known(self, ran: _Ran, module: nn.Module, q: Tensor) -> FoundProjection | None:
         """The projection in ``module`` of a place that is known."""
+        layer, made = self._layer_of(ran, module), self._places.get(ran.site)
+        return None if layer is None or made is None else _found(ran, layer, made, q)
+
+    def _layer_of(self, ran: _Ran, module: nn.Module) -> nn.Module | None:
+        """The layer in ``module`` that makes a q, at a place that is known."""
         if (made := self._places.get(ran.site)) is None:
             return None
-        layer = dict(module.named_modules()).get(made.layer)
+        layer: nn.Module | None = dict(module.named_modules()).get(made.layer)
         if layer is None or not is_linear(layer):
             return None
         if (ran.site, id(layer)) not in self._verified:
@@ -210,7 +243,7 @@ class GraphProjections:
             if not _multiplies(ran, layer):
                 return None
             self._verified.add((ran.site, id(layer)))
-        return _found(ran, layer, made, q)
+        return layer
 
     def _dismiss(self, those: Iterable[_Ran]) -> None:
         """Look at these places no more, unless they make a q."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 Given = Mapping[str, Any]
 # What kernels call their arguments -> what we do.
-_NAMES = {
+NAMES = {
     "query": "q", "key": "k", "value": "v", "out": "o", "logsumexp": "lse", "softmax_lse": "lse", "grad_out": "do",
     "grad_out_": "do", "dout": "do", "grad": "do", "d_o": "do", "attn_mask": "mask", "attn_bias": "mask",
     "bias": "mask", "softmax_scale": "scale", "attn_scale": "scale", "sm_scale": "scale", "causal": "is_causal",
@@ -28,7 +28,7 @@ _PACKED = (
 )  # fmt: skip
 # Tensors that change nothing of what is computed.
 _HARMLESS = frozenset(
-    {*_NAMES, *_NAMES.values(), "dq", "dk", "dv", "rng_state", "philox_seed", "philox_offset", "scheduler_metadata",
+    {*NAMES, *NAMES.values(), "dq", "dk", "dv", "rng_state", "philox_seed", "philox_offset", "scheduler_metadata",
      "slots", *_PACKED}
 )  # fmt: skip
 
@@ -56,6 +56,10 @@ class FusedOperator:
     and ``right`` of the window, ``layouts`` of q, k, o, do and dq by name, and ``refused``, in words."""
     needs: str = ""
     """A module without which it runs inside another known operator alone."""
+    o: int = 0
+    """Which of its results is O."""
+    gradients: tuple[int, ...] = (0, 1, 2)
+    """Which results of its backward are dQ, dK and dV."""
 
     @property
     def is_function(self) -> bool:
@@ -71,7 +75,7 @@ class FusedOperator:
             kwargs: And by name.
         """
         found = {**arguments, **dict(zip(arguments, args, strict=False)), **kwargs}
-        named = {ours: found[theirs] for theirs, ours in _NAMES.items() if theirs in found and ours not in found}
+        named = {ours: found[theirs] for theirs, ours in NAMES.items() if theirs in found and ours not in found}
         found = named | found
         return found if self.reads is None else found | dict(self.reads(found))
 
@@ -243,3 +247,30 @@ OPERATORS = (
     _of_sage("sageattn"),
     _of_sage("sageattn_varlen"),
 )
+# What users have declared, by name.
+_declared: dict[str, FusedOperator] = {}
+
+
+def declare(operator: FusedOperator) -> None:
+    """Have one more known, or known anew."""
+    _declared[operator.name] = operator
+
+
+def operators() -> tuple[FusedOperator, ...]:
+    """All that are known now."""
+    return (*OPERATORS, *_declared.values())
+
+
+def is_forward(name: str) -> bool:
+    """Whether code that names this, without its namespace, names a known operator's forward."""
+    if any(name == _bare(operator.name) for operator in _declared.values()):
+        return True
+    return name.startswith(_BEGINNINGS) and not name.endswith("_backward")
+
+
+def _bare(name: str) -> str:
+    return name.split("::")[1].partition(".")[0]
+
+
+# Overloads, and variants of a device, go on.
+_BEGINNINGS = tuple(_bare(o.name).removesuffix("_for_cpu") for o in OPERATORS if not o.is_function)

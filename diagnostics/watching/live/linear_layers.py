@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 # Rotations leave the norm of a row as it is; BF16 changes it by less than this.
 _SAME_NORM = 0.02
-_QUERY_NAMES = ("q_proj", "query", "wq", "to_q", "q", "q_lin", "c_q", "q_a_proj", "q_b_proj")
-_FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "wqkv", "in_proj", "query_key_value", "w_pack", "attn_qkv")
+QUERY_NAMES = ("q_proj", "query", "wq", "to_q", "q", "q_lin", "c_q", "q_a_proj", "q_b_proj")
+FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "wqkv", "in_proj", "query_key_value", "w_pack", "attn_qkv")
 # Of a sequence, so many are compared.
 ROWS = 8
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -173,10 +173,14 @@ def first_head(module: nn.Module, q: Tensor) -> int:
         module: The attention module, whose projections' weights say how they are sharded.
         q: What ran, [B, Hq, T, D].
     """
+    if "torch.distributed.tensor" not in sys.modules:
+        return 0  # there are no DTensors then
     own = q.shape[1] * q.shape[3]
     for layer in module.modules():
-        weight: Any = getattr(layer, "weight", None)
-        if not is_linear(layer) or not hasattr(weight, "to_local") or type(layer).__name__.startswith("FSDP"):
+        if not is_linear(layer):
+            continue
+        weight: Any = layer.weight
+        if not hasattr(weight, "to_local") or type(layer).__name__.startswith("FSDP"):
             continue
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -248,7 +252,7 @@ def search(near: Sequence[tuple[Any, str, Tensor]], q: Tensor) -> CapturedProjec
     """
     heads, dim = q.shape[1], q.shape[3]
     # Usual names first: at initialisation several projections may be zero, and equal.
-    ordered = sorted(near, key=lambda one: one[1].rpartition(".")[2].lower() not in _QUERY_NAMES + _FUSED_NAMES)
+    ordered = sorted(near, key=lambda one: one[1].rpartition(".")[2].lower() not in QUERY_NAMES + FUSED_NAMES)
     candidates = [(layer, name, y, part) for layer, name, y in ordered for part in _slices(y.shape[-1], heads, dim)]
     wanted = q[:1, :, :ROWS]
     # Each comparison waits for the device: the usual case needs one.
@@ -261,7 +265,7 @@ def search(near: Sequence[tuple[Any, str, Tensor]], q: Tensor) -> CapturedProjec
     for layer, name, y, part in candidates:
         last = name.rpartition(".")[2].lower()
         whole = y.shape[-1] == heads * dim
-        if (last in _QUERY_NAMES and whole) or (last in _FUSED_NAMES and not whole):
+        if (last in QUERY_NAMES and whole) or (last in FUSED_NAMES and not whole):
             return CapturedProjection(layer, part, exact=False)
     return None
 

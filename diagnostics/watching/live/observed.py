@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, overload
 
 import torch
@@ -14,6 +14,7 @@ from attn_diag.captures.metadata import Causal
 from attn_diag.errors import InputError
 from attn_diag.results.wording import plural
 from attn_diag.watching.live import intercept
+from attn_diag.watching.live.declared import declare_operator
 from attn_diag.watching.live.rings import WINDOW, Order, merged
 from attn_diag.watching.live.sites import AttentionSite, Fields, gradients, turned, unchanged
 from attn_diag.watching.live.tap import Tap
@@ -21,6 +22,7 @@ from attn_diag.watching.live.tap import Tap
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Layout = Literal["BHTD", "BTHD"]
+_RETURNS, _GRADIENTS = ("o", "lse"), ("dq", "dk", "dv")
 # What functions call these -> what we do.
 _NAMES: dict[str, tuple[str, ...]] = {
     "q": ("q", "query"),
@@ -39,13 +41,24 @@ _NAMES: dict[str, tuple[str, ...]] = {
 def observe(function: Callable[Given, Result], /) -> Callable[Given, Result]: ...
 @overload
 def observe(
+    operator: str, /, *, backward: str = ..., arguments: Mapping[str, str] | None = ...,
+    returns: Sequence[str | None] = ..., backward_returns: Sequence[str | None] = ..., layout: Layout = ...,
+    causal: Causal | bool | None = ..., scale: float | None = ..., window: tuple[int, int] | None = ...,
+    softcap: float | None = ...,
+) -> None: ...  # fmt: skip
+@overload
+def observe(
     *, layout: Layout = ..., causal: Causal | bool | None = ..., scale: float | None = ...,
     window: tuple[int, int] | None = ..., softcap: float | None = ..., ring: Order | None = ...,
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...  # fmt: skip
 def observe(
-    function: Callable[Given, Result] | None = None,
+    function: Callable[Given, Result] | str | None = None,
     /,
     *,
+    backward: str = "",
+    arguments: Mapping[str, str] | None = None,
+    returns: Sequence[str | None] = _RETURNS,
+    backward_returns: Sequence[str | None] = _GRADIENTS,
     layout: Layout = "BHTD",
     causal: Causal | bool | None = None,
     scale: float | None = None,
@@ -53,7 +66,7 @@ def observe(
     softcap: float | None = None,
     ring: Order | None = None,
 ) -> Any:
-    """Have an attention function of your own seen by ``capture``, ``Monitor``, ``break_if`` and ``last``.
+    """Have an attention function or operator of your own seen by ``capture``, ``Monitor``, ``break_if`` and ``last``.
 
         @attn_diag.observe(causal=True)
         def my_attention(q, k, v): ...
@@ -65,10 +78,25 @@ def observe(
     gradients keep their bits; while nothing listens a call costs a microsecond. Inside a compiled graph it is a part of
     that graph, and not seen.
 
+    A registered operator (``torch.library.custom_op``) is seen there too, by its name:
+
+        attn_diag.observe("mylib::attention", backward="mylib::attention_backward")
+
+    Its arguments are known by the same names, those of the backward also as o (or out), lse (logsumexp, softmax_lse)
+    and do (dout, grad_out, grad), or by what ``arguments`` says. What else is a tensor is refused by its name. While
+    nothing listens a call costs nothing. The backward is the operator that the autograd formula calls: it must be
+    given O, by which it is known as its forward's; without one no gradients are captured.
+
     Args:
-        function: Of q, k and v.
+        function: Of q, k and v; or the name of an operator, "namespace::name".
+        backward: Of an operator: the name of the one that does its backward.
+        arguments: Of an operator: which argument is "q", "k", "v", "o", "lse", "do", "mask", "causal", "scale",
+            "window", "softcap" or "dropout_p", where it has another name: {"q": "queries"}.
+        returns: Of an operator: its results in their order, by name ("o", "lse") or None; the LSE may be left out.
+        backward_returns: Of its backward: likewise, of "dq", "dk" and "dv".
         layout: Of q, k, v and O: "BHTD" or "BTHD".
-        causal: "none", "top-left" or "bottom-right"; True is "top-left".
+        causal: "none", "top-left" or "bottom-right"; True is "top-left". Of an operator with an argument for it also
+            what True means there.
         scale: alpha; None: 1 / sqrt(D).
         window: How many keys to the left and to the right a row sees.
         softcap: c of c tanh(S / c).
@@ -79,11 +107,15 @@ def observe(
             group is read off the argument ``group`` or ``process_group``; else all ranks are one ring.
 
     Returns:
-        The function, observed; without ``function`` what makes it so.
+        The function, observed; without ``function`` what makes it so; None for an operator.
 
     Raises:
-        InputError: The function has no arguments for q, k and v, or an option is not one of those.
+        InputError: The function or operator has no arguments for q, k and v; there is no such operator, or it lacks an
+            argument or result that is named; or an option is not one of those.
     """
+    of_operators = {"backward": backward, "arguments": arguments}
+    if given := [name for name, value in of_operators.items() if value and not isinstance(function, str)]:
+        raise InputError(f"{' and '.join(given)} are of operators, which are observed by name")
     if function is None:
         return functools.partial(
             observe,
@@ -94,6 +126,13 @@ def observe(
     if ring is not None and ring not in get_args(Order):
         raise InputError(f"ring must be one of {', '.join(get_args(Order))}, or None, got {ring!r}")
     stated = {"causal": _alignment(causal), "scale": scale, "window": window, "softcap": softcap}
+    if isinstance(function, str):
+        if ring is not None:
+            raise InputError("ring is of functions: observe the one that calls the operator for each rank's keys")
+        results = {"returns": returns, "backward_returns": backward_returns}
+        return declare_operator(
+            function, backward=backward, arguments=arguments or {}, layout=layout, stated=stated, **results
+        )
     names = _names_of(function)
     lay_out = unchanged if layout == "BHTD" else turned
     label = f"{function.__module__}.{function.__qualname__}"

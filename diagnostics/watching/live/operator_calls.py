@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
 from typing import Any, Self
 
 from torch import Tensor
@@ -39,43 +38,60 @@ class OperatorCall:
     ) -> None:
         self.operator = operator
         results = result if isinstance(result, (list, tuple)) else (result,)
-        self._o: Any = next(iter(results), None)
+        self._o: Any = results[operator.o] if len(results) > operator.o else None
         lse = results[operator.lse] if len(results) > operator.lse else None
         # Transformer Engine's comes with others, which autograd keeps.
         lse = next(iter(lse), None) if isinstance(lse, (list, tuple)) else lse
         self.lse: Tensor | None = lse
         self._call = arguments, args, kwargs
+        # Made when they are asked for, by hand: functools.cached_property takes a lock before Python 3.12.
+        self._given: Mapping[str, Any] | None = None
+        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
+        self._laid_out_o: Tensor | None = None
+        self._differentiable: bool | None = None
 
-    @cached_property
+    @property
     def given(self) -> Mapping[str, Any]:
         """Its arguments by name, ours where we have one; tensors as it was given them."""
-        return self.operator.given(*self._call)
+        if self._given is None:
+            self._given = self.operator.given(*self._call)
+        return self._given
 
     @property
     def is_cuda(self) -> bool:
         """Whether it ran on a GPU."""
         return bool(getattr(self._o, "is_cuda", False))
 
-    @cached_property
+    @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v."""
-        q, k, v = (self.operator.laid_out(self.given[name], name, self.given) for name in "qkv")
-        return q, k, v
+        if self._inputs is None:
+            lay_out, given = self.operator.laid_out, self.given
+            self._inputs = (
+                lay_out(given["q"], "q", given),
+                lay_out(given["k"], "k", given),
+                lay_out(given["v"], "v", given),
+            )
+        return self._inputs
 
-    @cached_property
+    @property
     def o(self) -> Tensor:
         """What it returned."""
-        return self.operator.laid_out(self._o, "o", self.given)
+        if self._laid_out_o is None:
+            self._laid_out_o = self.operator.laid_out(self._o, "o", self.given)
+        return self._laid_out_o
 
-    @cached_property
+    @property
     def differentiable(self) -> bool:
         """Whether it was given what autograd is to find a gradient of."""
-        return any(t.requires_grad for t in self.inputs)
+        if self._differentiable is None:
+            self._differentiable = any(t.requires_grad for t in self.inputs)
+        return self._differentiable
 
     def of_others(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None) -> Self:
         """The same call with other tensors, [B, H, T, D] and [B, H, T], in place of its own."""
         found = copy(self)
-        found.inputs, found.o, found.lse = (q, k, v), o, lse
+        found._inputs, found._laid_out_o, found.lse = (q, k, v), o, lse
         return found
 
     def copied(self, copy_of: Callable[[Tensor], Tensor], copy_whole: Callable[[Tensor], Tensor]) -> OperatorCall:  # noqa: ARG002
@@ -89,8 +105,8 @@ class OperatorCall:
         others = [copy_of(t) for t in (*self.inputs, self.o)]
         found = self.of_others(others[0], others[1], others[2], others[3], None if lse is None else copy_of(lse))
         plain = {name: x for name, x in self.given.items() if isinstance(x, (bool, int, float, str, type(None)))}
-        found.given = plain | {"mask": None if mask is None else copy_of(mask), "refused": refusal(self.given)}
-        found._o, found._call, found.differentiable = found.o, ({}, (), {}), self.differentiable
+        found._given = plain | {"mask": None if mask is None else copy_of(mask), "refused": refusal(self.given)}
+        found._o, found._call, found._differentiable = found.o, ({}, (), {}), self.differentiable
         return found
 
     def fused(self, d: int, dv: int, rows: int) -> dict[str, Any]:
@@ -105,8 +121,8 @@ class OperatorCall:
         lse = self.lse
         if lse is not None:
             lse = lse.squeeze(-1) if lse.dim() == 4 else lse
-            lse = lse[..., :rows] if lse.numel() else None
-        tensors = {"q": q[..., :d], "k": k[..., :d], "v": v[..., :dv], "o": self.o[..., :dv], "lse": lse}
+            lse = cut(lse, rows) if lse.numel() else None
+        tensors = {"q": cut(q, d), "k": cut(k, d), "v": cut(v, dv), "o": cut(self.o, dv), "lse": lse}
         return {"kernel": self.kernel, **tensors}
 
     def fields(self) -> dict[str, Any]:
@@ -150,17 +166,19 @@ class OperatorBackward:
         self, operator: FusedOperator, arguments: Arguments, args: tuple[Any, ...], kwargs: Arguments, result: Any
     ) -> None:
         self._operator, self._call, self._result = operator, (arguments, args, kwargs), result
+        self._named: Mapping[str, Any] | None = None
+        self._known: dict[str, Any] = {}
 
     @classmethod
     def known(
-        cls, o: Tensor, lse: Tensor, do: Tensor, gradients: Sequence[Tensor | None], *, of_lse: bool = False
+        cls, o: Tensor, lse: Tensor | None, do: Tensor, gradients: Sequence[Tensor | None], *, of_lse: bool = False
     ) -> Self:
         """One of these tensors, [B, H, T, D] and [B, H, T]."""
         found = cls.__new__(cls)
-        found.o, found.lse, found.do, found.gradients, found.of_lse = o, lse, do, list(gradients), of_lse
+        found._known = {"o": o, "lse": lse, "do": do, "gradients": list(gradients), "of_lse": of_lse}
         return found
 
-    def copied(self, copy_of: Callable[[Tensor], Tensor], o: Tensor, lse: Tensor) -> OperatorBackward:
+    def copied(self, copy_of: Callable[[Tensor], Tensor], o: Tensor, lse: Tensor | None) -> OperatorBackward:
         """The same backward, of a forward that returned ``o`` and ``lse``, holding copies of its other tensors."""
         gradients = [None if t is None else copy_of(t) for t in self.gradients]
         return self.known(o, lse, copy_of(self.do), gradients, of_lse=self.of_lse)
@@ -168,44 +186,67 @@ class OperatorBackward:
     @property
     def is_cuda(self) -> bool:
         """Whether it ran on a GPU."""
-        return self.do.is_cuda
+        # Asked of every backward, whether or not anybody waits for it.
+        given = (
+            self._known.get("do") if self._known else next((t for t in self._call[1] if isinstance(t, Tensor)), None)
+        )
+        return self.do.is_cuda if given is None else bool(given.is_cuda)
 
-    @cached_property
-    def _given(self) -> Mapping[str, Any]:
-        return self._operator.given(*self._call)
-
-    @cached_property
+    @property
     def gradients(self) -> list[Tensor | None]:
         """dq, dk and dv."""
-        names = ("dq", "dk", "dv")
-        # Some write them into tensors that they are given.
-        written = [self._given.get(name) for name in names]
-        grads = self._result[:3] if all(grad is None for grad in written) else written
-        return [None if t is None else self._laid_out(name, t) for name, t in zip(names, grads, strict=True)]
+        if "gradients" not in self._known:
+            names, given, result = ("dq", "dk", "dv"), self._given, self._result
+            # Some write them into tensors that they are given.
+            written = [given.get(name) for name in names]
+            returned = [result[n] if n < len(result) else None for n in self._operator.gradients]
+            grads = returned if all(grad is None for grad in written) else written
+            laid_out = [None if t is None else self._laid_out(name, t) for name, t in zip(names, grads, strict=True)]
+            self._known["gradients"] = laid_out
+        return self._known["gradients"]  # type: ignore[no-any-return]
 
-    @cached_property
+    @property
     def o(self) -> Tensor:
         """What the forward returned, as it was given it."""
-        return self._laid_out("o", self._given["o"])
+        return self._tensor("o")
 
-    @cached_property
-    def lse(self) -> Tensor:
-        """Likewise."""
-        lse: Tensor = self._given["lse"]
-        return lse
+    @property
+    def lse(self) -> Tensor | None:
+        """Likewise; None where it is given none."""
+        if "lse" not in self._known:
+            self._known["lse"] = self._given.get("lse")
+        return self._known["lse"]  # type: ignore[no-any-return]
 
-    @cached_property
+    @property
     def do(self) -> Tensor:
         """The gradient of o."""
-        return self._laid_out("do", self._given["do"])
+        return self._tensor("do")
 
-    @cached_property
+    @property
     def of_lse(self) -> bool:
         """Whether the LSE has a gradient too, so that dq and dk are not those of o alone."""
-        return self._given.get("dlse") is not None
+        if "of_lse" not in self._known:
+            self._known["of_lse"] = self._given.get("dlse") is not None
+        return bool(self._known["of_lse"])
+
+    @property
+    def _given(self) -> Mapping[str, Any]:
+        if self._named is None:
+            self._named = self._operator.given(*self._call)
+        return self._named
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._known:
+            self._known[name] = self._laid_out(name, self._given[name])
+        return self._known[name]  # type: ignore[no-any-return]
 
     def _laid_out(self, name: str, tensor: Tensor) -> Tensor:
         return self._operator.laid_out(tensor, name, self._given)
+
+
+def cut(t: Tensor, size: int) -> Tensor:
+    """So much of the last axis; a tensor without more is itself."""
+    return t if t.shape[-1] == size else t[..., :size]
 
 
 def _flash_implementation() -> str | None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from attn_diag.watching.live.kernels import OPERATORS, FusedOperator
+from attn_diag.watching.live.kernels import FusedOperator, operators
 from attn_diag.watching.live.operator_calls import Arguments, OperatorBackward, OperatorCall
 
 # Called instead of an operator: the kernel that was there, and what it is to be called with.
@@ -92,27 +92,28 @@ class OperatorOverrides:
     ) -> None:
         self._composite, self._forward, self._backward = composite, forward, backward
         self._kernels = Kernels()
-        self._modules_seen = 0
+        self._known = 0, 0
         self._within = threading.local()
         self._codes: set[CodeType] = set()
         self._standing_in: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def install(self) -> None:
         """Put them there; what the build or the device lacks is left out, until it is imported."""
-        if self._kernels.there and len(sys.modules) == self._modules_seen:
+        known = len(sys.modules), len(operators())
+        if self._kernels.there and known == self._known:
             return
         # Ours is registered when it is first used: by then the call would be over.
         with suppress(ImportError):
             import_module("attn_diag.kernels.attention")
-        self._modules_seen = len(sys.modules)
+        self._known = len(sys.modules), len(operators())
         if (dynamo := sys.modules.get("torch._dynamo.eval_frame")) is not None:
             for code in self._codes:
                 dynamo.skip_code(code)
         # Above autograd alone: with a kernel of a device's the operator would be one that nobody may take apart, in a
         # graph that is exported meanwhile, and without that of autograd one that has no gradient.
-        devices = {device: None for operator in OPERATORS for device in operator.devices}
+        devices = {device: None for operator in operators() for device in operator.devices}
         wanted: list[tuple[str, str, Makes]] = [(SCALED_DOT_PRODUCT, f"Autograd{d}", self._met) for d in devices]
-        for operator in OPERATORS:
+        for operator in operators():
             if operator.needs and operator.needs not in sys.modules:
                 continue
             for device in operator.devices:
@@ -129,7 +130,7 @@ class OperatorOverrides:
 
         In a graph that is traced that is the function itself.
         """
-        for operator in OPERATORS:
+        for operator in operators():
             for name in (operator.name, operator.backward) if operator.is_function else ():
                 module, _, bare = name.partition(":")
                 function = getattr(sys.modules.get(module), bare, None)

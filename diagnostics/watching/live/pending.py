@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.linear_layers import CapturedProjection, Slice
-from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
+from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall, cut
 from attn_diag.watching.live.sites import Graph, LayOut
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -124,7 +124,7 @@ class Pending:
         """Whether a backward was given this forward's own o or LSE (a graph may copy one of them)."""
         if back.o._version != self._version:
             return False  # something was added to O in its place, as a ring may do to the first of its parts
-        own = {t.untyped_storage()._cdata for t in (back.o, back.lse)}
+        own = {t.untyped_storage()._cdata for t in (back.o, back.lse) if t is not None}
         return any(kept.cdata in own and not kept.expired() for kept in self._kept)  # type: ignore[no-untyped-call]
 
     def looks_like(self, back: OperatorBackward) -> bool:
@@ -185,7 +185,7 @@ class Pending:
 
 def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:
     """A gradient without the kernel's padding of D."""
-    return None if grad is None else grad.detach()[..., : like.shape[-1]]
+    return None if grad is None else cut(grad.detach() if grad.requires_grad else grad, like.shape[-1])
 
 
 def _attention_node(o: Tensor) -> Any | None:

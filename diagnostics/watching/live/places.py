@@ -11,17 +11,18 @@ import dis
 import re
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from attn_diag.watching.live.flex_graphs import FORWARD
-from attn_diag.watching.live.kernels import OPERATORS
+from attn_diag.watching.live.kernels import is_forward
 from attn_diag.watching.live.linear_layers import clean
 
 _MAX_FRAMES = 80
@@ -32,18 +33,36 @@ _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
 # The code of a graph; what the modules have that inductor writes; what calls graphs.
 _GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", "runtime_wrappers.py"
 # What runs a graph that is to become a CUDA graph.
-_CUDA_GRAPHS = "cudagraph_trees.py"
-# How the names of fused operators begin.
-_FUSED = (
-    FORWARD,
-    *(o.name.split("::")[1].removesuffix("_for_cpu") for o in OPERATORS if not o.is_function),
-)
+_CUDA_GRAPHS_FILE = "cudagraph_trees.py"
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 _Site = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Caller:
+# What the code of a frame is, to whoever looks for the module that runs: read off it once.
+_GRAPH, _CALLER_OF_GRAPHS, _CUDA_GRAPHS, _AUTOGRAD, _METHOD = 1, 2, 4, 8, 16
+_kinds: dict[int, int] = {}
+_codes: list[CodeType] = []
+
+
+def _classified(frame: FrameType) -> int:
+    code, found = frame.f_code, 0
+    if code.co_filename.startswith(_GENERATED) or _IN_INDUCTORS in frame.f_globals:
+        found |= _GRAPH
+    elif code.co_filename.endswith(_CALLS_GRAPHS):
+        found |= _CALLER_OF_GRAPHS
+    elif code.co_filename.endswith(_CUDA_GRAPHS_FILE):
+        found |= _CUDA_GRAPHS
+    first = code.co_varnames[:1]
+    if first == ("ctx",) and code.co_name == "forward":
+        found |= _AUTOGRAD
+    elif first == ("self",):
+        found |= _METHOD
+    _codes.append(code)  # no other code gets its number
+    _kinds[id(code)] = found
+    return found
+
+
+class Caller(NamedTuple):
     """Who makes a call."""
 
     owner: nn.Module | None
@@ -60,8 +79,7 @@ class Caller:
     """Whether what is allocated now is a CUDA graph's: torch forbids that anything of ours stays there."""
 
 
-@dataclass(frozen=True)
-class MadeBy:
+class MadeBy(NamedTuple):
     """Who made a call, and when, as far as it is known while it runs."""
 
     caller: Caller
@@ -85,6 +103,11 @@ class CallPlaces:
 
     Args:
         model: The model; None: all there is.
+
+    Attributes:
+        met: identities of modules that made calls, where it is known which.
+        most: where only the order of calls tells: how many a run of what was compiled made at most.
+        compiled: identities of what was compiled.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -98,8 +121,12 @@ class CallPlaces:
         self._attentions: dict[int, list[nn.Module]] = {}
         self._unnamed: set[int] = set()
         self._calls: dict[int, int] = {}
-        self._no_modules: set[CodeType] = set()
+        self._no_modules: set[int] = set()
         self._code: dict[int, CodeType] = {}
+        self._told_by: dict[tuple[int, _Site], nn.Module] = {}
+        self.met: set[int | None] = set()
+        self.most: dict[int, int] = {}
+        self.compiled: set[int] = set()
         self._model = model
 
     def read(self) -> None:
@@ -139,24 +166,25 @@ class CallPlaces:
         for _ in range(_MAX_FRAMES):
             if frame is None:
                 break
-            code = frame.f_code
-            if _is_graphs(frame):
+            number = id(frame.f_code)
+            kind = _kinds.get(number)
+            if kind is None:
+                kind = _classified(frame)
+            if kind & _GRAPH:
                 compiled = True
-                self._code.setdefault(id(code), code)  # no other code gets its number
-                site.append((id(code), frame.f_lasti))
-            elif code.co_filename.endswith(_CALLS_GRAPHS):
+                self._code.setdefault(number, frame.f_code)
+                site.append((number, frame.f_lasti))
+            elif kind & (_CALLER_OF_GRAPHS | _CUDA_GRAPHS):
                 compiled = True
-            elif code.co_filename.endswith(_CUDA_GRAPHS):
-                compiled = pooled = True
-            first = code.co_varnames[:1]
-            if first == ("ctx",) and code.co_name == "forward":
+                pooled |= bool(kind & _CUDA_GRAPHS)
+            if kind & _AUTOGRAD:
                 # Without gradients the function runs too, and autograd has no use for it.
                 differentiated |= bool(getattr(frame.f_locals.get("ctx"), "next_functions", True))
             # Before Python 3.13 a look at a frame's variables keeps them alive: not those of training loops.
-            elif first == ("self",) and code not in self._no_modules:
+            elif kind & _METHOD and number not in self._no_modules:
                 owner = frame.f_locals.get("self")
                 if not isinstance(owner, nn.Module):
-                    self._no_modules.add(code)
+                    self._no_modules.add(number)
                 elif isinstance(owner, GraphModule) and compiled:
                     pass  # the graph itself
                 elif (own := self._own(owner)) is not None:
@@ -173,7 +201,7 @@ class CallPlaces:
         """A caller that another watch has read, perhaps of a model that is not this one's."""
         if caller.owner is None or (own := self._own(caller.owner)) is caller.owner:
             return caller
-        return replace(caller, owner=own, foreign=own is None)
+        return caller._replace(owner=own, foreign=own is None)
 
     def _below(self, module: nn.Module | None, name: str) -> nn.Module | None:
         """The module of that name in another; None where it has none, or it is not the model's."""
@@ -186,7 +214,8 @@ class CallPlaces:
         return found if self._any or id(found) in self._modules else None
 
     def _own(self, module: nn.Module) -> nn.Module | None:
-        inner = getattr(module, "_orig_mod", module)  # of an OptimizedModule
+        # Of an OptimizedModule; getattr() takes microseconds where there is none.
+        inner = vars(module).get("_modules", {}).get("_orig_mod", module)
         if self._any:
             return inner if isinstance(inner, nn.Module) else module
         # A compiled object that was given is the module in it: both bear its name.
@@ -208,6 +237,31 @@ class CallPlaces:
         name = self._names.get(id(caller.owner))
         return name, self._numbered((key[0], run.index), run.index), run.number
 
+    def told_by(self, caller: Caller, find: Callable[[list[nn.Module]], nn.Module | None]) -> Caller:
+        """The caller with its module, where a graph makes fewer calls than it has attention modules.
+
+        Their order tells nothing then: some are no operators in it (or it is one part of several).
+
+        Args:
+            caller: As read off the stack.
+            find: Tells which of several attention modules makes the call that has run.
+        """
+        root = self._root(caller.owner)
+        if not caller.site or caller.module is not None or root is None:
+            return caller
+        key = id(root), caller.site
+        if key not in self._told_by:
+            attentions = self._attentions_of(root)
+            if self._calls_in(caller.site[0][0]) >= len(attentions) or (found := find(attentions)) is None:
+                return caller
+            self._told_by[key] = found
+            self._unnamed.add(id(root))
+        return caller._replace(module=self._told_by[key])
+
+    def name_of(self, module: nn.Module) -> str | None:
+        """The name of a module of the model's."""
+        return self._names.get(id(module))
+
     def named(self, name: str | None) -> nn.Module | None:
         """The model's module of that name."""
         return self._by_name.get(name)
@@ -224,8 +278,13 @@ class CallPlaces:
 
     def count(self, caller: Caller, *, recomputing: bool) -> None:
         """Note that the call is over."""
+        root = id(self._root(caller.owner))
+        if caller.site is not None:
+            self.compiled.add(root)
         if caller.site is None or caller.module is not None:
-            self._counts[_key(caller.owner if caller.site is None else caller.module), recomputing] += 1
+            known = _key(caller.owner if caller.site is None else caller.module)
+            self._counts[known, recomputing] += 1
+            self.met.add(known)
             return
         key = (_key(caller.owner), recomputing)
         before, run = self._runs.get(key), self._run(key, caller)
@@ -234,6 +293,8 @@ class CallPlaces:
         self._runs[key] = run
         run.sites.add(caller.site)
         run.index += 1
+        if not recomputing and run.index > self.most.get(root, 0):
+            self.most[root] = run.index
 
     def _run(self, key: tuple[Any, bool], caller: Caller) -> _Run:
         """The run that the call belongs to: of the graph as it is compiled now."""
@@ -264,15 +325,18 @@ class CallPlaces:
     def _within(self, owner: nn.Module | None) -> list[nn.Module]:
         """The attention modules that a compiled one holds, in the order in which it has them."""
         root = self._root(owner)
-        if root is None or id(root) in self._unnamed:
-            return []
+        return [] if root is None or id(root) in self._unnamed else self._attentions_of(root)
+
+    def _attentions_of(self, root: nn.Module) -> list[nn.Module]:
         if id(root) not in self._attentions:
-            found = [m for m in root.modules() if _ATTENTION.search(type(m).__name__)]
+            found = [m for m in root.modules() if is_attention_by_name(m)]
             inner = [m for m in found if not any(other is not m and other in found for other in m.modules())]
             self._attentions[id(root)] = inner
         return self._attentions[id(root)]
 
     def _layer(self, owner: nn.Module | None) -> int:
+        if (known := self._layers.get(_key(owner))) is not None:
+            return known
         number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self._names.get(id(owner), ""))
         stated = getattr(owner, "layer_idx", None)
         wanted = stated if isinstance(stated, int) else int(number[1]) if number else len(self._layers)
@@ -285,12 +349,18 @@ class CallPlaces:
         return self._layers[key]
 
 
+def is_attention_by_name(module: nn.Module) -> bool:
+    """Whether its class is called so."""
+    return _ATTENTION.search(type(module).__name__) is not None
+
+
 def graph_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
     """The code of a graph, and the place in it, where an operator is called that was called out of ``frame``."""
     for _ in range(_MAX_BETWEEN):
         if frame is None:
             return None
-        if _is_graphs(frame):
+        kind = _kinds.get(id(frame.f_code))
+        if (_classified(frame) if kind is None else kind) & _GRAPH:
             return frame.f_code, frame.f_lasti
         if not frame.f_code.co_filename.startswith(_TORCH):
             return None  # somebody's own operator, that may call several
@@ -306,7 +376,8 @@ def in_cuda_graphs_memory() -> bool:
     for _ in range(_MAX_FRAMES):
         if frame is None:
             return False
-        if frame.f_code.co_filename.endswith(_CUDA_GRAPHS):
+        kind = _kinds.get(id(frame.f_code))
+        if (_classified(frame) if kind is None else kind) & _CUDA_GRAPHS:
             return True
         frame = frame.f_back
     return False
@@ -315,11 +386,7 @@ def in_cuda_graphs_memory() -> bool:
 def attention_calls(code: CodeType) -> int:
     """How many attention calls the code of a graph makes."""
     named = (str(step.argval) for step in dis.get_instructions(code) if step.opname in _LOADS)
-    return sum(name.startswith(_FUSED) and not name.endswith("_backward") for name in named)
-
-
-def _is_graphs(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_GENERATED) or _IN_INDUCTORS in frame.f_globals
+    return sum(is_forward(name) or name.startswith(FORWARD) for name in named)
 
 
 def _key(owner: nn.Module | None) -> int | None:

@@ -36,6 +36,7 @@ class Product(NamedTuple):
 Told = Callable[[Product], None]
 _KEYS = ("CPU", "CUDA")
 _listeners: list[Told] = []
+_codes: set[CodeType] = set()
 _lock = threading.Lock()
 
 
@@ -61,6 +62,10 @@ def listen(told: Told, *, wanted: bool) -> None:
             _kernels.remove()
         elif not _kernels.there:
             _kernels.put((name, key, _makes(first)) for name, first in _PRODUCTS.items() for key in _KEYS)
+            # Where a graph breaks, what runs between its parts is compiled too, ours with it.
+            if (dynamo := sys.modules.get("torch._dynamo.eval_frame")) is not None:
+                for code in _codes:
+                    dynamo.skip_code(code)
 
 
 def are_met() -> bool:
@@ -78,6 +83,7 @@ def _makes(first: int) -> Makes:
                     told(product)
             return y
 
+        _codes.add(run.__code__)
         return run
 
     return makes

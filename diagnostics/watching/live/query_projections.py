@@ -78,6 +78,10 @@ class QueryProjections:
         self._in_graphs.step_ended()
         self._in_graphs.forget()
 
+    def maker(self, modules: list[nn.Module], q: Tensor) -> nn.Module | None:
+        """Which of several attention modules made ``q`` [B, H, T, D] in a graph, where its products tell."""
+        return self._in_graphs.maker(modules, q)
+
     def take(
         self,
         call: AttentionCall,

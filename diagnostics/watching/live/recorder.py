@@ -20,11 +20,11 @@ from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.watching.live import flex_graphs
-from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
+from attn_diag.watching.live.call import AttentionCall, CallPlace, Part, require_container
 from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.run import rank, run_id, world_size
-from attn_diag.watching.live.watch import UNSEEN, UNSTEPPED, Watch, require_container
+from attn_diag.watching.live.watch import UNSTEPPED, Watch
 from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, newest
 
 _log = logging.getLogger("attn_diag")
@@ -32,6 +32,7 @@ _GIB = 2**30
 # Device memory that may wait for the host at one time.
 _IN_FLIGHT = 4 * _GIB
 _LAST_TIMEOUT = 60.0
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 
 Steps = Container[int] | Callable[[int], bool]
 
@@ -83,6 +84,8 @@ class Recorder:
         self._shelf = Shelf(self._asked, ring, max_bytes, self._losses)
         self._writer = self._new_writer()
         self._run, self._chosen = "", False
+        # This rank, and of how many: asked once a step.
+        self._where: tuple[int, int] | None = None
         self._watch: Watch | None = None
         flex_graphs.prepare(self)  # the model may be compiled before start()
 
@@ -129,9 +132,7 @@ class Recorder:
         self._submit_open()
         self._writer.call(self._shelf.step_over)
         self._finish()
-        if watch.looked and not watch.calls_seen:
-            watch.warn_once(UNSEEN)
-        elif not self._chosen:
+        if not watch.tell_of_nothing() and not self._chosen:
             seen = ", ".join(map(str, watch.layers)) or f"none in the {watch.step} steps, of which none was chosen"
             _log.warning("nothing was captured: no call fitted steps, layers and calls; seen were layers %s", seen)
 
@@ -263,6 +264,7 @@ class Recorder:
         """Hand over the calls without a backward, which are complete as they are."""
         self._submit_open()
         self._writer.call(self._shelf.step_over)
+        self._where = None
         if self._ring:
             # The limit is that of every step here, and of the ring.
             self._bytes, self._full = 0, False
@@ -271,14 +273,18 @@ class Recorder:
 
     def _metadata(self, call: AttentionCall) -> dict[str, Any]:
         metadata = call.metadata()
-        extra = {**metadata["extra"], "run": self._run, "world_size": str(world_size())}
+        if self._where is None:
+            self._where = rank(), world_size()
+        number, count = self._where
+        extra = {**metadata["extra"], "run": self._run, "world_size": str(count)}
         extra["batch_items"] = ",".join(map(str, self._part.items(call)))
-        return {**metadata, "head_offset": call.head_offset + self._part.heads(call)[0], "rank": rank(), "extra": extra}
+        return {**metadata, "head_offset": call.head_offset + self._part.heads(call)[0], "rank": number, "extra": extra}
 
     def _name(self, call: AttentionCall) -> str:
         where = call.place
-        module = "" if where.module is None else "_" + re.sub(r"[^A-Za-z0-9.]+", "-", where.module or "model")
-        return f"step{where.step:06d}_layer{where.layer:02d}{module}_call{where.call}_rank{rank()}.safetensors"
+        module = "" if where.module is None else "_" + _NOT_IN_NAMES.sub("-", where.module or "model")
+        number = rank() if self._where is None else self._where[0]
+        return f"step{where.step:06d}_layer{where.layer:02d}{module}_call{where.call}_rank{number}.safetensors"
 
     def _submit_open(self) -> None:
         taken, self._taken = self._taken, {}

@@ -79,6 +79,8 @@ def gradients(o: Tensor, q: Tensor, k: Tensor, v: Tensor, lay_out: LayOut = unch
 def _unshared(inputs: Iterable[tuple[str, tuple[Tensor, LayOut]]]) -> Graph:
     """Without tensors given twice: theirs is one gradient for both."""
     every = dict(inputs)
+    if len({id(t) for t, _ in every.values()}) == len(every):
+        return every
     return {
         name: (t, lay_out)
         for name, (t, lay_out) in every.items()
@@ -341,5 +343,5 @@ SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa, over_operator=T
 MULTI_HEAD = AttentionSite("multi_head_attention_forward", _read_multi_head, tapped=True)
 EAGER = AttentionSite("transformers eager", _read_eager)
 TRANSFORMERS = AttentionSite("transformers", _read_transformers)
-FLEX = AttentionSite("flex_attention", _read_flex)
+FLEX = AttentionSite("flex_attention", _read_flex, over_operator=True)
 FLASH_ATTN = AttentionSite("flash_attn", _read_flash_attn)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from attn_diag.errors import InputError
-from attn_diag.watching.live import flex_graphs, intercept
+from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
 from attn_diag.watching.live.linear_layers import FAST_PATHS, first_head, is_run_compiled
@@ -27,36 +27,13 @@ from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
 from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
 from attn_diag.watching.live.stream_capture import in_cuda_graph
+from attn_diag.watching.live.unseen import Unseen
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
-# So many steps of an optimizer that may be another model's without any attention call are worth a word.
-_BLIND = 3
-# What a user is told where nothing can be seen, by whoever watches.
-UNSEEN = (
-    "no attention call was seen. It may be replayed from a CUDA graph that was recorded before (make the capture or "
-    "Monitor before the first step, or call torch._dynamo.reset() after it), be a Triton kernel inside a compiled graph "
-    "(torch.compiler.disable leaves it out), run on the fast path of nn.TransformerEncoder in eval mode "
-    "(torch.backends.mha.set_fastpath_enabled(False)), call a kernel that is not known here, or be another model's than "
-    "the one that was given (a copy's, say)"
-)
-FLEX_UNSEEN = (
-    "FlexAttention in a compiled graph is not seen that was compiled before the capture or Monitor was made: make it "
-    "before the first step, or call torch._dynamo.reset() after it"
-)
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
 UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
-
-
-def require_container(name: str, chosen: object) -> None:
-    """Check a choice of numbers (of steps, layers, calls) when it is made, not in the middle of a training run.
-
-    Raises:
-        InputError: it is one number, or a text.
-    """
-    if isinstance(chosen, (str, bytes)) or not (chosen is None or isinstance(chosen, Container)):
-        raise InputError(f"{name} must be a set, list or range of numbers, such as {{2}}, got {chosen!r}")
 
 
 def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,19 +41,22 @@ def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(watch: Watch, *args: Any) -> Any:
-        if watch.gone or torch.compiler.is_compiling():
-            return None  # nothing of ours belongs in a graph that is traced, nor in a forked child
-        try:
-            return method(watch, *args)
-        except Exception as error:
-            watch.failed(error)
-            return None
+        return _run_harmlessly(watch, method, watch, *args)
 
     return run
 
 
-@dataclass(frozen=True)
-class Met:
+def _run_harmlessly(watch: Watch, what: Callable[..., Any], *args: Any) -> Any:
+    if watch.gone or torch.compiler.is_compiling():
+        return None  # nothing of ours belongs in a graph that is traced, nor in a forked child
+    try:
+        return what(*args)
+    except Exception as error:
+        watch.failed(error)
+        return None
+
+
+class Met(NamedTuple):
     """A call that is about to run, or has run, and counts."""
 
     place: CallPlace
@@ -121,8 +101,7 @@ class Watch:
         self._projections, self._spread = QueryProjections(model, self.guarded), SpreadHeads()
         self._warned: set[str] = set()
         self.gone = self._looked = False
-        self._blind_steps = 0
-        self._flex_calls: int | None = intercept.flex_calls
+        self._unseen = Unseen(model, self._places, self.warn_once)
         self._told: set[tuple[int, int, bool]] = set()
 
     def start(self) -> Self:
@@ -136,6 +115,7 @@ class Watch:
 
     def _install(self) -> None:
         self._places.read()
+        self._unseen.begin()
         whole = self.model is not None and is_run_compiled(self.model)
         self._projections.watch(whole=whole)
         # A hook inside a compiled module would have it compiled anew.
@@ -165,7 +145,8 @@ class Watch:
 
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""
-        self._tell_of_unseen_flex()
+        if intercept.looks(self):
+            self._unseen.step_ends()
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
         self._looked = self.looked
@@ -193,6 +174,12 @@ class Watch:
         """Whether a module was called again and again, with gradients, and no step ever ended."""
         often = max(self._places.most_calls, self._forwards_this_step) > 1
         return self._trains and self.step == self._first_step and often
+
+    def tell_of_nothing(self) -> bool:
+        """Say, at the end, if there was no call although there was a look; whether so."""
+        if blind := self.looked and not self.calls_seen:
+            self._unseen.nothing()
+        return blind
 
     def warn_once(self, message: str) -> None:
         """Warn the user, of the same thing only once."""
@@ -224,12 +211,15 @@ class Watch:
         return self.model is not None and nobody
 
     @_harmless
-    def meets(self, module: str = "", made_by: MadeBy | None = None) -> Met | None:
+    def meets(
+        self, module: str = "", made_by: MadeBy | None = None, operator: OperatorCall | None = None
+    ) -> Met | None:
         """Say who makes the call that is running, and whether the listener wants it; None: it is not to be counted.
 
         Args:
             module: Its name from the compiled module on, where a graph says it.
             made_by: Who made the call when it was recorded, where it is not what runs now.
+            operator: The fused operator that has run, where nothing but that is known.
         """
         if (stage := stage_running()) is not None and stage.rehearses:
             return None
@@ -237,9 +227,15 @@ class Watch:
             made_by = self._made_by(module)
             if made_by.caller.pooled:
                 return None
-        caller, recomputing = self._places.seen_from_here(made_by.caller), made_by.recomputing
+            caller = made_by.caller
+        else:
+            caller = self._places.seen_from_here(made_by.caller)
+        recomputing = made_by.recomputing
         if caller.site is not None:
             self._projections.graph_runs()
+            if operator is not None:
+                q = operator.inputs[0]
+                caller = self._places.told_by(caller, lambda modules: self._projections.maker(modules, q))
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
         gradients = made_by.gradients
@@ -253,7 +249,7 @@ class Watch:
         place = CallPlace(self.step, layer, name, call, gradients)
         # Checkpointing runs the forward again: its first run is already followed.
         followed = recomputing and (layer, call) in self._with_gradients
-        return Met(place, caller, recomputing, wanted=not followed and self.listener.wants(place), stage=stage)
+        return Met(place, caller, recomputing, not followed and self.listener.wants(place), stage)
 
     @_harmless
     def counts(self, met: Met) -> None:
@@ -274,7 +270,9 @@ class Watch:
         operator: OperatorCall | None = fields.pop("operator", None)
         graph: Graph = fields.pop("graph", {})
         known = fields.pop("projection", None)
-        detached: dict[str, Any] = {name: v.detach() if isinstance(v, Tensor) else v for name, v in fields.items()}
+        detached: dict[str, Any] = {
+            name: v.detach() if isinstance(v, Tensor) and v.requires_grad else v for name, v in fields.items()
+        }
         call = AttentionCall(place=place, stage=met.stage, **detached)
         if (module := self._places.named(place.module)) is not None:
             call.head_offset = first_head(module, call.q)
@@ -312,6 +310,8 @@ class Watch:
         with self._lock:
             # The newest forward goes back first.
             waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
+        if not waiting:
+            return
         for is_its in (Pending.kept_by, Pending.looks_like):
             if (found := next((p for p in waiting if is_its(p, back)), None)) is not None:
                 if back.of_lse:
@@ -335,8 +335,7 @@ class Watch:
 
     def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``what`` so that our own failures are logged instead of raised; it returns None then."""
-        harmless = _harmless(lambda _, *args: what(*args))
-        return Hook(lambda *args: harmless(self, *args))
+        return Hook(partial(_run_harmlessly, self, what))
 
     def _look(self, *, at_least: bool = False) -> None:
         """Keep what a wanted step needs; on others nothing costs anything."""
@@ -345,13 +344,6 @@ class Watch:
         self._projections.look(wanted=wanted)
         # Until it is known that a loop trains, calls tell of steps.
         intercept.look(self, wanted=wanted or at_least or not self._trains)
-
-    def _tell_of_unseen_flex(self) -> None:
-        """After the first step in which it was looked for."""
-        if self._flex_calls is not None and intercept.looks(self):
-            if self._flex_calls == intercept.flex_calls and flex_graphs.blind():
-                self.warn_once(FLEX_UNSEEN)
-            self._flex_calls = None
 
     def _drop_pending(self) -> None:
         with self._lock:
@@ -401,8 +393,6 @@ class Watch:
         self._projections.forget()
         if not self._clock.ticks(optimizer, seen=bool(self._calls_this_step)):
             return
-        if not self.calls_seen and intercept.looks(self):
-            self._blind_steps += 1
-            if self._clock.owns or self._blind_steps == _BLIND:
-                self.warn_once(UNSEEN)
+        if intercept.looks(self):
+            self.guarded(self._unseen.optimizer_stepped)(bool(self.calls_seen), self._clock.owns)
         self.end_step()

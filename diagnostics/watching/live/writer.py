@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from attn_diag.watching.live.claim import Claim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.stream_capture import stay_out_of_graphs
 
+# So many bytes at most wait for the end of a step to be handed over.
+_TOGETHER = 2**26
 _newest: list[Capture] = []
 
 
@@ -56,6 +59,9 @@ class Writer:
     # Its put() may interrupt itself, as a signal handler that dumps a ring does, and needs nobody's lock after a fork.
     _queue: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     _pending: int = 0
+    # Each waking of the thread takes the interpreter from the training loop: several are handed over at a time.
+    _together: deque[tuple[Taken, int]] = field(default_factory=deque)
+    _held: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
@@ -66,17 +72,32 @@ class Writer:
         self._thread.start()
 
     def submit(self, taken: Taken) -> bool:
-        """Enqueue; False where more than ``limit`` bytes are waiting already, and nothing is enqueued."""
+        """Take it for ``hand_over``; False where more than ``limit`` bytes are waiting already, and it is not taken."""
         size = taken.bytes
         with self._lock:
             if self._pending + size > self.limit:
                 return False
             self._pending += size
-        self._queue.put(lambda: self._bring(taken, size))
+            self._together.append((taken, size))
+            self._held += size
+        if self._held > _TOGETHER:
+            self.hand_over()
         return True
 
+    def hand_over(self) -> None:
+        """Enqueue what was submitted."""
+        jobs: list[tuple[Taken, int]] = []
+        self._held = 0
+        # Not by iteration: a signal handler may come in between.
+        with suppress(IndexError):
+            while True:
+                jobs.append(self._together.popleft())
+        if jobs:
+            self._queue.put(lambda: self._bring_all(jobs))
+
     def call(self, what: Callable[[], None]) -> None:
-        """Have the thread do something, after what is enqueued already."""
+        """Have the thread do something, after what is submitted already."""
+        self.hand_over()
         self._queue.put(what)
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -84,12 +105,13 @@ class Writer:
         if self._thread is None or threading.current_thread() is self._thread:
             return True
         done = threading.Event()
-        self._queue.put(done.set)
+        self.call(done.set)
         return done.wait(timeout)
 
     def close(self) -> None:
         """Finish what is enqueued, and end the thread."""
         if self._thread is not None:
+            self.hand_over()
             if self._thread.is_alive():  # not so in a forked child
                 self.drain()  # an interrupted join() takes the thread for dead (CPython 3.11)
             self._queue.put(None)
@@ -100,6 +122,13 @@ class Writer:
         while (job := self._queue.get()) is not None:
             try:
                 job()
+            except Exception as error:
+                self.losses.add(reason_of(error))
+
+    def _bring_all(self, jobs: list[tuple[Taken, int]]) -> None:
+        for taken, size in jobs:
+            try:
+                self._bring(taken, size)
             except Exception as error:
                 self.losses.add(reason_of(error))
 

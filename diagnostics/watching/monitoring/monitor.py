@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from attn_diag.errors import InputError
-from attn_diag.watching.live.call import AttentionCall, CallPlace
+from attn_diag.watching.live.call import AttentionCall, CallPlace, require_container
 from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.run import rank
-from attn_diag.watching.live.watch import UNFINISHED, UNSEEN, UNSTEPPED, Watch, require_container
+from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
 from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, flat_metrics, table, with_growth
@@ -132,8 +132,7 @@ class Monitor:
             self._ended_at = watch.step
             if watch.never_stepped:
                 watch.warn_once(UNSTEPPED)
-            if watch.looked and not watch.calls_seen:
-                watch.warn_once(UNSEEN)
+            watch.tell_of_nothing()
             watch.stop()
             self._open.clear()
             self._done.clear()

@@ -1,0 +1,158 @@
+"""What a watch costs the host for each attention call: a part of ``bench_live``, on tiny tensors, for CPU and GPU.
+
+A stack of layers (a projection, SDPA, a sum) runs forward and backward; a call is one layer's share of that.
+
+- idle: nothing is installed.
+- not looked at: a capture is installed that wants another step.
+- listening: it looks at this step, and wants another layer.
+- told: it wants the call; a listener is told of all tensors, and keeps none.
+- wanted: it captures the call into a ring in memory; above that of a run that clones the same tensors in the loop.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import attn_diag
+from attn_diag.watching.live.call import AttentionCall, CallPlace
+from attn_diag.watching.live.watch import Watch
+
+LAYERS, HEADS, WIDTH, LENGTH = 8, 4, 64, 32
+# A capture holds these of each call: cloned, they are what it must cost.
+_HELD = {"q": HEADS, "k": HEADS, "v": HEADS, "o": HEADS, "do": HEADS, "dq": HEADS, "dk": HEADS, "dv": HEADS}
+
+
+class Attention(nn.Module):
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Told:
+    """A listener that wants every call, and keeps nothing."""
+
+    sequences = 1
+
+    def wants(self, place: CallPlace) -> bool:  # noqa: ARG002 - the protocol
+        return True
+
+    def wants_step(self, step: int) -> bool:  # noqa: ARG002 - the protocol
+        return True
+
+    def forward(self, call: AttentionCall) -> None:
+        call.let_go()
+
+    def backward(self, call: AttentionCall) -> None: ...
+
+    def step_ended(self, step: int) -> None: ...
+
+    def failed(self, error: Exception) -> None:
+        raise error
+
+    def forked(self) -> None: ...
+
+
+@contextmanager
+def _told(model: nn.Module) -> Iterator[None]:
+    watch = Watch(model, Told()).start()
+    try:
+        yield
+    finally:
+        watch.stop()
+
+
+class _Loop:
+    """Steps of a tiny model, and how long the host took for a call of each."""
+
+    def __init__(self, device: str, *, compiled: bool) -> None:
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.model = nn.Sequential(*(Attention() for _ in range(LAYERS))).to(device, dtype)
+        self._x = torch.randn(1, LENGTH, WIDTH, device=device, dtype=dtype)
+        self._upstream = torch.randn_like(self._x)
+        self._run: Any = torch.compile(self.model, fullgraph=True) if compiled else self.model
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        head = torch.randn(1, HEADS, LENGTH, WIDTH // HEADS, device=device, dtype=dtype)
+        # With x, w_q and the LSE.
+        held = [*(head for _ in _HELD), self._x, torch.randn_like(self.model[0].qkv.weight[:WIDTH]), head[..., 0]]
+        self._held: list[Tensor] = held
+        self._device = device
+        # On a CPU everything runs in this thread; on a GPU another one goes back.
+        self._clock = time.perf_counter if device == "cuda" else time.thread_time
+
+    def step(self, clones: bool = False) -> None:
+        self._run(self._x).backward(self._upstream)
+        for _ in range(LAYERS if clones else 0):
+            for t in self._held:
+                t.clone()
+
+    def us_a_call(self, around: Callable[[nn.Module], Any], repeats: int, *, clones: bool = False) -> float:
+        """Of the host, in the median step, the optimizer's aside."""
+        found = []
+        with around(self.model):
+            for number in range(repeats + 8):
+                self._wait()
+                began = self._clock()
+                self.step(clones)
+                took = self._clock() - began
+                self._wait()
+                if number >= 8:
+                    found.append(took / LAYERS * 1e6)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+        return median(found)
+
+    def _wait(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+
+def bench_calls(device: str, repeats: int = 200) -> dict[str, Any]:
+    """Microseconds of host time for a call, forward and backward, eager and compiled."""
+    found: dict[str, Any] = {}
+    for name in ("eager", "compiled"):
+        torch._dynamo.reset()
+        loop = _Loop(device, compiled=name == "compiled")
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as captures:
+
+            def capture(where: str, **chosen: Any) -> Callable[[nn.Module], Any]:
+                return lambda model: attn_diag.capture(model, Path(folder) / where, ring=1, **chosen)
+
+            # In turn, as a machine's clock changes.
+            ways: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
+                "idle": (lambda _: nullcontext(), False),
+                "cloning": (lambda _: nullcontext(), True),
+                "not looked at": (capture("none", steps=[-1]), False),
+                "listening": (capture("other", layers=[-1]), False),
+                "told": (_told, False),
+                "wanted": (capture("all"), False),
+            }
+            rounds: dict[str, list[float]] = {way: [] for way in ways}
+            loop.us_a_call(ways["idle"][0], repeats)
+            for _ in range(5):
+                for way, (around, clones) in ways.items():
+                    rounds[way].append(loop.us_a_call(around, repeats // 5, clones=clones))
+            captures.close()
+        us = {way: min(those) for way, those in rounds.items()}
+        found[name] = {
+            "us a call": {way: round(value, 1) for way, value in us.items()},
+            "above idle": {way: round(us[way] - us["idle"], 1) for way in ("not looked at", "listening", "told")},
+            "wanted, above cloning": round(us["wanted"] - us["cloning"], 1),
+        }
+    return found

@@ -1,0 +1,299 @@
+"""Which attention modules took part in a step without being seen, and what makes them seen: said once, by name.
+
+A compiled graph tells nobody which modules it holds, and a hook in one would change it. What a module's query
+projection tells after a step is its gradient: a new one, that is not zero, has come through attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from attn_diag.watching.live import flex_graphs, intercept
+from attn_diag.watching.live.linear_layers import FUSED_NAMES, QUERY_NAMES, is_run_compiled
+from attn_diag.watching.live.places import CallPlaces, is_attention_by_name
+
+# So many steps of an optimizer that may be another model's without any attention call are worth a word.
+_BLIND = 3
+# In so many steps gradients are looked for: where an output projection begins with zeros, the first brings none.
+_STEPS = 3
+_MOST_NAMES = 6
+# What a user is told where nothing can be seen, by whoever watches.
+NOTHING = (
+    "no attention call was seen. It may be replayed from a CUDA graph that was recorded before (make the capture or "
+    "Monitor before the first step, or call torch._dynamo.reset() after it), be a Triton kernel inside a compiled "
+    "graph (torch.compiler.disable leaves it out), run on the fast path of nn.TransformerEncoder in eval mode "
+    "(torch.backends.mha.set_fastpath_enabled(False)), call a kernel that is not known here, or be another model's "
+    "than the one that was given (a copy's, say)"
+)
+FLEX = (
+    "FlexAttention in a compiled graph is not seen that was compiled before the capture or Monitor was made: make it "
+    "before the first step, or call torch._dynamo.reset() after it"
+)
+IN_EAGER = (
+    "it calls no attention function or operator that is known. Have the function of q, k and v that it calls seen: "
+    "@attn_diag.observe"
+)
+OWN_IN_GRAPH = (
+    "in a compiled graph it is no operator that is known. Have the function of q, k and v that it calls seen, outside "
+    "of the graph (not with fullgraph=True): @torch.compiler.disable above @attn_diag.observe"
+)
+EAGER_IN_GRAPH = (
+    "transformers' eager attention is no operator of a compiled graph. Before the model is compiled: "
+    'model.set_attn_implementation("sdpa")'
+)
+MATH_IN_GRAPH = (
+    "in a compiled graph SDPA is seen where a fused kernel does it, not where it became matrix products (a mask that "
+    "needs a gradient, dropout on a CPU, a size that no kernel takes). Before the model is compiled"
+)
+NO_SDPA_IN_GRAPH = (
+    "transformers' eager attention is no operator of a compiled graph. Before blocks are compiled (block.compile() for "
+    "each, instead of the whole model)"
+)
+MULTI_HEAD_IN_GRAPH = (
+    "in a compiled graph nn.MultiheadAttention is seen where a fused kernel does it, not where it returns its weights "
+    "(nor on a CPU with dropout): call it with need_weights=False"
+)
+# Who calls SDPA, or chooses between it and others by a table.
+_CALLS_SDPA = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "multi_head_attention_forward"})
+_ATTENDS = _CALLS_SDPA | {"softmax", "_softmax", "eager_attention_forward", "flex_attention", "flash_attn_func"}
+
+
+def _leaving_out(name: str, why: str) -> str:
+    """Why, and how a module's class is left out of what is compiled."""
+    return (
+        f'{why}, not with fullgraph=True: kind = type(model.get_submodule("{name}")); '
+        "kind.forward = torch.compiler.disable(kind.forward)"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A module that attends, as far as its class says."""
+
+    name: str
+    module: nn.Module
+    parameters: list[nn.Parameter]
+    """Its query projection's, or, where that has no gradients, all of its own that have."""
+
+
+class Unseen:
+    """Says what of a model's attention is not seen.
+
+    Args:
+        model: Whose; None: nobody's.
+        places: Who was met.
+        warn: Tells the user, of the same thing only once.
+    """
+
+    def __init__(self, model: nn.Module | None, places: CallPlaces, warn: Callable[[str], None]) -> None:
+        self._model, self._places, self._warn = model, places, warn
+        self._blind_steps = self._judged = 0
+        self._said = self._blind = False
+        self._flex_calls: int | None = intercept.flex_calls
+        # Gradients that were there before the first step: where each is, and its version.
+        self._before: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def begin(self) -> None:
+        """Note which gradients are there already."""
+        for parameter in () if self._model is None else self._model.parameters():
+            if (gradient := _own_gradient(parameter)) is not None:
+                self._before[id(parameter)] = _state(gradient)
+
+    def step_ends(self) -> None:
+        """Of FlexAttention, after the first step in which it was looked for."""
+        if self._flex_calls is not None:
+            if self._flex_calls == intercept.flex_calls and flex_graphs.blind():
+                self._said = True
+                self._warn(FLEX)
+            self._flex_calls = None
+
+    def optimizer_stepped(self, seen: bool, ours: bool) -> None:
+        """Judge a step in which attention was looked for; the gradients are still there.
+
+        Args:
+            seen: Whether there was any call until now.
+            ours: Whether the optimizer is known to be the model's.
+        """
+        self.step_ends()
+        if not seen:
+            self._blind_steps += 1
+            if ours or self._blind_steps == _BLIND:
+                self.nothing()
+        elif not self._said and self._judged < _STEPS:
+            self._judged += 1
+            for word in self._words():
+                self._said = True
+                self._warn(word)
+            self._places.met.clear()
+            self._places.most.clear()
+
+    def nothing(self) -> None:
+        """Say that no call was seen."""
+        if not self._blind:
+            self._blind = True
+            self._warn(f"{NOTHING}. {names}" if (names := ". ".join(self._words())) else NOTHING)
+
+    def _words(self) -> list[str]:
+        """Of each class of modules that trained without being met, what there is to say."""
+        if self._model is None:
+            return []
+        unmet = self._unmet([one for one in self._candidates() if self._trained(one)])
+        kinds = sorted({type(one.module).__name__ for one in unmet})
+        return [self._word([one for one in unmet if type(one.module).__name__ == kind]) for kind in kinds]
+
+    def _word(self, unmet: list[_Candidate]) -> str:
+        names = ", ".join(one.name for one in unmet[:_MOST_NAMES])
+        more = f" and {len(unmet) - _MOST_NAMES} more" if len(unmet) > _MOST_NAMES else ""
+        known = sum(self._seen_of(root, unmet) for root in self._places.most)
+        seen = f"seen in {known} alone of these, the graph does not say which" if known else "not seen in these"
+        kind = type(unmet[0].module).__name__
+        return f"attention is {seen}, which train: {names}{more} ({kind}); {self._advice(unmet[0])}"
+
+    def _advice(self, one: _Candidate) -> str:
+        if not self._compiled(one):
+            return IN_EAGER
+        if isinstance(one.module, nn.MultiheadAttention):
+            return MULTI_HEAD_IN_GRAPH
+        config = getattr(one.module, "config", None)
+        if getattr(config, "_attn_implementation", None) == "eager":
+            sdpa = getattr(self._model, "_supports_sdpa", True)
+            return EAGER_IN_GRAPH if sdpa else _leaving_out(one.name, NO_SDPA_IN_GRAPH)
+        calls_sdpa = _mentions(type(one.module)) & _CALLS_SDPA
+        return _leaving_out(one.name, MATH_IN_GRAPH) if calls_sdpa else OWN_IN_GRAPH
+
+    def _compiled(self, one: _Candidate) -> bool:
+        """Whether it runs in a compiled graph, as far as is known."""
+        assert self._model is not None
+        if is_run_compiled(self._model):
+            return True
+        above = [m for m in self._model.modules() if any(below is one.module for below in m.modules())]
+        return any(id(m) in self._places.compiled or is_run_compiled(m) for m in above)
+
+    # Who ran, and who was met.
+
+    def _candidates(self) -> list[_Candidate]:
+        assert self._model is not None
+        met = {type(m) for m in self._model.modules() if id(m) in self._places.met}
+        named = [(name, m) for name, m in self._model.named_modules() if is_attention_by_name(m)]
+        owners: dict[int, int] = {}
+        for _, module in named:
+            for parameter in module.parameters():
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+        found: list[_Candidate] = []
+        for name, module in named:
+            queries = list(_queries(module))
+            if not (type(module) in met or (queries and _mentions(type(module)) & _ATTENDS)):
+                continue
+            every = list(module.parameters())
+            # A weight that two modules share says nothing of either.
+            within = sum(any(below is module for below in other.modules()) for _, other in named)
+            own = [p for p in queries or every if p.requires_grad] or [p for p in every if p.requires_grad]
+            own = [p for p in own if owners[id(p)] <= within]
+            found.append(_Candidate(self._places.name_of(module) or name, module, own))
+        inner = {id(one.module) for one in found}
+        return [one for one in found if not any(id(m) in inner for m in one.module.modules() if m is not one.module)]
+
+    def _trained(self, one: _Candidate) -> bool:
+        """Whether a gradient has come, that is not zero."""
+        for parameter in one.parameters:
+            if (gradient := _own_gradient(parameter)) is None:
+                continue
+            before = self._before.get(id(parameter))
+            if before is not None and not before[0].expired():  # type: ignore[no-untyped-call]
+                now = _state(gradient)
+                if (now[0].cdata, now[1]) == (before[0].cdata, before[1]):
+                    continue
+            if bool(gradient.any()):
+                return True
+        return False
+
+    def _unmet(self, ran: list[_Candidate]) -> list[_Candidate]:
+        assert self._model is not None
+        met, parents = self._places.met, _parents(self._model)
+        unmet = [
+            one
+            for one in ran
+            if id(parents.get(id(one.module))) not in met and not any(id(m) in met for m in one.module.modules())
+        ]
+        # A graph that makes as many calls as it has modules makes those of all.
+        for root, calls in self._places.most.items():
+            if len(below := self._below(root, unmet)) <= calls:
+                unmet = [one for one in unmet if one not in below]
+        return unmet
+
+    def _seen_of(self, root: int, unmet: list[_Candidate]) -> int:
+        return self._places.most[root] if self._below(root, unmet) else 0
+
+    def _below(self, root: int, those: list[_Candidate]) -> list[_Candidate]:
+        assert self._model is not None
+        top = next((m for m in self._model.modules() if id(m) == root), None)
+        inside = set() if top is None else {id(m) for m in top.modules()}
+        return [one for one in those if id(one.module) in inside]
+
+
+def _parents(model: nn.Module) -> dict[int, nn.Module]:
+    """Of each module the one that holds it, past lists of modules."""
+    found: dict[int, nn.Module] = {}
+
+    def note(holder: nn.Module, module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                note(holder, child)
+            elif id(child) not in found:
+                found[id(child)] = holder
+                note(child, child)
+
+    note(model, model)
+    return found
+
+
+def _queries(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a query projection, whatever class it has (an adapter's, say)."""
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2].lower() in QUERY_NAMES + FUSED_NAMES:
+            yield from child.parameters()
+    for name in ("in_proj_weight", "q_proj_weight"):
+        if isinstance(parameter := getattr(module, name, None), nn.Parameter):
+            yield parameter
+
+
+def _own_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """What this rank has of its gradient."""
+    gradient: Any = parameter.grad
+    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    plain = isinstance(gradient, Tensor) and gradient.layout == torch.strided and not gradient.is_meta
+    return gradient if plain and gradient.numel() else None
+
+
+def _state(gradient: Tensor) -> tuple[StorageWeakRef, int]:
+    return StorageWeakRef(gradient.untyped_storage()), gradient._version  # type: ignore[no-untyped-call]
+
+
+def _mentions(kind: type) -> frozenset[str]:
+    """Names in the code of a class, and in the functions of its module that its code names."""
+    found: set[str] = set()
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for value in vars(base).values():
+            while hasattr(value, "__wrapped__"):
+                value = value.__wrapped__
+            if isinstance(value, FunctionType):
+                names = set(_names(value.__code__))
+                others = [value.__globals__.get(name) for name in names]
+                found |= names
+                for other in others:
+                    found |= set(_names(other.__code__)) if isinstance(other, FunctionType) else set()
+    return frozenset(found)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -1,0 +1,292 @@
+"""What is not seen of a model's attention is said by name, once, with a line that works, and nothing of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LENGTH, WIDTH, Tiny, nano_gpt, tokens, transformer_encoder, transformers_model
+from torch import Tensor, nn
+from torch.nn import functional
+
+import attn_diag
+from attn_diag.watching.live.recorder import Recorder
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+
+WAYS = ("eager", "whole", "blocks")
+SEEN = ("gpt2", "llama", "qwen3", "gemma", "olmo", "phi", "bert", "albert", "gpt_neox", "mistral")
+CROSS = [f"decoder.block.{block}.layer.1.EncDecAttention" for block in (0, 1)]
+SELF = [f"{part}.block.{block}.layer.0.SelfAttention" for part in ("encoder", "decoder") for block in (0, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: nn.Module, way: str) -> Any:
+    if way == "whole":
+        return torch.compile(model, backend="aot_eager")
+    for layers in model.modules() if way == "blocks" else ():
+        if isinstance(layers, nn.ModuleList):
+            for block in layers:
+                block.compile(backend="aot_eager")
+    return model
+
+
+def watched(model: nn.Module, loss: Callable[[Any], Tensor], run: Any, folder: Path, steps: int = 2) -> Recorder:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attn_diag.capture(model, folder) as recorder:
+        for _ in range(steps):
+            torch.autograd.backward(loss(run))
+            optimizer.step()
+            optimizer.zero_grad()
+    return recorder
+
+
+def words(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "attn_diag"]
+
+
+def modules(recorder: Recorder, step: int = 0) -> list[str]:
+    found = [attn_diag.load(path).metadata for path in recorder.written]
+    return sorted(c.extra["module"] for c in found if c.step == step)
+
+
+def t5(encoder_alone: bool = False) -> Tiny:
+    import transformers
+
+    shape: dict[str, Any] = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(config)
+
+    def loss(run: Any) -> Tensor:
+        if encoder_alone:
+            states: Tensor = run.encoder(input_ids=tokens()).last_hidden_state
+            return states.square().mean()
+        result: Tensor = run(input_ids=tokens(), labels=tokens()).loss
+        return result
+
+    return Tiny(model, loss, (*SELF, *CROSS))
+
+
+@pytest.fixture
+def _attention_of_t5() -> Iterator[None]:
+    """The class is as it was afterwards."""
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    before = T5Attention.forward
+    yield
+    T5Attention.forward = before  # type: ignore[method-assign]
+
+
+@pytest.mark.usefixtures("_attention_of_t5")
+@pytest.mark.parametrize("way", ["whole", "blocks"])
+def test_four_of_six_are_named_and_the_line_shows_them(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """T5's bias needs a gradient: SDPA is taken apart then."""
+    tiny = t5()
+    recorder = watched(tiny.model, tiny.loss, compiled(tiny.model, way), tmp_path / "before", steps=3)
+    (said,) = words(caplog)
+    names = said.split("train: ")[1].split(" (T5Attention)")[0]
+    assert sorted(names.split(", ")) == sorted(SELF)
+    # The two that are seen have their own names from the first step on, not those of the first two modules.
+    assert modules(recorder) == modules(recorder, 2) == CROSS
+    caplog.clear()
+    torch._dynamo.reset()
+    tiny = t5()
+    exec(said.rsplit(": ", 1)[1], {"model": tiny.model, "torch": torch})
+    recorder = watched(tiny.model, tiny.loss, compiled(tiny.model, way), tmp_path / "after")
+    assert modules(recorder) == sorted([*SELF, *CROSS])
+    assert not words(caplog)
+
+
+def test_what_does_not_run_is_not_called_unseen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The decoder is there, and nobody calls it."""
+    tiny = t5(encoder_alone=True)
+    recorder = watched(tiny.model, tiny.loss, tiny.model, tmp_path / "eager")
+    assert modules(recorder) == SELF[:2]
+    assert not words(caplog)
+    tiny = t5(encoder_alone=True)
+    watched(tiny.model, tiny.loss, compiled(tiny.model, "blocks"), tmp_path / "blocks")
+    (said,) = words(caplog)
+    assert "no attention call was seen" in said
+    assert all(name in said for name in SELF[:2])
+    assert "decoder" not in said
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", SEEN)
+def test_nothing_is_said_where_all_are_seen(
+    kind: str, way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = transformers_model(kind, "sdpa")
+    recorder = watched(tiny.model, tiny.loss, compiled(tiny.model, way), tmp_path)
+    assert recorder.written
+    assert not words(caplog)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [nano_gpt, transformer_encoder])
+def test_nor_of_torchs_own(
+    make: Callable[[], Tiny], way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = make()
+    assert watched(tiny.model, tiny.loss, compiled(tiny.model, way), tmp_path).written
+    assert not words(caplog)
+
+
+@pytest.mark.parametrize("way", ["whole", "blocks"])
+def test_eager_attention_in_a_graph(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = transformers_model("gpt2", "eager")
+    watched(tiny.model, tiny.loss, compiled(tiny.model, way), tmp_path / "before")
+    (said,) = words(caplog)
+    assert all(name in said for name in tiny.attentions)
+    caplog.clear()
+    torch._dynamo.reset()
+    tiny = transformers_model("gpt2", "eager")
+    exec(said.rsplit(": ", 1)[1], {"model": tiny.model})
+    recorder = watched(tiny.model, tiny.loss, compiled(tiny.model, way), tmp_path / "after")
+    assert modules(recorder) == list(tiny.attentions)
+    assert not words(caplog)
+
+
+# Models of our own: of each layer's attention it is said how it attends.
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o: Tensor = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+    return o
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v)
+
+
+class OwnAttention(nn.Module):
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.attend = nn.Linear(WIDTH, 3 * WIDTH), attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + self.attend(q, k, v).transpose(1, 2).flatten(2)
+
+
+class PlainAttention(OwnAttention):
+    """A class of its own, whose code says that it attends."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda q, k, v: plain(q, k, v))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + plain(q, k, v).transpose(1, 2).flatten(2)
+
+
+class ChannelAttention(nn.Module):
+    """Weighs features: none of ours, whatever its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squeeze, self.excite = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates: Tensor = self.excite(self.squeeze(x.mean(1, keepdim=True)).relu()).softmax(-1)
+        return x * gates
+
+
+class LinearAttention(OwnAttention):
+    """Without a softmax over keys."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda q, k, v: q.sigmoid() @ (k.sigmoid().mT @ v))
+
+
+class AttentionBlock(nn.Module):
+    """Attention only where it is asked for."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.qkv, self.mlp, self.attends = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), attends
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.attends:
+            q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            x = x + fused(q, k, v).transpose(1, 2).flatten(2)
+        result: Tensor = self.mlp(x)
+        return result
+
+
+def stack(*layers: nn.Module) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+    torch.manual_seed(0)
+    x = torch.randn(2, LENGTH, WIDTH)
+    return nn.Sequential(*layers), lambda run: run(x).square().mean()
+
+
+def test_own_attention_beside_one_that_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, loss = stack(OwnAttention(fused), PlainAttention(), OwnAttention(plain))
+    recorder = watched(model, loss, model, tmp_path, steps=4)
+    assert modules(recorder) == ["0"]
+    said = sorted(words(caplog))
+    assert len(said) == 2
+    assert "train: 1 (PlainAttention)" in said[0]
+    assert "train: 2 (OwnAttention)" in said[1]
+    assert all("@attn_diag.observe" in one and "compile" not in one for one in said)
+
+
+@pytest.mark.parametrize("way", ["eager", "whole"])
+def test_observe_shows_it(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, loss = stack(OwnAttention(fused), OwnAttention(plain))
+    watched(model, loss, compiled(model, way), tmp_path / "before")
+    (said,) = words(caplog)
+    caplog.clear()
+    torch._dynamo.reset()
+    observed = attn_diag.observe(plain)
+    if way == "whole":
+        assert "@torch.compiler.disable above @attn_diag.observe" in said
+        observed = torch.compiler.disable(observed)  # type: ignore[no-untyped-call]
+    model, loss = stack(OwnAttention(fused), OwnAttention(observed))
+    assert modules(watched(model, loss, compiled(model, way), tmp_path / "after")) == ["0", "1"]
+    assert not words(caplog)
+
+
+@pytest.mark.parametrize("way", ["eager", "whole"])
+def test_what_only_sounds_like_attention_is_left_alone(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, loss = stack(
+        OwnAttention(fused), ChannelAttention(), LinearAttention(), AttentionBlock(True), AttentionBlock(False)
+    )
+    watched(model, loss, compiled(model, way), tmp_path, steps=4)
+    assert not words(caplog)
+
+
+def test_a_gradient_that_was_there_before_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor one of zeros: both are there for what did not run."""
+    model, loss = stack(OwnAttention(fused), OwnAttention(plain))
+    first = nn.Sequential(model[0])  # type: ignore[index]
+    torch.autograd.backward(loss(model))
+    watched(model, lambda _: loss(first), model, tmp_path / "stale", steps=1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    watched(model, lambda _: loss(first), model, tmp_path / "zeros", steps=1)
+    assert not words(caplog)
+    watched(model, loss, model, tmp_path / "new", steps=1)
+    assert "train: 1 (OwnAttention)" in caplog.text
+
+
+def test_one_module_called_often_is_not_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Layers that share all weights, and two names of one module."""
+    shared = OwnAttention(fused)
+    model, loss = stack(shared, shared, shared)
+    watched(model, loss, compiled(model, "whole"), tmp_path)
+    assert not words(caplog)
