@@ -84,6 +84,15 @@ def poisoned() -> Iterator[None]:
 
 
 @pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU gives the same bits again, where it can."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def fresh_heap() -> Iterator[None]:
     """For the garbage collector nothing is there that other tests have left behind."""
     gc.collect()

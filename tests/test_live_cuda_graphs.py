@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from builders import holds, some
-from tiny_models import Tiny, nano_gpt, same, train, written
+from tiny_models import Tiny, nano_gpt, same, train, train_watched, written
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -117,26 +117,9 @@ def test_replays_are_told_of(checkpointing: bool | None, tmp_path: Path) -> None
         torch._dynamo.reset()
         tiny = nano_gpt(checkpointing)
         compiled: Any = torch.compile(tiny.model, fullgraph=True, backend=aot_autograd(fw_compiler=graphed))
-        optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
-        bits: list[Tensor] = []
-        recorder = None
-        if folder is not None:
-            recorder = attn_diag.capture(tiny.model, folder, steps={0, 3, 5}, batch=(1,), calls=None).start()
-            monitor = attn_diag.Monitor(tiny.model, every=2)
-        for _ in range(6):
-            optimizer.zero_grad()
-            for _ in range(2):
-                loss = tiny.loss(compiled)
-                torch.autograd.backward(loss)
-                bits.append(loss.detach().clone())
-            optimizer.step()
-            bits += [some(p.grad).clone() for p in tiny.model.parameters()]
-        if recorder is not None:
-            recorder.close()
-            monitor.close()
-            assert [check.step for check in monitor.history] == [0, 2, 4]
-            assert {c.module for check in monitor.history for c in check.layers} == {"h.0.attn", "h.1.attn"}
-        return bits, recorder
+        return train_watched(
+            tiny, lambda _: tiny.loss(compiled), folder, count=6, micro_batches=2, steps={0, 3, 5}, every=2
+        )
 
     watched, recorder = run(tmp_path)
     assert same(run(None)[0], watched)

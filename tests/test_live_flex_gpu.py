@@ -27,14 +27,6 @@ MASKS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def in_pieces(model: Layers) -> nn.Module:
     for block in model.blocks:
         block.compile(fullgraph=True)
@@ -48,7 +40,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     ("way", "masks", "checkpointed", "key_heads"),
     [
@@ -102,7 +94,7 @@ def test_what_was_compiled_before_says_so(tmp_path: Path, caplog: pytest.LogCapt
     assert len(recorder.written) == 2
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("masks", MASKS)
 def test_cuda_graphs(masks: str, tmp_path: Path) -> None:
     options = MASKS[masks]()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import holds, some
-from tiny_models import nano_gpt, next_token_loss, only, same, tokens, train, written
+from tiny_models import nano_gpt, next_token_loss, only, same, tokens, train, train_watched, written
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
@@ -141,15 +141,7 @@ def test_transformers(how: str, compiled: bool, tmp_path: Path) -> None:
         assert float((made - exact).norm() / made.norm()) < 2**-8
 
 
-@pytest.fixture
-def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
@@ -169,7 +161,7 @@ def test_bits_stay(checkpointing: bool | None, backend: str, tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == 12
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.mark.parametrize("backend", ["flash", "efficient", "cuDNN"])
 @pytest.mark.parametrize("checkpointing", [None, False], ids=["", "checkpointed"])
@@ -258,7 +250,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.mark.parametrize("checkpointing", [None, False], ids=["", "checkpointed"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -270,30 +262,12 @@ def test_cuda_graphs_of_a_compiled_model_are_seen(
         tiny = nano_gpt(checkpointing)
         tiny.model.cuda()
         compiled: Any = torch.compile(tiny.model, mode="reduce-overhead", fullgraph=True)
-        optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
-        bits: list[Tensor] = []
-        recorder = None
-        if folder is not None:
-            recorder = attn_diag.capture(tiny.model, folder, steps={5, 7}, batch=(1,), calls=None).start()
-            monitor = attn_diag.Monitor(tiny.model, every=3)
-        for _ in range(8):
-            optimizer.zero_grad()
-            for _ in range(micro_batches):
-                ids = tokens(seed=len(bits))
-                with torch.autocast("cuda", torch.bfloat16):
-                    loss = next_token_loss(compiled, ids.cuda())
-                torch.autograd.backward(loss)
-                bits.append(loss.detach().clone())
-                for parameter in tiny.model.parameters():  # the graph's own memory, which its next replay overwrites
-                    parameter.grad = some(parameter.grad).clone()
-            optimizer.step()
-            bits += [some(p.grad).clone() for p in tiny.model.parameters()]
-        if recorder is not None:
-            recorder.close()
-            monitor.close()
-            assert [check.step for check in monitor.history] == [0, 3, 6]
-            assert {layer.module for check in monitor.history for layer in check.layers} == {"h.0.attn", "h.1.attn"}
-        return bits, recorder
+
+        def loss(number: int) -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                return next_token_loss(compiled, tokens(seed=number).cuda())
+
+        return train_watched(tiny, loss, folder, count=8, micro_batches=micro_batches, steps={5, 7}, every=3)
 
     alone, _ = run(None)
     assert same(alone, run(None)[0]), "the run itself is not repeatable"
@@ -384,7 +358,7 @@ def test_a_graph_without_gradients(tmp_path: Path) -> None:
     assert torch.equal(o, expected)
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.filterwarnings("ignore")  # of torch, about streams
 def test_a_whole_step_of_ones_own_steps_when_it_is_replayed(tmp_path: Path) -> None:
     def run(folder: Path | None) -> tuple[list[Tensor], Any]:

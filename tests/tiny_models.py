@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from builders import some
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -205,6 +207,53 @@ def train(tiny: Tiny, around: Any, *, autocast: bool = False) -> list[Tensor]:
             optimizer.step()
     gradients = [p.grad.clone() for p in tiny.model.parameters() if p.grad is not None]
     return [*bits, *gradients, *(p.detach().clone() for p in tiny.model.parameters())]
+
+
+def train_watched(
+    tiny: Tiny,
+    loss: Callable[[int], Tensor],
+    folder: Path | None,
+    *,
+    count: int,
+    micro_batches: int,
+    steps: set[int],
+    every: int,
+) -> tuple[list[Tensor], Any]:
+    """Losses of all micro-batches and gradients of all steps; and what captured them, with a monitor beside it.
+
+    Args:
+        tiny: The model.
+        loss: Of one micro-batch; it is given how many tensors there are so far.
+        folder: Where to capture; None: nobody watches.
+        count: Steps of training.
+        micro_batches: In each of them.
+        steps: Those that are captured.
+        every: Of the monitor.
+    """
+    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
+    parameters = list(tiny.model.parameters())
+    bits: list[Tensor] = []
+    recorder = None
+    if folder is not None:
+        recorder = attn_diag.capture(tiny.model, folder, steps=steps, batch=(1,), calls=None).start()
+        monitor = attn_diag.Monitor(tiny.model, every=every)
+    for _ in range(count):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            value = loss(len(bits))
+            torch.autograd.backward(value)
+            bits.append(value.detach().clone())
+            for parameter in parameters:  # a CUDA graph's own memory, which its next replay overwrites
+                parameter.grad = some(parameter.grad).clone()
+        optimizer.step()
+        bits += [some(p.grad).clone() for p in parameters]
+    if recorder is not None:
+        recorder.close()
+        monitor.close()
+        assert [check.step for check in monitor.history] == list(range(0, count, every))
+        seen = {layer.module for check in monitor.history for layer in check.layers}
+        assert seen == set(tiny.attentions), seen
+    return bits, recorder
 
 
 def hooks_of(model: nn.Module) -> list[str]:

@@ -251,8 +251,11 @@ class CallPlaces:
             return caller
         key = id(root), caller.site
         if key not in self._told_by:
-            attentions = self._attentions_of(root)
-            if self._calls_in(caller.site[0][0]) >= len(attentions) or (found := find(attentions)) is None:
+            attentions, code = self._attentions_of(root), caller.site[0][0]
+            # What another watch has read off the stack it has named too.
+            if code not in self._code or self._calls_in(code) >= len(attentions):
+                return caller
+            if (found := find(attentions)) is None:
                 return caller
             self._told_by[key] = found
             self._unnamed.add(id(root))

@@ -228,14 +228,14 @@ class Watch:
             if made_by.caller.pooled:
                 return None
             caller = made_by.caller
+            if operator is not None and caller.site is not None:
+                q = operator.inputs[0]
+                caller = self._places.told_by(caller, lambda modules: self._projections.maker(modules, q))
         else:
             caller = self._places.seen_from_here(made_by.caller)
         recomputing = made_by.recomputing
         if caller.site is not None:
             self._projections.graph_runs()
-            if operator is not None:
-                q = operator.inputs[0]
-                caller = self._places.told_by(caller, lambda modules: self._projections.maker(modules, q))
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
         gradients = made_by.gradients
