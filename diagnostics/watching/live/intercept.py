@@ -55,12 +55,15 @@ class Observer(Protocol):
         """Who makes the call that is running, if it may be of interest; ``module`` as of ``meets``."""
         ...
 
-    def meets(self, module: str = "", made_by: MadeBy | None = None) -> Any | None:
+    def meets(
+        self, module: str = "", made_by: MadeBy | None = None, operator: OperatorCall | None = None
+    ) -> Any | None:
         """The call that is about to run, if it counts; its ``wanted`` says whether to be told of it.
 
         Args:
             module: Who makes it, from the compiled module on, where a graph says it.
             made_by: Who made it when it was recorded, where it is not what runs now.
+            operator: The fused operator that has run, where nothing but that is known.
         """
         ...
 
@@ -268,8 +271,11 @@ def _in_ring() -> bool:
     return getattr(_thread, "hops", None) is not None
 
 
-def _met(module: str = "", made_by: MadeBy | None = None) -> list[tuple[Observer, Any]]:
-    return [(observer, met) for observer in tuple(_observers) if (met := observer.meets(module, made_by)) is not None]
+def _met(
+    module: str = "", made_by: MadeBy | None = None, operator: OperatorCall | None = None
+) -> list[tuple[Observer, Any]]:
+    met = ((observer, observer.meets(module, made_by, operator)) for observer in tuple(_observers))
+    return [(observer, one) for observer, one in met if one is not None]
 
 
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -352,7 +358,7 @@ def _forward(call: OperatorCall) -> None:
 
 
 def _ran(call: OperatorCall, made_by: MadeBy | None = None) -> None:
-    _tell(_met(call.module, made_by), lambda: {**call.fields(), "operator": call}, None)
+    _tell(_met(call.module, made_by, call), lambda: {**call.fields(), "operator": call}, None)
 
 
 def _backward(back: OperatorBackward) -> None:

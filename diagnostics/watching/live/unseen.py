@@ -144,7 +144,10 @@ class Unseen:
         """Of each class of modules that trained without being met, what there is to say."""
         if self._model is None:
             return []
-        unmet = self._unmet([one for one in self._candidates() if self._trained(one)])
+        candidates = self._candidates()
+        if self._unmet(candidates):  # to look at gradients is to wait for a GPU
+            candidates = [one for one in candidates if self._trained(one)]
+        unmet = self._unmet(candidates)
         kinds = sorted({type(one.module).__name__ for one in unmet})
         return [self._word([one for one in unmet if type(one.module).__name__ == kind]) for kind in kinds]
 
@@ -215,6 +218,7 @@ class Unseen:
         return False
 
     def _unmet(self, ran: list[_Candidate]) -> list[_Candidate]:
+        """Those of ``ran`` that were not met, as far as that is known."""
         assert self._model is not None
         met, parents = self._places.met, _parents(self._model)
         unmet = [
