@@ -1,6 +1,7 @@
 """What the monitor and a capture cost a training run on a GPU (GPT-2 small, 160 sequences of 1,024 a step, BF16).
 
     python benchmarks/bench_live.py --tokens tokens.npy.xz [--steps 12] [--json FILE]
+    python benchmarks/bench_live.py --tokens tokens.npy.xz --modes [--json FILE]
     python benchmarks/bench_live.py --calls cuda [--json FILE]
 
 One process trains with SDPA's flash kernel; steps with and without follow each other, each ended by a synchronisation.
@@ -11,6 +12,7 @@ One process trains with SDPA's flash kernel; steps with and without follow each 
   time between two events around it on the training stream.
 - synchronisations: those that PyTorch reports (``torch.cuda.set_sync_debug_mode``) in a step of a run under ``capture``
   and ``Monitor`` that neither wants.
+- modes: with ``--modes``, and alone: the same eager, compiled and in CUDA graphs; see ``live_modes``.
 - calls: with ``--calls``, and alone, on a CPU too: what a call of attention costs the host; see ``live_calls``.
 """
 
@@ -29,6 +31,7 @@ from typing import Any
 
 import torch
 from live_calls import bench_calls
+from live_modes import bench_modes
 from measuring import made_by, options_of, save
 
 sys.path.insert(0, str(Path(__file__).with_name("failing_run")))
@@ -140,6 +143,7 @@ def bench_synchronisations(trainer: train.Trainer) -> dict[str, int]:
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--tokens", type=Path, help="needed unless --calls is given")
+    parser.add_argument("--modes", action="store_true", help="only steps of a model eager, compiled, in CUDA graphs")
     parser.add_argument("--calls", choices=["cpu", "cuda"], help="only the host's cost of a call, on this device")
     parser.add_argument("--steps", type=int, default=12, help="pairs of steps for each figure")
     options = parser.parse_args()
@@ -152,6 +156,11 @@ def main() -> None:
         return
     if options.tokens is None:
         parser.error("give --tokens, or --calls")
+    if options.modes:
+        modes = made_by("cuda") | {"steps of a model": bench_modes(options.tokens, options.steps)}
+        print(json.dumps(modes, indent=1))
+        save(modes, options.json)
+        return
     sizes = ["--sequences", "160", "--micro-batch", "32"]
     run = train.parser().parse_args(["--arm", "healthy", "--tokens", str(options.tokens), "--out", "unused", *sizes])
     torch.set_float32_matmul_precision("high")
