@@ -181,13 +181,14 @@ class GraphProjections:
         if not near or not bool(q[:1, :, :ROWS].any()):
             return None
         for module in modules:
-            if any(self._layer_of(ran, module) is not None for ran in near):
+            made = [(ran, layer) for ran in near if (layer := self._layer_of(ran, module)) is not None]
+            if any(_multiplies(ran, layer) for ran, layer in made):  # a region may be the code of several modules
                 return module
             layers = [layer for layer in module.modules() if is_linear(layer)]
             new = [(ran, ran.y[None, :rows]) for ran in near if ran.y is not None]
             for y in [y for ran, y in new if any(_multiplies(ran, layer) for layer in layers)]:
-                made = search([(y, "", y)], q)
-                if made is not None and (made.exact or same_norms(made.slice.of(y), q[:1, :, :ROWS])):
+                found = search([(y, "", y)], q)
+                if found is not None and (found.exact or same_norms(found.slice.of(y), q[:1, :, :ROWS])):
                     return module
         return None
 

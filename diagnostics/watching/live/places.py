@@ -37,7 +37,6 @@ _CUDA_GRAPHS_FILE = "cudagraph_trees.py"
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 _Site = tuple[tuple[int, int], ...]
 
-
 # What the code of a frame is, to whoever looks for the module that runs: read off it once.
 _GRAPH, _CALLER_OF_GRAPHS, _CUDA_GRAPHS, _AUTOGRAD, _METHOD = 1, 2, 4, 8, 16
 _kinds: dict[int, int] = {}
@@ -117,6 +116,7 @@ class CallPlaces:
         self._by_name: dict[str | None, nn.Module] = {}
         self._layers: dict[Any, int] = {}
         self._counts: dict[tuple[Any, bool], int] = defaultdict(int)
+        self._ran = defaultdict[tuple[_Site | None, bool], int](int)
         self._runs: dict[tuple[Any, bool], _Run] = {}
         self._attentions: dict[int, list[nn.Module]] = {}
         self._unnamed: set[int] = set()
@@ -152,6 +152,7 @@ class CallPlaces:
         for (owner, recomputing), run in self._runs.items():
             self._over(owner, run, recomputing=recomputing)
         self._counts.clear()
+        self._ran.clear()
         self._runs.clear()
 
     def caller(self, module: str = "") -> Caller:
@@ -225,7 +226,9 @@ class CallPlaces:
         """The call's module by name, its layer's number, and how many calls that module made before in this step."""
         known = caller.owner if caller.site is None else caller.module
         if caller.site is None or known is not None:
-            return self._names.get(id(known)), self._layer(known), self._counts[_key(known), recomputing]
+            # The first call of a graph was counted before it was known whose it is.
+            before = max(self._counts[_key(known), recomputing], self._ran[caller.site, recomputing])
+            return self._names.get(id(known)), self._layer(known), before
         key = (_key(caller.owner), recomputing)
         if caller.site and self.crowded(caller):
             self._unnamed.add(id(self._root(caller.owner)))
@@ -284,6 +287,7 @@ class CallPlaces:
         root = id(self._root(caller.owner))
         if caller.site is not None:
             self.compiled.add(root)
+            self._ran[caller.site, recomputing] += caller.site != ()
         if caller.site is None or caller.module is not None:
             known = _key(caller.owner if caller.site is None else caller.module)
             self._counts[known, recomputing] += 1
