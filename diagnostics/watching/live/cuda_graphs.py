@@ -246,7 +246,7 @@ def _outside_the_graphs_memory(like: Tensor) -> Tensor:
         stay_out_of_graphs()
         with torch.no_grad(), torch.cuda.device(like.device):
             # No torch.empty: under deterministic algorithms that is filled, on a stream that nobody waits for.
-            storage = torch.UntypedStorage(like.numel() * like.element_size(), device=like.device)
+            storage = torch.UntypedStorage(like.nbytes, device=like.device)  # type: ignore[no-untyped-call]
             made.append(torch.empty(0, dtype=like.dtype, device=like.device).set_(storage).view(like.shape))
 
     thread = threading.Thread(target=make)
