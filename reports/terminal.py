@@ -21,6 +21,7 @@ from rich.text import Text
 
 from attn_diag.reports import layout, story, words
 from attn_diag.reports.head_map import HeadMap
+from attn_diag.reports.opening import opening
 from attn_diag.reports.quantities import (
     ANSWER_STYLES,
     CAPTURED_HEADINGS,
@@ -45,6 +46,8 @@ from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnos
 from attn_diag.results.wording import DASH, SYMBOLS, head_name
 
 _MAX_ROWS = 16
+# Columns of what a line of the opening is about.
+_ABOUT = 9
 _MAX_DETAILS, _MAX_FACTS = 3, 16
 _MAX_CAPTURES = 8
 _SPARK_CELLS = 64
@@ -70,7 +73,10 @@ def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     worst = label_names(entries[0][2])[:1] if entries else ()
     style = f"bold {STYLES[worst[0]].removeprefix('bold ')}" if worst else "bold"
     yield layout.paragraph(story.headline(diagnosis), style=style)
-    yield layout.paragraph(diagnosis.summary.sentence)
+    for line in opening(diagnosis):
+        about = f"{line.about:<{_ABOUT}} "
+        yield layout.Hanging(about, Text(line.said, "bold" if line.command else STYLES.get(line.label, "")))
+    yield layout.paragraph(diagnosis.summary.sentence, style="dim")
     for warning in words.warnings(diagnosis):
         yield layout.paragraph(f"warning: {warning}", style="yellow")
     if entries:
@@ -265,6 +271,8 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """A diagnosis: the verdict, what to do, every head in one line, and the facts of the worst ones."""
     entries = story.judged_entries(diagnosis)
     yield layout.line("verdict", story.headline(diagnosis))
+    for line in opening(diagnosis):
+        yield layout.line("opening", f"{line.about}: {line.said}")
     yield layout.line("summary", diagnosis.summary.sentence)
     yield from (layout.line("warning", w) for w in words.warnings(diagnosis))
     yield from (layout.line("next", step) for step in story.next_steps(diagnosis))

@@ -41,11 +41,11 @@ healthy, coarse_scores = by_recipe("fa2"), by_recipe("bf16-scores")
 
 
 def truncating(head: AttentionHead) -> dict[str, Tensor]:
-    """Cuts every tenth element of O instead of rounding it: too little to be coarse, and always towards zero."""
+    """Cuts every eighth element of O instead of rounding it: too little to be coarse, and always towards zero."""
     steps = Steps(head)
     nearest = rounded(steps.o)
     cut = torch.where(nearest.abs() > steps.o.abs(), nearest - nearest.sign() * _ulp(steps.o), nearest)
-    steps.o = torch.where(torch.arange(steps.o.numel()).view_as(steps.o) % 10 == 0, cut, nearest)
+    steps.o = torch.where(torch.arange(steps.o.numel()).view_as(steps.o) % 8 == 0, cut, nearest)
     steps.delta = (steps.do * steps.o).sum(1, keepdim=True)
     steps.ds = rounded(steps.p_bar / steps.l * (steps.dp - steps.delta))
     return {name: t for name, t in steps.outputs().items() if name in ("o", "dq", "dk", "dv")}

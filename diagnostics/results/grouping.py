@@ -180,7 +180,7 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
     assert head.verdict is not None
     return SharedFinding(
         label=label,
-        also=tuple(k for k in KINDS if k != label and k != "unjudged" and k in carried),
+        also=tuple(k for k in KINDS if k != label and k not in ("unjudged", "undecided") and k in carried),
         observations=tuple(dict.fromkeys(o.name for _, o, _ in group)),
         captured=captured,
         kernel=kernel,
