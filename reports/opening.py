@@ -45,7 +45,10 @@ def headline(diagnosis: Diagnosis) -> str:
     entries = _judged(diagnosis)
     found = [f for f in diagnosis.findings if f.captured]
     if found:
-        said = [f"{NAMES[f.label].upper()}: {where(f)}{_cause(f)}." for f in found[:_MOST_FINDINGS]]
+        kernels = len({c.metadata.get("kernel") for c in diagnosis.captures}) > 1
+        said = [
+            f"{NAMES[f.label].upper()}: {where(f)}{_cause(f, with_kernel=kernels)}." for f in found[:_MOST_FINDINGS]
+        ]
         if more := len(found) - _MOST_FINDINGS:
             said += [f"And {plural(more, 'more finding')}."] if more > 0 else []
         return " ".join([*said, *_others(diagnosis, entries)])
@@ -56,10 +59,10 @@ def headline(diagnosis: Diagnosis) -> str:
         heads = "the only head" if len(entries) == 1 else f"{len(open_)} of {len(entries)} heads"
         said = [f"NOTHING FOUND, BUT TOO LITTLE TO DECIDE: {heads} could be neither passed nor faulted."]
     else:
-        said = [f"PASS: {_good([e[2] for e in entries if e not in open_])}."]
+        said = [f"PASS: {_good([e for e in entries if e not in open_])}."]
         if open_:
             named = ", ".join(_name(e) for e in open_[:3]) + (" and others" if len(open_) > 3 else "")
-            said.append(f"{len(open_)} of {len(entries)} {'is' if len(open_) == 1 else 'are'} undecided ({named}).")
+            said.append(f"Of {_count(entries)} {len(open_)} {'is' if len(open_) == 1 else 'are'} undecided: {named}.")
     return " ".join([*said, *_recipes(diagnosis), *_unread(diagnosis)])
 
 
@@ -69,11 +72,11 @@ def opening(diagnosis: Diagnosis) -> Iterator[Line]:
     found = [f for f in diagnosis.findings if f.captured]
     yield from _next(diagnosis, found, entries)
     for finding in found[:_MOST_FINDINGS]:
-        yield from about(finding)
+        yield from about(finding) if len(found) == 1 else [brief(finding)]
     if not found and entries:
         yield from _about_nothing(diagnosis, entries)
-    for finding in [f for f in diagnosis.findings if not f.captured][: _MOST_FINDINGS - len(found)]:
-        yield from about(finding)
+    for finding in [f for f in diagnosis.findings if not f.captured][: max(_MOST_FINDINGS - len(found), 0)]:
+        yield brief(finding)
 
 
 def about(finding: SharedFinding) -> Iterator[Line]:
@@ -85,6 +88,14 @@ def about(finding: SharedFinding) -> Iterator[Line]:
     if finding.label != "unjudged":
         yield Line("Matters", matters(finding))
     yield Line("Sure", sure(finding))
+
+
+def brief(finding: SharedFinding) -> Line:
+    """The same in one paragraph, for one of several findings."""
+    first, *others = about(finding)
+    order = sorted(others, key=lambda line: line.about != "Sure")
+    said = [first.said, *(f"{line.about}: {line.said}" for line in order if line.about != "Since" or finding.earlier)]
+    return Line(first.about, " ".join(said), label=finding.label)
 
 
 def where(finding: SharedFinding) -> str:
@@ -134,9 +145,9 @@ def _span(place: FindingPlace) -> str:
     return f", at {len(steps)} of {len(looked)} steps from {steps[0]} on"
 
 
-def _cause(finding: SharedFinding) -> str:
+def _cause(finding: SharedFinding, *, with_kernel: bool) -> str:
     parts = [finding.site] if finding.site else []
-    if finding.kernel and finding.captured and len(finding.kernel) <= 40 and finding.of != finding.heads:
+    if finding.kernel and with_kernel:
         parts.append(f"kernel {finding.kernel}")
     return f" ({', '.join(parts)})" if parts else ""
 
@@ -229,8 +240,8 @@ def matters(finding: SharedFinding) -> str:
 
 def sure(finding: SharedFinding) -> str:
     """How certain it is, in plain words."""
-    count = "" if finding.of == 1 else f" Found in {finding.heads} of {finding.of} heads looked at."
-    count = count.replace("heads looked", "heads (each step counts) looked") if len(finding.by_step) > 1 else count
+    steps = " (each step counts)" if len(finding.by_step) > 1 else ""
+    count = "" if finding.of == 1 else f" It is in {finding.heads} of {finding.of} heads looked at{steps}."
     if finding.label == "nonfinite":
         return f"certain: the exact result is finite there.{count}"
     if finding.label == "wrong":
@@ -258,15 +269,21 @@ def _name(entry: Entry) -> str:
     return head_name(head.layer, head.head) + (f" step {step}" if step is not None else "")
 
 
+def _count(entries: list[Entry]) -> str:
+    """How many heads were looked at: "24 (8 heads at 3 steps)"."""
+    steps = len({e[0].metadata.get("step") for e in entries})
+    heads = len({(e[2].layer, e[2].head) for e in entries})
+    return f"{len(entries)} ({plural(heads, 'head')} at {steps} steps)" if steps > 1 else plural(len(entries), "head")
+
+
 def _others(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[str]:
     """How many heads the findings are about, and what the others are."""
     clean = sum("clean" in label_names(e[2]) for e in entries)
     open_ = sum(f.heads for f in diagnosis.undecided if f.captured)
-    if clean or open_:
-        several = len({e[0].metadata.get("step") for e in entries}) > 1
-        verb = "passes" if clean == 1 else "pass"
+    if len(entries) > 1:
         undecided = f", {open_} {'is' if open_ == 1 else 'are'} undecided" if open_ else ""
-        yield f"Of {len(entries)} heads{' (each step counts)' if several else ''} {clean} {verb}{undecided}."
+        verb = "passes" if clean == 1 else "pass"
+        yield f"{clean or 'None'} of {_count(entries)} {verb}{undecided}."
     yield from _recipes(diagnosis)
     yield from _unread(diagnosis)
 
@@ -301,11 +318,12 @@ def _nothing_judged(diagnosis: Diagnosis) -> str:
     return f"NO KERNEL JUDGED, no output of one was captured: {'; '.join(said)}."
 
 
-def _good(heads: list[HeadDiagnosis]) -> str:
+def _good(entries: list[Entry]) -> str:
     """What is good in these heads."""
+    heads = [head for _, _, head in entries]
     good = [[SYMBOLS[q.quantity] for q in head.quantities if q.answer == "good"] for head in heads]
     everywhere = [name for name in SYMBOLS.values() if all(name in names for names in good)]
-    count = head_name(heads[0].layer, heads[0].head) if len(heads) == 1 else f"{len(heads)} heads"
+    count = head_name(heads[0].layer, heads[0].head) if len(heads) == 1 else _count(entries)
     missing = [said for said in heads[0].not_judged if all(said in head.not_judged for head in heads)]
     left = (words.not_judged(missing) or "").rstrip(".")
     if not everywhere:
@@ -324,8 +342,8 @@ def _about_nothing(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[Line]
     errors = [(value, predicted) for e in entries for value, predicted in [DQ_ERROR.nearest(e[2])] if value is not None]
     if errors:
         value, predicted = max(errors)
-        by = "by prediction from delta, " if predicted else ""
-        yield Line("Matters", f"dQ is, {by}up to {percent(value)} off: what its format's rounding costs any kernel.")
+        by = "(predicted from delta) " if predicted else ""
+        yield Line("Matters", f"dQ is {by}up to {percent(value)} off: what its format's rounding costs any kernel.")
     if clean:
         factors = [value for head in clean if (value := FACTOR.value(head)) is not None]
         known = []

@@ -39,7 +39,9 @@ def find(captures: Sequence[CaptureDiagnosis]) -> tuple[tuple[SharedFinding, ...
     ]
     found = []
     for (label, group), earlier in _grown(_by_cause(judged)):
-        looked = [entry for entry in judged if _maker(label, entry) == _maker(label, group[0])]
+        captured = _maker(label, group[0])[2]
+        names = {observation.name for _, observation, _ in group}
+        looked = [e for e in judged if e[1].name in names and bool(e[1].outputs) == captured]
         found.append(_finding(label, group, earlier, looked))
     found += _unjudged([c for c in captures if c.unjudged])
     found.sort(key=lambda f: (not f.captured, KINDS.index(f.label), -f.heads))
@@ -163,7 +165,7 @@ def _weight(label: Kind, head: HeadDiagnosis) -> float:
 
 
 def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], looked: Sequence[Entry]) -> SharedFinding:
-    """One finding of ``group``; ``earlier``: what led to it; ``looked``: every entry of the same maker."""
+    """One finding of ``group``; ``earlier``: what led to it; ``looked``: every entry of its observations."""
     source, observation, head = max(group, key=lambda e: _weight(label, e[2]))
     _, kernel, captured = _maker(label, group[0])
     off = [q for _, _, h in group for q in _answered(h, label)]
@@ -172,8 +174,6 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
     carried = {name for _, _, h in group if h.verdict for name in h.verdict.labels}
     furthest = max(group, key=lambda e: _errors(e[2], "dq") or 0.0)[2]
     dq = next((q for q in furthest.quantities if q.quantity == "dq"), None)
-    ranks = {c.metadata["rank"] for c, _, _ in group if "rank" in c.metadata}
-    several = len({c.metadata.get("rank") for c, _, _ in looked}) > 1
     mean = _furthest_mean(head) if label == "biased" or "biased" in carried else None
     gradients = [h.propagation.dq for _, _, h in group if h.propagation.dq is not None]
     observed = any(dq.relative_error is not None for dq in gradients)
@@ -185,9 +185,9 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
         captured=captured,
         kernel=kernel,
         places=_places(group, looked),
-        ranks=tuple(sorted(ranks, key=lambda r: (len(r), r))) if several else (),
+        ranks=_ranks(label, group, looked),
         heads=len(group),
-        of=len(looked),
+        of=sum(_maker(label, e) == _maker(label, group[0]) for e in looked),
         site=_site(group) if label in ("lossy", "biased") else None,
         quantities=tuple(name for name in order if any(q.quantity == name for q in off)),
         factors={q.quantity: q.factor for q in own if q.factor is not None},
@@ -212,6 +212,26 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
         words=next(iter(head.verdict.reasons), ""),
         pattern=next((f"{SYMBOLS[q.quantity]}: {p.words}" for q in own for p in q.patterns[:1]), None),
     )
+
+
+def _ranks(label: Kind, group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[str, ...]:
+    """The ranks of a finding, where there are others without it."""
+    found: set[str] = set()
+    for capture, _, head in group:
+        in_part = [q.ranks for q in _answered(head, label)]
+        found |= {rank for ranks in in_part for rank in ranks} if all(in_part) else _ranks_of(capture, head)
+    if found >= {rank for capture, _, head in looked for rank in _ranks_of(capture, head)}:
+        return ()
+    return tuple(sorted(found, key=lambda rank: (len(rank), rank)))
+
+
+def _ranks_of(capture: CaptureDiagnosis, head: HeadDiagnosis) -> set[str]:
+    """The ranks that hold a head of a capture; none where it states none."""
+    m = capture.metadata
+    if "rank_of_heads" in m and head.head is not None:
+        return {m["rank_of_heads"].split(",")[head.head - int(m.get("head_offset", 0))]}
+    stated = m.get("rank", m.get("ranks", ""))
+    return set(stated.split(",")) if stated else set()
 
 
 def _first_steps(entries: Sequence[Entry]) -> dict[Label, int]:
