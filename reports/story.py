@@ -10,13 +10,23 @@ from attn_diag.reports.quantities import LETTERS, label_names
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
 from attn_diag.results.wording import file_name, head_name
 
-__all__ = ["Entry", "Names", "commands", "headline", "judged_entries", "next_steps"]
+__all__ = ["Entry", "Names", "commands", "headline", "judged_entries", "next_steps", "worst_of_findings"]
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 
 
 def judged_entries(diagnosis: Diagnosis) -> list[Entry]:
     """All heads with a verdict, the worst first."""
     return [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
+
+
+def worst_of_findings(diagnosis: Diagnosis) -> list[Entry]:
+    """The head that shows each finding best, the findings in their order; then what stayed undecided, likewise."""
+    entries = {(c.source, o.name, h.head, h.batch): (c, o, h) for c, o, h in reversed(judged_entries(diagnosis))}
+    found = []
+    for finding in (*diagnosis.findings, *diagnosis.undecided):
+        w = finding.worst
+        found += [e for (*place, _), e in entries.items() if place == [w.source, w.observation, w.head]][-1:]
+    return found
 
 
 def next_steps(diagnosis: Diagnosis) -> list[str]:
