@@ -105,7 +105,7 @@ def what(finding: SharedFinding) -> str:
     if finding.label == "unjudged":
         return finding.words
     if finding.label == "biased" and finding.biased_mean is not None:
-        return f"{_bias(finding)}{place}; it does not average out over rows and steps."
+        return f"{_bias(finding)}{place}."
     if finding.label == "ill_conditioned":
         other = finding.dq_error_well_rounded
         alike = "" if other is None else f", and a well-rounded kernel's would be {percent(other)} off as well"
@@ -183,7 +183,7 @@ def sure(finding: SharedFinding) -> str:
     if finding.label == "unjudged":
         return "certain that either the metadata or the kernel is wrong; nothing else is judged until they fit."
     if finding.label == "biased" and finding.p_adjusted is not None:
-        return f"an unbiased kernel shows such a mean {chance(finding.p_adjusted)}."
+        return f"an unbiased kernel shows that {chance(finding.p_adjusted)}."
     if finding.label == "lossy" and finding.factor_ci95 is not None:
         low, high = finding.factor_ci95
         return f"the factor is {times(low)} to {times(high)} (95 % interval); good kernels stay below 1.1."

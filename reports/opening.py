@@ -17,6 +17,8 @@ from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, pl
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _MOST_FINDINGS, _MOST_NAMED = 3, 3
+# What a capture that was put together of several ranks' files calls itself.
+_MERGED = re.compile(r"(.*) \(and ranks? [\d, ]+\)")
 
 
 def headline(diagnosis: Diagnosis) -> str:
@@ -94,6 +96,8 @@ def _details(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     """What else tells a finding: its site, what would fit, and which of several kernels it is of."""
     parts = [finding.site] if finding.site else []
     parts += [f"{NAMES[label]} from step {step} on" for label, step in finding.earlier.items()]
+    if finding.label == "ill_conditioned":
+        parts.append("no fault of the kernel")
     if finding.label == "unjudged":
         fits = _fitting(finding)
         parts.append(f"O fits {together(fits)}" if fits else "no mask or scale tried fits")
@@ -183,7 +187,9 @@ def _about_nothing(diagnosis: Diagnosis, entries: Sequence[Entry]) -> Iterator[L
     if errors := [(value, predicted) for value, predicted in nearest if value is not None]:
         largest, guessed = max(errors)
         how = " (as predicted from delta)" if guessed else ""
-        yield Line("Matters", f"dQ is up to {percent(largest)} off{how}: what rounding costs any kernel of this format.")
+        yield Line(
+            "Matters", f"dQ is up to {percent(largest)} off{how}: what rounding costs any kernel of this format."
+        )
     clean = [e[2] for e in entries if "clean" in label_names(e[2])]
     known = []
     if factors := [value for head in clean if (value := FACTOR.value(head)) is not None]:
@@ -194,27 +200,46 @@ def _about_nothing(diagnosis: Diagnosis, entries: Sequence[Entry]) -> Iterator[L
         yield Line("Sure", f"{'; '.join(known)}.")
 
 
+def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """(what it answers, command) for a closer look at the gravest finding; none where no rounding makes it."""
+    found = [*diagnosis.findings, *diagnosis.undecided]
+    if not found or found[0].label in ("wrong", "nonfinite", "unjudged"):
+        return []
+    if (arguments := _arguments(diagnosis, found[0])) is None:
+        return []
+    questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
+    if found[0].biased_mean is not None:
+        questions.append(("Where it goes wrong, bit by bit", "microscope"))
+    return [(question, " ".join(["attn-diag", command, *arguments])) for question, command in questions]
+
+
 def _command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
-    worst = finding.worst
-    joined = re.fullmatch(r"(.*) \(and ranks? [\d, ]+\)", worst.source)
-    source = joined[1] if joined else worst.source
-    if not source.endswith((".safetensors", ".pt", ".npz")):
-        layer = "" if worst.layer is None else f", layer={worst.layer}"
-        head = "" if worst.head is None else f", {worst.head}"
-        return f"print(attn_diag.explain(found{head}{layer})), where found is what inspect returned"
-    if joined:
-        layer = "" if worst.layer is None else f" --layer {worst.layer}"
-        return f"attn-diag inspect {shlex.quote(str(PurePosixPath(source).parent))} --no-merge-ranks{layer}"
-    arguments = ["--example"] if source.startswith("example ") else [shlex.quote(source)]
+    worst, arguments = finding.worst, _arguments(diagnosis, finding)
+    layer = "" if worst.layer is None else f" --layer {worst.layer}"
+    if (merged := _MERGED.fullmatch(worst.source)) is not None:
+        return f"attn-diag inspect {shlex.quote(str(PurePosixPath(merged[1]).parent))} --no-merge-ranks{layer}"
+    if arguments is None:
+        place = ("" if worst.head is None else f", {worst.head}") + layer.replace(" --layer ", ", layer=")
+        return f"print(attn_diag.explain(found{place})), where found is what inspect returned"
     if finding.label == "unjudged":
-        options = [part for found in _fitting(finding) for part in ("--" + found.replace("=", " ", 1)).split(" ")]
+        options = [part for found in _fitting(finding) for part in f"--{found}".split("=")]
         return " ".join(["attn-diag inspect", *arguments, *options])
-    arguments += ["--head", str(worst.head)]
+    if finding.label in ("wrong", "nonfinite"):
+        return " ".join(["attn-diag inspect", *arguments, "--html page.html"])
+    return " ".join(["attn-diag", "what-if" if finding.label == "ill_conditioned" else "attribute", *arguments])
+
+
+def _arguments(diagnosis: Diagnosis, finding: SharedFinding) -> list[str] | None:
+    """The file and options that name the worst head of a finding; None where it is in no file of its own."""
+    worst = finding.worst
+    if not worst.source.endswith((".safetensors", ".pt", ".npz")):
+        return None
+    arguments = ["--example"] if worst.source.startswith("example ") else [shlex.quote(worst.source)]
+    if worst.head is not None:
+        arguments += ["--head", str(worst.head)]
     if worst.batch is not None:
         arguments += ["--batch", str(worst.batch)]
     capture = next((c for c in diagnosis.captures if c.source == worst.source), None)
-    if capture is not None and len(capture.observations) > 1:
+    if capture is not None and len([o for o in capture.observations if o.outputs]) > 1 and worst.observation:
         arguments += ["--observation", shlex.quote(worst.observation)]
-    if finding.label in ("wrong", "nonfinite"):
-        return " ".join(["attn-diag inspect", *arguments, "--html", "page.html"])
-    return " ".join(["attn-diag", "what-if" if finding.label == "ill_conditioned" else "attribute", *arguments])
+    return arguments

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 
-from attn_diag.reports.opening import headline
-from attn_diag.reports.quantities import LETTERS, label_names
+from attn_diag.reports.opening import commands, headline
+from attn_diag.reports.quantities import LETTERS
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
 from attn_diag.results.wording import file_name, head_name
 
@@ -38,6 +37,8 @@ def next_steps(diagnosis: Diagnosis) -> list[str]:
         verdict = entry[2].verdict
         assert verdict is not None
         for label, suggestion in zip(verdict.labels, verdict.suggestions, strict=False):
+            if label == "undecided" and len(verdict.labels) > 1:
+                continue  # what is found is said
             advised.setdefault(suggestion, []).append((label, entry))
     severest = list(LETTERS)
     steps = []
@@ -49,29 +50,6 @@ def next_steps(diagnosis: Diagnosis) -> list[str]:
         who = "" if len(judged) == 1 or label == "clean" else f"{label} ({names.name(entry)}{more}): "
         steps.append(who + suggestion)
     return steps
-
-
-def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """(what it answers, command) for a closer look at the worst head; none where it is clean or not in a file."""
-    judged = judged_entries(diagnosis)
-    if not judged or "clean" in label_names(judged[0][2]):
-        return []
-    capture, observation, head = judged[0]
-    source = capture.source
-    if not source.endswith((".safetensors", ".pt", ".npz")):
-        return []
-    arguments = ["--example"] if source.startswith("example ") else [shlex.quote(source)]
-    arguments += ["--head", str(head.head)]
-    if head.batch is not None and capture.shape.get("B", 1) > 1:
-        arguments += ["--batch", str(head.batch)]
-    if len(capture.observations) > 1 and not observation.emulated:
-        arguments += ["--observation", shlex.quote(observation.name)]
-    if {"wrong", "nonfinite"} & set(label_names(head)):
-        return []  # no rounding makes it
-    questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
-    if "biased" in label_names(head):
-        questions.append(("Where it goes wrong, bit by bit", "microscope"))
-    return [(question, f"attn-diag {command} {' '.join(arguments)}") for question, command in questions]
 
 
 class Names:

@@ -22,7 +22,7 @@ from rich.text import Text
 from attn_diag.reports import layout, story, words
 from attn_diag.reports.finding_words import style_of
 from attn_diag.reports.head_map import HeadMap
-from attn_diag.reports.opening import opening, style
+from attn_diag.reports.opening import next_command, opening, style
 from attn_diag.reports.quantities import (
     ANSWER_STYLES,
     CAPTURED_HEADINGS,
@@ -36,6 +36,7 @@ from attn_diag.reports.quantities import (
     STYLES,
     TEST_FIGURES,
     TESTS,
+    TESTS_WORDS,
     Quantity,
     captured_cells,
     label_names,
@@ -75,7 +76,6 @@ def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     for line in opening(diagnosis):
         colour = "bold" if line.command else style_of(line.label) if line.label is not None else ""
         yield layout.Hanging(f"{line.about:<{_ABOUT}} ", Text(line.said, colour))
-    yield layout.paragraph(diagnosis.summary.sentence, style="dim")
     for warning in words.warnings(diagnosis):
         yield layout.paragraph(f"warning: {warning}", style="yellow")
     if entries:
@@ -98,7 +98,8 @@ def _what_to_do(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield from layout.title("What to do")
     for step in story.next_steps(diagnosis):
         yield layout.bullet(">", step)
-    for question, command in story.commands(diagnosis):
+    first = next_command(diagnosis).said
+    for question, command in [asked for asked in story.commands(diagnosis) if asked[1] != first]:
         yield layout.bullet("?", Text.assemble(f"{question}: ", (command, "bold")))
 
 
@@ -130,10 +131,12 @@ def _shown(diagnosis: Diagnosis, entries: list[Entry]) -> list[Entry]:
     if len(entries) <= _MAX_ROWS:
         return entries
     alike: Counter[object] = Counter()
-    chosen = {id(entry[2]) for entry in story.worst_of_findings(diagnosis)}
-    for _, observation, head in entries:
-        alike[kind := (observation.name, head.layer, labels(head))] += 1
-        if len(chosen) < _MAX_ROWS and alike[kind] <= _MOST_ALIKE:
+    chosen: set[int] = set()
+    for number, (_, observation, head) in enumerate(worst := story.worst_of_findings(diagnosis) + entries):
+        kind = observation.name, head.layer, labels(head)
+        wanted = number < len(worst) - len(entries) or (len(chosen) < _MAX_ROWS and alike[kind] < _MOST_ALIKE)
+        if wanted and id(head) not in chosen:
+            alike[kind] += 1
             chosen.add(id(head))
     return [entry for entry in entries if id(entry[2]) in chosen]
 
@@ -159,6 +162,8 @@ def _overview(entries: list[Entry], pooled: list[Entry], options: ConsoleOptions
         name = Text(head_name(head.layer, head.head))
         table.add_row(name, *place, _labels(head), *(known[q] for q in shown))
     yield table
+    if explained := [f"{q.title}: {q.words[0].lower()}{q.words[1:]}" for q in shown if q.words]:
+        yield layout.note(" ".join(explained))
 
 
 def _least_width(shown: list[Quantity], figures: list[dict[Quantity, str]], *, named: bool) -> int:
@@ -249,6 +254,7 @@ def _tests(head: HeadDiagnosis, options: ConsoleOptions) -> Iterator[RenderableT
     for test in TESTS.values():
         table.add_row(test.title, *(figure.text(test, head) for figure in kept))
     yield layout.indented(table, expand=False)
+    yield layout.Hanging("  ", layout.note(TESTS_WORDS))
 
 
 def _provenance(diagnosis: Diagnosis) -> Iterator[RenderableType]:

@@ -101,12 +101,12 @@ def capture(
     seed: int = 0,
     batch: int = 1,
     rows: int = T,
-    peak: float = 1.0,
+    v_mean: float = 0.0,
     observations: dict[str, Kernel] | None = None,
     outputs: tuple[str, ...] = ("o", "dq", "dk", "dv"),
     **metadata: Any,
 ) -> Capture:
-    """One layer's attention call; ``kernels``: for all heads, or for each. ``peak`` makes rows near one-hot."""
+    """One layer's attention call; ``kernels``: for all heads, or for each. A large ``v_mean`` leaves little of dQ."""
     fixed = torch.Generator().manual_seed(layer + 1000 * metadata.get("head_offset", 0))
     generator = torch.Generator().manual_seed(1000 * layer + (step or 0) + 77 * seed)
 
@@ -120,7 +120,7 @@ def capture(
     # The heads of a tensor-parallel rank are not those of another, though x is the same.
     generator.manual_seed(generator.initial_seed() + metadata.get("head_offset", 0))
     k, v, do = (draw(batch, len(each), rows, D) for _ in range(3))
-    tensors = {"q": q, "k": (peak * k).bfloat16(), "v": v.bfloat16(), "do": do.bfloat16(), "x": x, "w_q": w_q}
+    tensors = {"q": q, "k": k.bfloat16(), "v": (v + v_mean).bfloat16(), "do": do.bfloat16(), "x": x, "w_q": w_q}
     named = {"": each} if observations is None else {n: [one] * len(each) for n, one in observations.items()}
     for name, chosen in named.items():
         found: dict[str, list[list[Tensor]]] = {output: [] for output in outputs}
@@ -222,7 +222,7 @@ def leak() -> list[Capture]:
 
 
 def ill_conditioned() -> list[Capture]:
-    return [capture(healthy, layer=layer, step=700, peak=16.0 if layer == 2 else 1.0) for layer in (1, 2)]
+    return [capture(healthy, layer=layer, step=700, v_mean=60.0 if layer == 2 else 0.0) for layer in (1, 2)]
 
 
 def undecided() -> list[Capture]:

@@ -209,9 +209,17 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
             batch=head.batch if source.shape["B"] > 1 else None,
             step=step_of(source),
         ),
-        words=next(iter(head.verdict.reasons), ""),
+        words=_why(label, own, head.verdict.reasons),
         pattern=next((f"{SYMBOLS[q.quantity]}: {p.words}" for q in own for p in q.patterns[:1]), None),
     )
+
+
+def _why(label: Kind, off: Sequence[QuantityVerdict], reasons: Sequence[str]) -> str:
+    """The reason for a label: of the quantity that is furthest off, of a mean's test, or the first."""
+    if off and label != "undecided":
+        return off[0].words
+    tested = (said for said in reasons if label == "biased" and said.startswith("Mean error of"))
+    return next(tested, next(iter(reasons), ""))
 
 
 def _ranks(label: Kind, group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[str, ...]:

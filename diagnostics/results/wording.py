@@ -46,11 +46,16 @@ def share(fraction: float) -> str:
 
 
 def chance(p: float) -> str:
-    """What a p-value means, in plain words: "by chance in 1 of 500 runs (adjusted p = 0.002)"."""
-    figure = f"(adjusted p = {p:.2g})"
-    if p < 1e-6:
-        return f"by chance in fewer than 1 of a million runs {figure}"
-    return f"by chance in about 1 of {round(1 / p):,} runs {figure}"
+    """What an adjusted p-value means, in plain words: "by chance in 1 of 500 runs (adjusted p = 0.002)"."""
+    often = f"1 of {round(1 / p):,} runs" if p > 1e-6 else "less than 1 of a million runs"
+    return f"by chance in {often} (adjusted p = {p:.2g})"
+
+
+def in_units(mean: float | None, *, floors: bool) -> str:
+    """A mean error of O, or of delta (``floors``), in its unit, with what that is."""
+    if floors:
+        return f"{signed(mean)} noise floors, of which one correct rounding of O makes 1"
+    return f"{signed(mean)} ulp, spacings of O's format"
 
 
 def signed(value: float | None, digits: int = 2) -> str:
