@@ -127,7 +127,7 @@ def what(finding: SharedFinding) -> str:
 def _site(finding: SharedFinding) -> str:
     if finding.site is None:
         return ""
-    return f" O has the bits of a kernel that keeps {finding.site}; good kernels keep these in fp32."
+    return f" Its bits show {finding.site}; good kernels keep fp32 there."
 
 
 def _bias(finding: SharedFinding) -> str:

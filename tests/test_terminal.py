@@ -144,8 +144,8 @@ def test_map_of_many_heads(width: int) -> None:
     assert letters.pop(("L4", 9)) == "L"
     assert letters.pop(("L7", 2)) == "c"
     assert set(letters.values()) == {"·"}
-    rows = [line.split()[0] for line in lines if re.match(r"L\d+H", line)]
-    assert rows[:2] == ["L4H9", "L7H2"]
+    names = [line.split()[0] for line in lines if re.match(r"L\d+H", line)]
+    assert names[:2] == ["L4H9", "L7H2"]
     assert "139 more: 139 clean" in " ".join(lines)
 
 
