@@ -37,10 +37,12 @@ def headline(diagnosis: Diagnosis) -> str:
         heads = "the only head" if len(entries) == 1 else f"{len(open_)} of {_count(entries)}"
         said = [f"NOTHING FOUND, BUT TOO LITTLE TO DECIDE: {heads} could be neither passed nor faulted."]
     else:
-        said = [f"PASS: {_good([e for e in entries if 'clean' in label_names(e[2])])}."]
+        passed = [e for e in entries if "clean" in label_names(e[2])]
+        said = [f"PASS: {_good(passed)}."]
         if open_:
             named = ", ".join(_name(e) for e in open_[:_MOST_NAMED]) + " and others" * (len(open_) > _MOST_NAMED)
             said.append(f"Of {_count(entries)} {len(open_)} {'is' if len(open_) == 1 else 'are'} undecided: {named}.")
+        said += _not_judged(passed)
     return " ".join([*said, *rest])
 
 
@@ -165,18 +167,22 @@ def _nothing_judged(diagnosis: Diagnosis) -> str:
 
 
 def _good(entries: Sequence[Entry]) -> str:
-    """What is good in these heads, and what was judged of none of them."""
+    """What is good in these heads."""
     heads = [head for _, _, head in entries]
     good = [[SYMBOLS[q.quantity] for q in head.quantities if q.answer == "good"] for head in heads]
     everywhere = [name for name in SYMBOLS.values() if all(name in names for names in good)]
     count = head_name(heads[0].layer, heads[0].head) if len(heads) == 1 else _count(entries)
-    missing = [said for said in heads[0].not_judged if all(said in head.not_judged for head in heads)]
-    left = (words.not_judged(missing) or "").rstrip(".")
     if not everywhere:
-        return f"no mean error beyond chance in {count}. {left}".rstrip(" .")
+        return f"no mean error beyond chance in {count}"
     are = "are" if len(everywhere) > 1 else "is"
-    said = f"{together(everywhere)} {are} as good as a well-rounded kernel's in {count}, and no bias was found"
-    return f"{said}. {left}" if left else said
+    return f"{together(everywhere)} {are} as good as a well-rounded kernel's in {count}, and no bias was found"
+
+
+def _not_judged(entries: Sequence[Entry]) -> list[str]:
+    """What was judged of none of these heads."""
+    first, *others = [head.not_judged for _, _, head in entries]
+    said = words.not_judged([name for name in first if all(name in other for other in others)])
+    return [] if said is None else [said]
 
 
 def _about_nothing(diagnosis: Diagnosis, entries: Sequence[Entry]) -> Iterator[Line]:

@@ -273,8 +273,8 @@ def test_every_captured_quantity_is_shown_beside_a_well_rounded_kernel() -> None
         (
             {"dq": "undecided"},
             ("undecided",),
-            "PASS: O, dQ, dK and dV are as good as a well-rounded kernel's in H1, and no bias was found. Not judged: "
-            "LSE and delta (not captured). Of 2 heads 1 is undecided: H0. | head 0. dQ is so.",
+            "PASS: O, dQ, dK and dV are as good as a well-rounded kernel's in H1, and no bias was found. Of 2 heads "
+            "1 is undecided: H0. Not judged: LSE and delta (not captured). | head 0. dQ is so.",
         ),
     ],
 )
