@@ -185,7 +185,7 @@ def test_good_capture_report_json_and_html(tmp_path: Path, run: Run) -> None:
     path = write(tmp_path / "capture.safetensors")
     done = run("inspect", path, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
     assert done.code == 0
-    assert "2 heads judged" in done.out
+    assert "Of 2 heads 1 is undecided" in " ".join(done.out.split())
     document = json.loads((tmp_path / "out.json").read_text())
     jsonschema.Draft202012Validator(attn_diag.json_schema()).validate(document)
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
@@ -223,7 +223,8 @@ def test_a_format_without_a_well_rounded_kernel_is_held_against_the_truth(tmp_pa
     o = sdpa(q.double(), k.double(), v.double(), is_causal=True).float()
     given = {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": torch.zeros_like(q)}
     done = run("inspect", write(tmp_path / "capture.safetensors", given), "--causal", "top-left", COLUMNS="400")
-    assert done.out.startswith("WRONG in H0: dQ is 100 % off, which no rounding makes: all rows are zero")
+    assert done.out.startswith("WRONG: head 0.\n")
+    assert "dQ is 100 % off, which no rounding makes: all rows are zero" in " ".join(done.out.split())
     assert "well-rounded kernel's is" not in done.out
     assert "Not judged: O (no well-rounded kernel of this format to compare with), LSE, delta, dK" in done.out
 
@@ -274,7 +275,7 @@ def test_mistyped_path_among_several(tmp_path: Path, run: Run) -> None:
     assert "none of the captures could be read" in done.err
     done = run("inspect", "--example", typo)
     assert done.code == 2
-    assert "1 head judged" in done.out
+    assert "ILL-CONDITIONED: layer 2, head 4" in done.out
 
 
 def test_option_that_fits_no_file_is_said_once(tmp_path: Path, run: Run) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.inspection.by_rank import judge_ranks
 from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, KeyGradient
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
@@ -27,6 +28,7 @@ from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import key_parts
 from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
+from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
 from attn_diag.head.streaming import ObservedHead
@@ -175,6 +177,7 @@ class CaptureJob:
                     outputs=c.observations.get(name, ()),
                     heads=tuple(heads),
                     kv_heads=self.by_key_head[name],
+                    coarse=coarse_words(recipe or (found.recipe if found else None)),
                 )
             )
         shape = {"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads, "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim}
@@ -194,14 +197,9 @@ class CaptureJob:
             found = self.opened.projection
             projection = None if found is None else found.head(group.batch, head)
             truth, parts = measure_head(
-                inputs,
-                observed,
-                group.batch,
-                head,
-                projection,
-                self.certify,
+                inputs, observed, group.batch, head, projection, self.certify,
                 self.shared.get(head, {}).get(group.batch),
-            )
+            )  # fmt: skip
             self.truths.offer((group.batch, head), truth, max(map(_dq_error, parts)))
             unusable |= bool(inputs.unusable.any())
             for seen, part in zip(observed, parts, strict=True):
@@ -339,6 +337,7 @@ class CaptureJob:
                 found.append(self._explained(name, head, verdict, effects, batches))
             elif samples or broken:
                 verdict = judge_quantity(quantity, samples, batches, broken)
+                verdict = judge_ranks(verdict, samples, batches, self.capture.metadata)
                 verdict = self._explained(name, head, verdict, samples, batches)
                 found.append(with_empty_rows(verdict, [p.without_keys.get(quantity, (0, 0)) for p in parts]))
         return found
