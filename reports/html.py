@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from attn_diag.reports import embedding, quantities, story, words
+from attn_diag.reports import embedding, glossary, quantities, story, timeline, words
 from attn_diag.reports.charts import Gallery
 from attn_diag.results import wording
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
@@ -49,9 +49,12 @@ _STEPS = (
 )
 # In the order in which they are joined: each uses only what stands before it.
 _SCRIPTS = ("core", "numbers", "theme", "export", "options", "charts", "table")
-_REPORT_SCRIPTS = (*_SCRIPTS, "vocabulary", "entries", "rows", "figures", "map", "microscope", "head", "report")
+_REPORT_SCRIPTS = (
+    *_SCRIPTS, "vocabulary", "glossary", "entries", "rows", "figures", "when", "map", "microscope", "head", "report",
+)  # fmt: skip
 _GALLERY_SCRIPTS = (*_SCRIPTS, "gallery")
 _STYLES = ("base", "report", "print")
+_REPORT_STYLES = (*_STYLES, "verdicts")
 # The element of a gallery's data.
 _GALLERY = "attn-diag-gallery"
 # Cells of so many characters are sentences, not numbers.
@@ -83,12 +86,17 @@ def html_document(diagnosis: Diagnosis) -> str:
     rows = list(_rows(diagnosis))
     places = {id(head): row.place for row, (_, _, head) in zip(rows, diagnosis.entries(), strict=True)}
     order = {places[id(head)]: rank for rank, (_, _, head) in enumerate(diagnosis.ranked())}
+    times = timeline.timelines(diagnosis, places)
     worst = next((entry for entry in diagnosis.ranked() if entry[2].verdict is not None), None)
     shown = {
         "diagnosis": diagnosis,
         "headline": story.headline(diagnosis),
         "steps": story.next_steps(diagnosis),
         "commands": story.commands(diagnosis),
+        "timelines": times,
+        "legend": timeline.legend(times),
+        "glossary": glossary.GROUPS,
+        "findings": "",
         "columns": ("verdict", *(q.title for q in _COLUMNS)),
         "rows": sorted(rows, key=lambda row: order[row.place])[:_LISTED],
         "total": len(rows),
@@ -96,11 +104,11 @@ def html_document(diagnosis: Diagnosis) -> str:
         "worst_place": places[id(worst[2])] if worst else None,
         "evidence": _evidence(worst[2]) if worst else (),
     }
-    bare = _page("document.html.j2", _REPORT_SCRIPTS, data="", **shown)
+    bare = _page("document.html.j2", _REPORT_SCRIPTS, _REPORT_STYLES, data="", **shown)
     limit = min(_LIMIT + _A_HEAD * max(len(rows) - _HEADS, 0), _LARGEST)
     room = limit - len(bare.encode()) - 200
     data = _json_element(ELEMENT, embedding.fitted(diagnosis, room))
-    return _page("document.html.j2", _REPORT_SCRIPTS, data=data, **shown)
+    return _page("document.html.j2", _REPORT_SCRIPTS, _REPORT_STYLES, data=data, **shown)
 
 
 def html_fragment(diagnosis: Diagnosis) -> str:
@@ -187,9 +195,9 @@ def _json_element(identifier: str, data: Any) -> Markup:
     return Markup('<script type="application/json" id="{}">{}</script>').format(identifier, Markup(_json(data)))
 
 
-def _page(template: str, scripts: tuple[str, ...], **values: Any) -> str:
+def _page(template: str, scripts: tuple[str, ...], styled: tuple[str, ...] = _STYLES, **values: Any) -> str:
     """Render ``template`` with ``policy``, ``styles``, ``library`` and ``script``, which joins ``scripts``."""
-    library, script, styles = _static("vendor/echarts/echarts.min.js"), _script(scripts), _style()
+    library, script, styles = _static("vendor/echarts/echarts.min.js"), _script(scripts), _style(styled)
     policy = "; ".join([
         "default-src 'none'",
         f"script-src {_source(library)} {_source(script)}",
@@ -206,13 +214,14 @@ def _page(template: str, scripts: tuple[str, ...], **values: Any) -> str:
 def _script(names: tuple[str, ...]) -> str:
     """Our scripts in one; "vocabulary" stands for the names that the page shares with the other reports."""
     columns = [asdict(q) | {"path": q.path if isinstance(q.path, str) else ""} for q in _COLUMNS]
-    vocabulary = f"attnDiag.vocabulary = {_json(quantities.vocabulary() | {'columns': columns})};"
+    more = {"columns": columns, "labels": {n: [letter, timeline.NAMES[n]] for n, letter in quantities.LETTERS.items()}}
+    vocabulary = f"attnDiag.vocabulary = {_json(quantities.vocabulary() | more)};"
     return "\n".join(vocabulary if name == "vocabulary" else _static(f"{name}.js") for name in names)
 
 
 @cache
-def _style() -> str:
-    return "\n".join(_static(f"{name}.css") for name in _STYLES)
+def _style(names: tuple[str, ...]) -> str:
+    return "\n".join(_static(f"{name}.css") for name in names)
 
 
 @cache
