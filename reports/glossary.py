@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Term:
+class Word:
     """A word and what it means, for a reader who has not read the paper."""
 
     key: str
@@ -25,49 +25,49 @@ class Term:
         return self.also if self.alone else (self.name, *self.also)
 
 
-GROUPS: dict[str, tuple[Term, ...]] = {
+GROUPS: dict[str, tuple[Word, ...]] = {
     "Verdicts": (
-        Term(
+        Word(
             "nonfinite",
             "not finite",
             "An output holds NaN or Inf where the mathematics is finite. The kernel, or what was captured of it, "
             "is broken there.",
             ("nonfinite",),
         ),
-        Term(
+        Word(
             "wrong",
             "wrong",
             "An output is off by more than any rounding could make: another mask, scale or layout, rows or keys "
             "left out, or a bug. Not a question of precision.",
             alone=True,
         ),
-        Term(
+        Word(
             "lossy",
             "lossy",
             "An output has more than 1.25 times the error of a well-rounded kernel: something inside is rounded "
             "more coarsely than it has to be.",
         ),
-        Term(
+        Word(
             "biased",
             "biased",
             "The errors do not average out: their mean differs from zero by more than chance makes, and by more "
             "than correct rounding gives on these inputs. Such errors add up over rows and steps.",
             ("bias",),
         ),
-        Term(
+        Word(
             "ill_conditioned",
             "ill-conditioned",
             "dQ is over 2 % off, and that of a well-rounded kernel on the same inputs is as far off: the head is "
             "fragile, the kernel is not to blame.",
             ("ill_conditioned",),
         ),
-        Term(
+        Word(
             "undecided",
             "undecided",
             "There is too little data to say more: the output is neither clearly as good as a well-rounded "
             "kernel's nor clearly worse. No finding.",
         ),
-        Term(
+        Word(
             "clean",
             "clean",
             "Everything that was captured is as good as a well-rounded kernel's, and no bias was found. Nothing "
@@ -76,7 +76,7 @@ GROUPS: dict[str, tuple[Term, ...]] = {
         ),
     ),
     "Attention and its gradients": (
-        Term(
+        Word(
             "scores",
             "scores",
             "S = scale · Q Kᵀ, masked: how well each query matches each key, before the softmax.",
@@ -86,13 +86,13 @@ GROUPS: dict[str, tuple[Term, ...]] = {
                 "max logit",
             ),
         ),
-        Term(
+        Word(
             "p_bar",
             "P̄",
             "exp(S − m), the weights before they are divided by their sum; m is the largest score of the row, so "
             "the weight of the best key is 1. Kernels round P̄ to 16 or 8 bits before they multiply it with V.",
         ),
-        Term(
+        Word(
             "row_sum",
             "row sum",
             "l, the sum of P̄ over a row's keys, by which the output is divided at the end.",
@@ -101,29 +101,29 @@ GROUPS: dict[str, tuple[Term, ...]] = {
                 "denominator",
             ),
         ),
-        Term(
+        Word(
             "row_maximum",
             "row maximum",
             "m, the largest score of a query row. It is repeated where several keys share it: then several "
-            "weights are exactly 1, and in coarse formats their sum rounds the same way in every row.",
+            "weights are exactly 1, which in coarse formats can give the errors of many rows one sign.",
             (
                 "repeated maxima",
                 "repeated maximum",
                 "row maxima",
             ),
         ),
-        Term(
+        Word(
             "lse",
             "LSE",
             "m + ln l, the log-sum-exp of a row's scores. The forward pass saves it, the backward pass makes the "
             "weights P of it again.",
         ),
-        Term(
+        Word(
             "d_o",
             "dO",
             "The gradient that comes into the attention from above, with respect to its output O.",
         ),
-        Term(
+        Word(
             "delta",
             "delta",
             "The sum of dO · O over the features of a row. The backward pass subtracts it from every dP, so an "
@@ -134,14 +134,14 @@ GROUPS: dict[str, tuple[Term, ...]] = {
                 "Δdelta",
             ),
         ),
-        Term(
+        Word(
             "d_s",
             "dS",
             "P · (dP − delta): the gradient of the scores. Kernels round it to 16 bits before they multiply it "
             "with K and Q.",
             ("dP",),
         ),
-        Term(
+        Word(
             "d_q",
             "dQ",
             "The gradient of the queries; dK and dV are those of keys and values. Training uses them to change "
@@ -151,13 +151,13 @@ GROUPS: dict[str, tuple[Term, ...]] = {
                 "dV",
             ),
         ),
-        Term(
+        Word(
             "dw_q",
             "dW_Q",
             "The gradient of the query projection's weights: dQ summed over all rows, each with its input. An "
             "error that has one direction in many rows survives this sum.",
         ),
-        Term(
+        Word(
             "argmax_key",
             "top key",
             "The key with a row's largest score. Rows that share it often share its rounding error too, so they "
@@ -169,13 +169,13 @@ GROUPS: dict[str, tuple[Term, ...]] = {
         ),
     ),
     "Errors and yardsticks": (
-        Term(
+        Word(
             "error",
             "signed error",
             "What the kernel returned minus the float64 reference on the same inputs, with its sign: positive is "
             "too large.",
         ),
-        Term(
+        Word(
             "reference",
             "float64 reference",
             "The same mathematics computed in 64 bits from the kernel's own inputs, with a proven bound on its "
@@ -185,21 +185,21 @@ GROUPS: dict[str, tuple[Term, ...]] = {
                 "reference's own error",
             ),
         ),
-        Term(
+        Word(
             "ulp",
             "ulp",
             "The distance between neighbouring numbers of a format at a given size. One correct rounding is off "
             "by half of it at most.",
             ("ulps",),
         ),
-        Term(
+        Word(
             "excess",
             "excess",
             "The error beyond what one correct rounding of the exact result makes. A kernel that rounds once, "
             "correctly, at the end has none.",
             ("beyond correct rounding",),
         ),
-        Term(
+        Word(
             "counterfactual",
             "well-rounded kernel",
             "A counterfactual: the published recipe of this format (FlashAttention-2's) run on the same inputs. "
@@ -210,14 +210,14 @@ GROUPS: dict[str, tuple[Term, ...]] = {
                 "well-rounded kernels",
             ),
         ),
-        Term(
+        Word(
             "factor",
             "factor",
             "The error's root mean square over that of a well-rounded kernel on the same inputs. About 1 is as "
             "good; above 1.25 is lossy. Production kernels measure 0.93 to 1.07.",
             ("× well-rounded",),
         ),
-        Term(
+        Word(
             "noise_floor",
             "noise floor",
             "The error of delta that one correct rounding of O makes in a row: no kernel that returns O in this "
@@ -227,43 +227,43 @@ GROUPS: dict[str, tuple[Term, ...]] = {
                 "floors",
             ),
         ),
-        Term(
+        Word(
             "noise_factor",
             "noise factor",
             "delta's error over the noise floor, root mean squares over the rows. 0.98 to 1.9 on production "
             "kernels; more means that something besides O's last rounding is coarse.",
         ),
-        Term(
+        Word(
             "conditioning",
             "conditioning",
             "How much a relative error of delta grows on its way into dQ. 6 to 8 is ordinary; near one-hot rows "
             "it reaches 100, and then even correct rounding spoils dQ.",
         ),
-        Term(
+        Word(
             "coherence",
             "coherence",
             "Whether the rows' errors point in one direction in the gradient. Around 0 they cancel; above the "
             "value for random signs they add up.",
         ),
-        Term(
+        Word(
             "cancellation",
             "cancellation",
             "The length of the summed errors over the sum of their lengths: 1 if all point in one direction, near"
             " 0 if they cancel.",
         ),
-        Term(
+        Word(
             "participation",
             "participation",
             "How many rows in effect carry the error.",
         ),
-        Term(
+        Word(
             "swamped",
             "swamped",
             "The output equals one value of V exactly because all smaller contributions were lost in rounding.",
         ),
     ),
     "Chance": (
-        Term(
+        Word(
             "p_value",
             "adjusted p",
             "How often chance alone would show a mean this large if the kernel were unbiased, made stricter for "
@@ -275,34 +275,34 @@ GROUPS: dict[str, tuple[Term, ...]] = {
                 "smallest p",
             ),
         ),
-        Term(
+        Word(
             "family",
             "Benjamini-Hochberg family",
             "All primary tests of a run, adjusted together: many tests find something by chance, and the "
             "adjustment keeps the share of false findings at the level.",
         ),
-        Term(
+        Word(
             "interval",
             "95 % interval",
             "The range in which the true value lies with 95 % confidence.",
         ),
-        Term(
+        Word(
             "band",
             "99 % band",
             "A running sum of unbiased errors stays inside with probability 99 %.",
         ),
-        Term(
+        Word(
             "n_eff",
             "n_eff",
             "How many independent rows, or groups of rows, in effect carry a test. Below 4 no test of a mean is "
             "decided.",
         ),
-        Term(
+        Word(
             "detectable",
             "detectable",
             "The smallest mean that the test would find in four of five cases. A smaller bias may be there unseen.",
         ),
-        Term(
+        Word(
             "t",
             "t",
             "The mean over its standard error: beyond about 3 in size, chance is unlikely.",
@@ -310,13 +310,13 @@ GROUPS: dict[str, tuple[Term, ...]] = {
         ),
     ),
     "Where an error comes from": (
-        Term(
+        Word(
             "recipe",
             "recipe",
             "A list of what a kernel rounds, to which format and when, which can be run on the same inputs.",
             ("recipes",),
         ),
-        Term(
+        Word(
             "site",
             "rounding site",
             "One place in a kernel where a number is rounded: the scores, P̄, the row sum, O, dS, …",
@@ -325,36 +325,36 @@ GROUPS: dict[str, tuple[Term, ...]] = {
                 "site",
             ),
         ),
-        Term(
+        Word(
             "emulated",
             "emulated",
             "Computed by attn-diag as a recipe says, not captured from a kernel.",
             ("emulation",),
         ),
-        Term(
+        Word(
             "observation",
             "observation",
             "What one kernel returned for these inputs: O, and what else was captured.",
             ("observations",),
         ),
-        Term(
+        Word(
             "unexplained",
             "unexplained",
             "The part of a gradient's error that its known causes (delta, LSE, casts) do not make.",
         ),
-        Term(
+        Word(
             "shapley",
             "Shapley",
             "A fair division of an error among several roundings: each one's mean effect over all orders in which"
             " they could be repaired.",
             ("Shapley shares",),
         ),
-        Term(
+        Word(
             "sham",
             "sham",
             "A repair of a rounding that reaches nothing, as a control: it must not change the error.",
         ),
-        Term(
+        Word(
             "bit_equal",
             "bit-equal",
             "The same in every bit. A recipe that reproduces nearly all elements so is how the kernel rounds.",
@@ -363,7 +363,7 @@ GROUPS: dict[str, tuple[Term, ...]] = {
                 "bit for bit",
             ),
         ),
-        Term(
+        Word(
             "tile",
             "tile",
             "The block of keys that a kernel takes at a time; partial results of tiles are added in their order.",

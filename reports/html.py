@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from attn_diag.reports import embedding, glossary, quantities, story, timeline, words
+from attn_diag.reports import cards, embedding, glossary, quantities, story, timeline, words
 from attn_diag.reports.charts import Gallery
 from attn_diag.results import wording
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
@@ -87,16 +87,21 @@ def html_document(diagnosis: Diagnosis) -> str:
     places = {id(head): row.place for row, (_, _, head) in zip(rows, diagnosis.entries(), strict=True)}
     order = {places[id(head)]: rank for rank, (_, _, head) in enumerate(diagnosis.ranked())}
     times = timeline.timelines(diagnosis, places)
-    worst = next((entry for entry in diagnosis.ranked() if entry[2].verdict is not None), None)
+    found = cards.cards(diagnosis, places)
+    first = next((card.place for card in found if card.place), None)
+    ranked = [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
+    # The page opens on the head that shows its first finding best.
+    worst = next((entry for entry in ranked if first in (None, places[id(entry[2])])), None)
     shown = {
         "diagnosis": diagnosis,
         "headline": story.headline(diagnosis),
         "steps": story.next_steps(diagnosis),
-        "commands": story.commands(diagnosis),
         "timelines": times,
         "legend": timeline.legend(times),
         "glossary": glossary.GROUPS,
-        "findings": "",
+        "cards": found,
+        "nothing": _nothing(diagnosis),
+        "undecided": _undecided(diagnosis),
         "columns": ("verdict", *(q.title for q in _COLUMNS)),
         "rows": sorted(rows, key=lambda row: order[row.place])[:_LISTED],
         "total": len(rows),
@@ -153,6 +158,23 @@ def _row(place: str, capture: CaptureDiagnosis, observation: ObservationDiagnosi
 
 def _key(value: float | None) -> str:
     return "" if value is None else repr(value)
+
+
+def _undecided(diagnosis: Diagnosis) -> str:
+    """How many heads stay open; empty where none does."""
+    heads = sum(found.heads for found in diagnosis.undecided)
+    are = "is" if heads == 1 else "are"
+    return f"{wording.plural(heads, 'head')} {are} undecided: too little data to say more, no finding." if heads else ""
+
+
+def _nothing(diagnosis: Diagnosis) -> str:
+    """What is said where there is no finding."""
+    judged = [head for _, _, head in diagnosis.entries() if head.verdict is not None]
+    if not judged:
+        return "No head was judged. Correct what is named above, then inspect again."
+    said = f"{wording.plural(len(judged), 'head')} judged. {_undecided(diagnosis)}".rstrip()
+    missing = [m for m in judged[0].not_judged if all(m in head.not_judged for head in judged)]
+    return " ".join(part for part in (said, words.not_judged(missing)) if part)
 
 
 def _evidence(head: HeadDiagnosis) -> tuple[tuple[bool, str], ...]:
