@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attn_diag.reports import finding_words as said
-from attn_diag.reports.timeline import NAMES
+from attn_diag.reports.finding_words import NAMES, about, where
+from attn_diag.reports.opening import command
 from attn_diag.results.diagnosis import Diagnosis
-from attn_diag.results.findings import FindingAtStep, SharedFinding, WorstHead, step_of
+from attn_diag.results.findings import FindingAtStep, Kind, SharedFinding, WorstHead
+from attn_diag.results.grouping import step_of
+from attn_diag.results.wording import head_name
 
 # Bars of a card: further steps are joined, the last of each group is shown.
 _BARS = 24
+# What a finding means for who wrote the kernel or runs the training, without a number.
+_MEANING: dict[Kind, str] = {
+    "nonfinite": "The kernel returned NaN or Inf where the exact result is an ordinary number.",
+    "wrong": "No rounding error: something else was computed (mask, scale, layout, a bug), or the capture is damaged.",
+    "unjudged": "What the capture states of itself does not fit its tensors: correct that first.",
+    "lossy": "Something inside the kernel is rounded more coarsely than it has to be.",
+    "biased": "The errors lean to one side: over many rows and steps they add up instead of cancelling.",
+    "ill_conditioned": "These inputs amplify any rounding: another kernel of this format would do no better.",
+}
+_ASKED = {"What": "Measured", "Since": "Since when", "Matters": "For training", "Sure": "How sure"}
 
 
 @dataclass(frozen=True)
@@ -22,14 +34,16 @@ class Bar:
     height: int
     """In percent of the tallest that it can be: the heads that have it."""
     words: str
+    label: Kind | None
+    """The gravest label of its heads there."""
 
 
 @dataclass(frozen=True)
 class Card:
     """One finding."""
 
-    labels: tuple[tuple[str, str], ...]
-    """Its labels, as the style sheet and as a reader name them."""
+    labels: tuple[tuple[Kind, str], ...]
+    """Its labels, and what a reader calls them."""
     title: str
     """Where, and since when."""
     meaning: str
@@ -38,8 +52,8 @@ class Card:
     """What is asked, and the answer."""
     bars: tuple[Bar, ...]
     """Step by step; empty where there is one step."""
-    commands: tuple[tuple[str, str], ...]
-    """What a command answers, and the command."""
+    command: str
+    """What to run next."""
     worst: str
     """The head to look at."""
     place: str | None
@@ -63,17 +77,26 @@ def cards(diagnosis: Diagnosis, places: Mapping[int, str]) -> tuple[Card, ...]:
 
 
 def _card(finding: SharedFinding, place: str | None, diagnosis: Diagnosis) -> Card:
-    labels = [finding.label, *(label for label in finding.also if label not in ("undecided", "clean"))]
+    labels: list[Kind] = [finding.label, *(label for label in finding.also if label != "undecided")]
+    facts = [(_ASKED[line.about], _capital(line.said)) for line in about(finding)]
+    if not finding.captured:
+        facts.append(("Seen in", "An emulated recipe, run on these inputs; not in what a kernel returned."))
+    worst = finding.worst
     return Card(
-        labels=tuple((label, NAMES.get(label, "no verdict")) for label in labels),  # type: ignore[call-overload]
-        title=said.where(finding),
-        meaning=said.meaning(finding),
-        facts=said.facts(finding),
+        labels=tuple((label, NAMES[label]) for label in labels),
+        title=_capital(where(finding)),
+        meaning=_MEANING.get(finding.label, ""),
+        facts=tuple(facts),
         bars=_bars(finding.by_step),
-        commands=said.commands(finding, diagnosis),
-        worst=said.worst(finding),
+        command=command(diagnosis, finding) if finding.captured else "",
+        worst=head_name(worst.layer, worst.head) + ("" if worst.step is None else f", step {worst.step}"),
         place=place,
     )
+
+
+def _capital(text: str) -> str:
+    """As a sentence; a symbol such as dQ keeps its small letter."""
+    return text if text[1:2].isupper() else text[:1].upper() + text[1:]
 
 
 def _bars(steps: tuple[FindingAtStep, ...]) -> tuple[Bar, ...]:
@@ -81,4 +104,6 @@ def _bars(steps: tuple[FindingAtStep, ...]) -> tuple[Bar, ...]:
         return ()
     size = -(-len(steps) // _BARS)
     shown = [steps[min(i + size, len(steps)) - 1] for i in range(0, len(steps), size)]
-    return tuple(Bar(s.step, round(100 * s.heads / s.of), f"step {s.step}: {s.heads} of {s.of} heads") for s in shown)
+    return tuple(
+        Bar(s.step, round(100 * s.heads / s.of), f"step {s.step}: {s.heads} of {s.of} heads", s.label) for s in shown
+    )

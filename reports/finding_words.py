@@ -1,142 +1,197 @@
-"""A finding in words: where and since when, how much it matters for training, how sure, and what to ask next."""
+"""A finding in words: where, what, since when, what it does to training, and how sure it is.
+
+The finding itself is computed elsewhere (``attn_diag.results.grouping``).
+"""
 
 from __future__ import annotations
 
-import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.reports.quantities import STYLES, TESTS
+from attn_diag.results.estimates import Label
 from attn_diag.results.findings import FindingPlace, Kind, SharedFinding
-from attn_diag.results.wording import head_name, number, percent, plural, ranges, times
+from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, ranges, times, together
 
-# Places that are named; further ones are counted.
-_NAMED = 3
-# An error that has grown so much over the steps is said to grow.
-_GROWN = 1.5
-# Chances below one in a million are not counted out.
-_NEVER = 1e-6
-# What each label means for who wrote the kernel or runs the training.
-_MEANING: dict[Kind, str] = {
-    "nonfinite": "The kernel returned NaN or Inf where the exact result is an ordinary number.",
-    "wrong": "This is no rounding error: something else was computed (mask, scale, layout, a bug), or the capture "
-    "is damaged.",
-    "unjudged": "What the capture states of itself does not fit its tensors: correct that first.",
-    "lossy": "Something inside the kernel is rounded more coarsely than it has to be.",
-    "biased": "The errors lean to one side: over many rows and steps they add up instead of cancelling.",
-    "ill_conditioned": "These inputs amplify any rounding: another kernel of this format would do no better.",
-}
-_FILES = (".safetensors", ".pt", ".npz")
+NAMES: dict[Kind, str] = {
+    "nonfinite": "NaN or Inf", "wrong": "wrong", "unjudged": "mask or scale not as stated", "lossy": "lossy",
+    "biased": "biased", "ill_conditioned": "ill-conditioned", "undecided": "undecided",
+}  # fmt: skip
+"""What the findings of a label are called."""
+_MOST_PLACES = 3
+# Of dW_Q in the worst head: training runs that blew up had 11 to 42 % 100 to 200 steps before (benchmarks/failing_run).
+_LITTLE, _LARGE = 0.01, 0.1
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is said first, a line at a time."""
+
+    about: str
+    """What it is about: What, Since, Matters, Sure, Next."""
+    said: str
+    command: bool = False
+    """Whether it can be typed as it stands."""
+    label: Kind | None = None
+    """The finding's label, for its colour; None: no finding."""
+
+
+def style_of(label: Kind | Label) -> str:
+    """The colour in which a label is written, or what is said of it."""
+    plain = "bold red" if label == "unjudged" else STYLES[label]
+    return f"bold {plain.removeprefix('bold ')}"
+
+
+def about(finding: SharedFinding) -> Iterator[Line]:
+    """What a finding is, since when, what it does to training, and how sure it is."""
+    yield Line("What", f"{what(finding)}{_site(finding)}", label=finding.label)
+    if since := when(finding):
+        yield Line("Since", since)
+    if effect := matters(finding):
+        yield Line("Matters", effect)
+    yield Line("Sure", f"{sure(finding)}{_count(finding)}")
+
+
+def brief(finding: SharedFinding) -> Line:
+    """The same in a paragraph, for one of several findings."""
+    said = f"{what(finding)} Sure: {sure(finding)}"
+    said += f" {grown}" if finding.earlier and (grown := when(finding)) else ""
+    said += f" Matters: {effect}" if (effect := matters(finding)) else ""
+    title = {"nonfinite": "NaN", "unjudged": "Metadata", "ill_conditioned": "Fragile"}
+    return Line(title.get(finding.label, finding.label.capitalize()), said, label=finding.label)
 
 
 def where(finding: SharedFinding) -> str:
-    """ "Layer 7, all heads, from step 300": the places, the earliest first."""
-    said = [_place(place) for place in finding.places[:_NAMED]]
-    more = sum(max(len(place.layers), 1) for place in finding.places[_NAMED:])
-    said += [f"{plural(more, 'more layer')}"] * (more > 0)
-    text = "; ".join(part for part in said if part) or "All heads"
-    if finding.ranks:
-        text += f"; {'rank' if len(finding.ranks) == 1 else 'ranks'} {', '.join(finding.ranks)} alone"
-    return text[0].upper() + text[1:]
+    """Layers, heads, steps and ranks: "layer 3, all 4 heads, from step 200 on"."""
+    places = finding.places[:_MOST_PLACES]
+    # One range of steps for all is said once.
+    spans = {_span(place) for place in finding.places}
+    said = [_heads(place) + (_span(place) if len(spans) > 1 else "") for place in places]
+    if left := finding.places[_MOST_PLACES:]:
+        layers = sorted({layer for place in left for layer in place.layers})
+        said.append(f"layers {ranges(layers)}" if len(layers) > 1 else "others")
+    ranks = f", rank {', '.join(finding.ranks)} alone" if finding.ranks else ""
+    return "; ".join(said) + (spans.pop() if len(spans) == 1 else "") + ranks
 
 
-def _place(place: FindingPlace) -> str:
-    layers = f"layer{'s' * (len(place.layers) > 1)} {ranges(place.layers)}" if place.layers else ""
-    heads = "all heads" if place.all_heads else f"head{'s' * (len(place.heads) > 1)} {ranges(place.heads)}"
-    return ", ".join(part for part in (layers, heads if place.heads else "", _when(place)) if part)
+def _heads(place: FindingPlace) -> str:
+    layers = f"layer{'s' if len(place.layers) > 1 else ''} {ranges(place.layers)}, " if place.layers else ""
+    if place.all_heads:
+        return f"{layers}all {len(place.heads)} heads"
+    return f"{layers}head{'s' if len(place.heads) > 1 else ''} {ranges(place.heads)}"
 
 
-def _when(place: FindingPlace) -> str:
+def _span(place: FindingPlace) -> str:
+    """The steps of a place, as a range with its onset."""
     steps, looked = place.steps, place.steps_looked
-    if len(looked) < 2:
+    if not steps:
         return ""
+    if len(looked) == 1:
+        return f", step {steps[0]}"
     if steps == looked:
-        return f"at all {len(looked)} steps, {looked[0]} to {looked[-1]}"
-    since = looked[looked.index(steps[0]) :]
-    if steps == since:
-        return f"from step {steps[0]} on" if len(steps) > 1 else f"at step {steps[0]}, the last one"
-    if steps == since[: len(steps)]:
-        span = f"at steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"at step {steps[0]}"
-        return f"{span}, not after"
-    return f"at {len(steps)} of the {len(since)} steps from {steps[0]} on"
+        return f", at all {len(steps)} steps ({steps[0]} to {steps[-1]})"
+    if len(steps) == 1:
+        return f", at step {steps[0]}{', the last' if steps == looked[-1:] else ' alone'}"
+    if len([step for step in looked if steps[0] <= step <= steps[-1]]) > len(steps):
+        return f", at {len(steps)} of {len(looked)} steps from {steps[0]} on"
+    return f", from step {steps[0]} on" if steps[-1] == looked[-1] else f", steps {steps[0]} to {steps[-1]}"
 
 
-def meaning(finding: SharedFinding) -> str:
-    """What it says of the kernel, in plain words."""
-    return _MEANING.get(finding.label, "")
+def what(finding: SharedFinding) -> str:
+    """The finding in a sentence or two, of its worst head."""
+    worst = finding.worst
+    step = f" at step {worst.step}" if worst.step is not None and len(finding.by_step) > 1 else ""
+    place = f" ({head_name(worst.layer, worst.head)}{step})" if finding.heads > 1 and worst.head is not None else ""
+    if finding.label == "unjudged":
+        return finding.words
+    if finding.label == "biased" and finding.biased_mean is not None:
+        return f"{_bias(finding)}{place}; it does not average out over rows and steps."
+    if finding.label == "ill_conditioned":
+        other = finding.dq_error_well_rounded
+        alike = "" if other is None else f", and a well-rounded kernel's would be {percent(other)} off as well"
+        return f"dQ is {percent(finding.dq_error)} off{place}{alike}: these inputs amplify ordinary rounding."
+    said = finding.words.rstrip(".")
+    if finding.label == "lossy" and finding.factors:
+        (first, factor), *others = finding.factors.items()
+        factors = [f"{SYMBOLS[first]} has {times(factor)}", *(f"{SYMBOLS[q]} {times(f)}" for q, f in others)]
+        said = f"{together(factors)} times the error of a well-rounded kernel"
+    pattern = f" {finding.pattern.rstrip('.')}." if finding.label == "lossy" and finding.pattern else ""
+    too = f" Biased too: {_bias(finding)}." if "biased" in finding.also and finding.biased_mean is not None else ""
+    return f"{said}{place}.{pattern}{too}"
 
 
-def facts(finding: SharedFinding) -> tuple[tuple[str, str], ...]:
-    """What is asked of a finding, and the answer."""
-    what = " ".join(part for part in (finding.words, f"{finding.pattern}." if finding.pattern else "") if part)
-    answers = (
-        ("Measured", what.replace("..", ".")),
-        ("For training", _training(finding)),
-        ("How sure", _sure(finding)),
-        (
-            "Seen in",
-            "" if finding.captured else "An emulated recipe run on these inputs, not in what a kernel returned.",
-        ),
-    )
-    return tuple((question, answer) for question, answer in answers if answer)
+def _site(finding: SharedFinding) -> str:
+    if finding.site is None:
+        return ""
+    return f" O has the bits of a kernel that keeps {finding.site}; good kernels keep these in fp32."
 
 
-def _training(finding: SharedFinding) -> str:
+def _bias(finding: SharedFinding) -> str:
+    """The mean that is beyond chance, in its unit, and what the unit is."""
+    assert finding.biased_mean is not None
+    test, mean = TESTS[finding.biased_mean], finding.biased_by or 0.0
+    if test.unit == "floor":
+        return f"{test.error} averages {mean:+.2g} of what one correct rounding of O makes"
+    towards = f", {'towards' if mean < 0 else 'away from'} zero" if test.key == "o_away_excess" else ""
+    return f"{test.error} averages {mean:+.2g} of O's last bit (ulp){towards}"
+
+
+def when(finding: SharedFinding) -> str:
+    """Its onset, what was before, and whether it grows; empty where a single step, or none, is known."""
+    steps, there = finding.by_step, [s for s in finding.by_step if s.heads]
+    if len(steps) < 2 or not there:
+        return ""
+    before = [s.step for s in steps if s.step < there[0].step]
+    looked = f"{len(steps)} steps looked at, {steps[0].step} to {steps[-1].step}"
+    onset = f"not found at step {before[-1]}; {looked}" if before else f"the first looked at; {looked}"
+    said = [f"step {there[0].step} ({onset})."]
+    for label, first in finding.earlier.items():
+        said.append(f"At first {NAMES[label]} (from {first} on), {NAMES[finding.label]} from {finding.onset} on.")
+    first_error, last_error = there[0].dq_error, there[-1].dq_error
+    if len(there) > 1 and first_error and last_error:
+        errors = f"dQ is {percent(first_error)} off at {there[0].step}, {percent(last_error)} at {there[-1].step}"
+        grows = "It grows" if last_error > 2 * first_error else "It fades" if 2 * last_error < first_error else ""
+        said.append(f"{grows}: {errors}." if grows else "It does not grow.")
+    return " ".join(said)
+
+
+def matters(finding: SharedFinding) -> str:
+    """What it does to the gradients that train; empty where nothing could be judged."""
     if finding.label == "unjudged":
         return ""
-    if finding.dq_error is None:
-        return "Not known: without dO the error's way into the gradients cannot be followed."
-    said = f"dQ is up to {percent(finding.dq_error)} off"
-    if (usual := finding.dq_error_well_rounded) is not None:
-        said += f" (a well-rounded kernel's on the same inputs: {percent(usual)})"
-    if finding.dw_q_error is not None:
-        said += f", dW_Q up to {percent(finding.dw_q_error)}"
-    known = [(s.step, s.dq_error) for s in finding.by_step if s.heads and s.dq_error is not None]
-    if len(known) > 1 and known[-1][1] > _GROWN * known[0][1]:
-        said += f"; it grows, from {percent(known[0][1])} at step {known[0][0]}"
-    return f"{said}."
+    if finding.label == "nonfinite":
+        return "NaN spreads to every weight within one step: the run stops learning."
+    if finding.gradients is None and finding.dw_q_error is None:
+        return "not known; without dO (and dQ) the gradients cannot be judged."
+    size = max(finding.dq_error or 0.0, finding.dw_q_error or 0.0)
+    other = finding.dq_error_well_rounded
+    said = f"dQ is {'(as predicted from delta) ' if finding.gradients == 'predicted' else ''}"
+    said += f"up to {percent(finding.dq_error)} off"
+    said += "" if other is None else f" (a well-rounded kernel's: {percent(other)})"
+    said += "" if finding.dw_q_error is None else f", dW_Q up to {percent(finding.dw_q_error)}"
+    if size >= _LARGE:
+        return f"much: {said}. Training runs that blew up had 11 to 42 % of dW_Q off shortly before."
+    return f"{'little so far: ' if size < _LITTLE else ''}{said}."
 
 
-def _sure(finding: SharedFinding) -> str:
+def sure(finding: SharedFinding) -> str:
+    """How certain it is, in plain words."""
+    if finding.label == "nonfinite":
+        return "certain: the exact result is finite there."
+    if finding.label == "wrong":
+        return "certain: no rounding can do that."
     if finding.label == "unjudged":
-        return ""
-    parts = []
+        return "certain that either the metadata or the kernel is wrong; nothing else is judged until they fit."
+    if finding.label == "biased" and finding.p_adjusted is not None:
+        return f"an unbiased kernel shows such a mean {chance(finding.p_adjusted)}."
     if finding.label == "lossy" and finding.factor_ci95 is not None:
         low, high = finding.factor_ci95
-        parts.append(f"The worst head's factor has the 95 % interval {times(low)} to {times(high)}")
-    if "biased" in (finding.label, *finding.also) and finding.p_adjusted is not None:
-        parts.append(f"An unbiased kernel shows such a mean {_odds(finding.p_adjusted)}")
-    steps = {step for place in finding.places for step in place.steps}
-    there = f" at {plural(len(steps), 'step')}" if len(steps) > 1 else ""
-    heads = {(layer, head) for p in finding.places for layer in p.layers or (None,) for head in p.heads}
-    if len(heads) > 1 or there:
-        parts.append(f"The same in {plural(len(heads), 'head')}{there}")
-    return f"{'. '.join(parts)}." if parts else ""
-
-
-def _odds(p: float) -> str:
-    said = "almost never" if p < _NEVER else f"about once in {1 / p:,.0f} runs"
-    return f"{said} (adjusted p = {number(p, 2)})"
-
-
-def worst(finding: SharedFinding) -> str:
-    """The head that shows it best: "L7H2, step 400"."""
-    head = finding.worst
-    return head_name(head.layer, head.head) + ("" if head.step is None else f", step {head.step}")
-
-
-def commands(finding: SharedFinding, diagnosis: Diagnosis) -> tuple[tuple[str, str], ...]:
-    """What to ask next of the worst head, and the command; none where no rounding makes it, or it is not in a file."""
-    head = finding.worst
-    if not head.source.endswith(_FILES) or finding.label in ("nonfinite", "wrong", "unjudged"):
-        return ()
-    arguments = ["--example"] if head.source.startswith("example ") else [shlex.quote(head.source)]
-    arguments += [] if head.head is None else ["--head", str(head.head)]
-    arguments += [] if head.batch is None else ["--batch", str(head.batch)]
-    capture = next((c for c in diagnosis.captures if c.source == head.source), None)
-    if capture is not None and len(capture.observations) > 1 and finding.captured:
-        arguments += ["--observation", shlex.quote(head.observation)]
-    question, command = ("Which rounding makes it", "attribute")
-    if finding.label == "biased":
-        question, command = ("Where it goes wrong, bit by bit", "microscope")
+        return f"the factor is {times(low)} to {times(high)} (95 % interval); good kernels stay below 1.1."
     if finding.label == "ill_conditioned":
-        question, command = ("What would remove it", "what-if")
-    return ((question, f"attn-diag {command} {' '.join(arguments)}"),)
+        return "a well-rounded kernel, run on the same inputs, is as far off: the kernel is not at fault."
+    return "seen, not tested."
+
+
+def _count(finding: SharedFinding) -> str:
+    steps = " (each step counts)" if len(finding.by_step) > 1 else ""
+    return "" if finding.of == finding.heads else f" In {finding.heads} of {finding.of} heads looked at{steps}."

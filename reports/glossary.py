@@ -29,10 +29,10 @@ GROUPS: dict[str, tuple[Word, ...]] = {
     "Verdicts": (
         Word(
             "nonfinite",
-            "not finite",
+            "NaN or Inf",
             "An output holds NaN or Inf where the mathematics is finite. The kernel, or what was captured of it, "
             "is broken there.",
-            ("nonfinite",),
+            ("nonfinite", "not finite"),
         ),
         Word(
             "wrong",
@@ -40,6 +40,12 @@ GROUPS: dict[str, tuple[Word, ...]] = {
             "An output is off by more than any rounding could make: another mask, scale or layout, rows or keys "
             "left out, or a bug. Not a question of precision.",
             alone=True,
+        ),
+        Word(
+            "unjudged",
+            "mask or scale not as stated",
+            "The output does not fit the mask, scale or layout that the capture states, but it fits others, or nothing "
+            "at all could be compared. No verdict is given until that is corrected.",
         ),
         Word(
             "lossy",

@@ -28,6 +28,8 @@ _LIMIT, _A_HEAD, _LARGEST = 2_000_000, 1_000, 5_000_000
 _HEADS = 144
 # Rows of the table that are written out; the page's script makes the others of the diagnosis when they are wanted.
 _LISTED = 400
+# Findings that are shown at once; the others are a click away.
+_CARDS = 6
 _COLUMNS = (
     quantities.FACTOR, quantities.DQ_ERROR, quantities.DW_Q_ERROR, quantities.NOISE_FACTOR, quantities.CONDITIONING,
     quantities.SMALLEST_P, quantities.REPEATED_MAXIMA, quantities.MAX_LOGIT,
@@ -100,6 +102,7 @@ def html_document(diagnosis: Diagnosis) -> str:
         "legend": timeline.legend(times),
         "glossary": glossary.GROUPS,
         "cards": found,
+        "listed_cards": _CARDS,
         "nothing": _nothing(diagnosis),
         "undecided": _undecided(diagnosis),
         "columns": ("verdict", *(q.title for q in _COLUMNS)),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from attn_diag.reports.finding_words import NAMES as FINDINGS
 from attn_diag.reports.quantities import LETTERS, label_names
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis, Label, severity
@@ -19,7 +20,7 @@ _ROWS = 16
 _NARROW, _LABELS, _FEW_LABELS = 14, 14, 6
 # No finding.
 _CALM: frozenset[Label | None] = frozenset({"undecided", "clean"})
-NAMES: dict[Label, str] = {name: name.replace("_", "-") for name in LETTERS} | {"nonfinite": "not finite"}
+NAMES: dict[Label, str] = {label: "clean" if label == "clean" else FINDINGS[label] for label in LETTERS}
 """The labels as they are read."""
 
 Key = int | str | None
@@ -125,11 +126,12 @@ def _cell(heads: list[HeadDiagnosis], where: str, places: Mapping[int, str]) -> 
     letters = "".join(LETTERS[name] for name in LETTERS if counts[name] and name not in _CALM)
     if not letters and label is not None:
         letters = LETTERS[label]
-    said = ", ".join(f"{n} {NAMES[name]}" for name in LETTERS if (n := counts[name])) or "no verdict"
+    found = [name for name in LETTERS if counts[name]]
     if len(heads) > 1:
-        said = f"of {len(heads)} heads {said}"
+        said = ", ".join(f"{counts[name]} of {len(heads)} heads {NAMES[name]}" for name in found)
     else:
-        said = ", ".join(NAMES[name] for name in LETTERS if counts[name]) or said
+        said = ", ".join(NAMES[name] for name in found)
+    said = said or "no verdict"
     few = label is not None and label not in _CALM and 2 * counts[label] < len(heads)
     return Cell(label, letters, few, places[id(min(heads, key=severity))], f"{where}: {said}")
 

@@ -45,6 +45,14 @@ def share(fraction: float) -> str:
     return f"{(math.floor(parts) if math.isfinite(parts) else parts) / 100:g} %"
 
 
+def chance(p: float) -> str:
+    """What a p-value means, in plain words: "by chance in 1 of 500 runs (adjusted p = 0.002)"."""
+    figure = f"(adjusted p = {p:.2g})"
+    if p < 1e-6:
+        return f"by chance in fewer than 1 of a million runs {figure}"
+    return f"by chance in about 1 of {round(1 / p):,} runs {figure}"
+
+
 def signed(value: float | None, digits: int = 2) -> str:
     """With its sign, as for a signed error: "+0.012"."""
     return DASH if value is None else f"{value:+.{digits}g}"
