@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attn_diag.reports.finding_words import NAMES, about, where
-from attn_diag.reports.opening import command
+from attn_diag.reports.opening import command, opening
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import FindingAtStep, Kind, SharedFinding, WorstHead
 from attn_diag.results.grouping import step_of
@@ -67,13 +67,19 @@ def cards(diagnosis: Diagnosis, places: Mapping[int, str]) -> tuple[Card, ...]:
         diagnosis: What was found.
         places: Addresses by the identity of a head's diagnosis.
     """
-    addresses = {}
+    addresses: dict[WorstHead, str] = {}
     for capture, observation, head in diagnosis.entries():
-        # With one batch item a finding names none.
+        # Where there is one batch item a finding names none.
         for batch in {head.batch, None}:
             found = WorstHead(capture.source, observation.name, head.layer, head.head, batch, step_of(capture))
             addresses.setdefault(found, places[id(head)])
     return tuple(_card(finding, addresses.get(finding.worst), diagnosis) for finding in diagnosis.findings)
+
+
+def nothing(diagnosis: Diagnosis) -> tuple[tuple[str, str], ...]:
+    """What is asked, and the answer, where there is no finding."""
+    lines = list(opening(diagnosis))
+    return tuple((_ASKED.get(line.about, line.about), _capital(line.said)) for line in [*lines[1:], *lines[:1]])
 
 
 def _card(finding: SharedFinding, place: str | None, diagnosis: Diagnosis) -> Card:

@@ -19,9 +19,11 @@ from markupsafe import Markup
 
 from attn_diag.reports import cards, embedding, glossary, quantities, story, timeline, words
 from attn_diag.reports.charts import Gallery
+from attn_diag.reports.finding_words import grows
 from attn_diag.results import wording
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.embedded import ELEMENT
+from attn_diag.results.findings import SharedFinding
 
 # Of a page for 12 layers of 12 heads, everything included; what each further head adds; and of any page.
 _LIMIT, _A_HEAD, _LARGEST = 2_000_000, 1_000, 5_000_000
@@ -103,14 +105,14 @@ def html_document(diagnosis: Diagnosis) -> str:
         "glossary": glossary.GROUPS,
         "cards": found,
         "listed_cards": _CARDS,
-        "nothing": _nothing(diagnosis),
+        "nothing": cards.nothing(diagnosis),
         "undecided": _undecided(diagnosis),
         "columns": ("verdict", *(q.title for q in _COLUMNS)),
         "rows": sorted(rows, key=lambda row: order[row.place])[:_LISTED],
         "total": len(rows),
         "worst": worst,
         "worst_place": places[id(worst[2])] if worst else None,
-        "evidence": _evidence(worst[2]) if worst else (),
+        "evidence": _evidence(worst[2], diagnosis.findings[0]) if worst and found else (),
     }
     bare = _page("document.html.j2", _REPORT_SCRIPTS, _REPORT_STYLES, data="", **shown)
     limit = min(_LIMIT + _A_HEAD * max(len(rows) - _HEADS, 0), _LARGEST)
@@ -170,18 +172,8 @@ def _undecided(diagnosis: Diagnosis) -> str:
     return f"{wording.plural(heads, 'head')} {are} undecided: too little data to say more, no finding." if heads else ""
 
 
-def _nothing(diagnosis: Diagnosis) -> str:
-    """What is said where there is no finding."""
-    judged = [head for _, _, head in diagnosis.entries() if head.verdict is not None]
-    if not judged:
-        return "No head was judged. Correct what is named above, then inspect again."
-    said = f"{wording.plural(len(judged), 'head')} judged. {_undecided(diagnosis)}".rstrip()
-    missing = [m for m in judged[0].not_judged if all(m in head.not_judged for head in judged)]
-    return " ".join(part for part in (said, words.not_judged(missing)) if part)
-
-
-def _evidence(head: HeadDiagnosis) -> tuple[tuple[bool, str], ...]:
-    """Each step, and whether it is reached; none where rounding is no cause. The last needs captures of many steps."""
+def _evidence(head: HeadDiagnosis, finding: SharedFinding) -> tuple[tuple[bool, str], ...]:
+    """Each step, and whether it is reached; none where rounding is no cause."""
     if {"wrong", "nonfinite"} & set(quantities.label_names(head)):
         return ()
     stated = head.verdict.evidence if head.verdict else "none"
@@ -193,7 +185,7 @@ def _evidence(head: HeadDiagnosis) -> tuple[tuple[bool, str], ...]:
             effect, total = guilty.effects[main], head.attribution.totals[main].error
             found = effect.share > _MOST
             removed = found and effect.repaired < _MOST * total and head.attribution.inert[1] < _SHAM * total
-    return tuple(zip((stated != "none", stated == "significant", found, removed, False), _STEPS, strict=True))
+    return tuple(zip((stated != "none", stated == "significant", found, removed, grows(finding)), _STEPS, strict=True))
 
 
 @cache

@@ -43,7 +43,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Line:
+class TimelineRow:
     """A row: its name, and its cells; None where nothing was captured."""
 
     name: str
@@ -57,8 +57,9 @@ class Timeline:
     title: str
     """What tells it from the others; empty where there is one."""
     columns: tuple[tuple[str, str], ...]
-    """The steps: label, and where there is room for it: everywhere (""), on a screen ("wide") or nowhere ("never")."""
-    lines: tuple[Line, ...]
+    """The steps (of several together the first), and where there is room for the label: everywhere (""), on a screen
+    ("wide") or nowhere ("never")."""
+    lines: tuple[TimelineRow, ...]
 
     @property
     def dense(self) -> bool:
@@ -98,7 +99,7 @@ def _timeline(
     for entry in entries:
         heads.setdefault((row(entry), _step(entry)), []).append(entry[2])
     columns = _binned(_ordered(c for _, c in heads))
-    rows = [(r,) for r in _ordered(r for r, _ in heads)]
+    rows: list[tuple[Key, ...]] = [(r,) for r in _ordered(r for r, _ in heads)]
 
     def at(rows: Sequence[Key], columns: Sequence[Key]) -> list[HeadDiagnosis]:
         return [head for r in rows for c in columns for head in heads.get((r, c), ())]
@@ -111,15 +112,16 @@ def _timeline(
     lines = []
     for r in rows:
         cells = (_cell(at(r, c), f"{word} {_range(r)}, step {_range(c)}", places) for c in columns)
-        lines.append(Line(f"{word[0].upper()}{_range(r)}", tuple(cells)))
-    return Timeline(title, _labels([_range(c) for c in columns]), tuple(lines))
+        lines.append(TimelineRow(f"{word[0].upper()}{_range(r)}", tuple(cells)))
+    return Timeline(title, _labels([str(c[0]) for c in columns]), tuple(lines))
 
 
 def _cell(heads: list[HeadDiagnosis], where: str, places: Mapping[int, str]) -> Cell | None:
     if not heads:
         return None
     judged = [h for h in heads if h.verdict is not None]
-    counts = Counter(label for h in judged for label in label_names(h))
+    # Where something was found, what stayed open besides is not said.
+    counts = Counter(label for h in judged for label in label_names(h) if label not in _CALM or label == _worst(h))
     label = next(
         (name for name in LETTERS if counts[name] and (name != "undecided" or 2 * counts[name] >= len(heads))), None
     )

@@ -178,7 +178,7 @@ def planted_run(layers: int, heads: int, steps: Sequence[int], planted: dict[int
                     observations=(replace(seen, heads=kept),),
                 )
             )
-    return replace(base, captures=tuple(captures), findings=None, undecided=None)
+    return Diagnosis(base.tool, base.family, tuple(captures), base.summary)
 
 
 def _verdict(label: Label) -> Verdict:

@@ -35,6 +35,7 @@
   const worst = () => byPlace.get(document.querySelector(".which a")?.getAttribute("href").slice(1)) ?? entries[0];
   const asked = byPlace.get(location.hash.slice(1));
   const map = attnDiag.map.start(entries, choose, asked ?? worst());
+  attnDiag.glossary.mark(document.getElementById("overview"));
 
   addEventListener("hashchange", async () => {
     // The address of a word of the glossary.
