@@ -101,6 +101,7 @@ def html_document(diagnosis: Diagnosis) -> str:
         "headline": story.headline(diagnosis),
         "steps": story.next_steps(diagnosis),
         "timelines": times,
+        "names": timeline.NAMES,
         "legend": timeline.legend(times),
         "glossary": glossary.GROUPS,
         "cards": found,

@@ -67,7 +67,7 @@ attnDiag.entries = (() => {
   const factor = ({ head }) => (head.quantities ?? []).map((q) => finite(q.factor)).reduce((a, b) => (b !== null && (a === null || b > a) ? b : a), null);
   const gravest = ({ head }) => Object.keys(labels).find((label) => head.verdict?.labels.includes(label)) ?? null;
   const metrics = [
-    { key: "verdict", title: "Verdict", named: true, value: gravest, at: (label) => Object.keys(labels).indexOf(label), back: (i) => Object.keys(labels)[i], show: (label) => labels[label][1], words: "" },
+    { key: "verdict", title: "Verdict", named: true, value: gravest, at: (label) => Object.keys(labels).indexOf(label), show: (label) => labels[label][1], words: "" },
     { key: "factor", title: "× well-rounded", raw: factor, value: factor, show: times, ...logarithmic(-0.1, 1),
       words: "The largest of its quantities' errors over a well-rounded kernel's: up to 1.1 is as good, above 1.25 lossy." },
     { ...quantity("dw_q_error"), ...logarithmic(-3, 0) },

@@ -75,7 +75,7 @@ attnDiag.map = (() => {
       });
       // The chosen and the focused cell last, so that their borders lie on top.
       data.sort((a, b) => a.z - b.z);
-      const end = (x) => (state.metric.ends ? (x === high ? state.metric.ends[1] : state.metric.ends[0]) : state.metric.show(state.metric.back(x)));
+      const end = (x) => (named ? "" : state.metric.ends ? (x === high ? state.metric.ends[1] : state.metric.ends[0]) : state.metric.show(state.metric.back(x)));
       const axisOf = (label, names, extra) => options.axis({ label, names, log: false }, extra);
       const labels = axes.names.map((n) => (n.length > 18 ? `${n.slice(0, 17)}…` : n || " "));
       return {
