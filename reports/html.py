@@ -106,6 +106,7 @@ def html_document(diagnosis: Diagnosis) -> str:
         "glossary": glossary.GROUPS,
         "cards": found,
         "listed_cards": _CARDS,
+        "kernel_judged": any(observation.outputs for _, observation, _ in ranked),
         "nothing": cards.nothing(diagnosis),
         "undecided": _undecided(diagnosis),
         "columns": ("verdict", *(q.title for q in _COLUMNS)),
