@@ -152,9 +152,15 @@ def when(finding: SharedFinding) -> str:
     first_error, last_error = there[0].dq_error, there[-1].dq_error
     if len(there) > 1 and first_error and last_error:
         errors = f"dQ is {percent(first_error)} off at {there[0].step}, {percent(last_error)} at {there[-1].step}"
-        grows = "It grows" if last_error > 2 * first_error else "It fades" if 2 * last_error < first_error else ""
-        said.append(f"{grows}: {errors}." if grows else "It does not grow.")
+        trend = "It grows" if grows(finding) else "It fades" if 2 * last_error < first_error else ""
+        said.append(f"{trend}: {errors}." if trend else "It does not grow.")
     return " ".join(said)
+
+
+def grows(finding: SharedFinding) -> bool:
+    """Whether dQ's error more than doubles from the first step of the finding to the last."""
+    errors = [s.dq_error for s in finding.by_step if s.heads and s.dq_error is not None]
+    return len(errors) > 1 and errors[-1] > 2 * errors[0] > 0
 
 
 def matters(finding: SharedFinding) -> str:

@@ -17,17 +17,21 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from attn_diag.reports import embedding, quantities, story, words
+from attn_diag.reports import cards, embedding, glossary, quantities, story, timeline, words
 from attn_diag.reports.charts import Gallery
+from attn_diag.reports.finding_words import grows
 from attn_diag.results import wording
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.embedded import ELEMENT
+from attn_diag.results.findings import SharedFinding
 
 # Of a page for 12 layers of 12 heads, everything included; what each further head adds; and of any page.
 _LIMIT, _A_HEAD, _LARGEST = 2_000_000, 1_000, 5_000_000
 _HEADS = 144
 # Rows of the table that are written out; the page's script makes the others of the diagnosis when they are wanted.
 _LISTED = 400
+# Findings that are shown at once; the others are a click away.
+_CARDS = 6
 _COLUMNS = (
     quantities.FACTOR, quantities.DQ_ERROR, quantities.DW_Q_ERROR, quantities.NOISE_FACTOR, quantities.CONDITIONING,
     quantities.SMALLEST_P, quantities.REPEATED_MAXIMA, quantities.MAX_LOGIT,
@@ -49,9 +53,12 @@ _STEPS = (
 )
 # In the order in which they are joined: each uses only what stands before it.
 _SCRIPTS = ("core", "numbers", "theme", "export", "options", "charts", "table")
-_REPORT_SCRIPTS = (*_SCRIPTS, "vocabulary", "entries", "rows", "figures", "map", "microscope", "head", "report")
+_REPORT_SCRIPTS = (
+    *_SCRIPTS, "vocabulary", "glossary", "entries", "rows", "figures", "when", "map", "microscope", "head", "report",
+)  # fmt: skip
 _GALLERY_SCRIPTS = (*_SCRIPTS, "gallery")
 _STYLES = ("base", "report", "print")
+_REPORT_STYLES = (*_STYLES, "verdicts")
 # The element of a gallery's data.
 _GALLERY = "attn-diag-gallery"
 # Cells of so many characters are sentences, not numbers.
@@ -83,24 +90,37 @@ def html_document(diagnosis: Diagnosis) -> str:
     rows = list(_rows(diagnosis))
     places = {id(head): row.place for row, (_, _, head) in zip(rows, diagnosis.entries(), strict=True)}
     order = {places[id(head)]: rank for rank, (_, _, head) in enumerate(diagnosis.ranked())}
-    worst = next((entry for entry in diagnosis.ranked() if entry[2].verdict is not None), None)
+    times = timeline.timelines(diagnosis, places)
+    found = cards.cards(diagnosis, places)
+    first = next((card.place for card in found if card.place), None)
+    ranked = [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
+    # The page opens on the head that shows its first finding best.
+    worst = next((entry for entry in ranked if first in (None, places[id(entry[2])])), None)
     shown = {
         "diagnosis": diagnosis,
         "headline": story.headline(diagnosis),
         "steps": story.next_steps(diagnosis),
-        "commands": story.commands(diagnosis),
+        "timelines": times,
+        "names": timeline.NAMES,
+        "legend": timeline.legend(times),
+        "glossary": glossary.GROUPS,
+        "cards": found,
+        "listed_cards": _CARDS,
+        "kernel_judged": any(observation.outputs for _, observation, _ in ranked),
+        "nothing": cards.nothing(diagnosis),
+        "undecided": _undecided(diagnosis),
         "columns": ("verdict", *(q.title for q in _COLUMNS)),
         "rows": sorted(rows, key=lambda row: order[row.place])[:_LISTED],
         "total": len(rows),
         "worst": worst,
         "worst_place": places[id(worst[2])] if worst else None,
-        "evidence": _evidence(worst[2]) if worst else (),
+        "evidence": _evidence(worst[2], diagnosis.findings[0]) if worst and found else (),
     }
-    bare = _page("document.html.j2", _REPORT_SCRIPTS, data="", **shown)
+    bare = _page("document.html.j2", _REPORT_SCRIPTS, _REPORT_STYLES, data="", **shown)
     limit = min(_LIMIT + _A_HEAD * max(len(rows) - _HEADS, 0), _LARGEST)
     room = limit - len(bare.encode()) - 200
     data = _json_element(ELEMENT, embedding.fitted(diagnosis, room))
-    return _page("document.html.j2", _REPORT_SCRIPTS, data=data, **shown)
+    return _page("document.html.j2", _REPORT_SCRIPTS, _REPORT_STYLES, data=data, **shown)
 
 
 def html_fragment(diagnosis: Diagnosis) -> str:
@@ -147,8 +167,15 @@ def _key(value: float | None) -> str:
     return "" if value is None else repr(value)
 
 
-def _evidence(head: HeadDiagnosis) -> tuple[tuple[bool, str], ...]:
-    """Each step, and whether it is reached; none where rounding is no cause. The last needs captures of many steps."""
+def _undecided(diagnosis: Diagnosis) -> str:
+    """How many heads stay open; empty where none does."""
+    heads = sum(found.heads for found in diagnosis.undecided)
+    are = "is" if heads == 1 else "are"
+    return f"{wording.plural(heads, 'head')} {are} undecided: too little data to say more, no finding." if heads else ""
+
+
+def _evidence(head: HeadDiagnosis, finding: SharedFinding) -> tuple[tuple[bool, str], ...]:
+    """Each step, and whether it is reached; none where rounding is no cause."""
     if {"wrong", "nonfinite"} & set(quantities.label_names(head)):
         return ()
     stated = head.verdict.evidence if head.verdict else "none"
@@ -160,7 +187,7 @@ def _evidence(head: HeadDiagnosis) -> tuple[tuple[bool, str], ...]:
             effect, total = guilty.effects[main], head.attribution.totals[main].error
             found = effect.share > _MOST
             removed = found and effect.repaired < _MOST * total and head.attribution.inert[1] < _SHAM * total
-    return tuple(zip((stated != "none", stated == "significant", found, removed, False), _STEPS, strict=True))
+    return tuple(zip((stated != "none", stated == "significant", found, removed, grows(finding)), _STEPS, strict=True))
 
 
 @cache
@@ -187,9 +214,9 @@ def _json_element(identifier: str, data: Any) -> Markup:
     return Markup('<script type="application/json" id="{}">{}</script>').format(identifier, Markup(_json(data)))
 
 
-def _page(template: str, scripts: tuple[str, ...], **values: Any) -> str:
+def _page(template: str, scripts: tuple[str, ...], styled: tuple[str, ...] = _STYLES, **values: Any) -> str:
     """Render ``template`` with ``policy``, ``styles``, ``library`` and ``script``, which joins ``scripts``."""
-    library, script, styles = _static("vendor/echarts/echarts.min.js"), _script(scripts), _style()
+    library, script, styles = _static("vendor/echarts/echarts.min.js"), _script(scripts), _style(styled)
     policy = "; ".join([
         "default-src 'none'",
         f"script-src {_source(library)} {_source(script)}",
@@ -206,13 +233,14 @@ def _page(template: str, scripts: tuple[str, ...], **values: Any) -> str:
 def _script(names: tuple[str, ...]) -> str:
     """Our scripts in one; "vocabulary" stands for the names that the page shares with the other reports."""
     columns = [asdict(q) | {"path": q.path if isinstance(q.path, str) else ""} for q in _COLUMNS]
-    vocabulary = f"attnDiag.vocabulary = {_json(quantities.vocabulary() | {'columns': columns})};"
+    more = {"columns": columns, "labels": {n: [letter, timeline.NAMES[n]] for n, letter in quantities.LETTERS.items()}}
+    vocabulary = f"attnDiag.vocabulary = {_json(quantities.vocabulary() | more)};"
     return "\n".join(vocabulary if name == "vocabulary" else _static(f"{name}.js") for name in names)
 
 
 @cache
-def _style() -> str:
-    return "\n".join(_static(f"{name}.css") for name in _STYLES)
+def _style(names: tuple[str, ...]) -> str:
+    return "\n".join(_static(f"{name}.css") for name in names)
 
 
 @cache

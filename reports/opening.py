@@ -70,7 +70,7 @@ def next_command(diagnosis: Diagnosis) -> Line:
     """The one thing to do next, with its options filled in."""
     entries, found = _judged(diagnosis), _captured(diagnosis.findings)
     if found:
-        return Line("Next", _command(diagnosis, found[0]), command=True)
+        return Line("Next", command(diagnosis, found[0]), command=True)
     if not entries:
         return Line("Next", "capture what the kernel returns (o, best with do and dq) too, and inspect that.")
     if all("clean" not in label_names(e[2]) for e in entries):
@@ -219,7 +219,8 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return [(question, " ".join(["attn-diag", command, *arguments])) for question, command in questions]
 
 
-def _command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
+def command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
+    """What to run next about a finding, with its options filled in."""
     worst, arguments = finding.worst, _arguments(diagnosis, finding)
     layer = "" if worst.layer is None else f" --layer {worst.layer}"
     if (merged := _MERGED.fullmatch(worst.source)) is not None:

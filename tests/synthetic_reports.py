@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 from attn_diag.results.diagnosis import (
     Assumptions,
@@ -153,3 +156,31 @@ def _predicted(rng: random.Random, groups: int, size: int, error: float) -> Pred
     predicted = [error * r * rng.lognormvariate(0, 0.2) for r in reference]
     observed = [p * rng.lognormvariate(0.02, 0.05) for p in predicted]
     return PredictedError(tuple(range(0, groups * size, size)), tuple(observed), tuple(predicted), tuple(reference))
+
+
+def planted_run(layers: int, heads: int, steps: Sequence[int], planted: dict[int, tuple[int, Label]]) -> Diagnosis:
+    """Clean heads at every step, but for layers that from a step on have a label in all heads."""
+    rng = random.Random(1)
+    base = synthetic(1, 1)
+    captures = []
+    for step in steps:
+        for layer in range(layers):
+            first, label = planted.get(layer, (0, "clean"))
+            found: Label = label if step >= first else "clean"
+            made = _capture(rng, layer, heads, 1)
+            [seen] = made.observations
+            kept = tuple(replace(head, verdict=_verdict(found)) for head in seen.heads)
+            captures.append(
+                replace(
+                    made,
+                    source=f"run/step{step:06d}_layer{layer:02d}.safetensors",
+                    metadata=made.metadata | {"step": str(step)},
+                    observations=(replace(seen, heads=kept),),
+                )
+            )
+    return Diagnosis(base.tool, base.family, tuple(captures), base.summary)
+
+
+def _verdict(label: Label) -> Verdict:
+    evidence: Literal["none", "seen"] = "none" if label == "clean" else "seen"
+    return Verdict((label,), evidence, (f"It was planted to be {label}.",), ("Nothing.",))

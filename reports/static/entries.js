@@ -1,7 +1,7 @@
 // The diagnosis as a list of entries (one head of one observation of one capture), and how the map arranges them.
 attnDiag.entries = (() => {
   const { finite, number, percent, times } = attnDiag.numbers;
-  const { tests, quantities } = attnDiag.vocabulary;
+  const { tests, quantities, labels } = attnDiag.vocabulary;
 
   // The page's diagnosis, what completes a head of it with what its figures show, and where an entry ranks (0: worst).
   const read = async (id) => {
@@ -65,7 +65,9 @@ attnDiag.entries = (() => {
   const logarithmic = (...ends10) => ({ at: (value) => (value > 0 ? Math.log10(value) : null), back: (x) => 10 ** x, ends10 });
   const linear = { at: (x) => x, back: (x) => x };
   const factor = ({ head }) => (head.quantities ?? []).map((q) => finite(q.factor)).reduce((a, b) => (b !== null && (a === null || b > a) ? b : a), null);
+  const gravest = ({ head }) => Object.keys(labels).find((label) => head.verdict?.labels.includes(label)) ?? null;
   const metrics = [
+    { key: "verdict", title: "Verdict", named: true, value: gravest, at: (label) => Object.keys(labels).indexOf(label), show: (label) => labels[label][1], words: "" },
     { key: "factor", title: "× well-rounded", raw: factor, value: factor, show: times, ...logarithmic(-0.1, 1),
       words: "The largest of its quantities' errors over a well-rounded kernel's: up to 1.1 is as good, above 1.25 lossy." },
     { ...quantity("dw_q_error"), ...logarithmic(-3, 0) },

@@ -8,7 +8,7 @@ attnDiag.head = (() => {
   const UNITS = "In units: ulp is the spacing of O's format, a floor what one correct rounding of O gives delta. n_eff: how many rows or clusters carry the test in effect. Detectable: the mean that would be found with 80 % power. Reference ±: what the float64 reference's own error can have added.";
 
   const part = (title, ...content) => el("section", { class: "part" }, el("h2", {}, title), content);
-  const chips = (head) => (head.verdict?.labels ?? []).map((label) => el("span", { class: `chip ${label}` }, label.replaceAll("_", "-")));
+  const chips = (head) => (head.verdict?.labels ?? []).map((label) => el("span", { class: `chip ${label}` }, vocabulary.labels[label][1]));
 
   const keys = (entry) => {
     const known = Object.keys(vocabulary.quantities).map(quantity).map((q) => [q.title, q.show(q.raw(entry))]);

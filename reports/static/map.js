@@ -2,9 +2,12 @@
 attnDiag.map = (() => {
   const { el, theme, options } = attnDiag;
   const { metrics, dimensions, name, judged, fileName } = attnDiag.entries;
+  const { labels } = attnDiag.vocabulary;
 
   // More cells than this are drawn as a picture.
   const MANY = 1000;
+  // So many labels are findings; undecided and clean come after them.
+  const FINDINGS = Object.keys(labels).length - 2;
 
   const start = (entries, onChoose, first) => {
     const card = document.getElementById("overview");
@@ -40,6 +43,7 @@ attnDiag.map = (() => {
 
     const option = () => {
       const narrow = place.clientWidth < 560;
+      const { named } = state.metric;
       const known = cells.map((c) => position(c.entry)).filter((x) => x !== null);
       let low = Math.min(...known);
       let high = Math.max(...known);
@@ -56,7 +60,7 @@ attnDiag.map = (() => {
       const rowHeight = cellHeight();
       const data = cells.map((cell, index) => {
         const x = position(cell.entry);
-        const fill = x === null ? theme.color("empty") : theme.along(colors, at(x));
+        const fill = x === null ? theme.color("empty") : named ? verdict(cell.entry) : theme.along(colors, at(x));
         const focused = cell === state.focus && keyed();
         const current = cell.entry === state.current;
         return {
@@ -65,13 +69,13 @@ attnDiag.map = (() => {
           // By number: ECharts copies all that it is given, and a whole diagnosis hangs on a cell.
           index,
           itemStyle: { color: fill, borderColor: focused ? theme.color("second") : current ? theme.color("ink") : theme.color("card"), borderWidth: focused || current ? 3 : 2, borderRadius: 4 },
-          label: { show: !small, color: x === null ? theme.color("soft") : theme.readable(fill), fontSize: 10.5, fontFamily: theme.font(), formatter: () => short(cell.entry) },
+          label: { show: !small || named, color: x === null ? theme.color("soft") : theme.readable(fill), fontSize: 10.5, fontFamily: theme.font(), formatter: () => short(cell.entry) },
           z: focused || current ? 3 : 1,
         };
       });
       // The chosen and the focused cell last, so that their borders lie on top.
       data.sort((a, b) => a.z - b.z);
-      const end = (x) => (state.metric.ends ? (x === high ? state.metric.ends[1] : state.metric.ends[0]) : state.metric.show(state.metric.back(x)));
+      const end = (x) => (named ? "" : state.metric.ends ? (x === high ? state.metric.ends[1] : state.metric.ends[0]) : state.metric.show(state.metric.back(x)));
       const axisOf = (label, names, extra) => options.axis({ label, names, log: false }, extra);
       const labels = axes.names.map((n) => (n.length > 18 ? `${n.slice(0, 17)}…` : n || " "));
       return {
@@ -85,7 +89,7 @@ attnDiag.map = (() => {
         xAxis: axisOf("head", axes.columns.map(String), { nameGap: 22, splitLine: { show: false }, axisLabel: { ...options.textStyle(), interval: narrow && axes.columns.length > 8 ? "auto" : 0 } }),
         yAxis: axisOf(axes.names.length > 1 && rows === "layer" ? "layer" : "", labels, { inverse: true, splitLine: { show: false }, nameGap: 26 }),
         visualMap: {
-          show: known.length > 0, type: "continuous", min: low, max: high, dimension: 2, calculable: false, orient: "horizontal", left: 0, bottom: 0,
+          show: known.length > 0 && !named, type: "continuous", min: low, max: high, dimension: 2, calculable: false, orient: "horizontal", left: 0, bottom: 0,
           itemHeight: 150, itemWidth: 9, text: [end(high), end(low)], textStyle: options.textStyle(), inRange: { color: colors }, seriesIndex: 99, hoverLink: false,
         },
         series: [{ type: "heatmap", data, emphasis: { itemStyle: { borderColor: theme.color("ink") } } }],
@@ -101,10 +105,17 @@ attnDiag.map = (() => {
     const short = (entry) => {
       const v = value(entry);
       if (v === null) return "";
+      if (state.metric.named) return letters(entry);
       return state.metric.show === attnDiag.numbers.percent ? attnDiag.numbers.number(100 * v, 2) : attnDiag.numbers.number(v, 2);
     };
+    const verdict = (entry) => {
+      const color = theme.color(`v-${value(entry)}`);
+      return theme.along([color, color], 0);
+    };
+    // Of every finding, the gravest first.
+    const letters = ({ head: { verdict } }) => Object.entries(labels).filter(([label], i) => verdict.labels.includes(label) && (i < FINDINGS || verdict.labels.length === 1)).map(([, [letter]]) => letter).join("");
     const cellHeight = () => (axes.names.length > 16 ? 20 : axes.names.length > 4 ? 30 : 40);
-    const height = () => cellHeight() * axes.names.length + 92;
+    const height = () => cellHeight() * axes.names.length + (state.metric.named ? 52 : 92);
     // Few heads make no wide bricks.
     const gridSides = (labels) => {
       const left = Math.max(24, 6.4 * Math.max(...labels.map((l) => l.length)) + 12) + (axes.names.length > 1 && rows === "layer" ? 16 : 0);
@@ -128,12 +139,23 @@ attnDiag.map = (() => {
       if (!known(state.metric)) setMetric(metrics.find(known) ?? state.metric);
     };
 
+    // What the colours of verdicts mean; only those that the page has.
+    const key = () => {
+      const seen = new Set(entries.filter(judged).flatMap(({ head }) => head.verdict.labels));
+      return el("span", { class: "legend" }, Object.entries(labels).filter(([label]) => seen.has(label)).map(([label, [letter, words]]) =>
+        el("span", {}, el("span", { class: `swatch ${label}`, "aria-hidden": "true" }, letter), " ", el("span", {}, words))));
+    };
     const setMetric = (metric) => {
       state.metric = metric;
       for (const button of document.getElementById("metrics").children) button.setAttribute("aria-pressed", String(button.dataset.metric === metric.key));
-      document.getElementById("metric-words").textContent = metric.words;
+      document.getElementById("metric-words").replaceChildren(metric.named ? key() : metric.words);
+      attnDiag.glossary.mark(document.getElementById("metric-words"));
       grid?.setAttribute("aria-label", `Heads coloured by ${metric.title}. Arrow keys move, Enter opens.`);
-      if (chart) refresh();
+      if (chart) {
+        grid.style.height = `${height()}px`;
+        chart.resize();
+        refresh();
+      }
     };
 
     const focusOn = (cell) => {

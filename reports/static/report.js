@@ -2,6 +2,8 @@
 (async () => {
   attnDiag.theme.start();
   attnDiag.table.start();
+  attnDiag.when.start();
+  attnDiag.glossary.start();
   const { diagnosis, complete, rank } = await attnDiag.entries.read("attn-diag-diagnosis");
   const entries = attnDiag.entries.list(diagnosis);
   if (!entries.length) return;
@@ -16,6 +18,7 @@
     await complete(entry.head);
     if (wanted !== entry) return;
     attnDiag.head.show(entry);
+    attnDiag.glossary.mark(head);
     map.show(entry);
     document.querySelectorAll("#heads tr.chosen").forEach((row) => row.classList.remove("chosen"));
     document.querySelector(`#heads a[href="#${entry.place}"]`)?.closest("tr").classList.add("chosen");
@@ -32,8 +35,11 @@
   const worst = () => byPlace.get(document.querySelector(".which a")?.getAttribute("href").slice(1)) ?? entries[0];
   const asked = byPlace.get(location.hash.slice(1));
   const map = attnDiag.map.start(entries, choose, asked ?? worst());
+  attnDiag.glossary.mark(document.getElementById("overview"));
 
   addEventListener("hashchange", async () => {
+    // The address of a word of the glossary.
+    if (document.getElementById(location.hash.slice(1))) return;
     const entry = byPlace.get(location.hash.slice(1));
     await show(entry ?? worst());
     if (entry) reveal();

@@ -1,0 +1,115 @@
+"""Findings as the cards of a page: what, where and since when, how much it matters, how sure, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attn_diag.reports.finding_words import NAMES, about, where
+from attn_diag.reports.opening import command, opening
+from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.results.findings import FindingAtStep, Kind, SharedFinding, WorstHead
+from attn_diag.results.grouping import step_of
+from attn_diag.results.wording import head_name
+
+# Bars of a card: further steps are joined, the last of each group is shown.
+_BARS = 24
+# What a finding means for who wrote the kernel or runs the training, without a number.
+_MEANING: dict[Kind, str] = {
+    "nonfinite": "The kernel returned NaN or Inf where the exact result is an ordinary number.",
+    "wrong": "No rounding error: something else was computed (mask, scale, layout, a bug), or the capture is damaged.",
+    "unjudged": "What the capture states of itself does not fit its tensors: correct that first.",
+    "lossy": "Something inside the kernel is rounded more coarsely than it has to be.",
+    "biased": "The errors lean to one side: over many rows and steps they add up instead of cancelling.",
+    "ill_conditioned": "These inputs amplify any rounding: another kernel of this format would do no better.",
+}
+_ASKED = {"What": "Measured", "Since": "Since when", "Matters": "For training", "Sure": "How sure"}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One step of a finding."""
+
+    step: int
+    height: int
+    """In percent of the tallest that it can be: the heads that have it."""
+    words: str
+    label: Kind | None
+    """The gravest label of its heads there."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One finding."""
+
+    labels: tuple[tuple[Kind, str], ...]
+    """Its labels, and what a reader calls them."""
+    title: str
+    """Where, and since when."""
+    meaning: str
+    """In plain words."""
+    facts: tuple[tuple[str, str], ...]
+    """What is asked, and the answer."""
+    bars: tuple[Bar, ...]
+    """Step by step; empty where there is one step."""
+    command: str
+    """What to run next."""
+    worst: str
+    """The head to look at."""
+    place: str | None
+    """Its address; None where it is not on the page."""
+
+
+def cards(diagnosis: Diagnosis, places: Mapping[int, str]) -> tuple[Card, ...]:
+    """One a finding, in their order.
+
+    Args:
+        diagnosis: What was found.
+        places: Addresses by the identity of a head's diagnosis.
+    """
+    addresses: dict[WorstHead, str] = {}
+    for capture, observation, head in diagnosis.entries():
+        # Where there is one batch item a finding names none.
+        for batch in {head.batch, None}:
+            found = WorstHead(capture.source, observation.name, head.layer, head.head, batch, step_of(capture))
+            addresses.setdefault(found, places[id(head)])
+    return tuple(_card(finding, addresses.get(finding.worst), diagnosis) for finding in diagnosis.findings)
+
+
+def nothing(diagnosis: Diagnosis) -> tuple[tuple[str, str], ...]:
+    """What is asked, and the answer, where there is no finding."""
+    lines = list(opening(diagnosis))
+    return tuple((_ASKED.get(line.about, line.about), _capital(line.said)) for line in [*lines[1:], *lines[:1]])
+
+
+def _card(finding: SharedFinding, place: str | None, diagnosis: Diagnosis) -> Card:
+    labels: list[Kind] = [finding.label, *(label for label in finding.also if label != "undecided")]
+    facts = [(_ASKED[line.about], _capital(line.said)) for line in about(finding)]
+    if not finding.captured:
+        facts.append(("Seen in", "An emulated recipe, run on these inputs; not in what a kernel returned."))
+    worst = finding.worst
+    return Card(
+        labels=tuple((label, NAMES[label]) for label in labels),
+        title=_capital(where(finding)),
+        meaning=_MEANING.get(finding.label, ""),
+        facts=tuple(facts),
+        bars=_bars(finding.by_step),
+        command=command(diagnosis, finding) if finding.captured else "",
+        worst=head_name(worst.layer, worst.head) + ("" if worst.step is None else f", step {worst.step}"),
+        place=place,
+    )
+
+
+def _capital(text: str) -> str:
+    """As a sentence; a symbol such as dQ keeps its small letter."""
+    return text if text[1:2].isupper() else text[:1].upper() + text[1:]
+
+
+def _bars(steps: tuple[FindingAtStep, ...]) -> tuple[Bar, ...]:
+    if len(steps) < 2:
+        return ()
+    size = -(-len(steps) // _BARS)
+    shown = [steps[min(i + size, len(steps)) - 1] for i in range(0, len(steps), size)]
+    return tuple(
+        Bar(s.step, round(100 * s.heads / s.of), f"step {s.step}: {s.heads} of {s.of} heads", s.label) for s in shown
+    )
