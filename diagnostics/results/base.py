@@ -122,7 +122,10 @@ class Result:
         from rich.console import Console
 
         buffer = io.StringIO()
-        console = Console(file=buffer, width=width, color_system=None, legacy_windows=False, emoji=False)
+        # In a notebook rich would display each piece, and leave the buffer empty.
+        console = Console(
+            file=buffer, width=width, color_system=None, legacy_windows=False, emoji=False, force_jupyter=False
+        )
         for renderable in self.renderables():
             console.print(renderable)
         return buffer.getvalue()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from attn_diag.errors import InputError
 from attn_diag.watching.live import flex_graphs, intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import Clock
@@ -47,16 +46,6 @@ FLEX_UNSEEN = (
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
 UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
-
-
-def require_container(name: str, chosen: object) -> None:
-    """Check a choice of numbers (of steps, layers, calls) when it is made, not in the middle of a training run.
-
-    Raises:
-        InputError: it is one number, or a text.
-    """
-    if isinstance(chosen, (str, bytes)) or not (chosen is None or isinstance(chosen, Container)):
-        raise InputError(f"{name} must be a set, list or range of numbers, such as {{2}}, got {chosen!r}")
 
 
 def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
