@@ -338,6 +338,8 @@ class Diagnosis(Result):
     schema: Literal["attn-diag-diagnosis"] = "attn-diag-diagnosis"
     schema_version: Annotated[Literal[1, 2, 3], BeforeValidator(_integer)] = 3
     """Version of its schema; 1, 2: read from an older document, without what is new since."""
+    left_out: str | None = None
+    """What a document that was saved in short is without; null: nothing, or it is an older one."""
     made_by: ClassVar[str] = "`attn-diag inspect CAPTURE --json FILE` (or --html)"
 
     def json_parts(self) -> Iterator[bytes]:
