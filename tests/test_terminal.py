@@ -291,6 +291,7 @@ def hostile(value: Any, key: str = "") -> Any:
     if isinstance(value, list):
         return [hostile(v, key) for v in value]
     fixed = {"schema", "labels", "evidence", "delta_source", "output", "quantity", "answer"}
+    fixed |= {"label", "also", "quantities"}
     keeps = key in fixed or not isinstance(value, str) or value in ("NaN", "Infinity", "-Infinity")
     return value if keeps else f"{value}\x1b[2J\x1b]0;owned\x07\r\n\u202e\x9b31m"
 

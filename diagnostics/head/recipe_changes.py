@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from attn_diag.kernels import Recipe
-from attn_diag.kernels.formats import Format, base
+from attn_diag.kernels.formats import Format, base, parse
 
 CastMode = Literal["toward-zero", "up", "down"]
 _CASTS: dict[CastMode, str] = {"toward-zero": "truncates", "up": "rounds up", "down": "rounds down"}
@@ -97,6 +97,18 @@ def rounded(site: str, fmt: Format) -> RecipeChange:
     """A site that rounds to a narrow format, which published kernels keep in fp32."""
     found = SITES[site]
     return RecipeChange(f"{found.value} in {base(fmt).upper()}", {site: fmt, **found.takes})
+
+
+def coarse_words(recipe: Recipe | None) -> str | None:
+    """What of its forward a recipe rounds that published kernels keep in fp32; None where that is nothing."""
+    if recipe is None:
+        return None
+    of_format: dict[str, list[str]] = {}
+    for name, site in SITES.items():
+        fmt = getattr(recipe, name) if site.short else "fp32"
+        if parse(fmt) is not None:
+            of_format.setdefault(base(fmt).upper(), []).append(site.short)
+    return "; ".join(f"{', '.join(names)} in {fmt}" for fmt, names in of_format.items()) or None
 
 
 def cast(site: str, fmt: Format, mode: CastMode) -> RecipeChange:

@@ -27,6 +27,7 @@ from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import key_parts
 from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
+from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
 from attn_diag.head.streaming import ObservedHead
@@ -175,6 +176,7 @@ class CaptureJob:
                     outputs=c.observations.get(name, ()),
                     heads=tuple(heads),
                     kv_heads=self.by_key_head[name],
+                    coarse=coarse_words(recipe or (found.recipe if found else None)),
                 )
             )
         shape = {"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads, "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim}
@@ -194,14 +196,9 @@ class CaptureJob:
             found = self.opened.projection
             projection = None if found is None else found.head(group.batch, head)
             truth, parts = measure_head(
-                inputs,
-                observed,
-                group.batch,
-                head,
-                projection,
-                self.certify,
+                inputs, observed, group.batch, head, projection, self.certify,
                 self.shared.get(head, {}).get(group.batch),
-            )
+            )  # fmt: skip
             self.truths.offer((group.batch, head), truth, max(map(_dq_error, parts)))
             unusable |= bool(inputs.unusable.any())
             for seen, part in zip(observed, parts, strict=True):
