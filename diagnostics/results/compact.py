@@ -1,47 +1,35 @@
 """A diagnosis in as few bytes as a folder of hundreds of heads allows: version 4 of its JSON.
 
 It is version 3 with its heads taken out of the observations and put into two tables (``results/table.py``), "heads" and
-"kv_heads"; an observation says how many of them are its own, in order. Left out are running sums and figures, and what
-follows from what is there: see ``LEFT_OUT``. Numbers have six digits. ``Diagnosis.to_json`` writes everything.
+"kv_heads"; an observation says how many of them are its own, in order. Left out are running sums and figures, and the
+95 % interval of a mean, which follows from its standard error and degrees of freedom. Numbers have six digits.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from attn_diag.results.diagnosis import (
-    Bias,
-    BiasEstimate,
-    CaptureDiagnosis,
-    Diagnosis,
-    Drift,
-    HeadDiagnosis,
-    KvBias,
-    KvHeadDiagnosis,
-    RoundingBias,
-)
+from attn_diag.results.estimates import Bias, BiasEstimate, Drift, RoundingBias
 from attn_diag.results.figures import HeadFigures, RowRuns, RowStrip, UnitPositions
+from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, KvBias, KvHeadDiagnosis
 from attn_diag.results.table import column_schemas, packed_table, unpacked_table
 
 VERSION = 4
 LEFT_OUT = "running sums and figures"
-"""Of a diagnosis in this form, what nothing that is there tells."""
+"""Of a diagnosis in this form: what nothing that is there tells."""
+WHOLE = 3
+"""The version that has everything, which ``expanded`` gives back."""
 _DIGITS = 6
 _TABLES: dict[str, type] = {"heads": HeadDiagnosis, "kv_heads": KvHeadDiagnosis}
-# What follows from the mean, its standard error and degrees of freedom, or belongs to a running sum.
-_OF_ESTIMATE = {"t": None, "ci95": None, "cumulative_sum": None, "drift_band99": None, "positive_fraction": None}
 
 
-def compact_json(diagnosis: Diagnosis) -> Iterator[bytes]:
-    """The document, in parts: a column a line, so that tools that show lines can show it."""
-    document = json.loads(
-        bare(diagnosis).to_json_bytes(indent=None),
-        parse_float=lambda number: float(f"{float(number):.{_DIGITS}g}"),
-    )
-    document |= {"schema_version": VERSION, "left_out": LEFT_OUT}
+def folded(text: bytes) -> Iterator[bytes]:
+    """The document of version 4 for one of version 3, a column a line, so that tools that show lines can show it."""
+    document = json.loads(text, parse_float=lambda number: float(f"{float(number):.{_DIGITS}g}"))
+    document["schema_version"] = VERSION
     records: dict[str, list[Any]] = {kind: [] for kind in _TABLES}
     for capture in document["captures"]:
         for observation in capture["observations"]:
@@ -61,7 +49,7 @@ def compact_json(diagnosis: Diagnosis) -> Iterator[bytes]:
 def expanded(document: Any) -> dict[str, Any]:
     """The document of version 3 that one of version 4 stands for.
 
-    Raises ValueError, KeyError or TypeError for what ``compact_json`` never wrote.
+    Raises ValueError, KeyError or TypeError for what ``folded`` never wrote.
     """
     rest: dict[str, Iterator[Any]] = {}
     for kind, cls in _TABLES.items():
@@ -78,18 +66,18 @@ def expanded(document: Any) -> dict[str, Any]:
         for capture in document["captures"]
     ]
     whole = {key: value for key, value in document.items() if key not in _TABLES}
-    return {**whole, "schema_version": VERSION - 1, "captures": captures}
+    return {**whole, "schema_version": WHOLE, "captures": captures}
 
 
-def is_compact(document: Any) -> bool:
+def is_folded(document: Any) -> bool:
     """Whether JSON data is a diagnosis of this form."""
     return isinstance(document, dict) and type(v := document.get("schema_version")) is int and v == VERSION
 
 
-def compact_schema() -> dict[str, Any]:
-    """The JSON Schema of ``compact_json`` (draft 2020-12)."""
-    schema = Diagnosis.json_schema()
-    schema["description"] = "A diagnosis, its heads in tables of columns; see results/compact.py and results/table.py."
+def folded_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of ``folded`` documents, from that of version 3."""
+    words = "A diagnosis with its heads in tables: a column is named by the path to it in a head of version 3."
+    schema = {**schema, "description": words, "properties": dict(schema["properties"])}
     known = schema["$defs"]
     schema["properties"]["schema_version"] = {"const": VERSION, "description": "Version of its schema."}
     for kind, cls in _TABLES.items():
@@ -125,42 +113,40 @@ def _reachable(schema: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "$defs": {name: d for name, d in schema["$defs"].items() if name in used}}
 
 
-def bare(diagnosis: Diagnosis) -> Diagnosis:
+def without_details(captures: Iterable[CaptureDiagnosis]) -> tuple[CaptureDiagnosis, ...]:
     """Without running sums, figures, and what follows from the rest."""
-    captures = []
-    for capture in diagnosis.captures:
+    found = []
+    for capture in captures:
         thin = [
-            replace(
-                o,
-                heads=tuple(_head(head) for head in o.heads),
-                kv_heads=tuple(
-                    replace(kv, bias=KvBias(_estimate(kv.bias.dk), _estimate(kv.bias.dv))) for kv in o.kv_heads
-                ),
-            )
+            replace(o, heads=tuple(map(_head, o.heads)), kv_heads=tuple(map(_kv_head, o.kv_heads)))
             for o in capture.observations
         ]
-        captures.append(replace(capture, observations=tuple(thin)))
-    return replace(diagnosis, captures=tuple[CaptureDiagnosis, ...](captures))
+        found.append(replace(capture, observations=tuple(thin)))
+    return tuple(found)
 
 
 def _head(head: HeadDiagnosis) -> HeadDiagnosis:
     bias = Bias(**{f.name: _estimate(getattr(head.bias, f.name)) for f in fields(Bias)})
     rounding = RoundingBias(_estimate(head.rounding_bias.o), _estimate(head.rounding_bias.delta))
-    # A verdict that is no finding says nothing that the numbers beside it do not.
-    quantities = tuple(replace(q, words="") if q.answer == "good" else q for q in head.quantities)
     figures = None if head.figures is None else without_curves(head.figures)
-    return replace(head, bias=bias, rounding_bias=rounding, quantities=quantities, figures=figures)
+    return replace(head, bias=bias, rounding_bias=rounding, figures=figures)
+
+
+def _kv_head(head: KvHeadDiagnosis) -> KvHeadDiagnosis:
+    return replace(head, bias=KvBias(_estimate(head.bias.dk), _estimate(head.bias.dv)))
 
 
 def _estimate(estimate: BiasEstimate | None) -> BiasEstimate | None:
-    return None if estimate is None else replace(estimate, drift=Drift(), **_OF_ESTIMATE)
+    if estimate is None:
+        return None
+    return replace(estimate, drift=Drift(), cumulative_sum=None, drift_band99=None, ci95=None)
 
 
 def without_curves(figures: HeadFigures) -> HeadFigures:
     """The numbers that stand beside the figures, and no figure."""
-    runs = figures.rows
+    runs, unit = figures.rows, figures.unit_positions
     return HeadFigures(
-        RowRuns((), (), (), runs.rows, runs.total), RowStrip((), (), ()), UnitPositions((), (), figures.unit_positions.total),
+        RowRuns((), (), (), runs.rows, runs.total), RowStrip((), (), ()), UnitPositions((), (), unit.total),
         o_error=None, alignment=None, dq=None, dw_q=None, max_logit=figures.max_logit,
     )  # fmt: skip
 
