@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from attn_diag.analyses.several import answers
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.given import Array, Call, Named, One, Source
+from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads, select_observations, select_place
 from attn_diag.errors import InputError
 from attn_diag.head import recipe_search as search
@@ -38,13 +38,13 @@ _USUAL_STEPS = 160
 def identify(
     source: One, k: Array | None = None, v: Array | None = None, *, observation: str | None = None, batch: int = 0,
     head: int | None = None, device: str = "auto", rows: int | None = None, progress: Progress | None = None,
-    **call: Unpack[Call],
+    **call: Unpack[CallTensors],
 ) -> Identification: ...  # fmt: skip
 @overload
 def identify(
     source: Named | Sequence[Capture | Named], *, observation: str | None = None, batch: int = 0,
     head: int | None = None, device: str = "auto", rows: int | None = None, progress: Progress | None = None,
-    **call: Unpack[Call],
+    **call: Unpack[CallTensors],
 ) -> Identification | Several[Identification]: ...  # fmt: skip
 def identify(
     source: Source,
@@ -57,7 +57,7 @@ def identify(
     device: str = "auto",
     rows: int | None = None,
     progress: Progress | None = None,
-    **call: Unpack[Call],
+    **call: Unpack[CallTensors],
 ) -> Identification | Several[Identification]:
     """Rank recipes and schedules by the fraction of O's elements of which they reproduce every bit.
 

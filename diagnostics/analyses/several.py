@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.given import Array, Call, Source, captures_of, is_several
+from attn_diag.captures.given import Array, CallTensors, Source, captures_of, is_several
 from attn_diag.errors import InputError
 from attn_diag.results.several import R, Several
 from attn_diag.work import Progress, part_of
@@ -17,7 +17,7 @@ def answers(
     source: Source,
     k: Array | None,
     v: Array | None,
-    call: Call,
+    call: CallTensors,
     answer: Callable[[Capture, Progress | None], R],
     progress: Progress | None,
 ) -> R | Several[R]:

@@ -31,7 +31,7 @@ class Array(Protocol):
         ...
 
 
-class Call(TypedDict, total=False):
+class CallTensors(TypedDict, total=False):
     """What an attention call had and returned besides q, k and v; see ``attn_diag.inspect``."""
 
     o: Array | None
@@ -74,7 +74,7 @@ def is_several(source: object) -> bool:
     return not isinstance(source, Capture) and not is_array(source)
 
 
-def captures_of(source: Source, k: Array | None, v: Array | None, call: Call, *, function: str) -> list[Capture]:
+def captures_of(source: Source, k: Array | None, v: Array | None, call: CallTensors, *, function: str) -> list[Capture]:
     """The captures that ``source`` stands for.
 
     Args:
@@ -87,8 +87,8 @@ def captures_of(source: Source, k: Array | None, v: Array | None, call: Call, *,
         InputError: There are none, one cannot be read, tensors do not fit each other or are of no kind that is known,
             or tensors are given beside captures.
     """
-    if unknown := sorted(call.keys() - get_type_hints(Call).keys()):
-        known = ", ".join(get_type_hints(Call))
+    if unknown := sorted(call.keys() - get_type_hints(CallTensors).keys()):
+        known = ", ".join(get_type_hints(CallTensors))
         raise InputError(f"{function}() has no argument {unknown[0]!r}; of a call it takes {known}")
     if is_array(source) and not isinstance(source, Capture):
         return [_of_call(source, k, v, call, function)]
@@ -104,7 +104,7 @@ def captures_of(source: Source, k: Array | None, v: Array | None, call: Call, *,
     return _opened(source, options, function)
 
 
-def _of_call(q: Array, k: Array | None, v: Array | None, call: Call, function: str) -> Capture:
+def _of_call(q: Array, k: Array | None, v: Array | None, call: CallTensors, function: str) -> Capture:
     for name, value in (("k", k), ("v", v)):
         if value is None:
             raise InputError(f"{function}() needs {name} beside q: {function}(q, k, v, o=…), each [B, H, T, D]")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from attn_diag.errors import InputError
 
@@ -38,7 +39,7 @@ def as_tensor(name: str, value: Any) -> Tensor:
         return _from_jax(name, value)
     if hasattr(value, "__dlpack__"):
         try:
-            return torch.from_dlpack(value)
+            return from_dlpack(value)
         except Exception as error:
             raise InputError(
                 f"{name}: torch cannot take this {_kind(value)} ({error}); give it as a NumPy array"

@@ -7,6 +7,7 @@ It is version 3 with its heads taken out of the observations and put into two ta
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
@@ -77,7 +78,7 @@ def is_folded(document: Any) -> bool:
 def folded_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of ``folded`` documents, from that of version 3."""
     words = "A diagnosis with its heads in tables: a column is named by the path to it in a head of version 3."
-    schema = {**schema, "description": words, "properties": dict(schema["properties"])}
+    schema = {**copy.deepcopy(schema), "description": words}
     known = schema["$defs"]
     schema["properties"]["schema_version"] = {"const": VERSION, "description": "Version of its schema."}
     for kind, cls in _TABLES.items():

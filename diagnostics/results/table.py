@@ -220,12 +220,12 @@ def _values(
 
 
 def _items(cls: type, path: str, below: dict[str, list[Any]], at: int) -> list[Any]:
-    cells = {field: (below.get(f"{path}.{field}") or {}) and below[f"{path}.{field}"][at] for field in _kinds(cls)}
-    known = {field: cell for field, cell in cells.items() if isinstance(cell, list)}
+    known = {field: below[f"{path}.{field}"][at] for field in _kinds(cls) if f"{path}.{field}" in below}
+    known = {field: cell for field, cell in known.items() if cell is not None}
     length = max(map(len, known.values()), default=0)
     if any(len(cell) != length for cell in known.values()):
         raise ValueError(f"the columns of {path} list different numbers of things in record {at}")
-    return [{field: known[field][i] if field in known else None for field in cells} for i in range(length)]
+    return [{field: known[field][i] if field in known else None for field in _kinds(cls)} for i in range(length)]
 
 
 def _of_names(cls: type, path: str, by: str, below: dict[str, list[Any]], count: int) -> list[Any]:

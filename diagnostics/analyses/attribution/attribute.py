@@ -14,7 +14,7 @@ from attn_diag.analyses.attribution.reasons import reasons
 from attn_diag.analyses.attribution.site_shares import SiteTable, attribute_sites
 from attn_diag.analyses.several import answers
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.given import Array, Call, Named, One, Source
+from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
@@ -37,13 +37,13 @@ _NEAR_ONE_HOT = 0.05
 def attribute(
     source: One, k: Array | None = None, v: Array | None = None, *, recipe: str | Recipe | None = None,
     selection: Selection | None = None, level: float = 0.01, device: str = "auto", progress: Progress | None = None,
-    **call: Unpack[Call],
+    **call: Unpack[CallTensors],
 ) -> Attribution: ...  # fmt: skip
 @overload
 def attribute(
     source: Named | Sequence[Capture | Named], *, recipe: str | Recipe | None = None,
     selection: Selection | None = None, level: float = 0.01, device: str = "auto", progress: Progress | None = None,
-    **call: Unpack[Call],
+    **call: Unpack[CallTensors],
 ) -> Attribution | Several[Attribution]: ...  # fmt: skip
 def attribute(
     source: Source,
@@ -55,7 +55,7 @@ def attribute(
     level: float = 0.01,
     device: str = "auto",
     progress: Progress | None = None,
-    **call: Unpack[Call],
+    **call: Unpack[CallTensors],
 ) -> Attribution | Several[Attribution]:
     """Attribute the errors of a kernel to its rounding sites, head by head.
 

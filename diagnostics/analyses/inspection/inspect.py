@@ -15,7 +15,7 @@ from attn_diag.analyses.microscopy.microscope import look, most_of_delta
 from attn_diag.analyses.several import require_by_name
 from attn_diag.analyses.verdict import summarise
 from attn_diag.captures.capture import DEFAULT_OBSERVATION, INPUTS, Capture
-from attn_diag.captures.given import Array, Call, Source, captures_of
+from attn_diag.captures.given import Array, CallTensors, Source, captures_of
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection, select_place
 from attn_diag.errors import InputError
@@ -112,7 +112,7 @@ def inspect(
     given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "x": x, "w_q": w_q,
              "dq_pre": dq_pre, "mask": mask, "causal": causal, "scale": scale, "window": window, "softcap": softcap,
              "layout": layout}  # fmt: skip
-    call = cast(Call, {name: value for name, value in given.items() if value is not None})
+    call = cast(CallTensors, {name: value for name, value in given.items() if value is not None})
     if dump is None:
         captures, made_by = captures_of(q, k, v, call, function="inspect"), {}
     else:
@@ -123,10 +123,10 @@ def inspect(
     )  # fmt: skip
 
 
-def _dumped(dump: Dump, q: Source, k: Array | None, v: Array | None, call: Call) -> Capture:
+def _dumped(dump: Dump, q: Source, k: Array | None, v: Array | None, call: CallTensors) -> Capture:
     """The capture of a call whose output ``attn_diag.attention`` dumped."""
     window = None if dump.window == (-1, -1) else dump.window
-    made: Call = {"o": dump.o.transpose(1, 2) if call.get("layout") == "BTHD" else dump.o, "lse": dump.lse}
+    made: CallTensors = {"o": dump.o.transpose(1, 2) if call.get("layout") == "BTHD" else dump.o, "lse": dump.lse}
     made |= {"causal": dump.causal, "scale": dump.scale, "window": window, "softcap": dump.softcap}
     made |= {} if dump.delta is None else {"delta": dump.delta}
     (capture,) = captures_of(q, k, v, {**call, **made}, function="inspect")

@@ -19,7 +19,7 @@ from attn_diag.analyses.microscopy.walk import Array as Values
 from attn_diag.analyses.microscopy.walk import Walk, WalkParts, exponent_factor, walk_element
 from attn_diag.analyses.several import answers, require_by_name
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.given import Array, Call, Named, One, Source
+from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool
 from attn_diag.head.row_maxima import site_format
@@ -43,14 +43,14 @@ def microscope(
     source: One | AttentionHead, k: Array | None = None, v: Array | None = None, *,
     row: int | None = None, feature: int | None = None, recipe: str | Recipe | None = None,
     observation: str | None = None, observed: Tensor | None = None, batch: int = 0, head: int | None = None,
-    device: str = "auto", whole_head: bool = True, progress: Progress | None = None, **call: Unpack[Call],
+    device: str = "auto", whole_head: bool = True, progress: Progress | None = None, **call: Unpack[CallTensors],
 ) -> Microscope: ...  # fmt: skip
 @overload
 def microscope(
     source: Named | Sequence[Capture | Named], *,
     row: int | None = None, feature: int | None = None, recipe: str | Recipe | None = None,
     observation: str | None = None, observed: Tensor | None = None, batch: int = 0, head: int | None = None,
-    device: str = "auto", whole_head: bool = True, progress: Progress | None = None, **call: Unpack[Call],
+    device: str = "auto", whole_head: bool = True, progress: Progress | None = None, **call: Unpack[CallTensors],
 ) -> Microscope | Several[Microscope]: ...  # fmt: skip
 def microscope(
     source: Source | AttentionHead,
@@ -67,7 +67,7 @@ def microscope(
     device: str = "auto",
     whole_head: bool = True,
     progress: Progress | None = None,
-    **call: Unpack[Call],
+    **call: Unpack[CallTensors],
 ) -> Microscope | Several[Microscope]:
     """Walk O[row, feature] through a recipe's own arithmetic and schedule, and examine its decisive rounding.
 

@@ -17,7 +17,7 @@ from attn_diag.analyses.mitigation.mitigations import BETAS, SEEDS, WhatIfPlan, 
 from attn_diag.analyses.mitigation.ranking import adjust_biases, rank, stabilised_limits, summarise
 from attn_diag.analyses.several import answers
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.given import Array, Call, Named, One, Source
+from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
@@ -44,7 +44,7 @@ def what_if(
     observation: str | None = None, recipe: str | Recipe | None = None,
     batch: int = 0, head: int | None = None, only: Sequence[str] = (), betas: Sequence[float] = BETAS,
     seeds: int = SEEDS, level: float = 0.01, device: str = "auto", progress: Progress | None = None,
-    **call: Unpack[Call],
+    **call: Unpack[CallTensors],
 ) -> WhatIf: ...  # fmt: skip
 @overload
 def what_if(
@@ -52,7 +52,7 @@ def what_if(
     observation: str | None = None, recipe: str | Recipe | None = None,
     batch: int = 0, head: int | None = None, only: Sequence[str] = (), betas: Sequence[float] = BETAS,
     seeds: int = SEEDS, level: float = 0.01, device: str = "auto", progress: Progress | None = None,
-    **call: Unpack[Call],
+    **call: Unpack[CallTensors],
 ) -> WhatIf | Several[WhatIf]: ...  # fmt: skip
 def what_if(
     source: Source,
@@ -69,7 +69,7 @@ def what_if(
     level: float = 0.01,
     device: str = "auto",
     progress: Progress | None = None,
-    **call: Unpack[Call],
+    **call: Unpack[CallTensors],
 ) -> WhatIf | Several[WhatIf]:
     """Run mitigations, mixed recipes and other kernels' recipes on one head's q, k, v and dO, and rank them.
 
