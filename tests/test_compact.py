@@ -37,7 +37,7 @@ def again(diagnosis: Diagnosis) -> Diagnosis:
     return Diagnosis.from_json(saved(diagnosis))
 
 
-def short(number: str) -> float:
+def short(number: str | float) -> float:
     return float(f"{float(number):.6g}")
 
 
@@ -64,12 +64,13 @@ def test_it_fits_its_schema(name: str) -> None:
     document = json.loads(saved(inspected(name, details=1)))
     assert (document["schema_version"], document["left_out"]) == (4, "running sums and figures")
     assert not list(jsonschema.Draft202012Validator(SCHEMA).iter_errors(document))
-    for change in (
+    changes: list[Callable[[Any], object]] = [
         lambda d: d["heads"].update({"bias.delta.mode": [1]}),
         lambda d: d["heads"].update({"noise_factor": ["large"]}),
         lambda d: d.update(schema_version=3),
         lambda d: d.pop("kv_heads"),
-    ):
+    ]
+    for change in changes:
         broken = json.loads(saved(inspected(name, details=1)))
         change(broken)
         assert list(jsonschema.Draft202012Validator(SCHEMA).iter_errors(broken))

@@ -3,9 +3,10 @@
 At each step a figure's difference is judged as in any comparison (``comparison.diff``), beyond chance in the whole
 run; and for itself alone. Where a head was compared at three steps or more, and a figure of it differs beyond chance at
 one of them at least, its onset is the first step from which on it differs for itself alone, in that direction, at every
-step to the last one: whether there is a difference is as sure as in the whole run, since when is an estimate. From four steps on Kendall's rank correlation of the steps with the differences is tested, over all
-figures of all heads together (Benjamini-Hochberg): it assumes that the errors of different steps are independent, and
-nothing of their distribution. Below seven steps it can hardly be significant at 0.01: 2 / n! is its least p-value.
+step to the last one: whether there is a difference is as sure as in the whole run, since when is an estimate. From four
+steps on Kendall's rank correlation of the steps with the differences is tested, over all figures of all heads together
+(Benjamini-Hochberg): it assumes that the errors of different steps are independent, and nothing of their distribution.
+Below seven steps it can hardly be significant at 0.01: 2 / n! is its least p-value.
 """
 
 from __future__ import annotations
