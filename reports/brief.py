@@ -13,6 +13,7 @@ from rich.text import Text
 
 from attn_diag.printing import made_printable, printable
 from attn_diag.reports import layout
+from attn_diag.reports.opening import headline
 from attn_diag.reports.quantities import CONDITIONING, DQ_ERROR, DW_Q_ERROR, NOISE_FACTOR, labels
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
@@ -28,13 +29,13 @@ _FIGURES = {NOISE_FACTOR: "noise", CONDITIONING: "condit.", DQ_ERROR: "dQ off", 
 
 
 def brief(diagnosis: Diagnosis, found: str = "this") -> str:
-    """The summary, the worst heads, why the worst one is, and what to type next.
+    """The findings, the worst heads, why the worst one is, and what to type next.
 
     Args:
         diagnosis: What is shown.
         found: An expression that gives the diagnosis at the prompt.
     """
-    lines = wrapped(f"Diagnosis: {diagnosis.summary.sentence}", _SUMMARY)
+    lines = wrapped(headline(diagnosis), _SUMMARY)
     s = diagnosis.summary
     warnings = [*s.warnings, *(f"not read: {u}" for u in s.unreadable)]
     shown = warnings if len(warnings) <= _WARNINGS else warnings[: _WARNINGS - 1]

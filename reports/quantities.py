@@ -183,6 +183,13 @@ def captured_cells(found: QuantityVerdict) -> tuple[str, ...]:
     )
 
 
+TESTS_WORDS = (
+    "In units: delta's mean error in noise floors (1 is what one correct rounding of O makes of delta), O's in ulp "
+    "(spacings of its format). Adj. p: how often a kernel without bias would show such a mean by chance, all tests of "
+    "the run counted. n_eff: how many independent terms carry it."
+)
+
+
 @dataclass(frozen=True)
 class PrimaryTest:
     """One of the primary tests of a mean signed error."""

@@ -20,7 +20,9 @@ from rich.table import Column
 from rich.text import Text
 
 from attn_diag.reports import layout, story, words
+from attn_diag.reports.finding_words import style_of
 from attn_diag.reports.head_map import HeadMap
+from attn_diag.reports.opening import next_command, opening, style
 from attn_diag.reports.quantities import (
     ANSWER_STYLES,
     CAPTURED_HEADINGS,
@@ -34,6 +36,7 @@ from attn_diag.reports.quantities import (
     STYLES,
     TEST_FIGURES,
     TESTS,
+    TESTS_WORDS,
     Quantity,
     captured_cells,
     label_names,
@@ -44,7 +47,9 @@ from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, severity
 from attn_diag.results.wording import DASH, SYMBOLS, head_name
 
-_MAX_ROWS = 16
+_MAX_ROWS, _MOST_ALIKE = 16, 3
+# Columns of what a line of the opening is about.
+_ABOUT = 9
 _MAX_DETAILS, _MAX_FACTS = 3, 16
 _MAX_CAPTURES = 8
 _SPARK_CELLS = 64
@@ -67,17 +72,18 @@ _TEST_FIGURES = tuple(figure for figure in TEST_FIGURES if figure.key != "refere
 def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
     entries = story.judged_entries(diagnosis)
-    worst = label_names(entries[0][2])[:1] if entries else ()
-    style = f"bold {STYLES[worst[0]].removeprefix('bold ')}" if worst else "bold"
-    yield layout.paragraph(story.headline(diagnosis), style=style)
-    yield layout.paragraph(diagnosis.summary.sentence)
+    yield layout.paragraph(story.headline(diagnosis), style=style(diagnosis))
+    for line in opening(diagnosis):
+        colour = "bold" if line.command else style_of(line.label) if line.label is not None else ""
+        yield layout.Hanging(f"{line.about:<{_ABOUT}} ", Text(line.said, colour))
     for warning in words.warnings(diagnosis):
         yield layout.paragraph(f"warning: {warning}", style="yellow")
     if entries:
-        yield from _what_to_do(diagnosis)
+        if any(_faulty(entry) for entry in entries):
+            yield from _what_to_do(diagnosis)
         yield from _heads(diagnosis, entries)
         names = story.Names(entries)
-        for entry in detailed(entries):
+        for entry in detailed(diagnosis, entries):
             yield from _detail(entry, names)
         if (left := len(entries) - min(len(entries), _MAX_DETAILS)) and any(_faulty(e) for e in entries):
             yield Text("")
@@ -92,7 +98,8 @@ def _what_to_do(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield from layout.title("What to do")
     for step in story.next_steps(diagnosis):
         yield layout.bullet(">", step)
-    for question, command in story.commands(diagnosis):
+    first = next_command(diagnosis).said
+    for question, command in [asked for asked in story.commands(diagnosis) if asked[1] != first]:
         yield layout.bullet("?", Text.assemble(f"{question}: ", (command, "bold")))
 
 
@@ -102,10 +109,11 @@ def _faulty(entry: Entry) -> bool:
 
 def _heads(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[RenderableType]:
     yield from layout.title("Heads, worst first" if len(entries) > 1 else "Head")
-    shown = entries[:_MAX_ROWS]
+    shown = _shown(diagnosis, entries)
     pooled = [(c, o, o.pooled) for c in diagnosis.captures for o in c.observations if len(o.heads) > 2]
     yield layout.Sized(partial(_overview, shown, [p for p in pooled if len(pooled) <= 4 and p[2].verdict is not None]))
-    if rest := entries[_MAX_ROWS:]:
+    told = {id(entry[2]) for entry in shown}
+    if rest := [entry for entry in entries if id(entry[2]) not in told]:
         counts = Counter(labels(head) for _, _, head in rest)
         listed = "; ".join(f"{n} {label}" for label, n in counts.most_common())
         yield layout.paragraph(f"and {len(rest)} more: {listed}", style="dim")
@@ -116,6 +124,21 @@ def _heads(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[RenderableTyp
                 worst = f" (the worst of {captures} captures)" if captures > 1 else ""
                 yield from layout.title(f"All heads of {name}, layer by layer{worst}")
                 yield HeadMap(named)
+
+
+def _shown(diagnosis: Diagnosis, entries: list[Entry]) -> list[Entry]:
+    """Rows of the table: the worst head of every finding, and few that are like each other."""
+    if len(entries) <= _MAX_ROWS:
+        return entries
+    alike: Counter[object] = Counter()
+    chosen: set[int] = set()
+    for number, (_, observation, head) in enumerate(worst := story.worst_of_findings(diagnosis) + entries):
+        kind = observation.name, head.layer, labels(head)
+        wanted = number < len(worst) - len(entries) or (len(chosen) < _MAX_ROWS and alike[kind] < _MOST_ALIKE)
+        if wanted and id(head) not in chosen:
+            alike[kind] += 1
+            chosen.add(id(head))
+    return [entry for entry in entries if id(entry[2]) in chosen]
 
 
 def _overview(entries: list[Entry], pooled: list[Entry], options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -139,6 +162,8 @@ def _overview(entries: list[Entry], pooled: list[Entry], options: ConsoleOptions
         name = Text(head_name(head.layer, head.head))
         table.add_row(name, *place, _labels(head), *(known[q] for q in shown))
     yield table
+    if explained := [f"{q.title}: {q.words[0].lower()}{q.words[1:]}" for q in shown if q.words]:
+        yield layout.note(" ".join(explained))
 
 
 def _least_width(shown: list[Quantity], figures: list[dict[Quantity, str]], *, named: bool) -> int:
@@ -159,17 +184,14 @@ def _labels(head: HeadDiagnosis) -> Text:
     return Text(", ").join(parts)
 
 
-def detailed(entries: list[Entry]) -> list[Entry]:
-    """The heads to tell more of: the worst of every observation first, then the next worst; faulty ones only.
+def detailed(diagnosis: Diagnosis, entries: list[Entry]) -> list[Entry]:
+    """The heads to tell more of: the worst of every finding, then the next worst; faulty ones only.
 
     Where no head is at fault, the first.
     """
     faulty = [entry for entry in entries if _faulty(entry)] or entries[:1]
-    first = {entry[1].name: entry for entry in reversed(faulty)}.values()
-    chosen = sorted(first, key=lambda entry: severity(entry[2]))[:_MAX_DETAILS]
-    told = {id(entry[2]) for entry in chosen}
-    chosen += [entry for entry in faulty if id(entry[2]) not in told][: _MAX_DETAILS - len(chosen)]
-    return sorted(chosen, key=lambda entry: severity(entry[2]))
+    chosen = {id(e[2]): e for e in (*story.worst_of_findings(diagnosis), *faulty)}
+    return sorted([*chosen.values()][:_MAX_DETAILS], key=lambda entry: severity(entry[2]))
 
 
 def _detail(entry: Entry, names: story.Names) -> Iterator[RenderableType]:
@@ -232,6 +254,7 @@ def _tests(head: HeadDiagnosis, options: ConsoleOptions) -> Iterator[RenderableT
     for test in TESTS.values():
         table.add_row(test.title, *(figure.text(test, head) for figure in kept))
     yield layout.indented(table, expand=False)
+    yield layout.Hanging("  ", layout.note(TESTS_WORDS))
 
 
 def _provenance(diagnosis: Diagnosis) -> Iterator[RenderableType]:
@@ -265,6 +288,8 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """A diagnosis: the verdict, what to do, every head in one line, and the facts of the worst ones."""
     entries = story.judged_entries(diagnosis)
     yield layout.line("verdict", story.headline(diagnosis))
+    for line in opening(diagnosis):
+        yield layout.line("opening", f"{line.about}: {line.said}")
     yield layout.line("summary", diagnosis.summary.sentence)
     yield from (layout.line("warning", w) for w in words.warnings(diagnosis))
     yield from (layout.line("next", step) for step in story.next_steps(diagnosis))

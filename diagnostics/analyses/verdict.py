@@ -24,7 +24,7 @@ from attn_diag.results.diagnosis import (
     Verdict,
 )
 from attn_diag.results.quality import Answer, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS, percent, plural, together
+from attn_diag.results.wording import SYMBOLS, chance, in_units, percent, plural, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
 # A noise factor above which O was not rounded well; production kernels have 0.98 to 1.9 in BF16.
@@ -144,8 +144,8 @@ def judge(
         labels.append("undecided")
         listed = ", ".join(f"{r.row} ({r.share:.0%})" for r in top_rows[:3])
         reasons.append(
-            f"The mean of delta rests on about {delta.n_eff:.2g} groups of rows with the same top key "
-            f"(at least {MIN_EFFECTIVE} needed)"
+            "Too few independent rows to test for a bias: delta's mean rests on about "
+            f"{delta.n_eff:.2g} groups of rows with the same top key (at least {MIN_EFFECTIVE} needed)"
             f"{f'; rows with most of delta’s squared error: {listed}' if listed else ''}."
         )
     untested = {n: e for n in PRIMARY if (e := getattr(bias, n)) is not None and e.rms and e.p_value is None}
@@ -294,8 +294,9 @@ def _biased(
         if estimate.p_adjusted is None or estimate.p_adjusted > level:
             continue
         sentence = (
-            f"Mean error of {_NAMES[name]} is {estimate.mean:.3g} ({estimate.mean_ulp or 0:+.2g} "
-            f"{'noise floors' if name.startswith('delta') else 'ulp'}, adjusted p = {estimate.p_adjusted:.2g}; {scope})"
+            f"Mean error of {_NAMES[name]} is {estimate.mean:.3g} "
+            f"({in_units(estimate.mean_ulp, floors=name.startswith('delta'))}); an unbiased kernel has such a mean "
+            f"{chance(estimate.p_adjusted)}; {scope}"
         )
         if estimate.t is None:
             sentence += f"; it is the same everywhere, and p the chance that {estimate.n_clusters} signs agree"
@@ -344,7 +345,8 @@ def _context(
         if delta is not None and delta.p_value is not None and delta.minimum_detectable is not None:
             name = "delta" if bias.delta is not None else "O"
             words.append(
-                f"No significant mean error ({scope}): {name} {delta.mean:.2g} (p = {delta.p_value:.2g}); "
+                f"No significant mean error ({scope}): {name} {delta.mean:.2g}, as large by chance in "
+                f"{delta.p_value:.0%} of runs (p = {delta.p_value:.2g}); "
                 f"{delta.minimum_detectable:.2g} would have been detected with 80 % power."
             )
     repeats = row_maxima.exact

@@ -177,7 +177,16 @@ def _merge_alike(members: list[Capture], missing: list[int]) -> Capture:
     gone = f", {_named(missing)} missing" if missing else ""
     assumed = dict.fromkeys(note for capture in members for note in capture.assumed)
     words = f"{how} of {_named(map(_rank, members))} put together in this order{gone}"
-    return Capture(tensors, _metadata_of(members), _sources(members), (*assumed, words))
+    metadata = _metadata_of(members)
+    owners: dict[str, list[int]] = {}
+    if how == "batch items":
+        owners["rank_of_items"] = [_rank(c) for c in members for _ in range(c.batch)]
+    if how == "heads":
+        in_order = sorted(members, key=lambda c: c.metadata.head_offset)
+        owners["rank_of_heads"] = [_rank(c) for c in in_order for _ in range(c.q_heads)]
+    extra = {name: ",".join(map(str, ranks)) for name, ranks in owners.items()}
+    metadata = replace(metadata, extra={**metadata.extra, **extra})
+    return Capture(tensors, metadata, _sources(members), (*assumed, words))
 
 
 def _require_other_sequences(members: list[Capture]) -> None:

@@ -34,7 +34,8 @@ from attn_diag.results.estimates import (
     Verdict,
 )
 from attn_diag.results.figures import HeadFigures
-from attn_diag.results.findings import FindingAtStep, FindingPlace, SharedFinding, WorstHead, find, step_of
+from attn_diag.results.findings import FindingAtStep, FindingPlace, SharedFinding, WorstHead
+from attn_diag.results.grouping import find, step_of
 from attn_diag.results.heads import (
     LABELS,
     Assumptions,

@@ -67,3 +67,5 @@ class QuantityVerdict:
     """The rounding site that explains the factor, a field of a recipe; null: none is known."""
     patterns: tuple[Pattern, ...] = ()
     """Where and how it is wrong."""
+    ranks: tuple[str, ...] = ()
+    """The ranks that are at fault, where a capture merged of several has others that are not; else none."""

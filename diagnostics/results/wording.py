@@ -45,6 +45,19 @@ def share(fraction: float) -> str:
     return f"{(math.floor(parts) if math.isfinite(parts) else parts) / 100:g} %"
 
 
+def chance(p: float) -> str:
+    """What an adjusted p-value means, in plain words: "by chance in 1 of 500 runs (adjusted p = 0.002)"."""
+    often = f"1 of {round(1 / p):,} runs" if p > 1e-6 else "less than 1 of a million runs"
+    return f"by chance in {often} (adjusted p = {p:.2g})"
+
+
+def in_units(mean: float | None, *, floors: bool) -> str:
+    """A mean error of O, or of delta (``floors``), in its unit, with what that is."""
+    if floors:
+        return f"{signed(mean)} noise floors, of which one correct rounding of O makes 1"
+    return f"{signed(mean)} ulp, spacings of O's format"
+
+
 def signed(value: float | None, digits: int = 2) -> str:
     """With its sign, as for a signed error: "+0.012"."""
     return DASH if value is None else f"{value:+.{digits}g}"

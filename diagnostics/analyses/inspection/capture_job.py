@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.inspection.by_rank import judge_ranks
 from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, KeyGradient
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
@@ -336,6 +337,7 @@ class CaptureJob:
                 found.append(self._explained(name, head, verdict, effects, batches))
             elif samples or broken:
                 verdict = judge_quantity(quantity, samples, batches, broken)
+                verdict = judge_ranks(verdict, samples, batches, self.capture.metadata)
                 verdict = self._explained(name, head, verdict, samples, batches)
                 found.append(with_empty_rows(verdict, [p.without_keys.get(quantity, (0, 0)) for p in parts]))
         return found

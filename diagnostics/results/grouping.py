@@ -1,0 +1,348 @@
+"""Findings from judged heads: which of them share one, where, since when, and how bad it is at the worst.
+
+A head belongs to the finding of its gravest label. Heads of one observation and kernel share a finding where label and
+cause agree; the cause is a layer's, not a head's, as chance names it in some heads and not in others. Heads that get
+worse over the steps are one finding too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from attn_diag.results.estimates import Label
+from attn_diag.results.findings import KINDS, FindingAtStep, FindingPlace, Kind, SharedFinding, WorstHead
+from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.results.quality import Quantity, QuantityVerdict
+from attn_diag.results.wording import SYMBOLS
+
+Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
+_FORWARD = ("o", "lse")
+_MEANS: tuple[Literal["delta", "delta_excess", "o_away_excess", "o_excess"], ...] = (
+    "delta", "delta_excess", "o_away_excess", "o_excess",
+)  # fmt: skip
+# Labels that one fault has one after the other, as it grows.
+_GROWING: tuple[Kind, ...] = ("wrong", "lossy", "biased")
+
+
+def find(captures: Sequence[CaptureDiagnosis]) -> tuple[tuple[SharedFinding, ...], tuple[SharedFinding, ...]]:
+    """The findings, captured ones first and then the gravest; and what stayed undecided, grouped alike."""
+    judged = [
+        (capture, observation, head)
+        for capture in captures
+        for observation in capture.observations
+        for head in observation.heads
+        if head.head is not None and head.verdict is not None
+    ]
+    found = []
+    for (label, group), earlier in _grown(_by_cause(judged)):
+        captured = _maker(label, group[0])[2]
+        names = {observation.name for _, observation, _ in group}
+        looked = [e for e in judged if e[1].name in names and bool(e[1].outputs) == captured]
+        found.append(_finding(label, group, earlier, looked))
+    found += _unjudged([c for c in captures if c.unjudged])
+    found.sort(key=lambda f: (not f.captured, KINDS.index(f.label), -f.heads))
+    sure = tuple(f for f in found if f.label != "undecided")
+    return sure, tuple(f for f in found if f.label == "undecided")
+
+
+def step_of(capture: CaptureDiagnosis) -> int | None:
+    """The training step of a capture; None where it states none."""
+    stated = capture.metadata.get("step", "")
+    return int(stated) if stated.isdecimal() else None
+
+
+def worst_label(head: HeadDiagnosis) -> Kind | None:
+    """The gravest label of a head; None where it is clean or has no verdict."""
+    labels = head.verdict.labels if head.verdict else ()
+    return next((kind for kind in KINDS if kind in labels), None)
+
+
+def _maker(label: Kind, entry: Entry) -> tuple[str, str | None, bool]:
+    """The observation, its kernel, and whether it was captured; which of these matters not to a fragile head."""
+    capture, observation, _ = entry
+    captured = bool(observation.outputs)
+    if not captured:
+        return observation.name, None, captured
+    return (
+        ("", None, captured)
+        if label == "ill_conditioned"
+        else (observation.name, capture.metadata.get("kernel"), captured)
+    )
+
+
+def _by_cause(judged: Sequence[Entry]) -> list[tuple[Kind, list[Entry]]]:
+    """Entries by label, maker and cause, where the cause is that of all heads of a layer with this label."""
+    by_layer: dict[tuple[Kind, object, int | None], list[Entry]] = {}
+    for entry in judged:
+        if (label := worst_label(entry[2])) is not None:
+            by_layer.setdefault((label, _maker(label, entry), entry[2].layer), []).append(entry)
+    found: dict[tuple[Kind, object, object], list[Entry]] = {}
+    for (label, maker, _), group in by_layer.items():
+        found.setdefault((label, maker, _cause(label, group)), []).extend(group)
+    return [(label, group) for (label, *_), group in found.items()]
+
+
+def _grown(groups: list[tuple[Kind, list[Entry]]]) -> list[tuple[tuple[Kind, list[Entry]], list[Entry]]]:
+    """The groups without those that became graver ones: each with what it was at other steps."""
+    left, found = sorted(groups, key=lambda group: KINDS.index(group[0])), []
+    while left:
+        label, group = left.pop(0)
+        earlier: list[Entry] = []
+        if label in _GROWING and all(step_of(c) is not None for c, _, _ in group):
+            heads = {(_maker(label, e), e[2].layer, e[2].head) for e in group}
+            grew = [
+                other
+                for other in left
+                if other[0] in _GROWING and {(_maker(label, e), e[2].layer, e[2].head) for e in other[1]} <= heads
+            ]
+            left = [other for other in left if other not in grew]
+            earlier = [entry for _, entries in grew for entry in entries]
+        found.append(((label, group), earlier))
+    return found
+
+
+def _cause(label: Kind, group: Sequence[Entry]) -> object:
+    """What tells the causes of two layers apart: the recipe's coarse sites, or which outputs are off, and how."""
+    if label not in ("nonfinite", "wrong", "lossy"):
+        return None
+    if label == "lossy" and (site := _site(group)) is not None:
+        return site
+    off = [q for _, _, head in group for q in _answered(head, label)]
+    kinds = Counter(p.kind for q in off for p in q.patterns[:1])
+    forward = any(q.quantity in _FORWARD for q in off)
+    return forward, kinds.most_common(1)[0][0] if kinds and label == "wrong" else None
+
+
+def _site(group: Sequence[Entry]) -> str | None:
+    named = Counter(observation.coarse for _, observation, _ in group if observation.coarse is not None)
+    return named.most_common(1)[0][0] if named else None
+
+
+def _answered(head: HeadDiagnosis, label: Kind) -> list[QuantityVerdict]:
+    return [q for q in head.quantities if q.answer == label]
+
+
+def _errors(head: HeadDiagnosis, gradient: Literal["dq", "dw_q"]) -> float | None:
+    error = getattr(head.propagation, gradient)
+    if error is None:
+        return None
+    found: float | None = error.predicted_relative_error if error.relative_error is None else error.relative_error
+    return found
+
+
+def _factor(head: HeadDiagnosis) -> float | None:
+    return _largest(q.factor for q in head.quantities)
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    """NaN counts as larger than all numbers."""
+    known = [v for v in values if v is not None]
+    return max(known, key=lambda v: math.inf if math.isnan(v) else v, default=None)
+
+
+def _smallest_p(head: HeadDiagnosis) -> float | None:
+    return None if (name := _furthest_mean(head)) is None else getattr(head.bias, name).p_adjusted
+
+
+def _furthest_mean(head: HeadDiagnosis) -> Literal["delta", "delta_excess", "o_away_excess", "o_excess"] | None:
+    """The mean whose error is furthest beyond chance; None where none was tested."""
+    tested = [name for name in _MEANS if (e := getattr(head.bias, name)) is not None and e.p_adjusted is not None]
+    estimates = {name: getattr(head.bias, name) for name in tested}
+    return min(tested, key=lambda name: (estimates[name].p_adjusted, estimates[name].p_value), default=None)
+
+
+def _weight(label: Kind, head: HeadDiagnosis) -> float:
+    """By which heads of one label are ranked."""
+    if label == "biased":
+        return -(1.0 if (p := _smallest_p(head)) is None else p)
+    size = _factor(head) if label in ("lossy", "undecided") else None
+    size = _errors(head, "dq") if size is None else size
+    return math.inf if size is None or math.isnan(size) else size
+
+
+def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], looked: Sequence[Entry]) -> SharedFinding:
+    """One finding of ``group``; ``earlier``: what led to it; ``looked``: every entry of its observations."""
+    source, observation, head = max(group, key=lambda e: _weight(label, e[2]))
+    _, kernel, captured = _maker(label, group[0])
+    off = [q for _, _, h in group for q in _answered(h, label)]
+    order: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv", "dw_q")
+    own = sorted(_answered(head, label), key=lambda q: -(q.factor or 0.0))
+    carried = {name for _, _, h in group if h.verdict for name in h.verdict.labels}
+    furthest = max(group, key=lambda e: _errors(e[2], "dq") or 0.0)[2]
+    dq = next((q for q in furthest.quantities if q.quantity == "dq"), None)
+    mean = _furthest_mean(head) if label == "biased" or "biased" in carried else None
+    gradients = [h.propagation.dq for _, _, h in group if h.propagation.dq is not None]
+    observed = any(dq.relative_error is not None for dq in gradients)
+    assert head.verdict is not None
+    return SharedFinding(
+        label=label,
+        also=tuple(k for k in KINDS if k != label and k not in ("unjudged", "undecided") and k in carried),
+        observations=tuple(dict.fromkeys(o.name for _, o, _ in group)),
+        captured=captured,
+        kernel=kernel,
+        places=_places(group, looked),
+        ranks=_ranks(label, group, looked),
+        heads=len(group),
+        of=sum(_maker(label, e) == _maker(label, group[0]) for e in looked),
+        site=_site(group) if label in ("lossy", "biased") else None,
+        quantities=tuple(name for name in order if any(q.quantity == name for q in off)),
+        factors={q.quantity: q.factor for q in own if q.factor is not None},
+        factor_ci95=own[0].factor_ci95 if own else None,
+        p_adjusted=min((p for _, _, h in group if (p := _smallest_p(h)) is not None), default=None),
+        dq_error=_largest(_errors(h, "dq") for _, _, h in group),
+        dq_error_well_rounded=None if dq is None else dq.relative_error_well_rounded,
+        dw_q_error=_largest(_errors(h, "dw_q") for _, _, h in group),
+        gradients="observed" if observed else "predicted" if gradients else None,
+        biased_mean=mean,
+        biased_by=None if mean is None else getattr(head.bias, mean).mean_ulp,
+        earlier=_first_steps(earlier),
+        by_step=_by_step([*group, *earlier], looked),
+        worst=WorstHead(
+            source=source.source,
+            observation=observation.name,
+            layer=head.layer,
+            head=head.head,
+            batch=head.batch if source.shape["B"] > 1 else None,
+            step=step_of(source),
+        ),
+        words=_why(label, own, head.verdict.reasons),
+        pattern=next((f"{SYMBOLS[q.quantity]}: {p.words}" for q in own for p in q.patterns[:1]), None),
+    )
+
+
+def _why(label: Kind, off: Sequence[QuantityVerdict], reasons: Sequence[str]) -> str:
+    """The reason for a label: of the quantity that is furthest off, of a mean's test, or the first."""
+    if off and label != "undecided":
+        return off[0].words
+    tested = (said for said in reasons if label == "biased" and said.startswith("Mean error of"))
+    return next(tested, next(iter(reasons), ""))
+
+
+def _ranks(label: Kind, group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[str, ...]:
+    """The ranks of a finding, where there are others without it."""
+    found: set[str] = set()
+    for capture, _, head in group:
+        in_part = [q.ranks for q in _answered(head, label)]
+        found |= {rank for ranks in in_part for rank in ranks} if all(in_part) else _ranks_of(capture, head)
+    if found >= {rank for capture, _, head in looked for rank in _ranks_of(capture, head)}:
+        return ()
+    return tuple(sorted(found, key=lambda rank: (len(rank), rank)))
+
+
+def _ranks_of(capture: CaptureDiagnosis, head: HeadDiagnosis) -> set[str]:
+    """The ranks that hold a head of a capture; none where it states none."""
+    m = capture.metadata
+    if "rank_of_heads" in m and head.head is not None:
+        return {m["rank_of_heads"].split(",")[head.head - int(m.get("head_offset", 0))]}
+    stated = m.get("rank", m.get("ranks", ""))
+    return set(stated.split(",")) if stated else set()
+
+
+def _first_steps(entries: Sequence[Entry]) -> dict[Label, int]:
+    first: dict[Label, int] = {}
+    for capture, _, head in entries:
+        step, label = step_of(capture), worst_label(head)
+        if step is not None and label is not None and label != "unjudged":
+            first[label] = min(step, first.get(label, step))
+    return first
+
+
+def _numbers(values: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(sorted({v for v in values if v is not None}))
+
+
+def _places(group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[FindingPlace, ...]:
+    alike: dict[tuple[object, ...], FindingPlace] = {}
+    by_layer: dict[int | None, list[Entry]] = {}
+    for entry in group:
+        by_layer.setdefault(entry[2].layer, []).append(entry)
+    for layer, found in sorted(by_layer.items(), key=lambda item: -1 if item[0] is None else item[0]):
+        there = [e for e in looked if e[2].layer == layer]
+        heads = _numbers(h.head for _, _, h in found)
+        place = FindingPlace(
+            layers=() if layer is None else (layer,),
+            heads=heads,
+            all_heads=len(heads) > 1 and heads == _numbers(h.head for _, _, h in there),
+            steps=_numbers(step_of(c) for c, _, _ in found),
+            steps_looked=_numbers(step_of(c) for c, _, _ in there),
+        )
+        key = (layer is None, place.all_heads or heads, place.steps, place.steps_looked)
+        same = alike.get(key)
+        alike[key] = place if same is None else replace(same, layers=same.layers + place.layers)
+    return tuple(sorted(alike.values(), key=lambda p: (p.steps[:1], p.layers)))
+
+
+def _by_step(group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[FindingAtStep, ...]:
+    """Every step at which the layers of a finding were looked at."""
+    layers = {head.layer for _, _, head in group}
+    there = [(step_of(c), h) for c, _, h in looked if h.layer in layers]
+    members = {id(h) for _, _, h in group}
+    found = []
+    for step in _numbers(step for step, _ in there):
+        heads = [h for s, h in there if s == step]
+        own = [h for h in heads if id(h) in members]
+        found.append(
+            FindingAtStep(
+                step=step,
+                label=min(filter(None, (worst_label(h) for h in own)), key=KINDS.index, default=None),
+                heads=len(own),
+                of=len(heads),
+                factor=_largest(map(_factor, heads)),
+                dq_error=_largest(_errors(h, "dq") for h in heads),
+                dw_q_error=_largest(_errors(h, "dw_q") for h in heads),
+            )
+        )
+    return tuple(found)
+
+
+def _unjudged(captures: Sequence[CaptureDiagnosis]) -> list[SharedFinding]:
+    """Captures of which nothing is said, those together that other metadata fit alike."""
+    alike: dict[tuple[str | None, ...], list[CaptureDiagnosis]] = {}
+    for capture in captures:
+        alike.setdefault(tuple(sorted({c.better or "" for c in capture.assumptions.checks})), []).append(capture)
+    found = []
+    for group in alike.values():
+        entries = [
+            (c, observation, head)
+            for c in group
+            for observation in c.observations
+            for head in observation.heads
+            if head.head is not None
+        ]
+        first, steps = group[0], _numbers(map(step_of, group))
+        layers = _numbers(h.layer for _, _, h in entries)
+        heads = _numbers(h.head for _, _, h in entries)
+        layer = layers[0] if layers else None
+        found.append(
+            SharedFinding(
+                label="unjudged",
+                also=(),
+                observations=tuple(o.name for o in first.observations),
+                captured=True,
+                kernel=first.metadata.get("kernel"),
+                places=(FindingPlace(layers, heads, len(heads) > 1, steps, steps),),
+                ranks=(),
+                heads=len(entries),
+                of=len(entries),
+                site=None,
+                quantities=(),
+                factors={},
+                factor_ci95=None,
+                p_adjusted=None,
+                dq_error=None,
+                dq_error_well_rounded=None,
+                dw_q_error=None,
+                gradients=None,
+                biased_mean=None,
+                biased_by=None,
+                earlier={},
+                by_step=(),
+                worst=WorstHead(first.source, "", layer, None, None, step_of(first)),
+                words=first.assumptions.message,
+            )
+        )
+    return found

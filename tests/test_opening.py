@@ -1,0 +1,373 @@
+"""The first lines of a diagnosis: planted folders, of which these say what is wrong, where, since when, how sure, and
+what to do next; and the findings behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import planted_folders
+import pytest
+import torch
+from builders import CAPTURES, inspected, rounded_inputs, some, with_heads
+from command_line import Run
+from planted_folders import FOLDERS, write
+from rich.cells import cell_len
+
+import attn_diag
+from attn_diag import Capture
+from attn_diag.reports.opening import headline, next_command, opening
+from attn_diag.reports.renderers import plain_text
+from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis
+from attn_diag.results.findings import SharedFinding
+from attn_diag.results.wording import chance, in_units
+
+LINES = 12
+SNAPSHOTS = Path(__file__).parent / "data"
+REWRITE = "ATTN_DIAG_WRITE_SNAPSHOTS"
+# In the first lines at 80 columns: what, where, since when, how sure, and the next command.
+SAID = {
+    "clean": (
+        "PASS: O, dQ, dK and dV are as good as a well-rounded kernel's", "8 heads at 2 steps", "no bias was found",
+        "at most 1.00 times", "none speaks against the kernel", "nothing to do here",
+    ),
+    "one_finding": (
+        "LOSSY: layer 3, all 4 heads, from step 200 on (scores in BF16)", "not found at step 100", "does not grow",
+        "the factor is", "95 % interval", "dQ is up to", "dW_Q up to",
+        "attn-diag attribute one_finding/step000300_layer03.safetensors --head 1",
+    ),
+    "two_findings": (
+        "LOSSY: layer 3, all 4 heads, from step 200 on (scores in BF16).",
+        "BIASED: layer 7, all 4 heads, from step 300 on.",
+        "towards zero", "by chance in less than 1 of a million runs", "95 % interval", "dQ is up to", "dW_Q up to",
+        "attn-diag attribute two_findings/step000300_layer03.safetensors --head 1",
+    ),
+    "growing": (
+        "WRONG: layer 2, head 1, at step 500, the last (lossy from step 200 on)", "not found at step 100", "It grows",
+        "certain: no rounding can do that", "attn-diag inspect growing/step000500_layer02.safetensors --head 1 --html",
+    ),
+    "one_rank": (
+        "LOSSY: layer 2, all 4 heads, step 500, rank 2 alone", "95 % interval",
+        "attn-diag inspect one_rank --no-merge-ranks --layer 2",
+    ),
+    "one_tensor_rank": (
+        "LOSSY: layer 2, heads 4-5, step 500, rank 2 alone", "95 % interval", "attn-diag inspect one_tensor_rank",
+    ),
+    "mixed_kernels": (
+        "LOSSY: layers 0-1, all 4 heads, from step 300 on (scores in BF16, kernel my_triton_attention)",
+        "not found at step 200", "95 % interval", "attn-diag attribute mixed_kernels/step000300",
+    ),
+    "two_observations": (
+        "LOSSY: layer 4, all 4 heads (scores in BF16, in mine). 4 of 8 heads pass", "95 % interval",
+        "--observation mine",
+    ),
+    "nan_at_a_step": (
+        "NaN OR INF: layer 5, head 1, at step 300, the last", "row 64 holds NaN or Inf", "not found at step 200",
+        "certain", "attn-diag inspect nan_at_a_step/step000300_layer05.safetensors --head 1",
+    ),
+    "wrong_mask": (
+        "MASK OR SCALE NOT AS STATED: layer 6, all 4 heads, step 100 (O fits causal=none)", "86.2 % off", "certain",
+        "attn-diag inspect wrong_mask/step000100_layer06.safetensors --causal none",
+    ),
+    "leak": (
+        "WRONG: layer 6, all 4 heads, step 100", "what a causal border one key further on gives", "certain",
+        "attn-diag inspect leak/step000100_layer06.safetensors --head",
+    ),
+    "ill_conditioned": (
+        "ILL-CONDITIONED: layer 2, all 4 heads, step 700 (no fault of the kernel)", "amplify ordinary rounding",
+        "a well-rounded kernel, run on the same inputs, is as far off",
+        "attn-diag what-if ill_conditioned/step000700_layer02.safetensors --head",
+    ),
+    "undecided": (
+        "NOTHING FOUND, BUT TOO LITTLE TO DECIDE: the only head", "Too few independent rows", "capture more rows",
+    ),
+    "emulated": (
+        "NO KERNEL JUDGED, as no output of one was captured: recipe fa2, emulated on these inputs, is clean",
+        "capture what the kernel returns",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("planted")
+
+
+@pytest.fixture
+def found(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """The diagnosis of a planted folder, made once by the command line."""
+    monkeypatch.chdir(folder)
+
+    def of(name: str) -> Path:
+        saved = folder / f"{name}.json"
+        if not saved.exists():
+            write(folder, name)
+            done = run("inspect", name, "--device", "cpu", "--json", saved)
+            assert done.code == (2 if name == "wrong_mask" else 0), done.err
+        return saved
+
+    return of
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_every_planted_folder_is_asked_for() -> None:
+    assert SAID.keys() == FOLDERS.keys()
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_the_first_lines_say_it_all(name: str, found: Callable[[str], Path], run: Run) -> None:
+    text = run("report", found(name), COLUMNS="80").out
+    first = flat("\n".join(text.splitlines()[:LINES]))
+    for words in SAID[name]:
+        assert words in first, f"{words!r} is not in:\n{first}"
+    for other, said in SAID.items():
+        assert other in (name, "one_finding") or said[0] not in first
+    assert not first.startswith("UNDECIDED")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_openings_are_as_they_were(width: int, found: Callable[[str], Path], run: Run) -> None:
+    """Look at the difference; where it is meant, write the file again with ATTN_DIAG_WRITE_SNAPSHOTS=1."""
+    parts = []
+    for name in SAID:
+        lines = run("report", found(name), COLUMNS=str(width)).out.splitlines()
+        assert max(map(cell_len, lines)) <= width
+        parts += [f"$ attn-diag inspect {name}", *lines[:LINES], ""]
+    file = SNAPSHOTS / f"openings_{width}.txt"
+    if REWRITE in os.environ:
+        file.write_text("\n".join(parts), encoding="utf-8")
+    assert "\n".join(parts) == file.read_text(encoding="utf-8"), f"{REWRITE}=1 writes {file.name} again"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_whole_report_is_as_it_was(width: int, found: Callable[[str], Path], run: Run) -> None:
+    text = run("report", found("two_findings"), COLUMNS=str(width)).out.partition("Where the numbers come from")[0]
+    file = SNAPSHOTS / f"report_two_findings_{width}.txt"
+    if REWRITE in os.environ:
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8"), f"{REWRITE}=1 writes {file.name} again"
+
+
+def read(path: Path) -> Diagnosis:
+    return Diagnosis.from_json(path.read_bytes())
+
+
+def with_findings(diagnosis: Diagnosis, captures: list[CaptureDiagnosis]) -> Diagnosis:
+    """The diagnosis of other captures, with what their heads share."""
+    return Diagnosis(diagnosis.tool, diagnosis.family, tuple(captures), diagnosis.summary)
+
+
+def of_720(model: Diagnosis) -> Diagnosis:
+    """12 layers of 12 heads at 5 steps: layer 3 lossy from step 200 on, layer 7 biased from step 300 on."""
+    heads = {(c.metadata["layer"], c.metadata["step"]): (c, c.observations[0].heads[0]) for c in model.captures}
+    captures = []
+    for step in range(0, 500, 100):
+        for layer in range(12):
+            planted = (layer == 3 and step >= 200) or (layer == 7 and step >= 300)
+            whole, head = heads[(str(layer), "300") if planted else ("5", "300")]
+            twelve = tuple(replace(head, layer=layer, head=n) for n in range(12))
+            made = replace(whole.observations[0], heads=(*twelve, replace(head, layer=layer, head=None)))
+            stated = whole.metadata | {"layer": str(layer), "step": str(step)}
+            source = f"run/step{step:06d}_layer{layer:02d}.safetensors"
+            captures.append(replace(whole, source=source, metadata=stated, observations=(made,)))
+    return with_findings(model, captures)
+
+
+def test_720_heads_are_two_findings(found: Callable[[str], Path]) -> None:
+    diagnosis = of_720(read(found("two_findings")))
+    lossy, biased = diagnosis.findings
+    assert (lossy.label, lossy.layers, lossy.onset, lossy.heads, lossy.of) == ("lossy", (3,), 200, 36, 720)
+    assert (biased.label, biased.layers, biased.onset, biased.heads) == ("biased", (7,), 300, 24)
+    assert lossy.places[0].all_heads
+    assert lossy.site == "scores in BF16"
+    assert not diagnosis.undecided
+    lines = diagnosis.report(80).splitlines()
+    first = flat("\n".join(lines[:3]))
+    assert first.startswith(
+        "LOSSY: layer 3, all 12 heads, from step 200 on (scores in BF16). "
+        "BIASED: layer 7, all 12 heads, from step 300 on. 660 of 720 (144 heads at 5 steps) pass."
+    )
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("head ")) + 1 :]
+    rows = [line.split()[0] for line in table if line.startswith("L") and " step " in line and "(" not in line]
+    assert sum(row.startswith("L3H") for row in rows) <= 3
+    assert sum(row.startswith("L7H") for row in rows) in (1, 2, 3)
+
+
+def test_undecided_is_never_the_headline(found: Callable[[str], Path]) -> None:
+    """24 heads, one of them undecided: the run passes, and says so of the one."""
+    model = read(found("two_findings"))
+    small = read(found("undecided"))
+    healthy = next(c for c in model.captures if c.metadata["layer"] == "5")
+    head, open_ = healthy.observations[0].heads[0], small.captures[0].observations[0].heads[0]
+    heads = (*(replace(head, head=n, layer=2) for n in range(23)), replace(open_, head=23, layer=2))
+    capture = replace(healthy, observations=(replace(healthy.observations[0], heads=heads),))
+    diagnosis = with_findings(model, [capture])
+    assert diagnosis.findings == ()
+    assert diagnosis.labels == {"clean", "undecided"}
+    assert headline(diagnosis).startswith("PASS: ")
+    assert "Of 24 heads 1 is undecided: L2H23 step" in headline(diagnosis)
+    assert [line.about for line in opening(diagnosis)][:2] == ["Next", "Undecided"]
+
+
+def test_without_an_output_no_kernel_passes() -> None:
+    given = rounded_inputs()
+    q, k, v = (given[name] for name in "qkv")
+    only = attn_diag.inspect(q, k, v, causal=True, device="cpu")
+    assert headline(only).startswith("NO KERNEL JUDGED")
+    assert "CLEAN" not in headline(only)
+    beside = attn_diag.inspect(q, k, v, o=given["o"], causal=True, device="cpu", recipes=["qiu2025"])
+    said = headline(beside)
+    assert "Emulated beside it, not captured: recipe qiu2025" in said
+    assert not said.startswith(("LOSSY", "BIASED", "NO KERNEL"))
+    assert all(not finding.captured for finding in beside.findings)
+
+
+@cache
+def several_steps(labels: str) -> Diagnosis:
+    """A head of one layer at steps 0, 10, …: l lossy, w wrong, b biased, . clean."""
+    kinds = {
+        "l": inspected("failing_step500_L2H7"),
+        ".": inspected("gpt2_step637_L2H6"),
+    }
+    (lossy,), (clean,) = kinds["l"].captures, kinds["."].captures
+    captures = []
+    for place, letter in enumerate(labels):
+        model = clean if letter == "." else lossy
+        head = replace(model.observations[0].heads[0], layer=2, head=0)
+        if letter in "wb":
+            verdict = replace(some(head.verdict), labels=("wrong",) if letter == "w" else ("biased",))
+            head = replace(head, verdict=verdict)
+        observation = replace(clean.observations[0], heads=(head, replace(head, head=None)))
+        stated = clean.metadata | {"step": str(10 * place)}
+        captures.append(replace(clean, source=f"s{place}.pt", metadata=stated, observations=(observation,)))
+    return with_findings(kinds["l"], captures)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ("..ll", "layer 2, head 0, from step 20 on"),
+        ("llll", "layer 2, head 0, at all 4 steps (0 to 30)"),
+        (".ll.", "layer 2, head 0, steps 10 to 20"),
+        ("l.l.", "layer 2, head 0, at 2 of 4 steps from 0 on"),
+        (".l..", "layer 2, head 0, at step 10 alone"),
+        ("...l", "layer 2, head 0, at step 30, the last"),
+        ("l", "layer 2, head 0, step 0"),
+        (".lww", "layer 2, head 0, from step 20 on (lossy from step 10 on)"),
+    ],
+)
+def test_steps_are_ranges_with_their_onset(labels: str, said: str) -> None:
+    diagnosis = several_steps(labels)
+    assert len(diagnosis.findings) == 1
+    assert headline(diagnosis).partition(": ")[2].startswith(said)
+
+
+def test_what_became_graver_is_one_finding() -> None:
+    (finding,) = several_steps(".lww").findings
+    assert (finding.label, finding.onset, finding.earlier) == ("wrong", 20, {"lossy": 10})
+    assert [(s.step, s.label) for s in finding.by_step] == [(0, None), (10, "lossy"), (20, "wrong"), (30, "wrong")]
+
+
+def test_nonfinite_figures_are_the_largest() -> None:
+    """A gradient that is NaN is no small one."""
+
+    def broken(head: HeadDiagnosis) -> HeadDiagnosis:
+        dq = replace(some(head.propagation.dq), relative_error=float("nan"))
+        return replace(head, propagation=replace(head.propagation, dq=dq))
+
+    model = with_heads(inspected("kernels_pair_T512"), broken)
+    diagnosis = with_findings(model, list(model.captures))
+    assert [str(f.dq_error) for f in diagnosis.findings] == ["nan"] * len(diagnosis.findings)
+    assert "nan" in diagnosis.report(80)
+
+
+def test_fragile_heads_are_one_finding_whatever_the_kernel() -> None:
+    """flash and FlexAttention on the same inputs: the head is fragile, not either of them."""
+    findings = inspected("kernels_pair_T512").findings
+    assert [(f.label, f.observations) for f in findings] == [
+        ("lossy", ("paper",)), ("lossy", ("stable",)), ("ill_conditioned", ("flash", "flex")),
+    ]  # fmt: skip
+
+
+def test_findings_are_in_the_json_and_follow_from_older_documents(found: Callable[[str], Path]) -> None:
+    path = found("two_findings")
+    document = json.loads(path.read_text())
+    assert next(iter(document)) == "findings"
+    assert [f["label"] for f in document["findings"]] == ["lossy", "biased"]
+    del document["findings"], document["undecided"]
+    assert Diagnosis.from_json(json.dumps(document)).findings == read(path).findings
+
+
+def test_plain_lines_say_it_too(found: Callable[[str], Path]) -> None:
+    lines = plain_text(read(found("growing"))).splitlines()
+    assert lines[0].startswith("verdict      WRONG: layer 2, head 1")
+    about = [line.split()[1] for line in lines if line.startswith("opening ")]
+    assert about == ["Next:", "What:", "Since:", "Matters:", "Sure:"]
+
+
+def test_the_next_command_runs(found: Callable[[str], Path], run: Run) -> None:
+    """As it stands, in the folder where inspect ran."""
+    for name in ("one_finding", "ill_conditioned", "wrong_mask", "one_rank", "two_observations"):
+        line = next_command(read(found(name)))
+        assert line.command
+        arguments = line.said.split()
+        assert arguments.pop(0) == "attn-diag"
+        done = run(*arguments, *([] if "what-if" in arguments else ["--device", "cpu"]))
+        assert done.code == 0, done.err
+
+
+def test_a_capture_in_memory_is_explained_next() -> None:
+    capture = planted_folders.capture(planted_folders.coarse_scores, layer=1, step=5)
+    diagnosis = attn_diag.inspect_captures([capture], device="cpu")
+    assert next_command(diagnosis).said.startswith("print(attn_diag.explain(found, ")
+    assert ", layer=1))" in next_command(diagnosis).said
+
+
+def test_captures_that_cannot_be_judged_are_grouped_by_what_fits(found: Callable[[str], Path]) -> None:
+    (finding,) = read(found("wrong_mask")).findings
+    assert isinstance(finding, SharedFinding)
+    assert (finding.label, finding.layers, finding.worst.head) == ("unjudged", (6,), None)
+
+
+def test_nothing_could_be_judged() -> None:
+    capture = attn_diag.load(CAPTURES / "gqa_T200.safetensors", causal="none")
+    diagnosis = attn_diag.inspect_captures([capture], device="cpu")
+    assert headline(diagnosis).startswith("MASK OR SCALE NOT AS STATED: all 8 heads (O fits causal=top-left")
+
+
+def test_numbers_in_plain_words() -> None:
+    assert chance(0.002) == "by chance in 1 of 500 runs (adjusted p = 0.002)"
+    assert chance(1e-9) == "by chance in less than 1 of a million runs (adjusted p = 1e-09)"
+    assert chance(0.0) == "by chance in less than 1 of a million runs (adjusted p = 0)"
+    assert in_units(-0.1, floors=False) == "-0.1 ulp, spacings of O's format"
+    assert in_units(2.0, floors=True) == "+2 noise floors, of which one correct rounding of O makes 1"
+
+
+@pytest.mark.parametrize("name", ["two_findings"])
+def test_reasons_say_what_a_p_value_means(name: str, found: Callable[[str], Path]) -> None:
+    said = [r for _, _, h in read(found(name)).entries() for r in some(h.verdict).reasons if "p = " in r]
+    assert said
+    assert all("by chance in" in reason for reason in said)
+
+
+def test_of_two_ranks_that_agree_none_is_named() -> None:
+    """The same kernel on all ranks is no one rank's fault."""
+    captures: list[Capture] = [
+        planted_folders.capture(
+            planted_folders.coarse_scores, layer=2, step=5, seed=rank, rank=rank,
+            extra=planted_folders.RUN | {"world_size": "2"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    diagnosis = attn_diag.inspect_captures(captures, device="cpu")
+    (finding,) = diagnosis.findings
+    assert finding.ranks == ()
+    assert torch.is_tensor(captures[0].tensors["q"])
