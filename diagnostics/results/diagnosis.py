@@ -1,4 +1,4 @@
-"""The result of an inspection: plain frozen dataclasses, and their JSON (schema "attn-diag-diagnosis" 3).
+"""The result of an inspection: plain frozen dataclasses, and their JSON (schema "attn-diag-diagnosis" 3; in short 4).
 
 A quantity that needs a tensor the capture lacks is None, never 0.
 """

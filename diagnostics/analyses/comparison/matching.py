@@ -106,9 +106,9 @@ def match_by(a: Diagnosis, b: Diagnosis, by: Sequence[str]) -> Matched:
         together, words = _over_steps(one, other)
         pairs += together
         paired = {id(place) for pair in together for place in pair}
-        for side, of_side in (("A", one), ("B", other)):
+        for letter, of_side in (("A", one), ("B", other)):
             reason = "this step is not there" if together else words
-            left += [_left(side, place, reason) for place in of_side if id(place) not in paired]
+            left += [_left(letter, place, reason) for place in of_side if id(place) not in paired]
         if together and words:
             how[words] = None
     judged = [pair for pair in pairs if all(place.head.verdict is not None for place in pair)]
