@@ -116,10 +116,9 @@ def test_a_column_is_what_a_reader_expects() -> None:
     heads = document["heads"]
     assert [o["heads"] for c in document["captures"] for o in c["observations"]] == [4] * 4
     assert heads["head"] == [0, 1, 2, None] * 4
-    factors = [
-        {q.quantity: q.factor for q in head.quantities} for c in found.captures for head in c.observations[0].heads
-    ]
-    assert heads["quantities.o.factor"] == [short(f["o"]) if f.get("o") else None for f in map(dict, factors)]
+    entries = [head for capture in found.captures for head in capture.observations[0].heads]
+    factors = [next(q.factor for q in head.quantities if q.quantity == "o") for head in entries]
+    assert heads["quantities.o.factor"] == [short(some(factor)) for factor in factors]
     assert heads["rows_unknown"] == 0, "the same in all"
     assert "attribution" not in heads, "null in all"
 

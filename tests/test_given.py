@@ -17,7 +17,7 @@ import attn_diag
 from attn_diag.captures.tensors import as_tensor
 from attn_diag.results.several import Several
 
-GIVEN = rounded_inputs(rows=20)
+GIVEN: dict[str, Any] = {**rounded_inputs(rows=20)}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attribute": attn_diag.attribute,
     "identify": attn_diag.identify,
@@ -46,11 +46,12 @@ def test_tensors_a_capture_a_file_a_folder_and_a_list(name: str, tmp_path: Path)
     assert [row["observation"] for row in expected.to_rows()][:heads] == ["observed"] * heads
     assert expected.findings
     assert expected.to_dict()["source"] == "memory"
-    for source in (str(file), file):
-        one = function(source, device="cpu")
+    for path in (str(file), file):
+        one = function(path, device="cpu")
         assert type(one) is type(expected)
         assert one.source == str(file)
-    for source, count in ((file.parent, 1), ([capture(), str(file)], 2), ((file, file, file), 3)):
+    listed: list[tuple[Any, int]] = [(file.parent, 1), ([capture(), str(file)], 2), ((file, file, file), 3)]
+    for source, count in listed:
         several = function(source, device="cpu")
         assert isinstance(several, Several)
         assert (len(several), len(several.heads)) == (count, heads * count)
@@ -141,7 +142,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a list": (lambda: attn_diag.inspect(q, k.tolist(), v), "k must be a tensor of torch, NumPy or JAX, got list"),
     "texts": (lambda: attn_diag.inspect(np.array(["a"]), k, v), "q is an array of str32, which torch has not"),
     "tensors in a list": (
-        lambda: attn_diag.attribute([q, k]),  # type: ignore[list-item]
+        lambda: attn_diag.attribute([q, k]),
         "got one of torch.Tensor; tensors are given as attribute(q, k, v, o=…)",
     ),
     "an empty list": (lambda: attn_diag.identify([]), "identify() was given no capture: an empty list"),
