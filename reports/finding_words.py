@@ -47,9 +47,9 @@ def about(finding: SharedFinding) -> Iterator[Line]:
     yield Line("What", f"{what(finding)}{_site(finding)}", label=finding.label)
     if since := when(finding):
         yield Line("Since", since)
+    yield Line("Sure", f"{sure(finding)}{_count(finding)}")
     if effect := matters(finding):
         yield Line("Matters", effect)
-    yield Line("Sure", f"{sure(finding)}{_count(finding)}")
 
 
 def brief(finding: SharedFinding) -> Line:
@@ -77,7 +77,7 @@ def where(finding: SharedFinding) -> str:
 def _heads(place: FindingPlace) -> str:
     layers = f"layer{'s' if len(place.layers) > 1 else ''} {ranges(place.layers)}, " if place.layers else ""
     if place.all_heads:
-        return f"{layers}all {len(place.heads)} heads"
+        return f"{layers}{'both' if len(place.heads) == 2 else f'all {len(place.heads)}'} heads"
     return f"{layers}head{'s' if len(place.heads) > 1 else ''} {ranges(place.heads)}"
 
 
@@ -117,13 +117,17 @@ def what(finding: SharedFinding) -> str:
         said = f"{together(factors)} times the error of a well-rounded kernel"
     pattern = f" {finding.pattern.rstrip('.')}." if finding.label == "lossy" and finding.pattern else ""
     too = f" Biased too: {_bias(finding)}." if "biased" in finding.also and finding.biased_mean is not None else ""
+    if finding.label in ("wrong", "nonfinite"):
+        for names, are in ((finding.quantities[1:], f"{NAMES[finding.label]} too"), (finding.right, "right")):
+            if names:
+                too += f" {together([SYMBOLS[n] for n in names])} {'are' if len(names) > 1 else 'is'} {are}."
     return f"{said}{place}.{pattern}{too}"
 
 
 def _site(finding: SharedFinding) -> str:
     if finding.site is None:
         return ""
-    return f" O has the bits of a kernel that keeps {finding.site}; good kernels keep these in fp32."
+    return f" Its bits show {finding.site}; good kernels keep fp32 there."
 
 
 def _bias(finding: SharedFinding) -> str:
@@ -145,8 +149,6 @@ def when(finding: SharedFinding) -> str:
     looked = f"{len(steps)} steps looked at, {steps[0].step} to {steps[-1].step}"
     onset = f"not found at step {before[-1]}; {looked}" if before else f"the first looked at; {looked}"
     said = [f"step {there[0].step} ({onset})."]
-    for label, first in finding.earlier.items():
-        said.append(f"At first {NAMES[label]} (from {first} on), {NAMES[finding.label]} from {finding.onset} on.")
     first_error, last_error = there[0].dq_error, there[-1].dq_error
     if len(there) > 1 and first_error and last_error:
         errors = f"dQ is {percent(first_error)} off at {there[0].step}, {percent(last_error)} at {there[-1].step}"
@@ -169,9 +171,9 @@ def matters(finding: SharedFinding) -> str:
     said += f"up to {percent(finding.dq_error)} off"
     said += "" if other is None else f" (a well-rounded kernel's: {percent(other)})"
     said += "" if finding.dw_q_error is None else f", dW_Q up to {percent(finding.dw_q_error)}"
-    if size >= _LARGE:
-        return f"much: {said}. Training runs that blew up had 11 to 42 % of dW_Q off shortly before."
-    return f"{'little so far: ' if size < _LITTLE else ''}{said}."
+    if (finding.dw_q_error or 0.0) >= _LARGE:
+        said += ". Training runs that blew up had 11 to 42 % of dW_Q off shortly before"
+    return f"{'much: ' if size >= _LARGE else 'little so far: ' if size < _LITTLE else ''}{said}."
 
 
 def sure(finding: SharedFinding) -> str:

@@ -26,7 +26,7 @@ def headline(diagnosis: Diagnosis) -> str:
     entries, found = _judged(diagnosis), _captured(diagnosis.findings)
     rest = [*_recipes(diagnosis), *_unread(diagnosis)]
     if found:
-        said = [f"{_shouted(f)}: {where(f)}{_details(diagnosis, f)}." for f in found[:_MOST_FINDINGS]]
+        said = [f"{_shouted(diagnosis, f)}: {where(f)}{_details(diagnosis, f)}." for f in found[:_MOST_FINDINGS]]
         if more := len(found[_MOST_FINDINGS:]):
             said.append(f"And {plural(more, 'more finding')}.")
         return " ".join([*said, *_others(diagnosis, entries), *rest])
@@ -88,8 +88,11 @@ def _judged(diagnosis: Diagnosis) -> list[Entry]:
     return [e for e in diagnosis.ranked() if e[2].verdict is not None and e[1].outputs]
 
 
-def _shouted(finding: SharedFinding) -> str:
-    return "NaN OR INF" if finding.label == "nonfinite" else NAMES[finding.label].upper()
+def _shouted(diagnosis: Diagnosis, finding: SharedFinding) -> str:
+    """The finding's name, and in which of several observations it is."""
+    name = "NaN OR INF" if finding.label == "nonfinite" else NAMES[finding.label].upper()
+    observations = {o.name for c in diagnosis.captures for o in c.observations if o.outputs}
+    return f"{name} in {together(finding.observations)}" if len(observations) > len(finding.observations) else name
 
 
 def _details(diagnosis: Diagnosis, finding: SharedFinding) -> str:
@@ -101,9 +104,6 @@ def _details(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     if finding.label == "unjudged":
         fits = _fitting(finding)
         parts.append(f"O fits {together(fits)}" if fits else "no mask or scale tried fits")
-    observations = {o.name for c in diagnosis.captures for o in c.observations if o.outputs}
-    if len(observations) > len(finding.observations):
-        parts.append(f"in {together(finding.observations)}")
     if finding.kernel and len({c.metadata.get("kernel") for c in diagnosis.captures}) > 1:
         parts.append(f"kernel {finding.kernel}")
     return f" ({', '.join(parts)})" if parts else ""

@@ -133,7 +133,8 @@ def _shown(diagnosis: Diagnosis, entries: list[Entry]) -> list[Entry]:
     alike: Counter[object] = Counter()
     chosen: set[int] = set()
     for number, (_, observation, head) in enumerate(worst := story.worst_of_findings(diagnosis) + entries):
-        kind = observation.name, head.layer, labels(head)
+        clean = label_names(head) == ("clean",)
+        kind = observation.name, None if clean else head.layer, labels(head)
         wanted = number < len(worst) - len(entries) or (len(chosen) < _MAX_ROWS and alike[kind] < _MOST_ALIKE)
         if wanted and id(head) not in chosen:
             alike[kind] += 1
@@ -163,7 +164,7 @@ def _overview(entries: list[Entry], pooled: list[Entry], options: ConsoleOptions
         table.add_row(name, *place, _labels(head), *(known[q] for q in shown))
     yield table
     if explained := [f"{q.title}: {q.words[0].lower()}{q.words[1:]}" for q in shown if q.words]:
-        yield layout.note(" ".join(explained))
+        yield layout.Hanging("", layout.note(" ".join(explained)))
 
 
 def _least_width(shown: list[Quantity], figures: list[dict[Quantity, str]], *, named: bool) -> int:

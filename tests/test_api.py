@@ -27,7 +27,7 @@ def test_inspect_at_a_breakpoint() -> None:
     diagnosis = attn_diag.inspect(**tensors(), causal=True)
     text = repr(diagnosis)
     assert len(text.splitlines()) <= 25
-    assert "2 heads judged" in text
+    assert "Of 2 heads 1 is undecided" in text
     pooled = diagnosis.captures[0].observations[0].pooled
     assert pooled.rows_all == 96
     assert any("bit-identical to correct rounding" in reason for reason in some(pooled.verdict).reasons)
@@ -125,7 +125,7 @@ def test_rich_and_notebook_faces() -> None:
     diagnosis = attn_diag.inspect(**tensors(), causal=True)
     console = Console(file=io.StringIO(), width=100, record=True)
     console.print(diagnosis)
-    assert "2 heads judged" in console.export_text()
+    assert "Of 2 heads 1 is undecided" in console.export_text()
     assert "<table>" in diagnosis._repr_html_()
 
 

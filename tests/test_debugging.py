@@ -129,13 +129,14 @@ def test_wrapping_keeps_the_words() -> None:
 def test_the_worst_first_and_what_to_type_next() -> None:
     found = inspected("kernels_pair_T512")
     lines = repr(found).splitlines()
-    assert "paper" in lines[3]
-    assert "lossy" in lines[3]
+    rows = lines[next(i for i, line in enumerate(lines) if line.startswith("head ")) + 1 :]
+    assert "paper" in rows[0]
+    assert "lossy" in rows[0]
     assert "lossy, biased" in repr(found)
     assert "explain(found, 0" in repr(found)
     assert "observation='paper'" in repr(found)
-    rows = [entry[2] for entry in found.ranked()]
-    assert [h.verdict.labels[0] for h in rows if h.verdict] == ["lossy"] * 4 + ["ill_conditioned"] * 4
+    heads = [entry[2] for entry in found.ranked()]
+    assert [h.verdict.labels[0] for h in heads if h.verdict] == ["lossy"] * 4 + ["ill_conditioned"] * 4
     reversed_first = replace(found, captures=tuple(reversed(found.captures)))
     assert brief(reversed_first) == brief(found), "the order of the file does not matter"
 
@@ -232,12 +233,12 @@ print("end")
         "c",
     )
     inspected, listed, of_run, nothing, explained = answers(output)[:5]
-    assert inspected.startswith("Diagnosis: 144 heads judged"), output
+    assert "of 144 heads" in inspected.splitlines()[0], output
     assert not too_much(inspected)
     assert len(inspected.splitlines()) > 8
     assert listed.startswith("2 captures:")
     assert not too_much(listed)
-    assert of_run.startswith("Diagnosis: 8 heads judged")
+    assert "8 heads" in of_run.splitlines()[0]
     assert not too_much(of_run)
     assert nothing == ""
     assert explained.startswith("observed, head 3:")

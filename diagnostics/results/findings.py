@@ -101,6 +101,8 @@ class SharedFinding:
     """What the kernel's recipe, recognised by its bits, rounds more coarsely than published kernels; null: unknown."""
     quantities: tuple[Quantity, ...]
     """The captured quantities that have it, in the order of the computation."""
+    right: tuple[Quantity, ...]
+    """Of the worst head, the captured quantities that are as good as a well-rounded kernel's."""
     factors: dict[Quantity, Number]
     """Of the worst head, how many times a well-rounded kernel's error each of them has, the largest first."""
     factor_ci95: tuple[Number, Number] | None
