@@ -35,9 +35,10 @@ def run(*words: str) -> str:
 
 def labels(file: str) -> list[list[str]]:
     """Of every head in a command's JSON."""
-    captures = json.loads(Path(file).read_text())["captures"]
-    heads = [head for c in captures for o in c["observations"] for head in o["heads"] if head["head"] is not None]
-    return [head["verdict"]["labels"] for head in heads]
+    table = json.loads(Path(file).read_text())["heads"]
+    labels = [found for found, head in zip(table["verdict.labels"], table["head"], strict=True) if head is not None]
+    assert labels == [list(head.verdict.labels) for head in attn_diag.read_diagnosis(file).heads if head.verdict]
+    return labels
 
 
 def train(steps: int) -> dict[str, float]:

@@ -63,9 +63,18 @@ def differences(one: Any, other: Any, place: str = "") -> Iterator[tuple[str, An
         yield place, one, other
 
 
+def _has_short_form(python: str) -> bool:
+    """Whether what an installation writes of a diagnosis is short unless all of it is asked for."""
+    shown = subprocess.run([python, "-m", "attn_diag", "inspect", "--help"], capture_output=True, text=True, check=True)
+    return "--json-full" in shown.stdout
+
+
 def _document(python: str, options: argparse.Namespace, capture: Path) -> Any:
     file = capture.resolve()
-    command = [python, "-m", "attn_diag", *shlex.split(options.command), str(file), "--json", "-", "--device", "cpu"]
+    named = [*shlex.split(options.command), str(file)]
+    command = [python, "-m", "attn_diag", *named, "--json", "-", "--device", "cpu"]
+    if named[0] == "inspect" and _has_short_form(python):
+        command.append("--json-full")
     environment = {**os.environ, "OMP_NUM_THREADS": options.threads, "MKL_NUM_THREADS": options.threads}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=file.parent)
     if done.returncode not in (0, 1, 2) or not done.stdout:

@@ -38,6 +38,7 @@ from .results.identification import Identification as Identification
 from .results.microscope import Microscope as Microscope
 from .results.paper import PaperFigures as PaperFigures
 from .results.probe import ProbeReport as ProbeReport
+from .results.several import Several as Several
 from .results.what_if import WhatIf as WhatIf
 from .testing.probing.probe import probe as probe
 from .testing.regression.check import check as check

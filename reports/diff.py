@@ -11,6 +11,7 @@ from rich.table import Column
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.reports.diff_trends import figure_title, shared_trends, trend_table
 from attn_diag.reports.quantities import DQ_ERROR, NOISE_FACTOR, QUANTITIES, TESTS, PrimaryTest, Quantity
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, Outcome, Side, SizeChange
 from attn_diag.results.wording import DASH, file_name, head_name, number, signed
@@ -52,6 +53,11 @@ def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
             yield layout.paragraph(f"and {len(changed) - _MAX_HEADS} more changed heads in --json", style="dim")
         for entry in changed[:_MAX_DETAILS]:
             yield from _detail(found, entry)
+    if shared := shared_trends(found):
+        yield from layout.title("Over the steps")
+        yield layout.Sized(partial(trend_table, shared[:_MAX_HEADS]))
+        if len(shared) > _MAX_HEADS:
+            yield layout.paragraph(f"and {len(shared) - _MAX_HEADS} more in --json", style="dim")
     if alone := [e for e in found.entries if e.outcomes == ("relabelled",) and e not in changed]:
         yield from layout.title("Other labels, and no change beyond chance")
         relabelled = [f"{_name(found, entry)}: {_labels(entry)}" for entry in alone]
@@ -84,6 +90,8 @@ def diff_lines(found: Comparison) -> Iterator[str]:
         for size in entry.sizes:
             yield layout.line("size", place, size.name, _size_words(size))
         yield from (layout.line("note", place, note) for note in entry.notes)
+    for shared in shared_trends(found):
+        yield layout.line("trend", shared.place.replace(" ", "_"), shared.trend.name, shared.words())
     for item in found.unmatched:
         yield layout.line("unmatched", item.side, f"{item.what}: {item.reason}")
     for note in (*found.notes, _method(found)):
@@ -107,8 +115,11 @@ def _side(side: Side) -> str:
 
 
 def _name(found: Comparison, entry: HeadComparison) -> str:
-    """The head, with observation and file where the comparison has several."""
+    """The head, with steps, observation and file where the comparison has several."""
     parts = [head_name(entry.layer, entry.head)]
+    if len({(e.a_step, e.b_step) for e in found.entries}) > 1 and entry.b_step is not None:
+        same = entry.a_step in (None, entry.b_step)
+        parts.append(f"step {entry.b_step}" if same else f"step {entry.a_step}/{entry.b_step}")
     if len({(e.a_observation, e.b_observation) for e in found.entries}) > 1:
         both = entry.a_observation == entry.b_observation
         parts.append(entry.b_observation if both else f"{entry.a_observation}/{entry.b_observation}")
@@ -147,7 +158,8 @@ def _labels(entry: HeadComparison) -> str:
 
 def _quantity(size: SizeChange) -> Quantity:
     # A document may have been edited: names are texts there.
-    return QUANTITIES.get(size.name) or Quantity(size.name, size.name, size.name)
+    known = QUANTITIES.get(size.name)
+    return known or Quantity(size.name, figure_title(size.name), size.name, digits=3)
 
 
 def _test(mean: MeanChange) -> PrimaryTest:

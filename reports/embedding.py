@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from attn_diag.results.compact import without_curves
 from attn_diag.results.diagnosis import Bias, BiasEstimate, Diagnosis, Drift, HeadDiagnosis, RoundingBias, severity
 from attn_diag.results.figures import HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
 from attn_diag.results.packing import packed
@@ -162,10 +163,7 @@ def _estimate(estimate: BiasEstimate | None, points: int) -> BiasEstimate | None
 def _figures(figures: HeadFigures, points: int) -> HeadFigures:
     runs, unit = figures.rows, figures.unit_positions
     if not points:
-        return HeadFigures(
-            RowRuns((), (), (), runs.rows, runs.total), RowStrip((), (), ()), UnitPositions((), (), unit.total),
-            o_error=None, alignment=None, dq=None, dw_q=None, max_logit=figures.max_logit,
-        )  # fmt: skip
+        return without_curves(figures)
     listed, shown = min(len(runs.first), points), _evenly(len(unit.rows), points)
     return replace(
         figures,

@@ -143,8 +143,9 @@ class _Ascii(io.StringIO):
 def _drawn_in_ascii(result: Result) -> str:
     buffer = _Ascii()
     console = Console(
-        file=buffer, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, safe_box=True, emoji=False
-    )
+        file=buffer, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, safe_box=True, emoji=False,
+        force_jupyter=False,
+    )  # fmt: skip
     for renderable in renderables(result):
         console.print(renderable)
     return buffer.getvalue()

@@ -352,7 +352,17 @@ def test_pooled_certificates() -> None:
 def test_certify_on_the_command_line(run: Run, tmp_path: Path) -> None:
     target, page = tmp_path / "out.json", tmp_path / "out.html"
     code, out, _ = run(
-        "inspect", "--example", "--certify", 8, "--certify-rows", "0,100-101", "--json", target, "--html", page
+        "inspect",
+        "--example",
+        "--certify",
+        8,
+        "--certify-rows",
+        "0,100-101",
+        "--json",
+        target,
+        "--html",
+        page,
+        "--json-full",
     )
     assert code == 0
     line = "rows recomputed in mpmath (128 bits): every error of the float64 reference is within its bound"
@@ -374,7 +384,7 @@ def test_certify_on_the_command_line(run: Run, tmp_path: Path) -> None:
 
 
 def test_without_certify_there_is_no_certificate(run: Run) -> None:
-    code, out, _ = run("inspect", "--example", "--certify", 0, "--json", "-")
+    code, out, _ = run("inspect", "--example", "--certify", 0, "--json", "-", "--json-full")
     assert code == 0
     head = json.loads(out)["captures"][0]["observations"][0]["heads"][0]
     assert head["certificate"] is None

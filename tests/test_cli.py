@@ -25,6 +25,7 @@ from typer.main import get_command
 
 import attn_diag
 from attn_diag.cli import app
+from attn_diag.results.publish import schemas
 
 META = {"format": "attn-diag-capture", "format_version": "1", "layout": "BHTD", "causal": "top-left", "scale": "0.25"}
 
@@ -187,7 +188,7 @@ def test_good_capture_report_json_and_html(tmp_path: Path, run: Run) -> None:
     assert done.code == 0
     assert "Of 2 heads 1 is undecided" in " ".join(done.out.split())
     document = json.loads((tmp_path / "out.json").read_text())
-    jsonschema.Draft202012Validator(attn_diag.json_schema()).validate(document)
+    jsonschema.Draft202012Validator(schemas()["diagnosis-4"]).validate(document)
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -233,7 +234,7 @@ def test_nonfinite_input_is_reported_and_the_rest_analysed(tmp_path: Path, run: 
     tensors = rounded_inputs()
     tensors["v"][0, 1, 20, 5] = torch.nan
     tensors["q"][0, 0, 3, :2] = torch.inf
-    done = run("inspect", write(tmp_path / "capture.safetensors", tensors), "--json", "-")
+    done = run("inspect", write(tmp_path / "capture.safetensors", tensors), "--json", "-", "--json-full")
     assert "2 NaN or Inf in q, first at [0, 0, 3, 0]" in done.err
     assert "1 NaN or Inf in v, first at [0, 1, 20, 5]" in done.err
     document = json.loads(done.out)
@@ -340,7 +341,7 @@ def test_one_unusable_of_several(case: str, tmp_path: Path, run: Run) -> None:
 
 
 def test_contradicted_metadata_give_no_verdict(tmp_path: Path, run: Run) -> None:
-    done = run("inspect", write(tmp_path / "capture.safetensors"), "--causal", "none", "--json", "-")
+    done = run("inspect", write(tmp_path / "capture.safetensors"), "--causal", "none", "--json", "-", "--json-full")
     assert done.code == 2
     assert "causal=top-left fits" in done.err
     assert all(h["verdict"] is None for h in json.loads(done.out)["captures"][0]["observations"][0]["heads"])
@@ -433,7 +434,7 @@ def test_outputs_overwrite_neither_each_other_nor_a_capture(tmp_path: Path, run:
     assert "is a capture to be inspected and would be overwritten" in done.err
     done = run("inspect", path, "--json", tmp_path / "out", "--html", tmp_path / "." / "out")
     assert done.code == 2
-    assert "--json and --html both name" in done.err
+    assert "is to be written twice; give each output a file of its own" in done.err
     assert "only --json writes to stdout" in run("inspect", path, "--html", "-").err
     assert run("inspect", path, "--json", "x" * 300).code == 2
     assert path.read_bytes() == before

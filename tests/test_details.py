@@ -44,7 +44,7 @@ def test_they_are_what_the_commands_say() -> None:
     assert head.attribution == attribution
     assert attribution.guilty["dq"] == "scores"
     found = some(head.microscope)
-    asked = attn_diag.microscope(capture, found.row, found.feature, device="cpu")
+    asked = attn_diag.microscope(capture, row=found.row, feature=found.feature, device="cpu")
     assert replace(found, chosen="as asked") == asked
 
 

@@ -343,6 +343,96 @@ def test_matching() -> None:
         compare(together(renamed(one, "p"), renamed(one, "q")), together(renamed(one, "r"), renamed(one, "s")))
 
 
+def run_of(steps: dict[int, str], *, layer: str = "3", seed: int = 100) -> Diagnosis:
+    """A head's diagnoses at several steps, of inputs of their own; its O rounded as stated."""
+    made = []
+    for step, rounding in steps.items():
+        one = diagnosed(rounding, seed=seed + step, heads=1, rows=192)
+        heads = [dataclasses.replace(h, layer=int(layer)) for h in heads_of(one)]
+        made.append(renamed(with_heads(one, heads), f"step{step}_layer{layer}", step=str(step), layer=layer))
+    return together(*made)
+
+
+HEALTHY = dict.fromkeys(range(0, 800, 100), "bf16")
+
+
+def test_a_difference_that_comes_has_its_onset() -> None:
+    coarse = HEALTHY | dict.fromkeys(range(300, 800, 100), "e8m4")
+    found = compare(run_of(HEALTHY), run_of(coarse))
+    trend = next(t for t in found.trends if t.name == "o_factor")
+    assert trend.steps == tuple(HEALTHY)
+    assert trend.beyond == (False,) * 3 + (True,) * 5
+    assert (trend.onset, trend.outcome) == (300, "since")
+    assert trend.values[:3] == pytest.approx([1, 1, 1])
+    assert "it is there from a later step on in 1 head, the first from step 300" in found.summary
+    assert found.trends[0].outcome == "since", "the clearest first"
+    shown = found.report(100)
+    assert "Over the steps" in shown
+    assert "step 300 on" in shown
+    assert Comparison.from_json(found.to_json()) == found
+    jsonschema.validate(json.loads(found.to_json()), Comparison.json_schema())
+
+
+def test_a_difference_that_goes_again_has_none() -> None:
+    for steps in (HEALTHY | dict.fromkeys((200, 300), "e8m4"), HEALTHY):
+        found = compare(run_of(HEALTHY), run_of(steps))
+        assert {t.onset for t in found.trends} == {None}
+        assert not {t.outcome for t in found.trends} - {"none"}
+    assert "Over the steps" not in found.report(100)
+
+
+def test_a_difference_that_grows_is_said_to() -> None:
+    """Three bits, one after the other: the error doubles twice."""
+    steps = dict(zip(HEALTHY, ("bf16", "bf16", "e8m6", "e8m6", "e8m5", "e8m5", "e8m4", "e8m4"), strict=True))
+    trend = next(t for t in compare(run_of(HEALTHY), run_of(steps)).trends if t.name == "o_factor")
+    assert (trend.outcome, trend.onset) == ("grows", 200)
+    assert some(trend.tau) > 0.8
+    assert some(trend.p_adjusted) <= 0.01
+    back = next(t for t in compare(run_of(steps), run_of(HEALTHY)).trends if t.name == "o_factor")
+    assert back.outcome == "shrinks"
+
+
+def test_matching_by_layer_and_head_across_steps() -> None:
+    before, after = run_of({0: "bf16"}), run_of({500: "e8m4"})
+    (entry,) = compare(before, after, by=("layer", "head")).entries
+    assert (entry.a_step, entry.b_step, entry.same_inputs) == (0, 500, False)
+    assert "grew" in entry.outcomes
+    later = run_of({s: "bf16" if s < 600 else "e8m4" for s in range(400, 900, 100)})
+    found = compare(before, later, by=("layer", "head"))
+    assert [(e.a_step, e.b_step) for e in found.entries] == [(0, s) for s in range(400, 900, 100)]
+    assert "the one step of A with each of the other's" in found.matched_by
+    assert next(t for t in found.trends if t.name == "o_factor").onset == 600
+    turned = compare(later, before, by=("layer", "head"))
+    assert next(t for t in turned.trends if t.name == "o_factor").steps == tuple(range(400, 900, 100))
+    two, others = run_of({0: "bf16", 100: "bf16"}), run_of({500: "e8m4", 600: "e8m4"})
+    ordered = compare(two, others, by=("layer", "head"))
+    assert [(e.a_step, e.b_step) for e in ordered.entries] == [(0, 500), (100, 600)]
+    assert not ordered.trends, "two steps are no trend"
+    some_common = compare(run_of({0: "bf16", 100: "bf16"}), run_of({100: "e8m4", 200: "e8m4"}), by=("layer", "head"))
+    assert [(e.a_step, e.b_step) for e in some_common.entries] == [(100, 100)]
+    assert {u.reason for u in some_common.unmatched} == {"this step is not there"}
+    with pytest.raises(attn_diag.InputError, match="cannot be matched by 'haed'; known: layer, head, batch, step"):
+        compare(two, others, by=("haed",))
+    with pytest.raises(attn_diag.InputError, match="--match layer,head matches across steps"):
+        compare(two, others)
+    with pytest.raises(attn_diag.InputError, match="at several steps in both, at none of them in both"):
+        compare(two, run_of({500: "bf16", 600: "bf16", 700: "bf16"}), by=("layer", "head"))
+
+
+def test_factors_are_compared_by_their_own_intervals() -> None:
+    """Where sizes of one head alone say nothing, the ratio to a well-rounded kernel on the same inputs does."""
+    fine, coarse = (diagnosed(r, heads=4, rows=256) for r in ("bf16", "e8m6"))
+    changes = [{s.name: s for s in e.sizes} for e in compare(fine, coarse).entries if e.head is not None]
+    assert all(c["o_factor"].outcome == "grew" for c in changes)
+    assert all(some(c["o_factor"].low) < 1 < some(c["o_factor"].high) < some(c["o_factor"].ratio) for c in changes)
+    # Up to 1.1 a factor is as good as can be.
+    one = sizes.Sizes({"o_factor": 1.0}, {}, {"o_factor": Estimated(0.0, 0.0, 50.0)})
+    other = sizes.Sizes({"o_factor": 1.09}, {}, {"o_factor": Estimated(math.log(1.09), 0.0, 50.0)})
+    assert sizes.size_changes(one, other, 0.01)[0].outcome == "none"
+    third = sizes.Sizes({"o_factor": 1.11}, {}, {"o_factor": Estimated(math.log(1.11), 0.0, 50.0)})
+    assert sizes.size_changes(one, third, 0.01)[0].outcome == "grew"
+
+
 def test_heads_without_a_verdict_are_not_compared() -> None:
     diagnosis = diagnosed("bf16", heads=8, rows=256)
     heads = [dataclasses.replace(h, verdict=None) if h.head == 3 else h for h in heads_of(diagnosis)]

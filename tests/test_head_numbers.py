@@ -127,7 +127,10 @@ def test_figures_of_a_head_of_the_model(shifted: attn_diag.Capture) -> None:
     found = attn_diag.paper_figures(shifted, head=7, device="cpu")
     assert found.chosen.head == 7
     prefix = some(found.prefix)
-    assert prefix.error[-1] == attn_diag.microscope(shifted, prefix.row, prefix.feature, head=7).curve.points[-1].error
+    assert (
+        prefix.error[-1]
+        == attn_diag.microscope(shifted, row=prefix.row, feature=prefix.feature, head=7).curve.points[-1].error
+    )
 
 
 COMMANDS = {

@@ -37,7 +37,7 @@ def found(key: str) -> Identification:
     loaded = attn_diag.load(CAPTURES / f"{capture}.safetensors")
     # All rows take 3 s at T = 1024; only the near one-hot head needs them.
     rows = 256 if capture in ("gpt2_step637_L2H6", "failing_step500_L2H7") else None
-    return attn_diag.identify(loaded, observation or None, rows=rows, device="cpu")
+    return attn_diag.identify(loaded, observation=observation or None, rows=rows, device="cpu")
 
 
 def emulated(recipe: Recipe, length: int = 256, d: int = 32, seed: int = 0) -> attn_diag.Capture:
@@ -354,7 +354,7 @@ def test_several_observations_need_a_name() -> None:
     with pytest.raises(attn_diag.InputError, match="name one of its observations: cudnn, efficient, flash"):
         attn_diag.identify(capture)
     with pytest.raises(attn_diag.InputError, match="no head 2; the capture has 0 to 1"):
-        attn_diag.identify(capture, "flash", head=2)
+        attn_diag.identify(capture, observation="flash", head=2)
 
 
 def test_progress_ends_at_its_total() -> None:

@@ -246,6 +246,39 @@ def test_last_without_a_ring(tmp_path: Path) -> None:
         (capture,) = attn_diag.last()
         assert capture.metadata.step == 2
         assert re.fullmatch(r"<capture into .*: step 3, 3 files written>", repr(recorder))
+    assert re.fullmatch(r"<capture into .*: closed at step 3, 3 files written>", repr(recorder))
+
+
+def test_what_a_capture_says_of_itself_is_so(tmp_path: Path) -> None:
+    tiny = nano_gpt()
+    recorder = attn_diag.capture(tiny.model, tmp_path / "ring", ring=2)
+    assert repr(recorder) == f"<capture into {tmp_path / 'ring'}: not started, a ring of 2 steps>"
+    with recorder:
+        steps(tiny, 1)
+        assert "ring: step 1, 0 files written, a ring of 2 steps>" in repr(recorder)
+        attn_diag.last()
+        assert "ring: step 1, 2 files written" in repr(recorder)
+    assert "ring: closed at step 1, 2 files written" in repr(recorder)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        attn_diag.Monitor,
+        lambda model: attn_diag.capture(model, "folder"),
+        lambda model: attn_diag.break_if(nonfinite=True, model=model),
+    ],
+    ids=["Monitor", "capture", "break_if"],
+)
+def test_what_is_no_model_is_refused(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = "model must be a torch.nn.Module, or None for all calls of the process, got "
+    with pytest.raises(attn_diag.InputError) as refused:
+        made("gpt2")
+    assert str(refused.value).startswith(f"{expected}the text 'gpt2': load it first")
+    with pytest.raises(attn_diag.InputError, match=f"{expected}list"):
+        made([nn.Linear(1, 1)])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("broken", ["o", "do"])

@@ -81,7 +81,7 @@ def test_golden_example_without_its_residual() -> None:
 @pytest.mark.parametrize("residual", [True, False], ids=["residual", "tie-alone"])
 def test_golden_example_through_the_microscope(residual: bool) -> None:
     head, recipe = golden_head(residual=residual), golden_recipe()
-    found = attn_diag.microscope(head, 0, 0, recipe)
+    found = attn_diag.microscope(head, row=0, feature=0, recipe=recipe)
     addition = some(found.addition)
     assert found.bit_equal
     site = found.sites[some(found.decisive)]
@@ -219,7 +219,7 @@ def test_a_tied_element_of_a_production_kernel(captures: Path) -> None:
     down = (predicted.tie & (predicted.residual < 0)).nonzero()[:2].tolist()
     up = (predicted.tie & (predicted.residual > 0)).nonzero()[:2].tolist()
     for (row, feature), above in [*((at, False) for at in down), *((at, True) for at in up)]:
-        found = attn_diag.microscope(capture, row, feature, observation="flash", whole_head=False)
+        found = attn_diag.microscope(capture, row=row, feature=feature, observation="flash", whole_head=False)
         addition = some(found.addition)
         assert (found.element.kind, addition.tie) == ("tie", "broken")
         assert (addition.rounded > addition.exact) == above
@@ -354,7 +354,7 @@ def test_overflow_is_shown_not_raised() -> None:
     ones = torch.ones(2, 1, dtype=torch.float64)
     head = AttentionHead(ones[:1], ones, values, None, 1.0)
     recipe = replace(preset("cudnn", "fp16"), accumulator="fp16")
-    found = attn_diag.microscope(head, 0, 0, recipe)
+    found = attn_diag.microscope(head, row=0, feature=0, recipe=recipe)
     assert found.walked == found.emulated == math.inf
     (site,) = [s for s in found.sites if s.name == "accumulator"]
     assert (site.before, site.after) == (120000.0, math.inf)
@@ -367,24 +367,24 @@ def test_rows_that_cannot_be_walked() -> None:
     head = golden_head(residual=True)
     masked = replace(head, masking=replace(head.masking, mask=torch.zeros(1, 3, dtype=torch.bool)))
     with pytest.raises(InputError, match="row 0 sees no key"):
-        attn_diag.microscope(masked, 0, 0)
+        attn_diag.microscope(masked, row=0, feature=0)
     with pytest.raises(InputError, match="nothing can be looked at"):
         attn_diag.microscope(masked)
     random = replace(golden_recipe(), accumulator="bf16:stochastic")
     with pytest.raises(InputError, match="rounds accumulator at random"):
-        attn_diag.microscope(head, 0, 0, random)
+        attn_diag.microscope(head, row=0, feature=0, recipe=random)
     with pytest.raises(InputError, match=r"observed must have shape \[Tq, Dv\] = \[1, 1\], got \[2, 1\]"):
-        attn_diag.microscope(head, 0, 0, observed=torch.zeros(2, 1))
+        attn_diag.microscope(head, row=0, feature=0, observed=torch.zeros(2, 1))
 
 
 def test_metadata_that_contradict_the_captured_o_are_refused(captures: Path) -> None:
     wrong = attn_diag.load(captures / "pair_T256.safetensors", causal="none")
     with pytest.raises(InputError, match="correct the metadata"):
-        attn_diag.microscope(wrong, 100, 3)
+        attn_diag.microscope(wrong, row=100, feature=3)
 
 
 def test_a_rounding_is_not_called_decisive_where_more_was_lost_before_the_sum(captures: Path) -> None:
-    found = attn_diag.microscope(attn_diag.load(captures / "failing_step500_L2H7.safetensors"), 891, 61)
+    found = attn_diag.microscope(attn_diag.load(captures / "failing_step500_L2H7.safetensors"), row=891, feature=61)
     assert abs(found.before_sum) > 100 * abs(found.sites[some(found.decisive)].contribution)
     text = " ".join(found.report().split())
     assert "Largest rounding of the sum (more was lost before)" in text
@@ -393,7 +393,7 @@ def test_a_rounding_is_not_called_decisive_where_more_was_lost_before_the_sum(ca
 
 
 def test_a_notebook_shows_the_report_and_a_prompt_one_line(captures: Path) -> None:
-    found = attn_diag.microscope(attn_diag.load(captures / "gqa_T200.safetensors"), 150, 7)
+    found = attn_diag.microscope(attn_diag.load(captures / "gqa_T200.safetensors"), row=150, feature=7)
     assert "gqa_T200.safetensors: print(r.report())" in repr(found)
     assert len(repr(found).splitlines()) == 1
     assert found._repr_html_().startswith("<pre>O[150, 7] of H0")

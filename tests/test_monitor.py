@@ -162,6 +162,8 @@ def test_names_for_loggers() -> None:
     assert max(values[:HEADS]) < float(torch.linalg.matrix_norm(weight, 2)) * 1.1
     assert len(monitor.table().splitlines()) == 4
     assert "step 2" in repr(monitor)
+    monitor.close()
+    assert f"closed at step {monitor.step}, newest check of step 2" in repr(monitor)
 
 
 def test_a_log_is_replayed(tmp_path: Path) -> None:

@@ -62,9 +62,12 @@ BAD: dict[str, tuple[Callable[[str], bytes], str]] = {
     ),
     "foreign": (lambda _: b'{"schema": "openapi"}', "got schema 'openapi'; "),
     "newer": (edited(lambda d: d.update(schema_version=99)), "upgrade attn-diag"),
-    "version-word": (edited(lambda d: d.update(schema_version="1")), "schema_version 1 or 2 or 3, got '1'"),
-    "version-float": (edited(lambda d: d.update(schema_version=2.0)), "schema_version 1 or 2 or 3, got 2.0"),
-    "version-long": (edited(lambda d: d.update(schema_version=["1"] * 1000)), "schema_version 1 or 2 or 3, got ['1'"),
+    "version-word": (edited(lambda d: d.update(schema_version="1")), "schema_version 1 or 2 or 3 or 4, got '1'"),
+    "version-float": (edited(lambda d: d.update(schema_version=2.0)), "schema_version 1 or 2 or 3 or 4, got 2.0"),
+    "version-long": (
+        edited(lambda d: d.update(schema_version=["1"] * 1000)),
+        "schema_version 1 or 2 or 3 or 4, got ['1'",
+    ),
     "foreign-long": (lambda _: b'{"schema": "' + b"x" * 1000 + b'"}', "got schema 'xxx"),
     "missing-part": (edited(lambda d: d.pop("family")), "family"),
     "wrong-part": (edited(lambda d: d.update(captures="none")), "captures"),
@@ -105,7 +108,7 @@ def test_command(diagnosis: Diagnosis, tmp_path: Path, run: Run) -> None:
     done = run("report", saved, COLUMNS="80")
     assert (done.code, done.err) == (0, "")
     assert done.out == diagnosis.report(80)
-    done = run("report", saved, "--html", html, "--json", tmp_path / "again.json")
+    done = run("report", saved, "--html", html, "--json", tmp_path / "again.json", "--json-full")
     assert (done.code, done.out, done.err) == (0, "", "")
     assert html.read_text().startswith("<!doctype html>")
     assert Diagnosis.from_json((tmp_path / "again.json").read_text()) == diagnosis

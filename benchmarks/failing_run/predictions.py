@@ -197,8 +197,8 @@ def predict(capture: Capture, recipe: Recipe) -> dict[str, Any]:
     batches, selection = range(capture.batch), attn_diag.Selection(observation=observation)
     diagnosis = attn_diag.inspect_captures([capture], selection=selection, made_by={observation: recipe})
     attributed = attn_diag.attribute(capture, recipe=recipe, selection=selection)
-    identified = [attn_diag.identify(capture, observation, batch=batch) for batch in batches]
-    tried = [attn_diag.what_if(capture, observation, recipe=recipe, batch=batch) for batch in batches]
+    identified = [attn_diag.identify(capture, observation=observation, batch=batch) for batch in batches]
+    tried = [attn_diag.what_if(capture, observation=observation, recipe=recipe, batch=batch) for batch in batches]
     m = capture.metadata
     return {
         "source": Path(capture.source).name,

@@ -7,11 +7,15 @@ one-hot rows many agree, and are then named together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from attn_diag.analyses.several import answers
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads, select_observations, select_place
 from attn_diag.errors import InputError
 from attn_diag.head import recipe_search as search
@@ -22,6 +26,7 @@ from attn_diag.head.recipe_candidates import describe_schedule, family_name, kno
 from attn_diag.head.recipe_search import LEVEL
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.results.identification import Identification, Identifications, Misfitting, RankedRecipe
+from attn_diag.results.several import Several
 from attn_diag.results.wording import percent, share
 from attn_diag.work import Progress, part_of
 
@@ -29,36 +34,74 @@ from attn_diag.work import Progress, part_of
 _USUAL_STEPS = 160
 
 
+@overload
 def identify(
-    capture: Capture,
-    observation: str | None = None,
+    source: One, k: Array | None = None, v: Array | None = None, *, observation: str | None = None, batch: int = 0,
+    head: int | None = None, device: str = "auto", rows: int | None = None, progress: Progress | None = None,
+    **call: Unpack[CallTensors],
+) -> Identification: ...  # fmt: skip
+@overload
+def identify(
+    source: Named | Sequence[Capture | Named], *, observation: str | None = None, batch: int = 0,
+    head: int | None = None, device: str = "auto", rows: int | None = None, progress: Progress | None = None,
+    **call: Unpack[CallTensors],
+) -> Identification | Several[Identification]: ...  # fmt: skip
+def identify(
+    source: Source,
+    k: Array | None = None,
+    v: Array | None = None,
     *,
+    observation: str | None = None,
     batch: int = 0,
     head: int | None = None,
     device: str = "auto",
     rows: int | None = None,
     progress: Progress | None = None,
-) -> Identification:
+    **call: Unpack[CallTensors],
+) -> Identification | Several[Identification]:
     """Rank recipes and schedules by the fraction of O's elements of which they reproduce every bit.
 
     Args:
-        capture: The capture.
+        source: q of a call, [B, H, T, D]; or a Capture, a capture's file, a folder of them, or a list of these.
+        k, v: Of the call.
         observation: Its name, not needed where there is one only.
         batch: Index of the batch item.
         head: The model's number of the head; None: the capture's first.
         device: auto, cpu or cuda.
         rows: So many query rows are compared at the end; None: as many as have 2^20 scores together, at least 128.
         progress: Called with (done, total) after each recipe; the total is an estimate until the end.
+        **call: What else the call had and returned, as ``attn_diag.inspect`` takes it: o, lse, delta, do, dq, dk, dv,
+            x, w_q, dq_pre, mask, causal, scale, window, softcap, layout.
+
+    Returns:
+        One answer; of a folder or a list ``Several``, an answer a capture.
 
     Raises:
         InputError: The observation has no O, inputs are neither BF16 nor FP16, O has another dtype than q, or no row
-            can be compared.
+            can be compared; and as ``captures_of``.
     """
     where = pick_device(device)
-    name = _observation(capture, observation)
-    batch, index = select_place(capture, batch, head)
     if rows is not None and rows < 1:
         raise InputError(f"rows must be at least 1, got {rows}")
+
+    def of(capture: Capture, counted: Progress | None) -> Identification:
+        return _identified(capture, observation, batch, head, where, rows, counted)
+
+    return answers("identify", source, k, v, call, of, progress)
+
+
+def _identified(
+    capture: Capture,
+    observation: str | None,
+    batch: int,
+    head: int | None,
+    where: torch.device,
+    rows: int | None,
+    progress: Progress | None,
+) -> Identification:
+    """One capture's."""
+    name = _observation(capture, observation)
+    batch, index = select_place(capture, batch, head)
     steps = _Steps(progress)
     found = identify_head(capture, name, batch, index, where, rows=rows, step=steps)
     if found is None:
@@ -287,7 +330,9 @@ def identify_captures(
     for number, (capture, observation, batch, head) in enumerate(jobs):
         part = part_of(progress, number, len(jobs))
         try:
-            found = identify(capture, observation, batch=batch, head=head, device=device, rows=rows, progress=part)
+            found = identify(
+                capture, observation=observation, batch=batch, head=head, device=device, rows=rows, progress=part
+            )
             results.append(found)
         except InputError as error:
             errors.append(error)

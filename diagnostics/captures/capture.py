@@ -17,6 +17,7 @@ from torch import Tensor
 from attn_diag.captures.files import write_atomically
 from attn_diag.captures.hardware import stored_profile
 from attn_diag.captures.metadata import Metadata, refuse_unsupported
+from attn_diag.captures.tensors import as_tensor
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.reference import format_of
@@ -74,16 +75,16 @@ class Capture:
         _require_valid(self)
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor | None], **metadata: Any) -> Capture:
+    def from_tensors(cls, tensors: Mapping[str, Any], **metadata: Any) -> Capture:
         """A capture in memory.
 
         Where ``selftest --hardware`` has measured the GPU that q is on, its note becomes part of the metadata.
 
         Args:
-            tensors: By name, as ``Capture.tensors``; None is left out.
+            tensors: By name, as ``Capture.tensors``, of torch, NumPy or JAX; None is left out.
             **metadata: The fields of ``Metadata``.
         """
-        given = {name: t.detach() for name, t in tensors.items() if t is not None}
+        given = {name: as_tensor(name, t).detach() for name, t in tensors.items() if t is not None}
         if "q" in given and "hardware" not in metadata:
             profile = stored_profile(given["q"].device)
             metadata["hardware"] = None if profile is None else profile.note()

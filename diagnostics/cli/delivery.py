@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attn_diag.errors import InputError
-from attn_diag.printing import say
+from attn_diag.printing import inert_json, say
 
 if TYPE_CHECKING:
     from attn_diag.results.base import Result
@@ -55,18 +55,25 @@ class Delivery:
         for target in targets:
             require_writable(target)
         if len({target.resolve() for target in targets}) < len(targets):
-            raise InputError(f"--json and --html both name {targets[0]}; give each a file of its own")
+            raise InputError(f"{_twice(targets)} is to be written twice; give each output a file of its own")
         for target in targets:
             if target.name == "-":
-                raise InputError("--html needs the name of a file, got '-'; only --json writes to stdout")
+                raise InputError("an output needs the name of a file, got '-'; only --json writes to stdout")
             if target.exists() and any(path.exists() and path.samefile(target) for path in inputs):
                 raise InputError(f"{target} is {what} and would be overwritten; choose another name")
 
-    def deliver(self, result: Result, html: Path | None = None, *, quiet: bool = False) -> None:
-        """Print the report (not if ``quiet``), or the JSON alone for ``--json -``; write the JSON and the page."""
+    def deliver(self, result: Result, html: Path | None = None, *, quiet: bool = False, full: bool = False) -> None:
+        """Print the report (not if ``quiet``), or the JSON alone for ``--json -``; write the JSON and the page.
+
+        Args:
+            result: What is delivered.
+            html: Where the page goes.
+            quiet: Print no report.
+            full: Write JSON with everything where that is long.
+        """
         with _stdout():
             if self.json == "-":
-                print(result.to_json())  # noqa: T201 - inert already
+                print(inert_json(b"".join(result.saved_parts(full=full)).decode()))  # noqa: T201
             elif self.plain and not quiet:
                 from attn_diag.reports.renderers import plain_text
 
@@ -76,7 +83,7 @@ class Delivery:
         if self._json_file is not None:
             from attn_diag.captures.files import write_atomically
 
-            write_atomically(self._json_file, partial(_write_json, result))
+            write_atomically(self._json_file, partial(_write_json, result, full))
         if html is not None:
             from attn_diag.reports.renderers import page
 
@@ -87,9 +94,15 @@ class Delivery:
         return None if self.json in (None, "-") else Path(str(self.json))
 
 
-def _write_json(result: Result, path: str) -> None:
+def _twice(targets: Sequence[Path]) -> Path:
+    """The first that names the same file as one before."""
+    found = [target.resolve() for target in targets]
+    return next(target for i, target in enumerate(targets) if found[i] in found[:i])
+
+
+def _write_json(result: Result, full: bool, path: str) -> None:
     with Path(path).open("wb") as file:
-        file.writelines(result.json_parts())
+        file.writelines(result.saved_parts(full=full))
         file.write(b"\n")
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
-from attn_diag.cli.options import Device, Level, command, labels
+from attn_diag.cli.options import Device, Level, command, labels, listed
+from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
     from attn_diag.results.diagnosis import Diagnosis
@@ -27,6 +28,10 @@ def diff(
     b_observation: Annotated[
         str | None, typer.Option(help="Only this observation of B (two kernels of one file).")
     ] = None,
+    match: Annotated[
+        str | None,
+        typer.Option(metavar="KEYS", help="Match heads by these alone, such as layer,head across steps."),
+    ] = None,
     delivery: Delivery,
     fail_on: Annotated[
         str | None,
@@ -37,19 +42,22 @@ def diff(
 ) -> int:
     """Say what became biased from A to B, what was cured, and what grew or shrank, beyond chance."""
     from attn_diag.analyses.comparison.diff import as_diagnosis, compare
-    from attn_diag.analyses.comparison.matching import only
+    from attn_diag.analyses.comparison.matching import KEYS, only
     from attn_diag.results.comparison import Outcome
     from attn_diag.statistics.means import require_level
 
     wanted = labels(fail_on, (*get_args(Outcome), _UNMATCHED))
     require_level(level)
+    by = listed(match) or []
+    if unknown := [name for name in by if name not in KEYS] or (["nothing"] if match is not None and not by else []):
+        raise InputError(f"--match takes some of {', '.join(KEYS)}, got {unknown[0]}")
     delivery.require_apart([a, b], what="one of the two")
     sides: list[Diagnosis] = []
     for path, observation in ((a, a_observation), (b, b_observation)):
         with progress_bar() as progress:
             side = as_diagnosis(path, level=level, device=device, progress=progress, skip=complain)
         sides.append(side if observation is None else only(side, observation, str(path)))
-    found = compare(sides[0], sides[1], level=level, sources=(str(a), str(b)))
+    found = compare(sides[0], sides[1], level=level, sources=(str(a), str(b)), by=by)
     delivery.deliver(found)
     if found.a.unreadable or found.b.unreadable:
         return 2

@@ -28,7 +28,7 @@ def figures(
     """
     from attn_diag.analyses.paper.figures import paper_figures
 
-    captures, unreadable = inputs.open(layer, overrides, delivery, html)
+    captures, unreadable = inputs.open(layer, overrides, delivery, [html])
     with progress_bar("captures") as progress:
         found = paper_figures(captures, head=head, observation=observation, device=device, progress=progress)
     for note in found.notes:

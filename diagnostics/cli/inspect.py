@@ -19,6 +19,7 @@ from attn_diag.cli.options import (
     labels,
     numbers,
 )
+from attn_diag.cli.tables import Tables
 
 if TYPE_CHECKING:
     from attn_diag.results.diagnosis import Diagnosis
@@ -37,6 +38,7 @@ def inspect(
     ] = "emulation",
     places: Places,
     delivery: Delivery,
+    tables: Tables,
     html: Html = None,
     fail_on: Annotated[
         str | None,
@@ -68,7 +70,7 @@ def inspect(
     if details is None:
         # The head that the first screen of a page is about.
         details = 0 if html is None else 1
-    captures, unreadable = inputs.open(places.layer, overrides, delivery, html)
+    captures, unreadable = inputs.open(places.layer, overrides, delivery, [html, *tables.targets()])
     selection = places.selection(observation)
     with progress_bar() as progress:
         diagnosis = inspect_captures(
@@ -78,7 +80,8 @@ def inspect(
         )  # fmt: skip
     for warning in diagnosis.summary.warnings:
         complain(warning)
-    delivery.deliver(diagnosis, html)
+    delivery.deliver(diagnosis, html, full=tables.json_full)
+    tables.write(diagnosis)
     return _exit_code(diagnosis, wanted)
 
 

@@ -33,8 +33,8 @@ def microscope(
     batch, head = places.one()
     with progress_bar("steps") as progress:
         result = look(
-            capture, row, feature, recipe, observation=observation, device=device, batch=batch, head=head,
-            progress=progress,
+            capture, row=row, feature=feature, recipe=recipe, observation=observation, device=device, batch=batch,
+            head=head, progress=progress,
         )  # fmt: skip
     if not result.bit_equal:
         complain(

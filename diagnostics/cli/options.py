@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -101,10 +101,17 @@ class Inputs:
     example: Example = False
 
     def open(
-        self, layer: str | None, overrides: Overrides, delivery: Delivery, html: Path | None = None
+        self, layer: str | None, overrides: Overrides, delivery: Delivery, also: Sequence[Path | None] = ()
     ) -> tuple[list[Capture], list[str]]:
-        """As ``open_captures``, once it is known that what is to be written can be written, and overwrites none."""
-        delivery.require_apart(self.paths or [], [html])
+        """As ``open_captures``, once it is known that what is to be written can be written, and overwrites none.
+
+        Args:
+            layer: Only captures of these.
+            overrides: What is said instead of the files' metadata.
+            delivery: Where the JSON goes.
+            also: What is written besides; None where it is not.
+        """
+        delivery.require_apart(self.paths or [], also)
         options = overrides.metadata()
         return open_captures(self.paths or [], example=self.example, layers=numbers("--layer", layer), options=options)
 

@@ -42,8 +42,8 @@ def what_if(
     batch, head = places.one()
     with progress_bar("rows") as progress:
         result = run(
-            capture, observation, recipe=recipe, batch=batch, head=head, only=only or (), betas=beta or BETAS,
-            seeds=seeds, level=level, device=device, progress=progress,
+            capture, observation=observation, recipe=recipe, batch=batch, head=head, only=only or (),
+            betas=beta or BETAS, seeds=seeds, level=level, device=device, progress=progress,
         )  # fmt: skip
     delivery.deliver(result)
     return 2 if unreadable else 0

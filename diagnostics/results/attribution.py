@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.wording import head_name
 
 Quantity = Literal["o", "delta", "dq", "dw_q"]
 QUANTITIES = ("o", "delta", "dq", "dw_q")
@@ -198,3 +199,8 @@ class Attribution(Result):
     """One entry a head and batch item."""
     schema: Literal["attn-diag-attribution"] = "attn-diag-attribution"
     schema_version: Literal[1] = 1
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What was found, in sentences, head by head."""
+        return tuple(f"{head_name(head.layer, head.head)}: {words}" for head in self.heads for words in head.reasons)

@@ -14,8 +14,10 @@ from pydantic_core import SchemaValidator, from_json
 
 from attn_diag.errors import InputError
 from attn_diag.printing import inert_json, printable
+from attn_diag.results.rows import Row, data_frame, row_of
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 # The one place that knows where results are shown. Found by name: a result is read without its report.
@@ -72,6 +74,8 @@ class Result:
     """Version of its schema."""
     made_by: ClassVar[str] = "a command's --json, or to_json(),"
     """What writes such documents, in words for an error."""
+    folded_versions: ClassVar[tuple[int, ...]] = ()
+    """Versions of its schema that ``unfolded`` brings into the form of another."""
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
 
     def to_json(self, *, indent: int | None = 2) -> str:
@@ -85,8 +89,26 @@ class Result:
         """The same in UTF-8 for a file, with all names as they are: of thousands of heads every copy counts."""
         return _adapter(type(self)).dump_json(self, indent=indent)
 
-    def json_parts(self) -> Iterator[bytes]:
-        """What ``to_json_bytes()`` returns, in parts that need not be in memory together."""
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain dicts, tuples, texts and numbers; those that are not finite are floats here."""
+        found: dict[str, Any] = _adapter(type(self)).dump_python(self)
+        return found
+
+    def to_rows(self) -> list[Row]:
+        """A row of plain values for every head that it is about; see ``attn_diag.results.rows``."""
+        source = {"source": getattr(self, "source", None), "observation": getattr(self, "observation", None)}
+        return [row_of(head, source) for head in getattr(self, "heads", (self,))]
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """The rows as a pandas data frame. Raises InputError where pandas is not installed."""
+        return data_frame(self.to_rows())
+
+    def saved_parts(self, *, full: bool = False) -> Iterator[bytes]:  # noqa: ARG002 - of kinds that have a short form
+        """The JSON that a command writes, in parts that need not be in memory together.
+
+        Args:
+            full: Write everything where that is long, and is left out else.
+        """
         yield self.to_json_bytes()
 
     @classmethod
@@ -100,8 +122,15 @@ class Result:
         try:
             result: Self = _validator(cls).validate_json(text)
         except ValidationError as error:
+            if (whole := cls.unfolded(text)) is not None:
+                return cls.from_json(whole)
             raise InputError(_refusal(cls, text, error)) from None
         return result
+
+    @classmethod
+    def unfolded(cls, text: str | bytes) -> bytes | None:  # noqa: ARG003 - of kinds that have another form
+        """The document that ``from_json`` reads, for one in another form of it; None for any other text."""
+        return None
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
@@ -122,7 +151,10 @@ class Result:
         from rich.console import Console
 
         buffer = io.StringIO()
-        console = Console(file=buffer, width=width, color_system=None, legacy_windows=False, emoji=False)
+        # In a notebook rich would display each piece, and leave the buffer empty.
+        console = Console(
+            file=buffer, width=width, color_system=None, legacy_windows=False, emoji=False, force_jupyter=False
+        )
         for renderable in self.renderables():
             console.print(renderable)
         return buffer.getvalue()
@@ -177,7 +209,7 @@ def _refusal(cls: type[Result], text: str | bytes, error: ValidationError) -> st
             got = got if isinstance(document, dict) else f"a JSON {type(document).__name__}"
             other = isinstance(schema, str) and schema.startswith("attn-diag-")
             return f"expected {expected}, got {got}{', the result of another command' * other}; {name_it}"
-        version, versions = document.get("schema_version"), schema_versions(cls)
+        version, versions = document.get("schema_version"), (*schema_versions(cls), *cls.folded_versions)
         if type(version) is not int or version not in versions:
             return (
                 f"expected schema_version {' or '.join(map(str, versions))}, got {repr(version)[:60]}: this attn-diag "

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.base import Number, Result, SideBySide, Tool
 from attn_diag.results.estimates import Label
 
 MeanOutcome = Literal["became biased", "cured", "grew", "shrank", "reversed", "moved", "none", "untested"]
+TrendOutcome = Literal["grows", "shrinks", "since", "throughout", "none"]
 SizeOutcome = Literal["grew", "shrank", "none", "other inputs", "unknown"]
 Outcome = Literal[
     "became-biased",
@@ -68,7 +69,8 @@ class SizeChange:
     """A figure without a standard error in A and B; see ``attn_diag.statistics.sizes``."""
 
     name: str
-    """noise_factor, dq_error, dw_q_error, conditioning, repeated_maxima or nonfinite_rows."""
+    """noise_factor, dq_error, dw_q_error, conditioning, repeated_maxima or nonfinite_rows; or o_factor, dq_factor and
+    so on: a quantity's error over a well-rounded kernel's."""
     a: Number | None
     """In A; null where it is not known."""
     b: Number | None
@@ -116,6 +118,10 @@ class HeadComparison:
     """Significant changes, the worst first; relabelled: only the labels differ, as chance does near a threshold."""
     notes: tuple[str, ...] = ()
     """What must be said beside the outcomes."""
+    a_step: int | None = None
+    """The training step of A's capture; null: not stated."""
+    b_step: int | None = None
+    """The training step of B's capture; null: not stated."""
 
     @property
     def gained(self) -> tuple[Label, ...]:
@@ -138,6 +144,42 @@ class Unmatched:
     """The capture, observation or head."""
     reason: str
     """Why it is not compared."""
+
+
+@dataclass(frozen=True)
+class HeadTrend(SideBySide):
+    """One figure of one head over the steps: how the difference of A and B goes on."""
+
+    layer: int | None
+    """The model's number of the layer; null where it is not stated."""
+    head: int
+    """The model's number of the head."""
+    batch: int | None
+    """The one batch item looked at; null if several are pooled."""
+    rank: str | None
+    """The rank that captured it; null where it is not stated."""
+    b_observation: str
+    """The observation's name in B."""
+    name: str
+    """A mean, as in ``MeanChange``, or a size, as in ``SizeChange``."""
+    steps: tuple[int, ...]
+    """The steps, in order: B's, or A's where B is one step."""
+    values: tuple[Number, ...]
+    """At each step B / A of a size; of a mean B - A, in ulp or (delta) noise floors."""
+    beyond: tuple[bool, ...]
+    """Whether the difference at that step is beyond chance, in the whole run."""
+    outcome: TrendOutcome
+    """grows, shrinks: beyond chance over the steps. since: as it was, and from ``onset`` on different at every step.
+    throughout: different at every step. none: nothing of these."""
+    onset: int | None = None
+    """The first step from which on every step differs significantly for itself, in one direction, to the last one, and
+    one of them beyond chance; null: it does not at the end."""
+    tau: Number | None = None
+    """Kendall's rank correlation of the steps with the values (of a mean: their magnitudes); null: below 4 steps."""
+    p_value: Number | None = None
+    """Two-sided p-value of no trend; null: not tested."""
+    p_adjusted: Number | None = None
+    """p_value after Benjamini-Hochberg over all trends of the run."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +226,8 @@ class Comparison(Result):
     """The comparison in one sentence."""
     notes: tuple[str, ...] = ()
     """What a reader should know besides."""
+    trends: tuple[HeadTrend, ...] = ()
+    """Heads that were compared at three steps or more: an entry a figure."""
     schema: Literal["attn-diag-comparison"] = "attn-diag-comparison"
     schema_version: Literal[1] = 1
 

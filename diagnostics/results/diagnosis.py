@@ -1,4 +1,4 @@
-"""The result of an inspection: plain frozen dataclasses, and their JSON (schema "attn-diag-diagnosis" 3).
+"""The result of an inspection: plain frozen dataclasses, and their JSON (schema "attn-diag-diagnosis" 3; in short 4).
 
 A quantity that needs a tensor the capture lacks is None, never 0.
 """
@@ -10,7 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
+from pydantic_core import from_json, to_json
 
+from attn_diag.errors import InputError
+from attn_diag.results import compact
 from attn_diag.results.attribution import HeadAttribution
 from attn_diag.results.base import Number, Result, Tool
 from attn_diag.results.estimates import (
@@ -32,7 +35,7 @@ from attn_diag.results.estimates import (
 )
 from attn_diag.results.figures import HeadFigures
 from attn_diag.results.findings import FindingAtStep, FindingPlace, SharedFinding, WorstHead
-from attn_diag.results.grouping import find
+from attn_diag.results.grouping import find, step_of
 from attn_diag.results.heads import (
     LABELS,
     Assumptions,
@@ -47,6 +50,7 @@ from attn_diag.results.heads import (
 )
 from attn_diag.results.microscope import Microscope
 from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
+from attn_diag.results.rows import Row, row_of
 
 # Everything that a Diagnosis is made of is found here, wherever it is defined.
 __all__ = [
@@ -126,8 +130,9 @@ def _integer(value: object) -> object:
     return value
 
 
-# In the JSON of a diagnosis; only its own key stands behind a line break and two spaces.
-_NO_CAPTURES, _END = b'\n  "captures": []', b"\n  ]"
+# In the JSON of a diagnosis, by its indentation, and the end of a list of them; only its own key stands behind a line
+# break and two spaces, or has quotation marks without a backslash.
+_NO_CAPTURES = {2: (b'\n  "captures": []', b"\n  ]"), None: (b'"captures":[]', b"]")}
 
 
 # What heads share follows from them where it is not given, as by documents that are older than it.
@@ -153,6 +158,9 @@ class Diagnosis(Result):
     schema: Literal["attn-diag-diagnosis"] = "attn-diag-diagnosis"
     schema_version: Annotated[Literal[1, 2, 3], BeforeValidator(_integer)] = 3
     """Version of its schema; 1, 2: read from an older document, without what is new since."""
+    left_out: str | None = None
+    """What a document that was saved in short is without; null: nothing, or it is an older one."""
+    folded_versions: ClassVar[tuple[int, ...]] = (compact.VERSION,)
     made_by: ClassVar[str] = "`attn-diag inspect CAPTURE --json FILE` (or --html)"
 
     def __post_init__(self) -> None:
@@ -161,20 +169,51 @@ class Diagnosis(Result):
             object.__setattr__(self, "findings", findings)
             object.__setattr__(self, "undecided", undecided)
 
-    def json_parts(self) -> Iterator[bytes]:
-        """What ``to_json_bytes()`` returns, a capture at a time: of thousands of heads it is a gigabyte."""
-        start, place, end = replace(self, captures=()).to_json_bytes().partition(_NO_CAPTURES)
+    def json_parts(self, *, indent: int | None = 2) -> Iterator[bytes]:
+        """What ``to_json_bytes()`` returns, a capture at a time: of thousands of heads it is a gigabyte.
+
+        Args:
+            indent: 2, or None for no blanks at all.
+        """
+        nothing, closing = _NO_CAPTURES[indent]
+        start, place, end = replace(self, captures=()).to_json_bytes(indent=indent).partition(nothing)
         if not self.captures:
             yield start + place + end
             return
         # Each capture in a document of its own, which has the same indentation; the summary may be long.
         small = replace(self, captures=(), summary=Summary("", {}))
-        before, _, after = small.to_json_bytes().partition(_NO_CAPTURES)
-        around = slice(len(before) + len(_NO_CAPTURES) - 1, -len(after) - len(_END))
+        before, _, after = small.to_json_bytes(indent=indent).partition(nothing)
+        around = slice(len(before) + len(nothing) - 1, -len(after) - len(closing))
         for number, capture in enumerate(self.captures):
-            yield b"," if number else start + _NO_CAPTURES[:-1]
-            yield replace(small, captures=(capture,)).to_json_bytes()[around]
-        yield _END + end
+            yield b"," if number else start + nothing[:-1]
+            yield replace(small, captures=(capture,)).to_json_bytes(indent=indent)[around]
+        yield closing + end
+
+    def saved_parts(self, *, full: bool = False) -> Iterator[bytes]:
+        """The JSON that a command writes: heads in tables, without running sums and figures (version 4).
+
+        Args:
+            full: Write everything, as ``to_json`` does, but without blanks.
+        """
+        if full or self.schema_version < compact.WHOLE:
+            yield from self.json_parts(indent=None)
+        else:
+            short = replace(self, captures=compact.without_details(self.captures), left_out=compact.LEFT_OUT)
+            yield from compact.folded(short.to_json_bytes(indent=None))
+
+    @classmethod
+    def unfolded(cls, text: str | bytes) -> bytes | None:
+        """The document of version 3 for one of version 4; None for any other text."""
+        try:
+            document = from_json(text)
+        except ValueError:
+            return None
+        if not compact.is_folded(document):
+            return None
+        try:
+            return to_json(compact.expanded(document))
+        except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RuntimeError) as error:
+            raise InputError(f"this diagnosis is damaged or was edited ({error}): make it again") from None
 
     def entries(self) -> Iterator[tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]]:
         """Every judged entry: the heads of every observation (not the pooled ones)."""
@@ -183,6 +222,24 @@ class Diagnosis(Result):
                 for head in observation.heads:
                     if head.head is not None:
                         yield capture, observation, head
+
+    @property
+    def heads(self) -> tuple[HeadDiagnosis, ...]:
+        """The heads of all captures and observations, in order, without the pooled entries."""
+        return tuple(head for _, _, head in self.entries())
+
+    def to_rows(self) -> list[Row]:
+        """A row of plain values for every head: where it is, and then its figures; see ``attn_diag.results.rows``."""
+        found = []
+        for capture, observation, head in self.entries():
+            stated = capture.metadata
+            where: Row = {
+                "source": capture.source, "step": step_of(capture), "layer": head.layer, "head": head.head,
+                "rank": stated.get("rank"), "kernel": stated.get("kernel"), "dtype": stated["dtype"],
+                "observation": observation.name, "recipe": observation.recipe,
+            }  # fmt: skip
+            found.append(row_of(head, where))
+        return found
 
     def ranked(self) -> list[tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]]:
         """The entries, the worst first: by label, then by dQ's error."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attn_diag.results.base import Result
+from attn_diag.results.several import OneHead
+from attn_diag.results.wording import head_name
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Misfitting:
 
 
 @dataclass(frozen=True, repr=False)
-class Identification(Result):
+class Identification(OneHead, Result):
     """Which recipe and schedule made one head of an observation."""
 
     source: str
@@ -156,6 +158,11 @@ class Identification(Result):
     schema_version: Literal[1] = 1
 
     @property
+    def findings(self) -> tuple[str, ...]:
+        """What was found, in sentences."""
+        return (self.verdict, *([] if self.flaw is None else [self.flaw.words]))
+
+    @property
     def best(self) -> RankedRecipe:
         """The recipe with the highest agreement."""
         return self.candidates[0]
@@ -171,3 +178,13 @@ class Identifications(Result):
     """What could not be read or identified, and why."""
     schema: Literal["attn-diag-identifications"] = "attn-diag-identifications"
     schema_version: Literal[1] = 1
+
+    @property
+    def heads(self) -> tuple[Identification, ...]:
+        """The entries of the heads."""
+        return self.results
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What was found, in sentences, head by head."""
+        return tuple(f"{head_name(one.layer, one.head)}: {words}" for one in self.results for words in one.findings)

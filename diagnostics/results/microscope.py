@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.several import OneHead
+from attn_diag.results.wording import head_name
 
 Tie = Literal["exact", "broken", "none"]
 Direction = Literal["exact", "toward zero", "away from zero"]
@@ -292,7 +294,7 @@ class ClosedForm(Result):
 
 
 @dataclass(frozen=True, repr=False)
-class Microscope(Result):
+class Microscope(OneHead, Result):
     """One element of O under the microscope."""
 
     source: str
@@ -361,3 +363,17 @@ class Microscope(Result):
     """Why nothing here is about the captured kernel: no recipe made its O, or it is wrong in places; else empty."""
     schema: Literal["attn-diag-microscope"] = "attn-diag-microscope"
     schema_version: Literal[1] = 1
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What was found, in sentences."""
+        place = f"O[{self.row}, {self.feature}] of {head_name(self.layer, self.head)}"
+        found = [f"{place} is off by {self.error / self.ulp:+.3g} ulp ({self.chosen})."]
+        if self.decisive is not None:
+            site = self.sites[self.decisive]
+            found.append(f"The rounding that adds most is {site.name} to {site.format}: {site.contribution:+.3g}.")
+        return (*([self.unfit] if self.unfit else []), *found, *_stated(self.closed_form))
+
+
+def _stated(totals: ClosedFormTotals | None) -> list[str]:
+    return [] if totals is None else [totals.statement]

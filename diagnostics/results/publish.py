@@ -10,7 +10,9 @@ import pkgutil
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+from attn_diag.results import compact
 from attn_diag.results.base import Result, schema_name, schema_versions
 
 
@@ -23,11 +25,18 @@ def kinds() -> dict[str, type[Result]]:
     return {f"{str(schema_name(c)).removeprefix('attn-diag-')}-{schema_versions(c)[-1]}": c for c in ours}
 
 
-def schema_text(cls: type[Result]) -> str:
-    """The file that ships for a kind of document."""
-    return json.dumps(cls.json_schema(), indent=2, ensure_ascii=False) + "\n"
+def schemas() -> dict[str, dict[str, Any]]:
+    """The schema of every kind of document, and of the form in which commands save a diagnosis."""
+    found = {name: kind.json_schema() for name, kind in kinds().items()}
+    folded = f"diagnosis-{compact.VERSION}"
+    return {**found, folded: compact.folded_schema(found[f"diagnosis-{compact.WHOLE}"])}
+
+
+def schema_text(schema: dict[str, Any]) -> str:
+    """The file that ships for a schema."""
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
-    for name, kind in kinds().items():
-        (Path(sys.argv[1]) / f"{name}.schema.json").write_text(schema_text(kind), encoding="utf-8")
+    for name, schema in schemas().items():
+        (Path(sys.argv[1]) / f"{name}.schema.json").write_text(schema_text(schema), encoding="utf-8")

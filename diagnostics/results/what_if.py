@@ -7,6 +7,7 @@ from typing import Literal
 
 from attn_diag.results.base import Number, Result, Tool
 from attn_diag.results.estimates import BiasEstimate
+from attn_diag.results.several import OneHead
 
 CandidateKind = Literal["baseline", "mitigation", "mix", "other recipe"]
 EquivalenceStatus = Literal["exact", "nearly exact", "breaks down", "changes the model"]
@@ -132,7 +133,7 @@ class StabilisedLimits:
 
 
 @dataclass(frozen=True, repr=False)
-class WhatIf(Result):
+class WhatIf(OneHead, Result):
     """The result of ``attn_diag.what_if``: other recipes and mitigations on one head's inputs."""
 
     tool: Tool
@@ -180,6 +181,11 @@ class WhatIf(Result):
     not the recipe's; empty: the recipe errs as it does, or nothing was captured."""
     schema: Literal["attn-diag-what-if"] = "attn-diag-what-if"
     schema_version: Literal[1] = 1
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What was found, in sentences."""
+        return self.summary
 
     def __getitem__(self, name: str) -> Candidate:
         """The candidate of that name; KeyError names those there are."""

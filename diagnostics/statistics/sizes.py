@@ -11,20 +11,30 @@ normal's (f <= n), and the norm of the true dQ and dW_Q is known.
 - dQ: f from the smaller n_eff of delta's errors and dQ's own.
 - dW_Q: its error is a sum of atoms whose signs are chance, too. Under random signs ||sum||^2 / sum ||.||^2 has
   mean 1 and the 95 % quantile ``coherence_null95``, as chi^2 / f of an f solved for; the relative variances add.
+
+A quantity's factor over a well-rounded kernel's error has an interval of its own, a jackknife over rows of the log
+ratio to that kernel on the same inputs (``statistics.ratios``): what the inputs make cancels, and it is far sharper.
+Two factors are compared by Welch's t of their logarithms; a ratio within 1.1 either way, the limit up to which a
+verdict calls a quantity as good as can be, is no change however sure it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attn_diag.results.comparison import SizeChange, SizeOutcome
 from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis
+from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import same
+from attn_diag.statistics.ratios import MIN_GROUPS
+from attn_diag.statistics.welch import Estimated
 
 # Rows that are NaN or Inf are no matter of chance.
 _COUNTED = "nonfinite_rows"
+# As in analyses.verdict: up to this factor a quantity is as good as can be.
+NO_MATTER = 1.1
 # Figures of the inputs alone: whatever changes them changed the inputs.
 _OF_INPUTS = ("conditioning", "repeated_maxima")
 
@@ -37,6 +47,8 @@ class Sizes:
     """The figures."""
     freedom: dict[str, float | None]
     """Degrees of freedom of those that are the root of a mean square; None: unknown."""
+    spread: dict[str, Estimated | None]
+    """Of factors over a well-rounded kernel's error their logarithm; None: not known well enough."""
 
     @classmethod
     def of(cls, head: HeadDiagnosis) -> Sizes:
@@ -45,8 +57,11 @@ class Sizes:
         delta, own = freedom(head.bias.delta), freedom(head.bias.dq)
         both = [f for f in (delta, own) if f is not None]
         signs = None if dw_q is None else _freedom_of_signs(dw_q.coherence_null95)
+        factors = {f"{q.quantity}_factor": q for q in head.quantities if q.factor is not None}
         return cls(
+            spread={name: _log_factor(q) for name, q in factors.items()},
             values={
+                **{name: q.factor for name, q in factors.items()},
                 "noise_factor": head.noise_factor,
                 "dq_error": None if dq is None else dq.known_error,
                 "dw_q_error": dw_q.relative_error if dw_q else None,
@@ -61,6 +76,20 @@ class Sizes:
                 "dw_q_error": None if signs is None or delta is None else 1 / (1 / signs + 1 / delta),
             },
         )
+
+
+def _log_factor(found: QuantityVerdict) -> Estimated | None:
+    """The logarithm of a factor, from its 95 % interval; None where too few rows carry it, or it is not finite."""
+    from scipy.special import stdtrit
+
+    if found.factor is None or found.factor_ci95 is None or found.groups is None or found.groups < MIN_GROUPS:
+        return None
+    _, high = found.factor_ci95
+    if not (0 < found.factor < math.inf and high < math.inf):
+        return None
+    df = max(found.groups - 1, 1.0)
+    half = math.log(high / found.factor) if high > found.factor else 0.0
+    return Estimated(math.log(found.factor), half / float(stdtrit(df, 0.975)), df)
 
 
 def freedom(estimate: BiasEstimate | None) -> float | None:
@@ -99,12 +128,28 @@ def bounds(a: float, b: float, tail: float) -> tuple[float, float]:
     return math.sqrt(float(fdtri(b, a, tail))), math.sqrt(1 / float(fdtri(a, b, tail)))
 
 
-def _freedoms(a: Sizes, b: Sizes, name: str) -> tuple[float, float] | None:
-    """Degrees of freedom of a figure in A and in B; None where it gets no bounds: they, or a value, are not known."""
+def _bounds_of(a: Sizes, b: Sizes, name: str) -> Callable[[float], tuple[float, float]] | None:
+    """What gives the bounds of a figure's ratio for a tail; None where it gets none: too little is known of it."""
+    one, other = a.spread.get(name), b.spread.get(name)
+    if one is not None and other is not None:
+        return lambda tail: _factor_bounds(one, other, tail)
     f_a, f_b = a.freedom.get(name), b.freedom.get(name)
-    if a.values[name] is None or b.values[name] is None or f_a is None or f_b is None:
+    if a.values.get(name) is None or b.values.get(name) is None or f_a is None or f_b is None:
         return None
-    return f_a, f_b
+    return lambda tail: bounds(f_a, f_b, tail)
+
+
+def _factor_bounds(a: Estimated, b: Estimated, tail: float) -> tuple[float, float]:
+    """Between which the ratio of two factors of equal expectation lies but for ``tail``, and what is no matter."""
+    from scipy.special import stdtrit
+
+    squares = a.standard_error**2, b.standard_error**2
+    reach = 0.0
+    if sum(squares) > 0:
+        df = sum(squares) ** 2 / (squares[0] ** 2 / a.df + squares[1] ** 2 / b.df)
+        reach = min(-float(stdtrit(df, tail)) * math.sqrt(sum(squares)), 700.0)
+    high = max(math.exp(reach), NO_MATTER)
+    return 1 / high, high
 
 
 def size_changes(a: Sizes, b: Sizes, tail: float) -> list[SizeChange]:
@@ -116,13 +161,13 @@ def size_changes(a: Sizes, b: Sizes, tail: float) -> list[SizeChange]:
         tail: A figure's chance of a false "grew", and of a false "shrank".
     """
     found = []
-    for name, one in a.values.items():
-        other = b.values[name]
+    for name in dict.fromkeys((*a.values, *b.values)):
+        one, other = a.values.get(name), b.values.get(name)
         if (one is None and other is None) or (name == _COUNTED and one == other == 0):
             continue
         ratio = other / one if one and other is not None and math.isfinite(one) else None
-        freedoms = _freedoms(a, b, name)
-        low, high = (None, None) if freedoms is None else bounds(*freedoms, tail)
+        limits = _bounds_of(a, b, name)
+        low, high = (None, None) if limits is None else limits(tail)
         found.append(SizeChange(name, one, other, ratio, low, high, _outcome(name, one, other, low, high)))
     return found
 
@@ -146,5 +191,6 @@ def _outcome(name: str, a: float | None, b: float | None, low: float | None, hig
 
 def bonferroni_tail(pairs: Sequence[tuple[Sizes, Sizes]], level: float) -> tuple[float, int]:
     """The tail of each comparison of the run such that one false alarm in all has at most the chance ``level``."""
-    count = sum(_freedoms(a, b, name) is not None for a, b in pairs for name in a.freedom)
+    names = [dict.fromkeys((*a.freedom, *a.spread)) for a, _ in pairs]
+    count = sum(_bounds_of(a, b, name) is not None for (a, b), of in zip(pairs, names, strict=True) for name in of)
     return level / (2 * max(count, 1)), count

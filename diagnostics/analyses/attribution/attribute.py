@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import overload
 
+import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from attn_diag.analyses.attribution.reasons import reasons
 from attn_diag.analyses.attribution.site_shares import SiteTable, attribute_sites
+from attn_diag.analyses.several import answers
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
@@ -19,6 +25,7 @@ from attn_diag.head.row_maxima import swamped_elements
 from attn_diag.head.truth import observed_sizes
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.results.attribution import Attribution, HeadAttribution, RowKind
+from attn_diag.results.several import Several
 from attn_diag.statistics.means import require_level
 from attn_diag.work import Progress, part_of
 
@@ -26,31 +33,68 @@ from attn_diag.work import Progress, part_of
 _NEAR_ONE_HOT = 0.05
 
 
+@overload
 def attribute(
-    capture: Capture,
+    source: One, k: Array | None = None, v: Array | None = None, *, recipe: str | Recipe | None = None,
+    selection: Selection | None = None, level: float = 0.01, device: str = "auto", progress: Progress | None = None,
+    **call: Unpack[CallTensors],
+) -> Attribution: ...  # fmt: skip
+@overload
+def attribute(
+    source: Named | Sequence[Capture | Named], *, recipe: str | Recipe | None = None,
+    selection: Selection | None = None, level: float = 0.01, device: str = "auto", progress: Progress | None = None,
+    **call: Unpack[CallTensors],
+) -> Attribution | Several[Attribution]: ...  # fmt: skip
+def attribute(
+    source: Source,
+    k: Array | None = None,
+    v: Array | None = None,
     *,
     recipe: str | Recipe | None = None,
     selection: Selection | None = None,
     level: float = 0.01,
     device: str = "auto",
     progress: Progress | None = None,
-) -> Attribution:
+    **call: Unpack[CallTensors],
+) -> Attribution | Several[Attribution]:
     """Attribute the errors of a kernel to its rounding sites, head by head.
 
     Args:
-        capture: Their inputs, and what the kernel made of them.
+        source: q of a call, [B, H, T, D]; or a Capture, a capture's file, a folder of them, or a list of these.
+        k, v: Of the call.
         recipe: What is emulated; None: the recipe that reproduces the O of the observation selected, else fa2.
         selection: The observation (default: the first with an O), heads and batch items (default: all).
         level: Significance of a site's mean error after Benjamini-Hochberg over the sites.
         device: auto, cpu or cuda.
         progress: Called with (done, total) query rows.
+        **call: What else the call had and returned, as ``attn_diag.inspect`` takes it: o, lse, delta, do, dq, dk, dv,
+            x, w_q, dq_pre, mask, causal, scale, window, softcap, layout.
+
+    Returns:
+        One answer; of a folder or a list ``Several``, an answer a capture.
 
     Raises:
-        InputError: The selected does not exist, no recipe covers the inputs, or O contradicts the metadata.
+        InputError: The selected does not exist, no recipe covers the inputs, or O contradicts the metadata; and as
+            ``captures_of``.
     """
     require_level(level)
     where = pick_device(device)
-    wanted = selection or Selection()
+
+    def of(capture: Capture, counted: Progress | None) -> Attribution:
+        return _attributed(capture, recipe, selection or Selection(), level, where, counted)
+
+    return answers("attribute", source, k, v, call, of, progress)
+
+
+def _attributed(
+    capture: Capture,
+    recipe: str | Recipe | None,
+    wanted: Selection,
+    level: float,
+    where: torch.device,
+    progress: Progress | None,
+) -> Attribution:
+    """One capture's."""
     name = observation_with_o(capture, wanted.observation)
     heads, batches = select_heads(capture, wanted)
     opened = OpenCapture(capture, where, batches, heads)

@@ -9,8 +9,10 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attn_diag.analyses.comparison.matching import HeadPlace, match
+from attn_diag.analyses.comparison.matching import HeadPlace
+from attn_diag.analyses.comparison.matching import match as match_heads
 from attn_diag.analyses.comparison.read import read_diagnosis
+from attn_diag.analyses.comparison.trends import find_trends, trend_words
 from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.errors import InputError
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, MeanOutcome, Outcome, Side, SizeChange
@@ -29,6 +31,7 @@ def diff(
     a: Diagnosis | Capture | str | PathLike[str],
     b: Diagnosis | Capture | str | PathLike[str],
     *,
+    match: Sequence[str] = (),
     level: float = 0.01,
     device: str = "auto",
     progress: Progress | None = None,
@@ -39,6 +42,8 @@ def diff(
         a: A Diagnosis, a file with one (JSON or HTML report), or a Capture, a capture's file or a folder of captures,
             which are inspected first.
         b: The same of B.
+        match: What heads are matched by, of layer, head, step, rank, batch and file, such as ("layer", "head") across
+            steps; none: as fits best.
         level: Of the Benjamini-Hochberg family of all differences of means, of one false alarm among all sizes, and
             of an inspection.
         device: Where captures are inspected.
@@ -49,7 +54,7 @@ def diff(
     """
     require_level(level)
     first, second = (as_diagnosis(side, level=level, device=device, progress=progress) for side in (a, b))
-    return compare(first, second, level=level, sources=(source_of(a), source_of(b)))
+    return compare(first, second, level=level, sources=(source_of(a), source_of(b)), by=match)
 
 
 def as_diagnosis(
@@ -93,14 +98,22 @@ def source_of(side: Diagnosis | Capture | str | PathLike[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} captures"
 
 
-def compare(a: Diagnosis, b: Diagnosis, *, level: float = 0.01, sources: tuple[str, str] = ("A", "B")) -> Comparison:
+def compare(
+    a: Diagnosis,
+    b: Diagnosis,
+    *,
+    level: float = 0.01,
+    sources: tuple[str, str] = ("A", "B"),
+    by: Sequence[str] = (),
+) -> Comparison:
     """The comparison of two diagnoses; see ``diff``."""
-    matched = match(a, b)
+    matched = match_heads(a, b, by)
     if not matched.pairs:
         listed = "; ".join(f"{u.side}: {u.what} ({u.reason})" for u in matched.unmatched[:4])
         raise InputError(
             f"nothing to compare: no head of {sources[0]} is in {sources[1]}, too"
-            f"{f' ({listed})' if listed else ''}; captures are matched by file name or by layer, step and rank"
+            f"{f' ({listed})' if listed else ''}; captures are matched by file name or by layer, step and rank; "
+            "--match layer,head matches across steps"
         )
     levels = a.family.level, b.family.level
     tested = [mean_changes(one.head, other.head, levels) for one, other in matched.pairs]
@@ -125,6 +138,7 @@ def compare(a: Diagnosis, b: Diagnosis, *, level: float = 0.01, sources: tuple[s
         identical=identical,
         counts=dict(counts),
         summary="",
+        trends=find_trends(matched.pairs, entries, level),
         notes=_notes(entries, compared, tail, level),
     )
     return replace(result, summary=summarise(result))
@@ -149,6 +163,8 @@ def _entry(
         means=tuple(means),
         sizes=tuple(sizes),
         outcomes=(),
+        a_step=a.step,
+        b_step=b.step,
     )
     entry = replace(entry, outcomes=head_outcomes(entry))
     return replace(entry, notes=head_notes(entry, level))
@@ -176,9 +192,10 @@ def _notes(entries: tuple[HeadComparison, ...], compared: int, tail: float, leve
         )
     if compared:
         notes.append(
-            f"Sizes have no standard error: {compared} ratios are called changes only beyond bounds derived from the "
-            f"effective number of independent terms (F quantiles, tail {tail:.2g} each: together {level} for one false "
-            "alarm)."
+            f"{compared} ratios of sizes are called changes only beyond bounds for chance: of factors over a "
+            "well-rounded kernel's error from their own intervals, of the others, which have no standard error, from "
+            f"the effective number of independent terms (F quantiles); tail {tail:.2g} each, together {level} for one "
+            "false alarm."
         )
     return tuple(notes)
 
@@ -343,7 +360,7 @@ def summarise(found: Comparison) -> str:
     if not counts:
         pooled = [o for e in found.entries if e.head is None for o in e.outcomes if o != "relabelled"]
         only = f" (all heads pooled: {', '.join(PHRASES[o] for o in dict.fromkeys(pooled))})" if pooled else ""
-        return f"Nothing changed beyond chance in {number}{only}.{rest}"
+        return f"Nothing changed beyond chance in {number}{only}.{trend_words(found)}{rest}"
     unchanged = sum(not set(entry.outcomes) - {"relabelled"} for entry in heads)
     same = f"; {unchanged} unchanged beyond chance" if unchanged else ""
-    return f"Of {number}: {', '.join(f'{n} {words}' for words, n in counts)}{same}.{rest}"
+    return f"Of {number}: {', '.join(f'{n} {words}' for words, n in counts)}{same}.{trend_words(found)}{rest}"

@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 from attn_diag.errors import InputError
 from attn_diag.results.comparison import Unmatched
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.results.grouping import step_of
 from attn_diag.results.wording import head_name, plural
 
 T = TypeVar("T")
@@ -24,6 +25,11 @@ class HeadPlace:
     observation: ObservationDiagnosis
     head: HeadDiagnosis
 
+    @property
+    def step(self) -> int | None:
+        """The training step of the capture; None where it states none."""
+        return step_of(self.capture)
+
 
 @dataclass(frozen=True)
 class Matched:
@@ -34,13 +40,15 @@ class Matched:
     unmatched: tuple[Unmatched, ...]
 
 
-def match(a: Diagnosis, b: Diagnosis) -> Matched:
-    """Pair the heads of two diagnoses.
+def match(a: Diagnosis, b: Diagnosis, by: Sequence[str] = ()) -> Matched:
+    """Pair the heads of two diagnoses; by names of ``KEYS``, see ``match_by``, or without them as follows.
 
     Captures: the only one of each; else by the file's name without its suffix, or by layer, step and rank, whichever
     pairs more. Observations by name; where each side has one left, these. Heads by layer, head and batch item. A key
     that one side has twice pairs nothing: which is meant cannot be known.
     """
+    if by:
+        return match_by(a, b, by)
     captures, how, left = _captures(a.captures, b.captures)
     pairs: list[tuple[HeadPlace, HeadPlace]] = []
     renamed: dict[str, None] = {}
@@ -58,6 +66,91 @@ def match(a: Diagnosis, b: Diagnosis) -> Matched:
             pairs += [(HeadPlace(one, first, h), HeadPlace(other, second, g)) for h, g in heads]
             left += unpaired if one.source == other.source else [_named(u, one.source, other.source) for u in unpaired]
     return Matched(tuple(pairs), (*how, *renamed), tuple(left))
+
+
+KEYS: dict[str, Callable[[HeadPlace], Hashable]] = {
+    "layer": lambda p: p.head.layer,
+    "head": lambda p: p.head.head,
+    "batch": lambda p: p.head.batch,
+    "step": lambda p: p.step,
+    "rank": lambda p: p.capture.metadata.get("rank"),
+    "file": lambda p: PurePath(p.capture.source).stem,
+}
+"""What heads can be matched by."""
+
+
+def match_by(a: Diagnosis, b: Diagnosis, by: Sequence[str]) -> Matched:
+    """Pair the heads that agree in what is named, whatever else of them differs; observations by name.
+
+    Where a head is there at several steps: the only step of one side with each of the other; where both have several,
+    those of equal steps; where there are none, in order, if they are as many.
+
+    Raises:
+        InputError: A name is not known.
+    """
+    if unknown := [name for name in by if name not in KEYS]:
+        raise InputError(f"heads cannot be matched by {unknown[0]!r}; known: {', '.join(KEYS)}")
+    places = [_places(a), _places(b)]
+    names = [{p.observation.name for p in side} for side in places]
+    # Two kernels' only observations are meant for each other, whatever they are called.
+    named = bool(names[0] & names[1]) or max(map(len, names)) > 1
+    found: dict[Hashable, tuple[list[HeadPlace], list[HeadPlace]]] = {}
+    for side, of_side in enumerate(places):
+        for place in of_side:
+            key = (*(KEYS[name](place) for name in by), place.observation.name if named else None)
+            found.setdefault(key, ([], []))[side].append(place)
+    pairs: list[tuple[HeadPlace, HeadPlace]] = []
+    left: list[Unmatched] = []
+    how = {f"heads by {', '.join(by)}": None}
+    for one, other in found.values():
+        together, words = _over_steps(one, other)
+        pairs += together
+        paired = {id(place) for pair in together for place in pair}
+        for letter, of_side in (("A", one), ("B", other)):
+            reason = "this step is not there" if together else words
+            left += [_left(letter, place, reason) for place in of_side if id(place) not in paired]
+        if together and words:
+            how[words] = None
+    judged = [pair for pair in pairs if all(place.head.verdict is not None for place in pair)]
+    left += [_unjudged(*pair) for pair in pairs if any(place.head.verdict is None for place in pair)]
+    return Matched(tuple(judged), tuple(how), tuple(left))
+
+
+def _places(diagnosis: Diagnosis) -> list[HeadPlace]:
+    return [HeadPlace(*entry) for entry in diagnosis.entries()]
+
+
+def _over_steps(a: list[HeadPlace], b: list[HeadPlace]) -> tuple[list[tuple[HeadPlace, HeadPlace]], str]:
+    """The pairs of places that agree in all that was named, and how they were found (or why not)."""
+    if not a or not b:
+        return [], f"nothing in {'B' if a else 'A'} agrees with it"
+    if len(a) == len(b) == 1:
+        return [(a[0], b[0])], ""
+    if any(len({p.step for p in side}) < len(side) for side in (a, b)):
+        return [], "it is there more than once at one step, and which is meant cannot be known: match by more"
+    one, other = ({p.step: p for p in side} for side in (a, b))
+    if 1 in (len(a), len(b)):
+        return [(p, g) for p in a for g in b], f"the one step of {'A' if len(a) == 1 else 'B'} with each of the other's"
+    if common := [step for step in one if step is not None and step in other]:
+        return [(one[step], other[step]) for step in common], "those at several steps by step"
+    if len(a) != len(b) or None in one or None in other:
+        return [], "it is there at several steps in both, at none of them in both"
+    ordered = [sorted(side, key=lambda p: p.step or 0) for side in (a, b)]
+    return list(zip(*ordered, strict=True)), "those at several steps in the order of their steps"
+
+
+def _left(side: str, place: HeadPlace, words: str) -> Unmatched:
+    step = "" if place.step is None else f" step {place.step}"
+    what = f"{place.capture.source}, {place.observation.name} {_name(place.head)}{step}"
+    return Unmatched("A" if side == "A" else "B", what, words)
+
+
+def _unjudged(a: HeadPlace, b: HeadPlace) -> Unmatched:
+    side: Literal["A", "B", "both"] = "B" if a.head.verdict else ("A" if b.head.verdict else "both")
+    return Unmatched(side, f"{a.observation.name} {_name(a.head)}", _NO_VERDICT)
+
+
+_NO_VERDICT = "no verdict there: the assumptions about the capture do not hold"
 
 
 def only(diagnosis: Diagnosis, observation: str, source: str) -> Diagnosis:
@@ -105,8 +198,7 @@ def _heads(
             judged.append((one, other))
             continue
         side: Literal["A", "B", "both"] = "B" if one.verdict else ("A" if other.verdict else "both")
-        reason = "no verdict there: the assumptions about the capture do not hold"
-        unmatched.append(Unmatched(side, f"{a.name} {_name(one)}", reason))
+        unmatched.append(Unmatched(side, f"{a.name} {_name(one)}", _NO_VERDICT))
     if not left and len(judged) == len(pairs) > 1 and a.pooled.verdict is not None and b.pooled.verdict is not None:
         judged.append((a.pooled, b.pooled))
     return judged, unmatched

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from attn_diag.analyses.attribution.attribute import attribute_head, notes_of
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.analyses.inspection.pooling import adjust_family
 from attn_diag.analyses.microscopy.closed_form import of_open_head
 from attn_diag.analyses.microscopy.microscope import look, most_of_delta
+from attn_diag.analyses.several import require_by_name
 from attn_diag.analyses.verdict import summarise
 from attn_diag.captures.capture import DEFAULT_OBSERVATION, INPUTS, Capture
+from attn_diag.captures.given import Array, CallTensors, Source, captures_of
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection, select_place
 from attn_diag.errors import InputError
@@ -52,26 +52,26 @@ _KEPT_BYTES = 2**28
 
 
 def inspect(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Source,
+    k: Array | None = None,
+    v: Array | None = None,
     *,
-    o: Tensor | None = None,
-    lse: Tensor | None = None,
-    delta: Tensor | None = None,
-    do: Tensor | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    x: Tensor | None = None,
-    w_q: Tensor | None = None,
-    dq_pre: Tensor | None = None,
-    mask: Tensor | None = None,
-    causal: bool | str = False,
+    o: Array | None = None,
+    lse: Array | None = None,
+    delta: Array | None = None,
+    do: Array | None = None,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    x: Array | None = None,
+    w_q: Array | None = None,
+    dq_pre: Array | None = None,
+    mask: Array | None = None,
+    causal: bool | str | None = None,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
-    layout: str = "BHTD",
+    layout: str | None = None,
     dump: Dump | None = None,
     recipes: Sequence[str | Recipe] = (),
     engine: str = "emulation",
@@ -80,18 +80,20 @@ def inspect(
     certify: int | Certify | None = None,
     details: int = 0,
 ) -> Diagnosis:
-    """Diagnose one attention call from its tensors, at a breakpoint or in a notebook.
+    """Diagnose one attention call from its tensors, at a breakpoint or in a notebook; or captures of calls.
 
     Args:
-        q, k, v: [B, H, T, D] and twice [B, Hk, Tk, D], in the dtype the kernel saw (BF16, FP16, FP32, FP64).
+        q, k, v: [B, H, T, D] and twice [B, Hk, Tk, D], in the dtype the kernel saw (BF16, FP16, FP32, FP64), as tensors
+            of torch, NumPy or JAX. Or, in place of q alone, a Capture, a capture's file, a folder of them, or a list of
+            these: options below then stand in place of what they state.
         o, do, dq: Like q.
         dk, dv: Like k.
         lse, delta: [B, H, T] fp32; lse in the natural logarithm.
         x, w_q: [B, T, C] and [D * H, C], the query projection's input and weight.
         dq_pre: Like q, the gradient of the projection's output: dW_Q is known also where RoPE or QK-norm follow it.
         mask, scale, window, softcap: The call's own.
-        causal: True where Tq = Tk, else "top-left" or "bottom-right".
-        layout: "BTHD" for tensors with heads and time swapped.
+        causal: True where Tq = Tk, else "top-left" or "bottom-right"; None: no mask.
+        layout: "BTHD" for tensors with heads and time swapped; None: "BHTD".
         dump: What ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
             options are taken from there.
         recipes: Run and judged beside the output; without any output, instead of it (default fa2).
@@ -104,26 +106,31 @@ def inspect(
             element of O (``microscope``): about as long again as inspecting a head takes, or a few times that.
 
     Raises:
-        InputError: Tensors do not fit each other or are of an unsupported kind.
+        InputError: Tensors do not fit each other or are of an unsupported kind; and as ``captures_of``.
     """
-    if causal is True and q.shape[1 if layout == "BTHD" else 2] != k.shape[1 if layout == "BTHD" else 2]:
-        raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
-    tensors = {"q": q, "k": k, "v": v, "do": do, "x": x, "w_q": w_q, "mask": mask}
-    tensors |= {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "dq_pre": dq_pre}
-    alignment = causal if isinstance(causal, str) else ("top-left" if causal else "none")
-    options = {"causal": alignment, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
-    made_by = {}
-    if dump is not None:
-        tensors |= {"o": dump.o.transpose(1, 2) if layout == "BTHD" else dump.o, "lse": dump.lse, "delta": dump.delta}
-        window = None if dump.window == (-1, -1) else dump.window
-        options |= {"causal": dump.causal, "scale": dump.scale, "window": window, "softcap": dump.softcap}
-        options |= {"kernel": "attn_diag.attention", "device": dump.backend}
-        made_by = {DEFAULT_OBSERVATION: dump.recipe}
-    capture = Capture.from_tensors(tensors, **options)
+    require_by_name("inspect", k)
+    given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "x": x, "w_q": w_q,
+             "dq_pre": dq_pre, "mask": mask, "causal": causal, "scale": scale, "window": window, "softcap": softcap,
+             "layout": layout}  # fmt: skip
+    call = cast(CallTensors, {name: value for name, value in given.items() if value is not None})
+    if dump is None:
+        captures, made_by = captures_of(q, k, v, call, function="inspect"), {}
+    else:
+        captures, made_by = [_dumped(dump, q, k, v, call)], {DEFAULT_OBSERVATION: dump.recipe}
     return inspect_captures(
-        [capture], recipes=recipes, engine=engine, made_by=made_by, level=level, device=device, certify=certify,
+        captures, recipes=recipes, engine=engine, made_by=made_by, level=level, device=device, certify=certify,
         details=details,
     )  # fmt: skip
+
+
+def _dumped(dump: Dump, q: Source, k: Array | None, v: Array | None, call: CallTensors) -> Capture:
+    """The capture of a call whose output ``attn_diag.attention`` dumped."""
+    window = None if dump.window == (-1, -1) else dump.window
+    made: CallTensors = {"o": dump.o.transpose(1, 2) if call.get("layout") == "BTHD" else dump.o, "lse": dump.lse}
+    made |= {"causal": dump.causal, "scale": dump.scale, "window": window, "softcap": dump.softcap}
+    made |= {} if dump.delta is None else {"delta": dump.delta}
+    (capture,) = captures_of(q, k, v, {**call, **made}, function="inspect")
+    return replace(capture, metadata=replace(capture.metadata, kernel="attn_diag.attention", device=dump.backend))
 
 
 def inspect_captures(

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import overload
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from attn_diag.analyses.microscopy.addition import examine_addition
 from attn_diag.analyses.microscopy.closed_form import MicroscopeSubject, explain, predict_block, subject_of
-from attn_diag.analyses.microscopy.walk import Array, Walk, WalkParts, exponent_factor, walk_element
+from attn_diag.analyses.microscopy.walk import Array as Values
+from attn_diag.analyses.microscopy.walk import Walk, WalkParts, exponent_factor, walk_element
+from attn_diag.analyses.several import answers, require_by_name
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool
 from attn_diag.head.row_maxima import site_format
@@ -21,6 +27,7 @@ from attn_diag.kernels import Recipe, emulate_rows, trace_row
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.results.microscope import Addition, Class, Curve, Element, Microscope, Point, SumSite, Term
+from attn_diag.results.several import Several
 from attn_diag.work import Progress, silent
 
 _MAX_POINTS = 512
@@ -31,12 +38,28 @@ _SHOWN_TERMS = 12
 _EMULATED_ROWS = 64
 
 
+@overload
 def microscope(
-    source: Capture | AttentionHead,
+    source: One | AttentionHead, k: Array | None = None, v: Array | None = None, *,
+    row: int | None = None, feature: int | None = None, recipe: str | Recipe | None = None,
+    observation: str | None = None, observed: Tensor | None = None, batch: int = 0, head: int | None = None,
+    device: str = "auto", whole_head: bool = True, progress: Progress | None = None, **call: Unpack[CallTensors],
+) -> Microscope: ...  # fmt: skip
+@overload
+def microscope(
+    source: Named | Sequence[Capture | Named], *,
+    row: int | None = None, feature: int | None = None, recipe: str | Recipe | None = None,
+    observation: str | None = None, observed: Tensor | None = None, batch: int = 0, head: int | None = None,
+    device: str = "auto", whole_head: bool = True, progress: Progress | None = None, **call: Unpack[CallTensors],
+) -> Microscope | Several[Microscope]: ...  # fmt: skip
+def microscope(
+    source: Source | AttentionHead,
+    k: Array | None = None,
+    v: Array | None = None,
+    *,
     row: int | None = None,
     feature: int | None = None,
     recipe: str | Recipe | None = None,
-    *,
     observation: str | None = None,
     observed: Tensor | None = None,
     batch: int = 0,
@@ -44,11 +67,14 @@ def microscope(
     device: str = "auto",
     whole_head: bool = True,
     progress: Progress | None = None,
-) -> Microscope:
+    **call: Unpack[CallTensors],
+) -> Microscope | Several[Microscope]:
     """Walk O[row, feature] through a recipe's own arithmetic and schedule, and examine its decisive rounding.
 
     Args:
-        source: A capture, or one head (q, k, v float64).
+        source: q of a call, [B, H, T, D]; a Capture, a capture's file, a folder of them, or a list of these; or one
+            head (q, k, v float64).
+        k, v: Of the call.
         row, feature: A query row of the capture, and a feature; None: those of the largest |excess error| of the
             captured O, or of the recipe's where none was captured.
         recipe: A name or a Recipe; None: what the captured O is recognised as, else fa2.
@@ -59,15 +85,27 @@ def microscope(
         device: auto, cpu or cuda.
         whole_head: Also give the closed form's totals over the head (another pass over it).
         progress: Called with (done, total) of three steps: recipe found, element walked, closed form.
+        **call: What else the call had and returned, as ``attn_diag.inspect`` takes it: o, lse, delta, do, dq, dk, dv,
+            x, w_q, dq_pre, mask, causal, scale, window, softcap, layout.
+
+    Returns:
+        One answer; of a folder or a list ``Several``, an answer a capture.
 
     Raises:
         InputError: A row, feature, head or name does not exist, NaN or Inf makes the row unusable, it sees no key, or
-            the recipe rounds at random.
+            the recipe rounds at random; and as ``captures_of``.
     """
-    subject = subject_of(
-        source, recipe=recipe, observation=observation, observed=observed, batch=batch, head=head, device=device
-    )
-    return look(subject, row, feature, whole_head=whole_head, progress=progress or silent)
+
+    def of(one: Capture | AttentionHead, counted: Progress | None) -> Microscope:
+        subject = subject_of(
+            one, recipe=recipe, observation=observation, observed=observed, batch=batch, head=head, device=device
+        )
+        return look(subject, row, feature, whole_head=whole_head, progress=counted or silent)
+
+    if isinstance(source, AttentionHead):
+        require_by_name("microscope", k)
+        return of(source, progress)
+    return answers("microscope", source, k, v, call, of, progress)
 
 
 def look(
@@ -211,7 +249,9 @@ def _worst(subject: MicroscopeSubject, row: int | None, feature: int | None) -> 
     return at // errors.shape[1], at % errors.shape[1], name
 
 
-def _prefix_errors(walk: Walk, recipe: Recipe, scores: Array, keys: slice, values: Array) -> tuple[str, Array, Array]:
+def _prefix_errors(
+    walk: Walk, recipe: Recipe, scores: Values, keys: slice, values: Values
+) -> tuple[str, Values, Values]:
     """The format, and ``error`` and ``rounding_error`` [N], of a Curve.
 
     ``scores`` [K]: float64 S of the row over ``keys``; ``values`` [Tk].
@@ -227,7 +267,7 @@ def _prefix_errors(walk: Walk, recipe: Recipe, scores: Array, keys: slice, value
         return fmt, held - np.cumsum(exact), held - np.cumsum(walk.products)
 
 
-def _curve(walk: Walk, fmt: str, error: Array, rounding_error: Array) -> Curve:
+def _curve(walk: Walk, fmt: str, error: Values, rounding_error: Values) -> Curve:
     count = len(walk.keys)
     units = np.flatnonzero(walk.unit)
     if len(units) > _MAX_POINTS:
@@ -243,7 +283,7 @@ def _curve(walk: Walk, fmt: str, error: Array, rounding_error: Array) -> Curve:
     return Curve(fmt, count, int(walk.unit.sum()), points)
 
 
-def _terms(walk: Walk, errors: Array, values: Array) -> tuple[Term, ...]:
+def _terms(walk: Walk, errors: Values, values: Values) -> tuple[Term, ...]:
     """The P_bar = 1 terms first, then the largest, as many as are shown, in the recipe's order."""
     ranked = np.lexsort((-np.abs(walk.products), ~walk.unit))[:_SHOWN_TERMS]
     return tuple(
@@ -299,7 +339,7 @@ def _examined(site: SumSite, parts: WalkParts) -> Addition:
     return examine_addition(terms, fmt, residual=residual, labels=labels)
 
 
-def _examined_mean(site: SumSite, walk: Walk, values: Array) -> Addition:
+def _examined_mean(site: SumSite, walk: Walk, values: Values) -> Addition:
     """The cast of O of a tied or swamped element: the n keys of P_bar = 1 by V / n, and the rest as the residual.
 
     O = A / n + r, as in the closed form: r is what the other keys pull O away from the unit keys' mean of V.

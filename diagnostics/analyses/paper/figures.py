@@ -219,8 +219,8 @@ class _Work:
             feature = max(range(len(features.product)), key=lambda i: abs(features.product[i]))
         try:
             found = microscope(
-                capture, row, feature, observation=None if worst.emulated else worst.key.observation, batch=batch,
-                head=worst.key.head, device=self.device, whole_head=False,
+                capture, row=row, feature=feature, batch=batch, head=worst.key.head,
+                observation=None if worst.emulated else worst.key.observation, device=self.device, whole_head=False,
             )  # fmt: skip
         except InputError as error:
             self.missing["prefix"] = str(error)

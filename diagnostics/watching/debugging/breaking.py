@@ -21,7 +21,8 @@ from attn_diag.printing import say
 from attn_diag.results.diagnosis import Diagnosis, Label, severity
 from attn_diag.statistics.means import require_level
 from attn_diag.watching.debugging.finding import Conditions, Finding
-from attn_diag.watching.live.call import AttentionCall, CallPlace, require_container
+from attn_diag.watching.live.call import AttentionCall, CallPlace
+from attn_diag.watching.live.choices import require_container, require_model
 from attn_diag.watching.live.watch import Watch
 
 _log = logging.getLogger("attn_diag")
@@ -327,8 +328,7 @@ def break_if(
         raise InputError(f"every must be 1 (each step) or more, got {every}")
     if max_logit is not None and max_logit != max_logit:
         raise InputError("max_logit must be a number, got NaN")
-    if model is not None and not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, or None for all calls, got {type(model).__name__}")
+    require_model(model)
     return Breakpoint(conditions, model, layers, batch, every, level, hook)
 
 

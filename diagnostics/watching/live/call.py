@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -272,16 +272,6 @@ class Listener(Protocol):
     def forked(self) -> None:
         """In a forked child, which nothing is told of any more: close, without waiting for a lock."""
         ...
-
-
-def require_container(name: str, chosen: object) -> None:
-    """Check a choice of numbers (of steps, layers, calls) when it is made, not in the middle of a training run.
-
-    Raises:
-        InputError: it is one number, or a text.
-    """
-    if isinstance(chosen, (str, bytes)) or not (chosen is None or isinstance(chosen, Container)):
-        raise InputError(f"{name} must be a set, list or range of numbers, such as {{2}}, got {chosen!r}")
 
 
 def _indices(name: str, chosen: Iterable[int] | None) -> list[int] | None:

@@ -19,8 +19,10 @@ from torch import nn
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
+from attn_diag.results.wording import plural
 from attn_diag.watching.live import flex_graphs
-from attn_diag.watching.live.call import AttentionCall, CallPlace, Part, require_container
+from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
+from attn_diag.watching.live.choices import require_container, require_model
 from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.run import rank, run_id, world_size
@@ -67,8 +69,7 @@ class Recorder:
     ) -> None:
         for name, chosen in (("layers", layers), ("calls", calls), ("steps", None if callable(steps) else steps)):
             require_container(name, chosen)
-        if model is not None and not isinstance(model, nn.Module):
-            raise InputError(f"model must be a torch.nn.Module, or None for all calls, got {type(model).__name__}")
+        require_model(model)
         if ring < 0 or max_bytes < 1:
             raise InputError(f"ring must be 0 or more and max_bytes 1 or more, got {ring} and {max_bytes}")
         if if_taken not in get_args(IfTaken):
@@ -176,8 +177,13 @@ class Recorder:
         self.close()
 
     def __repr__(self) -> str:
-        lost = f", {sum(self.dropped.values())} calls dropped" if self.dropped else ""
-        return printable(f"<capture into {self.folder}: step {self.step}, {len(self.written)} files written{lost}>")
+        state = "not started" if not self._run else "" if self._watch is not None else "closed at "
+        parts = [state if not self._run else f"{state}step {self.step}"]
+        parts += [f"{plural(len(self.written), 'file')} written"] if self._run else []
+        # Written on a trigger alone: no file of it is no loss.
+        parts += [f"a ring of {plural(self._ring, 'step')}"] if self._ring else []
+        parts += [f"{plural(sum(self.dropped.values()), 'call')} dropped"] if self.dropped else []
+        return printable(f"<capture into {self.folder}: {', '.join(parts)}>")
 
     @property
     def folder(self) -> Path:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from attn_diag.errors import InputError
-from attn_diag.watching.live.call import AttentionCall, CallPlace, require_container
+from attn_diag.results.wording import plural
+from attn_diag.watching.live.call import AttentionCall, CallPlace
+from attn_diag.watching.live.choices import require_container, require_model
 from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.run import rank
 from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
@@ -78,7 +80,8 @@ class Monitor:
             Coherence with earlier checks begins anew.
 
     Raises:
-        InputError: a number is below 1, a rate not above 0, a log cannot be written, or a history lacks a first step.
+        InputError: the model is none, a number is below 1, a rate not above 0, a log cannot be written, or a history
+            lacks a first step.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Monitor:
         first_step: int = 0,
         history: Iterable[MonitorCheck] = (),
     ) -> None:
+        require_model(model)
         for name, number in (("every", every), ("sequences", sequences), ("rows", rows)):
             if not isinstance(number, int) or number < 1:
                 raise InputError(f"{name} must be a whole number, 1 or more, got {number!r}")
@@ -156,8 +160,10 @@ class Monitor:
         self.close()
 
     def __repr__(self) -> str:
-        newest = f"newest step {self.history[-1].step}" if self.history else "no check yet"
-        return f"<Monitor every {self.every} steps: {newest}, {len(self.alarms)} alarms; print(m.table()) shows it>"
+        newest = f"newest check of step {self.history[-1].step}" if self.history else "no check yet"
+        closed = f"closed at step {self.step}, " if self._watch is None else ""
+        alarms = plural(len(self.alarms), "alarm")
+        return f"<Monitor every {plural(self.every, 'step')}: {closed}{newest}, {alarms}; print(m.table()) shows it>"
 
     def metrics(self, *, per_head: bool = False, wait: bool = False) -> dict[str, float]:
         """The newest check's figures under flat names, for any logger; empty before the first.
