@@ -123,6 +123,19 @@ class OtherMetadata:
     error: float
     """O's error under them, over the norm of the reference."""
 
+    def options(self, stated: Metadata) -> tuple[str, ...]:
+        """The options of a command that make a capture with the ``stated`` metadata so."""
+        found = self.metadata
+        said = {"layout": found.layout, "causal": found.causal}
+        options = [f"--{name} {value}" for name, value in said.items() if value != getattr(stated, name)]
+        if found.scale not in (None, stated.scale):
+            options.append(f"--scale {found.scale:.9g}")
+        if found.window is not None and found.window != stated.window:
+            options.append(f"--window {found.window[0]},{found.window[1]}")
+        if found.softcap is not None and found.softcap != stated.softcap:
+            options.append(f"--softcap {found.softcap:g}")
+        return tuple(options)
+
 
 def better_reading(capture: Capture, observation: str, device: torch.device, stated: OutputFit) -> OtherMetadata | None:
     """The other metadata that O fits best; None where none of those tried explains its error.
