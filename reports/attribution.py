@@ -33,9 +33,10 @@ def attribution_renderables(found: Attribution) -> Iterator[RenderableType]:
         yield from _head(head)
     yield Rule(style="dim")
     yield Text(
-        "share: the part of the squared error that goes with this site on average over all orders of repairing "
-        "(Shapley value; shares add up to 1). alone: only this site rounds, besides fp32 arithmetic; repaired: only this site is exact; sham: its errors with random signs. Each is a run of its own "
-        f"of the emulated recipe; what it shows of the captured kernel is as good as their agreement. {words.CAVEAT}\n"
+        "share: the part of the squared error that goes with this site, on average over all orders of repairing the "
+        "sites (Shapley value; shares add up to 1). alone: only this site rounds, besides fp32 arithmetic; repaired: "
+        "only this site is exact; sham: its errors with random signs. Each is a run of its own of the emulated recipe; "
+        f"what it shows of the captured kernel is as good as their agreement. {words.CAVEAT}\n"
         f"{found.backend}; {words.tool_line(found.tool)}",
         style="dim",
     )
@@ -75,8 +76,9 @@ def _sentence(site: str, quantity: str, heads: list[HeadAttribution], *, unfit: 
     )
     if not unfit and heads[0].agreement is None:
         how = "emulated"
+    site_words = sites[0].words.removeprefix("the ")
     return (
-        f"{where}: {_range(shares)} of {SYMBOLS[quantity]}'s squared error comes from the {sites[0].words.removeprefix('the ')} "
+        f"{where}: {_range(shares)} of {SYMBOLS[quantity]}'s squared error comes from the {site_words} "
         f"({SYMBOLS[quantity]} {_range(errors)} off; {how})"
     )
 

@@ -46,7 +46,8 @@ class Again:
 
 def _keyword(option: str) -> str:
     """An option of the command as a keyword of the function."""
-    name, _, value = option.removeprefix("--").replace("-", "_", 1).partition(" ")
+    name, _, value = option.removeprefix("--").partition(" ")
+    name = name.replace("-", "_")
     if name == "dtype":
         return f", dtype=torch.{_TORCH[value]}"
     if name == "shape":

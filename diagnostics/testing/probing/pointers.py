@@ -159,9 +159,15 @@ def _stored_lse(found: ByName) -> str | None:
     return f"Every L is a {_NAMES[only]} number beside the true L: L is rounded to {_NAMES[only]} when it is stored."
 
 
+def _of_own_rounding(said: str) -> str:
+    """Of "O itself is rounded toward zero in the mean, by -0.5 ulp in …", in the words of ``check``."""
+    side = said.removeprefix("O itself is rounded ").partition(" in the mean")[0]
+    does = {"toward zero": "truncates", "upward": "rounds up", "downward": "rounds down"}
+    return f"the last cast of O {does.get(side, f'rounds {side}')}"
+
+
 TABLE = (
-    # Of "O itself is rounded toward zero in the mean, by -0.5 ulp in …".
-    Pointer("O", lambda found: own_rounding(list(found.values())), lambda said: said.partition(" in the mean")[0]),
+    Pointer("O", lambda found: own_rounding(list(found.values())), _of_own_rounding),
     Pointer("l sums P̄ uncast", lambda found: sums_uncast(list(found.values()))),
     Pointer("l sums P̄ cast", _sums_cast),
     Pointer("P̄", _truncates_probs, lambda _: "the cast of P̄ truncates"),
