@@ -18,7 +18,7 @@ from attn_diag.results.wording import SYMBOLS, file_name, head_name, listed, num
 _SHOWN = 0.001
 _UNITS = {
     "o": "O away from zero, ulp",
-    "delta": "delta, noise floors",
+    "delta": "delta, noise floors (1: one rounding of O)",
     "dq": "dQ, ulp",
     "dw_q": "dW_Q along dW_Q",
 }

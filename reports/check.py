@@ -255,5 +255,7 @@ def _legend(found: CheckReport) -> str:
     )
     return (
         "Error = output - float64 reference on the same inputs; bias = mean beyond one correct rounding, ± standard "
-        f"error over sequences. Held to: {held}; Holm over {found.tests} tests."
+        "error over sequences; ulp = the last bit of O; noise factor = delta's error over what one correct rounding of "
+        f"O makes of it. Held to: {held}; Holm over {found.tests} tests (p-values raised so that one false alarm in "
+        "all of them is as rare as the level says)."
     )

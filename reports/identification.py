@@ -76,7 +76,7 @@ def identification_renderables(found: Identification, *, legend: bool = True) ->
         f"({found.backend}).",
         style="dim",
     )
-    for note in found.notes:
+    for note in [note for note in found.notes if note != found.misfit]:
         yield Text(f"note: {note}", style="yellow")
     if legend:
         yield from _legend(found)

@@ -93,8 +93,9 @@ def _legend(found: ProbeReport) -> str:
     return (
         f"Assumed of fn: softmax(scale Q K^T) V with scale {assumed.scale:g}, causal {assumed.causal}; on N(0,1) "
         f"inputs its O is {percent(assumed.relative_error)} off. Error = O - float64 reference on the same "
-        "inputs, in spacings (ulp) of O's format; bias = mean excess beyond one correct rounding, away from zero "
-        "unless it says upward, with its interval; significant only if mean error and mean excess both are, at level "
+        "inputs, in spacings (ulp, the last bit) of O's format; p = how often chance alone would make such a mean; "
+        "bias = mean excess beyond one correct rounding, away from zero unless it says upward, with its interval; "
+        "significant only if mean error and mean excess both are, at level "
         f"{found.level:g} among {found.family_size} tests (Benjamini-Hochberg; heads are the clusters). The bound is "
         "what casts of P̄ and O to the input's format and sums in fp32 can make of one element's error."
         f"{_fine(found)} {_lse(found)}"

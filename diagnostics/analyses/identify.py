@@ -125,7 +125,7 @@ class _Report:
             verdict=self._verdict(as_good, best, contested) if misfit is None else f"Another function: {misfit}",
             margin=None if runner_up is None else best.agreement - runner_up.agreement,
             margin_p_value=None if runner_up is None else runner_up.p_value,
-            notes=self._notes(),
+            notes=(*self._notes(), *([] if misfit is None else [misfit])),
             candidates=tuple(ranking),
             backward=found.backward,
             hardware=found.hardware,

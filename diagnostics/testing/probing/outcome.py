@@ -69,8 +69,8 @@ def outcome_of(
         return ProbeOutcome("fail", suspect, "certain", evidence, judged.normal, command)
     what, certainty, sure, guess = facts(findings, judged.wrong)
     after = None if asked.dtype == "fp32" else asked.command("check")
-    if (suspect := pointed(findings, judged.wrong)) is not None:
-        return ProbeOutcome("fail", suspect, "sure", sure, judged.normal, after)
+    if (step := pointed(findings, judged.wrong)) is not None:
+        return ProbeOutcome("fail", step, "sure", sure, judged.normal, after)
     of_o = any(set(labels) & {"biased", "too-large"} for labels in judged.wrong.values())
     of_l = any(set(labels) & {"lse-biased", "lse-too-large"} for labels in judged.wrong.values())
     if certainty == "certain" and "too-large" not in {x for labels in judged.wrong.values() for x in labels}:

@@ -178,7 +178,6 @@ def _lse_summary(findings: Sequence[ProbeFinding]) -> list[str]:
 
 
 def _wrong_function(assumptions: ProbeAssumptions, name: str) -> str:
-    assert assumptions.relative_error is not None
     words = (
         f"On N(0,1) inputs O is {percent(assumptions.relative_error)} off: {name} does not compute softmax(scale Q "
         f"K^T) V with scale {assumptions.scale:g}, causal {assumptions.causal}"
