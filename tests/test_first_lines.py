@@ -57,7 +57,7 @@ def kernel(
 def summed_in_bf16(p: Tensor) -> Tensor:
     """Over tiles of 16 keys."""
     total = torch.zeros_like(p[..., :1])
-    for tile in p.split(16, -1):
+    for tile in torch.split(p, 16, -1):
         total = nearest(total + tile.sum(-1, keepdim=True))
     return total
 
@@ -79,12 +79,14 @@ def with_nan_in_row_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def without_row_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """exp of scores in FP16 overflows at 11.1."""
     p = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).exp().half().float()
-    return (p @ v.float() / p.sum(-1, keepdim=True)).bfloat16()
+    o: Tensor = (p @ v.float() / p.sum(-1, keepdim=True)).bfloat16()
+    return o
 
 
 def of_heads_and_rows_swapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return kernel()(q, k, v).transpose(1, 2).contiguous()
+    o: Tensor = kernel()(q, k, v).transpose(1, 2).contiguous()
+    return o
 
 
 def of_mixed_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -186,7 +188,7 @@ def test_the_command_that_is_printed_is_right() -> None:
         told = str(probed(name).next)
         for option, value in options.items():
             assert f"--{option} {value}" in told or f"{option}={value!r}" in told, told
-        found = attn_diag.probe(named(name), shape=SHAPE, device="cpu", probes=["normal", "ramp"], **options)  # type: ignore[arg-type]
+        found = attn_diag.probe(named(name), shape=SHAPE, device="cpu", probes=["normal", "ramp"], **options)
         assert found.outcome == "ok", found.report()
     near = attn_diag.probe(named("scale-1-over-root-33"), shape=SHAPE, device="cpu", scale=33**-0.5, probes=["normal"])
     assert near.outcome == "ok"
