@@ -10,14 +10,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.reports.lead import lead
 from attn_diag.results.attribution import Attribution, Effect, HeadAttribution, MeanError
-from attn_diag.results.wording import SYMBOLS, head_name, number, percent, signed
+from attn_diag.results.wording import SYMBOLS, file_name, head_name, listed, number, percent, signed
 
 # Smaller standard errors of a share are not shown.
 _SHOWN = 0.001
 _UNITS = {
     "o": "O away from zero, ulp",
-    "delta": "delta, noise floors",
+    "delta": "delta, noise floors (1: one rounding of O)",
     "dq": "dQ, ulp",
     "dw_q": "dW_Q along dW_Q",
 }
@@ -25,17 +26,66 @@ _UNITS = {
 
 def attribution_renderables(found: Attribution) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
+    yield from _first(found)
+    yield Text("")
     yield Text(f"{found.source}: {found.observation or 'no captured O'}", style="bold")
     for head in found.heads:
         yield from _head(head)
     yield Rule(style="dim")
     yield Text(
-        "share: Shapley value of the squared error (shares add up to 1). alone: only this site rounds, besides fp32 "
-        "arithmetic; repaired: only this site is exact; sham: its errors with random signs. Each is a run of its own "
-        f"of the emulated recipe; what it shows of the captured kernel is as good as their agreement. {words.CAVEAT}\n"
+        "share: the part of the squared error that goes with this site, on average over all orders of repairing the "
+        "sites (Shapley value; shares add up to 1). alone: only this site rounds, besides fp32 arithmetic; repaired: "
+        "only this site is exact; sham: its errors with random signs. Each is a run of its own of the emulated recipe; "
+        f"what it shows of the captured kernel is as good as their agreement. {words.CAVEAT}\n"
         f"{found.backend}; {words.tool_line(found.tool)}",
         style="dim",
     )
+
+
+def _first(found: Attribution) -> Iterator[RenderableType]:
+    """Which site makes the error, of heads that share it together; and what to run next."""
+    groups: dict[tuple[str, str, bool], list[HeadAttribution]] = {}
+    for head in found.heads:
+        quantity = "dq" if "dq" in head.totals else "o"
+        known = [s for s in head.sites if quantity in s.effects]
+        if not known or quantity not in head.totals:
+            continue
+        site = max(known, key=lambda s: s.effects[quantity].share).site
+        groups.setdefault((site, quantity, bool(head.unfit)), []).append(head)
+    if not groups:
+        yield from lead(f"NOTHING {file_name(found.source)}:", "no rounding site was found to err")
+        return
+    sentences = [_sentence(site, quantity, heads, unfit=unfit) for (site, quantity, unfit), heads in groups.items()]
+    first = next(iter(groups.values()))[0]
+    following = f"attn-diag what-if {found.source} --head {first.head}" if _is_file(found) else None
+    yield from lead(f"{file_name(found.source)}:", sentences[0], sentences[1:], following)
+
+
+def _is_file(found: Attribution) -> bool:
+    return found.source.endswith((".safetensors", ".pt", ".npz")) and " " not in found.source
+
+
+def _sentence(site: str, quantity: str, heads: list[HeadAttribution], *, unfit: bool) -> str:
+    """A site's part in the error of heads that share it."""
+    sites = [next(s for s in h.sites if s.site == site) for h in heads]
+    shares = [s.effects[quantity].share for s in sites]
+    errors = [h.totals[quantity].error for h in heads]
+    where = listed(list(dict.fromkeys(head_name(h.layer, h.head) for h in heads)), 4)
+    how = (
+        "emulated; not the captured kernel's recipe" if unfit else "emulated with the recipe that has the kernel's bits"
+    )
+    if not unfit and heads[0].agreement is None:
+        how = "emulated"
+    site_words = sites[0].words.removeprefix("the ")
+    return (
+        f"{where}: {_range(shares)} of {SYMBOLS[quantity]}'s squared error comes from the {site_words} "
+        f"({SYMBOLS[quantity]} {_range(errors)} off; {how})"
+    )
+
+
+def _range(values: list[float]) -> str:
+    low, high = percent(min(values), ".2g"), percent(max(values), ".2g")
+    return low if low == high else f"{low.removesuffix(' %')} to {high}"
 
 
 def _head(head: HeadAttribution) -> Iterator[RenderableType]:

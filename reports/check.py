@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.reports.quantities import NOISE_FACTOR
 from attn_diag.results.check import BROKEN, CheckedBias, CheckedCase, CheckReport, Failure, Size
-from attn_diag.results.wording import DASH, SYMBOLS, percent, plural
+from attn_diag.results.wording import DASH, SYMBOLS, by_chance, in_last_bits, percent, plural, times, together
 
 _SIZES = {"o": "O\nulp", "delta": NOISE_FACTOR.heading} | {name: SYMBOLS[name] for name in ("dq", "dk", "dv")}
-# Names of so many failures a kind; the rest are in the JSON.
+# So many failures; the rest are in the JSON.
 _SHOWN = 12
+# The gravest first: what is not this attention at all needs no words on its bias.
+_ORDER = ("fit", "nonfinite", "wrong", "determinism", "bias", "lossy", "growth", "bits")
+# The first is what the others are made from.
+_MADE_FROM = ("o", "lse", "delta", "dv", "dq", "dk")
+# No chance makes these.
+_CERTAIN = ("fit", "nonfinite", "wrong", "determinism", "bits")
+_KINDS = {
+    "wrong": "wrong in some cases",
+    "determinism": "other in its bits from run to run",
+    "bias": "biased",
+    "lossy": "coarser than a well-rounded kernel's",
+    "growth": "less accurate than the baseline's",
+    "bits": "other in its bits than the baseline's",
+}
+_NAMES = {**SYMBOLS, "lse": "L (lse)"}
+_QUANTITY = {"o_excess": "o", "o_away_excess": "o", "delta_excess": "delta"}
 
 
 def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
+    yield from first_lines(found)
+    yield Text("")
     yield layout.heading(f"check of {found.source}")
     yield Text(verdict(found), style="bold green" if found.passed else "bold red")
     yield layout.note(against(found))
@@ -27,8 +46,6 @@ def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
     yield from layout.bullets("✗", failures, _SHOWN, "… and {} more (--json has all)")
     for suspect in suspects(found):
         yield layout.bullet("→", suspect)
-    for command in dict.fromkeys(f.look_closer for f in found.failures[:1] if f.look_closer):
-        yield layout.bullet("?", f"look closer: {command}")
     if found.baseline and found.failures and not any(f.kind in BROKEN for f in found.failures):
         yield layout.bullet("?", f"accept: the same with --baseline {found.baseline} --update")
     yield from layout.bullets("-", found.notes, _SHOWN, "… and {} more notes (--json has all)")
@@ -37,6 +54,118 @@ def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
     yield Text("")
     yield layout.note(_legend(found))
     yield layout.note(words.tool_line(found.tool))
+
+
+def first_lines(found: CheckReport) -> Iterator[RenderableType]:
+    """OK, or the gravest failure or its suspect; what to run next; what speaks for it and what else failed."""
+    source = found.source
+    if found.passed:
+        held = "as accepted before" if found.baseline_key else "as good as a well-rounded kernel"
+        if found.saved is not None:
+            held = f"{found.saved} in {found.baseline}"
+        cases = plural(len(found.cases), "case")
+        yield from lead(OK, f"{source}: {cases}, {held}", [] if found.saved else [_passed(found)])
+        return
+    first = told_first(found.failures)
+    certainty = "certain" if first.kind in _CERTAIN and (first.suspect is None or first.kind == "fit") else "sure"
+    what = _what(found, first)
+    yield from lead(FAIL, f"{source} ({certainty}): {what}", _evidence(found, first), first.look_closer)
+
+
+def told_first(failures: Sequence[Failure]) -> Failure:
+    """The failure that says most: what is no attention or not finite, one with a suspect, of what others are made."""
+
+    def order(failure: Failure) -> tuple[int, bool, int, int]:
+        broken = ("fit", "nonfinite").index(failure.kind) if failure.kind in ("fit", "nonfinite") else 2
+        made_from = _MADE_FROM.index(failure.quantity) if failure.quantity in _MADE_FROM else len(_MADE_FROM)
+        return broken, failure.suspect is None, made_from, _ORDER.index(failure.kind)
+
+    return min(failures, key=order)
+
+
+def _what(found: CheckReport, first: Failure) -> str:
+    """What is wrong, in a few words."""
+    name = _NAMES.get(first.quantity, first.quantity)
+    if first.suspect is not None:
+        return first.suspect if first.kind == "fit" else first.suspect.partition(" (recipe ")[0].partition(": ")[0]
+    if first.kind == "nonfinite":
+        return f"{name} holds NaN or Inf{_in_cases(found, 'nonfinite')}"
+    if first.kind == "fit":
+        return first.message.partition(": ")[2] or first.message
+    if first.kind == "wrong":
+        case = next((c for c in found.cases if c.name == first.case), None)
+        verdicts = [] if case is None else [v for v in case.quantities if v.quantity == first.quantity and v.patterns]
+        pattern = f", of which {verdicts[0].patterns[0].words}" if verdicts else ", which no rounding makes"
+        return f"{name} is wrong{_in_cases(found, 'wrong')}{pattern}"
+    kinds = {f.kind for f in found.failures if f.quantity == first.quantity}
+    said = together([words for kind, words in _KINDS.items() if kind in kinds])
+    others = [n for n in _MADE_FROM if n != first.quantity and any(f.quantity == n for f in found.failures)]
+    also = f", and so {together([_NAMES[n] for n in others])}" if others else ""
+    return f"{name} is {said}{also}"
+
+
+def _evidence(found: CheckReport, first: Failure) -> list[str]:
+    """What speaks for it, and how much it matters."""
+    told = []
+    if first.kind == "fit":
+        return [f"Case {first.message}."]
+    if first.suspect is not None and " (recipe " in first.suspect:
+        shares = first.suspect.partition(" (recipe ")[2].removesuffix(")")
+        told.append(f"Its bits say so: recipe {shares}.")
+    elif first.kind == "nonfinite":
+        told.append(f"Case {first.message}.")
+    elif first.suspect is not None:
+        told.append(f"{first.suspect.partition(': ')[2]}.")
+    worst: dict[str, float] = {}
+    for failure in found.failures:
+        if failure.factor is not None:
+            worst[failure.quantity] = max(worst.get(failure.quantity, 0.0), failure.factor)
+    if worst:
+        factors = [f"{_NAMES.get(name, name)} {times(factor)}" for name, factor in worst.items()]
+        told.append(f"Errors beside a well-rounded kernel's, at most: {', '.join(factors)} times.")
+    biased = [_bias_of(found, f) for f in found.failures if f.kind == "bias"]
+    if said := next((words for words in biased if words), None):
+        told.append(said)
+    failed = {f.case for f in found.failures}
+    told.append(f"{len(failed)} of {plural(len(found.cases), 'case')} failed{_like(found)}.")
+    return told
+
+
+def _bias_of(found: CheckReport, failure: Failure) -> str | None:
+    """A bias in plain words."""
+    case = next((c for c in found.cases if c.name == failure.case), None)
+    biases = [] if case is None else [(n, b) for n, b in case.biases.items() if _QUANTITY.get(n) == failure.quantity]
+    if not biases:
+        return None
+    name, bias = max(biases, key=lambda pair: abs(pair[1].mean))
+    if name == "delta_excess":
+        size = f"{abs(bias.mean):.2g} of what one correct rounding of O makes of it"
+    else:
+        size = in_last_bits(abs(bias.mean))
+    side = ("too large", "too small") if name == "o_away_excess" else ("too high", "too low")
+    where = f"{_NAMES[failure.quantity]} is {side[bias.mean < 0]} by {size} in the mean of case {failure.case}"
+    return f"{where}, {by_chance(bias.p_adjusted)}."
+
+
+def _in_cases(found: CheckReport, kind: str) -> str:
+    count = len({f.case for f in found.failures if f.kind == kind})
+    return f" in {count} of {plural(len(found.cases), 'case')}"
+
+
+def _like(found: CheckReport) -> str:
+    kinds = dict.fromkeys(f.kind for f in found.failures)
+    return f" ({', '.join(kinds)})" if kinds else ""
+
+
+def _passed(found: CheckReport) -> str:
+    outputs = dict.fromkeys(name for case in found.cases for name in case.outputs)
+    judged = together([SYMBOLS[name] for name in outputs]) if outputs else "outputs"
+    missing = "" if any(name in outputs for name in ("dq", "dk", "dv")) else "; gradients were not checked"
+    held = "the baseline's" if found.baseline_key else "a well-rounded kernel's"
+    return (
+        f"{judged}: no bias beyond correct rounding, no error above {held} by more than is allowed{missing}. A healthy "
+        f"kernel fails by chance in at most {percent(found.level, 'g')} of runs."
+    )
 
 
 def verdict(found: CheckReport) -> str:
@@ -49,7 +178,7 @@ def verdict(found: CheckReport) -> str:
         bits = "; bits were NOT compared" if found.exact and not compared else ""
         return f"passed: {cases}, {found.tests} tests at level {found.level:g}{bits}"
     failed = {f.case for f in found.failures}
-    return f"FAILED: {len(failed)} of {cases}, {len(found.failures)} failures"
+    return f"FAILED: {len(failed)} of {cases}, {plural(len(found.failures), 'failure')}"
 
 
 def against(found: CheckReport) -> str:
@@ -126,5 +255,7 @@ def _legend(found: CheckReport) -> str:
     )
     return (
         "Error = output - float64 reference on the same inputs; bias = mean beyond one correct rounding, ± standard "
-        f"error over sequences. Held to: {held}; Holm over {found.tests} tests."
+        "error over sequences; ulp = the last bit of O; noise factor = delta's error over what one correct rounding of "
+        f"O makes of it. Held to: {held}; Holm over {found.tests} tests (p-values raised so that one false alarm in "
+        "all of them is as rare as the level says)."
     )

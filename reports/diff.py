@@ -36,11 +36,23 @@ _MAX_ALONE = 6
 _MAX_UNMATCHED = 8
 
 
+_WORSE = {"became-biased", "bias-reversed", "bias-grew", "grew"}
+_BETTER = {"cured", "bias-shrank", "shrank"}
+
+
+def _verdict(found: Comparison) -> str:
+    """The word that the report begins with: whether B is worse."""
+    outcomes = set(found.outcomes)
+    if outcomes & _WORSE:
+        return "FAIL"
+    return "BETTER" if outcomes & _BETTER else "OK"
+
+
 def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
     changed = _changed(found)
     style = _STYLES.get(changed[0].outcomes[0], "bold") if changed else "bold green"
-    yield layout.paragraph(found.summary, style=style)
+    yield layout.paragraph(f"{_verdict(found)}: {found.summary}", style=style)
     yield layout.bullet("A", _side(found.a))
     yield layout.bullet("B", _side(found.b))
     for unread in (*found.a.unreadable, *found.b.unreadable):

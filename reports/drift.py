@@ -11,12 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, SourceLine, TracedCall
 from attn_diag.results.wording import plural
 
 
 def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
+    yield from _first(found)
+    yield Text("")
     yield layout.heading(f"dtypes of {found.source}")
     calls = plural(found.attention_calls, "attention call")
     yield Text(f"{found.operations} operations with floating results, {calls}", style="bold")
@@ -37,6 +40,30 @@ def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
     yield Text("")
     yield layout.note(_legend(found))
     yield layout.note(words.versions(found.tool))
+
+
+def _first(found: DtypeDrift) -> Iterator[RenderableType]:
+    """Whether q, k and v have one dtype, and autocast's; where not, the first place and what to do."""
+    worst = found.calls[0] if found.calls else None
+    told = [] if found.error is None else [f"The script ended early: {found.error}"]
+    if worst is None:
+        calls = plural(found.attention_calls, "attention call")
+        if not found.attention_calls:
+            yield from lead("NOTHING", f"{found.source}: no attention call was seen", told, style="bold yellow")
+            return
+        others = sum(e.severity == "elsewhere" for e in found.findings)
+        also = f"; {plural(others, 'place')} elsewhere drift" if others else ""
+        yield from lead(OK, f"{found.source}: q, k and v agree in all of {calls}{also}", told)
+        return
+    count = sum(call.count for call in found.calls if bool(call.differing) == bool(worst.differing))
+    dtypes = ", ".join(f"{name} {dtype}" for name, dtype in worst.dtypes.items())
+    what = "differ in dtype" if worst.differing else "have not autocast's dtype"
+    yield from lead(
+        FAIL,
+        f"{found.source}: q, k and v {what} in {count} of {plural(found.attention_calls, 'attention call')} "
+        f"({dtypes} at {_where(worst.source)})",
+        [f"Fix: {worst.fix}", *told],
+    )
 
 
 def _call(call: TracedCall) -> Iterator[RenderableType]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -10,16 +10,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout
+from attn_diag.reports.lead import lead
 from attn_diag.results.identification import Identification, Identifications, RankedRecipe
-from attn_diag.results.wording import DASH, percent
+from attn_diag.results.wording import DASH, by_chance, file_name, head_name, listed, percent, together
 
-_STYLES = {
-    "identified": "bold green",
-    "ambiguous": "bold yellow",
-    "unnamed": "bold yellow",
-    "flawed": "bold red",
-    "unknown": "bold red",
-}
+# What a report begins with, the gravest first, and its style.
+_RANK = {"FAIL": "bold red", "UNKNOWN": "bold red", "UNNAMED": "bold yellow", "OK": "bold green"}
+_OPTIONS = {"--causal": "mask", "--window": "window", "--scale": "scale", "--layout": "layout", "--softcap": "softcap"}
+# Places that are named, of several with one finding.
+_NAMED = 3
 # Lines of the ranking, and recipes with the same bits that are named in one.
 _MAX_LINES, _MAX_SAME = 8, 2
 _EXP = {"exp2-fma": "exp2 of an FMA", "exact": "exact exp", "polynomial": "polynomial exp"}
@@ -27,6 +26,14 @@ _EXP = {"exp2-fma": "exp2 of an FMA", "exact": "exact exp", "polynomial": "polyn
 
 def identifications_renderables(found: Identifications) -> Iterator[RenderableType]:
     """The reports, one after the other, and once what the numbers mean."""
+    if len(found.results) > 1:
+        kinds: dict[tuple[str, str], list[Identification]] = {}
+        for result in sorted(found.results, key=lambda r: list(_RANK).index(_what(r)[0])):
+            kinds.setdefault(_what(result), []).append(result)
+        told = [f"{_those(same, len(found.results))}: {said}" for (_, said), same in kinds.items()]
+        verdict = next(iter(kinds))[0]
+        yield from lead(verdict, told[0], told[1:], style=_RANK[verdict])
+        yield Text("")
     for message in found.unreadable:
         yield Text(f"warning: not read: {message}", style="yellow")
     for result in found.results:
@@ -37,15 +44,21 @@ def identifications_renderables(found: Identifications) -> Iterator[RenderableTy
 
 def identification_renderables(found: Identification, *, legend: bool = True) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
+    verdict, said = _what(found)
+    following = f"attn-diag identify {found.source} {' '.join(found.options)}" if found.options else None
+    if following is None and verdict in ("FAIL", "UNKNOWN"):
+        following = f"attn-diag inspect {found.source}"
+    what = f"{file_name(found.source)}, {found.observation}, {head_name(found.layer, found.head)}"
+    yield from lead(verdict, f"{what}: {said}", [found.verdict], following, _RANK[verdict])
+    yield Text("")
     yield layout.heading(found.source)
     place = f"head {found.head}" if found.layer is None else f"layer {found.layer} head {found.head}"
     sizes = " ".join(f"{name}={size}" for name, size in found.shape.items())
     yield Text(f"{found.observation}, sequence {found.batch}, {place}: {sizes}, {found.dtype}", style="bold")
-    yield Text(found.verdict, style=_STYLES[found.outcome])
     if found.margin is not None and found.margin_p_value is not None:
         yield Text(
-            f"Margin to the next that is told apart: {100 * found.margin:.2g} percentage points "
-            f"(p = {found.margin_p_value:.2g})."
+            f"Margin to the next that is told apart: {100 * found.margin:.2g} percentage points of O's elements, "
+            f"{by_chance(found.margin_p_value)}."
         )
     yield Text("")
     yield layout.indented(_ranking(found))
@@ -63,10 +76,35 @@ def identification_renderables(found: Identification, *, legend: bool = True) ->
         f"({found.backend}).",
         style="dim",
     )
-    for note in found.notes:
+    for note in [note for note in found.notes if note != found.misfit]:
         yield Text(f"note: {note}", style="yellow")
     if legend:
         yield from _legend(found)
+
+
+def _those(same: Sequence[Identification], of: int) -> str:
+    """Results that share a finding."""
+    names = listed([f"{file_name(r.source)} {head_name(r.layer, r.head)}" for r in same], _NAMED)
+    return f"{len(same)} of {of} ({names})"
+
+
+def _what(found: Identification) -> tuple[str, str]:
+    """The word that the report begins with, and what was found."""
+    names = " or ".join(found.recipes)
+    if found.misfit is not None:
+        if not found.options:
+            return "FAIL", "O is not the attention stated, nor that with another mask, scale or layout"
+        wrong = dict.fromkeys(_OPTIONS.get(option.partition(" ")[0], option) for option in found.options)
+        return "FAIL", f"wrong {together(list(wrong))}: with {' '.join(found.options)} it fits"
+    if found.outcome == "flawed":
+        return "FAIL", f"{found.verdict.partition(';')[0]}"
+    if found.outcome == "unknown":
+        return "UNKNOWN", f"no known recipe makes these bits ({percent(found.best.agreement, '.3g')} at best)"
+    if found.outcome == "unnamed":
+        return "UNNAMED", "its roundings are known, its order of keys is no published kernel's"
+    if found.outcome == "ambiguous":
+        return "OK", f"made as {names} make it; this input does not tell them apart"
+    return "OK", f"made as {names} makes it"
 
 
 def _ranking(found: Identification) -> Table:

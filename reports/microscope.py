@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.reports.lead import lead
 from attn_diag.reports.quantities import STEPS
 from attn_diag.results import wording
 from attn_diag.results.microscope import (
@@ -22,7 +23,7 @@ from attn_diag.results.microscope import (
     Point,
     SumSite,
 )
-from attn_diag.results.wording import DASH, head_name, number, percent, plural
+from attn_diag.results.wording import DASH, file_name, head_name, number, percent, plural
 
 _MAX_SITES = 6
 _PLOT_COLUMNS, _PLOT_ROWS = 64, 7
@@ -31,6 +32,8 @@ _CLASSES = {"tie": "a tie", "swamped": "swamped", "ordinary": "ordinary rounding
 
 def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
+    yield from _first(m)
+    yield Text("")
     what = "recipe's" if m.observed is None else m.observation
     yield Text(
         f"O[{m.row}, {m.feature}] of {head_name(m.layer, m.head)}, batch {m.batch} ({m.chosen}): "
@@ -62,6 +65,27 @@ def microscope_renderables(m: Microscope) -> Iterator[RenderableType]:
         f"{words.tool_line(m.tool)}",
         style="dim",
     )
+
+
+def _first(m: Microscope) -> Iterator[RenderableType]:
+    """How far the element is off, and which rounding makes it; and what to run next."""
+    place = f"{file_name(m.source)}: {head_name(m.layer, m.head)}, O[{m.row}, {m.feature}]:"
+    off = f"off by {wording.in_last_bits(abs(m.error / m.ulp))}, too {'high' if m.error > 0 else 'low'}"
+    if not m.error:
+        off = "exactly right"
+    if m.decisive is None or not m.error:
+        made = ""
+    elif abs(m.before_sum) > abs(m.sites[m.decisive].contribution):
+        made = "; most of it is made before the sum, by scores, exp or the cast of P̄"
+    else:
+        site = m.sites[m.decisive]
+        made = f"; {_step(site)} makes {_signed(site.contribution)} of {_signed(m.walked - m.reference)}"
+    told = ["One element is an example; the whole head's are below, and in attn-diag inspect."]
+    if m.unfit or (m.observed is not None and m.observed != m.walked):
+        told.insert(0, f"The walk is recipe {m.recipe}'s: the captured kernel did otherwise here.")
+    is_file = m.source.endswith((".safetensors", ".pt", ".npz")) and " " not in m.source
+    following = f"attn-diag attribute {m.source} --head {m.head}" if is_file else None
+    yield from lead(place, f"{off}{made}", told, following)
 
 
 def whole_closed_form_renderables(found: ClosedForm) -> Iterator[RenderableType]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from attn_diag.reports import layout, words
 from attn_diag.reports.layout import Sized, bars
+from attn_diag.reports.lead import lead as opening
 from attn_diag.results.paper import (
     Accumulated,
     Atoms,
@@ -44,6 +45,8 @@ CAVEAT = (
 
 def paper_renderables(f: PaperFigures) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
+    yield from first_lines(f)
+    yield Text("")
     yield Text(f"Figures after {PAPER}", style="bold")
     yield Text(lead(f))
     for note in f.notes:
@@ -59,6 +62,32 @@ def paper_renderables(f: PaperFigures) -> Iterator[RenderableType]:
             yield Text(f"{TITLES[name].split(':')[0]}: {reason}")
     yield Rule(style="dim")
     yield layout.note(f"{CAVEAT}\n{words.tool_line(f.tool)}")
+
+
+def first_lines(f: PaperFigures) -> Iterator[RenderableType]:
+    """Whether delta's error adds up beyond what unbiased rounding does, where, and over which steps."""
+    c = f.chosen
+    steps = f", steps {c.steps[0]} to {c.steps[-1]}" if len(c.steps) > 1 else ""
+    drawn = sum(bool(_lines(f, name)) for name in TITLES)
+    if f.delta_steps is not None:
+        outside = (f.delta_steps.excess or f.delta_steps.total).outside
+        over = f"summed over {plural(len(f.delta_steps.steps), 'step')}"
+    elif f.delta_rows is not None:
+        outside, over = f.delta_rows.outside, "summed over the rows of one capture"
+    else:
+        outside, over = None, ""
+    if outside is None:
+        what = "delta's error was not captured, so whether it adds up is not known"
+    elif outside:
+        what = f"delta's error, {over}, adds up beyond what unbiased rounding makes"
+    else:
+        what = f"delta's error, {over}, adds up to no more than unbiased rounding makes"
+    told = [f"{drawn} of {plural(len(TITLES), 'figure')} after {PAPER} are drawn below."]
+    if c.emulated:
+        told.insert(0, f"Emulated (recipe {c.observation}): no captured O was looked at.")
+    yield from opening(
+        "FOUND" if outside else "OK" if outside is False else "UNKNOWN", f"{c.name}{steps}: {what}", told
+    )
 
 
 def _lines(f: PaperFigures, name: str) -> Sequence[str | Sized]:

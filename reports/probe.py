@@ -9,8 +9,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.results.probe import ProbeFinding, ProbeReport
-from attn_diag.results.wording import number, percent
+from attn_diag.results.wording import number, percent, plural
 
 _STYLES = {
     "exact": "green",
@@ -27,6 +28,8 @@ _STYLES = {
 
 def probe_renderables(found: ProbeReport) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
+    yield from lead(*_first(found), found.next)
+    yield Text("")
     yield layout.heading(f"probes of {found.source}")
     b, h, t, d = found.shape
     yield Text(
@@ -36,6 +39,9 @@ def probe_renderables(found: ProbeReport) -> Iterator[RenderableType]:
     )
     for sentence in found.summary:
         yield layout.bullet("-", sentence)
+    if not found.findings:
+        yield layout.note(words.tool_line(found.tool))
+        return
     yield Text("")
     yield _table([f for f in found.findings if f.kind == "accuracy"], "against the float64 reference")
     yield Text("")
@@ -43,6 +49,25 @@ def probe_renderables(found: ProbeReport) -> Iterator[RenderableType]:
     yield Text("")
     yield layout.note(_legend(found))
     yield layout.note(words.tool_line(found.tool))
+
+
+def _first(found: ProbeReport) -> tuple[str, str, list[str]]:
+    """The verdict, what was found, and sentences on how sure that is and what is normal."""
+    probed = f"{plural(len(found.findings), 'probe')} of {plural(found.heads, 'head')}"
+    if found.outcome is None:
+        # A document of before outcomes were said.
+        quiet = found.assumptions.ok and found.labels <= {"exact", "within-rounding"}
+        return (OK if quiet else FAIL), f"probe of {found.source}: see below", []
+    if found.outcome == "ok":
+        normal = f", but for what is normal in {_family(found)}" if found.normal else ""
+        told = [f"{probed}, tests at level {found.level:g}: no fault{normal}. Gradients were not judged."]
+        return OK, f"{found.source}: it rounds as a sound kernel does", [*told, *found.normal]
+    told = [] if found.evidence is None else [found.evidence]
+    return FAIL, f"{found.source} ({found.certainty}): {found.suspect}", told
+
+
+def _family(found: ProbeReport) -> str:
+    return "FlashAttention-2" if any("FlashAttention-2" in said for said in found.normal) else "published kernels"
 
 
 def _table(findings: list[ProbeFinding], title: str) -> Table | Text:
@@ -68,8 +93,9 @@ def _legend(found: ProbeReport) -> str:
     return (
         f"Assumed of fn: softmax(scale Q K^T) V with scale {assumed.scale:g}, causal {assumed.causal}; on N(0,1) "
         f"inputs its O is {percent(assumed.relative_error)} off. Error = O - float64 reference on the same "
-        "inputs, in spacings (ulp) of O's format; bias = mean excess beyond one correct rounding, away from zero "
-        "unless it says upward, with its interval; significant only if mean error and mean excess both are, at level "
+        "inputs, in spacings (ulp, the last bit) of O's format; p = how often chance alone would make such a mean; "
+        "bias = mean excess beyond one correct rounding, away from zero unless it says upward, with its interval; "
+        "significant only if mean error and mean excess both are, at level "
         f"{found.level:g} among {found.family_size} tests (Benjamini-Hochberg; heads are the clusters). The bound is "
         "what casts of P̄ and O to the input's format and sums in fp32 can make of one element's error."
         f"{_fine(found)} {_lse(found)}"

@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_diag.reports import layout
+from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.reports.words import tool_line
 from attn_diag.results.hardware import Exp2Profile, HardwareProfile, SumProfile
 from attn_diag.results.selftest import Installation
-from attn_diag.results.wording import DASH, number, percent, signed
+from attn_diag.results.wording import DASH, listed, number, percent, plural, signed
 
 _NO_FIT = "does not fit"
 
@@ -20,8 +21,13 @@ _NO_FIT = "does not fit"
 def installation_renderables(found: Installation) -> Iterator[RenderableType]:
     """The table of checks, the failed ones in red."""
     failed = sum(not check.passed for check in found.checks)
-    verdict = f"{failed} of {len(found.checks)} checks failed" if failed else f"all {len(found.checks)} checks passed"
-    yield Text(f"Numbers of this installation: {verdict}", style="bold red" if failed else "bold green")
+    if failed:
+        names = listed([c.name for c in found.checks if not c.passed], 3)
+        told = ["Its figures cannot be trusted: mend or reinstall torch first."]
+        yield from lead(FAIL, f"this installation: {failed} of {len(found.checks)} checks failed ({names})", told,
+                        "attn-diag env")  # fmt: skip
+    else:
+        yield from lead(OK, f"this installation: all {len(found.checks)} checks passed")
     table = layout.table("check", "cases", "found", "limit", "")
     for check in found.checks:
         style = "" if check.passed else "red"
@@ -34,7 +40,12 @@ def installation_renderables(found: Installation) -> Iterator[RenderableType]:
 
 def profile_renderables(found: HardwareProfile) -> Iterator[RenderableType]:
     """Sums, exp2 and casts as measured, and what does not fit."""
-    yield Text(f"Arithmetic of {found.gpu} ({found.backend}), measured {found.measured}", style="bold")
+    odd = [_unit_name(unit) for unit in found.sums if not unit.fits]
+    where = f"arithmetic of {found.gpu} ({found.backend}), measured {found.measured}"
+    if odd:
+        yield from lead(FAIL, f"{where}: the sums of {listed(odd, 3)} fit no rule that is known", style="bold yellow")
+    else:
+        yield from lead(OK, f"{where}: the sums of {plural(len(found.sums), 'unit')} fit a rule")
     yield Text("")
     yield layout.indented(_sums(found.sums))
     for unit in found.sums:

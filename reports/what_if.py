@@ -10,17 +10,22 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.reports.lead import lead
 from attn_diag.reports.quantities import NOISE_FACTOR
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, WhatIf
-from attn_diag.results.wording import DASH, SYMBOLS, head_name, number, percent, signed
+from attn_diag.results.wording import DASH, SYMBOLS, file_name, head_name, number, percent, signed
 
 _WIDE = 110
+# A candidate helps where it takes away so much of the error.
+_HELPS = 0.1
 _STYLES = {"baseline": "bold", "mitigation": "", "mix": "yellow", "other recipe": "cyan"}
 
 
 def what_if_renderables(found: WhatIf) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
+    yield from _first(found)
+    yield Text("")
     yield layout.heading(found.source)
     yield Text(_subject(found), style="bold")
     for sentence in found.summary:
@@ -39,6 +44,47 @@ def what_if_renderables(found: WhatIf) -> Iterator[RenderableType]:
     yield Text("")
     yield layout.note(_legend(found))
     yield layout.note(words.tool_line(found.tool))
+
+
+def _first(found: WhatIf) -> Iterator[RenderableType]:
+    """What helps most, and at what cost; and what to run next."""
+    title, where = SYMBOLS[found.ranked_by], head_name(found.layer, found.head)
+    place = f"{file_name(found.source)}: {where}:"
+    best = next((c for c in found.candidates if c.rank == 1), None)
+    before = percent(found.baseline.left)
+    is_file = found.source.endswith((".safetensors", ".pt", ".npz")) and " " not in found.source
+    following = f"attn-diag attribute {found.source} --head {found.head}" if is_file else None
+    told = ["This head of this capture only; costs are estimates, not measurements."]
+    if found.unfit:
+        told.insert(0, f"{found.unfit} So this is about the recipe {found.recipe}, not about the captured kernel.")
+    if best is None or best.removed is None or best.removed < _HELPS:
+        yield from lead(
+            place, f"nothing tried takes away much of {title}'s error ({before}; emulated)", told, following
+        )
+        return
+    cost = best.cost
+    paid = (
+        ""
+        if cost is None
+        else f", for {_more(cost.tensor_flops)} matrix products and {_more(cost.bytes_fraction)} bytes"
+    )
+    cheap = min(
+        (c for c in found.candidates if c.rank is not None and (c.removed or 0.0) >= _HELPS and c.cost is not None),
+        key=_price, default=None,
+    )  # fmt: skip
+    if cheap is not None and cheap.name != best.name:
+        told.insert(0, f"Cheapest that helps: {cheap.name}, which leaves {percent(cheap.left)}.")
+    yield from lead(
+        place,
+        f"{best.name} leaves {title} {percent(best.left)} off instead of {before} (emulated){paid}",
+        told,
+        following,
+    )
+
+
+def _price(candidate: Candidate) -> tuple[float, float]:
+    assert candidate.cost is not None
+    return candidate.cost.tensor_flops + candidate.cost.bytes_fraction, candidate.left or 0.0
 
 
 def _ranking(found: WhatIf, options: ConsoleOptions) -> Iterator[RenderableType]:

@@ -891,9 +891,10 @@ def test_on_the_command_line(tmp_path: Path, run: Run) -> None:
     code, out, err = run("convert", tmp_path / "d", tmp_path / "c")
     assert (code, err) == (0, "")
     (path,) = (tmp_path / "c").iterdir()
-    assert out.splitlines()[0] == str(path)
+    assert out.splitlines()[0] == f"OK 1 capture of {tmp_path / 'd'}; next: attn-diag inspect {tmp_path / 'c'}"
+    assert out.splitlines()[1] == str(path)
     # Every guess that is printed is in the file too.
-    assert [line.strip() for line in out.splitlines()[1:]] == str(load(path).metadata.notes).split("; ")
+    assert [line.strip() for line in out.splitlines()[2:]] == str(load(path).metadata.notes).split("; ")
     assert run("inspect", path)[0] == 0
     code, out, err = run("convert", tmp_path / "d", tmp_path / "c")
     assert code == 2

@@ -396,4 +396,4 @@ def test_a_notebook_shows_the_report_and_a_prompt_one_line(captures: Path) -> No
     found = attn_diag.microscope(attn_diag.load(captures / "gqa_T200.safetensors"), row=150, feature=7)
     assert "gqa_T200.safetensors: print(r.report())" in repr(found)
     assert len(repr(found).splitlines()) == 1
-    assert found._repr_html_().startswith("<pre>O[150, 7] of H0")
+    assert found._repr_html_().startswith("<pre>gqa_T200.safetensors: H0, O[150, 7]: off by")

@@ -5,7 +5,6 @@ what to do next; and the findings behind them.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -18,6 +17,7 @@ from builders import CAPTURES, inspected, rounded_inputs, some, with_heads
 from command_line import Run
 from planted_folders import FOLDERS, write
 from rich.cells import cell_len
+from snapshots import require_unchanged
 
 import attn_diag
 from attn_diag import Capture
@@ -28,8 +28,6 @@ from attn_diag.results.findings import SharedFinding
 from attn_diag.results.wording import chance, in_units
 
 LINES = 12
-SNAPSHOTS = Path(__file__).parent / "data"
-REWRITE = "ATTN_DIAG_WRITE_SNAPSHOTS"
 # In the first lines at 80 columns: what, where, since when, how sure, and the next command.
 SAID = {
     "clean": (
@@ -136,25 +134,18 @@ def test_the_first_lines_say_it_all(name: str, found: Callable[[str], Path], run
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_openings_are_as_they_were(width: int, found: Callable[[str], Path], run: Run) -> None:
-    """Look at the difference; where it is meant, write the file again with ATTN_DIAG_WRITE_SNAPSHOTS=1."""
     parts = []
     for name in SAID:
         lines = run("report", found(name), COLUMNS=str(width)).out.splitlines()
         assert max(map(cell_len, lines)) <= width
         parts += [f"$ attn-diag inspect {name}", *lines[:LINES], ""]
-    file = SNAPSHOTS / f"openings_{width}.txt"
-    if REWRITE in os.environ:
-        file.write_text("\n".join(parts), encoding="utf-8")
-    assert "\n".join(parts) == file.read_text(encoding="utf-8"), f"{REWRITE}=1 writes {file.name} again"
+    require_unchanged(f"openings_{width}", "\n".join(parts))
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_whole_report_is_as_it_was(width: int, found: Callable[[str], Path], run: Run) -> None:
     text = run("report", found("two_findings"), COLUMNS=str(width)).out.partition("Where the numbers come from")[0]
-    file = SNAPSHOTS / f"report_two_findings_{width}.txt"
-    if REWRITE in os.environ:
-        file.write_text(text, encoding="utf-8")
-    assert text == file.read_text(encoding="utf-8"), f"{REWRITE}=1 writes {file.name} again"
+    require_unchanged(f"report_two_findings_{width}", text)
 
 
 def read(path: Path) -> Diagnosis:

@@ -19,7 +19,7 @@ from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads, select_observations, select_place
 from attn_diag.errors import InputError
 from attn_diag.head import recipe_search as search
-from attn_diag.head.assumptions import check_assumptions
+from attn_diag.head.assumptions import better_reading, check_assumptions, out_fit
 from attn_diag.head.identification import IdentifiedHead, identify_head
 from attn_diag.head.machine import backend_name, pick_device
 from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name
@@ -140,6 +140,7 @@ class _Report:
 
     def result(self) -> Identification:
         c, found, ranking = self.capture, self.found, self._ranking()
+        misfit, options = self._misfit() if found.outcome == "unknown" else (None, ())
         best, names = ranking[0], found.names
         as_good = [r for t, r in zip(self.trials, ranking, strict=True) if t in found.as_good]
         runner_up = next((r for r in ranking if r.told_apart), None)
@@ -164,13 +165,15 @@ class _Report:
             level=LEVEL,
             outcome=found.outcome,
             recipes=tuple(names),
-            verdict=self._verdict(as_good, best, contested),
+            verdict=self._verdict(as_good, best, contested) if misfit is None else f"Another function: {misfit}",
             margin=None if runner_up is None else best.agreement - runner_up.agreement,
             margin_p_value=None if runner_up is None else runner_up.p_value,
-            notes=self._notes(),
+            notes=(*self._notes(), *([] if misfit is None else [misfit])),
             candidates=tuple(ranking),
             backward=found.backward,
             hardware=found.hardware,
+            misfit=misfit,
+            options=options,
             flaw=None if found.flaw is None else Misfitting(
                 found.flaw.rows, found.flaw.features, found.flaw.elements, found.flaw.largest_ulp, found.flaw.words
             ),
@@ -262,13 +265,22 @@ class _Report:
             notes.append(
                 "q_positions: the query blocks are not known, so that schedules with the diagonal first were not tried"
             )
-        if found.outcome == "unknown":
-            assumptions = check_assumptions(self.capture, [self.observation], self.device)
-            if assumptions.ok is False:
-                notes.append(assumptions.message)
-            elif (scale := fit_scale(found.subject.inputs, found.subject.observed.double())) is not None:
-                notes.append(scale.words)
         return tuple(notes)
+
+    def _misfit(self) -> tuple[str | None, tuple[str, ...]]:
+        """Why O is not the attention that the metadata state, if so, and the options that would make it that."""
+        capture, name = self.capture, self.observation
+        assumptions = check_assumptions(capture, [name], self.device)
+        if assumptions.ok is False:
+            stated = out_fit(capture, name, self.device)
+            if stated is None or stated.ok:
+                return assumptions.message, ()
+            other = better_reading(capture, name, self.device, stated)
+            return assumptions.message, () if other is None else other.options(capture.metadata)
+        scale = fit_scale(self.found.subject.inputs, self.found.subject.observed.double())
+        if scale is None:
+            return None, ()
+        return f"{scale.words}.", (f"--scale {scale.scale:.9g}",)
 
 
 def _observation(capture: Capture, wanted: str | None) -> str:

@@ -49,6 +49,7 @@ def convert(
     from attn_diag.captures.dumps.names import parse_map
     from attn_diag.errors import InputError
     from attn_diag.printing import printable, say
+    from attn_diag.results.wording import plural
 
     options = overrides.metadata()
     failed: list[InputError] = []
@@ -57,13 +58,26 @@ def convert(
         failed.append(error)
         complain(error)
 
-    def told(written: Path, notes: tuple[str, ...]) -> None:
-        say(printable(str(written)), sys.stdout)
-        for note in notes:
-            say(f"  {printable(note)}", sys.stdout)
+    lines: list[str] = []
+    files = 0
 
-    run(
-        path, out, kind=kind.value, names=parse_map(names or ()), layer=layer, head_dim=head_dim, lse_base=lse_base,
-        force=force, skip=skip, told=told, **options,
-    )  # fmt: skip
+    def told(written: Path, notes: tuple[str, ...]) -> None:
+        nonlocal files
+        files += 1
+        lines.append(printable(str(written)))
+        lines.extend(f"  {printable(note)}" for note in notes)
+
+    try:
+        run(
+            path, out, kind=kind.value, names=parse_map(names or ()), layer=layer, head_dim=head_dim, lse_base=lse_base,
+            force=force, skip=skip, told=told, **options,
+        )  # fmt: skip
+    finally:
+        # How many there are is known at the end, and said first; what was written is told even if a later call fails.
+        if files:
+            left = f", {plural(len(failed), 'call')} left out" if failed else ""
+            named = f"{'FAIL' if failed else 'OK'} {plural(files, 'capture')} of {printable(str(path))}{left}"
+            say(f"{named}; next: attn-diag inspect {printable(str(out))}", sys.stdout)
+        for line in lines:
+            say(line, sys.stdout)
     return 2 if failed else 0

@@ -15,6 +15,7 @@ def env() -> None:
     from attn_diag.printing import say
 
     tool = describe_tool(pick_device("auto"))
+    say(f"OK attn-diag {tool.version} on {tool.device}, torch {tool.torch}", sys.stdout)
     say(f"attn-diag {tool.version}", sys.stdout)
     say(f"python {tool.python} on {platform.platform()}", sys.stdout)
     for package in ("torch", "triton", "numpy", "scipy", "safetensors", "pydantic", "typer", "rich", "jinja2"):

@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.metadata import Causal, Layout, LseBase
+from attn_diag.captures.metadata import Causal, Layout, LseBase, Metadata
 from attn_diag.errors import InputError
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
@@ -101,29 +101,74 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
     if stated is None:
         return None
     if stated.ok:
-        near = _scaled(capture, observation, device, stated.error / 2)
-        return Misfit(observation, "o", stated.error, True, near and near[1], near and near[0])
-    best: tuple[float, str] | None = None
+        near = scaled_reading(capture, observation, device, stated.error / 2)
+        return _misfit(observation, stated, near)
+    best = better_reading(capture, observation, device, stated)
+    return _misfit(observation, stated, best)
+
+
+def _misfit(observation: str, stated: OutputFit, other: OtherMetadata | None) -> Misfit:
+    words, error = (None, None) if other is None else (other.words, other.error)
+    return Misfit(observation, "o", stated.error, stated.ok, words, error)
+
+
+@dataclass(frozen=True)
+class OtherMetadata:
+    """Other metadata under which an O fits."""
+
+    metadata: Metadata
+    """The metadata."""
+    words: str
+    """What of them differs from the stated ones."""
+    error: float
+    """O's error under them, over the norm of the reference."""
+
+    def options(self, stated: Metadata) -> tuple[str, ...]:
+        """The options of a command that make a capture with the ``stated`` metadata so."""
+        found = self.metadata
+        said = {"layout": found.layout, "causal": found.causal}
+        options = [f"--{name} {value}" for name, value in said.items() if value != getattr(stated, name)]
+        if found.scale not in (None, stated.scale):
+            options.append(f"--scale {found.scale:.9g}")
+        if found.window is not None and found.window != stated.window:
+            options.append(f"--window {found.window[0]},{found.window[1]}")
+        if found.softcap is not None and found.softcap != stated.softcap:
+            options.append(f"--softcap {found.softcap:g}")
+        return tuple(options)
+
+
+def better_reading(capture: Capture, observation: str, device: torch.device, stated: OutputFit) -> OtherMetadata | None:
+    """The other metadata that O fits best; None where none of those tried explains its error.
+
+    Args:
+        capture: The capture.
+        observation: The observation's name.
+        device: Where O is recomputed.
+        stated: How well O fits the metadata as they are.
+    """
+    best: OtherMetadata | None = None
     found = capture
     for reading, words in _readings(capture):
         other = out_fit(reading, observation, device)
         fits = other is not None and other.ok and other.error <= _EXPLAINS * stated.error + other.rounding
-        if other is not None and fits and (best is None or other.error < 0.9 * best[0]):
-            best = other.error, words
+        if other is not None and fits and (best is None or other.error < 0.9 * best.error):
+            best = OtherMetadata(reading.metadata, words, other.error)
             found = reading
-    if (scaled := _scaled(found, observation, device, 0.9 * best[0] if best else _EXPLAINS * stated.error)) is not None:
-        best = scaled
-    return Misfit(observation, "o", stated.error, False, best and best[1], best and best[0])
+    below = 0.9 * best.error if best else _EXPLAINS * stated.error
+    return scaled_reading(found, observation, device, below) or best
 
 
-def _scaled(capture: Capture, observation: str, device: torch.device, below: float) -> tuple[float, str] | None:
-    """The error under the scale that fits the first head best, and its name, where it is smaller than ``below``."""
+def scaled_reading(capture: Capture, observation: str, device: torch.device, below: float) -> OtherMetadata | None:
+    """The scale that fits the first head best, where O's error under it is smaller than ``below``."""
     observed = read_float64(capture, capture.key(observation, "o"), 0, 0, device)
     fit = None if observed is None else fit_scale(read_head(capture, 0, 0, device), observed)
     if fit is None:
         return None
-    other = out_fit(replace(capture, metadata=replace(capture.metadata, scale=fit.scale)), observation, device)
-    return (other.error, f"scale={fit.named}") if other is not None and other.ok and other.error < below else None
+    metadata = replace(capture.metadata, scale=fit.scale)
+    other = out_fit(replace(capture, metadata=metadata), observation, device)
+    if other is None or not other.ok or not other.error < below:
+        return None
+    return OtherMetadata(metadata, f"scale={fit.named}", other.error)
 
 
 def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misfit | None:

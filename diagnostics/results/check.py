@@ -113,7 +113,8 @@ class Failure:
     message: str
     """A sentence with where (case, head, row) and how much."""
     suspect: str | None = None
-    """The change of the recipe that reproduces these bits, in words; null where none was found or looked for."""
+    """The change of the recipe that reproduces these bits, or what the kernel computes instead, in words; null where
+    none was found or looked for."""
     look_closer: str | None = None
     """A command, or a call in Python, that shows more."""
     factor: Number | None = None

@@ -154,6 +154,11 @@ class Identification(OneHead, Result):
     named alone, if there are any."""
     flaw: Misfitting | None = None
     """What the best recipe does not explain though it has the bits of the rest; null: nothing, or it has not."""
+    misfit: str | None = None
+    """Where nothing fits: why O is not the attention that the metadata state (mask, scale, layout), and what fits; null
+    where it is, or something fits."""
+    options: tuple[str, ...] = ()
+    """The options with which the metadata would be right, such as "--causal top-left"; empty where none are known."""
     schema: Literal["attn-diag-identification"] = "attn-diag-identification"
     schema_version: Literal[1] = 1
 

@@ -122,6 +122,8 @@ class ProbeFinding:
     """One entry a direction; only away from zero where O_ref has one sign."""
     lse: LseTest | None = None
     """The test of L; null where fn does not return it."""
+    nonfinite_rows: tuple[tuple[int, int], ...] = ()
+    """The rows of O that hold NaN or Inf, of all heads together: first and last of each run."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class ProbeAssumptions:
     """Whether that is at most 5 %."""
     fits: str | None = None
     """Another choice that does fit; null where the assumed one does, or none was found."""
+    words: str | None = None
+    """What fn computes instead, in words that follow its name; null where it computes what was assumed."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,6 +176,20 @@ class ProbeReport(Result):
     """How many p-values were adjusted together (Benjamini-Hochberg)."""
     summary: tuple[str, ...]
     """The result in sentences."""
+    outcome: Literal["ok", "fail", "other-function"] | None = None
+    """ok: nothing but what published kernels do too (``normal``); other-function: fn is not the attention that was
+    asked for, but other options fit, and nothing was probed; null: a document of before this was said."""
+    suspect: str | None = None
+    """What is wrong, in a few words; null where nothing is."""
+    certainty: Literal["certain", "sure"] | None = None
+    """certain: no rounding, and no chance, makes what was seen; sure: beyond chance, or by the bits; null: nothing is
+    wrong."""
+    evidence: str | None = None
+    """Why, in sentences; null where nothing is wrong."""
+    normal: tuple[str, ...] = ()
+    """What was found that published kernels do too, or that is too small to add up, in sentences."""
+    next: str | None = None
+    """What to run next: a command, or a call in Python."""
     schema: Literal["attn-diag-probe"] = "attn-diag-probe"
     schema_version: Literal[1] = 1
 

@@ -63,6 +63,29 @@ def signed(value: float | None, digits: int = 2) -> str:
     return DASH if value is None else f"{value:+.{digits}g}"
 
 
+# Chances below this are not worth a figure in a sentence.
+_NEVER = 1e-6
+
+
+def in_last_bits(ulp: float) -> str:
+    """A size in ulp, in plain words: "0.41 of the last bit", "3 last bits"."""
+    return f"{ulp:.2g} of the last bit" if ulp < 1 else f"{ulp:.3g} last bits"
+
+
+def by_chance(p_value: float | None) -> str:
+    """A p-value in plain words: how often chance alone would make so much."""
+    if p_value is None:
+        return "whether by chance was not tested"
+    if p_value < _NEVER:
+        return f"not by chance (p {p_value:.1g})"
+    return f"by chance in one run of {1 / p_value:.0f} (p {p_value:.1g})"
+
+
+def runs_of(noun: str, numbers: Sequence[int]) -> str:
+    """Whole numbers with their noun: "row 3", "rows 0-63 and 128"."""
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
+
+
 def same(a: float | None, b: float | None) -> bool:
     """Whether two figures agree as those of one input's references do, to the digits that the shorter one has.
 
@@ -121,16 +144,22 @@ def together(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+def runs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The first and the last of each run of neighbours among whole numbers in ascending order."""
+    found: list[tuple[int, int]] = []
+    for n in numbers:
+        if found and n <= found[-1][1] + 1:
+            found[-1] = found[-1][0], n
+        else:
+            found.append((n, n))
+    return tuple(found)
+
+
 def ranges(numbers: Sequence[int], most: int = 4) -> str:
     """Whole numbers in ascending order, neighbours together: "0-63, 128 and 5 more"."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        elif not runs or n != runs[-1][1]:
-            runs.append([n, n])
-    named = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:most]]
-    left = sum(last - first + 1 for first, last in runs[most:])
+    found = runs(numbers)
+    named = [str(first) if first == last else f"{first}-{last}" for first, last in found[:most]]
+    left = sum(last - first + 1 for first, last in found[most:])
     return ", ".join(named) + (f" and {left} more" if left else "")
 
 

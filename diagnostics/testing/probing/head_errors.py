@@ -127,6 +127,7 @@ class HeadErrors:
     differing: int
     """Elements whose excess is not zero."""
     nonfinite: int
+    nonfinite_rows: frozenset[int]
     max_error_ulp: float
     of_budget: float
     """The largest error over its bound."""
@@ -196,6 +197,7 @@ def measure_head(
         elements=observed.numel(),
         differing=int((excess != 0).sum()) + observed.numel() - o.numel(),
         nonfinite=int((~observed.isfinite()).sum()),
+        nonfinite_rows=frozenset((~rows).nonzero()[:, 0].tolist()),
         max_error_ulp=_largest(error.abs() / spacing),
         of_budget=_largest(error.abs() / budget),
         size=float(truth.abs().sum()),
@@ -259,6 +261,7 @@ def _joined(parts: Sequence[HeadErrors]) -> HeadErrors:
         elements=sum(p.elements for p in parts),
         differing=sum(p.differing for p in parts),
         nonfinite=sum(p.nonfinite for p in parts),
+        nonfinite_rows=frozenset().union(*(p.nonfinite_rows for p in parts)),
         max_error_ulp=max(p.max_error_ulp for p in parts),
         of_budget=max(p.of_budget for p in parts),
         size=sum(p.size for p in parts),

@@ -37,6 +37,8 @@ class Pointer:
     """The step, in the words of ``benchmarks/verdicts``."""
     speaks: Callable[[ByName], str | None]
     """The sentence, where the findings are the step's signature."""
+    suspect: Callable[[str], str] | None = None
+    """That sentence -> the fault in a few words; None where it is what published kernels do."""
 
 
 def pointers(findings: Sequence[ProbeFinding]) -> list[str]:
@@ -85,9 +87,9 @@ def sums_uncast(findings: Sequence[ProbeFinding]) -> str | None:
     measured = " and ".join(f"{relative_words(f)}" for f in known)
     expected = " and ".join(f"{f.predicted:+.4g}" for f in known)
     return (
-        f"The row sum does not match the weights that multiply V: normaliser off by {measured} (casts down, casts "
-        f"up). That is {expected}, what an l that sums P̄ in fp32 gives while P̄ is cast for P̄V, as FlashAttention-2 and "
-        "cuDNN do."
+        f"The row sum does not match the weights that multiply V: the normaliser (l, which O is divided by) is off by "
+        f"{measured} (casts down, casts up). That is {expected}, what an l that sums P̄ in fp32 gives while P̄ is cast "
+        "for P̄V, as FlashAttention-2 and cuDNN do: it is normal, and no fault of this kernel."
     )
 
 
@@ -157,13 +159,20 @@ def _stored_lse(found: ByName) -> str | None:
     return f"Every L is a {_NAMES[only]} number beside the true L: L is rounded to {_NAMES[only]} when it is stored."
 
 
+def _of_own_rounding(said: str) -> str:
+    """Of "O itself is rounded toward zero in the mean, by -0.5 ulp in …", in the words of ``check``."""
+    side = said.removeprefix("O itself is rounded ").partition(" in the mean")[0]
+    does = {"toward zero": "truncates", "upward": "rounds up", "downward": "rounds down"}
+    return f"the last cast of O {does.get(side, f'rounds {side}')}"
+
+
 TABLE = (
-    Pointer("O", lambda found: own_rounding(list(found.values()))),
+    Pointer("O", lambda found: own_rounding(list(found.values())), _of_own_rounding),
     Pointer("l sums P̄ uncast", lambda found: sums_uncast(list(found.values()))),
     Pointer("l sums P̄ cast", _sums_cast),
-    Pointer("P̄", _truncates_probs),
-    Pointer("row sum", _row_sum),
-    Pointer("LSE", _stored_lse),
+    Pointer("P̄", _truncates_probs, lambda _: "the cast of P̄ truncates"),
+    Pointer("row sum", _row_sum, lambda _: "the row sum l is off"),
+    Pointer("LSE", _stored_lse, lambda said: said.partition(": ")[2].removesuffix(".")),
 )
 
 

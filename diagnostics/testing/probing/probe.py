@@ -14,25 +14,28 @@ from torch import Tensor
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import Recipe
-from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, ulp
+from attn_diag.reference import Masking, format_of, ulp
 from attn_diag.results.probe import Label, LseTest, ProbeAssumptions, ProbeFinding, ProbeReport, SignedTest
+from attn_diag.results.wording import runs
 from attn_diag.statistics.means import adjust, require_level
 from attn_diag.statistics.welch import confidence
+from attn_diag.testing.again import USUAL_SHAPE, Again
+from attn_diag.testing.other_function import OtherFunction, fit_of
 from attn_diag.testing.probing import inputs, verdict
 from attn_diag.testing.probing.catalogue import Pair, Probe, choose
 from attn_diag.testing.probing.head_errors import HeadErrors, lse_test, measure_case, signed_tests
 from attn_diag.testing.probing.inputs import Draw, ProbeCase
+from attn_diag.testing.probing.outcome import ProbeOutcome, outcome_of
+from attn_diag.testing.probing.search import Suspect, found_suspect
 from attn_diag.testing.target import DTYPES, Attention, CaseInputs, MisfitError, Target, causal_of
 from attn_diag.work import Progress
 
 _Inputs = TypeVar("_Inputs", ProbeCase, Pair)
 _Test = TypeVar("_Test", SignedTest, LseTest)
 
-DEFAULT_SHAPE = (4, 4, 384, 64)
+DEFAULT_SHAPE = USUAL_SHAPE
 # Independent heads: at least so many are drawn, in as many calls as that takes (t with 15 degrees of freedom).
 MIN_HEADS = 16
-# Design: an O this far off was computed under other metadata.
-_ASSUMPTION_LIMIT = 0.05
 _SMALLEST = {"length T": 16, "head dimension D": 8}
 
 
@@ -73,7 +76,7 @@ def probe(
 
     Raises:
         InputError: Options cannot be used; fn raises or returns another shape, dtype or device, or the scale needs
-            inputs beyond the dtype's range (the message names the probe); or nothing that fn returns is finite.
+            inputs beyond the dtype's range (the message names the probe).
     """
     where = pick_device(device)
     chosen = _checked(dtype, shape, level, choose(probes), probes is not None)
@@ -84,18 +87,18 @@ def probe(
     mask = causal_of(causal)
     target = Target.of(fn, name, dtype=dtype, head_dim=dim, device=where)
     draw = Draw(batch, heads, length, dim, dtype, alpha, mask != "none", torch.Generator().manual_seed(seed))
-    run = _Run(target, draw, Masking(mask), rounds=-(-MIN_HEADS // (batch * heads)), level=level)
-    assumptions = run.check_assumptions()
-    findings = []
-    for number, item in enumerate(chosen):
+    run = _Run(target, draw, Masking(mask), rounds=-(-MIN_HEADS // (batch * heads)), level=level, seed=seed)
+    assumptions, other = run.check_assumptions()
+    findings: list[ProbeFinding] = []
+    # Of another function every figure would be about the difference of the two.
+    for number, item in enumerate(chosen if other is None else []):
         # A probe's inputs do not depend on which others run.
         draw.generator.manual_seed(zlib.crc32(f"{seed} {item.name}".encode()))
         findings.append(run.accuracy(item) if item.build is not None else run.invariance(item))
         if progress is not None:
             progress(number + 1, len(chosen))
-    if all(f.nonfinite == f.elements for f in findings):
-        raise InputError(f"{target.name}: every o of every probe is NaN or Inf; does fn write its output?")
     judged, family = _judge(findings, level)
+    outcome = run.outcome(judged, other, named=isinstance(fn, str))
     return ProbeReport(
         tool=describe_tool(where),
         source=target.name,
@@ -111,6 +114,12 @@ def probe(
         findings=judged,
         family_size=family,
         summary=verdict.summarise(judged, assumptions, level, target.name, emulated=target.recipe is not None),
+        outcome=outcome.outcome,
+        suspect=outcome.suspect,
+        certainty=outcome.certainty,
+        evidence=outcome.evidence,
+        normal=outcome.normal,
+        next=outcome.next,
     )
 
 
@@ -121,29 +130,41 @@ class _Run:
     masking: Masking
     rounds: int
     level: float
+    seed: int
     out_dtype: str = field(default="")
 
-    def check_assumptions(self) -> ProbeAssumptions:
+    def check_assumptions(self) -> tuple[ProbeAssumptions, OtherFunction | None]:
         """On N(0,1) inputs: does fn compute what it is assumed to, and if not, what else?"""
-        case = _built("normal", inputs.normal, self.draw)
-        seen, _ = self._call("normal", case.q, case.k, case.values[0])
+        given, seen = self.normal_call()
         self.out_dtype = DTYPES[seen.dtype]
+        stated, other = fit_of(given, seen, self.target, self.target.device)
+        error = None if stated is None or not math.isfinite(stated) else stated
+        scale, causal = self.draw.scale, self.masking.causal
+        if other is None:
+            return ProbeAssumptions(scale, causal, error, ok=error is not None), None
+        return ProbeAssumptions(scale, causal, error, False, other.fits, other.words), other
 
-        def off(scale: float, masking: Masking) -> float:
-            q, k, v, o = (x[0, 0].to(self.target.device).double() for x in (case.q, case.k, case.values[0], seen))
-            truth = reference_head(AttentionHead(q, k, v, None, scale, masking)).out
-            rows = o.isfinite().all(1)
-            return float((o - truth)[rows].norm() / truth[rows].norm()) if bool(rows.any()) else math.inf
+    def normal_call(self) -> tuple[CaseInputs, Tensor]:
+        """The inputs of the probe "normal", and O."""
+        self.draw.generator.manual_seed(zlib.crc32(f"{self.seed} assumptions".encode()))
+        case = _built("normal", inputs.normal, self.draw)
+        v = case.values[0]
+        given = CaseInputs("normal", case.q, case.k, v, None, self.draw.scale, self.masking.causal)
+        return given, self._call("normal", case.q, case.k, v)[0]
 
-        assumed = off(self.draw.scale, self.masking)
-        dim, causal = self.draw.head_dim, self.masking.causal
-        ok, fits = assumed <= _ASSUMPTION_LIMIT, None
-        if not ok:
-            for scale in (self.draw.scale, 1 / math.sqrt(dim), 1.0, 1 / dim):
-                for other in ("none", "top-left"):
-                    if off(scale, Masking(other)) <= _ASSUMPTION_LIMIT:
-                        fits = fits or f"scale {scale:g}, causal {other}"
-        return ProbeAssumptions(self.draw.scale, causal, assumed if math.isfinite(assumed) else None, ok, fits)
+    def outcome(self, findings: tuple[ProbeFinding, ...], other: OtherFunction | None, *, named: bool) -> ProbeOutcome:
+        """OK or not; where not, the suspect, which is searched for if the findings do not name it."""
+        d = self.draw
+        fine = next(t for t, name in DTYPES.items() if name == self.out_dtype)
+        unit = 2.0 ** (format_of(fine).precision - format_of(d.dtype).precision)
+        shape = (d.batch, d.heads, d.length, d.head_dim)
+        asked = Again(self.target.name if named else None, DTYPES[d.dtype], self.masking.causal, d.scale, shape)
+
+        def search(of_l: bool) -> Suspect | None:
+            given, seen = self.normal_call()
+            return found_suspect(given, seen, self.target, of_l=of_l)
+
+        return outcome_of(findings, other, asked, unit, search)
 
     def accuracy(self, item: Probe) -> ProbeFinding:
         """One probe against the reference; its verdict comes with the others'."""
@@ -177,6 +198,7 @@ class _Run:
             predicted_truncated=predicted[1] if predicted else None,
             tests=tests,
             lse=of_lse,
+            nonfinite_rows=runs(sorted(frozenset().union(*(h.nonfinite_rows for h in measured)))),
         )
 
     def invariance(self, item: Probe) -> ProbeFinding:
@@ -186,6 +208,7 @@ class _Run:
         o = [self._call(item.name, *given)[0] for given in (pair.first, pair.second)]
         first, second = pair.align(o[0].double(), o[1].double())
         finite = first.isfinite() & second.isfinite()
+        broken = (~finite).any(3).flatten(0, 1).any(0).nonzero()[:, 0].tolist()
         # What is NaN in both calls is not finite, but the same.
         differs = (first != second) & ~(first.isnan() & second.isnan())
         distance = (second - first)[finite].abs() / ulp(first[finite], format_of(o[0].dtype))
@@ -199,6 +222,7 @@ class _Run:
             differing=int(differs.sum()),
             nonfinite=int((~finite).sum()),
             max_error_ulp=float(distance.max()) if distance.numel() else None,
+            nonfinite_rows=runs(broken),
         )
         labels: tuple[Label, ...] = ("nonfinite", "broken") if found.nonfinite else ()
         found = replace(found, labels=labels + found.labels if found.differing or not labels else labels)

@@ -76,10 +76,10 @@ def summarise(
     findings: Sequence[ProbeFinding], assumptions: ProbeAssumptions, level: float, name: str, *, emulated: bool
 ) -> tuple[str, ...]:
     """What is wrong, most important first; or what was looked at without finding anything."""
+    if assumptions.words is not None:
+        return (_wrong_function(assumptions, name),)
     sentences = []
-    if not assumptions.ok:
-        sentences.append(_wrong_function(assumptions))
-    elif not any(set(f.labels) - {"exact", "within-rounding"} for f in findings):
+    if not any(set(f.labels) - {"exact", "within-rounding"} for f in findings):
         sentences.append(_nothing_found(findings, name))
     nonfinite = [f for f in findings if "nonfinite" in f.labels]
     if nonfinite:
@@ -93,13 +93,11 @@ def summarise(
             "Errors beyond what casts of P̄ and O and sums in fp32 can make (some other step rounds, or something is "
             f"lost or wrong): {_names(large)}."
         )
-    # Of another function the predictions do not hold.
-    if assumptions.ok:
-        sentences += pointers(findings)
-        sentences += _normaliser_facts(findings, level)
-    explained = assumptions.ok and sums_uncast(findings) is not None
+    sentences += pointers(findings)
+    sentences += _normaliser_facts(findings, level)
+    explained = sums_uncast(findings) is not None
     biased = [f for f in findings if "biased" in f.labels and not (explained and f.predicted is not None)]
-    if biased and not (assumptions.ok and own_rounding(findings)):
+    if biased and not own_rounding(findings):
         named = listed([_with_mean(f) for f in biased], _NAMED)
         sentences.append(f"Biased beyond correct rounding: {named}.")
     sentences += _lse_summary(findings)
@@ -143,8 +141,8 @@ def _normaliser_facts(findings: Sequence[ProbeFinding], level: float) -> list[st
     expected = " and ".join(f"{f.predicted:+.3g}" for f in known)
     if not any("biased" in f.labels for f in known):
         return [
-            f"The row sum matches the weights that multiply V, in the mean: normaliser off by {measured}, where an l "
-            f"that sums P̄ before its cast gives {expected}."
+            "The row sum matches the weights that multiply V, in the mean: the normaliser (l, which O is divided by) "
+            f"is off by {measured}, where an l that sums P̄ before its cast gives {expected}."
         ]
     return [
         f"In the normaliser probes O is off by {measured}, where an l that sums P̄ before its cast gives {expected}; "
@@ -179,17 +177,14 @@ def _lse_summary(findings: Sequence[ProbeFinding]) -> list[str]:
     return sentences
 
 
-def _wrong_function(assumptions: ProbeAssumptions) -> str:
-    if assumptions.relative_error is None:
-        return "On N(0,1) inputs no row of O is finite: which function fn computes cannot be told."
+def _wrong_function(assumptions: ProbeAssumptions, name: str) -> str:
     words = (
-        f"On N(0,1) inputs O is {percent(assumptions.relative_error)} off: fn does not compute softmax(scale Q K^T) V "
-        f"with scale {assumptions.scale:g}, "
-        f"causal {assumptions.causal}"
+        f"On N(0,1) inputs O is {percent(assumptions.relative_error)} off: {name} does not compute softmax(scale Q "
+        f"K^T) V with scale {assumptions.scale:g}, causal {assumptions.causal}"
     )
     if assumptions.fits is not None:
-        return f"{words}; with {assumptions.fits} it fits: probe it so. What follows is about another function."
-    return f"{words}, nor with other scales or masks that were tried. What follows may be about another function."
+        return f"{words}; with {assumptions.fits} it fits: probe it so. Nothing was probed."
+    return f"{words}, nor with other scales, masks and layouts that were tried. Nothing was probed."
 
 
 def _bias_words(test: SignedTest, level: float) -> str:

@@ -170,6 +170,8 @@ class Judged:
     nothing is run); and notes."""
     stored: bool = False
     """Nothing is run."""
+    kernel: Target | None = None
+    """What is run; None where nothing is."""
 
 
 def captures_of(target: object) -> list[Capture] | None:
@@ -234,7 +236,7 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
 
     options = f"{DTYPES[asked.dtype]}, D {asked.head_dim}, causal {asked.causal}, scale {asked.scale:g}"
     source = _text(kernel.name)
-    return Judged(source, kernel.backend, f"{source} ({options})", _named(inputs), outputs)
+    return Judged(source, kernel.backend, f"{source} ({options})", _named(inputs), outputs, kernel=kernel)
 
 
 def nonfinite(outputs: dict[str, Tensor]) -> tuple[str, str] | None:

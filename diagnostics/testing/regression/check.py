@@ -19,9 +19,13 @@ from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
 from attn_diag.results.check import BROKEN, CheckedCase, CheckReport, Failure, Kind
 from attn_diag.statistics.means import MIN_SEQUENCES, require_level
+from attn_diag.testing import suspects
+from attn_diag.testing.again import USUAL_SHAPE, Again
+from attn_diag.testing.other_function import OtherFunction, fit_of, other_scale
 from attn_diag.testing.probing.catalogue import PROBES
+from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression import cases as suite
-from attn_diag.testing.regression import judge, suspects
+from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.baseline import device_words, nearest, read, refuse_to_overwrite, store, versions
 from attn_diag.testing.regression.documented import words_of
 from attn_diag.testing.regression.figures import Measured, measure_case
@@ -42,6 +46,8 @@ from attn_diag.work import Progress
 _SEARCHED = 2
 # The suite's name of a case, where the probe that looks closer has another.
 _PROBES = {"pairs": "duplicates"}
+# The case whose O tells a scale that is nearly right.
+_ORDINARY = "normal"
 
 
 @dataclass
@@ -53,6 +59,8 @@ class _Ran:
     case: CheckedCase
     measured: Measured | None
     failures: list[Failure]
+    other: bool = False
+    """It is of another function than was asked for."""
 
 
 def check(
@@ -164,10 +172,15 @@ class _Check:
         """Everything, and the report."""
         self._say_which_entry()
         ran = []
+        count = len(self.subject.inputs)
         for number, inputs in enumerate(self.subject.inputs):
             ran += self._runs(inputs)
             if progress is not None:
-                progress(number + 1, len(self.subject.inputs))
+                progress(number + 1, count)
+            if not number and all(r.other for r in ran) and not self.subject.stored:
+                if count > 1:
+                    self.notes.append(f"of another function nothing more is asked: {count - 1} cases were not run")
+                break
         adjusted, tests = judge.adjusted([r.case for r in ran])
         for r, case in zip(ran, adjusted, strict=True):
             r.case = case
@@ -234,6 +247,10 @@ class _Check:
         yardstick = emulate(recipe, inputs, self.where, with_gradients=gradients)
         measured = measure_case(inputs, outputs, yardstick, recipe, self.where.type)
         bits = fingerprint(outputs)
+        if (other := self._other_function(inputs, outputs["o"], measured)) is not None:
+            case = replace(case, outputs=tuple(outputs), fingerprint=bits)
+            failure = Failure("fit", case.name, "o", other.sentence(inputs), f"it {other.words}", self._again(other))
+            return _Ran(inputs, None, case, None, [failure], other=True)
         case = replace(
             case, outputs=tuple(outputs), fingerprint=bits, worst=measured.worst, quantities=measured.quantities,
             documented=measured.documented,
@@ -257,6 +274,26 @@ class _Check:
         sizes = judge.sizes_of(measured, known, same_inputs=same_inputs)
         case = replace(case, biases=biases, sizes=sizes, seconds=time.perf_counter() - started)
         return _Ran(inputs, outputs, case, measured, failures)
+
+    def _other_function(self, inputs: CaseInputs, o: Tensor, measured: Measured) -> OtherFunction | None:
+        """What the kernel computes where it is not what was asked for, as a whole or nearly."""
+        kernel = self.subject.kernel
+        if measured.misfit is not None:
+            return fit_of(inputs, o, kernel, self.where)[1]
+        wrong = any(v.quantity == "o" and v.answer == "wrong" for v in measured.quantities)
+        return other_scale(inputs, o, self.where) if wrong and inputs.name == _ORDINARY else None
+
+    def _again(self, other: OtherFunction) -> str | None:
+        """The command, or the call, that would be right."""
+        if other.call is not None or self.subject.stored:
+            return other.call
+        return self._asked_again().command("check", other.options)
+
+    def _asked_again(self) -> Again:
+        asked, source = self.asked, self.subject.source
+        named = source in PRESETS or source.partition(":")[0] == "sdpa" or ":" in source
+        shape = (*USUAL_SHAPE[:3], asked.head_dim)
+        return Again(source if named else None, DTYPES[asked.dtype], asked.causal, asked.scale, shape)
 
     def _compared(self, case: CheckedCase, known: BaselineCase | None, bits: str) -> tuple[CheckedCase, list[Failure]]:
         """Determinism and bits."""
@@ -293,7 +330,7 @@ class _Check:
         known: str | None = None
         searched = 0
         for r in ran:
-            if not r.failures:
+            if not r.failures or r.other:
                 continue
             found: dict[str, tuple[str, str]] = {}
             if r.outputs is not None and (searched < _SEARCHED or known is not None):
@@ -314,20 +351,17 @@ class _Check:
         unchanged = suspects.published(dtype, head_dim) if known is None else [known]
         expected = None if known is None or entry is None else entry.agreement
         failed = {f.quantity for f in r.failures if f.kind not in ("fit", "determinism")}
-        return suspects.suspects(r.inputs, r.outputs, failed, unchanged, expected, self.where, only)
+        found = suspects.suspects(r.inputs, r.outputs, failed, unchanged, expected, self.where, only)
+        unnamed = only is None and "o" in failed and "o" not in found
+        if unnamed and (factor := row_factor(r.inputs, r.outputs["o"], self.where)) is not None:
+            found["o"] = factor.words, f"{factor.words}: {factor.evidence.removesuffix('.')}"
+        return found
 
     def _look_closer(self, inputs: CaseInputs) -> str:
         if inputs.capture is not None:
             return f"attn-diag {'identify' if self.subject.stored else 'inspect'} {inputs.capture.source}"
-        named, source, asked = _PROBES.get(inputs.name, inputs.name), self.subject.source, self.asked
-        known = named in PROBES
-        if source in PRESETS or (":" in source and not source.startswith("sdpa")):
-            options = f"--dtype {DTYPES[asked.dtype]} --causal {asked.causal} --scale {asked.scale:g}"
-            which = f"--probes {named} " if known else ""
-            return f"attn-diag probe {source} {which}{options} --shape 4,4,384,{asked.head_dim}"
-        shape = f"shape=(4, 4, 384, {asked.head_dim}), scale={asked.scale:g}"
-        which = f"probes=[{named!r}], " if known else ""
-        return f"attn_diag.probe(fn, {which}dtype={asked.dtype}, causal={asked.causal!r}, {shape})"
+        named = _PROBES.get(inputs.name, inputs.name)
+        return self._asked_again().command("probe", [f"--probes {named}"] if named in PROBES else [])
 
     def _store(
         self, ran: list[_Ran], failures: list[Failure]

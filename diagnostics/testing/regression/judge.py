@@ -11,7 +11,7 @@ from typing import Any
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Kind, Size
-from attn_diag.results.wording import percent
+from attn_diag.results.wording import by_chance, in_last_bits, percent
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
 from attn_diag.testing.regression.documented import judged
@@ -145,8 +145,16 @@ def _bias_words(case: CheckedCase, name: str, bias: CheckedBias) -> str:
         against = f"{bias.baseline_mean:+.2g} in the baseline"
     return (
         f"{case.name}: {_WORDS[quantity]} is biased beyond correct rounding by {bias.mean:+.3g}{se} {unit} "
-        f"{_DIRECTION[name]} ({against}; adjusted p {bias.p_adjusted or 0.0:.1g}); {worst_words(case)}"
+        f"{_DIRECTION[name]} ({against}; adjusted p {bias.p_adjusted or 0.0:.1g}): {_plainly(quantity, bias)}; "
+        f"{worst_words(case)}"
     )
+
+
+def _plainly(quantity: str, bias: CheckedBias) -> str:
+    """What a bias means for the kernel."""
+    size = abs(bias.mean)
+    unit = f"{size:.2g} of what one correct rounding of O makes of it" if quantity == "delta" else in_last_bits(size)
+    return f"its roundings lean to one side by {unit} on average, {by_chance(bias.p_adjusted)}"
 
 
 def _size_words(case: CheckedCase, name: str, size: Size) -> str:
@@ -155,9 +163,10 @@ def _size_words(case: CheckedCase, name: str, size: Size) -> str:
 
     assert size.baseline is not None
     assert size.limit is not None
+    floors = "; 1 noise floor: what one correct rounding of O makes of delta" if name == "delta" else ""
     return (
         f"{case.name}: the error of {_WORDS[name]} has grown to {shown(size.error)} (in the baseline "
-        f"{shown(size.baseline)}, limit {shown(size.limit)}); {worst_words(case)}"
+        f"{shown(size.baseline)}, limit {shown(size.limit)}{floors}); {worst_words(case)}"
     )
 
 

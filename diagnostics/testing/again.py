@@ -1,0 +1,57 @@
+"""The same command, or the same call in Python, with other options: what a report says to run next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# What a run has by default, and its commands need not say.
+USUAL_SHAPE = (4, 4, 384, 64)
+_TORCH = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a run was asked for."""
+
+    target: str | None
+    """What the command line calls the kernel; None for a callable."""
+    dtype: str
+    """The inputs' format: bf16, fp16, fp32."""
+    causal: str
+    """The mask."""
+    scale: float
+    """alpha."""
+    shape: tuple[int, int, int, int] = USUAL_SHAPE
+    """[B, H, T, D] of one call."""
+
+    def command(self, name: str, also: Sequence[str] = ()) -> str:
+        """A command, or the call in Python, about the same kernel and inputs, with further options."""
+        given = {option.split()[0] for option in also}
+        own = {
+            "--dtype": "" if self.dtype == "bf16" else self.dtype,
+            "--causal": "" if self.causal == "none" else self.causal,
+            "--scale": "" if math.isclose(self.scale, self.shape[3] ** -0.5) else f"{self.scale:.9g}",
+        }
+        if name == "check":
+            own["--head-dim"] = "" if self.shape[3] == USUAL_SHAPE[3] else str(self.shape[3])
+        elif self.shape != USUAL_SHAPE:
+            own["--shape"] = ",".join(map(str, self.shape))
+        options = [f"{option} {value}" for option, value in own.items() if value and option not in given]
+        if self.target is not None:
+            return " ".join(["attn-diag", name, self.target, *options, *also])
+        return f"attn_diag.{name}(fn{''.join(map(_keyword, [*options, *also]))})"
+
+
+def _keyword(option: str) -> str:
+    """An option of the command as a keyword of the function."""
+    name, _, value = option.removeprefix("--").partition(" ")
+    name = name.replace("-", "_")
+    if name == "dtype":
+        return f", dtype=torch.{_TORCH[value]}"
+    if name == "shape":
+        return f", shape=({value.replace(',', ', ')})"
+    if name == "probes":
+        return f", probes={value.split(',')!r}"
+    return f", {name}={value!r}" if name == "causal" else f", {name}={value}"

@@ -1,0 +1,261 @@
+"""Which function a kernel computes, where it is not the one it was called as: another mask, scale or layout, or none.
+
+``probe`` and ``check`` stop at such a kernel: every figure about its rounding would be of another function's. They say
+what fits (other metadata, tried as ``inspect`` tries them), else which keys its rows see (it is called with equal
+scores and a V of unit vectors, so that O shows that), else what ``inspect`` finds in O.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.metadata import Causal
+from attn_diag.errors import InputError
+from attn_diag.head.assumptions import OtherMetadata, better_reading, out_fit, scaled_reading
+from attn_diag.results.wording import number, percent, ranges
+from attn_diag.testing.target import CaseInputs, MisfitError, Target
+
+# Equal scores give every key seen the same weight, rounded once: far from the half of another count of keys.
+_UNEVEN = 0.02
+# A fit knows a scale to so much of it, or better.
+_FITTED = 2e-3
+# Rows of a longer call would cost V = e_j too many calls, and tell no more.
+_LONGEST = 512
+_MASKS = {
+    "none": "no causal mask",
+    "top-left": "a causal mask (top-left)",
+    "bottom-right": "a causal mask (bottom-right)",
+}
+
+
+@dataclass(frozen=True)
+class OtherFunction:
+    """What a kernel computes instead of what it was called as."""
+
+    relative_error: float
+    """||O_obs - O_ref|| / ||O_ref|| under what was stated; infinite: O must be 0 and is not."""
+    words: str
+    """What it does, in words that follow its name: "uses a causal mask (top-left), not none"."""
+    fits: str | None = None
+    """The other choices that fit, such as "scale 1, causal none"; None where none does."""
+    options: tuple[str, ...] = ()
+    """The options of the command that say so, such as "--causal top-left"; empty where it has none for it."""
+    call: str | None = None
+    """What says so in Python, where the command has no option for it."""
+
+    def sentence(self, case: CaseInputs) -> str:
+        """All of it, of that case."""
+        fits = "; no scale, mask or layout tried fits" if self.fits is None else f"; with {self.fits} it fits"
+        return (
+            f"{case.name}: O is {percent(self.relative_error)} off softmax(scale Q K^T) V as stated (causal "
+            f"{case.causal}, scale {case.scale:g}), which no rounding explains: it {self.words}{fits}"
+        )
+
+
+def fit_of(
+    case: CaseInputs, o: Tensor, target: Target | None, device: torch.device
+) -> tuple[float | None, OtherFunction | None]:
+    """How far O is from the attention that ``case`` states, and what it is instead where no rounding makes that.
+
+    Args:
+        case: What the kernel was called with.
+        o: What it returned, [B, H, T, D].
+        target: The kernel; None where only its output is known.
+        device: Where O is recomputed.
+
+    Returns:
+        ||O_obs - O_ref|| / ||O_ref|| over sampled rows, None where no row can be compared; and the other function, None
+        where it is the attention stated.
+    """
+    capture = _capture(case, o)
+    stated = out_fit(capture, DEFAULT_OBSERVATION, device)
+    if stated is None or stated.ok:
+        return None if stated is None else stated.error, None
+    reading = better_reading(capture, DEFAULT_OBSERVATION, device, stated)
+    if reading is not None:
+        return stated.error, _of_reading(capture, reading, stated.error)
+    words = None if target is None else mask_fault(case, target)
+    if target is not None and words is not None and words.startswith(_whole_mask(case)):
+        return stated.error, _with_other_mask(case, o, target, device, stated.error)
+    return stated.error, OtherFunction(stated.error, words or _pattern_words(capture, device))
+
+
+def _whole_mask(case: CaseInputs) -> str:
+    """How the words of the other causal mask begin, whole and exact."""
+    return "lets row t see keys 0 to the last" if case.causal != "none" else "lets row t see keys 0 to t;"
+
+
+def _with_other_mask(case: CaseInputs, o: Tensor, target: Target, device: torch.device, error: float) -> OtherFunction:
+    """The mask is the other one, and something else is wrong besides."""
+    causal: Causal = "none" if case.causal != "none" else "top-left"
+    _, also = fit_of(replace(case, causal=causal), o, target, device)
+    said = f"uses {_MASKS[causal]} where {case.causal} was asked for"
+    if also is None:
+        return OtherFunction(error, said, f"scale {case.scale:g}, causal {causal}", (f"--causal {causal}",))
+    options = (f"--causal {causal}", *also.options) if also.options else ()
+    return OtherFunction(error, f"{said} and {also.words}", also.fits, options, also.call)
+
+
+def other_scale(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunction | None:
+    """The scale that explains most of the error of an O that is nearly the attention stated; None where none does."""
+    capture = _capture(case, o)
+    stated = out_fit(capture, DEFAULT_OBSERVATION, device)
+    if stated is None or not stated.ok:
+        return None
+    reading = scaled_reading(capture, DEFAULT_OBSERVATION, device, stated.error / 2)
+    return None if reading is None else _of_reading(capture, reading, stated.error)
+
+
+def _capture(case: CaseInputs, o: Tensor) -> Capture:
+    tensors = {"q": case.q, "k": case.k, "v": case.v, "o": o.detach().cpu()}
+    return Capture.from_tensors(tensors, scale=case.scale, causal=case.causal)
+
+
+def _of_reading(capture: Capture, reading: OtherMetadata, error: float) -> OtherFunction:
+    """What differs, in words, as options and as a call."""
+    stated, found = capture.metadata, reading.metadata
+    scale = capture.scale if found.scale is None else found.scale
+    said, options, call = [], [], []
+    if found.layout != stated.layout:
+        said.append("takes q, k, v as [B, T, H, D], not [B, H, T, D]")
+    if found.causal != stated.causal:
+        said.append(f"uses {_MASKS[found.causal]} where {stated.causal} was asked for")
+        options.append(f"--causal {found.causal}")
+    if found.window != stated.window and found.window is not None:
+        left, right = found.window
+        said.append(f"sees a window: {left} keys back" + (f" and {right} ahead" if right else ""))
+        call.append(f"window=({left}, {right})")
+    if found.softcap != stated.softcap and found.softcap is not None:
+        said.append(f"caps its scores at {found.softcap:g} (softcap)")
+        call.append(f"softcap={found.softcap:g}")
+    if not math.isclose(scale, capture.scale, rel_tol=1e-9):
+        scale = _rounded(scale)
+        said.append(f"scales by {_scale_words(scale, reading.words)}, not {number(capture.scale, 6)}")
+        options.append(f"--scale {scale:.9g}")
+    fits = f"scale {scale:g}, causal {found.causal}" if not call and found.layout == stated.layout else reading.words
+    python = None
+    if call:
+        python = f"attn_diag.inspect(q, k, v, o=o, causal={found.causal!r}, {', '.join(call)})"
+    elif found.layout != stated.layout:
+        python = "lambda q, k, v: fn(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)"
+    return OtherFunction(error, " and ".join(said), fits, () if python else tuple(options), python)
+
+
+def _scale_words(scale: float, reading: str) -> str:
+    """A scale with the name that the reading gives it, "0.124035 (1/sqrt(65))"."""
+    named = reading.partition("scale=")[2]
+    return number(scale, 6) + (f" {named[named.index('(') :]}" if "(" in named else "")
+
+
+def _rounded(scale: float) -> float:
+    """The root of a whole number that a fitted scale is, within what a fit can tell; else the scale."""
+    whole = scale**-2
+    near = round(whole) > 0 and abs(whole - round(whole)) < _FITTED * whole
+    return float(f"{round(whole) ** -0.5:.9g}") if near else scale
+
+
+def _pattern_words(capture: Capture, device: torch.device) -> str:
+    """What ``inspect`` says of O."""
+    found = inspect_captures([capture], device=device.type)
+    for observation in found.captures[0].observations:
+        for head in observation.heads:
+            for verdict in head.quantities:
+                if verdict.quantity == "o" and verdict.patterns:
+                    return f"returns an O of which {verdict.patterns[0].words}"
+    return "returns an O that no mask, scale or layout tried explains"
+
+
+def mask_fault(case: CaseInputs, target: Target) -> str | None:
+    """Which keys rows see that they should not, or do not see though they should; None where that is not what is wrong.
+
+    In words that follow the kernel's name.
+    """
+    try:
+        seen = seen_keys(case, target)
+    except (MisfitError, InputError):
+        return None
+    if seen is None or isinstance(seen, str):
+        return seen
+    right = _causal(seen) if case.causal != "none" else torch.ones_like(seen)
+    if torch.equal(seen, right):
+        return None
+    return f"{_mask_words(seen, right)}; it should see {'all keys' if case.causal == 'none' else 'keys 0 to t'}"
+
+
+def _causal(like: Tensor) -> Tensor:
+    return torch.ones_like(like).tril()
+
+
+def seen_keys(case: CaseInputs, target: Target) -> Tensor | str | None:
+    """Which keys each row of a kernel's first head sees, asked with equal scores and V = e_j, D keys a call.
+
+    Returns:
+        [T, T] bool; words where V shows in another head's O; None where the weights are not one number for all keys
+        that a row sees, and for other lengths of keys than of rows.
+    """
+    count, dim = min(case.q.shape[2], _LONGEST), case.v.shape[3]
+    if case.q.shape[2] != case.k.shape[2]:
+        return None
+    group = case.q.shape[1] // case.k.shape[1]
+    zeros = torch.zeros_like(case.q[:, :, :count])
+    weights = torch.zeros(count, count, dtype=torch.float64)
+    for first in range(0, count, dim):
+        part = list(range(first, min(first + dim, count)))
+        v = torch.zeros_like(case.v[:, :, :count])
+        v[0, 0, part, range(len(part))] = 1
+        given = replace(case, q=zeros, k=torch.zeros_like(case.k[:, :, :count]), v=v, do=None)
+        o = target.call(given).outputs["o"].double().cpu()
+        weights[:, part] = o[0, 0, :, : len(part)]
+        o[0, :group] = 0
+        if bool((o.nan_to_num() != 0).any()):
+            batch, head = (o.nan_to_num() != 0).any(3).any(2).nonzero()[0].tolist()
+            return f"mixes heads: V of sequence 0, head 0 shows in O of sequence {batch}, head {head}"
+    seen = weights > 0
+    even = torch.where(seen, 1.0 / seen.sum(1, keepdim=True).clamp(min=1), 0.0)
+    sane = bool(weights.isfinite().all()) and bool((weights - even).abs().le(_UNEVEN * even).all())
+    return seen if sane and bool(seen.any()) else None
+
+
+def _mask_words(seen: Tensor, right: Tensor) -> str:
+    """A mask in words that follow a kernel's name."""
+    count = len(seen)
+    lost = (right.any(0) & ~seen.any(0)).nonzero()[:, 0].tolist()
+    blind = (right.any(1) & ~seen.any(1)).nonzero()[:, 0].tolist()
+    if lost and torch.equal(seen, right & seen.any(0)):
+        return f"never sees {'key' if len(lost) == 1 else 'keys'} {ranges(lost)} of {count}"
+    if (band := _band(seen)) is not None:
+        empty = f" ({'row' if len(blind) == 1 else 'rows'} {ranges(blind)}: none)" if blind else ""
+        return f"lets row t see {band}{empty}"
+    more, fewer = int((seen & ~right).sum()), int((right & ~seen).sum())
+    rows = ((seen != right).any(1)).nonzero()[:, 0].tolist()
+    counts = [f"{n} {what}" for n, what in ((more, "that must be masked"), (fewer, "too few")) if n]
+    return f"has another mask in rows {ranges(rows)} (pairs of row and key: {', '.join(counts)})"
+
+
+def _band(seen: Tensor) -> str | None:
+    """The keys from t - left to t + right that all rows see; None where they are no such band."""
+    count = len(seen)
+    rows, keys = (seen.nonzero()[:, i] for i in (0, 1))
+    if not len(rows):
+        return None
+    behind, ahead = int((rows - keys).max()), int((keys - rows).max())
+    t, j = torch.arange(count)[:, None], torch.arange(count)
+    if not torch.equal(seen, (j >= t - behind) & (j <= t + ahead)):
+        return None
+    whole = behind >= count - 1
+    first = "0" if whole else _offset(-behind)
+    last = "the last" if ahead >= count - 1 else _offset(ahead)
+    # What ends before or after the row itself is mostly a border that is off.
+    like = {-1: "back by one", 1: "ahead by one"}.get(ahead)
+    kind = "a causal mask" if whole else f"a window of {behind + ahead + 1} keys"
+    return f"keys {first} to {last}" + (f", {kind} shifted {like}" if like else "")
+
+
+def _offset(by: int) -> str:
+    return "t" if not by else f"t{by:+d}"

@@ -1,0 +1,102 @@
+"""The fault of a kernel whose findings do not name it: another scale, keys left out, or one changed rounding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from attn_diag.reference import AttentionHead, Masking, reference_head
+from attn_diag.results.wording import percent
+from attn_diag.testing import suspects
+from attn_diag.testing.other_function import mask_fault, other_scale
+from attn_diag.testing.target import RECIPE_DTYPES, CaseInputs, Target
+
+# Half of a rounding's error of l and one of O's elements: what l in the inputs' format makes is a half.
+_FACTOR_SHARE = 0.25
+# A rounding to nearest goes to either side: its mean is a small part of its rms.
+_ONE_SIDED = 0.2
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """What is at fault."""
+
+    words: str
+    """In a few words."""
+    evidence: str
+    """What speaks for it, in a sentence."""
+    options: tuple[str, ...] = ()
+    """The options with which the same command would be right."""
+
+
+def found_suspect(case: CaseInputs, o: Tensor, target: Target, *, of_l: bool) -> Suspect | None:
+    """What is at fault; None where nothing is known to be.
+
+    Args:
+        case: Inputs from N(0,1).
+        o: What the kernel returned for them.
+        target: The kernel.
+        of_l: Not O but L is at fault.
+    """
+    if not of_l:
+        if (scaled := other_scale(case, o, target.device)) is not None:
+            return Suspect(
+                f"it {scaled.words}",
+                f"O is {percent(scaled.relative_error)} off; that scale takes nearly all of it away.",
+                scaled.options,
+            )
+        if (mask := mask_fault(case, target)) is not None:
+            return Suspect(f"it {mask}", "Asked with equal scores and a V of unit vectors, O shows which keys it sees.")
+    if case.q.dtype in RECIPE_DTYPES and o.dtype == case.q.dtype and (found := _by_bits(case, target, of_l=of_l)):
+        return found
+    return None if of_l else row_factor(case, o, target.device)
+
+
+def _by_bits(case: CaseInputs, target: Target, *, of_l: bool) -> Suspect | None:
+    """The one change of a published recipe that makes these bits."""
+    name, dtype, dim = "lse" if of_l else "o", case.q.dtype, case.q.shape[3]
+    outputs = {n: x.cpu() for n, x in target.call(case).outputs.items()}
+    if name not in outputs:
+        return None
+    found = suspects.suspects(case, outputs, [name], suspects.published(dtype, dim), None, target.device)
+    if name not in found:
+        return None
+    words, evidence = found[name]
+    shown = evidence.removeprefix(words).strip(" ()")
+    return Suspect(words, f"{shown[0].upper()}{shown[1:]}.")
+
+
+def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | None:
+    """Whether every row of O is off by a factor of its own, to either side: that is l, which no feature escapes.
+
+    e_t = O_obs - O_ref is projected on O_ref's row. Roundings of O, P_bar and scores leave 1 / D of their square there;
+    what is off to one side in the mean (a truncation) is left to other signatures.
+    """
+    along = total = mean = squares = rows = 0.0
+    group = case.q.shape[1] // case.k.shape[1]
+    for b, h in product(range(case.q.shape[0]), range(case.q.shape[1])):
+        q, k, v, seen = (
+            x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group], o[b, h])
+        )
+        truth = reference_head(AttentionHead(q, k, v, None, case.scale, Masking(case.causal))).out
+        size = truth.square().sum(1)
+        good = seen.isfinite().all(1) & (size > 0)
+        error = (seen - truth)[good]
+        factor = (error * truth[good]).sum(1) / size[good]
+        along += float((factor.square() * size[good]).sum())
+        total += float(error.square().sum())
+        mean += float(factor.sum())
+        rows += float(good.sum())
+        squares += float(factor.square().sum())
+    if not rows or along < _FACTOR_SHARE * total or abs(mean / rows) > _ONE_SIDED * math.sqrt(squares / rows):
+        return None
+    return Suspect(
+        "the row sum l, or 1/l, is rounded",
+        f"Every row of O is off by a factor of its own ({percent(math.sqrt(squares / rows), '.2g')} rms), which makes "
+        f"{percent(along / total, '.2g')} of O's squared error; other roundings leave {percent(1 / o.shape[3], '.2g')} "
+        "of theirs there.",
+    )
