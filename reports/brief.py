@@ -1,23 +1,20 @@
-"""What a debugger's prompt shows: a diagnosis or a finding in at most 25 lines of 80 columns, or an explanation."""
+"""What a debugger's prompt shows: a diagnosis or a finding in at most 25 lines of 80 columns."""
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 from attn_diag.printing import made_printable, printable
-from attn_diag.reports import layout
 from attn_diag.reports.opening import headline
 from attn_diag.reports.quantities import CONDITIONING, DQ_ERROR, DW_Q_ERROR, NOISE_FACTOR, labels
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
-from attn_diag.results.explanation import Explanation
 from attn_diag.results.wording import file_name, head_name
 
 WIDTH = 80
@@ -127,28 +124,3 @@ def _next(ranked: list[Entry], found: str) -> list[str]:
         explain = f"print(attn_diag.explain(found, {', '.join(arguments)})); "
     # At a pdb prompt d is "down", and q is "quit".
     return wrapped(f"Next, where found is {found}: {explain}print(found.report())", _NEXT)
-
-
-def explanation_renderables(found: Explanation) -> Iterator[RenderableType]:
-    """The explanation, piece by piece, for a rich console."""
-    yield Text(_explained(found), style="bold")
-    for paragraph in found.paragraphs:
-        yield Text(paragraph.title, style="bold dim")
-        yield layout.indented(Text(paragraph.text))
-
-
-def explanation_text(found: Explanation) -> str:
-    """For a prompt: the report, without the blanks that rich fills lines up with."""
-    return "\n".join(line.rstrip() for line in found.report(width=80).splitlines())
-
-
-def explanation_html(found: Explanation) -> str:
-    """For a notebook cell. All names and texts are escaped."""
-    paragraphs = "".join(f"<p><b>{html.escape(p.title)}</b> {html.escape(p.text)}</p>" for p in found.paragraphs)
-    return f'<div class="attn-diag"><h4>{html.escape(_explained(found))}</h4>{paragraphs}</div>'
-
-
-def _explained(found: Explanation) -> str:
-    place = f"head {found.head}" if found.layer is None else f"layer {found.layer} head {found.head}"
-    verdict = "no verdict" if found.labels is None else ", ".join(found.labels)
-    return f"{found.observation}, {place}: {verdict}"

@@ -59,11 +59,7 @@ _RENDERERS = {
         page="html:html_document",
     ),
     "dtypes": Renderer("drift:drift_renderables"),
-    "explanation": Renderer(
-        "brief:explanation_renderables",
-        prompt="brief:explanation_text",
-        notebook="brief:explanation_html",
-    ),
+    "explanation": Renderer("explanation:renderables", prompt="explanation:text", notebook="explanation:cell"),
     "finding": Renderer(prompt="brief:finding_text"),
     "hardware-profile": Renderer("selftest:profile_renderables"),
     "identification": Renderer("identification:identification_renderables"),

@@ -254,6 +254,8 @@ def test_commands_write_tables(capture: Path, tmp_path: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("option", ["--csv", "--parquet"])
 def test_tables_overwrite_nothing(option: str, capture: Path, run: Run) -> None:
+    if option == "--parquet":
+        pytest.importorskip("pyarrow")
     before = capture.read_bytes()
     assert "would be overwritten" in run("inspect", capture, option, capture).err
     assert capture.read_bytes() == before

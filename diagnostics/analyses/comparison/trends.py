@@ -21,10 +21,10 @@ from attn_diag.analyses.comparison.matching import HeadPlace
 from attn_diag.results.comparison import Comparison, HeadComparison, HeadTrend, TrendOutcome
 from attn_diag.results.wording import plural
 from attn_diag.statistics.means import PRIMARY, adjust
+from attn_diag.statistics.orders import kendall
 from attn_diag.statistics.sizes import Sizes, size_changes
 
 _FEWEST_STEPS = 3
-_TESTED_STEPS = 4
 # Sizes that are of the inputs.
 _OF_INPUTS = ("conditioning", "repeated_maxima", "nonfinite_rows")
 
@@ -110,7 +110,7 @@ def _differences(entry: HeadComparison, a: HeadPlace, b: HeadPlace, level: float
 def _trend(trend: HeadTrend, seen: Sequence[_Seen]) -> HeadTrend:
     held = list(takewhile(lambda one: one.alone and one.alone == seen[-1].alone, reversed(seen)))
     onset = held[-1].step if any(one.beyond for one in held) else None
-    tau, p = _kendall([s.step for s in seen], [_size(trend.name, s.value) for s in seen])
+    tau, p = kendall([s.step for s in seen], [_size(trend.name, s.value) for s in seen])
     return replace(
         trend,
         steps=tuple(s.step for s in seen),
@@ -125,16 +125,6 @@ def _trend(trend: HeadTrend, seen: Sequence[_Seen]) -> HeadTrend:
 def _size(name: str, value: float) -> float:
     """What grows where the difference does."""
     return abs(value) if name in PRIMARY else value
-
-
-def _kendall(steps: Sequence[int], values: Sequence[float]) -> tuple[float | None, float | None]:
-    """tau and its p-value; None below four steps, and where nothing changes."""
-    from scipy.stats import kendalltau
-
-    if len(steps) < _TESTED_STEPS or len(set(values)) < 2:
-        return None, None
-    found = kendalltau(steps, values)
-    return float(found.statistic), float(found.pvalue)
 
 
 def _judged(trend: HeadTrend, level: float) -> HeadTrend:
