@@ -12,7 +12,7 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.reports.quantities import NOISE_FACTOR
 from attn_diag.results.check import BROKEN, CheckedBias, CheckedCase, CheckReport, Failure, Size
-from attn_diag.results.wording import DASH, SYMBOLS, by_chance, in_last_bits, percent, plural, times, together
+from attn_diag.results.wording import DASH, SYMBOLS, chance, in_last_bits, percent, plural, times, together
 
 _SIZES = {"o": "O\nulp", "delta": NOISE_FACTOR.heading} | {name: SYMBOLS[name] for name in ("dq", "dk", "dv")}
 # So many failures; the rest are in the JSON.
@@ -86,8 +86,10 @@ def told_first(failures: Sequence[Failure]) -> Failure:
 def _what(found: CheckReport, first: Failure) -> str:
     """What is wrong, in a few words."""
     name = _NAMES.get(first.quantity, first.quantity)
+    beside = _wrong_beside(found, first)
     if first.suspect is not None:
-        return first.suspect if first.kind == "fit" else first.suspect.partition(" (recipe ")[0].partition(": ")[0]
+        suspect = first.suspect if first.kind == "fit" else first.suspect.partition(" (recipe ")[0].partition(": ")[0]
+        return f"{suspect}{_also_wrong(beside)}"
     if first.kind == "nonfinite":
         return f"{name} holds NaN or Inf{_in_cases(found, 'nonfinite')}"
     if first.kind == "fit":
@@ -99,9 +101,25 @@ def _what(found: CheckReport, first: Failure) -> str:
         return f"{name} is wrong{_in_cases(found, 'wrong')}{pattern}"
     kinds = {f.kind for f in found.failures if f.quantity == first.quantity}
     said = together([words for kind, words in _KINDS.items() if kind in kinds])
-    others = [n for n in _MADE_FROM if n != first.quantity and any(f.quantity == n for f in found.failures)]
-    also = f", and so {together([_NAMES[n] for n in others])}" if others else ""
-    return f"{name} is {said}{also}"
+    failed = {f.quantity for f in found.failures} - {first.quantity, *beside}
+    others = [_NAMES[n] for n in _MADE_FROM if n in failed]
+    also = f", and so {together(others)}" if others else ""
+    return f"{name} is {said}{also}{_also_wrong(beside)}"
+
+
+def _wrong_beside(found: CheckReport, first: Failure) -> list[str]:
+    """The quantities that are wrong beside it, and that its suspect does not explain."""
+    if first.kind == "fit":
+        return []
+    wrong = {f.quantity for f in found.failures if f.kind == "wrong" and f.suspect is None}
+    return [n for n in _MADE_FROM if n in wrong and n != first.quantity]
+
+
+def _also_wrong(quantities: Sequence[str]) -> str:
+    if not quantities:
+        return ""
+    names = together([_NAMES[n] for n in quantities])
+    return f"; {names} {'is' if len(quantities) == 1 else 'are'} wrong, which no rounding makes"
 
 
 def _evidence(found: CheckReport, first: Failure) -> list[str]:
@@ -144,7 +162,7 @@ def _bias_of(found: CheckReport, failure: Failure) -> str | None:
         size = in_last_bits(abs(bias.mean))
     side = ("too large", "too small") if name == "o_away_excess" else ("too high", "too low")
     where = f"{_NAMES[failure.quantity]} is {side[bias.mean < 0]} by {size} in the mean of case {failure.case}"
-    return f"{where}, {by_chance(bias.p_adjusted)}."
+    return f"{where}, {chance(bias.p_adjusted)}."
 
 
 def _in_cases(found: CheckReport, kind: str) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from attn_diag.reports import layout
 from attn_diag.reports.lead import lead
 from attn_diag.results.identification import Identification, Identifications, RankedRecipe
-from attn_diag.results.wording import DASH, by_chance, file_name, head_name, listed, percent, together
+from attn_diag.results.wording import DASH, chance, file_name, head_name, listed, percent, together
 
 # What a report begins with, the gravest first, and its style.
 _RANK = {"FAIL": "bold red", "UNKNOWN": "bold red", "UNNAMED": "bold yellow", "OK": "bold green"}
@@ -58,7 +58,7 @@ def identification_renderables(found: Identification, *, legend: bool = True) ->
     if found.margin is not None and found.margin_p_value is not None:
         yield Text(
             f"Margin to the next that is told apart: {100 * found.margin:.2g} percentage points of O's elements, "
-            f"{by_chance(found.margin_p_value)}."
+            f"{chance(found.margin_p_value, 'p')}."
         )
     yield Text("")
     yield layout.indented(_ranking(found))

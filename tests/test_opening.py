@@ -338,6 +338,8 @@ def test_numbers_in_plain_words() -> None:
     assert chance(0.002) == "by chance in 1 of 500 runs (adjusted p = 0.002)"
     assert chance(1e-9) == "by chance in less than 1 of a million runs (adjusted p = 1e-09)"
     assert chance(0.0) == "by chance in less than 1 of a million runs (adjusted p = 0)"
+    assert chance(0.64, "p") == "by chance in 64 % of runs (p = 0.64)"
+    assert chance(None) == "whether by chance was not tested"
     assert in_units(-0.1, floors=False) == "-0.1 ulp, spacings of O's format"
     assert in_units(2.0, floors=True) == "+2 noise floors, of which one correct rounding of O makes 1"
 

@@ -345,9 +345,9 @@ def _context(
         if delta is not None and delta.p_value is not None and delta.minimum_detectable is not None:
             name = "delta" if bias.delta is not None else "O"
             words.append(
-                f"No significant mean error ({scope}): {name} {delta.mean:.2g}, as large by chance in "
-                f"{delta.p_value:.0%} of runs (p = {delta.p_value:.2g}); "
-                f"{delta.minimum_detectable:.2g} would have been detected with 80 % power."
+                f"No significant mean error ({scope}): {name} {delta.mean:.2g}, as large "
+                f"{chance(delta.p_value, 'p')}; {delta.minimum_detectable:.2g} would have been detected with 80 % "
+                "power."
             )
     repeats = row_maxima.exact
     if repeats.rows:

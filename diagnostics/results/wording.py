@@ -14,6 +14,8 @@ SYMBOLS = {"o": "O", "lse": "LSE", "delta": "delta", "dq": "dQ", "dk": "dK", "dv
 # Two float64 references on one input agree far better than this; two inputs do not agree as well by accident.
 _SAME = 1e-6
 _FEWEST_DIGITS = 4
+# Chances below the one are not worth a figure in a sentence; above the other they are told in percent.
+_NEVER, _OFTEN = 1e-6, 0.05
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -45,10 +47,20 @@ def share(fraction: float) -> str:
     return f"{(math.floor(parts) if math.isfinite(parts) else parts) / 100:g} %"
 
 
-def chance(p: float) -> str:
-    """What an adjusted p-value means, in plain words: "by chance in 1 of 500 runs (adjusted p = 0.002)"."""
-    often = f"1 of {round(1 / p):,} runs" if p > 1e-6 else "less than 1 of a million runs"
-    return f"by chance in {often} (adjusted p = {p:.2g})"
+def chance(p: float | None, name: str = "adjusted p") -> str:
+    """What a p-value means, in plain words: "by chance in 1 of 500 runs (adjusted p = 0.002)".
+
+    Args:
+        p: The p-value; None where nothing was tested.
+        name: What it is called.
+    """
+    if p is None:
+        return "whether by chance was not tested"
+    if p <= _NEVER:
+        often = "less than 1 of a million runs"
+    else:
+        often = f"1 of {round(1 / p):,} runs" if p <= _OFTEN else f"{percent(p, '.0f')} of runs"
+    return f"by chance in {often} ({name} = {p:.2g})"
 
 
 def in_units(mean: float | None, *, floors: bool) -> str:
@@ -63,22 +75,9 @@ def signed(value: float | None, digits: int = 2) -> str:
     return DASH if value is None else f"{value:+.{digits}g}"
 
 
-# Chances below this are not worth a figure in a sentence.
-_NEVER = 1e-6
-
-
 def in_last_bits(ulp: float) -> str:
     """A size in ulp, in plain words: "0.41 of the last bit", "3 last bits"."""
     return f"{ulp:.2g} of the last bit" if ulp < 1 else f"{ulp:.3g} last bits"
-
-
-def by_chance(p_value: float | None) -> str:
-    """A p-value in plain words: how often chance alone would make so much."""
-    if p_value is None:
-        return "whether by chance was not tested"
-    if p_value < _NEVER:
-        return f"not by chance (p {p_value:.1g})"
-    return f"by chance in one run of {1 / p_value:.0f} (p {p_value:.1g})"
 
 
 def runs_of(noun: str, numbers: Sequence[int]) -> str:

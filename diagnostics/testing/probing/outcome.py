@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attn_diag.results.probe import Label, ProbeFinding, SignedTest
-from attn_diag.results.wording import by_chance, in_last_bits, listed, percent, runs_of, together
+from attn_diag.results.wording import chance, in_last_bits, listed, percent, runs_of, together
 from attn_diag.testing.again import Again
 from attn_diag.testing.other_function import OtherFunction
 from attn_diag.testing.probing.pointers import TABLE, matches_prediction
@@ -236,7 +236,7 @@ def facts(
             f"O is too {_direction(test)} in the mean ({listed([f.name for f in biased], _NAMED)})",
             "sure",
             f"In {found.name} by {in_last_bits(abs(test.mean_ulp or 0.0))} in the mean, beyond correct rounding; "
-            f"{by_chance(test.p_adjusted)}.",
+            f"{chance(test.p_adjusted)}.",
             "",
         )
     if lse:
@@ -275,4 +275,4 @@ def _also_biased(biased: Sequence[ProbeFinding]) -> str:
     if not biased:
         return ""
     _, test = max(((f, t) for f in biased for t in f.tests if t.biased), key=_size)
-    return f"; O is biased too, {by_chance(test.p_adjusted)}"
+    return f"; O is biased too, {chance(test.p_adjusted)}"

@@ -11,7 +11,7 @@ from typing import Any
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Kind, Size
-from attn_diag.results.wording import by_chance, in_last_bits, percent
+from attn_diag.results.wording import chance, in_last_bits, percent
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
 from attn_diag.testing.regression.documented import judged
@@ -154,7 +154,7 @@ def _plainly(quantity: str, bias: CheckedBias) -> str:
     """What a bias means for the kernel."""
     size = abs(bias.mean)
     unit = f"{size:.2g} of what one correct rounding of O makes of it" if quantity == "delta" else in_last_bits(size)
-    return f"its roundings lean to one side by {unit} on average, {by_chance(bias.p_adjusted)}"
+    return f"its roundings lean to one side by {unit} on average, {chance(bias.p_adjusted)}"
 
 
 def _size_words(case: CheckedCase, name: str, size: Size) -> str:
