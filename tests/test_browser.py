@@ -333,6 +333,9 @@ def test_the_theme_switch_wins(reports: Reports, open_page: Open) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(paper)
     assert sum(map(int, dark[4:-1].split(", "))) < 150
+    # Figures are below the verdicts, and drawn when they come near.
+    page.locator("figure").first.scroll_into_view_if_needed()
+    page.locator("figure svg").first.wait_for()
     drawn = page.evaluate("document.querySelector('figure svg').outerHTML")
     page.get_by_role("button", name="Switch to light colours").click()
     light = page.evaluate(paper)
