@@ -90,7 +90,7 @@ class _Loop:
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         head = torch.randn(1, HEADS, LENGTH, WIDTH // HEADS, device=device, dtype=dtype)
         # With x, w_q and the LSE.
-        held = [*(head for _ in _HELD), self._x, torch.randn_like(self.model[0].qkv.weight[:WIDTH]), head[..., 0]]
+        held = [*(head for _ in _HELD), self._x, torch.randn(WIDTH, WIDTH, device=device, dtype=dtype), head[..., 0]]
         self._held: list[Tensor] = held
         self._device = device
         # On a CPU everything runs in this thread; on a GPU another one goes back.
