@@ -52,9 +52,10 @@ def about(finding: SharedFinding) -> Iterator[Line]:
         yield Line("Matters", effect)
 
 
-def brief(finding: SharedFinding) -> Line:
-    """The same in a paragraph, for one of several findings."""
-    said = f"{what(finding)} Sure: {sure(finding)}"
+def brief(finding: SharedFinding, observations: str = "") -> Line:
+    """The same in a paragraph, for one of several findings; ``observations``: " in paper", where that tells it."""
+    said = f"In{observations.removeprefix(' in')}: {what(finding)}" if observations else what(finding)
+    said += f" Sure: {sure(finding)}"
     said += f" {grown}" if finding.earlier and (grown := when(finding)) else ""
     said += f" Matters: {effect}" if (effect := matters(finding)) else ""
     title = {"nonfinite": "NaN", "unjudged": "Metadata", "ill_conditioned": "Fragile"}

@@ -53,7 +53,7 @@ def opening(diagnosis: Diagnosis) -> Iterator[Line]:
     if len(found) == 1:
         yield from about(found[0])
     else:
-        yield from map(brief, found[:_MOST_FINDINGS])
+        yield from (brief(f, of_observations(diagnosis, f)) for f in found[:_MOST_FINDINGS])
     if not found and entries:
         yield from _about_nothing(diagnosis, entries)
 
@@ -93,8 +93,13 @@ def _judged(diagnosis: Diagnosis) -> list[Entry]:
 def _shouted(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     """The finding's name, and in which of several observations it is."""
     name = "NaN OR INF" if finding.label == "nonfinite" else NAMES[finding.label].upper()
+    return f"{name}{of_observations(diagnosis, finding)}"
+
+
+def of_observations(diagnosis: Diagnosis, finding: SharedFinding) -> str:
+    """ " in paper": where it is, with a blank before it; empty where that is in all observations."""
     observations = {o.name for c in diagnosis.captures for o in c.observations if o.outputs}
-    return f"{name} in {together(finding.observations)}" if len(observations) > len(finding.observations) else name
+    return f" in {together(finding.observations)}" if len(observations) > len(finding.observations) else ""
 
 
 def _details(diagnosis: Diagnosis, finding: SharedFinding) -> str:
