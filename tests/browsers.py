@@ -62,7 +62,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
     yield opened
     for context in contexts:
         context.close()
-    assert not faults
+    assert not faults, "; ".join(faults)
 
 
 @pytest.fixture
