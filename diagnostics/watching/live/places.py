@@ -300,7 +300,8 @@ class CallPlaces:
         self._runs[key] = run
         run.sites.add(caller.site)
         run.index += 1
-        if not recomputing and run.index > self.most.get(root, 0):
+        # Also of what is made again: a reentrant checkpoint's first run has no gradients, and does not count.
+        if run.index > self.most.get(root, 0):
             self.most[root] = run.index
 
     def _run(self, key: tuple[Any, bool], caller: Caller) -> _Run:
