@@ -301,8 +301,7 @@ class CallPlaces:
         run.sites.add(caller.site)
         run.index += 1
         # Also of what is made again: a reentrant checkpoint's first run has no gradients, and does not count.
-        if run.index > self.most.get(root, 0):
-            self.most[root] = run.index
+        self.most[root] = max(run.index, self.most.get(root, 0))
 
     def _run(self, key: tuple[Any, bool], caller: Caller) -> _Run:
         """The run that the call belongs to: of the graph as it is compiled now."""
