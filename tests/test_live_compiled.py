@@ -350,3 +350,16 @@ def test_blocks_that_a_reentrant_checkpoint_makes_again_are_seen(
     assert sorted(found) == [(step, layer) for step in (0, 1) for layer in (0, 1)]
     assert all(set(QUANTITIES) <= capture.tensors.keys() for capture in found.values())
     assert "not seen" not in caplog.text
+
+
+def test_a_layer_that_a_graph_calls_thrice_is_one(tmp_path: Path) -> None:
+    """As ALBERT's: which module makes q is read off each product, not off the order of calls."""
+    tiny = nano_gpt(layers=1)
+    tiny.model.h = nn.ModuleList([tiny.model.get_submodule("h.0")] * 3)
+    run: Any = torch.compile(tiny.model, backend="aot_eager")
+    with attn_diag.capture(tiny.model, tmp_path, batch=None, calls=None):
+        steps(Tiny(tiny.model, lambda _: tiny.loss(run), tiny.attentions))
+    found = [attn_diag.load(path).metadata for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert [(m.layer, m.extra["module"], m.extra["call"]) for m in found] == [
+        (0, "h.0.attn", str(call)) for call in range(3)
+    ]

@@ -20,6 +20,7 @@ BY_PARAMETERS = (
     "counted by that, for which calls are looked for on every one"
 )
 
+
 class Clock:
     """Tells steps by the optimizers of a model, also while no attention call is seen.
 

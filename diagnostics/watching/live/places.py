@@ -256,7 +256,7 @@ class CallPlaces:
         if key not in self._told_by:
             attentions, code = self._attentions_of(root), caller.site[0][0]
             # What another watch has read off the stack it has named too.
-            if code not in self._code or self._calls_in(code) >= len(attentions):
+            if code not in self._code or self._calls_in(code) == len(attentions):
                 return caller
             if (found := find(attentions)) is None:
                 return caller

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-import torch
 from torch._C._dynamo import eval_frame
 
 _skip = eval_frame.set_code_exec_strategy

@@ -381,7 +381,7 @@ class Watch:
             # One that steps as soon as its gradients are there: other calls still wait for theirs.
             self._steps_behind = backward
             stepped = self.guarded(lambda: self._stepped(optimizer))
-            torch.autograd.Variable._execution_engine.queue_callback(stepped)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(stepped)
 
     def _stepped(self, optimizer: Any) -> None:
         intercept.tell_of_warm_ups()

@@ -197,8 +197,8 @@ class Monitor:
     def wants(self, place: CallPlace) -> bool:
         """Want the first call of each layer; one without gradients only in a loop that has none.
 
-        Where the first waited for a backward in vain once (a GAN makes an image whose gradients it drops), want all until
-        one has it.
+        Where the first waited for a backward in vain once (a GAN makes an image whose gradients it drops), want all
+        until one has it.
         """
         if not self.wants_step(place.step) or (self._layers is not None and place.layer not in self._layers):
             return False
