@@ -30,7 +30,7 @@ def as_soon_as_there_are_gradients(model: nn.Module) -> Step:
         optimizers[parameter].zero_grad()  # type: ignore[index]
 
     for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step)
+        parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
     return lambda model, ids: torch.autograd.backward(next_token_loss(model, ids))
 
 
@@ -57,7 +57,7 @@ def several_calls(model: nn.Module) -> Step:
             torch.autograd.backward(loss)
             return loss.item()
 
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
 
     return step
 

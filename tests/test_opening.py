@@ -46,8 +46,9 @@ SAID = {
         "attn-diag attribute two_findings/step000300_layer03.safetensors --head 1",
     ),
     "growing": (
-        "WRONG: layer 2, head 1, at step 500, the last looked at (lossy from step 200 on)", "not found at step 100", "It grows",
-        "certain: no rounding can do that", "attn-diag inspect growing/step000500_layer02.safetensors --head 1 --html",
+        "WRONG: layer 2, head 1, at step 500, the last looked at (lossy from step 200 on)", "not found at step 100",
+        "It grows", "certain: no rounding can do that",
+        "attn-diag inspect growing/step000500_layer02.safetensors --head 1 --html",
     ),
     "one_rank": (
         "LOSSY: layer 2, all 4 heads, step 500, rank 2 alone (not", "95 % interval",

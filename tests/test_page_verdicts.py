@@ -168,7 +168,7 @@ def test_many_findings_fold() -> None:
     assert before.count('<article class="card finding') == 6
     assert folded.count('<article class="card finding') == 4
     # Of several observations each card says which.
-    assert all(f"{where(f)[1:]} in {f.observations[0]}</h2>" in page for f in split.findings)
+    assert all(f"{where(f)[1:]} in &#39;{f.observations[0]}&#39;</h2>" in page for f in split.findings)
 
 
 @pytest.mark.parametrize("name", NAMES)

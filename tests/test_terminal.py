@@ -68,7 +68,7 @@ HEADLINES = {
     "gqa_T200": ("PASS", "in 8 heads, and no bias was found. Not judged: LSE and delta (not captured)."),
     "kernels_gauss_T512": (
         "LOSSY in 'paper': both heads (scores, maximum, row sum, PV of a range, O's accumulator in BF16). LOSSY in",
-        "Lossy In paper: O has 2.15 and dQ 1.90 times the error of a well-rounded kernel (H0).",
+        "Lossy In 'paper': O has 2.15 and dQ 1.90 times the error of a well-rounded kernel (H0).",
     ),
     "kernels_pair_T512": (
         "LOSSY in 'paper': both heads",
@@ -85,7 +85,7 @@ def test_the_first_line_says_what_is_wrong(name: str) -> None:
     assert first.startswith(label)
     assert words in first
     # Of several observations each finding says which.
-    assert ("Lossy In paper: dQ" in first) == (name == "kernels_pair_T512")
+    assert ("Lossy In 'paper': dQ" in first) == (name == "kernels_pair_T512")
     wrong = next(other for other, _ in HEADLINES.values() if other[:4] != label[:4])
     assert not first.startswith(wrong)
 
