@@ -151,10 +151,13 @@ def _bias(finding: SharedFinding) -> str:
 def when(finding: SharedFinding) -> str:
     """Its onset, what was before, and whether it grows; empty where that cannot be."""
     steps, there = finding.by_step, [s for s in finding.by_step if s.heads]
-    if not there:
-        return "not known: the captures state no step." if finding.worst.source.endswith(".safetensors") else ""
-    if len(steps) < 2:
-        return f"not known: step {there[0].step} alone was looked at."
+    looked_at = sorted({step for place in finding.places for step in place.steps_looked})
+    if len(looked_at) == 1:
+        return f"not known: step {looked_at[0]} alone was looked at."
+    if not looked_at and finding.worst.source.endswith(".safetensors"):
+        return "not known: the captures state no step."
+    if len(steps) < 2 or not there:
+        return ""
     before = [s.step for s in steps if s.step < there[0].step]
     looked = f"{len(steps)} steps looked at, {steps[0].step} to {steps[-1].step}"
     onset = f"not found at step {before[-1]}; {looked}" if before else f"the first looked at; {looked}"
@@ -200,9 +203,9 @@ def matters(finding: SharedFinding) -> str:
 def sure(finding: SharedFinding) -> str:
     """How certain it is, in plain words."""
     if finding.label == "nonfinite":
-        return "certain: the exact result is finite there."
+        return "certain: the exact result is finite there, so that the kernel is at fault."
     if finding.label == "wrong":
-        return "certain: no rounding can do that."
+        return "certain: no rounding can do that; the kernel is at fault, or the capture is damaged."
     if finding.label == "unjudged":
         return "certain that either the metadata or the kernel is wrong; nothing else is judged until they fit."
     if finding.label == "biased" and finding.p_adjusted is not None:
