@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
-from attn_diag.results.findings import FindingPlace, Kind, SharedFinding
-from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, ranges, times, together
+from attn_diag.results.findings import Kind, SharedFinding
+from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, times, together
 
+__all__ = ["NAMES", "Line", "about", "brief", "grows", "matters", "style_of", "sure", "what", "when", "where"]
 NAMES: dict[Kind, str] = {
     "nonfinite": "NaN or Inf", "wrong": "wrong", "unjudged": "mask or scale not as stated", "lossy": "lossy",
     "biased": "biased", "ill_conditioned": "ill-conditioned", "undecided": "undecided",
 }  # fmt: skip
 """What the findings of a label are called."""
-_MOST_PLACES = 3
 # Of dW_Q in the worst head: training runs that blew up had 11 to 42 % 100 to 200 steps before (benchmarks/failing_run).
 _LITTLE, _LARGE = 0.01, 0.1
 # Lossy is what has its whole 95 % interval above it; of LSE and delta the factor itself, which is that of the dQ that
@@ -152,60 +153,6 @@ def _effect(finding: SharedFinding) -> str:
     return f"Matters {_degree(finding)}: dQ {how}{percent(finding.dq_error)} off{beside}"
 
 
-def where(finding: SharedFinding, *, terse: bool = False) -> str:
-    """Layers, heads, steps and ranks: "layer 3, all 4 heads, from step 200 on".
-
-    Args:
-        finding: What was found.
-        terse: Without a step where only one was looked at.
-    """
-    places = finding.places[:_MOST_PLACES]
-    # One range of steps for all is said once.
-    spans = {"" if terse and len(place.steps_looked) == 1 else _span(place) for place in finding.places}
-    said = [_heads(place) + (_span(place) if len(spans) > 1 else "") for place in places]
-    if left := finding.places[_MOST_PLACES:]:
-        layers = sorted({layer for place in left for layer in place.layers})
-        said.append(f"layers {ranges(layers)}" if len(layers) > 1 else "others")
-    return "; ".join(said) + (spans.pop() if len(spans) == 1 else "") + _on_ranks(finding)
-
-
-def _on_ranks(finding: SharedFinding) -> str:
-    """On which ranks alone it is, and what is known of the others."""
-    if not finding.ranks:
-        return ""
-    of = f"{_ranks(finding.ranks)} alone"
-    if finding.other_ranks:
-        return f", on {of}; not found in the same heads on {_ranks(finding.other_ranks)}"
-    return f"; {of} {'hold' if len(finding.ranks) > 1 else 'holds'} these heads"
-
-
-def _ranks(names: tuple[str, ...]) -> str:
-    return f"rank{'s' if len(names) > 1 else ''} {together(names)}"
-
-
-def _heads(place: FindingPlace) -> str:
-    layers = f"layer{'s' if len(place.layers) > 1 else ''} {ranges(place.layers)}, " if place.layers else ""
-    if place.all_heads:
-        return f"{layers}{'both' if len(place.heads) == 2 else f'all {len(place.heads)}'} heads"
-    return f"{layers}head{'s' if len(place.heads) > 1 else ''} {ranges(place.heads)}"
-
-
-def _span(place: FindingPlace) -> str:
-    """The steps of a place, as a range with its onset."""
-    steps, looked = place.steps, place.steps_looked
-    if not steps:
-        return ""
-    if len(looked) == 1:
-        return f", step {steps[0]}"
-    if steps == looked:
-        return f", at all {len(steps)} steps ({steps[0]} to {steps[-1]})"
-    if len(steps) == 1:
-        return f", at step {steps[0]}{', the last looked at' if steps == looked[-1:] else ' alone'}"
-    if len([step for step in looked if steps[0] <= step <= steps[-1]]) > len(steps):
-        return f", at {len(steps)} of {len(looked)} steps from {steps[0]} on"
-    return f", from step {steps[0]} on" if steps[-1] == looked[-1] else f", steps {steps[0]} to {steps[-1]}"
-
-
 def what(finding: SharedFinding) -> str:
     """The finding in a sentence or two, of its worst head."""
     place = _worst_place(finding)
@@ -327,7 +274,9 @@ def matters(finding: SharedFinding) -> str:
         return f"{_ANOTHER}." if _wrong_o(finding) else "not known; without dO (and dQ) no gradient can be judged."
     other = finding.dq_error_well_rounded
     how = "predicted (from delta) to be " if finding.gradients == "predicted" else ""
-    beside = "" if other is None or finding.label == "ill_conditioned" else f" (a well-rounded kernel's: {percent(other)})"
+    beside = (
+        "" if other is None or finding.label == "ill_conditioned" else f" (a well-rounded kernel's: {percent(other)})"
+    )
     weights = "" if finding.dw_q_error is None else f", the weights' gradient dW_Q {percent(finding.dw_q_error)}"
     if (finding.dw_q_error or 0.0) >= _LARGE:
         weights += ". Runs that blew up had dW_Q 11 to 42 % off shortly before"

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
 
 from attn_diag.reports import words
 from attn_diag.reports.finding_words import NAMES, Line, about, brief, style_of, where
+from attn_diag.reports.following import command, fitting, next_of
 from attn_diag.reports.quantities import DQ_ERROR, FACTOR, label_names
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, plural, times, together
 
+__all__ = ["command", "headline", "next_command", "of_observations", "opening", "style"]
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _WHOSE = {"fa2": "FlashAttention-2", "flex": "FlexAttention", "qiu2025": "the paper's code"}
 _RULE = "lossy: the whole 95 % interval above 1.25"
-# What-if's names of what keeps sites in fp32, and the sites (attn_diag.analyses.mitigation).
-_IN_FP32 = {
-    "fp32-scores": {"scores", "maximum"},
-    "fp32-sums": {"row sum", "PV of a range", "O's accumulator"},
-}
-# By the part that carries dQ's error: what-if's names of what removes it, and what that is.
-_REMEDIES = {
-    "delta": (("fp32-o-delta", "delta-from-dp"), "make delta, the backward's sum of dO∘O, without O's rounding; what that gains"),
-    "ds_cast": (("uncast-ds",), "do not cast dS, the scores' gradient; what that gains"),
-}
 _MOST_FINDINGS, _MOST_NAMED = 3, 3
-# What a capture that was put together of several ranks' files calls itself.
-_MERGED = re.compile(r"(.*) \(and ranks? [\d, ]+\)")
 
 
 def headline(diagnosis: Diagnosis) -> str:
@@ -76,7 +63,7 @@ def opening(diagnosis: Diagnosis) -> Iterator[Line]:
             yield brief(finding, observations, following=command(diagnosis, finding))
         else:
             yield brief(finding, observations)
-            yield _next(diagnosis, finding)
+            yield next_of(diagnosis, finding)
     if not found and entries:
         yield from _about_nothing(diagnosis, entries)
     if not found and not entries:
@@ -95,7 +82,7 @@ def next_command(diagnosis: Diagnosis) -> Line:
     """The one thing to do next, with its options filled in."""
     entries, found = _judged(diagnosis), _captured(diagnosis.findings)
     if found:
-        return _next(diagnosis, found[0])
+        return next_of(diagnosis, found[0])
     if not entries:
         return Line("Next", "capture what the kernel returns (o, best with do and dq) too, and inspect that.")
     if all("clean" not in label_names(e[2]) for e in entries):
@@ -104,10 +91,6 @@ def next_command(diagnosis: Diagnosis) -> Line:
         " To judge the gradients too, capture do and dq." if all(e[2].propagation.dq is None for e in entries) else ""
     )
     return Line("Next", f"nothing to do here; if training goes wrong, look at other layers and steps.{more}")
-
-
-def _next(diagnosis: Diagnosis, finding: SharedFinding) -> Line:
-    return Line("Next", command(diagnosis, finding), command=True, purpose=_purpose(diagnosis, finding))
 
 
 def _captured(findings: Sequence[SharedFinding]) -> list[SharedFinding]:
@@ -145,16 +128,11 @@ def _details(diagnosis: Diagnosis, finding: SharedFinding, *, alone: bool) -> st
     if finding.label == "ill_conditioned":
         parts.append("no fault of the kernel")
     if finding.label == "unjudged":
-        fits = _fitting(finding)
+        fits = fitting(finding)
         parts.append(f"O fits {together(fits)}" if fits else "no mask or scale tried fits")
     if finding.kernel and len({c.metadata.get("kernel") for c in diagnosis.captures}) > 1:
         parts.append(f"kernel {finding.kernel}")
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _fitting(finding: SharedFinding) -> list[str]:
-    """The metadata that fit a capture that those stated do not."""
-    return [found.rstrip(".") for found in re.findall(r"\b(?:causal|scale|layout|softcap)=[\w.-]+", finding.words)]
 
 
 def _name(entry: Entry) -> str:
@@ -312,86 +290,3 @@ def _dq_errors(entries: Sequence[Entry]) -> str | None:
 def _lower(text: str) -> str:
     """As the rest of a sentence; a symbol such as dQ keeps its letters."""
     return text if text[1:2].isupper() or text[1:2] == " " else text[:1].lower() + text[1:]
-
-
-def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """(what it answers, command) for a closer look at the gravest finding; none where no rounding makes it."""
-    found = [*diagnosis.findings, *diagnosis.undecided]
-    if not found or found[0].label in ("wrong", "nonfinite", "unjudged"):
-        return []
-    if (arguments := _arguments(diagnosis, found[0])) is None:
-        return []
-    questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
-    if found[0].biased_mean is not None:
-        questions.append(("Where it goes wrong, bit by bit", "microscope"))
-    return [(question, " ".join(["attn-diag", command, *arguments])) for question, command in questions]
-
-
-def command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
-    """What to run next about a finding, with its options filled in."""
-    worst, arguments = finding.worst, _arguments(diagnosis, finding)
-    layer = "" if worst.layer is None else f" --layer {worst.layer}"
-    if (merged := _MERGED.fullmatch(worst.source)) is not None:
-        return f"attn-diag inspect {shlex.quote(str(PurePosixPath(merged[1]).parent))} --no-merge-ranks{layer}"
-    if arguments is None:
-        place = ("" if worst.head is None else f", {worst.head}") + layer.replace(" --layer ", ", layer=")
-        return f"print(attn_diag.explain(found{place})), where found is what inspect returned"
-    if finding.label == "unjudged":
-        options = [part for found in _fitting(finding) for part in f"--{found}".split("=")]
-        return " ".join(["attn-diag inspect", *arguments, *options])
-    if finding.label in ("wrong", "nonfinite"):
-        return " ".join(["attn-diag inspect", *arguments, "--html page.html"])
-    if (tried := _tried(diagnosis, finding)) is not None:
-        return " ".join(["attn-diag what-if", *arguments, *(f"--only {name}" for name in tried[0])])
-    return " ".join(["attn-diag", "what-if" if finding.label == "ill_conditioned" else "attribute", *arguments])
-
-
-def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
-    """What to do about a finding, and what the next command shows."""
-    if _MERGED.fullmatch(finding.worst.source) is not None:
-        return "judge each rank by itself"
-    if finding.label == "unjudged":
-        return "judged under what fits" if _fitting(finding) else "see what was tried"
-    if finding.label in ("wrong", "nonfinite"):
-        return "where and how, in pictures"
-    if (tried := _tried(diagnosis, finding)) is not None:
-        return tried[1]
-    return "what would remove it" if finding.label == "ill_conditioned" else "look for the rounding that makes it"
-
-
-def _tried(diagnosis: Diagnosis, finding: SharedFinding) -> tuple[tuple[str, ...], str] | None:
-    """The changes of a kernel that what-if tries for a cause that is known, and what they are; None: there are none."""
-    if _MERGED.fullmatch(finding.worst.source) is not None or _arguments(diagnosis, finding) is None:
-        return None
-    if finding.label == "ill_conditioned":
-        return _REMEDIES.get(finding.carrier or "")
-    made = [
-        observation
-        for capture in diagnosis.captures
-        for observation in capture.observations
-        if capture.source == finding.worst.source and observation.name == finding.worst.observation
-    ]
-    # The worst head's own bits must show it.
-    if finding.label != "lossy" or finding.site is None or not made or made[0].coarse != finding.site:
-        return None
-    sites = {name for part in finding.site.split("; ") for name in part.rpartition(" in ")[0].split(", ")}
-    parts = [name for name, own in _IN_FP32.items() if own & sites]
-    if not parts or not sites <= set().union(*_IN_FP32.values()):
-        return None
-    return ("+".join(parts),), f"keep {'these' if len(sites) > 1 else sites.pop()} in fp32; what that gains"
-
-
-def _arguments(diagnosis: Diagnosis, finding: SharedFinding) -> list[str] | None:
-    """The file and options that name the worst head of a finding; None where it is in no file of its own."""
-    worst = finding.worst
-    if not worst.source.endswith((".safetensors", ".pt", ".npz")):
-        return None
-    arguments = ["--example"] if worst.source.startswith("example ") else [shlex.quote(worst.source)]
-    if worst.head is not None:
-        arguments += ["--head", str(worst.head)]
-    if worst.batch is not None:
-        arguments += ["--batch", str(worst.batch)]
-    capture = next((c for c in diagnosis.captures if c.source == worst.source), None)
-    if capture is not None and len([o for o in capture.observations if o.outputs]) > 1 and worst.observation:
-        arguments += ["--observation", shlex.quote(worst.observation)]
-    return arguments
