@@ -110,14 +110,15 @@ def changed_heads(found: Comparison, changed: Sequence[HeadComparison]) -> list[
         steps = place.steps, place.steps_looked
         alike.setdefault((*of, kind, place.all_heads or place.heads, *steps, layer is None), []).append((place, own))
     several = len({(e.a_observation, e.b_observation) for e in found.entries}) > 1
+    order = {id(entry): place for place, entry in enumerate(changed)}
     groups = []
     for members in alike.values():
         first = members[0][0]
         whole = replace(first, layers=tuple(sorted({layer for place, _ in members for layer in place.layers})))
-        entries = tuple(sorted((e for _, own in members for e in own), key=changed.index))
+        entries = tuple(sorted((e for _, own in members for e in own), key=lambda e: order[id(e)]))
         said = places_words([whole]) if first.heads else _of_all(whole)
         groups.append(ChangedHeads(entries, said + (_observation(entries[0]) if several else "")))
-    return sorted(groups, key=lambda group: changed.index(group.entries[0]))
+    return sorted(groups, key=lambda group: order[id(group.entries[0])])
 
 
 def _most(labels: Sequence[tuple[Label, ...]]) -> list[Kind]:

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
-from attn_diag.reports.lead import lead
+from attn_diag.reports.lead import lead, on_head
 from attn_diag.reports.quantities import NOISE_FACTOR
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, WhatIf
@@ -52,8 +52,7 @@ def _first(found: WhatIf) -> Iterator[RenderableType]:
     place = f"{file_name(found.source)}: {where}:"
     best = next((c for c in found.candidates if c.rank == 1), None)
     before = percent(found.baseline.left)
-    is_file = found.source.endswith((".safetensors", ".pt", ".npz")) and " " not in found.source
-    following = f"attn-diag attribute {found.source} --head {found.head}" if is_file else None
+    following = on_head("attribute", found.source, found.head, found.observation)
     told = ["This head of this capture only; costs are estimates, not measurements."]
     if found.unfit:
         told.insert(0, f"{found.unfit} So this is about the recipe {found.recipe}, not about the captured kernel.")
