@@ -65,7 +65,7 @@ def about(finding: SharedFinding) -> Iterator[Line]:
         yield Line("Matters", effect)
 
 
-def brief(finding: SharedFinding, observations: str = "", *, following: str = "") -> Line:
+def brief(finding: SharedFinding, observations: str = "", *, following: str = "", crowded: bool = False) -> Line:
     """The same in a paragraph of about three lines of 80 columns, for one of several findings.
 
     Args:
@@ -73,8 +73,10 @@ def brief(finding: SharedFinding, observations: str = "", *, following: str = ""
         observations: " in paper", where that tells it.
         following: The command to run next, for one of many that is not the gravest: what it is and this are all there
             is room for, and the headline says since when.
+        crowded: Whether there are three findings or more: rows and patterns are then left to the details.
     """
-    said = f"In{observations.removeprefix(' in')}: {_in_short(finding)}" if observations else _in_short(finding)
+    said = _in_short(finding, crowded=crowded)
+    said = f"In{observations.removeprefix(' in')}: {said}" if observations else said
     told = [said, _since(finding), _surely(finding), _effect(finding)]
     whole = f"{said}. Next: {following}" if following else f"{'. '.join(told)}."
     return Line(_titled(finding), whole, label=finding.label)
@@ -85,7 +87,7 @@ def _titled(finding: SharedFinding) -> str:
     return short.get(finding.label, finding.label.capitalize())
 
 
-def _in_short(finding: SharedFinding) -> str:
+def _in_short(finding: SharedFinding, *, crowded: bool) -> str:
     """What it is, in a line."""
     place = _worst_place(finding, steps=False)
     if finding.label == "lossy" and finding.factors:
@@ -96,7 +98,8 @@ def _in_short(finding: SharedFinding) -> str:
         return f"dQ is {percent(finding.dq_error)} off{place}, as a well-rounded kernel's would be"
     if finding.label == "unjudged":
         return finding.words.partition(":")[0].rstrip(".")
-    return f"{finding.words.rstrip('.')}{place}"
+    said = finding.words.partition(": ")[0] if crowded else finding.words
+    return f"{said.rstrip('.')}{place}"
 
 
 def _since(finding: SharedFinding) -> str:
@@ -130,7 +133,8 @@ def _surely(finding: SharedFinding) -> str:
     if finding.label == "unjudged":
         return "Sure: certain that metadata or kernel are wrong"
     if finding.label == "biased" and finding.p_adjusted is not None:
-        return f"Sure: {chance(finding.p_adjusted).partition(' (')[0]}; {_fault(finding)}"
+        often = chance(finding.p_adjusted).partition(" (")[0].removeprefix("by chance ")
+        return f"Sure: chance makes it {often}; {_fault(finding)}"
     if finding.label == "lossy" and (shown := _interval(finding)) is not None:
         low, high = shown
         return f"Sure: {times(low)} to {times(high)} times at 95 %; {_fault(finding)}"

@@ -60,9 +60,9 @@ def opening(diagnosis: Diagnosis) -> Iterator[Line]:
     for number, finding in enumerate(found[:_MOST_FINDINGS] if len(found) > 1 else []):
         observations = of_observations(diagnosis, finding)
         if len(found) > 2 and number > 0:
-            yield brief(finding, observations, following=command(diagnosis, finding))
+            yield brief(finding, observations, following=command(diagnosis, finding), crowded=True)
         else:
-            yield brief(finding, observations)
+            yield brief(finding, observations, crowded=len(found) > 2)
             yield next_of(diagnosis, finding)
     if not found and entries:
         yield from _about_nothing(diagnosis, entries)

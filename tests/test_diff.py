@@ -21,6 +21,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.analyses.comparison.diff import compare
+from attn_diag.reports.diff_groups import changed_heads
 from attn_diag.results import wording
 from attn_diag.results.comparison import Comparison, HeadComparison
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
@@ -464,6 +465,27 @@ def test_report(width: int) -> None:
     assert len(rows) == 1, "heads that changed alike have one row"
     single = [m.p_adjusted for e in found.entries if e.head is not None for m in e.means]
     assert rows[0].endswith(f"{min(p for p in single if p is not None):.2g}")
+
+
+def test_heads_that_changed_alike_are_one_group() -> None:
+    """Over layers and steps, with their onset; those of all heads together are told only where they alone changed."""
+    coarse = HEALTHY | dict.fromkeys(range(300, 800, 100), "e8m4")
+    found = compare(run_of(HEALTHY), run_of(coarse))
+    changed = [e for e in found.entries if {*e.outcomes} - {"relabelled"}]
+    (group,) = changed_heads(found, changed)
+    assert group.place == f"layer 3, head {changed[0].head or 0}, from step 300 on"
+    assert group.change == "now lossy"
+    assert len(group.entries) == 5
+    text = " ".join(found.report(80).split())
+    factor = next(size for size in group.entries[0].sizes if size.name == "o_factor")
+    now, before = wording.times(factor.b), wording.times(factor.a)
+    said = f"now lossy (O {now} times a well-rounded kernel's error, was {before})"
+    assert text.startswith(f"FAIL: {group.place}: {said}. Of 8 heads")
+    pooled = [e for e in found.entries if e.head is None] or [dataclasses.replace(e, head=None) for e in changed]
+    (alone,) = changed_heads(found, pooled[:1])
+    assert "its heads taken together" in alone.place
+    back = compare(run_of(coarse), run_of(HEALTHY))
+    assert back.report(80).startswith(f"BETTER: {group.place}: no longer lossy")
 
 
 def test_command(tmp_path: Path, run: Run) -> None:
