@@ -101,8 +101,8 @@ def _cells(kernel: ReplayedKernel) -> tuple[str, ...]:
     by_name = {q.quantity: q for q in kernel.quantities}
     figures = [_figure(by_name.get(name)) for name in _FIGURES]  # type: ignore[call-overload]
     version = (kernel.version or DASH).partition(" ")[0] if kernel.captured else kernel.version or DASH
-    took = [number(ms) for ms in (kernel.forward_ms, kernel.backward_ms) if ms is not None]
-    return (kernel.name, version, _verdict(kernel), *figures, _bits(kernel), " + ".join(took) or DASH)
+    took = [number(ms, 2) for ms in (kernel.forward_ms, kernel.backward_ms) if ms is not None]
+    return (kernel.name, version, _verdict(kernel), *figures, _bits(kernel), "+".join(took) or DASH)
 
 
 def _figure(found: ReplayedQuantity | None) -> str:
@@ -136,11 +136,13 @@ def _bits(kernel: ReplayedKernel) -> str:
 
 
 def _table(capture: ReplayedCapture) -> Table:
-    figures = layout.figures([SYMBOLS[n] for n in _FIGURES])
-    table = layout.table(Column("kernel", no_wrap=True), "version", "verdict", *figures, "bits", "ms", collapse=True)
+    figures = layout.figures([*(SYMBOLS[n] for n in _FIGURES), "ms"])
+    table = layout.table(Column("kernel", min_width=24), "verdict", *figures, collapse=True)
     for kernel in capture.kernels:
-        name, *cells = _cells(kernel)
-        table.add_row(Text(name, style=_row_style(capture, kernel)), *map(Text, cells))
+        name, version, verdict, *cells, bits, took = _cells(kernel)
+        text = Text(name, style=_row_style(capture, kernel))
+        text.append(f" {version}" + (f"\n{bits}" if kernel.recipe else ""), style="not bold dim")
+        table.add_row(text, *map(Text, (verdict, *cells, took)))
     return table
 
 
@@ -161,10 +163,10 @@ def _notes(capture: ReplayedCapture) -> Iterator[str]:
     for kernel in capture.kernels:
         if kernel.deterministic is False:
             yield f"{kernel.name} returns other bits when called again."
-        excused = {q.excused: [] for q in kernel.quantities if q.excused is not None}  # type: dict[str, list[str]]
+        excused: dict[str, list[str]] = {}
         for q in kernel.quantities:
             if q.excused is not None:
-                excused[q.excused].append(SYMBOLS[q.quantity])
+                excused.setdefault(q.excused, []).append(SYMBOLS[q.quantity])
         for why, names in excused.items():
             yield f"{kernel.name}: {', '.join(names)} as documented: {why}."
         if kernel.biased and kernel.bias_excused is not None:

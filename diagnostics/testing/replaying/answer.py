@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.kernels import PRESETS, preset
-from attn_diag.results.diagnosis import Diagnosis, ObservationDiagnosis
+from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.heads import severity
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.replay import Cause, Help, ReplayedCapture, ReplayedKernel, ReplayedQuantity

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,8 @@ def run_apart(name: str, inputs: Path, folder: Path, device: str, limit_s: float
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """End the process and its children: a kernel's compiler may outlive it."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

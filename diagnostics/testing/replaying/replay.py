@@ -27,7 +27,7 @@ from attn_diag.testing.regression.cases import case_of_capture, stored_outputs
 from attn_diag.testing.replaying.answer import Judge, answer
 from attn_diag.testing.replaying.processes import Ran, run_apart
 from attn_diag.testing.target import Attention, CaseInputs, Target, emulate
-from attn_diag.work import Progress, part_of
+from attn_diag.work import Progress
 
 INSTALLED = "installed"
 DEFAULT_LIMIT_S = 300.0
@@ -103,7 +103,7 @@ def replay_captures(
     for number, capture in enumerate(captures):
         job = _Job(capture, names, selection or Selection(), where, limit_s, level)
         try:
-            found.append(job.run(part_of(progress, number, len(captures))))
+            found.append(job.run(_after(progress, number * len(names), len(captures) * len(names))))
         except InputError as error:
             if skip is None or len(captures) == 1:
                 raise
@@ -112,6 +112,11 @@ def replay_captures(
     if not found:
         raise InputError("none of the captures could be replayed")
     return Replay(describe_tool(where), tuple(found), not_here, limit_s, tuple(left_out))
+
+
+def _after(progress: Progress | None, before: int, total: int) -> Callable[[int], None]:
+    """Counts kernels on after ``before`` of ``total``."""
+    return lambda done: None if progress is None else progress(before + done, total)
 
 
 def kernels_named(against: Iterable[str | Attention] | None, device: torch.device) -> tuple[list[str], tuple[str, ...]]:
@@ -170,7 +175,7 @@ class _Job:
     limit_s: float
     level: float
 
-    def run(self, progress: Progress | None) -> ReplayedCapture:
+    def run(self, done: Callable[[int], None]) -> ReplayedCapture:
         """Run them all, judge what came back, and answer."""
         case = case_of_capture(self.capture)
         ran = self._captured()
@@ -184,8 +189,7 @@ class _Job:
 
             for number, name in enumerate(self.names):
                 ran[_shown(name)] = apart(name)
-                if progress is not None:
-                    progress(number + 1, len(self.names))
+                done(number + 1)
             kernels = self._judged(ran, Published(case, self.device, ran, apart))
         return answer(self.capture, kernels)
 

@@ -3,8 +3,8 @@
 python -m attn_diag.testing.replaying.worker FOLDER KERNEL DEVICE
 
 FOLDER holds ``inputs.safetensors``; into it go ``stage`` (what was begun last), ``outputs-forward.safetensors`` and
-``outputs-backward.safetensors`` as soon as they are there, and last ``outcome.json``. What is not there when the process
-has died tells where it died.
+``outputs-backward.safetensors`` as soon as they are there, and last ``outcome.json``. What is not there when the
+process has died tells where it died.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, NoGradi
 
 # What a kernel says that does not take these inputs, where its exception's type does not say so.
 _REFUSES = re.compile(
-    r"no available kernel|support|must be|should be|requires?\b|expected|not implemented|not compiled", re.IGNORECASE
+    r"no (available kernel|viable backend)|support|must be|should be|requires?\b|expected|not implemented|not compiled",
+    re.IGNORECASE,
 )
 _REFUSALS = (InputError, NotImplementedError, ImportError, AssertionError, ValueError, TypeError)
 # Calls that are timed, in at most so many seconds.
