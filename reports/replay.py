@@ -136,13 +136,14 @@ def _bits(kernel: ReplayedKernel) -> str:
 
 
 def _table(capture: ReplayedCapture) -> Table:
-    figures = layout.figures([*(SYMBOLS[n] for n in _FIGURES), "ms"])
+    figures = layout.figures([SYMBOLS[n] for n in _FIGURES])
     table = layout.table(Column("kernel", min_width=24), "verdict", *figures, collapse=True)
     for kernel in capture.kernels:
         name, version, verdict, *cells, bits, took = _cells(kernel)
         text = Text(name, style=_row_style(capture, kernel))
-        text.append(f" {version}" + (f"\n{bits}" if kernel.recipe else ""), style="not bold dim")
-        table.add_row(text, *map(Text, (verdict, *cells, took)))
+        more = [f" {version}", *([bits] if kernel.recipe else []), *([f"{took} ms"] if took != DASH else [])]
+        text.append("\n".join(more), style="not bold dim")
+        table.add_row(text, *map(Text, (verdict, *cells)))
     return table
 
 

@@ -135,8 +135,10 @@ def _flex(*, compiled: bool) -> Call:
 
         blocks = None
         if left is not None or right is not None or allowed is not None:
-            heads = (None, None) if allowed is None else (b, h)
-            blocks = create_block_mask(sees, *heads, rows, keys, device=q.device)
+            own_heads = allowed is not None
+            blocks = create_block_mask(
+                sees, b if own_heads else None, h if own_heads else None, rows, keys, device=q.device
+            )
         run: Any = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
         # Compiled for a CPU it has no LSE to return.
         with_lse = not compiled or q.device.type != "cpu"
@@ -238,7 +240,7 @@ def _transformer_engine(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Te
         attn_mask_type=masks[options.causal], window_size=options.window, softmax_scale=options.scale,
     )  # fmt: skip
     o: Tensor = attention(*(x.contiguous() for x in _swapped(q, k, v)))
-    return o.unflatten(2, (q.shape[1], v.shape[3])).transpose(1, 2)
+    return o.reshape(*o.shape[:2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
 def _flashinfer(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:

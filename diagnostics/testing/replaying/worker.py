@@ -80,7 +80,7 @@ def _refuses(error: Exception) -> bool:
 
 def _times(target: Target, case: CaseInputs, stage: str) -> dict[str, float]:
     """Milliseconds of the pass, the best of a few calls; none of an emulation, whose time says nothing."""
-    if target.fn is None:
+    if (fn := target.fn) is None:
         return {}
     on = {n: x.to(target.device) for n in ("q", "k", "v", "do") if (x := getattr(case, n)) is not None}
     here = replace(case, **on)
@@ -88,7 +88,7 @@ def _times(target: Target, case: CaseInputs, stage: str) -> dict[str, float]:
     best, started = float("inf"), time.monotonic()
     for _ in range(_CALLS):
         with torch.set_grad_enabled(stage == "backward"):
-            o, took = _timed(lambda: target.fn(*leaves, here), target.device)  # type: ignore[misc]
+            o, took = _timed(partial(fn, leaves[0], leaves[1], leaves[2], here), target.device)
         if stage == "backward":
             first = o[0] if isinstance(o, tuple | list) else o
             do = here.do
