@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -58,10 +57,9 @@ def kernel(name: str) -> ReplayedKernel:
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels' processes look for modules in the working directory."""
     monkeypatch.chdir(HERE)
-    return
 
 
 @pytest.mark.parametrize(
@@ -128,10 +126,10 @@ def test_a_captured_kernel_that_is_coarser_is_the_culprit() -> None:
     leaves[0].data *= 8
     o = replayed_kernels.coarse(*leaves)
     dq, dk, dv = torch.autograd.grad(o, leaves, capture.tensors["do"][...])
-    tensors = dict(zip(("q", "k", "v"), (x.detach() for x in leaves), strict=True))
+    q, k, v = (x.detach() for x in leaves)
     found = attn_diag.replay(
-        **tensors, do=capture.tensors["do"][...], o=o.detach(), dq=dq, dk=dk, dv=dv, causal=True,
-        source=tensors.pop("q"), against=["replayed_kernels:sound", "sdpa:flash"], device="cpu",
+        q, k, v, do=capture.tensors["do"][...], o=o.detach(), dq=dq, dk=dk, dv=dv, causal=True,
+        against=["replayed_kernels:sound", "sdpa:flash"], device="cpu",
     ).captures[0]  # fmt: skip
     assert (found.cause, found.culprits) == ("kernel", ("captured",))
     assert "replayed_kernels:sound" in found.right
@@ -238,7 +236,7 @@ def require_right(case: CaseInputs, o: Tensor) -> None:
             kv = h // (case.q.shape[1] // case.k.shape[1])
             masking = Masking(case.causal, case.window, case.head_mask(b, h, CPU), case.positions)
             q, k, v = (x.double() for x in (case.q[b, h], case.k[b, kv], case.v[b, kv]))
-            true = reference_head(AttentionHead(q, k, v, None, case.scale, masking, case.softcap)).o
+            true = reference_head(AttentionHead(q, k, v, None, case.scale, masking, case.softcap)).out
             torch.testing.assert_close(o[b, h].double(), true, rtol=0.02, atol=0.02)
 
 
@@ -277,8 +275,8 @@ def _flash_4(
 
 def _sage(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str, is_causal: bool, sm_scale: float) -> Tensor:
     assert tensor_layout == "HND"
-    swapped = (x.transpose(1, 2) for x in (q, k, v))
-    o: Tensor = bthd(*swapped, sm_scale, "bottom-right" if is_causal else "none", -1, -1, 0.0)[0]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o: Tensor = bthd(q, k, v, sm_scale, "bottom-right" if is_causal else "none", -1, -1, 0.0)[0]
     return o.transpose(1, 2)
 
 

@@ -204,7 +204,8 @@ def _where(kernel: ReplayedKernel, heads: int) -> str:
     if kernel.finding is None or heads == 1:
         return ""
     found = sorted({head for place in kernel.finding.places for head in place.heads})
-    return f" in all {heads} heads" if len(found) == heads else f" in {runs_of('head', found)}"
+    whole = "both" if heads == 2 else f"all {heads}"
+    return f" in {whole} heads" if len(found) == heads else f" in {runs_of('head', found)}"
 
 
 def _help_words(found: Help) -> str:
