@@ -5,6 +5,7 @@ A kernel that has no argument for an option refuses it here by name, before it c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -142,11 +143,14 @@ def _flex(*, compiled: bool) -> Call:
         run: Any = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
         # Compiled for a CPU it has no LSE to return.
         with_lse = not compiled or q.device.type != "cpu"
-        found = run(
-            q, k, v, score_mod=None if cap is None and added is None else score, block_mask=blocks,
-            scale=options.scale, enable_gqa=q.shape[1] != k.shape[1],
-            return_aux=AuxRequest(lse=True) if with_lse else None,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            # That it is slow when it is not compiled, as is asked for here.
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            found = run(
+                q, k, v, score_mod=None if cap is None and added is None else score, block_mask=blocks,
+                scale=options.scale, enable_gqa=q.shape[1] != k.shape[1],
+                return_aux=AuxRequest(lse=True) if with_lse else None,
+            )  # fmt: skip
         return (found[0], found[1].lse) if with_lse else found
 
     return call
