@@ -38,10 +38,13 @@ from .results.identification import Identification as Identification
 from .results.microscope import Microscope as Microscope
 from .results.paper import PaperFigures as PaperFigures
 from .results.probe import ProbeReport as ProbeReport
+from .results.replay import Replay as Replay
 from .results.several import Several as Several
 from .results.what_if import WhatIf as WhatIf
 from .testing.probing.probe import probe as probe
 from .testing.regression.check import check as check
+from .testing.replaying.replay import replay as replay
+from .testing.replaying.replay import replay_captures as replay_captures
 from .testing.round_to import round_to as round_to
 from .testing.selftest import selftest as selftest
 from .testing.unbiased import assert_unbiased as assert_unbiased

@@ -67,6 +67,7 @@ _RENDERERS = {
     "microscope": Renderer("microscope:microscope_renderables"),
     "paper-figures": Renderer("paper_words:paper_renderables", page="paper:paper_document"),
     "probe": Renderer("probe:probe_renderables"),
+    "replay": Renderer("replay:replay_renderables", page="replay:replay_document"),
     "selftest": Renderer("selftest:installation_renderables"),
     "what-if": Renderer("what_if:what_if_renderables"),
 }

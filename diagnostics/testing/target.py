@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, get_args
@@ -23,6 +23,7 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import backend_name
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking
+from attn_diag.testing.libraries import LIBRARIES, SDPA
 from attn_diag.work import map_in_order
 
 # fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D].
@@ -31,12 +32,6 @@ Attention = Callable[[Tensor, Tensor, Tensor], Any]
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Inputs that recipes are known for.
 RECIPE_DTYPES = (torch.bfloat16, torch.float16)
-SDPA = {
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-    "math": "MATH",
-}
 GRADIENTS = ("dq", "dk", "dv")
 
 
@@ -72,6 +67,21 @@ class CaseInputs:
     """What is masked."""
     capture: Capture | None = None
     """Where the inputs come from, if from a file of the user's."""
+    window: tuple[int, int] | None = None
+    """(left, right), inclusive, -1 unlimited."""
+    softcap: float | None = None
+    """c of S = c tanh(alpha q.k / c)."""
+    mask: Tensor | None = None
+    """Broadcastable to [B, Hq, Tq, Tk]: bool (true = attend) or additive."""
+    positions: Tensor | None = None
+    """[Tq]: where only chosen query rows are kept, the last key that a causal row sees."""
+
+    def head_mask(self, batch: int, head: int, device: torch.device) -> Tensor | None:
+        """The mask of one head, [Tq, Tk], if there is one."""
+        if self.mask is None:
+            return None
+        full = (self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2])
+        return self.mask.expand(full)[batch, head].to(device)
 
     @property
     def fingerprint(self) -> str:
@@ -116,7 +126,8 @@ class Target:
 
         Args:
             given: A callable ``fn(q, k, v)`` (a module is one), the name of a preset or a recipe, "sdpa",
-                "sdpa:flash" (efficient, cudnn, math), or "MODULE:FUNCTION" (also of the working directory).
+                "sdpa:flash" (efficient, cudnn, math), a library's ("flex_attention", "flash_attn_2", …), or
+                "MODULE:FUNCTION" (also of the working directory).
             name: What reports call it; by default its own name.
             dtype: Of the inputs.
             head_dim: Of the inputs.
@@ -126,8 +137,10 @@ class Target:
             InputError: ``given`` is none of these, cannot be imported, or is a recipe that is not complete or whose
                 inputs are not BF16 or FP16.
         """
-        if isinstance(given, str) and given.partition(":")[0] == "sdpa":
-            return cls(name or given, backend_name(device), device, fn=_sdpa(given))
+        if isinstance(given, str) and given in LIBRARIES:
+            return cls(name or given, backend_name(device), device, fn=LIBRARIES[given].call)
+        if isinstance(given, str) and given.startswith("sdpa:"):
+            raise InputError(f"no SDPA backend {given.partition(':')[2]!r}; known: {', '.join(SDPA)}")
         if isinstance(given, str) and ":" in given:
             name = name or given
             given = imported(given)
@@ -234,7 +247,8 @@ def emulate(
         b, h = place
         q, k, v = (x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group]))
         head_do = None if do is None else do[b, h].to(device).double()
-        found = emulate_head(recipe, AttentionHead(q, k, v, head_do, case.scale, Masking(causal=case.causal)))
+        masking = Masking(case.causal, case.window, case.head_mask(b, h, device), case.positions)
+        found = emulate_head(recipe, AttentionHead(q, k, v, head_do, case.scale, masking, case.softcap))
         names = ("o", "lse", *GRADIENTS) if do is not None else ("o", "lse")
         return {n: getattr(found, n).cpu() for n in names}
 
@@ -306,25 +320,6 @@ def _recipe(given: str | Recipe, dtype: torch.dtype, head_dim: int) -> Recipe:
     except RecipeNotSupportedError as error:
         raise InputError(str(error)) from None
     return recipe
-
-
-def _sdpa(target: str) -> Callable[[Tensor, Tensor, Tensor, CaseInputs], Tensor]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backend = target.partition(":")[2]
-    if target != "sdpa" and backend not in SDPA:
-        raise InputError(f"no SDPA backend {backend!r}; known: {', '.join(SDPA)}")
-    chosen = getattr(SDPBackend, SDPA[backend]) if backend else None
-
-    def fn(q: Tensor, k: Tensor, v: Tensor, case: CaseInputs) -> Tensor:
-        if case.causal == "bottom-right" and q.shape[2] != k.shape[2]:
-            raise InputError(f"{case.name}: torch's is_causal is top-left, and Tq and Tk differ; leave it out")
-        with nullcontext() if chosen is None else sdpa_kernel([chosen]):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=case.causal != "none", scale=case.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-
-    return fn
 
 
 def _required(o: Any, inputs: CaseInputs) -> Tensor:

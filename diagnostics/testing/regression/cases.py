@@ -113,26 +113,32 @@ def of_captures(captures: Sequence[Capture]) -> list[CaseInputs]:
     names = [Path(c.source).name for c in captures]
     if len(set(names)) < len(names):
         names = [c.source for c in captures]
-    found = []
-    for name, capture in zip(names, captures, strict=True):
+    for capture in captures:
         _refuse_what_is_not_run(capture)
-        tensors = {n: _whole(capture, n) for n in ("q", "k", "v", "do") if n in capture.tensors}
-        case = CaseInputs(
-            name, tensors["q"], tensors["k"], tensors["v"], tensors.get("do"), capture.scale,
-            capture.metadata.causal, capture,
-        )  # fmt: skip
-        found.append(case)
-    return found
+    return [replace(case_of_capture(c), name=name) for name, c in zip(names, captures, strict=True)]
 
 
-def stored_outputs(capture: Capture, observation: str) -> dict[str, Tensor]:
-    """What a capture holds of an observation. Raises InputError where that has no o."""
+def case_of_capture(capture: Capture) -> CaseInputs:
+    """All inputs of a capture's call. Raises InputError for FP8, whose factors no kernel here is given."""
+    m, tensors = capture.metadata, capture.tensors
+    if "q_descale" in tensors:
+        raise InputError(f"{capture.source}: kernels are not run on FP8 inputs; leave this capture out")
+    given = {n: _whole(capture, n) for n in ("q", "k", "v", "do") if n in tensors}
+    more = {n: _whole(capture, n, swap=False) for n in ("mask", "q_positions") if n in tensors}
+    return CaseInputs(
+        capture.source, given["q"], given["k"], given["v"], given.get("do"), capture.scale, m.causal, capture,
+        m.window, m.softcap, more.get("mask"), more.get("q_positions"),
+    )  # fmt: skip
+
+
+def stored_outputs(capture: Capture, observation: str, *, need_o: bool = True) -> dict[str, Tensor]:
+    """What a capture holds of an observation. Raises InputError where that has no o and one is needed."""
     outputs = {}
     for name in capture.observations.get(observation, ()):
         if name == "dq_pre" or (name == "lse" and capture.metadata.lse_base == "2"):
             continue
         outputs[name] = _whole(capture, capture.key(observation, name), swap=name not in ("lse", "delta"))
-    if "o" not in outputs:
+    if need_o and "o" not in outputs:
         raise InputError(f"{capture.source}: observation {observation!r} has no o to check")
     return outputs
 
