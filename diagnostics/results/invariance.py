@@ -24,7 +24,8 @@ class PathDifference:
     nonfinite: int
     """How many are NaN or Inf in one of the two calls alone."""
     max_ulp: Number | None
-    """The largest difference, in spacings of the output's format at the row's largest element; null where none is finite."""
+    """The largest difference, in spacings of the output's format at the row's largest element; null where none is
+    finite."""
     of_noise: Number | None
     """Rms of the difference over the rms error of a well-rounded kernel on these inputs; null as ``max_ulp``."""
     of_limit: Number | None
@@ -47,8 +48,11 @@ class PathFinding:
     """bits: nothing that the compared outputs depend on has changed, and neither has the work, so that every bit must
     be the same; rounding: a kernel may add in another order, and be off by its rounding."""
     status: Status
-    """same: every bit; rounding: other bits, within the noise, where that may be; allowed: other bits within the noise
-    that were allowed by name; bits: other bits within the noise, where that may not be; fault: beyond the noise, or NaN;
+    """same: every bit;
+    rounding: other bits within the noise, where that may be;
+    allowed: other bits within the noise that were allowed by name;
+    bits: other bits within the noise, where that may not be;
+    fault: beyond the noise, or NaN;
     not-run: the kernel has no such call, or refuses it."""
     words: str
     """What was found, or why it was not run."""

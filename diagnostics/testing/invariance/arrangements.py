@@ -177,7 +177,9 @@ def _gqa(s: Setting) -> list[Path] | str:
             # Query heads that share a key head add their gradients.
             return x.double().unflatten(1, (kept, group)).sum(2) if name in ("dk", "dv") else x
 
-        found.append(Path(f"{kept} key {'head' if kept == 1 else 'heads'} for {heads}", few, whole, select, many, group))
+        found.append(
+            Path(f"{kept} key {'head' if kept == 1 else 'heads'} for {heads}", few, whole, select, many, group)
+        )
     return found or "there is one head"
 
 

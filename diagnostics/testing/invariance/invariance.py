@@ -115,7 +115,7 @@ def _options(
     kernel: Attention | str | Recipe, target: Target, made: Callable[..., Target]
 ) -> Callable[[str, int], Target] | None:
     """The kernel with an option; None where it has none."""
-    if (recipe := target.recipe) is not None:
+    if target.recipe is not None:
         return None
     fn = imported(kernel) if isinstance(kernel, str) and ":" in kernel and not kernel.startswith("sdpa") else kernel
     try:
@@ -140,7 +140,8 @@ class _Run:
         """Every path of every arrangement, and the report."""
         base = self._base()
         outputs, expected = self._first(base)
-        other = fit_of(base, outputs["o"], self.target, self.target.device)[1]
+        item = replace(base, q=base.q[:1], k=base.k[:1], v=base.v[:1], do=None)
+        other = fit_of(item, outputs["o"][:1], self.target, self.target.device)[1]
         asked = other is None or not (other.options or other.call)
         errors = tuple(
             OwnError(n, own_error(outputs[n].double(), expected.truth[n], expected.variance[n]))
@@ -166,7 +167,7 @@ class _Run:
             seed=seed,
             outcome=outcome,
             headline=headline,
-            notes=(*self.notes, *self._further(found, errors, other if asked else None)),
+            notes=(*self.notes, *self._further(errors, other if asked else None)),
             schedule=self._schedule(base, outputs, (0, 0, 0)) if asked else None,
             errors=errors,
             paths=tuple(found),
@@ -266,8 +267,10 @@ class _Run:
             return None
         batch, head = min(at[0], len(inputs.q) - 1), min(at[1], inputs.q.shape[1] - 1)
         group = inputs.q.shape[1] // inputs.k.shape[1]
-        one, key = (slice(batch, batch + 1), slice(head, head + 1)), (slice(batch, batch + 1),
-                                                                     slice(head // group, head // group + 1))
+        one, key = (
+            (slice(batch, batch + 1), slice(head, head + 1)),
+            (slice(batch, batch + 1), slice(head // group, head // group + 1)),
+        )
         tensors = {"q": inputs.q[one], "k": inputs.k[key], "v": inputs.v[key], "o": outputs["o"][one]}
         capture = Capture.from_tensors(tensors, scale=inputs.scale, causal=inputs.causal)
         found = identify_head(capture, DEFAULT_OBSERVATION, 0, 0, self.target.device)
@@ -280,14 +283,15 @@ class _Run:
             return found.name
         return f"{listed(found.names, 2)}: {describe_schedule(found.recipe.schedule)}"
 
-    def _judged(
-        self, found: Sequence[PathFinding], other: OtherFunction | None, outputs: Outputs
-    ) -> tuple[str, str]:
+    def _judged(self, found: Sequence[PathFinding], other: OtherFunction | None, outputs: Outputs) -> tuple[str, str]:
         """The outcome, and the sentence that names the arrangement."""
         if other is not None and (other.options or other.call):
             return "other-function", f"it {other.words}"
-        failed = {p.arrangement: [x for x in found if x.arrangement == p.arrangement and x.status in ("bits", "fault")]
-                  for p in found if p.status in ("bits", "fault")}
+        failed = {
+            p.arrangement: [x for x in found if x.arrangement == p.arrangement and x.status in ("bits", "fault")]
+            for p in found
+            if p.status in ("bits", "fault")
+        }
         if failed:
             first = next(iter(failed))
             worst = next((p for p in failed[first] if p.status == "fault"), failed[first][0])
@@ -305,9 +309,7 @@ class _Run:
             return "pass", f"the same bits in {arranged} arrangements"
         return "pass", f"nothing but rounding in {arranged} arrangements; other bits in {listed(moved, 4)}"
 
-    def _further(
-        self, found: Sequence[PathFinding], errors: Sequence[OwnError], other: OtherFunction | None
-    ) -> list[str]:
+    def _further(self, errors: Sequence[OwnError], other: OtherFunction | None) -> list[str]:
         """What else is to be known."""
         said = []
         large = [e for e in errors if e.of_noise is not None and e.of_noise > _LARGE]
@@ -336,12 +338,16 @@ def _words(item: Arrangement, status: Status, differences: Sequence[PathDifferen
     b, h, row = worst.first or (0, 0, 0)
     place = f"item {b}, head {h}, {'key' if worst.quantity in ('dk', 'dv') else 'row'} {row}"
     if worst.nonfinite:
-        return f"it {item.fault}: NaN or Inf in {worst.nonfinite} of {worst.elements} elements of " \
-               f"{SYMBOLS[worst.quantity]} (first {place})"
+        return (
+            f"it {item.fault}: NaN or Inf in {worst.nonfinite} of {worst.elements} elements of "
+            f"{SYMBOLS[worst.quantity]} (first {place})"
+        )
     names = together([SYMBOLS[d.quantity] for d in moved])
     size = f"{times(worst.of_noise)} of a well-rounded kernel's error"
     if status == "fault":
-        return f"it {item.fault}: {SYMBOLS[worst.quantity]} moves by {times(worst.of_noise)} times a well-rounded " \
-               f"kernel's error, most in {place}"
+        return (
+            f"it {item.fault}: {SYMBOLS[worst.quantity]} moves by {times(worst.of_noise)} times a well-rounded "
+            f"kernel's error, most in {place}"
+        )
     share = max(d.differing / d.elements for d in moved)
     return f"other bits in {names} ({percent(share, '.2g')} of the elements), by {size}: rounding alone"
