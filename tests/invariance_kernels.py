@@ -52,9 +52,23 @@ def tiles(keys: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, keys)) for start in range(0, keys, size)]
 
 
+def split_kv(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
+    """Independent splits of the keys, merged through L, as FlashAttention-2 does it where there are few heads."""
+    k, v = repeated(q, k), repeated(q, v)
+    total, each = torch.zeros(q.shape[:3] + v.shape[3:]), tiles(k.shape[2], size)
+    parts = [q.float() @ k[:, :, tile].float().mT * q.shape[-1] ** -0.5 for tile in each]
+    sums = [scores.logsumexp(-1, keepdim=True) for scores in parts]
+    whole = torch.cat(sums, -1).logsumexp(-1, keepdim=True)
+    for tile, scores, own in zip(each, parts, sums, strict=True):
+        probs = (scores - scores.amax(-1, keepdim=True)).exp()
+        part = probs.bfloat16().float() @ v[:, :, tile].float() / probs.sum(-1, keepdim=True)
+        total = total + part * (own - whole).exp()
+    return total.to(q.dtype)
+
+
 def batch_split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One sequence alone has its keys split."""
-    return attend(q, k, v, order=tiles(k.shape[2], 16 if len(q) == 1 else k.shape[2]))
+    return split_kv(q, k, v, 64) if len(q) == 1 else attend(q, k, v)
 
 
 def with_splits(q: Tensor, k: Tensor, v: Tensor, num_splits: int = 1) -> Tensor:
@@ -166,7 +180,7 @@ def first_item(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def place_split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Batch items but the first have their keys split."""
     whole = attend(q[:1], k[:1], v[:1])
-    return torch.cat([whole, attend(q[1:], k[1:], v[1:], order=tiles(k.shape[2], 16))])
+    return torch.cat([whole, split_kv(q[1:], k[1:], v[1:], 16)])
 
 
 CLEAN: dict[str, tuple[Fn | str, str]] = {

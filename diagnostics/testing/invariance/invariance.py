@@ -141,7 +141,7 @@ class _Run:
         base = self._base()
         outputs, expected = self._first(base)
         item = replace(base, q=base.q[:1], k=base.k[:1], v=base.v[:1], do=None)
-        other = fit_of(item, outputs["o"][:1], self.target, self.target.device)[1]
+        other = fit_of(item, outputs["o"][:1], self.target, self.target.device, patterns=False)[1]
         asked = other is None or not (other.options or other.call)
         errors = tuple(
             OwnError(n, own_error(outputs[n].double(), expected.truth[n], expected.variance[n]))
