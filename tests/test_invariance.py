@@ -132,6 +132,12 @@ def test_what_is_refused_is_said_and_is_no_failure() -> None:
     }
 
 
+def test_nothing_compared_is_no_pass() -> None:
+    found = run(plain, only=["future-token"], backward=False)
+    assert not found.passed
+    assert found.headline == "nothing was compared: every row sees every key"
+
+
 def test_memory_modes_are_put_back() -> None:
     run(plain, only=["uninitialised"])
     assert not torch.are_deterministic_algorithms_enabled()

@@ -296,11 +296,10 @@ def _compiled(s: Setting) -> list[Path] | str:
         return "an emulation is not compiled"
 
     def compiled(q: Tensor, k: Tensor, v: Tensor, case: CaseInputs) -> object:
-        torch._dynamo.reset()
-        run = torch.compile(lambda q, k, v: fn(q, k, v, case), dynamic=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return run(q, k, v)
+            torch._dynamo.reset()
+            return torch.compile(lambda q, k, v: fn(q, k, v, case), dynamic=False)(q, k, v)
 
     return [Path("torch.compile", s.base, target=replace(s.target, fn=compiled))]
 

@@ -305,6 +305,8 @@ class _Run:
         ran = [p for p in found if p.status != "not-run"]
         moved = list(dict.fromkeys(p.arrangement for p in ran if p.status != "same"))
         arranged = len({p.arrangement for p in ran})
+        if not ran:
+            return "fail", f"nothing was compared: {found[0].words}" if found else "nothing was compared"
         if not moved:
             return "pass", f"the same bits in {arranged} arrangements"
         return "pass", f"nothing but rounding in {arranged} arrangements; other bits in {listed(moved, 4)}"
