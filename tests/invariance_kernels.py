@@ -135,8 +135,11 @@ def interleaved_key_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def atomics(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Tiles of keys are added in an order of the moment's."""
-    each = tiles(k.shape[2], TILE)
-    return attend(q, k, v, order=[each[i] for i in torch.randperm(len(each)).tolist()])
+    each, total = tiles(k.shape[2], 8), torch.zeros_like(q)
+    probs = (q.float() @ repeated(q, k).float().mT * q.shape[-1] ** -0.5).softmax(-1)
+    for i in torch.randperm(len(each)).tolist():
+        total = (total + probs[..., each[i]] @ repeated(q, v).float()[:, :, each[i]]).to(q.dtype)
+    return total
 
 
 class _UnsteadyBackward(torch.autograd.Function):

@@ -67,11 +67,11 @@ class Setting:
     generator: torch.Generator
     """For what replaces what must not matter."""
 
-    def changed(self, change: Callable[[Tensor], Tensor], **also: Tensor) -> CaseInputs:
-        """The call with every tensor changed alike."""
+    def changed(self, change: Callable[[Tensor], Tensor], also: Tensor | None = None) -> CaseInputs:
+        """The call with every tensor changed alike; ``also``: with this dO."""
         b = self.base
         do = None if b.do is None else change(b.do)
-        return replace(b, **({"q": change(b.q), "k": change(b.k), "v": change(b.v), "do": do} | also))
+        return replace(b, q=change(b.q), k=change(b.k), v=change(b.v), do=do if also is None else also)
 
     def loud(self, like: Tensor) -> Tensor:
         """Other numbers, larger ones."""
@@ -138,7 +138,7 @@ def _future(s: Setting) -> list[Path] | str:
         # Rows after the cut give the keys before it a gradient, which may differ: theirs is none.
         do = None if s.base.do is None else s.base.do.masked_fill(later, 0.0)
         first = replace(s.base, do=do)
-        new = s.changed(lambda x, later=later: torch.where(later, s.loud(x), x), do=do)  # type: ignore[misc,arg-type]
+        new = s.changed(lambda x, later=later: torch.where(later, s.loud(x), x), do)  # type: ignore[misc]
         part = _every(lambda x, cut=cut: x[:, :, :cut])  # type: ignore[misc]
         found.append(Path(f"tokens from {cut} on", new, part, part, first))
     return found
@@ -175,7 +175,7 @@ def _gqa(s: Setting) -> list[Path] | str:
 
         def select(name: str, x: Tensor, kept: int = kept, group: int = group) -> Tensor:
             # Query heads that share a key head add their gradients.
-            return x.double().unflatten(1, (kept, group)).sum(2) if name in ("dk", "dv") else x
+            return x.double().view(len(x), kept, group, *x.shape[2:]).sum(2) if name in ("dk", "dv") else x
 
         found.append(
             Path(f"{kept} key {'head' if kept == 1 else 'heads'} for {heads}", few, whole, select, many, group)
