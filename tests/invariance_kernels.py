@@ -148,7 +148,7 @@ class _UnsteadyBackward(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(_: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: object, grad: Tensor) -> Tensor:
         return (grad.double() * (1 + 2**-7 * torch.rand(grad.shape).sub(0.5))).to(grad.dtype)
 
 
