@@ -11,11 +11,10 @@ from rich.text import Text
 from attn_diag.reports import layout, words
 from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
-from attn_diag.reports.lead import FAIL, lead
+from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.results.invariance import Invariance, PathFinding
 from attn_diag.results.wording import DASH, SYMBOLS, number, percent, times
 
-PASS = "PASS"
 _STYLES = {
     "same": "green", "rounding": "green", "allowed": "green", "bits": "bold yellow", "fault": "bold red",
     "not-run": "dim",
@@ -34,9 +33,8 @@ _LEGEND = (
 
 def invariance_renderables(found: Invariance) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
-    verdict = PASS if found.passed else FAIL
-    style = "bold green" if found.passed else None
-    yield from lead(verdict, f"{found.source}: {found.headline}", found.notes, found.next, style)
+    verdict = OK if found.passed else FAIL
+    yield from lead(verdict, f"{found.source}: {found.headline}", found.notes, found.next)
     yield Text("")
     yield layout.heading(f"invariance of {found.source}")
     yield Text(_about(found), style="bold")
@@ -56,7 +54,7 @@ def invariance_renderables(found: Invariance) -> Iterator[RenderableType]:
 
 def invariance_document(found: Invariance) -> str:
     """The same as a self-contained page."""
-    verdict = PASS if found.passed else FAIL
+    verdict = OK if found.passed else FAIL
     outputs = _outputs(found)
     head = ("arrangement", "path", "verdict", *outputs, "schedule", "found")
     rows = tuple(

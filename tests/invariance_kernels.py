@@ -26,7 +26,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, order: list
     total = torch.zeros(q.shape[:3] + v.shape[3:])
     for tile in order or [slice(None)]:
         total = total + exponentials[..., tile].bfloat16().float() @ v.float()[:, :, tile]
-    return (total / exponentials.sum(-1, keepdim=True)).to(q.dtype)
+    o: Tensor = (total / exponentials.sum(-1, keepdim=True)).to(q.dtype)
+    return o
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -40,7 +41,8 @@ def plain_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def rounded_everywhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Every intermediate in BF16, as the operators return it."""
     k, v = repeated(q, k), repeated(q, v)
-    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+    o: Tensor = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+    return o
 
 
 def sdpa_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -108,7 +110,7 @@ def test_another_function_is_told_how_to_ask(run: Run, tmp_path: Path, monkeypat
     told = ("--json", document, "--html", page)
     code, out, _ = run("invariance", "invariance_kernels:plain_causal", "--causal", "top-left", *small, *told)
     assert code == 0
-    assert out.startswith("PASS invariance_kernels:plain_causal: the same bits in 2 arrangements")
+    assert out.startswith("OK invariance_kernels:plain_causal: the same bits in 2 arrangements")
     assert Invariance.from_json(document.read_text()).passed
     assert json.loads(document.read_text())["schema"] == "attn-diag-invariance"
     assert "batch-size" in page.read_text()
@@ -161,3 +163,22 @@ def test_the_limits_of_a_difference(times: float) -> None:
     assert (broken.nonfinite, broken.first) == (1, (0, 1, 6))
     same = difference("o", second, second, variance, 1.0, BF16)
     assert (same.differing, same.nonfinite, same.first) == (0, 0, None)
+
+
+def test_a_librarys_splits_are_asked_for_by_its_own_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 and 4 take num_splits; SDPA takes none."""
+    asked: list[int] = []
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, num_splits: int = 1, **_: object) -> Tensor:
+        asked.append(num_splits)
+        return plain(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+    for name in ("flash_attn", "flash_attn.cute"):
+        module = ModuleType(name)
+        vars(module)["flash_attn_func"] = flash_attn_func
+        monkeypatch.setitem(sys.modules, name, module)
+    found = run("flash_attn_4", only=["splits"])
+    assert found.passed, found.report()
+    assert asked == [1, 1, 2, 4]
+    (path,) = run("flex_attention", only=["run-to-run", "splits"], backward=False).paths[-1:]
+    assert (path.status, path.words) == ("not-run", "no option num_splits")

@@ -18,7 +18,8 @@ def invariance(
         str,
         typer.Argument(
             metavar="KERNEL",
-            help="MODULE:FUNCTION of fn(q, k, v) -> o, sdpa, sdpa:flash (efficient, cudnn, math), or a recipe.",
+            help="MODULE:FUNCTION of fn(q, k, v) -> o, sdpa:flash (efficient, cudnn, math), flex_attention, "
+            "flash_attn_4, …, or a recipe.",
         ),
     ],
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",

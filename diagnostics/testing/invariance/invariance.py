@@ -24,6 +24,7 @@ from attn_diag.results.invariance import Invariance, OwnError, PathDifference, P
 from attn_diag.results.wording import SYMBOLS, listed, percent, times, together
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, Arrangement, Path, Setting
 from attn_diag.testing.invariance.distance import Expected, difference, expected_of, own_error
+from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.other_function import OtherFunction, fit_of
 from attn_diag.testing.target import (
     DTYPES,
@@ -73,9 +74,9 @@ def invariance(
     What may differ and what may not is described in ``attn_diag.testing.invariance``.
 
     Args:
-        kernel: fn(q, k, v) -> o, or (o, lse, ...), with q, k, v [B, H, T, D] in ``dtype``; "sdpa", "sdpa:flash"
-            (efficient, cudnn, math); "MODULE:FUNCTION"; a recipe or its name, which is emulated. A function with an
-            option ``num_splits`` is called with several.
+        kernel: fn(q, k, v) -> o, or (o, lse, ...), with q, k, v [B, H, T, D] in ``dtype``; a library's
+            ("sdpa:flash", "flex_attention", "flash_attn_4", …); "MODULE:FUNCTION"; a recipe or its name, which is
+            emulated. A kernel with an option ``num_splits`` is called with several.
         dtype: torch.bfloat16 or torch.float16.
         shape: B, H, T, D of the call.
         causal: What the kernel masks: "none" or False; "top-left" or True; "bottom-right".
@@ -118,7 +119,10 @@ def _options(
     """The kernel with an option; None where it has none."""
     if target.recipe is not None:
         return None
-    fn = imported(kernel) if isinstance(kernel, str) and ":" in kernel and not kernel.startswith("sdpa") else kernel
+    if isinstance(kernel, str) and (library := LIBRARIES.get(kernel)) is not None:
+        call = library.call
+        return (lambda option, value: replace(target, fn=partial(call, **{option: value}))) if library.splits else None
+    fn = imported(kernel) if isinstance(kernel, str) else kernel
     called: Any = fn
     try:
         known = callable(fn) and "num_splits" in inspect.signature(fn).parameters
