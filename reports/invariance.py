@@ -17,11 +17,11 @@ from attn_diag.results.wording import DASH, SYMBOLS, number, percent, times
 
 _STYLES = {
     "same": "green", "rounding": "green", "allowed": "green", "bits": "bold yellow", "fault": "bold red",
-    "not-run": "dim",
+    "refused": "yellow", "not-run": "dim",
 }  # fmt: skip
 _WORDS = {
     "same": "same bits", "rounding": "rounding", "allowed": "allowed", "bits": "OTHER BITS", "fault": "FAULT",
-    "not-run": "not run",
+    "refused": "refused", "not-run": "not run",
 }  # fmt: skip
 _LEGEND = (
     "What differs: how many elements have other bits; the largest difference in ulp of its row's largest element; rms "
@@ -92,7 +92,7 @@ def _cells(path: PathFinding, outputs: list[str]) -> list[str]:
     cells = []
     for name in outputs:
         if (d := by_name.get(name)) is None:
-            cells.append("" if path.status == "not-run" else DASH)
+            cells.append("" if path.status in ("not-run", "refused") else DASH)
         elif not d.differing:
             cells.append("same")
         elif d.nonfinite:
@@ -105,7 +105,7 @@ def _cells(path: PathFinding, outputs: list[str]) -> list[str]:
 
 def _told(path: PathFinding) -> str:
     """What differs, in one cell."""
-    if path.status == "not-run":
+    if path.status in ("not-run", "refused"):
         return path.words
     if path.status == "same":
         return ""

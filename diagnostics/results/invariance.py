@@ -8,7 +8,7 @@ from typing import Literal
 from attn_diag.results.base import Number, Result, Tool
 
 Promise = Literal["bits", "rounding"]
-Status = Literal["same", "rounding", "allowed", "bits", "fault", "not-run"]
+Status = Literal["same", "rounding", "allowed", "bits", "fault", "refused", "not-run"]
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,10 @@ class PathFinding:
     allowed: other bits within the noise that were allowed by name;
     bits: other bits within the noise, where that may not be;
     fault: beyond the noise, or NaN;
-    not-run: the kernel has no such call, or refuses it."""
+    refused: the kernel raised, or returned no attention's shape;
+    not-run: there is no such call of this kernel or mask."""
     words: str
-    """What was found, or why it was not run."""
+    """What was found, what the kernel said where it refused, or why it was not run."""
     differences: tuple[PathDifference, ...] = ()
     """One entry a quantity that both calls returned."""
     schedule: str | None = None

@@ -21,7 +21,7 @@ from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.kernels import Recipe
 from attn_diag.reference import format_of, ulp
 from attn_diag.results.invariance import Invariance, OwnError, PathDifference, PathFinding, Status
-from attn_diag.results.wording import SYMBOLS, listed, percent, times, together
+from attn_diag.results.wording import SYMBOLS, listed, percent, plural, times, together
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, Arrangement, Path, Setting
 from attn_diag.testing.invariance.distance import Expected, difference, expected_of, own_error
 from attn_diag.testing.libraries import LIBRARIES
@@ -141,6 +141,7 @@ class _Run:
     notes: list[str] = field(default_factory=list)
     _calls: dict[int, tuple[CaseInputs, Outputs, Expected]] = field(default_factory=dict)
     _unsteady: frozenset[str] = frozenset()
+    _overwritten: set[str] = field(default_factory=set)
 
     def run(self, chosen: Sequence[Arrangement], seed: int, progress: Progress | None) -> Invariance:
         """Every path of every arrangement, and the report."""
@@ -209,8 +210,7 @@ class _Run:
             returned = (path.target or self.target).call(
                 path.inputs, gradients=path.inputs.do is not None, place=path.place
             )
-        if returned.overwritten:
-            raise MisfitError(f"it changed its input {returned.overwritten[0]} in place")
+        self._overwritten.update(returned.overwritten)
         return {n: x.cpu() for n, x in returned.outputs.items()}
 
     def _arrangement(self, item: Arrangement) -> list[PathFinding]:
@@ -229,7 +229,7 @@ class _Run:
             second = self._call(path)
         except (MisfitError, InputError) as error:
             words = error.of(self.target.name) if isinstance(error, MisfitError) else str(error)
-            return PathFinding(item.name, path.name, item.promise, "not-run", words)
+            return PathFinding(item.name, path.name, item.promise, "refused", words)
         differences = []
         for name in (n for n in expected.truth if n in first and n in second):
             of_first = path.select(name, first[name])
@@ -315,14 +315,22 @@ class _Run:
             return "fail", f"the call itself: it {other.words}"
         if broken:
             return "fail", f"the call itself: {together(broken)} holds NaN or Inf"
-        ran = [p for p in found if p.status != "not-run"]
+        if self._overwritten:
+            names = together(sorted(self._overwritten))
+            return "fail", f"any call: it changes its input {names} in place, which its caller still needs"
+        ran = [p for p in found if p.status not in ("not-run", "refused")]
         moved = list(dict.fromkeys(p.arrangement for p in ran if p.status != "same"))
+        refused = list(dict.fromkeys(p.arrangement for p in found if p.status == "refused"))
         arranged = len({p.arrangement for p in ran})
         if not ran:
             return "fail", f"nothing was compared: {found[0].words}" if found else "nothing was compared"
+        also = f"; it refuses {listed(refused, 4)}" if refused else ""
         if not moved:
-            return "pass", f"the same bits in {arranged} arrangements"
-        return "pass", f"nothing but rounding in {arranged} arrangements; other bits in {listed(moved, 4)}"
+            return "pass", f"the same bits in {plural(arranged, 'arrangement')}{also}"
+        return (
+            "pass",
+            f"nothing but rounding in {plural(arranged, 'arrangement')}; other bits in {listed(moved, 4)}{also}",
+        )
 
     def _further(self, errors: Sequence[OwnError], other: OtherFunction | None) -> list[str]:
         """What else is to be known."""

@@ -20,6 +20,7 @@ from attn_diag.captures.selection import select_observations
 from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
 from attn_diag.kernels import Recipe
+from attn_diag.results.check import ARRANGED
 from attn_diag.testing.probing import inputs as drawn
 from attn_diag.testing.target import (
     DTYPES,
@@ -61,7 +62,7 @@ LENGTH = 192
 
 def choose(names: Iterable[str] | None) -> list[str]:
     """These cases in the suite's order; all for None. Raises InputError for unknown names, for a str and for none."""
-    return choose_names("case", names, NAMES)
+    return choose_names("case", names, (*NAMES, ARRANGED))
 
 
 def draw(
@@ -216,6 +217,7 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
     own = [
         draw(n, asked.seed, dtype=asked.dtype, causal=asked.causal, head_dim=asked.head_dim, scale=asked.scale)
         for n in names
+        if n != ARRANGED
     ]
     for case in captures:
         same = case.causal == asked.causal and abs(case.scale - asked.scale) <= 1e-6 * asked.scale
@@ -228,8 +230,8 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
     called = [case.name for case in inputs]
     if len(set(called)) < len(called):
         raise InputError(f"cases must have names of their own, got {', '.join(called)}")
-    if not called:
-        raise InputError(f"cases must name at least one; known: {', '.join(NAMES)}")
+    if not called and ARRANGED not in names:
+        raise InputError(f"cases must name at least one; known: {', '.join((*NAMES, ARRANGED))}")
 
     def outputs(case: CaseInputs) -> tuple[list[dict[str, Tensor]], bool | None, list[str]]:
         first, notes = kernel.run(case, backward=backward)
@@ -277,10 +279,10 @@ def capture_of_case(
         case: The name of the failing case.
 
     Returns:
-        None where there is nothing to inspect: the kernel raises, or returns no attention's shape; or ``target`` is
-        captures, which are files already.
+        None where there is nothing to inspect: the kernel raises, or returns no attention's shape; the case is two
+        calls that differ; or ``target`` is captures, which are files already.
     """
-    if isinstance(target, Capture) or not (callable(target) or isinstance(target, str | Recipe)):
+    if isinstance(target, Capture) or not (callable(target) or isinstance(target, str | Recipe)) or case == ARRANGED:
         return None
     alpha = head_dim**-0.5 if scale is None else scale
     case = case.removesuffix(SECOND)
