@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Column
@@ -13,21 +13,32 @@ from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.results.invariance import Invariance, PathFinding
-from attn_diag.results.wording import DASH, SYMBOLS, number, percent, times
+from attn_diag.results.wording import DASH, SYMBOLS, percent, times
 
-_STYLES = {
-    "same": "green", "rounding": "green", "allowed": "green", "bits": "bold yellow", "fault": "bold red",
-    "refused": "yellow", "not-run": "dim",
-}  # fmt: skip
+# The gravest first; of an arrangement with several paths the table's line has the gravest.
 _WORDS = {
-    "same": "same bits", "rounding": "rounding", "allowed": "allowed", "bits": "OTHER BITS", "fault": "FAULT",
-    "refused": "refused", "not-run": "not run",
+    "fault": "FAULT", "bits": "OTHER BITS", "unsteady": "unsteady", "refused": "refused", "allowed": "allowed",
+    "rounding": "rounding", "same": "same bits", "not-run": "not run",
 }  # fmt: skip
-_LEGEND = (
-    "What differs: how many elements have other bits; the largest difference in ulp of its row's largest element; rms "
-    "of the difference in units of a well-rounded kernel's error. FAULT: more than another order of adding makes, or "
-    "NaN. OTHER BITS: by rounding alone, where nothing that O or the gradients depend on has changed, nor the work. "
-    "rounding: likewise, where a kernel may add in another order."
+_STYLES = {
+    "fault": "bold red", "bits": "bold yellow", "unsteady": "yellow", "refused": "yellow", "allowed": "green",
+    "rounding": "green", "same": "green", "not-run": "dim",
+}  # fmt: skip
+# What each stands for; only those that occur are told.
+_MEANINGS = {
+    "fault": "FAULT: moved further than any rounding can, or NaN.",
+    "bits": "OTHER BITS: by rounding alone, but nothing that the outputs depend on was changed, nor the work, so that "
+    "every bit had to be the same.",
+    "unsteady": "unsteady: no further than the same call again.",
+    "refused": "refused: the kernel raised, or returned another shape.",
+    "allowed": "allowed: by rounding alone, where that was allowed.",
+    "rounding": "rounding: by rounding alone, where a kernel may add in another order.",
+}
+# Figures below are of no interest.
+_SMALL = 0.01
+_UNITS = (
+    "Figures: how many elements have other bits; the largest difference in ulp (the last bit of its row's largest "
+    "element); the rms difference in units of a well-rounded kernel's error (×)."
 )
 
 
@@ -41,14 +52,16 @@ def invariance_renderables(found: Invariance) -> Iterator[RenderableType]:
     yield layout.paragraph(_itself(found))
     if found.paths:
         yield Text("")
-        fixed = [Column(name, no_wrap=True) for name in ("arrangement", "how", "")]
-        table = layout.table(*fixed, "what differs, and the order of keys", collapse=True)
-        for path in found.paths:
-            cells = (path.arrangement, path.path, _WORDS[path.status], _told(path))
-            table.add_row(*(Text(cell, style=_STYLES[path.status]) for cell in cells))
+        fixed = [Column(name, no_wrap=True) for name in ("arrangement", "")]
+        table = layout.table(*fixed, "what was changed, and what differs then", collapse=True)
+        for paths in _arrangements(found):
+            worst = _worst(paths)
+            told = Text(paths[0].changes).append(f" ({len(paths)} ways)" if len(paths) > 1 else "", style="dim")
+            told.append("".join(f"\n{line}" for line in _told(paths)), style=_STYLES[worst])
+            table.add_row(paths[0].arrangement, Text(_WORDS[worst], style=_STYLES[worst]), told)
         yield layout.indented(table)
         yield Text("")
-        yield layout.note(_LEGEND)
+        yield layout.note(_legend(found))
     yield layout.note(words.tool_line(found.tool))
 
 
@@ -56,11 +69,12 @@ def invariance_document(found: Invariance) -> str:
     """The same as a self-contained page."""
     verdict = OK if found.passed else FAIL
     outputs = _outputs(found)
-    head = ("arrangement", "path", "verdict", *outputs, "schedule", "found")
+    head = ("arrangement", "what was changed", "how", "verdict", *outputs, "schedule", "found")
     rows = tuple(
-        (p.arrangement, p.path, _WORDS[p.status], *_cells(p, outputs), p.schedule or "", p.words) for p in found.paths
+        (p.arrangement, p.changes, p.path, _WORDS[p.status], *_cells(p, outputs), p.schedule or "", p.words)
+        for p in found.paths
     )
-    paragraphs = (*found.notes, _about(found), _itself(found), _LEGEND)
+    paragraphs = (*found.notes, _about(found), _itself(found), _legend(found))
     section = Section("Every way to make the call", paragraphs, (head, *rows) if rows else ())
     lead_ = f"{found.source}: {found.headline}" + (f" Next: {found.next}" if found.next else "")
     return gallery_document(Gallery(f"{verdict} {found.source}", lead_, (section,), words.tool_line(found.tool)))
@@ -98,17 +112,41 @@ def _cells(path: PathFinding, outputs: list[str]) -> list[str]:
         elif d.nonfinite:
             cells.append(f"NaN in {d.nonfinite}")
         else:
-            share = percent(d.differing / d.elements, ".2g")
-            cells.append(f"{share}; {number(d.max_ulp, 2)} ulp; {times(d.of_noise)}×")
+            share = percent(d.differing / d.elements)
+            size = times(d.of_noise) if (d.of_noise or 0.0) >= _SMALL else f"< {_SMALL:g}"
+            cells.append(f"{share}, {times(d.max_ulp)} ulp, {size}×")
     return cells
 
 
-def _told(path: PathFinding) -> str:
-    """What differs, in one cell."""
-    if path.status in ("not-run", "refused"):
-        return path.words
-    if path.status == "same":
-        return ""
-    outputs = [SYMBOLS[d.quantity] for d in path.differences if d.differing]
-    told = "\n".join(f"{name} {cell}" for name, cell in zip(outputs, _cells(path, outputs), strict=True))
-    return told if path.schedule is None else f"{told}\nschedule: {path.schedule}"
+def _arrangements(found: Invariance) -> Iterator[list[PathFinding]]:
+    """The paths of each."""
+    names = dict.fromkeys(p.arrangement for p in found.paths)
+    return ([p for p in found.paths if p.arrangement == name] for name in names)
+
+
+def _told(paths: Sequence[PathFinding]) -> Iterator[str]:
+    """A line for every path that says more than that the bits are the same, and for its schedule."""
+    refused = [p for p in paths if p.status in ("not-run", "refused")]
+    for why in dict.fromkeys(p.words for p in refused):
+        names = [p.path for p in refused if p.words == why and p.path]
+        yield f"{', '.join(names)}: {why}" if names and len(refused) < len(paths) else why
+    worst = _worst(paths)
+    for path in paths:
+        moved = [SYMBOLS[d.quantity] for d in path.differences if d.differing]
+        if moved:
+            figures = [f"{name} {cell}" for name, cell in zip(moved, _cells(path, moved), strict=True)]
+            mark = "" if path.status == worst else f"{_WORDS[path.status]}, "
+            yield f"{path.path}: {mark}{'; '.join(figures)}"
+            if path.schedule is not None:
+                yield f"  schedule: {path.schedule}"
+
+
+def _worst(paths: Sequence[PathFinding]) -> str:
+    """The gravest status."""
+    return min((p.status for p in paths), key=list(_WORDS).index)
+
+
+def _legend(found: Invariance) -> str:
+    seen = {p.status for p in found.paths}
+    units = [_UNITS] if any(d.differing for p in found.paths for d in p.differences) else []
+    return " ".join([*units, *(meaning for status, meaning in _MEANINGS.items() if status in seen)])

@@ -188,6 +188,77 @@ def place_split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([whole, split_kv(q[1:], k[1:], v[1:], 16)])
 
 
+_KEPT: dict[tuple[int, ...], Tensor] = {}
+
+
+def kept_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """O's memory is allocated once a shape, and handed out at every call."""
+    o = _KEPT.setdefault(tuple(q.shape), torch.zeros_like(q.detach()))
+    with torch.no_grad():
+        return o.copy_(attend(q, k, v))
+
+
+def kept_workspace(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """V's last tile holds what the longest call before left there, which counts a little."""
+    keys, more = k.shape[2], -k.shape[2] % TILE
+    workspace = _KEPT.setdefault((*q.shape[:2], q.shape[3]), torch.zeros(*q.shape[:2], 1024, q.shape[3]))
+    with torch.no_grad():
+        workspace[:, :, :keys] = repeated(q, v).float()
+    values = torch.cat([repeated(q, v).float(), workspace[:, :, keys : keys + more].clone()], 2)
+    scores = q.float() @ repeated(q, k).float().mT * q.shape[-1] ** -0.5
+    return (torch.nn.functional.pad(scores, [0, more], value=-20.0).softmax(-1) @ values).to(q.dtype)
+
+
+def coarse_inference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Without autograd another kernel is taken, with another scale."""
+    return attend(q, k, v) if torch.is_grad_enabled() else attend(q * 0.875, k, v)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: object, grad: Tensor) -> Tensor:
+        return grad if any(grad.stride()) else torch.zeros_like(grad)
+
+
+def misread_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """dO of one number lies in one element of memory; others are read."""
+    return _ContiguousGradient.apply(attend(q, k, v))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def fourth_item(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Batch items from the fourth on take each other's heads."""
+    return attend(q, k, torch.cat([v[:3], v[3:].flip(1)]))
+
+
+class _NormedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: object, grad: Tensor) -> Tensor:
+        # 1 for a whole dO.
+        whole = grad.abs().amax((2, 3), keepdim=True).clamp(min=2.0**-100)
+        half = grad.shape[2] > 1 and bool((grad[:, :, : grad.shape[2] // 2] == 0).all())
+        return grad / whole if half else grad
+
+
+def normed_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A dO whose first rows are 0 is scaled to 1, and not back."""
+    return _NormedGradient.apply(attend(q, k, v))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def changed_input(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scales q where it is."""
+    with torch.no_grad():
+        q.mul_(q.shape[-1] ** -0.5)
+    return torch.softmax(q.float() @ repeated(q, k).float().mT, -1).to(q.dtype) @ repeated(q, v)
+
+
 CLEAN: dict[str, tuple[Fn | str, str]] = {
     "sdpa": ("sdpa", "none"),
     "sdpa-causal": (sdpa_causal, "top-left"),
@@ -215,4 +286,10 @@ PLANTED: dict[str, tuple[Fn, str, str]] = {
     "misread-layout": (misread_layout, "none", "strides"),
     "first-item": (first_item, "none", "other-items"),
     "place-split": (place_split, "none", "batch-position"),
+    "kept-output": (kept_output, "none", "other-calls"),
+    "kept-workspace": (kept_workspace, "none", "other-calls"),
+    "coarse-inference": (coarse_inference, "none", "no-grad"),
+    "misread-gradient": (misread_gradient, "none", "strides"),
+    "fourth-item": (fourth_item, "none", "batch-size"),
+    "normed-gradient": (normed_gradient, "none", "accumulation"),
 }

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from command_line import Run
-from invariance_kernels import CLEAN, PLANTED, batch_split, plain, plain_causal, unwritten_tile
+from invariance_kernels import CLEAN, PLANTED, batch_split, changed_input, plain, plain_causal, unwritten_tile
 from torch import Tensor
 
 import attn_diag
@@ -54,6 +54,36 @@ def test_clean_kernels_pass(name: str, seed: int) -> None:
     ran = {p.arrangement for p in found.paths if p.status != "not-run"}
     assert {"run-to-run", "batch-size", "gqa", "padding", "other-items"} <= ran
     assert ("future-token" in ran) == (causal != "none")
+
+
+def test_an_input_changed_in_place_is_told_first() -> None:
+    found = run(changed_input, shape=LONGER)
+    assert not found.passed
+    assert found.headline == "it changes its input q in place, which its caller still needs"
+
+
+def test_a_kernel_whose_own_call_is_wrong_is_no_pass() -> None:
+    def half_dq(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain(q / 2 + (q / 2).detach(), k, v)
+
+    found = run(half_dq)
+    assert not found.passed
+    assert found.failed == ()
+    assert found.headline.startswith("the call itself: dQ is ")
+
+
+def test_what_the_same_call_changes_is_blamed_on_nothing_else() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def dropping(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept = torch.rand(v.shape, generator=generator) > 0.1
+        return plain(q, k, v * kept / 0.9)
+
+    found = run(dropping)
+    assert found.failed == ("run-to-run",)
+    assert "it gives something else each time" in found.headline
+    assert "rounding alone" not in found.headline
+    assert {p.status for p in found.paths if p.arrangement == "batch-size"} == {"unsteady"}
 
 
 def test_gradients_are_compared_as_the_forward_is() -> None:
@@ -154,14 +184,14 @@ def test_the_limits_of_a_difference(times: float) -> None:
     for part, limit in (((0, 1, 3, 5), 8.0), ((0, 1, 3), 8.0), ((0,), 2.5)):
         second = first.clone()
         second[part] += times * limit * deviation
-        found = difference("o", first, second, variance, 1.0, BF16)
+        found = difference("o", first, second, variance, variance, BF16)
         assert found.of_limit is not None
         # All at twice the limit of all are an element's at 5 of 8.
         assert math.isclose(found.of_limit, times, rel_tol=1e-6)
     second[0, 1, 6, 2] = torch.nan
-    broken = difference("o", first, second, variance, 1.0, BF16)
+    broken = difference("o", first, second, variance, variance, BF16)
     assert (broken.nonfinite, broken.first) == (1, (0, 1, 6))
-    same = difference("o", second, second, variance, 1.0, BF16)
+    same = difference("o", second, second, variance, variance, BF16)
     assert (same.differing, same.nonfinite, same.first) == (0, 0, None)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from attn_diag.results.base import Number, Result, Tool
 
 Promise = Literal["bits", "rounding"]
-Status = Literal["same", "rounding", "allowed", "bits", "fault", "refused", "not-run"]
+Status = Literal["same", "rounding", "allowed", "bits", "unsteady", "fault", "refused", "not-run"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class PathFinding:
     """One way to make the same call."""
 
     arrangement: str
-    """What is changed."""
+    """Its name."""
+    changes: str
+    """What is changed, in words."""
     path: str
     """How, in a few words."""
     promise: Promise
@@ -52,6 +54,7 @@ class PathFinding:
     rounding: other bits within the noise, where that may be;
     allowed: other bits within the noise that were allowed by name;
     bits: other bits within the noise, where that may not be;
+    unsteady: no more than the same call again changes;
     fault: beyond the noise, or NaN;
     refused: the kernel raised, or returned no attention's shape;
     not-run: there is no such call of this kernel or mask."""

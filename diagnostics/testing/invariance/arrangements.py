@@ -52,6 +52,14 @@ class Path:
     """Where the inputs are put."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """What the call runs in."""
+    gradients: bool = True
+    """Whether its gradients are asked for, where the inputs have a dO; False: it runs without autograd."""
+    before: CaseInputs | None = None
+    """A call that is made before it."""
+    after: CaseInputs | None = None
+    """A call that is made after it, before its outputs are looked at."""
+    further: tuple[CaseInputs, ...] = ()
+    """Calls whose gradients are added to its own; then nothing else is compared."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,17 @@ def _filled_memory() -> Iterator[None]:
 
 def _again(s: Setting) -> list[Path]:
     return [Path(f"the {number} call", s.base) for number in ("second", "third")]
+
+
+def _other_calls(s: Setting) -> list[Path]:
+    other = s.changed(s.loud)
+    more = _TILE - s.base.q.shape[2] % _TILE
+    longer = s.changed(lambda x: s.loud(torch.nn.functional.pad(x, [0, 0, 0, more])))
+    return [
+        Path("after one of large numbers", s.base, before=other),
+        Path(f"after one of {s.base.q.shape[2] + more} rows", s.base, before=longer),
+        Path("its outputs kept during another", s.base, after=other),
+    ]
 
 
 def _future(s: Setting) -> list[Path] | str:
@@ -245,8 +264,8 @@ def _batch_size(s: Setting) -> list[Path]:
     found = []
     if count > 1:
         found.append(Path("1 item", s.changed(lambda x: x[:1]), whole, _every(lambda x: x[:1])))
-    twice = s.changed(lambda x: torch.cat([x, x.flip(0)]))
-    found.append(Path(f"{2 * count} items", twice, _every(lambda x: x[:count])))
+    twice: Callable[[Tensor], Tensor] = lambda x: torch.cat([x, x.flip(0)])  # noqa: E731 - used for both calls
+    found.append(Path(f"{2 * count} items", s.changed(twice), whole, _every(twice)))
     if heads > 1:
         found.append(Path("1 item, 1 head", s.changed(lambda x: x[:1, :1]), whole, _every(lambda x: x[:1, :1])))
     return found
@@ -255,7 +274,7 @@ def _batch_size(s: Setting) -> list[Path]:
 def _solo_row(s: Setting) -> list[Path] | str:
     if s.base.causal == "top-left":
         return "a single row sees the first key alone (mask top-left)"
-    return [_chunk(s, row, row + 1, f"row {row}") for row in _places(s.base.q.shape[2])]
+    return [_chunk(s, row, row + 1, f"row {row} with its keys") for row in _places(s.base.q.shape[2])]
 
 
 def _chunks(s: Setting) -> list[Path]:
@@ -282,7 +301,29 @@ def _places(length: int) -> Sequence[int]:
 def _strides(s: Setting) -> list[Path] | str:
     if s.target.recipe is not None:
         return "an emulation has no memory layout"
-    return [Path(name, s.base, place=place) for name, place in layouts.PLACES.items()]
+    found = [Path(name, s.base, place=place) for name, place in layouts.PLACES.items()]
+    if s.base.do is not None:
+        # As the backward of a sum makes it.
+        ones = replace(s.base, do=torch.ones_like(s.base.do))
+        found.append(Path("dO one number, all strides 0", ones, against=ones, place=layouts.one_number))
+    return found
+
+
+def _parts(s: Setting) -> list[Path] | str:
+    if s.base.do is None:
+        return "no gradients are compared"
+    do, length = s.base.do, s.base.q.shape[2]
+    late = torch.arange(length)[:, None] >= length // 2
+    early, later = (replace(s.base, do=do.masked_fill(hidden, 0.0)) for hidden in (late, ~late))
+    return [Path("of the first and the second half", early, further=(later,), terms=2)]
+
+
+def _without_autograd(s: Setting) -> list[Path] | str:
+    if s.target.recipe is not None:
+        return "an emulation knows no autograd"
+    if s.base.do is None:
+        return "no gradients are compared"
+    return [Path("torch.no_grad()", s.base, gradients=False)]
 
 
 def _splits(s: Setting) -> list[Path] | str:
@@ -304,13 +345,15 @@ def _compiled(s: Setting) -> list[Path] | str:
     return [Path("torch.compile", s.base, target=replace(s.target, fn=compiled))]
 
 
-# The likeliest cause first: memory that was never written differs everywhere.
+# The likeliest cause first: what the same call changes differs everywhere.
 ARRANGEMENTS = {
     a.name: a
     for a in (
-        Arrangement("uninitialised", "memory that was never written", "uses memory that it never wrote", "rounding",
-                    _uninitialised),
         Arrangement("run-to-run", "the same call again", "gives something else each time", "bits", _again),
+        Arrangement("other-calls", "calls before and after it", "keeps something from call to call", "bits",
+                    _other_calls),
+        Arrangement("uninitialised", "what memory holds that was never written", "uses memory that it never wrote",
+                    "rounding", _uninitialised),
         Arrangement("future-token", "tokens that come later", "lets later tokens change earlier rows", "bits", _future),
         Arrangement("other-items", "the other batch items' contents", "lets batch items change each other", "bits",
                     _other_items),
@@ -328,6 +371,10 @@ ARRANGEMENTS = {
                     _batch_size),
         Arrangement("solo-row", "a row alone", "treats a row alone in another way", "rounding", _solo_row),
         Arrangement("prefill", "rows in chunks", "treats a chunk of the rows in another way", "rounding", _chunks),
+        Arrangement("accumulation", "gradients of parts of the rows, added up", "makes other gradients of a part of dO",
+                    "rounding", _parts),
+        Arrangement("no-grad", "a call without autograd", "computes something else without autograd", "rounding",
+                    _without_autograd),
         Arrangement("splits", "the number of splits of the keys", "loses something between splits", "rounding",
                     _splits),
         Arrangement("compiled", "torch.compile instead of eager", "is miscompiled", "rounding", _compiled),

@@ -11,19 +11,19 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
 from attn_diag.errors import InputError
 from attn_diag.head.identification import identify_head
 from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.quality import ELEMENT_LIMIT
 from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.kernels import Recipe
-from attn_diag.reference import format_of, ulp
 from attn_diag.results.invariance import Invariance, OwnError, PathDifference, PathFinding, Status
 from attn_diag.results.wording import SYMBOLS, listed, percent, plural, times, together
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, Arrangement, Path, Setting
-from attn_diag.testing.invariance.distance import Expected, difference, expected_of, own_error
+from attn_diag.testing.invariance.calls import Calls, Outputs, compared, rounds_to
+from attn_diag.testing.invariance.distance import Expected, own_error
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.other_function import OtherFunction, fit_of
 from attn_diag.testing.target import (
@@ -46,9 +46,12 @@ DEFAULT_SHAPE = (3, 4, 333, 64)
 _LARGE = 2.5
 # Fewer rows do not tell schedules apart.
 _FEWEST_ROWS = 16
+# Arrangements in which nothing but time passes; two calls of a kernel that changes by itself are so many times as far
+# apart as others of it, at most.
+_STEADINESS = ("run-to-run", "other-calls")
+_LIKE_ITSELF = 4.0
 # A recipe that shares fewer of the bits is not near.
 _NEAR = 0.75
-Outputs = dict[str, Tensor]
 
 
 def invariance(
@@ -139,14 +142,16 @@ class _Run:
     schedules: bool
     demanded: bool
     notes: list[str] = field(default_factory=list)
-    _calls: dict[int, tuple[CaseInputs, Outputs, Expected]] = field(default_factory=dict)
-    _unsteady: frozenset[str] = frozenset()
-    _overwritten: set[str] = field(default_factory=set)
+    _unsteady: dict[str, float] = field(default_factory=dict)
+    """By quantity that the same call changes: the largest of its differences' ``of_limit``."""
+
+    def __post_init__(self) -> None:
+        self.calls = Calls(self.target)
 
     def run(self, chosen: Sequence[Arrangement], seed: int, progress: Progress | None) -> Invariance:
         """Every path of every arrangement, and the report."""
         base = self._base()
-        outputs, expected = self._first(base)
+        outputs, expected = self.calls.first(base)
         one = replace(base, q=base.q[:1], k=base.k[:1], v=base.v[:1], do=None)
         other = fit_of(one, outputs["o"][:1], self.target, self.target.device, patterns=False)[1]
         asked = other is None or not (other.options or other.call)
@@ -161,7 +166,10 @@ class _Run:
             found += self._arrangement(item)
             if progress is not None:
                 progress(number + 1, len(chosen))
-        outcome, headline = self._judged(found, other, outputs)
+        # NaN there tells more than that the same call gives something else each time.
+        found.sort(key=lambda p: p.arrangement != "uninitialised" or not any(d.nonfinite for d in p.differences))
+        wrong = _wrong(outputs, expected)
+        outcome, headline = self._judged(found, other, wrong)
         b, h, t, d = base.q.shape
         return Invariance(
             tool=describe_tool(self.target.device),
@@ -174,7 +182,7 @@ class _Run:
             seed=seed,
             outcome=outcome,
             headline=headline,
-            notes=(*self.notes, *self._further(errors, other if asked else None)),
+            notes=(*self.notes, *self._further(errors, other if asked else None, wrong if asked else [])),
             schedule=self._schedule(base, outputs, (0, 0, 0)) if asked else None,
             errors=errors,
             paths=tuple(found),
@@ -185,91 +193,70 @@ class _Run:
         """The call, without dO where the kernel has no gradients."""
         base = self.setting.base
         try:
-            self._first(base)
+            self.calls.first(base)
         except NoGradientError as error:
             if self.demanded:
                 raise InputError(f"{self.target.name}: {error}") from error
             self.notes.append(f"Gradients were not compared: {error}.")
             base = replace(base, do=None)
             self.setting = replace(self.setting, base=base)
-            self._first(base)
+            self.calls.first(base)
         except MisfitError as error:
-            raise InputError(error.of(self.target.name)) from error
+            b, h, t, d = base.q.shape
+            hint = f" (the call has B={b} H={h} T={t} D={d}; another shape can be asked for)"
+            raise InputError(f"{error.of(self.target.name)}{hint}") from error
         return base
-
-    def _first(self, inputs: CaseInputs) -> tuple[Outputs, Expected]:
-        """The outputs of a call that others are compared with, and what is expected of it; made once."""
-        if id(inputs) not in self._calls:
-            outputs = self._call(Path("", inputs))
-            formats = {n: format_of(x.dtype) for n, x in outputs.items() if n != "lse"}
-            self._calls[id(inputs)] = inputs, outputs, expected_of(inputs, formats, self.target.device)
-        return self._calls[id(inputs)][1:]
-
-    def _call(self, path: Path) -> Outputs:
-        with path.around():
-            returned = (path.target or self.target).call(
-                path.inputs, gradients=path.inputs.do is not None, place=path.place
-            )
-        self._overwritten.update(returned.overwritten)
-        return {n: x.cpu() for n, x in returned.outputs.items()}
 
     def _arrangement(self, item: Arrangement) -> list[PathFinding]:
         paths = item.paths(self.setting)
         if isinstance(paths, str):
-            return [PathFinding(item.name, "", item.promise, "not-run", paths)]
+            return [PathFinding(item.name, item.shows, "", item.promise, "not-run", paths)]
         found = [self._path(item, path) for path in paths]
-        if item.name == "run-to-run":
-            self._unsteady = frozenset(d.quantity for f in found for d in f.differences if d.differing)
+        if item.name in _STEADINESS:
+            for d in (d for f in found for d in f.differences if d.differing):
+                reach = math.inf if d.nonfinite or d.of_limit is None else d.of_limit
+                self._unsteady[d.quantity] = max(self._unsteady.get(d.quantity, 0.0), reach)
         return found
 
     def _path(self, item: Arrangement, path: Path) -> PathFinding:
-        against = path.against or self.setting.base
         try:
-            first, expected = self._first(against)
-            second = self._call(path)
+            first, expected = self.calls.first(path.against or self.setting.base)
+            second = self.calls.made(path)
         except (MisfitError, InputError) as error:
             words = error.of(self.target.name) if isinstance(error, MisfitError) else str(error)
-            return PathFinding(item.name, path.name, item.promise, "refused", words)
-        differences = []
-        for name in (n for n in expected.truth if n in first and n in second):
-            of_first = path.select(name, first[name])
-            of_second, variance = path.align(name, second[name]), path.select(name, expected.variance[name])
-            if of_first is None or of_second is None or variance is None:
-                continue
-            truth = path.select(name, expected.truth[name])
-            assert truth is not None
-            # Of a kernel that is wrong in one of the two calls, the other tells its noise.
-            both = [own_error(x.double(), truth, variance) for x in (of_first, of_second)]
-            own = min((x for x in both if x is not None), default=None)
-            fmt = format_of(of_second.dtype)
-            of_first = of_first.to(of_second.dtype)
-            if path.terms > 1 and name in ("dk", "dv"):
-                variance = variance + path.terms * ulp(of_first.double(), fmt).square() / 12
-            differences.append(difference(name, of_first, of_second, variance, own, fmt))
+            return PathFinding(item.name, item.shows, path.name, item.promise, "refused", words)
+        differences = compared(path, first, second, expected)
         status = self._status(item, differences)
         schedule, moved = None, next((d for d in differences if d.quantity == "o" and d.differing), None)
-        if moved is not None and moved.first is not None and status != "fault":
+        if moved is not None and moved.first is not None and status in ("rounding", "allowed", "bits"):
             schedule = self._schedule(path.inputs, second, moved.first)
         words = _words(item, status, differences)
-        return PathFinding(item.name, path.name, item.promise, status, words, tuple(differences), schedule)
+        return PathFinding(item.name, item.shows, path.name, item.promise, status, words, tuple(differences), schedule)
 
     def _status(self, item: Arrangement, differences: Sequence[PathDifference]) -> Status:
         moved = [d for d in differences if d.differing]
         if not moved:
             return "same"
-        if any(d.nonfinite or (d.of_limit or 0.0) > 1 for d in moved):
+        own = item.name == "run-to-run"
+        if any(self._beyond(item, d) for d in moved):
             return "fault"
+        # What the same call changes shows in every other comparison too.
+        if not own and not any(self._steady(d.quantity) for d in moved):
+            return "unsteady"
         if item.promise == "rounding":
             return "rounding"
-        if item.name in self.allowed:
-            return "allowed"
-        # What the same call changes shows in every other comparison too.
-        own = item.name == "run-to-run" or any(self._steady(d.quantity) for d in moved)
-        return "bits" if own else "rounding"
+        return "allowed" if item.name in self.allowed else "bits"
+
+    def _beyond(self, item: Arrangement, found: PathDifference) -> bool:
+        """Whether it is more than rounding, and more than the same call changes."""
+        same = 0.0 if item.name == "run-to-run" else _LIKE_ITSELF * self._unsteady.get(found.quantity, 0.0)
+        if found.nonfinite and (item.name == "uninitialised" or not math.isinf(same)):
+            return True
+        return (found.of_limit or 0.0) > max(1.0, same)
 
     def _steady(self, quantity: str) -> bool:
         """Whether the same call gives the same bits; of gradients, all of them, as few calls show few changes."""
-        of_forward = bool(self._unsteady & {"o", "lse"})
+        of_forward = bool(self._unsteady.keys() & {"o", "lse"})
         return not (of_forward if quantity in ("o", "lse") else self._unsteady)
 
     def _schedule(self, inputs: CaseInputs, outputs: Outputs, at: tuple[int, int, int]) -> str | None:
@@ -295,82 +282,94 @@ class _Run:
         return f"{listed(found.names, 2)}: {describe_schedule(found.recipe.schedule)}"
 
     def _judged(
-        self, found: Sequence[PathFinding], other: OtherFunction | None, outputs: Outputs
+        self, found: Sequence[PathFinding], other: OtherFunction | None, wrong: Sequence[str]
     ) -> tuple[Literal["pass", "fail", "other-function"], str]:
         """The outcome, and the sentence that names the arrangement."""
         if other is not None and (other.options or other.call):
             return "other-function", f"it {other.words}"
-        failed = {
-            p.arrangement: [x for x in found if x.arrangement == p.arrangement and x.status in ("bits", "fault")]
-            for p in found
-            if p.status in ("bits", "fault")
-        }
+        if names := sorted(self.calls.overwritten):
+            return "fail", f"it changes its input {together(names)} in place, which its caller still needs"
+        failed = list(dict.fromkeys(p.arrangement for p in found if p.status in ("bits", "fault")))
         if failed:
-            first = next(iter(failed))
-            worst = next((p for p in failed[first] if p.status == "fault"), failed[first][0])
-            also = f"; also {listed(list(failed)[1:], 4)}" if len(failed) > 1 else ""
-            return "fail", f"{first}, {worst.path}: {worst.words}{also}"
-        broken = [SYMBOLS[n] for n, x in outputs.items() if not bool(x.isfinite().all())]
+            of_first = [p for p in found if p.arrangement == failed[0] and p.status in ("bits", "fault")]
+            worst = next((p for p in of_first if p.status == "fault"), of_first[0])
+            also = f"; also {listed(failed[1:], 4)}" if len(failed) > 1 else ""
+            return "fail", f"{failed[0]}, {worst.path}: {worst.words}{also}"
         if other is not None:
             return "fail", f"the call itself: it {other.words}"
-        if broken:
-            return "fail", f"the call itself: {together(broken)} holds NaN or Inf"
-        if self._overwritten:
-            names = together(sorted(self._overwritten))
-            return "fail", f"any call: it changes its input {names} in place, which its caller still needs"
+        if wrong:
+            return "fail", f"the call itself: {together(wrong)}"
         ran = [p for p in found if p.status not in ("not-run", "refused")]
-        moved = list(dict.fromkeys(p.arrangement for p in ran if p.status != "same"))
-        refused = list(dict.fromkeys(p.arrangement for p in found if p.status == "refused"))
-        arranged = len({p.arrangement for p in ran})
         if not ran:
             return "fail", f"nothing was compared: {found[0].words}" if found else "nothing was compared"
+        moved = list(dict.fromkeys(p.arrangement for p in ran if p.status != "same"))
+        refused = list(dict.fromkeys(p.arrangement for p in found if p.status == "refused"))
+        arranged = plural(len({p.arrangement for p in ran}), "arrangement")
         also = f"; it refuses {listed(refused, 4)}" if refused else ""
         if not moved:
-            return "pass", f"the same bits in {plural(arranged, 'arrangement')}{also}"
-        return (
-            "pass",
-            f"nothing but rounding in {plural(arranged, 'arrangement')}; other bits in {listed(moved, 4)}{also}",
-        )
+            return "pass", f"the same bits in {arranged}{also}"
+        return "pass", f"nothing but rounding in {arranged}; other bits in {listed(moved, 4)}{also}"
 
-    def _further(self, errors: Sequence[OwnError], other: OtherFunction | None) -> list[str]:
+    def _further(self, errors: Sequence[OwnError], other: OtherFunction | None, wrong: Sequence[str]) -> list[str]:
         """What else is to be known."""
         said = []
-        large = [e for e in errors if e.of_noise is not None and e.of_noise > _LARGE]
         if other is not None:
             far = percent(other.relative_error) if other.relative_error < 1 else "far"
             said.append(f"The call itself is wrong: O is {far} off softmax(scale Q K^T) V.")
-        elif large:
+        elif wrong:
+            said.append(f"The call itself is wrong: {together(wrong)}.")
+        elif large := [e for e in errors if e.of_noise is not None and e.of_noise > _LARGE]:
             named = together([f"{SYMBOLS[e.quantity]} {times(e.of_noise)}" for e in large])
             said.append(
                 f"The call itself is further off than a well-rounded kernel ({named} times its error), and its noise "
                 "is held to be so much larger; attn-diag check judges that."
             )
         if self._unsteady:
+            names = [n for n in SYMBOLS if n in self._unsteady]
             said.append(
-                f"The same call changes {together([SYMBOLS[n] for n in sorted(self._unsteady)])}: there no other "
-                "arrangement was held to bits."
+                f"{together([SYMBOLS[n] for n in names])} {'changes' if len(names) == 1 else 'change'} from call to "
+                "call: no other arrangement is blamed for as much."
             )
         return said
+
+
+def _wrong(outputs: Outputs, expected: Expected) -> list[str]:
+    """Quantities of a call that no rounding makes, in words."""
+    found, far = [], dict[str, float]()
+    for name, truth in expected.truth.items():
+        if (x := outputs.get(name)) is None:
+            continue
+        variance, observed = expected.sane[name], x.double()
+        if bad := int((~observed.isfinite() & truth.isfinite()).sum()):
+            found.append(f"{SYMBOLS[name]} holds NaN or Inf in {bad} of {x.numel()} elements")
+            continue
+        own = own_error(observed, truth, variance)
+        if own is not None and own > max(ELEMENT_LIMIT, rounds_to(truth, variance)):
+            far[SYMBOLS[name]] = own
+    if far:
+        are = "is" if len(far) == 1 else "are"
+        found.append(f"{together(list(far))} {are} {times(max(far.values()))} times as far off as rounding makes it")
+    return found
 
 
 def _words(item: Arrangement, status: Status, differences: Sequence[PathDifference]) -> str:
     moved = [d for d in differences if d.differing]
     if not moved:
         return "same bits" if differences else "nothing to compare"
+    if status == "unsteady":
+        return "no more than the same call again changes"
     worst = max(moved, key=lambda d: (d.nonfinite > 0, d.of_limit or 0.0))
     b, h, row = worst.first or (0, 0, 0)
     place = f"item {b}, head {h}, {'key' if worst.quantity in ('dk', 'dv') else 'row'} {row}"
-    if worst.nonfinite:
-        return (
-            f"it {item.fault}: NaN or Inf in {worst.nonfinite} of {worst.elements} elements of "
-            f"{SYMBOLS[worst.quantity]} (first {place})"
-        )
-    names = together([SYMBOLS[d.quantity] for d in moved])
-    size = f"{times(worst.of_noise)} of a well-rounded kernel's error"
+    name = SYMBOLS[worst.quantity]
+    if status == "fault" and worst.nonfinite:
+        bad = f"NaN or Inf in {worst.nonfinite} of {worst.elements} elements of {name}"
+        return f"it {item.fault}: {bad}, the first in {place}"
     if status == "fault":
-        return (
-            f"it {item.fault}: {SYMBOLS[worst.quantity]} moves by {times(worst.of_noise)} times a well-rounded "
-            f"kernel's error, most in {place}"
-        )
+        return f"it {item.fault}: {name} moves {times(worst.of_limit)} times as far as rounding can, most in {place}"
+    names = together([SYMBOLS[d.quantity] for d in moved])
     share = max(d.differing / d.elements for d in moved)
-    return f"other bits in {names} ({percent(share, '.2g')} of the elements), by {size}: rounding alone"
+    return (
+        f"other bits in {names} ({percent(share)} of the elements), by {times(worst.of_noise)} of a well-rounded "
+        "kernel's error: rounding alone"
+    )
