@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -61,6 +62,8 @@ _STYLES = ("base", "report", "print")
 _REPORT_STYLES = (*_STYLES, "verdicts")
 # The element of a gallery's data.
 _GALLERY = "attn-diag-gallery"
+# What begins a number, or stands for one that there is none of.
+_NUMBER = re.compile(r"[-+<\d−–∞]|NaN|Inf")
 # Cells of so many characters are sentences, not numbers.
 _LONG = 30
 # What could end a script element or be read as markup, and what older JavaScript takes for a line's end.
@@ -141,8 +144,12 @@ def gallery_document(gallery: Gallery) -> str:
 
 
 def _text_columns(table: tuple[tuple[str, ...], ...]) -> set[int]:
-    """Columns to be set flush left, as they hold a long text."""
-    return {i for line in table[1:] for i, cell in enumerate(line) if len(cell) >= _LONG}
+    """Columns to be set flush left, as they hold a long text, or nothing that is or stands for a number."""
+    columns = list(zip(*table[1:], strict=True))
+    return {
+        i for i, cells in enumerate(columns)
+        if any(len(cell) >= _LONG for cell in cells) or not any(_NUMBER.match(cell) for cell in cells)
+    }  # fmt: skip
 
 
 def _rows(diagnosis: Diagnosis) -> Iterator[Row]:

@@ -13,7 +13,7 @@ from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.results.invariance import Invariance, PathFinding
-from attn_diag.results.wording import DASH, SYMBOLS, percent, times
+from attn_diag.results.wording import SYMBOLS, percent, times
 
 # The gravest first; of an arrangement with several paths the table's line has the gravest.
 _WORDS = {
@@ -68,16 +68,24 @@ def invariance_renderables(found: Invariance) -> Iterator[RenderableType]:
 def invariance_document(found: Invariance) -> str:
     """The same as a self-contained page."""
     verdict = OK if found.passed else FAIL
-    outputs = _outputs(found)
-    head = ("arrangement", "what was changed", "how", "verdict", *outputs, "schedule", "found")
-    rows = tuple(
-        (p.arrangement, p.changes, p.path, _WORDS[p.status], *_cells(p, outputs), p.schedule or "", p.words)
-        for p in found.paths
-    )
-    paragraphs = (*found.notes, _about(found), _itself(found), _legend(found))
+    lead_ = f"{found.headline}." + (f" Next: {found.next}" if found.next else "")
+    paragraphs = (*found.notes, _about(found), _itself(found))
+    head = ("arrangement", "what was changed", "how", "verdict", "what differs then")
+    rows = tuple(row for paths in _arrangements(found) for row in _rows(paths))
     section = Section("Every way to make the call", paragraphs, (head, *rows) if rows else ())
-    lead_ = f"{found.source}: {found.headline}" + (f" Next: {found.next}" if found.next else "")
-    return gallery_document(Gallery(f"{verdict} {found.source}", lead_, (section,), words.tool_line(found.tool)))
+    footer = f"{_legend(found)} {words.tool_line(found.tool)}"
+    return gallery_document(Gallery(f"{verdict} {found.source}", lead_, (section,), footer))
+
+
+def _rows(paths: Sequence[PathFinding]) -> Iterator[tuple[str, ...]]:
+    """The page's rows of an arrangement: one for what is the same, and one for every path that is not."""
+    name, changes = paths[0].arrangement, paths[0].changes
+    same = [p.path for p in paths if p.status == "same"]
+    told = [(", ".join(same), _WORDS["same"], "")] if same else []
+    other = [p for p in paths if p.status != "same"]
+    told += [(p.path, _WORDS[p.status], ". ".join(_figures(p)) or p.words) for p in other]
+    for number, row in enumerate(told):
+        yield (name, changes, *row) if not number else ("", "", *row)
 
 
 def _about(found: Invariance) -> str:
@@ -95,27 +103,19 @@ def _itself(found: Invariance) -> str:
     return f"The call itself, in units of a well-rounded kernel's error: {errors}.{made}"
 
 
-def _outputs(found: Invariance) -> list[str]:
-    """The columns."""
-    known = dict.fromkeys(d.quantity for p in found.paths for d in p.differences)
-    return [SYMBOLS[name] for name in SYMBOLS if name in known]
-
-
-def _cells(path: PathFinding, outputs: list[str]) -> list[str]:
-    by_name = {SYMBOLS[d.quantity]: d for d in path.differences}
-    cells = []
-    for name in outputs:
-        if (d := by_name.get(name)) is None:
-            cells.append("" if path.status in ("not-run", "refused") else DASH)
-        elif not d.differing:
-            cells.append("same")
-        elif d.nonfinite:
-            cells.append(f"NaN in {d.nonfinite}")
-        else:
-            share = percent(d.differing / d.elements)
-            size = times(d.of_noise) if (d.of_noise or 0.0) >= _SMALL else f"< {_SMALL:g}"
-            cells.append(f"{share}, {times(d.max_ulp)} ulp, {size}×")
-    return cells
+def _figures(path: PathFinding) -> Iterator[str]:
+    """What differs, and the schedule that makes it so; nothing where the bits are the same."""
+    figures = []
+    for d in (d for d in path.differences if d.differing):
+        share, size = percent(d.differing / d.elements), times(d.of_noise)
+        if (d.of_noise or 0.0) < _SMALL:
+            size = f"< {_SMALL:g}"
+        cell = f"NaN in {d.nonfinite}" if d.nonfinite else f"{share}, {times(d.max_ulp)} ulp, {size}×"
+        figures.append(f"{SYMBOLS[d.quantity]} {cell}")
+    if figures:
+        yield "; ".join(figures)
+    if path.schedule is not None:
+        yield f"schedule: {path.schedule}"
 
 
 def _arrangements(found: Invariance) -> Iterator[list[PathFinding]]:
@@ -132,13 +132,11 @@ def _told(paths: Sequence[PathFinding]) -> Iterator[str]:
         yield f"{', '.join(names)}: {why}" if names and len(refused) < len(paths) else why
     worst = _worst(paths)
     for path in paths:
-        moved = [SYMBOLS[d.quantity] for d in path.differences if d.differing]
-        if moved:
-            figures = [f"{name} {cell}" for name, cell in zip(moved, _cells(path, moved), strict=True)]
+        figures = list(_figures(path))
+        if figures:
             mark = "" if path.status == worst else f"{_WORDS[path.status]}, "
-            yield f"{path.path}: {mark}{'; '.join(figures)}"
-            if path.schedule is not None:
-                yield f"  schedule: {path.schedule}"
+            yield f"{path.path}: {mark}{figures[0]}"
+            yield from (f"  {line}" for line in figures[1:])
 
 
 def _worst(paths: Sequence[PathFinding]) -> str:

@@ -13,35 +13,50 @@ from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import lead
 from attn_diag.results.replay import CAUSES, FAILED, Replay, ReplayedCapture, ReplayedKernel, ReplayedQuantity
-from attn_diag.results.wording import DASH, SYMBOLS, file_name, number, plural, share, times
+from attn_diag.results.wording import DASH, SYMBOLS, file_name, listed, number, plural, share, times
 
 _STYLES = {
     "kernel": "bold red", "metadata": "bold red", "head": "bold yellow", "undecided": "bold yellow",
     "pass": "bold green",
 }  # fmt: skip
-_MARKS = {"nonfinite": "NaN", "wrong": "wrong", "lossy": "lossy", "undecided": "?", "good": "", "stated": ""}
-_ENDED = {
-    "refused": "refused", "raised": "raised", "crashed": "crashed", "timed-out": "timed out",
-    "other-function": "computes another function",
+# How the report begins.
+_SHOUTED = {
+    "kernel": "KERNEL:", "metadata": "METADATA:", "head": "HEAD, not the kernel:", "undecided": "UNDECIDED:",
+    "pass": "PASS:",
 }  # fmt: skip
+_KINDS = {"nonfinite": "NaN", "wrong": "wrong", "lossy": "lossy"}
+_ENDED = {
+    "refused": "refused", "unusable": "returned nothing usable", "raised": "raised", "crashed": "crashed",
+    "timed-out": "timed out", "other-function": "computes another function",
+}  # fmt: skip
+# So many kernels are named in a page's title.
+_TITLED = 3
+# Errors below are of outputs that are rounded to a finer format.
+_SMALL = 0.01
 _LEGEND = (
     "Figures are errors in units of a well-rounded kernel's (1: as good; lossy above 1.25), of the worst head; ? is "
-    "neither passed nor faulted; * a published kernel makes the same error, or it is so by design. Bits: which known "
-    "recipe has the O's bits, and its order of keys. Times: the best of a few calls, forward and backward, in ms."
+    "neither passed nor faulted; * a published kernel makes the same error, or it is so by design. Beneath a kernel's "
+    "name: its version; which known recipe has its O's bits, and that one's order of keys; the best time of a few "
+    "calls, forward and backward."
 )
+_RECIPES = (
+    " A recipe is a published kernel's roundings, emulated here; delta-fp32 and delta-from-dp are fa2 with delta made "
+    "of an O that was not rounded, or of P and dP instead of O."
+)
+_ON_CPU = " On a CPU these are torch's CPU kernels, which are others than a GPU's."
 
 
 def replay_renderables(found: Replay) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
     cause, said, *told = _opening(found)
-    yield from lead(cause.upper(), said, told, _next(found), _STYLES[found.cause])
+    yield from lead(_SHOUTED[cause], said, told, _next(found), _STYLES[found.cause])
     for message in found.unreadable:
         yield Text(f"warning: not read: {message}", style="yellow")
     for capture in found.captures:
         yield Text("")
         yield layout.heading(capture.source)
         if len(found.captures) > 1:
-            yield layout.paragraph(f"{capture.cause.upper()}: {capture.words}", _STYLES[capture.cause])
+            yield layout.paragraph(f"{_SHOUTED[capture.cause]} {capture.words}", _STYLES[capture.cause])
         sizes = " ".join(f"{name}={size}" for name, size in capture.shape.items())
         yield Text(f"{sizes}, {capture.dtype}", style="bold")
         yield layout.indented(_table(capture))
@@ -50,21 +65,29 @@ def replay_renderables(found: Replay) -> Iterator[RenderableType]:
     yield Text("")
     if found.not_here:
         yield layout.note(f"Not run: {', '.join(found.not_here)}.")
-    yield layout.note(_LEGEND)
+    yield layout.note(_legend(found))
     yield layout.note(words.tool_line(found.tool))
 
 
 def replay_document(found: Replay) -> str:
     """The same as a page of its own."""
     cause, said, *told = _opening(found)
+    said = f"{said[:1].upper()}{said[1:]}" if cause in ("head", "pass", "metadata", "undecided") else said
+    several = len(found.captures) > 1
     sections = [
-        Section(f"{c.source}: {c.cause}", (c.words, *_notes(c)), table=(_COLUMNS, *map(_cells, c.kernels)))
+        Section(
+            f"{c.source}: {c.cause}" if several else c.source, (*([c.words] if several else []), *_notes(c)),
+            table=(_COLUMNS, *map(_cells, c.kernels)),
+        )
         for c in found.captures
-    ]
+    ]  # fmt: skip
     left = f"Not run: {', '.join(found.not_here)}. " if found.not_here else ""
-    title = f"{cause.upper()} {said}"
+    gravest = min(found.captures, key=lambda c: CAUSES.index(c.cause))
+    title = _SHOUTED[cause].rstrip(":") + (f": {listed(gravest.culprits, _TITLED)}" if cause == "kernel" else "")
     return gallery_document(
-        Gallery(title, " ".join(told) or _LEGEND, tuple(sections), f"{left}{words.tool_line(found.tool)}")
+        Gallery(
+            title, " ".join([said, *told]), tuple(sections), f"{_legend(found)} {left}{words.tool_line(found.tool)}"
+        )
     )
 
 
@@ -77,9 +100,13 @@ def _opening(found: Replay) -> list[str]:
     if len(worst) > 1:
         counts = [(cause, sum(c.cause == cause for c in worst)) for cause in CAUSES]
         told.append(f"Of {len(worst)} captures: {', '.join(f'{n} {cause}' for cause, n in counts if n)}.")
+    if all(q.quantity not in ("dq", "dk", "dv") for c in worst for k in c.kernels for q in k.quantities):
+        told.append("Gradients were not judged: that needs a capture with dO, and kernels that have a backward.")
     if found.failed:
         ended = {k.name: k for c in found.captures for k in c.kernels if k.outcome in FAILED}
-        told.append(" ".join(f"{_ended(k)}." for k in ended.values()))
+        ways = dict.fromkeys(k.outcome for k in ended.values())
+        said_ = [(_ENDED[way], [n for n, k in ended.items() if k.outcome == way]) for way in ways]
+        told.append(f"{'; '.join(f'{listed(names, 4)} {how}' for how, names in said_)} (see below).")
     return [first.cause, said, *told]
 
 
@@ -106,25 +133,28 @@ def _cells(kernel: ReplayedKernel) -> tuple[str, ...]:
 
 
 def _figure(found: ReplayedQuantity | None) -> str:
+    """A figure; what it means for the kernel is in the verdict."""
     if found is None:
         return DASH
-    mark = _MARKS[found.answer] + ("*" if found.excused else "")
-    figure = "" if found.factor is None else times(found.factor)
-    return f"{figure} {mark}".strip() or "right"
+    mark = "?" if found.answer == "undecided" else "*" if found.excused else ""
+    if found.answer == "nonfinite":
+        return f"NaN{mark}"
+    if found.factor is None:
+        return f"{'ok' if found.answer in ('good', 'stated') else found.answer}{mark}"
+    return f"{times(found.factor) if found.factor >= _SMALL else f'<{_SMALL:g}'}{mark}"
 
 
 def _verdict(kernel: ReplayedKernel) -> str:
-    ended = "" if kernel.stage is None or not kernel.judged else f", {kernel.stage} {_ENDED[kernel.outcome]}"
+    """What a kernel is, and in which outputs."""
+    ended = "" if kernel.stage is None or not kernel.judged else f"; {kernel.stage} {_ENDED[kernel.outcome]}"
     if not kernel.judged:
         return _ENDED.get(kernel.outcome, "not judged")
-    kinds = {q.answer for q in kernel.quantities if q.at_fault}
-    for kind in ("nonfinite", "wrong", "lossy"):
-        if kind in kinds:
-            return f"{kind}{ended}"
-    if kernel.faults:
-        return f"biased{ended}"
+    bad = {kind: [SYMBOLS[q.quantity] for q in kernel.quantities if q.at_fault and q.answer == kind] for kind in _KINDS}
+    said = [f"{_KINDS[kind]}: {', '.join(names)}" for kind, names in bad.items() if names]
+    if said or kernel.faults:
+        return f"{'; '.join(said) or 'biased'}{ended}"
     if "ill_conditioned" in kernel.labels:
-        return f"fragile head{ended}"
+        return f"right, but the head is fragile{ended}"
     return f"{'undecided' if 'undecided' in kernel.labels else 'right'}{ended}"
 
 
@@ -136,14 +166,17 @@ def _bits(kernel: ReplayedKernel) -> str:
 
 
 def _table(capture: ReplayedCapture) -> Table:
-    figures = layout.figures([SYMBOLS[n] for n in _FIGURES])
-    table = layout.table(Column("kernel", min_width=24), "verdict", *figures, collapse=True)
+    seen = {q.quantity for k in capture.kernels for q in k.quantities}
+    shown = [i for i, name in enumerate(_FIGURES) if name in seen]
+    figures = layout.figures([SYMBOLS[_FIGURES[i]] for i in shown])
+    table = layout.table(Column("kernel", min_width=24), Column("verdict", min_width=14), *figures, collapse=True)
     for kernel in capture.kernels:
         name, version, verdict, *cells, bits, took = _cells(kernel)
-        text = Text(name, style=_row_style(capture, kernel))
-        more = [f" {version}", *([bits] if kernel.recipe else []), *([f"{took} ms"] if took != DASH else [])]
-        text.append("\n".join(more), style="not bold dim")
-        table.add_row(text, *map(Text, (verdict, *cells)))
+        style = _row_style(capture, kernel)
+        text = Text(name, style=style)
+        more = [version] * (version != DASH) + [bits] * (kernel.recipe is not None) + [f"{took} ms"] * (took != DASH)
+        text.append("".join(f"\n  {line}" for line in more), style="not bold dim")
+        table.add_row(text, Text(verdict, style=style), *(cells[i] for i in shown))
     return table
 
 
@@ -153,14 +186,27 @@ def _row_style(capture: ReplayedCapture, kernel: ReplayedKernel) -> str:
     return "bold" if kernel.captured else ""
 
 
-def _ended(kernel: ReplayedKernel) -> str:
-    where = "" if kernel.stage in (None, "start") else f" in its {kernel.stage}"
-    return f"{kernel.name} {_ENDED[kernel.outcome]}{where}: {(kernel.message or '').rstrip('.')}"
+def _legend(found: Replay) -> str:
+    kernels = [k for c in found.captures for k in c.kernels]
+    recipes = any(k.backend.startswith("emulation") for k in kernels)
+    on_cpu = any(k.backend == "cpu" and not k.captured for k in kernels)
+    return f"{_LEGEND}{_RECIPES if recipes else ''}{_ON_CPU if on_cpu else ''}"
+
+
+def _ways(capture: ReplayedCapture) -> Iterator[str]:
+    """How kernels ended that did not return everything; those that said the same together."""
+    alike: dict[str, list[str]] = {}
+    for kernel in (k for k in capture.kernels if k.outcome in _ENDED):
+        where = "" if kernel.stage in (None, "start") else f" in its {kernel.stage}"
+        how = f"{_ENDED[kernel.outcome]}{where}: {(kernel.message or '').rstrip('.')}"
+        alike.setdefault(how, []).append(kernel.name)
+    yield from (f"{listed(names, len(names))} {how}." for how, names in alike.items())
 
 
 def _notes(capture: ReplayedCapture) -> Iterator[str]:
     """How kernels ended that did not return everything, and errors that are known of published kernels."""
-    yield from (f"{_ended(k)}." for k in capture.kernels if k.outcome in _ENDED)
+    yield from _ways(capture)
+    yield from (f"{k.name}: {k.message}." for k in capture.kernels if k.outcome == "ran" and k.message is not None)
     for kernel in capture.kernels:
         if kernel.deterministic is False:
             yield f"{kernel.name} returns other bits when called again."

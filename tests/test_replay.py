@@ -335,7 +335,7 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
         "--json", document, "--html", page,
     )  # fmt: skip
     assert done.code == 1
-    assert done.out.startswith("KERNEL replayed_kernels:wrong_dq: dQ is wrong in both heads")
+    assert done.out.startswith("KERNEL: replayed_kernels:wrong_dq: dQ is wrong in both heads")
     assert "crashed in its forward" in done.out
     assert max(map(len, done.out.splitlines())) <= 80
     found = Replay.from_json(document.read_text())

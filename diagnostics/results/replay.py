@@ -10,13 +10,13 @@ from attn_diag.results.estimates import Label
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.quality import Answer, Quantity
 
-Outcome = Literal["captured", "ran", "other-function", "refused", "raised", "crashed", "timed-out"]
+Outcome = Literal["captured", "ran", "other-function", "refused", "unusable", "raised", "crashed", "timed-out"]
 Cause = Literal["kernel", "metadata", "head", "undecided", "pass"]
 
 # The gravest first.
 CAUSES: tuple[Cause, ...] = ("kernel", "metadata", "head", "undecided", "pass")
 # A kernel that did this is broken here, whatever its numbers are.
-FAILED: tuple[Outcome, ...] = ("raised", "crashed", "timed-out")
+FAILED: tuple[Outcome, ...] = ("unusable", "raised", "crashed", "timed-out")
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,10 @@ class ReplayedKernel:
     """Where it ran."""
     outcome: Outcome
     """captured, ran: its outputs are judged. other-function: they are of another mask, scale or layout. refused: it
-    does not take these inputs. raised: an exception. crashed: its process died. timed-out: it was stopped."""
+    does not take these inputs, or not here. unusable: what it returned is no attention's output, or it changed an input
+    in place. raised: an exception. crashed: its process died. timed-out: it was stopped."""
     stage: Literal["start", "forward", "backward"] | None
-    """In which pass it refused, raised, crashed or was stopped; null: it did not. What it returned before is judged."""
+    """In which pass that was; null: it ended well. What it returned before is judged."""
     message: str | None
     """What there is to say of that; null: nothing."""
     labels: tuple[Label, ...]
@@ -163,7 +164,7 @@ class Replay(Result):
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Kernels that raised, crashed or were stopped on some capture."""
+        """Kernels that returned nothing usable, raised, crashed or were stopped on some capture."""
         return tuple(dict.fromkeys(k.name for c in self.captures for k in c.kernels if k.outcome in FAILED))
 
     @property

@@ -345,6 +345,8 @@ def _compiled(s: Setting) -> list[Path] | str:
     return [Path("torch.compile", s.base, target=replace(s.target, fn=compiled))]
 
 
+# What moves the work and not what an output depends on: a kernel may choose its order of adding by it, if it says so.
+MOVES = ("run-to-run", "head-order", "batch-position", "item-order", "batch-size")
 # The likeliest cause first: what the same call changes differs everywhere.
 ARRANGEMENTS = {
     a.name: a

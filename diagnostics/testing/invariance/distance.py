@@ -35,9 +35,11 @@ class Expected:
 
 @dataclass
 class _SaneNoise(NoiseCollector):
-    """Gathers besides what a cast of dP adds: with e its relative variance, x = P^2 e dP^2,
+    """Gathers besides what a cast of dP adds: with e its relative variance, x = P^2 e dP^2, and J 1 at a row's maximum,
 
-    var dQ += alpha^2 (x K^2 + (x 1) (P K)^2), var dK += alpha^2 (x + P^2 (x 1))^T Q^2.
+    var dQ += alpha^2 (x K^2 + (x 1) ((P K)^2 + J K^2)), var dK += alpha^2 (x + (P^2 + J) (x 1))^T Q^2.
+
+    J: through the maximum autograd adds what cancels but for rounding.
     """
 
     further: dict[str, Tensor] = field(default_factory=dict)
@@ -55,9 +57,10 @@ class _SaneNoise(NoiseCollector):
         rows, keys, probs = block.rows, block.keys, block.probs
         moved = probs.square() * (self.head.do[rows] @ self.head.v[keys].T).square() * self._relative
         summed = moved.sum(1)[:, None]
-        dq = moved @ self._k2[keys] + summed * (probs @ self.head.k[keys]).square()
+        largest = torch.zeros_like(probs).scatter_(1, probs.argmax(1, keepdim=True), 1.0)
+        dq = (moved + largest * summed) @ self._k2[keys] + summed * (probs @ self.head.k[keys]).square()
         self.further["dq"][rows] = dq * self.head.scale**2
-        self.further["dk"][keys] += (moved + probs.square() * summed).T @ self._q2[rows]
+        self.further["dk"][keys] += (moved + (probs.square() + largest) * summed).T @ self._q2[rows]
 
 
 def expected_of(inputs: CaseInputs, formats: dict[str, FloatFormat], device: torch.device) -> Expected:

@@ -21,7 +21,8 @@ from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.kernels import Recipe
 from attn_diag.results.invariance import Invariance, OwnError, PathDifference, PathFinding, Status
 from attn_diag.results.wording import SYMBOLS, listed, percent, plural, times, together
-from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, Arrangement, Path, Setting
+from attn_diag.testing.again import Again
+from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES, Arrangement, Path, Setting
 from attn_diag.testing.invariance.calls import Calls, Outputs, compared, rounds_to
 from attn_diag.testing.invariance.distance import Expected, own_error
 from attn_diag.testing.libraries import LIBRARIES
@@ -112,7 +113,10 @@ def invariance(
     q, k, v, do = (torch.randn(tuple(shape), generator=generator).to(dtype) for _ in range(4))
     base = CaseInputs("invariance", q, k, v, None if backward is False else do, alpha, causal_of(causal))
     options = _options(kernel, target, partial(Target.of, name=name, dtype=dtype, head_dim=shape[3], device=where))
-    run = _Run(target, Setting(base, target, options, generator), frozenset(allow), schedules, demanded=bool(backward))
+    b, h, t, d = shape
+    again = Again(kernel if isinstance(kernel, str) else None, DTYPES[dtype], base.causal, alpha, (b, h, t, d))
+    setting = Setting(base, target, options, generator)
+    run = _Run(target, setting, frozenset(allow), schedules, again, demanded=bool(backward))
     return run.run(chosen, seed, progress)
 
 
@@ -140,6 +144,7 @@ class _Run:
     setting: Setting
     allowed: frozenset[str]
     schedules: bool
+    again: Again
     demanded: bool
     notes: list[str] = field(default_factory=list)
     _unsteady: dict[str, float] = field(default_factory=dict)
@@ -186,7 +191,7 @@ class _Run:
             schedule=self._schedule(base, outputs, (0, 0, 0)) if asked else None,
             errors=errors,
             paths=tuple(found),
-            next=f"with {' '.join(other.options) or other.call}" if other is not None and not asked else None,
+            next=self._next(found, None if asked else other),
         )
 
     def _base(self) -> CaseInputs:
@@ -309,6 +314,17 @@ class _Run:
         if not moved:
             return "pass", f"the same bits in {arranged}{also}"
         return "pass", f"nothing but rounding in {arranged}; other bits in {listed(moved, 4)}{also}"
+
+    def _next(self, found: Sequence[PathFinding], other: OtherFunction | None) -> str | None:
+        """The command, or the call in Python, to run next."""
+        if other is not None:
+            return self.again.command("invariance", other.options) if other.options else f"with {other.call}"
+        failed = {p.status: p.arrangement for p in reversed(found) if p.status in ("bits", "fault")}
+        if failed.keys() != {"bits"} or self.calls.overwritten or failed["bits"] not in MOVES:
+            return None
+        allowed = dict.fromkeys(p.arrangement for p in found if p.status == "bits")
+        command = self.again.command("invariance", [f"--allow {','.join(allowed)}"])
+        return f"{command} (if it may choose its order of adding by that)"
 
     def _further(self, errors: Sequence[OwnError], other: OtherFunction | None, wrong: Sequence[str]) -> list[str]:
         """What else is to be known."""

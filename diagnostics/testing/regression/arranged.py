@@ -17,15 +17,13 @@ from attn_diag.results.check import ARRANGED, CheckedCase, Failure
 from attn_diag.results.invariance import Invariance, PathFinding
 from attn_diag.results.wording import listed
 from attn_diag.testing.again import Again
-from attn_diag.testing.invariance.arrangements import ARRANGEMENTS
+from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES
 from attn_diag.testing.invariance.invariance import invariance
 from attn_diag.testing.regression.cases import Asked
 from attn_diag.testing.target import DTYPES, Attention
 
 # Items on both sides of an edge, two groups of query heads, and a length off the tiles of every kernel we know.
 _SHAPE = (2, 4, 173)
-# What moves the work and not what an output depends on.
-_MOVES = ("run-to-run", "head-order", "batch-position", "item-order", "batch-size")
 # Compiling takes longer than all the others.
 _LEFT_OUT = ("compiled",)
 
@@ -60,7 +58,7 @@ class Arranging:
         try:
             found = invariance(
                 self.kernel, name=self.name, dtype=asked.dtype, shape=shape, causal=asked.causal, scale=asked.scale,
-                backward=self.backward, only=[n for n in ARRANGEMENTS if n not in _LEFT_OUT], allow=_MOVES,
+                backward=self.backward, only=[n for n in ARRANGEMENTS if n not in _LEFT_OUT], allow=MOVES,
                 schedules=False, seed=asked.seed, device=self.device.type,
             )  # fmt: skip
         except InputError as error:

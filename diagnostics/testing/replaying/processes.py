@@ -18,6 +18,8 @@ from torch import Tensor
 
 from attn_diag.results.replay import Outcome
 
+# Bytes at the end of what a process wrote to stderr, and characters of its last line, which may be megabytes.
+_LOOKED_AT, _LAST_WORDS = 4096, 200
 WORKER = "attn_diag.testing.replaying.worker"
 
 
@@ -83,9 +85,18 @@ def _left(folder: Path, code: int | None, limit_s: float) -> Ran:
     stage = begun.read_text() if begun.exists() else "start"
     if code is None:
         return Ran("timed-out", stage, f"it was stopped after {limit_s:g} s", outputs)
-    said = (folder / "stderr").read_text(errors="replace").strip().splitlines()
-    last = f": {said[-1].strip()}" if said else ""
-    return Ran("crashed", stage, f"its process {_ending(code)}{last}", outputs)
+    return Ran("crashed", stage, f"its process {_ending(code)}{_last_words(folder / 'stderr')}", outputs)
+
+
+def _last_words(file: Path) -> str:
+    """The last line that a process wrote, after a colon; of a long one the beginning."""
+    with file.open("rb") as stderr:
+        stderr.seek(max(file.stat().st_size - _LOOKED_AT, 0))
+        said = stderr.read().decode(errors="replace").strip().splitlines()
+    if not said:
+        return ""
+    last = said[-1].strip()
+    return f": {last if len(last) <= _LAST_WORDS else last[:_LAST_WORDS] + ' …'}"
 
 
 def _ending(code: int) -> str:
