@@ -81,7 +81,7 @@ def _rows(paths: Sequence[PathFinding]) -> Iterator[tuple[str, ...]]:
     """The page's rows of an arrangement: one for what is the same, and one for every path that is not."""
     name, changes = paths[0].arrangement, paths[0].changes
     same = [p.path for p in paths if p.status == "same"]
-    told = [(", ".join(same), _WORDS["same"], "")] if same else []
+    told = [("; ".join(same), _WORDS["same"], "")] if same else []
     other = [p for p in paths if p.status != "same"]
     told += [(p.path, _WORDS[p.status], ". ".join(_figures(p)) or p.words) for p in other]
     for number, row in enumerate(told):

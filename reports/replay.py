@@ -35,10 +35,10 @@ _TITLED = 3
 _SMALL = 0.01
 _LEGEND = (
     "Figures are errors in units of a well-rounded kernel's (1: as good; lossy above 1.25), of the worst head; ? is "
-    "neither passed nor faulted; * a published kernel makes the same error, or it is so by design. Beneath a kernel's "
-    "name: its version; which known recipe has its O's bits, and that one's order of keys; the best time of a few "
-    "calls, forward and backward."
+    "neither passed nor faulted; * a published kernel makes the same error, or it is so by design."
 )
+_BITS = "which known recipe has its O's bits, and that one's order of keys"
+_TIMES = "the best of a few calls, forward and backward"
 _RECIPES = (
     " A recipe is a published kernel's roundings, emulated here; delta-fp32 and delta-from-dp are fa2 with delta made "
     "of an O that was not rounded, or of P and dP instead of O."
@@ -65,7 +65,7 @@ def replay_renderables(found: Replay) -> Iterator[RenderableType]:
     yield Text("")
     if found.not_here:
         yield layout.note(f"Not run: {', '.join(found.not_here)}.")
-    yield layout.note(_legend(found))
+    yield layout.note(_legend(found, f"Beneath a kernel's name: its version; {_BITS}; its time, {_TIMES}."))
     yield layout.note(words.tool_line(found.tool))
 
 
@@ -82,11 +82,15 @@ def replay_document(found: Replay) -> str:
         for c in found.captures
     ]  # fmt: skip
     left = f"Not run: {', '.join(found.not_here)}. " if found.not_here else ""
+    told_ = f"Bits: {_BITS}. ms: {_TIMES}."
     gravest = min(found.captures, key=lambda c: CAUSES.index(c.cause))
     title = _SHOUTED[cause].rstrip(":") + (f": {listed(gravest.culprits, _TITLED)}" if cause == "kernel" else "")
     return gallery_document(
         Gallery(
-            title, " ".join([said, *told]), tuple(sections), f"{_legend(found)} {left}{words.tool_line(found.tool)}"
+            title,
+            " ".join([said, *told]),
+            tuple(sections),
+            f"{_legend(found, told_)} {left}{words.tool_line(found.tool)}",
         )
     )
 
@@ -186,11 +190,11 @@ def _row_style(capture: ReplayedCapture, kernel: ReplayedKernel) -> str:
     return "bold" if kernel.captured else ""
 
 
-def _legend(found: Replay) -> str:
+def _legend(found: Replay, more: str) -> str:
     kernels = [k for c in found.captures for k in c.kernels]
     recipes = any(k.backend.startswith("emulation") for k in kernels)
     on_cpu = any(k.backend == "cpu" and not k.captured for k in kernels)
-    return f"{_LEGEND}{_RECIPES if recipes else ''}{_ON_CPU if on_cpu else ''}"
+    return f"{_LEGEND} {more}{_RECIPES if recipes else ''}{_ON_CPU if on_cpu else ''}"
 
 
 def _ways(capture: ReplayedCapture) -> Iterator[str]:

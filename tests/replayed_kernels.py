@@ -75,6 +75,28 @@ def raising(*_: Tensor) -> Tensor:
     raise ZeroDivisionError("a division by zero")
 
 
+def rows_first_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if any(x.is_contiguous() for x in (q, k, v)):
+        raise ValueError("takes [B, T, H, D] in memory")
+    return sound(q, k, v)
+
+
+def overwriting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        q.mul_(2)
+    return sound(q / 2, k, v)
+
+
+def transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sound(q, k, v).transpose(1, 2)
+
+
+def talkative(*_: Tensor) -> Tensor:
+    """Dies with a line of megabytes on its lips."""
+    os.write(2, b"out of registers " * 200_000)
+    os.abort()
+
+
 def uncausal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q.float() @ k.float().mT / math.sqrt(q.shape[3])
     return (scores.softmax(-1) @ v.float()).to(q.dtype)

@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 PLANTED = (
     "wrong_dq", "crashing", "crashing_backward", "exiting", "refusing", "raising", "uncausal", "nonfinite", "restless",
-    "sound",
+    "sound", "rows_first_alone", "overwriting", "transposed", "talkative",
 )  # fmt: skip
 
 
@@ -71,12 +71,17 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         ("refusing", "refused", "forward", "not supported"),
         ("raising", "raised", "forward", "ZeroDivisionError"),
         ("uncausal", "other-function", None, "causal=none"),
+        ("rows_first_alone", "ran", None, "as [B, T, H, D] in memory"),
+        ("overwriting", "unusable", "forward", "changed its input q in place"),
+        ("transposed", "unusable", "forward", "must return o of shape"),
+        ("talkative", "crashed", "forward", "SIGABRT: "),
     ],
 )
 def test_how_a_kernel_ended_is_named(name: str, outcome: str, stage: str | None, said: str) -> None:
     found = kernel(name)
     assert (found.outcome, found.stage) == (outcome, stage)
     assert said in (found.message or "")
+    assert len(found.message or "") < 600
     assert found.name not in planted().culprits
 
 
@@ -93,6 +98,13 @@ def test_wrong_kernels_are_the_culprits_and_no_others() -> None:
     assert kernel("wrong_dq").faults == ("dq",)
     assert "rows 64-159" in found.words
     assert "never written" in found.words
+
+
+def test_a_capture_alone_is_no_replay() -> None:
+    found = attn_diag.replay(drawn(), against=["replayed_kernels:nothing"], device="cpu")
+    assert found.captures[0].cause == "pass"
+    assert found.captures[0].words.endswith("No other kernel could be run on it.")
+    assert "cannot import" in found.report()
 
 
 def test_other_bits_at_the_second_call_are_told() -> None:
@@ -338,6 +350,9 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     assert done.out.startswith("KERNEL: replayed_kernels:wrong_dq: dQ is wrong in both heads")
     assert "crashed in its forward" in done.out
     assert max(map(len, done.out.splitlines())) <= 80
+    header = next(line.split() for line in done.out.splitlines() if line.lstrip().startswith("kernel "))
+    assert header == ["kernel", "verdict", "O", "LSE", "dQ", "dK", "dV"]
+    assert "wrong: dQ" in done.out
     found = Replay.from_json(document.read_text())
     assert found.failed == ("replayed_kernels:crashing",)
     assert json.loads(found.to_json()) == json.loads(document.read_text())

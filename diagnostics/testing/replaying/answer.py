@@ -178,6 +178,8 @@ def _words(found: ReplayedCapture) -> str:
     elif found.cause == "pass":
         good = [k.name for k in found.kernels if k.judged and "undecided" not in k.labels]
         said.append(f"as good as a well-rounded kernel: {listed(good, _NAMED)}.")
+        if all(k.captured or not k.judged for k in found.kernels):
+            said.append("No other kernel could be run on it.")
     return " ".join(said)
 
 

@@ -47,7 +47,8 @@ def main(folder: Path, name: str, device: str) -> None:
     """Run the kernel and leave what it returned."""
     case = case_of_capture(load(folder / "inputs.safetensors"))
     outcome: dict[str, Any] = {"outcome": "ran", "stage": None, "message": None}
-    stage, place = "start", as_it_is
+    stage = "start"
+    place: Place = as_it_is
     try:
         where = pick_device(device)
         target = Target.of(name, dtype=case.q.dtype, head_dim=case.q.shape[3], device=where)
@@ -106,7 +107,9 @@ def _times(target: Target, case: CaseInputs, stage: str, place: Place) -> dict[s
     """Milliseconds of the pass, the best of a few calls; none of an emulation, whose time says nothing."""
     if (fn := target.fn) is None:
         return {}
-    on = {n: place(x.to(target.device)) for n in ("q", "k", "v", "do") if (x := getattr(case, n)) is not None}
+    on: dict[str, Any] = {
+        n: place(x.to(target.device)) for n in ("q", "k", "v", "do") if (x := getattr(case, n)) is not None
+    }
     here = replace(case, **on)
     leaves = [x.requires_grad_(stage == "backward") for x in (here.q, here.k, here.v)]
     best, started = float("inf"), time.monotonic()
