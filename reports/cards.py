@@ -73,17 +73,17 @@ def cards(diagnosis: Diagnosis, places: Mapping[int, str]) -> tuple[Card, ...]:
 
     Args:
         diagnosis: What was found.
-        places: Addresses by the identity of a head's diagnosis.
+        places: Addresses by the identity of a head's diagnosis; none for a text without links.
     """
-    addresses: dict[WorstHead, str] = {}
-    unjudged: dict[str, str] = {}
+    addresses: dict[WorstHead, str | None] = {}
+    unjudged: dict[str, str | None] = {}
     for capture, observation, head in diagnosis.entries():
         # Where there is one batch item a finding names none.
         for batch in {head.batch, None}:
             found = WorstHead(capture.source, observation.name, head.layer, head.head, batch, step_of(capture))
-            addresses.setdefault(found, places[id(head)])
+            addresses.setdefault(found, places.get(id(head)))
         # Of a capture that could not be judged no head is the worst.
-        unjudged.setdefault(capture.source, places[id(head)])
+        unjudged.setdefault(capture.source, places.get(id(head)))
     return tuple(
         _card(f, unjudged.get(f.worst.source) if f.worst.head is None else addresses.get(f.worst), diagnosis)
         for f in diagnosis.findings

@@ -32,6 +32,8 @@ _HEADS = 144
 _LISTED = 400
 # Findings that are shown at once; the others are a click away.
 _CARDS = 6
+# A notebook shows the tables of so many captures; those of more are a click away.
+_OPEN = 2
 # Over several findings there is room for so many rows of verdicts.
 _SHORT = 5
 _COLUMNS = (
@@ -59,6 +61,7 @@ _REPORT_SCRIPTS = (
     *_SCRIPTS, "vocabulary", "glossary", "entries", "rows", "figures", "when", "map", "microscope", "head", "report",
 )  # fmt: skip
 _GALLERY_SCRIPTS = (*_SCRIPTS, "gallery")
+_EXPLAINED_SCRIPTS = (*_SCRIPTS, "glossary", "gallery")
 _STYLES = ("base", "report", "print")
 _REPORT_STYLES = (*_STYLES, "verdicts")
 # The element of a gallery's data.
@@ -132,8 +135,14 @@ def html_document(diagnosis: Diagnosis) -> str:
 
 def html_fragment(diagnosis: Diagnosis) -> str:
     """The report's body for a notebook cell: no script, as Jupyter would remove it."""
-    fragment = _environment().get_template("fragment.html.j2")
-    return fragment.render(diagnosis=diagnosis, headline=story.headline(diagnosis), columns=_NOTEBOOK_COLUMNS)
+    shown = {
+        "headline": story.headline(diagnosis),
+        "cards": cards.cards(diagnosis, {}),
+        "nothing": cards.nothing(diagnosis),
+        "open": len(diagnosis.captures) <= _OPEN,
+        "columns": _NOTEBOOK_COLUMNS,
+    }
+    return _environment().get_template("fragment.html.j2").render(diagnosis=diagnosis, **shown)
 
 
 def gallery_document(gallery: Gallery) -> str:
@@ -144,7 +153,9 @@ def gallery_document(gallery: Gallery) -> str:
     """
     charts = [[asdict(chart) for chart in section.charts] for section in gallery.sections]
     data = _json_element(_GALLERY, charts)
-    return _page("gallery.html.j2", _GALLERY_SCRIPTS, gallery=gallery, data=data, text_columns=_text_columns)
+    scripts: tuple[str, ...] = _EXPLAINED_SCRIPTS if gallery.glossary else _GALLERY_SCRIPTS
+    styles: tuple[str, ...] = _REPORT_STYLES if gallery.glossary else _STYLES
+    return _page("gallery.html.j2", scripts, styles, gallery=gallery, data=data, text_columns=_text_columns)
 
 
 def _text_columns(table: tuple[tuple[str, ...], ...]) -> set[int]:
