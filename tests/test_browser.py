@@ -168,6 +168,8 @@ def test_a_click_opens_a_head_and_back_returns(reports: Reports, open_page: Open
     diagnosis, file = reports("144")
     page = open_page(file)
     first = title(page)
+    # Below the findings, as there are several.
+    page.locator("#map .grid").scroll_into_view_if_needed()
     box = page.locator("#map .grid svg").bounding_box()
     assert box
     # Layer 5, head 7: within the grid of 12 x 12.

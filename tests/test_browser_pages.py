@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from browsers import Open
 from planted_folders import FOLDERS, write
+from synthetic_reports import planted_run
 from test_browser_verdicts import OUTSIDE, contrast
 
 from attn_diag.analyses.inspection.inspect import inspect_captures
@@ -113,6 +114,15 @@ def test_the_first_screen_tells_it_all(kind: str, pages: Pages, open_page: Open)
     # Where it lies is there too: the table over steps or the map.
     first = page.locator("#when, #overview").first.bounding_box()
     assert first["y"] + min(first["height"], 160) <= HEIGHT
+
+
+@pytest.mark.parametrize("steps", [(100,), (100, 200, 300, 400, 500)], ids=["one step", "720 heads"])
+def test_two_findings_of_a_large_model_are_on_the_first_screen(steps: tuple[int, ...], show: Open) -> None:
+    page = show(html_document(planted_run(12, 12, steps, {3: (100, "lossy"), 7: (steps[-1], "biased")})))
+    page.set_viewport_size({"width": 1280, "height": HEIGHT})
+    cards = page.evaluate(ANSWERS)
+    assert len(cards) == 2
+    assert all(set(ASKED) <= set(answers) and max(answers.values()) <= HEIGHT for _, answers in cards)
 
 
 def test_the_first_screen_is_checked(pages: Pages, open_page: Open) -> None:
